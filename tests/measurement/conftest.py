@@ -108,6 +108,14 @@ def text_file(tmp_path_factory, corpus):
 
 
 @pytest.fixture(scope="session")
+def documents_file(tmp_path_factory, corpus):
+    """Twelve texts of several windows each, so that standard errors can be stated."""
+    path = tmp_path_factory.mktemp("data") / "pages.jsonl"
+    path.write_text("\n".join(json.dumps({"text": corpus[n : n + 400]}) for n in range(0, 4800, 400)), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
 def overflowing(tmp_path_factory, checkpoint, text_file):
     """A GPT-2 in float16 whose weights are finite, but not the states of one token: it stands in window 5 (of 16)."""
     folder = tmp_path_factory.mktemp("overflow") / "gpt2"

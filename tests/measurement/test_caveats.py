@@ -43,19 +43,22 @@ def of(lines, words):
     return [line for line in lines if words in line]
 
 
-@pytest.mark.parametrize(("texts", "count"), [("windows", 1), ("rows", 12)])
-def test_how_many_sequences_begin_with_bos(with_bos, corpus, texts, count):
-    """Only the first window that is cut from a document has its BOS token."""
+@pytest.mark.parametrize(
+    ("texts", "bos", "count"), [("windows", "auto", 12), ("windows", "never", 0), ("rows", "auto", 12)]
+)
+def test_how_many_sequences_begin_with_bos(with_bos, corpus, texts, bos, count):
+    """Every window does where the tokenizer puts it before a text, unless it is asked not to."""
     model = tiny_models.build("llama")
     model.resize_token_embeddings(len(with_bos), mean_resizing=False)
     data = [corpus[:800]] if texts == "windows" else [{"text": corpus[n : n + 40], "label": n % 2} for n in range(12)]
-    found = measure(model, data, tokenizer=with_bos, max_sequences=12, sequence_length=48 if count > 1 else 16)
+    length = 48 if texts == "rows" else 16
+    found = measure(model, data, tokenizer=with_bos, max_sequences=12, sequence_length=length, bos=bos)
     policy = found.meta["token_policy"]
     assert found.meta["data"]["sequences"] == 12
     assert policy["begin_with_bos"] == count
-    said = "1 of 12 sequences begins" if count == 1 else "Every sequence begins"
+    said = "Every sequence begins" if count else "No sequence begins"
     assert policy["sentence"].endswith(f"{said} with the BOS token (<s>).")
-    assert bool(of(found.meta["warnings"], "BOS token")) is (count == 1)
+    assert not of(found.meta["warnings"], "BOS token")
 
 
 def test_without_a_bos_token_nothing_is_said_of_it(llama, text_file, tokenizer):
@@ -114,16 +117,16 @@ def test_few_tokens_and_a_single_sequence(llama, text_file, tokenizer, corpus):
     entry = one.headline["last_layer_displacement"]
     assert entry["standard_error"] is None
     assert entry["no_standard_error"] == "it takes 3 sequences or more, there is 1"
-    many = measure(
-        llama, [corpus], tokenizer=tokenizer, max_sequences=80, sequence_length=16, measures=["displacement"]
-    )
+    pages = [corpus[n : n + 1000] for n in range(0, 20_000, 1000)]
+    many = measure(llama, pages, tokenizer=tokenizer, max_sequences=80, sequence_length=16, measures=["displacement"])
     assert not of(many.meta["warnings"], "fewer than 1,000")
     assert 0 < many.headline["last_layer_displacement"]["standard_error"] < 0.05
 
 
-def test_standard_errors_are_printed_and_on_the_page(main, checkpoint, text_file, tmp_path):
+def test_standard_errors_are_printed_and_on_the_page(main, checkpoint, documents_file, tmp_path):
     out = tmp_path / "out"
-    outcome = main("measure", checkpoint("llama"), "--data", text_file, "--output", out, "--max-sequences", 6)
+    command = ["measure", checkpoint("llama"), "--data", documents_file, "--output", out, "--max-sequences", 6]
+    outcome = main(*command, "--sequence-length", 32)
     assert outcome.code == 0, outcome.err
     headline = Results.load(out).headline
     page = (out / "report.html").read_text()

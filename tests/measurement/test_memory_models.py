@@ -64,7 +64,14 @@ def measured(folder_of, text_file, tokenizer):
             extra = ["retrieval_weight", "expected_retrieval"] if model.config.memory != "none" else []
             extra += ["stream_mixing"] if model.config.residual == "hyper" else []
             results = measure(
-                folder, text_file, measures=ASKED + extra, max_sequences=N, sequence_length=T, batch_size=4, seed=3, order="first"
+                folder,
+                text_file,
+                measures=ASKED + extra,
+                max_sequences=N,
+                sequence_length=T,
+                batch_size=4,
+                seed=3,
+                order="first",
             )
             ids, frequencies = windows(tokenizer, text_file), combinations.frequencies(model)
             made[name] = results, model, plain.run(model.state_dict(), model.config, ids, frequencies=frequencies)

@@ -25,7 +25,9 @@ def windows(tokenizer, text_file):
 @pytest.fixture(scope="module")
 def llama(trained, text_file, tokenizer):
     """Results in float64, the same states through hooks of our own, and the model."""
-    results = measure(trained, text_file, max_sequences=N, sequence_length=T, batch_size=4, dtype="float64", order="first")
+    results = measure(
+        trained, text_file, max_sequences=N, sequence_length=T, batch_size=4, dtype="float64", order="first"
+    )
     model = tf.LlamaForCausalLM.from_pretrained(trained, dtype=torch.float64).eval()
     ids = windows(tokenizer, text_file)
     states, inner = oracle.taps(
@@ -168,7 +170,10 @@ def test_spectral_norms(llama):
 
 
 def test_mmd_between_two_models_and_to_itself(trained, checkpoint, text_file, tokenizer):
-    other, options = checkpoint("llama", 1), {"max_sequences": 4, "sequence_length": T, "dtype": "float64", "order": "first"}
+    other, options = (
+        checkpoint("llama", 1),
+        {"max_sequences": 4, "sequence_length": T, "dtype": "float64", "order": "first"},
+    )
     found = measure(trained, text_file, measures=["mmd"], reference=str(other), **options)
     ids = {"input_ids": windows(tokenizer, text_file)[:4]}
     mine, theirs = (

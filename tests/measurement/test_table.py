@@ -33,8 +33,8 @@ def left_out(results):
 
 
 @pytest.mark.parametrize("family", PROJECTIONS)
-def test_a_language_model_misses_nothing(checkpoint, text_file, family):
-    results = measure(checkpoint(family), text_file, max_sequences=5, sequence_length=12, words=["the", "and"])
+def test_a_language_model_misses_nothing(checkpoint, documents_file, family):
+    results = measure(checkpoint(family), documents_file, max_sequences=5, sequence_length=12, words=["the", "and"])
     promised = GENERAL | contract.LM | {"coherence"}
     if "separability" not in left_out(results):
         promised |= {"separability"}
@@ -80,8 +80,8 @@ def test_words_and_a_reference_add_their_measures(checkpoint, corpus):
     assert [e for e in results.meta["left_out"] if e["measure"].startswith("coherence")]
 
 
-def test_a_masked_language_model(checkpoint, text_file):
-    results = measure(checkpoint("bert"), text_file, max_sequences=5, sequence_length=12)
+def test_a_masked_language_model(checkpoint, documents_file):
+    results = measure(checkpoint("bert"), documents_file, max_sequences=5, sequence_length=12)
     promised = GENERAL | contract.LM | {"coherence"}
     contract.check(results.table, contract.rows(L, promised, projections=BERT, normed=False))
     assert results.meta["model"]["task"] == "masked-lm"
@@ -118,6 +118,9 @@ def test_an_image_classifier(checkpoint, picture_folder):
         "sequence_length": 17,
         "num_classes": 3,
         "masked_share": None,
+        "clusters": 12,
+        "unit": "image",
+        "no_error": None,
     }
     assert results.meta["lens_grid"]["of"] == "samples"
 
@@ -141,8 +144,8 @@ def test_detr_is_measured_in_its_decoder(checkpoint, picture_folder):
 
 
 @pytest.mark.parametrize("family", ["bert-bare", "bert-pretraining"])
-def test_other_heads(checkpoint, text_file, family):
-    results = measure(checkpoint(family), text_file, max_sequences=4, sequence_length=12)
+def test_other_heads(checkpoint, documents_file, family):
+    results = measure(checkpoint(family), documents_file, max_sequences=4, sequence_length=12)
     measured = set(results.table.measure)
     assert measured >= GENERAL | {"coherence"}
     without = [entry for entry in results.meta["left_out"] if entry["measure"] in contract.LM]
@@ -160,19 +163,19 @@ def test_unlabelled_text_leaves_the_classifier_what_needs_no_labels(checkpoint, 
 
 
 @pytest.mark.parametrize("family", ["olmo2", "opt", "phi3", "falcon", "granite"])
-def test_a_family_that_is_only_found(checkpoint, text_file, family):
-    results = measure(checkpoint(family), text_file, max_sequences=4, sequence_length=12)
+def test_a_family_that_is_only_found(checkpoint, documents_file, family):
+    results = measure(checkpoint(family), documents_file, max_sequences=4, sequence_length=12)
     assert set(results.table.measure) >= GENERAL | contract.LM
 
 
-def test_asking_for_some_gives_only_those(checkpoint, text_file):
-    results = measure(checkpoint("llama"), text_file, measures=["cka", "displacement"], max_sequences=4)
+def test_asking_for_some_gives_only_those(checkpoint, documents_file):
+    results = measure(checkpoint("llama"), documents_file, measures=["cka", "displacement"], max_sequences=4)
     contract.check(results.table, contract.rows(L, {"cka", "displacement"}))
     assert results.meta["left_out"] == []
     assert set(results.headline) == {"last_layer_displacement"}
 
 
-def test_a_single_layer_has_no_jump(tmp_path, tokenizer, text_file):
+def test_a_single_layer_has_no_jump(tmp_path, tokenizer, documents_file):
     import transformers as tf
 
     import tiny_models
@@ -180,15 +183,15 @@ def test_a_single_layer_has_no_jump(tmp_path, tokenizer, text_file):
     config = tf.LlamaConfig(**{**tiny_models.DECODER, "num_hidden_layers": 1, "vocab_size": len(tokenizer)})
     tf.LlamaForCausalLM(config).save_pretrained(tmp_path / "one")
     tokenizer.save_pretrained(tmp_path / "one")
-    results = measure(tmp_path / "one", text_file, max_sequences=4, sequence_length=12)
+    results = measure(tmp_path / "one", documents_file, max_sequences=4, sequence_length=12)
     promised = (GENERAL | contract.LM | {"coherence"}) - {"jump_rate"}
     contract.check(results.table, contract.rows(1, promised, projections=LLAMA))
     assert "zeta_L" not in results.headline
 
 
-def test_the_document_says_everything_that_is_needed_to_repeat_the_run(checkpoint, text_file, tmp_path):
+def test_the_document_says_everything_that_is_needed_to_repeat_the_run(checkpoint, documents_file, tmp_path):
     settings = MeasureSettings(max_sequences=4, sequence_length=12)
-    results = measure_into(checkpoint("llama"), str(text_file), tmp_path / "out", settings)
+    results = measure_into(checkpoint("llama"), str(documents_file), tmp_path / "out", settings)
     meta = results.meta
     assert meta["kind"] == "measure"
     assert meta["complete"] is True

@@ -144,9 +144,9 @@ def test_end_of_sequence_policy(checkpoint, tokenizer, corpus):
         measure(checkpoint("llama"), texts, token_policy="eos", **options)
 
 
-def test_max_sequences_takes_the_first_windows(checkpoint, text_file):
-    few = measure(checkpoint("llama"), text_file, max_sequences=3, sequence_length=16)
-    many = measure(checkpoint("llama"), text_file, max_sequences=1000, sequence_length=16)
+def test_the_first_windows_on_demand(checkpoint, text_file):
+    few = measure(checkpoint("llama"), text_file, max_sequences=3, sequence_length=16, order="first")
+    many = measure(checkpoint("llama"), text_file, max_sequences=1000, sequence_length=16, order="first")
     assert few.meta["data"]["sequences"] == 3
     assert few.meta["data"]["tokens"] == 48
     assert many.meta["data"]["sequences"] > 20
@@ -158,7 +158,7 @@ def test_default_length_is_256_or_the_models_positions(checkpoint, text_file):
 
 
 def test_the_seed_changes_only_what_is_sampled(trained, text_file):
-    options = {"max_sequences": 12, "sequence_length": 16}
+    options = {"max_sequences": 12, "sequence_length": 16, "order": "first"}
     whole = [measure(trained, text_file, seed=seed, **options).table for seed in (0, 1)]
     assert_same(*whole, but={"separability"})
     capped = [measure(trained, text_file, seed=seed, reservoir_tokens=40, **options).table for seed in (0, 1)]
