@@ -144,7 +144,7 @@ def quantise_command(
     batch: Annotated[int, typer.Option(help="Batch size.", rich_help_panel=GRID)] = 1,
     context: Annotated[int, typer.Option(help="Tokens of the prompt.", rich_help_panel=GRID)] = 128,
     new_tokens: Annotated[int, typer.Option(help="Tokens decoded after it.", rich_help_panel=GRID)] = 16,
-    repeats: Annotated[int, typer.Option(help="Rounds; every model runs once in each.", rich_help_panel=GRID)] = 5,
+    repeats: Annotated[int, typer.Option(help="Rounds; every model runs once in each.", rich_help_panel=GRID)] = 9,
     trust_remote_code: RemoteCode = False,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted second search.")] = False,
 ) -> None:
