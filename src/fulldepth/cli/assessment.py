@@ -35,7 +35,7 @@ def curve_command(
         float | None,
         typer.Option(
             help="Break point: nats above the first straight line that are accepted. [default: a kink outside the band "
-            "that the spread of the sequences explains]",
+            "that the spread of the documents explains]",
             rich_help_panel="The search",
         ),
     ] = None,

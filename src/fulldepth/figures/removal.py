@@ -27,7 +27,7 @@ from fulldepth.figures.style import (
     translucent,
 )
 
-BAND = "Band: 95 % of resampled sequences"
+BAND = "Band: 95 % interval over documents"
 NO_CURVE = Curve([], [], [])
 
 
@@ -300,8 +300,8 @@ FIGURES = (
                     "Mean cross-entropy in nats (natural logarithms; one nat is 1.44 bits) over the predicted tokens: "
                     "those of the response for pairs of prompt and response, every token but a window’s first for "
                     "plain text. What a removal adds is the difference from the loss before it, or from the "
-                    "unmodified model’s, on the same tokens. The band holds 95 % of the means over sequences drawn "
-                    "again with replacement."
+                    "unmodified model’s, on the same tokens. The band is the 95 % interval over documents "
+                    "(Student’s t)."
                 ),
                 formula=r"ℓ = − \frac{1}{N} ∑_n ln p(x_n | x_{< n})",
             ),
@@ -325,10 +325,10 @@ FIGURES = (
                 (
                     "The last number of removed blocks up to which the loss grows along one straight line that ends "
                     "in a kink. A line is fitted to the first points; the first point outside its band (from the "
-                    "spread of the sequences, 5 % over all points, or a tolerance in nats) ends it. It is a kink if "
+                    "spread of the documents, 5 % over all points, or a tolerance in nats) ends it. It is a kink if "
                     "the curve turns there by more than four times the mean of the turns just before; a curve that "
                     "bends smoothly has no break point. Later points have no influence. The interval holds 95 % of "
-                    "the break points found on sequences drawn again with replacement."
+                    "the break points found on documents drawn again with replacement."
                 ),
                 source=(
                     "<cite>Hopscotch: Discovering and Skipping Redundancies in Language Models</cite>, arXiv "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -25,14 +26,17 @@ from fulldepth.results import DOCUMENT, Finding, Results, finite, provenance, ta
 from fulldepth.settings import Settings
 from fulldepth.settings import layer as layered
 from fulldepth.settings.search import SearchSettings
-from fulldepth.skip.assessment.breakpoint import Breakpoint, find_breakpoint
+from fulldepth.skip.assessment.breakpoint import FEWEST, Breakpoint, find_breakpoint
 from fulldepth.skip.assessment.tables import joined
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.selection.search import search_with
+from fulldepth.uncertainty import quantile, ratio_error
 
 MEASURES = {"loss": "nats", "kl": "nats", "greedy_agreement": "1"}
 """Measure at every number of removed blocks -> its unit."""
+HIGHEST = {"greedy_agreement": 1.0}
+"""Measure -> its largest possible value. No measure but `loss_added` is below 0."""
 RESAMPLES = 1000
 KIND = "curve"
 MOST_BLOCKS = 10_000
@@ -90,8 +94,9 @@ def curve(
     One search gives the order. Then, for every number of removed blocks (column `removed`; `layer` is the one removed
     last), without scalars, over all labelled tokens: `loss`; `kl`, KL(unmodified || modified); `greedy_agreement`, the
     share of tokens whose likeliest next token is the unmodified model's (for pairs: of the response's tokens, given
-    those before). Statistics are `mean`, `low` and `high` (95 % of resampled sequences). `loss_added` is paired by
-    sequence. `break_point`: see `find_breakpoint`; without one its row is missing.
+    those before). Statistics are `mean`, `low` and `high` (95 % interval over documents, by Student's t; missing for
+    fewer than 5 documents). `loss_added` is paired. `break_point`: see `find_breakpoint`; without one its row is
+    missing.
 
     Args:
         model: checkpoint folder, Hub name, or a loaded model (restored on return).
@@ -153,6 +158,8 @@ class _Read(NamedTuple):
     """Measure -> [N, K + 1] sums over the tokens of each sequence."""
     tokens: np.ndarray
     """[N] tokens that count."""
+    documents: np.ndarray
+    """[N] the document of each sequence."""
 
 
 def _read(problem: SearchProblem, plan: Plan, process: Processes, watcher: Watcher) -> _Read:
@@ -167,9 +174,10 @@ def _read(problem: SearchProblem, plan: Plan, process: Processes, watcher: Watch
         watcher.advance(len(variants))
     parts = {number: part for share in process.gather(sums) for number, part in share.items()}
     tokens = np.array([count for batch in batches for count in batch.tokens], dtype=np.float64)
+    documents = np.array([document for batch in batches for document in batch.documents])
     counts = tokens > 0
     columns = {name: np.concatenate([parts[n][name] for n in range(len(batches))])[counts] for name in MEASURES}
-    return _Read(columns, tokens[counts])
+    return _Read(columns, tokens[counts], documents[counts])
 
 
 @torch.no_grad()
@@ -186,8 +194,9 @@ def _sums(problem: SearchProblem, batch: Batch, variants: Sequence[Variant]) -> 
 def _results(plan: Plan, read: _Read, settings: SearchSettings, limits: CurveLimits, num_layers: int) -> Results:
     """Table and document."""
     losses = read.sums["loss"] / read.tokens[:, None]
-    end = find_breakpoint(losses, read.tokens, tolerance=limits.tolerance, resamples=RESAMPLES, seed=settings.seed)
-    table = _table(plan, read, end, settings.seed)
+    options = {"tolerance": limits.tolerance, "resamples": RESAMPLES, "seed": settings.seed}
+    end = find_breakpoint(losses, read.tokens, read.documents, **options)
+    table = _table(plan, read, end)
     resolved = {**settings.model_dump(), **limits.model_dump()}
     document = {
         **provenance(KIND, resolved, seed=settings.seed),
@@ -201,25 +210,34 @@ def _results(plan: Plan, read: _Read, settings: SearchSettings, limits: CurveLim
     return Results(table, dict(finite(document)))
 
 
-def _table(plan: Plan, read: _Read, end: Breakpoint, seed: int) -> pd.DataFrame:
+def _table(plan: Plan, read: _Read, end: Breakpoint) -> pd.DataFrame:
     """Rows with the column `removed`."""
-    count, tokens = len(read.tokens), int(read.tokens.sum())
-    draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
-    weights = np.concatenate([np.ones((1, count)), draws])
-    means = {name: weights @ sums / (weights @ read.tokens)[:, None] for name, sums in read.sums.items()}
-    means["loss_added"] = means["loss"] - means["loss"][:, :1]
+    documents, at = np.unique(read.documents, return_inverse=True)
+    owns = (np.arange(len(documents))[:, None] == at).astype(np.float64)  # [D, N]
+    count, tokens, per_document = len(read.tokens), int(read.tokens.sum()), owns @ read.tokens[:, None]
+    sums = {name: owns @ values for name, values in read.sums.items()}  # [D, K + 1]
+    sums["loss_added"] = sums["loss"] - sums["loss"][:, :1]
     tables = []
+    means = {name: values.sum(0) / tokens for name, values in sums.items()}
+    reach = quantile(len(documents)) if len(documents) >= FEWEST else math.nan
+    errors = {name: reach * ratio_error(values, per_document) for name, values in sums.items()}
     for number in range(len(plan.blocks) + 1):
         layer = plan.blocks[number - 1] if number else None
         rows: list[tuple[Any, ...]] = []
-        for name, values in means.items():
-            low, high = np.quantile(values[1:, number], (0.025, 0.975))
-            for statistic, value in (("mean", values[0, number]), ("low", low), ("high", high)):
+        for name in sums:
+            mean, error = means[name][number], errors[name][number]
+            lowest = -math.inf if name == "loss_added" else 0.0
+            interval = (("low", max(mean - error, lowest)), ("high", min(mean + error, HIGHEST.get(name, math.inf))))
+            for statistic, value in (("mean", mean), *(interval if math.isfinite(error) else ())):
                 rows.append((name, "model", layer, None, statistic, value, tokens, MEASURES.get(name, "nats")))
         tables.append(tabulate(rows, removed=number))
     if end.blocks is not None:
         answer = (("value", end.blocks), ("low", end.low), ("high", end.high))
-        rows = [("break_point", "model", None, None, name, value, count, "layers") for name, value in answer]
+        rows = [
+            ("break_point", "model", None, None, name, value, count, "layers")
+            for name, value in answer
+            if value is not None
+        ]
         tables.append(tabulate(rows, removed=end.blocks))
     return joined(tables, removed="Int64")
 
@@ -230,10 +248,9 @@ def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, Fin
     part = "layers" if kind == "layer" else f"{kind} blocks"
     keep = (table.measure == "loss_added") & (table.removed == count)
     rows = table[keep].set_index("statistic")["value"]
-    cost = (
-        f"{count} removed {part} add {rows['mean']:.4f} nats to the held-out loss (95 %: {rows['low']:.4f} to "
-        f"{rows['high']:.4f}), not healed."
-    )
+    few = f"no interval: {end.documents} documents, and at least {FEWEST} are needed"
+    interval = f"95 %: {rows['low']:.4f} to {rows['high']:.4f}" if "low" in rows else few
+    cost = f"{count} removed {part} add {rows['mean']:.4f} nats to the held-out loss ({interval}), not healed."
     return {
         "break_point": Finding(end.blocks, "layers", _shape_sentence(end, part)),
         "loss_added": Finding(float(rows["mean"]), "nats", cost),
@@ -242,16 +259,22 @@ def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, Fin
 
 def _shape_sentence(end: Breakpoint, part: str) -> str:
     """How the straight part of the curve ends."""
-    agree = f"{end.confidence:.0%} of resamples agree"
+    if end.shape == "unknown":
+        return f"No break point is stated: {end.documents} held-out documents, and at least {FEWEST} are needed."
+    agree = f"{end.documents} documents, too few to say how sure this is"
+    spread = agree
+    if end.confidence is not None:
+        agree = f"{end.confidence:.0%} of resamples agree"
+        spread = f"{agree} on the number; 95% of those with one break at {end.low} to {end.high}"
     straight = f"Up to {end.straight_until} removed {part} the loss changes in a straight line"
     if end.shape == "line":
-        certainty = f"as far as {end.sequences} held-out sequences tell ({agree})"
+        certainty = f"as far as {end.documents} held-out documents tell ({agree})"
         return f"{straight} ({end.slope_before:+.4f} nats each), {certainty}."
-    departs = f"the next lies {end.excess:+.4f} nats off it (standard error {end.excess_error:.4f})"
+    error = "" if end.excess_error is None else f" (standard error {end.excess_error:.4f})"
+    departs = f"the next lies {end.excess:+.4f} nats off it{error}"
     if end.blocks is None:
         how = "gradually, or too noisily to see a kink" if end.shape == "gradual" else "downwards"
         return f"{straight}; {departs}. The curve leaves the line {how}: no break point ({agree})."
-    spread = f"{agree} on the number; 95% of those with one break at {end.low} to {end.high}"
     slopes = f"{end.slope_before:+.4f} nats each, then {end.slope_after:+.4f}"
     beyond = f", more than the tolerance of {end.tolerance:g}" if end.tolerance is not None else ""
     return f"{straight} ({slopes}); {departs}{beyond} ({spread})."

@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from fulldepth import launch
@@ -53,6 +54,7 @@ from fulldepth.skip.assessment.saved import Saver
 from fulldepth.skip.plan import FILE, Plan, plan_scalars
 from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.selection.search import search_with
+from fulldepth.uncertainty import FEWEST_ROUNDS
 
 SEARCHED = "quantised"
 """Folder inside the output with the search on the quantised model."""
@@ -73,7 +75,7 @@ def quantise(
     batch: int = 1,
     context: int = 128,
     new_tokens: int = 16,
-    repeats: int = 9,
+    repeats: int = FEWEST_ROUNDS,
     resume: bool = False,
     watcher: Watcher | None = None,
     **options: Any,
@@ -92,7 +94,7 @@ def quantise(
         batch: batch size of timed runs.
         context: length of the prompt in tokens.
         new_tokens: number of decoded tokens.
-        repeats: number of rounds.
+        repeats: number of rounds; fewer than 9 give no verdict on times.
         resume: continue an interrupted search on the quantised model.
         watcher: receives progress.
         **options: fields of `SearchSettings` that replace the plan's, for the search on the quantised model.
@@ -210,9 +212,10 @@ def _combination(problem: SearchProblem, name: str, plan: Plan | None = None) ->
     scorer, batches = problem.scorer, problem.batches
     variant = Variant(() if plan is None else plan.blocks)
     scalars = plan_scalars(plan, scorer.anatomy)
-    total = sum(sum(scorer.healed_sums(batch, variant, scalars)[LOSS]) for batch in batches)
-    tokens = sum(len(batch.targets) for batch in batches)
-    return Combination(name, scorer.anatomy, plan, total / tokens, tokens)
+    sums = [value for batch in batches for value in scorer.healed_sums(batch, variant, scalars)[LOSS]]
+    tokens = [count for batch in batches for count in batch.tokens]
+    documents = [document for batch in batches for document in batch.documents]
+    return Combination(name, scorer.anatomy, plan, *map(np.array, (sums, tokens, documents)))
 
 
 def _time(combinations: Sequence[Combination], timing: BenchSettings, watcher: Watcher) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from torch import nn
 
@@ -18,13 +20,12 @@ from fulldepth.results import Finding, tabulate
 from fulldepth.skip.assessment.outcome_headline import PARTS, nats
 from fulldepth.skip.assessment.tables import busy, compared, joined, ratio_rows, spread, with_differences
 from fulldepth.skip.plan import Plan, plan_scalars
+from fulldepth.skip.selection.elimination import Difference, compare
 from fulldepth.uncertainty import median_ratio
 
 ORIGINAL, SKIPPED, QUANTISED = "original", "skipped", "quantised"
 FIRST, SECOND = "quantised, then skipped", "skipped, then quantised"
 NAMES = (ORIGINAL, SKIPPED, QUANTISED, FIRST, SECOND)
-CLOSE = 0.01
-"""Losses within this share of the largest change by quantisation or removal are called equal."""
 
 
 @dataclass
@@ -35,9 +36,12 @@ class Combination:
     anatomy: Anatomy
     plan: Plan | None
     """Its skipped blocks; None = none."""
-    loss: float
-    tokens: int
-    """Number of tokens that the loss is the mean over."""
+    sums: np.ndarray
+    """[N] summed loss of each held-out sequence, in nats; the same sequences for all."""
+    tokens: np.ndarray
+    """[N] tokens that count."""
+    documents: np.ndarray
+    """[N] the document of each sequence."""
     times: dict[str, list[float]] = field(default_factory=dict)
     """Phase -> seconds of each round."""
     other_load: float = 0.0
@@ -59,6 +63,15 @@ class Combination:
             "blocks": None if plan is None else plan.blocks,
             "healed": plan is not None and plan.healed_loss is not None,
         }
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return float(self.sums.sum() / self.tokens.sum())
+
+    def against(self, other: Combination) -> Difference:
+        """Its loss minus that of another model, on the same tokens."""
+        return compare(self.sums - other.sums, self.tokens, self.documents, len(self.tokens))
 
     @property
     def scalars(self) -> Scalars | None:
@@ -99,7 +112,7 @@ def table_of(combinations: Sequence[Combination]) -> pd.DataFrame:
     tables = []
     for combination in combinations:
         rows: list[tuple[Any, ...]] = [
-            ("loss", "model", None, None, "mean", combination.loss, combination.tokens, "nats"),
+            ("loss", "model", None, None, "mean", combination.loss, int(combination.tokens.sum()), "nats"),
             ("parameter_bytes", "model", None, None, "value", combination.bytes, None, "bytes"),
         ]
         for phase in PHASES:
@@ -114,7 +127,7 @@ def table_of(combinations: Sequence[Combination]) -> pd.DataFrame:
 
 
 def headline(combinations: Sequence[Combination]) -> dict[str, Finding]:
-    """Findings: the better order, and cost and savings of every combination."""
+    """Findings: the difference between the orders, and cost and savings of every combination."""
     by_name = {combination.name: combination for combination in combinations}
     not_compared = busy(combinations[0].other_load)
     times = {} if not_compared is None else {"times": not_compared}
@@ -126,37 +139,54 @@ def _order(by_name: dict[str, Combination]) -> Finding:
     first, second = by_name[FIRST], by_name[SECOND]
     assert first.plan is not None
     assert second.plan is not None
-    gap = first.loss - second.loss
-    cost = max(abs(by_name[name].loss - by_name[ORIGINAL].loss) for name in NAMES[1:])
+    gap = first.against(second)
     if set(first.plan.blocks) == set(second.plan.blocks):
         which = f"both remove layers {_listed(sorted(first.plan.blocks))}"
     else:
         which = f"they remove layers {_listed(first.plan.blocks)} and {_listed(second.plan.blocks)}"
-    if abs(gap) <= CLOSE * cost:
-        verdict = "The order does not matter"
-    else:
-        verdict = f"Quantising {'first' if gap < 0 else 'last'} is better by {nats(abs(gap))}"
+    order = "first" if gap.mean < 0 else "last"
+    verdict = f"Quantising {order} is better by {_size(gap)}" if gap.measurable else f"{_unclear(gap)} between the orders"
     sentence = (
         f"{verdict}: quantise, then skip ends at {first.loss:.4f} nats, skip, then quantise at {second.loss:.4f}; "
         f"{which}."
     )
-    return Finding(gap, "nats", sentence)
+    return _finding(gap, sentence)
+
+
+def _finding(gap: Difference, sentence: str) -> Finding:
+    """A difference of losses with its error."""
+    if math.isfinite(gap.free_error):
+        return Finding(gap.mean, "nats", sentence, gap.free_error)
+    return Finding(gap.mean, "nats", sentence, no_standard_error=f"{gap.documents} held-out documents")
+
+
+def _size(gap: Difference) -> str:
+    """`0.0213 nats ± 0.0041`, with the standard error."""
+    return f"{nats(abs(gap.mean))} ± {gap.free_error:.4f}"
+
+
+def _unclear(gap: Difference) -> str:
+    """`No measurable difference (at most 0.0180 nats)`."""
+    if math.isinf(gap.reach):
+        return f"No verdict from {gap.documents} held-out document{'' if gap.documents == 1 else 's'} on the difference"
+    return f"No measurable difference (at most {nats(abs(gap.mean) + gap.reach)})"
 
 
 def _cost(combination: Combination, original: Combination) -> Finding:
     """Loss, size and times compared with the original's."""
-    added, plan = combination.loss - original.loss, combination.plan
+    added, plan = combination.against(original), combination.plan
     healed = "" if plan is None else ", healed" if plan.healed_loss is not None else ", not healed"
+    loss = f"{_size(added)} {'more' if added.mean > 0 else 'less'} loss than the original"
+    loss = loss if added.measurable else f"{_unclear(added).lower()} in loss to the original"
     times = ""
     for phase in PHASES if busy(original.other_load) is None else ():
         ratio = median_ratio(combination.times[phase], original.times[phase])
         times += f"; {phase} time: {compared(ratio, len(original.times[phase]))}"
     sentence = (
-        f"{combination.name[0].upper()}{combination.name[1:]}: {nats(abs(added))} {'more' if added >= 0 else 'less'} "
-        f"loss than the original ({combination.loss:.4f}{healed}), {combination.bytes / original.bytes:.1%} of its "
-        f"parameter bytes{times}."
+        f"{combination.name[0].upper()}{combination.name[1:]}: {loss} ({combination.loss:.4f}{healed}), "
+        f"{combination.bytes / original.bytes:.1%} of its parameter bytes{times}."
     )
-    return Finding(added, "nats", sentence)
+    return _finding(added, sentence)
 
 
 def _listed(blocks: Sequence[int]) -> str:

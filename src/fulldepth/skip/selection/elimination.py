@@ -7,9 +7,20 @@ they are summed: with sums of losses `a_g, b_g` over the `n_g` tokens seen of do
 
 is the ratio estimator of the difference of their mean losses, with its error as an estimate for any such data, robust
 to correlation within documents (Cochran 1977, sections 6.4 and 9A; Liang and Zeger 1986). As an estimate for all N
-held-out sequences, of which m were seen, the error is multiplied by `sqrt(1 - m / N)`, which is 0 once all were seen:
-chunks are random parts of the sequences. This error is conservative if sequences of one document are correlated,
-because single sequences are drawn.
+held-out sequences, of which a share u was not seen, the error is multiplied by `sqrt(u)`, which is 0 once all were
+seen: chunks are random parts of the sequences. This error is conservative if sequences of one document are
+correlated, because single sequences are drawn.
+
+A standard error is too small while no rare sequence of large loss was seen. So a candidate is dropped only where `r`
+also exceeds a reserve for what such sequences may still add to the loss of the best:
+
+    reserve = h (1 / D + q u),    h = 1.2 log(1 / (1 - confidence)) nats per token,    q = 0.02
+
+with D documents in all (of unequal size: `1 / D` is the sum of their squared shares of the tokens): one document, and a
+share q of those not yet seen, that cost the best candidate h more. The term of q ends where such a share would have been
+seen, `(1 - q)^G <= 1 - confidence`: from 149 documents on at 0.95. The form is a choice; that it suffices is shown by
+simulation (`tests/skip/selection/test_race.py`), for losses of which 2 % of the sequences add 3 nats per token on
+average. Sequences that are rarer and larger can still change a round.
 """
 
 from __future__ import annotations
@@ -20,15 +31,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
 
 from fulldepth.execution.flops import Costs, Variant
 from fulldepth.execution.scoring import BASE, DIVERGENCE, SCALED
 from fulldepth.skip.selection.loss_cache import Chunk, LossCache, Refit
+from fulldepth.uncertainty import SIGNIFICANT, quantile, ratio_error
 
 BUDGET = "budget"
 LEAST = 8
-"""Fewest documents before a candidate may be dropped; all documents if there are fewer."""
+"""Fewest documents before a candidate may be dropped, or a pick called sure."""
+RARE = 0.02
+"""q, the largest share of rare sequences that is allowed for."""
+HEAVY = 1.2
+"""Nats per token by which a rare sequence may be worse, times log(1 / risk)."""
 
 
 class Difference(NamedTuple):
@@ -44,6 +59,17 @@ class Difference(NamedTuple):
     documents: int
     """Number of documents of these sequences."""
 
+    @property
+    def reach(self) -> float:
+        """Distance from `mean` to the ends of its 95 % interval for any such data: 2 standard errors, by Student's t
+        for fewer than `LEAST` documents; infinite if the error is not known."""
+        return self.free_error * (SIGNIFICANT if self.documents >= LEAST else max(SIGNIFICANT, quantile(self.documents)))
+
+    @property
+    def measurable(self) -> bool:
+        """Whether the difference is beyond its error."""
+        return abs(self.mean) > self.reach
+
 
 @dataclass(frozen=True)
 class Round:
@@ -55,8 +81,8 @@ class Round:
     """`bounds`: all others were significantly worse; `data`: the best of those compared on all data; `budget`: the best
     when the budget of the round was spent."""
     sure: bool
-    """Whether other data of the same kind would lead to the same pick, at the confidence of the search; False if the
-    budget decided."""
+    """Whether the pick has the lowest mean loss over all data of this kind, not only the held-out ones, at the
+    confidence of the search; False if the budget decided, or for fewer than `LEAST` documents."""
     closest: int | None
     """The second-best candidate, in standard errors; None if there was no other."""
     margin: float | None
@@ -95,32 +121,49 @@ def compare(gap: np.ndarray, tokens: np.ndarray, documents: np.ndarray, populati
         documents: `[m]` integer label of each sequence's document.
         population: N, the number of held-out sequences.
     """
-    count, total = len(gap), float(tokens.sum())
-    rate = float(gap.sum()) / total if total else 0.0
     _, at = np.unique(documents, return_inverse=True)
-    residuals = np.bincount(at, weights=gap - rate * tokens)
-    groups = len(residuals)
-    if groups < 2 or not total:
-        return Difference(rate, math.inf if count < population else 0.0, math.inf, count, groups)
-    spread = float(np.sqrt(groups / (groups - 1) * (residuals**2).sum())) / total
-    return Difference(rate, spread * math.sqrt(max(0.0, 1 - count / population)), spread, count, groups)
+    sums, weights = np.bincount(at, gap), np.bincount(at, tokens)
+    total, count, groups = float(tokens.sum()), len(gap), int((weights > 0).sum())
+    spread = float(ratio_error(sums, weights)) if total else math.nan
+    spread = math.inf if math.isnan(spread) else spread
+    error = spread * math.sqrt(1 - count / population) if count < population else 0.0
+    return Difference(float(gap.sum()) / total if total else 0.0, error, spread, count, groups)
 
 
-def is_worse(gap: Difference, risk: float, population: int, *, any_data: bool = False) -> bool:
+def is_worse(gap: Difference, risk: float, least: float, *, any_data: bool = False) -> bool:
     """Whether a candidate is worse with an error probability of at most `risk`, by Student's t of G - 1 degrees.
 
     Args:
         gap: the difference to the better candidate.
         risk: the error probability.
-        population: number of held-out sequences.
+        least: nats per token that the difference must exceed besides its error.
         any_data: test for any data of this kind, not only for all held-out sequences.
     """
-    if not any_data and gap.sequences == population:
-        return gap.mean > 0
-    if gap.documents < 2 or (gap.documents < LEAST and gap.sequences < population):
+    if gap.documents < LEAST:
         return False
     error = gap.free_error if any_data else gap.error
-    return gap.mean > error * float(stats.t.isf(risk, gap.documents - 1))
+    return gap.mean > least + error * quantile(gap.documents, 1 - risk)
+
+
+def reserve(documents: int, unseen: float, alone: float, confidence: float) -> float:
+    """Nats per token to allow for rare sequences among those not seen, see the module's docstring.
+
+    Args:
+        documents: G, number of documents seen.
+        unseen: u, share of the sequences that were not seen.
+        alone: 1 / D; 0 for the mean over all data of this kind.
+        confidence: of the search.
+    """
+    rare = RARE * unseen if (1 - RARE) ** documents > 1 - confidence else 0.0
+    return HEAVY * math.log(1 / (1 - confidence)) * (alone + rare)
+
+
+def _share_of_one(loss_cache: LossCache) -> float:
+    """Sum of the squared shares of the documents in the tokens: 1 / D if they are of equal size."""
+    chunks = range(len(loss_cache.chunks))
+    at = np.unique(loss_cache.owners(chunks), return_inverse=True)[1]
+    shares = np.bincount(at, loss_cache.counts(chunks))
+    return float(shares @ shares) / float(shares.sum()) ** 2
 
 
 def best(loss_cache: LossCache, variants: Sequence[Variant], chunks: Sequence[int]) -> Variant:
@@ -146,7 +189,9 @@ def judge(
     risk = (1 - confidence) / len(gaps)
     near = min(gaps, key=lambda v: (_errors(gaps[v]), sorted(v)))
     (closest,), gap = near - winner, gaps[near]
-    sure = decided_by != BUDGET and all(is_worse(each, risk, population, any_data=True) for each in gaps.values())
+    sure = decided_by != BUDGET and all(
+        is_worse(each, risk, reserve(each.documents, 1.0, 0.0, confidence), any_data=True) for each in gaps.values()
+    )
     error = gap.free_error if math.isfinite(gap.free_error) else None
     return Round(pick, decided_by, sure, closest, gap.mean, error, gap.sequences, scored, population)
 
@@ -162,13 +207,15 @@ def eliminate(
     """Remove blocks one by one, each time the one that costs least given those removed before.
 
     A round scores all candidates on the first chunk, the remaining ones on the next, and so on. A candidate is dropped
-    when it is worse than the best so far at an error probability of `(1 - confidence) / (candidates x tests)`, where
-    `tests` counts the chunks after which one can be dropped: at least `LEAST` documents were read, and not all data.
+    when it is worse than the best so far, by more than the reserve, at an error probability of
+    `(1 - confidence) / (candidates x tests)`, where `tests` counts the chunks after which one can be dropped: at least
+    `LEAST` documents were read, and not all data.
 
     Args:
         loss_cache: computes losses of its criterion.
         blocks: k.
-        confidence: probability that a round keeps its best candidate.
+        confidence: probability that a round keeps its best candidate, the one of the lowest loss on all held-out data,
+            for the losses that the module's docstring names.
         budget: FLOPs of the whole search, including the losses of the plan on all data; None = no bound. A round that
             has spent its share ends with the best candidate so far, and a message to the watcher.
 
@@ -207,7 +254,12 @@ def _round(
     variants, removed = loss_cache.candidates(picks), along(loss_cache, picks)
     chunks = range(len(loss_cache.chunks))
     risk = (1 - confidence) / len(variants) / max(1, _tests(loss_cache.documents))
-    alive, leader = variants, variants[0]
+    alive, leader, alone = variants, variants[0], _share_of_one(loss_cache)
+
+    def dropped(gap: Difference) -> bool:
+        unseen = 1 - gap.sequences / loss_cache.sequences
+        return is_worse(gap, risk, reserve(gap.documents, unseen, alone, confidence))
+
     for chunk in chunks:
         if chunk and limit < math.inf:
             price = loss_cache.price([*removed, *alive], chunk)
@@ -217,7 +269,7 @@ def _round(
         leader = best(loss_cache, alive, range(chunk + 1))
         if chunk < len(chunks) - 1:
             gaps = {variant: difference(loss_cache, variant, leader) for variant in alive if variant != leader}
-            alive = [v for v in alive if v == leader or not is_worse(gaps[v], risk, loss_cache.sequences)]
+            alive = [v for v in alive if v == leader or not dropped(gaps[v])]
         if len(alive) == 1:
             break
     early = len(alive) == 1 and len(variants) > 1 and chunk < len(chunks) - 1
