@@ -49,6 +49,22 @@ class Row(NamedTuple):
     unit: str
 
 
+class Influence(NamedTuple):
+    """What each group of clusters adds to the deviation of a number; keyed as the number's row of the table.
+
+    The number's standard error is `uncertainty.error_of(values)`. Values of two results with the same text and groups
+    subtract, which gives the error of a paired difference.
+    """
+
+    measure: str
+    site: str | None
+    layer: int | None
+    other: int | None
+    statistic: str
+    values: list[float]
+    """[G], in the number's unit; NaN for a group without data."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """Properties of the model and the data, known before the first batch; they size the accumulators."""
@@ -96,7 +112,7 @@ class Setup:
     device: torch.device = CPU
     """Device of the accumulators."""
     reservoirs: dict[str, Reservoir] = field(default_factory=dict, compare=False)
-    """One reservoir per site, shared by the measures that need it."""
+    """One reservoir per site and size, shared by the measures that need it."""
 
     @cached_property
     def group_of(self) -> Tensor:
@@ -113,12 +129,14 @@ class Setup:
         """Suffixes of statistic names, one per view: all counted tokens, and those without first tokens."""
         return ("", NO_FIRST) if self.first_tokens else ("",)
 
-    def reservoir(self, site: str) -> Reservoir:
-        """The shared reservoir of `site` (`residual` or `reference`), created on first use."""
-        if site not in self.reservoirs:
+    def reservoir(self, site: str, tokens: int | None = None) -> Reservoir:
+        """The shared reservoir of `site` (`residual` or `reference`) for so many tokens, created on first use."""
+        tokens = tokens or self.reservoir_tokens
+        name = site if tokens == self.reservoir_tokens else f"{site} ({tokens} tokens)"
+        if name not in self.reservoirs:
             shape = (self.num_layers + 1, self.width)
-            self.reservoirs[site] = Reservoir(self.reservoir_tokens, shape, self.seed, self.device)
-        return self.reservoirs[site]
+            self.reservoirs[name] = Reservoir(tokens, shape, self.seed, self.device)
+        return self.reservoirs[name]
 
 
 @dataclass(frozen=True)
@@ -274,6 +292,10 @@ class Measure(Accumulator):
     @abstractmethod
     def rows(self) -> list[Row]:
         """The statistics as rows of `results.parquet`."""
+
+    def influences(self) -> list[Influence]:
+        """One entry for every number whose error is known from sums per group; none for other measures."""
+        return []
 
     def row(
         self,
