@@ -39,7 +39,9 @@ def rows(layers, measures, *, projections=(), attention=True, value=True, normed
         ],
         "cosine": [("residual", a, b, s, "1") for a, b in pairs for s in ("mean", "mean_raw")]
         + [("residual", n, layers, s, "1") for n in all_layers for s in ("p05", "p25", "p50", "p75", "p95")],
-        "cka": [("residual", a, b, s, "1") for a, b in pairs for s in ("debiased", "biased")],
+        "cka": [
+            ("residual", a, b, s, "1") for a, b in pairs for s in ("debiased", "biased", "standard_error_of_debiased")
+        ],
         "norm_ratio": [("residual", n, None, "mean", "1") for n in inner],
         "lens_accuracy": [("residual", n, None, s, "1") for n in all_layers for s in ("mean", ERROR)],
         "lens_loss": [("residual", n, None, s, "nats") for n in all_layers for s in ("mean", ERROR)],

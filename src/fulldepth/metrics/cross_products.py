@@ -131,14 +131,23 @@ class CrossProducts(Accumulator):
         for a in range(layers):
             row = self.products[:, at : at + layers - a]  # [groups, S - a, D, D]
             at += layers - a
-            each = [row[g] + torch.einsum("nd,nbe->bde", x[:, a], x[:, a:]) for g, x in enumerate(members)]
-            everything = torch.stack(each).sum(0)
-            for number, part in enumerate([torch.zeros_like(everything), *each]):
-                c, s = everything - part, sums["sums"][number]
-                norms[number, a, a:] = norms[number, a:, a] = c.square().sum((1, 2))
-                value = torch.einsum("d,bde,be->b", s[a], c, s[a:])
-                turned[number, a, a:] = turned[number, a:, a] = value
+            everything = row.sum(0)
+            everything += sum(torch.einsum("nd,nbe->bde", x[:, a], x[:, a:]) for x in members)
+            s = sums["sums"]
+            value = (torch.einsum("gd,bde->gbe", s[:, a], everything) * s[:, a:]).sum(2)
+            norm = _inner(everything, everything).repeat(len(s), 1)
+            for number, x in enumerate(members):
+                part = row[number] + torch.einsum("nd,nbe->bde", x[:, a], x[:, a:]) if len(x) else row[number]
+                norm[number + 1] += _inner(part - 2 * everything, part)
+                value[number + 1] -= ((s[number + 1, a] @ part) * s[number + 1, a:]).sum(1)
+            norms[:, a, a:] = norms[:, a:, a] = norm
+            turned[:, a, a:] = turned[:, a:, a] = value
         return _estimates(sums, turned)
+
+
+def _inner(x: Tensor, y: Tensor) -> Tensor:
+    """[n] inner products of matrices `[n, D, D]`."""
+    return torch.linalg.vecdot(x.flatten(1), y.flatten(1))
 
 
 def _squares(x: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ LOUD = 100.0
 """Squared norm, over the median's, from which a token counts as an outlier when features are centred."""
 PART = 128
 """Tokens that are converted to float64 at a time."""
+TOGETHER = 4
+"""Groups whose row sums are held at a time."""
 CANCELS = 1e-2
 """In float32 a layer's HSIC with itself must be at least this fraction of the terms whose difference it is."""
 
@@ -232,10 +234,9 @@ def _assemble(products: Tensor, layers: Sequence[Layer], group: Tensor, first: i
     """The estimates without the `first` tokens, from the products `[2, G, S, S]` and the group of each token `[N]`."""
     squares = torch.stack([layer.squares[first:] for layer in layers])  # [S, n]
     member = torch.nn.functional.one_hot(group[first:], products.shape[1]).double()  # [n, G]
-    by_group = torch.stack([_row_sums(layer.features[first:], member) for layer in layers])  # [S, n, G]
     samples = squares.new_tensor(squares.shape[1])
     scale = torch.stack([layer.scale for layer in layers])
-    whole = by_group.sum(2)
+    whole = _row_sums(layers, first, torch.ones_like(member[:, :1]))[..., 0]  # [S, n]
     row_sums = whole - squares
 
     def scaled(hsic: Hsic) -> Hsic:
@@ -243,10 +244,12 @@ def _assemble(products: Tensor, layers: Sequence[Layer], group: Tensor, first: i
 
     total = products[0].sum(0)
     without = []
-    for number, index in enumerate(member.T):
-        rest = (row_sums - by_group[..., number]) * (1 - index)
-        left = total - 2 * products[0, number] + products[1, number]
-        without.append(unbiased(Sums(samples - index.sum(), left, rest @ rest.T, rest.sum(1))))
+    for start in range(0, member.shape[1], TOGETHER):
+        some = member[:, start : start + TOGETHER]
+        for number, in_group in enumerate(_row_sums(layers, first, some).unbind(2), start):
+            rest = (row_sums - in_group) * (1 - member[:, number])
+            left = total - 2 * products[0, number] + products[1, number]
+            without.append(unbiased(Sums(samples - member[:, number].sum(), left, rest @ rest.T, rest.sum(1))))
     return Estimates(
         int(samples),
         scaled(unbiased(Sums(samples, total, row_sums @ row_sums.T, row_sums.sum(1)))),
@@ -255,8 +258,11 @@ def _assemble(products: Tensor, layers: Sequence[Layer], group: Tensor, first: i
     )
 
 
-def _row_sums(x: Tensor, member: Tensor) -> Tensor:
-    """[N, G] float64: sums of the Gram matrix of `[N, D]` over the tokens of each group, `[N, G]`."""
-    parts = x.split(PART)
-    sums = sum(part.double().T @ some for part, some in zip(parts, member.split(PART), strict=True))  # [D, G]
-    return torch.cat([part.double() @ sums for part in parts])
+def _row_sums(layers: Sequence[Layer], first: int, member: Tensor) -> Tensor:
+    """[S, n, G] float64: sums of the Gram matrices' rows over the tokens of each group `[n, G]`."""
+    result = []
+    for layer in layers:
+        parts = layer.features[first:].split(PART)
+        sums = sum(part.double().T @ some for part, some in zip(parts, member.split(PART), strict=True))  # [D, G]
+        result.append(torch.cat([part.double() @ sums for part in parts]))
+    return torch.stack(result)
