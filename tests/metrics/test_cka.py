@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import ortho_group
 
-from fulldepth.metrics import Cka, Setup, cka_matrix, linear_cka
-from fulldepth.metrics.hsic import hsic_of_views
+from fulldepth import uncertainty
+from fulldepth.metrics import Cka, Observation, Setup, cka, cka_matrix, cross_products, linear_cka
+from fulldepth.metrics.cross_products import CrossProducts
+from fulldepth.metrics.hsic import hsic_of, hsic_of_views
+from fulldepth.metrics.reservoir import priority
 
 
 def hsic_1(k, n):
@@ -106,65 +109,120 @@ def test_rows_against_the_textbook(world_name, request, any_split, expect):
     expect(any_split(Cka, world), expected)
 
 
-def hsic_of_blocks(states, blocks):
-    """[S, S] mean of the unbiased HSIC over blocks of tokens, weighted by their tokens, as written."""
-    total = 0
-    for block in blocks:
-        layers = states[:, block]
-        grams = [x @ x.T - np.diag((x * x).sum(1)) for x in layers]
-        n = len(block)
-        total = total + n * np.array([[hsic_1((k, m), n) for m in grams] for k in grams])
-    return total
+KEPT, SUMMED = {}, {"reservoir_tokens": 20}
+"""Settings of worlds of 118 tokens and 4 layers of 7 channels: all tokens are kept, or their products are summed."""
 
 
-@pytest.mark.parametrize("split", [(20,), (1,) * 20, (7, 1, 9, 3)])
-def test_blocks_of_sequences_against_the_textbook(split, invented, same_rows):
-    """Blocks of 4 sequences of 6 tokens (at most half of 60 tokens), in any batches; the last block is smaller."""
-    world = invented(lengths=(6,) * 18 + (4, 6), width=7).replace(options={"reservoir_tokens": 60})
-    rows = world.rows(Cka, split)
-    where = {"": list(world.positions()), ":no-first": list(world.positions(":no-first"))}
-    for view, positions in where.items():
-        states = world.tokens(view=view)
-        blocks = [[i for i, (n, _) in enumerate(positions) if n // 4 == b] for b in range(5)]
+def by_leaving_out(states, owner, clusters=None):
+    """[S, S] debiased CKA of all tokens, and its jackknife error over groups of sequences, as written."""
 
-        def cka(kept, states=states, blocks=blocks):
-            hsic = hsic_of_blocks(states, [blocks[b] for b in kept])
-            return hsic / np.sqrt(np.outer(np.diag(hsic), np.diag(hsic)))
+    def cka(kept):
+        return np.array([[oracle(a[kept], b[kept], True) for b in states] for a in states])
 
-        whole, sizes = cka(range(5)), np.array([len(block) for block in blocks])
-        h = (sizes.sum() / sizes)[:, None, None]
-        pseudo = h * whole - (h - 1) * np.array([cka([b for b in range(5) if b != left]) for left in range(5)])
-        error = np.sqrt((((pseudo - (pseudo / h).sum(0)) ** 2) / (h - 1)).sum(0) / 5)
+    owner = np.asarray(owner if clusters is None else [clusters[n] for n in owner])
+    without = np.array([cka(owner != left) for left in np.unique(owner)])
+    groups = len(without)
+    return cka(owner >= 0), np.sqrt((groups - 1) / groups * ((without - without.mean(0)) ** 2).sum(0))
+
+
+@pytest.mark.parametrize("first_tokens", [True, False])
+@pytest.mark.parametrize("options", [KEPT, SUMMED])
+def test_all_tokens_count_in_any_order_against_the_textbook(options, first_tokens, invented, same_rows):
+    """One estimate over the tokens of all sequences, whatever the order and the batches, and its jackknife error."""
+    world = invented(lengths=(6,) * 18 + (4, 6), width=7).replace(options=options)
+    if not first_tokens:
+        counted = world.counted.clone()
+        counted[:, 0] = False
+        world = world.replace(counted=counted, first_tokens=False)
+    metric = Cka(world.setup())
+    assert isinstance(metric.tokens, CrossProducts) == bool(options)
+    rows = world.rows(Cka, (20,))
+    for view in ("", ":no-first") if first_tokens else ("",):
+        owner = [n for n, _ in world.positions(view)]
+        values, errors = by_leaving_out(world.tokens(view=view), owner)
         for a in range(4):
             for b in range(4):
                 row = rows["residual", a, b, "debiased" + view]
-                assert (row.value, row.count) == (pytest.approx(whole[a, b], abs=2e-6), len(positions))
-                if a != b:
-                    found = rows["residual", a, b, "standard_error_of_debiased" + view].value
-                    assert found == pytest.approx(error[a, b], rel=1e-3, abs=1e-6)
-
-
-def test_long_sequences_are_blocks_by_parts(invented):
-    """Sequences of 50 tokens, at most 20 in a block: three parts of 17, 17 and 16 tokens each."""
-    world = invented(lengths=(50,) * 3).replace(options={"reservoir_tokens": 40})
-    blocks = [np.array(part) + 50 * n for n in range(3) for part in np.array_split(np.arange(50), 3)]
-    hsic = hsic_of_blocks(world.tokens(), blocks)
-    expected = hsic / np.sqrt(np.outer(np.diag(hsic), np.diag(hsic)))
-    for split in ((3,), (1, 2)):
-        rows = world.rows(Cka, split)
-        found = [[rows["residual", a, b, "debiased"].value for b in range(4)] for a in range(4)]
-        np.testing.assert_allclose(found, expected, atol=2e-6)
-
-
-def test_sequences_in_any_order_count_once(invented):
-    """More than two blocks are open at a time: some end early, and no token is lost."""
-    world = invented(lengths=(6,) * 20).replace(options={"reservoir_tokens": 60})
-    metric = Cka(world.setup())
-    for observation in world.observations((3, 1, 9, 7), order=torch.randperm(20, generator=torch.Generator())):
+                assert (row.value, row.count) == (pytest.approx(values[a, b], abs=2e-6), len(owner))
+                error = rows["residual", a, b, "standard_error_of_debiased" + view].value
+                assert error == pytest.approx(errors[a, b], rel=1e-4, abs=1e-6)
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(3))
+    for observation in world.observations((7, 1, 9, 3), order=order):
         metric.update(observation)
-    rows = [row for row in metric.rows() if row.statistic == "debiased"]
-    assert {row.count for row in rows} <= set(range(110, 121))
-    assert all(row.value == pytest.approx(1, abs=1e-6) for row in rows if row.layer == row.other)
+    same_rows({row[1:5]: row for row in metric.rows()}, {row[1:5]: row for row in rows.values()}, rtol=1e-6, atol=1e-7)
+
+
+def test_tokens_of_one_sequence_do_not_count_for_more(generator):
+    """Tokens of a sequence are alike: averages over blocks of a few sequences were too low."""
+    mean = torch.randn(2, 64, 1, 8, generator=generator)
+    mean[1] += mean[0]
+    states = mean + 0.3 * torch.randn(2, 64, 16, 8, generator=generator)
+    whole = float(linear_cka(states[0].flatten(0, 1), states[1].flatten(0, 1), debiased=True))
+    assert cka_of(states, reservoir_tokens=64)["debiased"][0, 0, 1] == pytest.approx(whole, abs=1e-6)
+
+
+def cka_of(states, clusters=(), **options):
+    """Statistics of states `[S, N, T, D]`, all tokens counted."""
+    layers, count, length, width = states.shape
+    setup = Setup(layers - 1, width, sequence_length=length, num_sequences=count, num_tokens=count * length,
+                  first_tokens=False, clusters=clusters, **options)  # fmt: skip
+    metric, everything = Cka(setup), torch.ones(count, length, dtype=torch.bool)
+    metric.update(Observation({"residual": states}, everything, everything, torch.arange(count)))
+    return metric.compute()
+
+
+@pytest.mark.parametrize("options", [KEPT, SUMMED])
+def test_influences_are_of_clusters_and_give_the_error(options, invented):
+    world = invented(lengths=(6,) * 18 + (4, 6), width=7).replace(options=options)
+    clusters = tuple(n % 5 for n in range(20))
+    metric = Cka(world.setup(clusters=clusters))
+    for observation in world.observations((20,)):
+        metric.update(observation)
+    errors = by_leaving_out(world.tokens(), [n for n, _ in world.positions()], clusters)[1]
+    found = {(item.layer, item.other): item for item in metric.influences()}
+    assert found.keys() == {(0, 1), (0, 3), (1, 2), (1, 3), (2, 3)}
+    for pair, item in found.items():
+        assert (item.measure, item.site, item.statistic, len(item.values)) == ("cka", "residual", "debiased", 5)
+        assert float(uncertainty.error_of(item.values)) == pytest.approx(errors[pair], rel=1e-4)
+
+
+def test_groups_share_sums_where_memory_lacks(invented, monkeypatch):
+    """Room for 8 of 20 groups: the errors are those of 8 groups, and influences of 20 groups give the same ones."""
+    world = invented(lengths=(6,) * 18 + (4, 6), width=7).replace(options=SUMMED)
+    monkeypatch.setattr(cross_products, "SUMS_BYTES", 8 * 10 * 7 * 7 * 8 + 100)
+    setup = world.setup()
+    metric = Cka(setup)
+    for observation in world.observations((20,)):
+        metric.update(observation)
+    merged = [int(setup.group_of[n]) % 8 for n in range(20)]
+    values, errors = by_leaving_out(world.tokens(), [n for n, _ in world.positions()], merged)
+    computed = metric.compute()
+    np.testing.assert_allclose(computed["debiased"][0], values, atol=2e-6)
+    np.testing.assert_allclose(computed["standard_error_of_debiased"][0], errors, rtol=1e-4, atol=1e-6)
+    assert computed["influences"].shape == (20, 4, 4)
+    np.testing.assert_allclose(uncertainty.error_of(computed["influences"]), errors, rtol=1e-4, atol=1e-6)
+
+
+def test_a_sample_where_sums_lack_memory(generator, monkeypatch):
+    """HSIC of the sample is, over seeds, that of all tokens; the count says how many tokens there are."""
+    monkeypatch.setattr(cross_products, "SUMS_BYTES", 0)
+    monkeypatch.setattr(cka, "STORED", 4 * 8 * 40)
+    mean = torch.randn(2, 30, 1, 4, generator=generator)
+    mean[1] += mean[0]
+    states = mean + torch.randn(2, 30, 4, 4, generator=generator)
+    x, y = (layer.flatten(0, 1).double() for layer in states)
+    whole = hsic_of([x, y]).debiased.values
+    found = []
+    for seed in range(300):
+        sample = priority(torch.arange(30)[:, None] << 24 | torch.arange(4), seed).flatten().argsort()[:40]
+        found.append(hsic_of([x[sample], y[sample]]).debiased.values)
+        if seed < 3:
+            result = cka_of(states, reservoir_tokens=10, seed=seed)
+            assert result["count"] == 40
+            expected = oracle(x[sample].numpy(), y[sample].numpy(), True)
+            assert result["debiased"][0, 0, 1] == pytest.approx(expected, abs=1e-6)
+    mean, error = torch.stack(found).mean(0), torch.stack(found).std(0) / 300**0.5
+    assert bool(((mean - whole).abs() < 3.5 * error).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -177,30 +235,91 @@ def test_float32_products_with_outliers(loud, dtype, generator):
     x[3] *= 1e-6
     x = x.to(dtype)
     later = torch.arange(200) % 20 > 0
-    for debiased in (True, False):
-        for hsic, chosen in zip(hsic_of_views(x, later, debiased), (torch.ones_like(later), later), strict=True):
+    for view, chosen in zip(hsic_of_views(x, later), (torch.ones_like(later), later), strict=True):
+        states = x.double()[:, chosen]
+        for hsic, debiased in ((view.debiased, True), (view.biased, False)):
             found = hsic.values / torch.outer(*[hsic.values.diagonal().sqrt()] * 2)
-            states = x.double()[:, chosen]
             expected = [[oracle(a, b, debiased) for b in states] for a in states]
             np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-def test_blocks_agree_with_all_tokens_about_one_population(generator):
-    """The average over blocks estimates what one block of all tokens does, and its standard error says how well."""
-    estimates, errors = [], []
-    for _ in range(40):
-        x = torch.randn(640, 12, generator=generator)
-        y = x @ torch.randn(12, 12, generator=torch.Generator().manual_seed(1)) + 6 * torch.randn(
-            640, 12, generator=generator
-        )
-        setup = Setup(num_layers=1, width=12, sequence_length=8, num_sequences=80, num_tokens=640, reservoir_tokens=80)
-        metric = Cka(setup)
-        hsic = metric.blocks
-        features, keys = torch.stack([x, y]), (torch.arange(80)[:, None] << 24 | torch.arange(8)).flatten()
-        for number in range(16):
-            hsic._add_sums(hsic._sums(number, features[:, number * 40 : number * 40 + 40], keys[:40]))
-        values = metric._of_blocks(hsic.hsic, hsic.terms, hsic.tokens)
-        estimates.append(float(values["debiased"][0, 0, 1] - linear_cka(x, y, debiased=True)))
-        errors.append(float(values["standard_error_of_debiased"][0, 0, 1]))
-    assert abs(np.mean(estimates)) < 3 * np.std(estimates) / 40**0.5 + 0.01
-    assert np.std(estimates) < 2 * np.mean(errors)
+def same_as_plain_float64(view, states, tolerance):
+    for hsic, debiased in ((view.debiased, True), (view.biased, False)):
+        found = hsic.values / torch.outer(*[hsic.values.diagonal().sqrt()] * 2)
+        np.testing.assert_allclose(found, cka_matrix(states.double(), debiased), atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("loud", [1, 165, 30000])
+def test_sums_in_float32_with_outliers(loud, dtype, generator):
+    """Streamed sums, within 1e-6 of plain float64; tokens 30,000 times as long cost float32 products two digits."""
+    x = torch.randn(4, 40, 25, 30, generator=generator).cumsum(0)
+    x[1:, 3, 7] *= loud
+    x[1:, :, 0] *= loud
+    x[2] += 20
+    x[3] *= 1e-6
+    x, everything = x.to(dtype), torch.ones(40, 25, dtype=torch.bool)
+    sums = CrossProducts(Setup(3, 30, sequence_length=25, num_sequences=40, num_tokens=1000))
+    for part in torch.arange(40).split((9, 1, 30)):
+        sums.update(Observation({"residual": x[:, part]}, everything[part], everything[part], part))
+    for view, states in zip(sums.compute(), (x.flatten(1, 2), x[:, :, 1:].flatten(1, 2)), strict=True):
+        same_as_plain_float64(view, states, 1e-6 if loud < 1000 or dtype == torch.float64 else 1e-4)
+
+
+RHO, SPREAD = 0.25, torch.linspace(2, 0.5, 6)
+"""Share of the variance that a document's tokens have in common; standard deviations of the channels of layer 0."""
+
+
+def documents(generator, count=48, windows=2, length=8):
+    """States [2, N, T, D] of windows of documents, tokens of which are alike, and the document of each window.
+
+    Layer 1 is a layer 0 rotated and noisy, so its covariances, and CKA, are known.
+    """
+
+    def normal():
+        common = torch.randn(count, 1, 1, 6, generator=generator)
+        own = torch.randn(count, windows, length, 6, generator=generator)
+        return (RHO**0.5 * common + (1 - RHO) ** 0.5 * own).flatten(0, 1)
+
+    x = normal() * SPREAD
+    return torch.stack([x, (x + 1.5 * normal()).roll(1, -1)]), torch.arange(count).repeat_interleave(windows)
+
+
+def coverage(order, draws, **options):
+    """Share of 95 % intervals that hold CKA of the population."""
+    x, y = SPREAD**2, SPREAD**2 + 1.5**2
+    truth = float((x @ x) / (x.norm() * y.norm()))
+    held = []
+    for draw in range(draws):
+        generator = torch.Generator().manual_seed(draw)
+        states, document = documents(generator)
+        if order == "sorted":
+            document = document[index := states[0].norm(dim=(1, 2)).argsort()]
+        elif order == "shuffled":
+            document = document[index := torch.randperm(len(document), generator=generator)]
+        elif order == "alternating":
+            document = document[index := torch.arange(len(document)).view(-1, 2).T.flatten()]
+        else:
+            index = torch.arange(len(document))
+        found = cka_of(states[:, index], tuple(document.tolist()), **options)
+        value, error = (float(found[name][0, 0, 1]) for name in ("debiased", "standard_error_of_debiased"))
+        held.append(abs(value - truth) < uncertainty.quantile(32) * error)
+    return sum(held) / draws
+
+
+def test_coverage_of_the_interval():
+    assert 0.86 <= coverage("windows", 50, reservoir_tokens=20) <= 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("order", ["windows", "sorted", "alternating", "shuffled"])
+@pytest.mark.parametrize("options", [{}, {"reservoir_tokens": 20}])
+def test_coverage_of_the_interval_in_every_order(order, options):
+    assert 0.90 <= coverage(order, 1000, **options) <= 0.98
+
+
+@pytest.mark.thorough
+def test_coverage_of_the_interval_of_a_sample(monkeypatch):
+    monkeypatch.setattr(cross_products, "SUMS_BYTES", 0)
+    monkeypatch.setattr(cka, "STORED", 0)
+    assert 0.90 <= coverage("windows", 1000, reservoir_tokens=300) <= 0.98

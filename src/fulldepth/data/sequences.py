@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -139,11 +138,8 @@ class Sequences:
             "no_error": self.no_error,
         }
 
-    def batches(self, batch_size: int, rank: int = 0, world: int = 1, together: int = 1) -> Iterator[Batch]:
+    def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """The batches of process `rank` of `world`: batch `i` belongs to rank `i % world`.
-
-        With `together`, each run of that many sequences, from the first on, belongs to one process where batches hold
-        consecutive sequences.
 
         Raises:
             FulldepthError: if `batch_size` is less than 1.
@@ -151,15 +147,11 @@ class Sequences:
         """
         if not 0 <= rank < world:
             raise ValueError(f"rank must be in 0..{world - 1}, got {rank}")
-        return (self.collate(group) for group in self.share(batch_size, rank, world, together))
+        return (self.collate(group) for group in self.share(batch_size, rank, world))
 
-    def share(self, batch_size: int, rank: int, world: int, together: int = 1) -> list[list[int]]:
-        """The batches of process `rank`; see `batches`."""
-        groups = self.groups(batch_size)
-        if world == 1 or together == 1:
-            return groups[rank::world]
-        unit = math.lcm(batch_size, together)
-        return [group for group in groups if group[0] // unit % world == rank]
+    def share(self, batch_size: int, rank: int, world: int) -> list[list[int]]:
+        """The sequences of each batch of process `rank`; see `batches`."""
+        return self.groups(batch_size)[rank::world]
 
     def groups(self, batch_size: int) -> list[list[int]]:
         """Indices of the sequences of each batch, as `batching` allows."""

@@ -45,9 +45,10 @@ def caveats(subject: Subject, setup: Setup, table: pd.DataFrame) -> list[str]:
         counted = "Only one token counts" if setup.num_tokens == 1 else f"Only {setup.num_tokens} tokens count"
         lines.append(f"{counted}, fewer than {FEW_TOKENS:,}: read every number with its standard error, if it has one.")
     lines += [line for line in (few_clusters(Clusters.of(subject.sequences)),) if line]
-    if "cka" in measured and few_samples(setup.reservoir_tokens, setup.width):
+    tokens = int(table["count"][table.measure == "cka"].max()) if "cka" in measured else 0
+    if tokens and few_samples(tokens, setup.width):
         lines.append(
-            f"Biased CKA rests on {setup.reservoir_tokens} tokens, fewer than ten times the width ({setup.width}), and "
+            f"Biased CKA rests on {tokens} tokens, fewer than ten times the width ({setup.width}), and "
             "is inflated: read the debiased one."
         )
     if "coherence" in measured and setup.num_sequences < 20:

@@ -88,7 +88,7 @@ def run_pass(
         device = plan.setup.device
         activations = stack.enter_context(capture(subject.anatomy, sites, stacked=device))
         other = stack.enter_context(capture(reference.anatomy, ["residual"], stacked=device)) if reference else None
-        for batch in subject.sequences.batches(settings.batch_size, process.rank, process.world, plan.together):
+        for batch in subject.sequences.batches(settings.batch_size, process.rank, process.world):
             inputs = model_inputs(batch.inputs, subject.device, subject.checkpoint.model.dtype)
             with result.clock("forward"):
                 subject.anatomy.runner(**body_inputs(subject.anatomy, inputs))

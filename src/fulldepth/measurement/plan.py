@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fulldepth.data import Sequences
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import Verified
-from fulldepth.metrics import METRICS, Cka, Measure, Setup
+from fulldepth.metrics import METRICS, Measure, Setup
 
 UNUSUAL = {"routing", "streams", "boxes"}
 """Features of some models; for other models, measures of these features are left out silently."""
@@ -32,12 +32,6 @@ class Plan:
     left_out: list[dict[str, str]] = field(default_factory=list)
     masked_pass: bool = False
     """Whether measures of predictions use a separate forward pass over masked text."""
-
-    @property
-    def together(self) -> int:
-        """Consecutive sequences that one process should read, so that blocks of CKA are complete there."""
-        cka = self.measures.get("cka")
-        return cka.blocks.together if isinstance(cka, Cka) and cka.blocks is not None else 1
 
     @property
     def memory(self) -> dict[str, int]:

@@ -178,7 +178,7 @@ def measure_subject(
     watcher.say(check_memory(plan, subject, settings.batch_size))
     for entry in plan.left_out:
         watcher.say(f"Left out: {entry['measure']}, because {entry['reason']}.")
-    watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}", share(subject, settings, process, plan.together))
+    watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}", share(subject, settings, process))
     data_pass = run_pass(subject, plan, settings, process, reference=reference, advance=watcher.advance)
     weigh(subject, plan, process, data_pass.clock)
     if process.is_main:
@@ -198,9 +198,9 @@ def measure_subject(
     )
 
 
-def share(subject: Subject, settings: MeasureSettings, process: Processes, together: int = 1) -> int:
+def share(subject: Subject, settings: MeasureSettings, process: Processes) -> int:
     """Number of sequences in this process's share of the batches."""
-    return sum(map(len, subject.sequences.share(settings.batch_size, process.rank, process.world, together)))
+    return sum(map(len, subject.sequences.share(settings.batch_size, process.rank, process.world)))
 
 
 def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:

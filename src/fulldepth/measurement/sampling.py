@@ -11,8 +11,8 @@ from fulldepth.measurement.subject import Subject
 from fulldepth.metrics import Setup
 from fulldepth.settings.measure import MeasureSettings
 
-RESERVOIR = {"cosine": "centred cosine", "cka": "biased CKA", "nc1": "NC1", "mmd": "MMD"}
-"""Measures on the sample of tokens, in words; they have no standard errors. Debiased CKA reads every token."""
+RESERVOIR = {"cosine": "centred cosine", "nc1": "NC1", "mmd": "MMD"}
+"""Measures on the sample of tokens, in words; they have no standard errors. CKA has tokens of its own."""
 
 
 def sampling(
@@ -63,6 +63,10 @@ def sampling(
     ):
         verb = "read" if len(rests) > 1 else "reads"
         parts.append(f"{' and '.join(rests)} {verb} {setup.reservoir_tokens:,} of {setup.num_tokens:,} tokens")
+    read = int(table["count"][table.measure == "cka"].max()) if "cka" in measured else setup.num_tokens
+    if read < setup.num_tokens:
+        sizes["cka_tokens"] = read
+        parts.append(f"CKA reads {read:,} of {setup.num_tokens:,} tokens")
     sentence = f"Sampled: {'; '.join(parts)}. --exact samples nothing." if parts else None
     if lens_error:
         sentence = " ".join(filter(None, (sentence, _precision(lens_error))))

@@ -112,7 +112,7 @@ class Setup:
     device: torch.device = CPU
     """Device of the accumulators."""
     reservoirs: dict[str, Reservoir] = field(default_factory=dict, compare=False)
-    """One reservoir per site, shared by the measures that need it."""
+    """One reservoir per site and size, shared by the measures that need it."""
 
     @cached_property
     def group_of(self) -> Tensor:
@@ -129,12 +129,14 @@ class Setup:
         """Suffixes of statistic names, one per view: all counted tokens, and those without first tokens."""
         return ("", NO_FIRST) if self.first_tokens else ("",)
 
-    def reservoir(self, site: str) -> Reservoir:
-        """The shared reservoir of `site` (`residual` or `reference`), created on first use."""
-        if site not in self.reservoirs:
+    def reservoir(self, site: str, tokens: int | None = None) -> Reservoir:
+        """The shared reservoir of `site` (`residual` or `reference`) for so many tokens, created on first use."""
+        tokens = tokens or self.reservoir_tokens
+        name = site if tokens == self.reservoir_tokens else f"{site} ({tokens} tokens)"
+        if name not in self.reservoirs:
             shape = (self.num_layers + 1, self.width)
-            self.reservoirs[site] = Reservoir(self.reservoir_tokens, shape, self.seed, self.device)
-        return self.reservoirs[site]
+            self.reservoirs[name] = Reservoir(tokens, shape, self.seed, self.device)
+        return self.reservoirs[name]
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.base import Measure, Observation, Row, Setup
+from fulldepth.metrics.base import POSITION_BITS, Influence, Measure, Observation, Row, Setup
 from fulldepth.metrics.cosine import without_first
-from fulldepth.metrics.hsic import Hsic, hsic_of, hsic_of_views
-from fulldepth.metrics.hsic_blocks import HsicBlocks
-from fulldepth.metrics.jackknife import leave_one_out, standard_error
+from fulldepth.metrics.cross_products import CrossProducts, groups_that_fit
+from fulldepth.metrics.hsic import Estimates, Hsic, hsic_of, hsic_of_views
+from fulldepth.metrics.jackknife import error_of, jackknife_influence
+from fulldepth.metrics.reservoir import Reservoir, Sample
 
 NO_HSIC = 1e-13
 """A layer's HSIC with itself counts as 0 (rounding) below this fraction of the terms whose difference it is."""
+STORED = 1 << 30
+"""Most bytes of the tokens that are kept for CKA alone."""
 
 
 def linear_cka(x: Tensor, y: Tensor, debiased: bool = False) -> Tensor:
@@ -49,7 +53,7 @@ def linear_cka(x: Tensor, y: Tensor, debiased: bool = False) -> Tensor:
     """
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y):
         raise ValueError(f"x and y must be [N, D] and [N, E], got {tuple(x.shape)} and {tuple(y.shape)}")
-    return _ratio(hsic_of([x, y], debiased))[0, 1]
+    return _ratio(_chosen(hsic_of([x, y]), debiased))[0, 1]
 
 
 def cka_matrix(features: Tensor, debiased: bool = True) -> Tensor:
@@ -67,7 +71,7 @@ def cka_matrix(features: Tensor, debiased: bool = True) -> Tensor:
     """
     if features.ndim != 3:
         raise ValueError(f"features must be [L+1, N, D], got {tuple(features.shape)}")
-    return _ratio(hsic_of(list(features), debiased))
+    return _ratio(_chosen(hsic_of(list(features)), debiased))
 
 
 def few_samples(samples: int, width: int) -> bool:
@@ -78,14 +82,12 @@ def few_samples(samples: int, width: int) -> bool:
 class Cka(Measure):
     """Debiased and biased CKA of every pair of layers; `count` is the number of tokens behind an estimate.
 
-    The debiased estimate uses every counted token. If all of them fit into the shared sample, it is that of
-    `linear_cka`. Otherwise the unbiased HSIC is averaged over blocks of sequences, weighted by their tokens (see
-    `HsicBlocks`), and CKA is the ratio of these averages, with a standard error by a jackknife over groups of blocks.
-    An average of unbiased estimates is unbiased whatever the size of the blocks. The biased estimate, whose bias
-    depends on the number of tokens, uses the shared sample.
+    Both estimates are over all counted tokens, as `linear_cka` computes them, whatever the order of the data. The
+    tokens are kept if they are at most `(L + 1) D`, and sums of products of states otherwise (`CrossProducts`). Where
+    such sums do not fit into memory, both estimates are of a uniform sample of tokens, of `STORED` bytes, or of the
+    shared one if it is larger. The unbiased HSIC of the sample estimates that of all tokens without bias.
 
-    Source: for the average, Nguyen, Raghu and Kornblith, "Do Wide and Deep Networks Learn the Same Things?" (ICLR
-    2021), Eq. 3.
+    The standard error is a jackknife over groups of clusters, and includes the error of the sample.
     """
 
     name = "cka"
@@ -93,67 +95,64 @@ class Cka(Measure):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.reservoir = setup.reservoir("residual")
-        self.blocks = HsicBlocks(setup) if setup.num_tokens > setup.reservoir_tokens else None
+        numbers = (setup.num_layers + 1) * setup.width  # of a token
+        room = max(setup.reservoir_tokens, STORED // (4 * numbers))
+        few = setup.num_tokens <= min(room, max(setup.reservoir_tokens, numbers))
+        self.tokens: CrossProducts | Reservoir
+        if few or not groups_that_fit(setup):
+            self.tokens = setup.reservoir("residual", max(setup.reservoir_tokens, min(room, setup.num_tokens)))
+        else:
+            self.tokens = CrossProducts(setup)
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
-        self.reservoir.observe(observation, "residual")
-        if self.blocks is not None:
-            self.blocks.update(observation)
+        if isinstance(self.tokens, Reservoir):
+            self.tokens.observe(observation, "residual")
+        else:
+            self.tokens.update(observation)
 
     def reset(self) -> None:
         """Remove all data."""
         super().reset()
-        if self.blocks is not None:
-            self.blocks.reset()
+        self.tokens.reset()
 
     def compute(self) -> dict[str, Tensor]:
-        """`debiased`, `standard_error_of_debiased` (NaN without several blocks) and `biased`, each `[views, L+1, L+1]`;
-        `count` and `count_biased`, `[views]`: all tokens, and without the first.
+        """`debiased`, `standard_error_of_debiased` (NaN without several groups) and `biased`, each
+        `[views, L+1, L+1]`; `influences`, `[G, L+1, L+1]`, of `debiased` over all tokens; `count`, `[views]`: all
+        tokens, and without the first.
         """
-        sample = self.reservoir.compute()
-        features, later = sample.features.transpose(0, 1), without_first(sample)
-        views = len(self.setup.views)
-        biased = hsic_of_views(features, later, debiased=False)[:views]
-        result = {
-            "biased": torch.stack([_ratio(hsic) for hsic in biased]),
-            "count_biased": torch.tensor([hsic.tokens for hsic in biased]),
-        }
-        if self.blocks is not None:
-            return result | self._of_blocks(*self.blocks.compute())
-        debiased = torch.stack([_ratio(hsic) for hsic in hsic_of_views(features, later, debiased=True)[:views]])
-        error = torch.full_like(debiased, torch.nan)
-        return result | {
-            "debiased": debiased,
-            "standard_error_of_debiased": error,
-            "count": result["count_biased"],
+        views = self._sampled(self.tokens.compute()) if isinstance(self.tokens, Reservoir) else self.tokens.compute()
+        influences = [jackknife_influence(_ratio(view.without)) for view in views]
+        return {
+            "debiased": torch.stack([_ratio(view.debiased) for view in views]),
+            "standard_error_of_debiased": torch.stack([error_of(influence) for influence in influences]),
+            "biased": torch.stack([_ratio(view.biased) for view in views]),
+            "influences": self._by_group(influences[0]),
+            "count": torch.tensor([view.tokens for view in views]),
         }
 
-    @staticmethod
-    def _of_blocks(hsic: Tensor, terms: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-        """The debiased statistics, from sums per group of blocks."""
-        tokens = tokens.reshape(hsic.shape[:2])  # torchmetrics makes one number of a single element
-        without, rest = leave_one_out(hsic), leave_one_out(terms)
-        values, errors = [], []
-        for view in range(hsic.shape[1]):
-            value = _ratio(Hsic(hsic[:, view].sum(0), terms[:, view].sum(0), 0))
-            replicates = [_ratio(Hsic(*pair, 0)) for pair in zip(without[:, view], rest[:, view], strict=True)]
-            errors.append(standard_error(torch.stack(replicates)))
-            values.append(value)
-        return {
-            "debiased": torch.stack(values),
-            "standard_error_of_debiased": torch.stack(errors),
-            "count": tokens.sum(0).long(),
-        }
+    def _sampled(self, sample: Sample) -> Sequence[Estimates]:
+        """The estimates of each view over the tokens of a reservoir."""
+        group = self.setup.group_of.to(sample.keys.device)[sample.keys.reshape(-1) >> POSITION_BITS]
+        both = hsic_of_views(sample.features.transpose(0, 1), without_first(sample), group, self.setup.groups)
+        return both[: len(self.setup.views)]
+
+    def _by_group(self, influences: Tensor) -> Tensor:
+        """`[G, S, S]` influences with the standard error of those of the groups that were merged, `[groups, S, S]`."""
+        groups, merged = self.setup.groups, len(influences)
+        if groups == merged:
+            return influences
+        index = torch.arange(groups) % merged
+        shared = influences[index] / index.bincount()[index].double().sqrt()[:, None, None]
+        return shared * (merged / (merged - 1) * (groups - 1) / groups) ** 0.5
 
     def rows(self) -> list[Row]:
-        """Rows for every pair of layers 0..L; no standard error without several blocks."""
+        """Rows for every pair of layers 0..L; no standard error without several groups."""
         values = {name: value.cpu() for name, value in self.compute().items()}
-        counts = {name: values.pop(name).reshape(-1).tolist() for name in ("count", "count_biased")}
+        counts = values["count"].reshape(-1).tolist()
         layers = range(self.setup.num_layers + 1)
         return [
-            self.row(name + suffix, value, counts["count_biased" if name == "biased" else "count"][view], layer, other)
+            self.row(name + suffix, value, counts[view], layer, other)
             for view, suffix in enumerate(self.setup.views)
             for layer in layers
             for other in layers
@@ -161,9 +160,24 @@ class Cka(Measure):
             if not math.isnan(value := float(values[name][view, layer, other])) or "error" not in name
         ]
 
+    def influences(self) -> list[Influence]:
+        """Of `debiased` of every layer with the next and with the last, where an error is known."""
+        values, last = self.compute()["influences"], self.setup.num_layers
+        pairs = [pair for layer in range(last) for pair in dict.fromkeys([(layer, layer + 1), (layer, last)])]
+        return [
+            Influence(self.name, "residual", *pair, "debiased", values[:, *pair].tolist())
+            for pair in pairs
+            if bool(error_of(values[:, *pair]).isfinite())
+        ]
+
+
+def _chosen(estimates: Estimates, debiased: bool) -> Hsic:
+    """One of the two."""
+    return estimates.debiased if debiased else estimates.biased
+
 
 def _ratio(hsic: Hsic) -> Tensor:
-    """`[S, S]` CKA; NaN where a layer's HSIC with itself is not positive."""
-    own = hsic.values.diagonal()
+    """`[..., S, S]` CKA; NaN where a layer's HSIC with itself is not positive."""
+    own = hsic.values.diagonal(dim1=-2, dim2=-1)
     norm = own.sqrt().where(own > NO_HSIC * hsic.terms, torch.nan)
-    return (hsic.values / torch.outer(norm, norm)).clamp(-1.0, 1.0)
+    return (hsic.values / (norm[..., :, None] * norm[..., None, :])).clamp(-1.0, 1.0)

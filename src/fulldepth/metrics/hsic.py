@@ -1,4 +1,4 @@
-"""HSIC of every pair of layers, from their linear Gram matrices."""
+"""HSIC of every pair of layers, from their linear Gram matrices, with and without each group of tokens."""
 
 from __future__ import annotations
 
@@ -14,18 +14,74 @@ LOUD = 100.0
 """Squared norm, over the median's, from which a token counts as an outlier when features are centred."""
 PART = 128
 """Tokens that are converted to float64 at a time."""
+TOGETHER = 4
+"""Groups whose row sums are held at a time."""
 CANCELS = 1e-2
 """In float32 a layer's HSIC with itself must be at least this fraction of the terms whose difference it is."""
 
 
 class Hsic(NamedTuple):
-    """HSIC of every pair of layers over one set of tokens, up to the same factor for all pairs."""
+    """HSIC of every pair of layers over one set of tokens."""
 
     values: Tensor
-    """[S, S] float64; NaN with too few tokens."""
+    """[..., S, S] float64; NaN with too few tokens."""
     terms: Tensor
-    """[S] size of the terms whose difference a layer's HSIC with itself is: below their rounding, it is 0."""
+    """[..., S] size of the terms whose difference a layer's HSIC with itself is: below their rounding, it is 0."""
+
+
+class Estimates(NamedTuple):
+    """Both estimates of HSIC over one set of tokens."""
+
     tokens: int
+    debiased: Hsic
+    without: Hsic
+    """The debiased estimate without each group of tokens, [G, S, S]."""
+    biased: Hsic
+
+
+class Sums(NamedTuple):
+    r"""Sums over tokens of which HSIC is a function, for Gram matrices `K`, `L` of all pairs of layers."""
+
+    tokens: Tensor
+    """[...] float64: N."""
+    products: Tensor
+    r"""[..., S, S]: :math:`\sum_{i \ne j} K_{ij} L_{ij}`."""
+    rows: Tensor
+    """[..., S, S]: inner products of the row sums of `K` and `L`, without their diagonals."""
+    totals: Tensor
+    """[..., S]: sum of `K` without its diagonal."""
+
+
+def unbiased(sums: Sums) -> Hsic:
+    r"""The unbiased estimate, of Gram matrices whose diagonals are set to zero.
+
+    .. math:: \mathrm{HSIC}_1 = \frac{1}{N(N-3)} \Big( \sum_{i \ne j} K_{ij} L_{ij} - \frac{2}{N-2} r_K \cdot r_L
+        + \frac{s_K s_L}{(N-1)(N-2)} \Big)
+
+    with row sums :math:`r` and their total :math:`s`. It is a U-statistic: its expectation over samples of any size is
+    that of the population, and over uniform samples of a set of tokens that of the set.
+
+    Source: Song et al., "Feature Selection via Dependence Maximization" (2012), Eq. 5.
+    """
+    n = sums.tokens
+    return _hsic_of(sums, 4, n - 2, (n - 1) * (n - 2), n * (n - 3))
+
+
+def biased(sums: Sums) -> Hsic:
+    r"""The biased estimate: as `unbiased`, of sums that include the diagonals, with :math:`1/N^2` for the first factor,
+    :math:`N` for :math:`N - 2` and :math:`N^2` for :math:`(N - 1)(N - 2)`.
+    """
+    n = sums.tokens
+    return _hsic_of(sums, 2, n, n**2, n**2)
+
+
+def _hsic_of(sums: Sums, fewest: int, by_row: Tensor, by_total: Tensor, divisor: Tensor) -> Hsic:
+    """HSIC from its terms and their divisors; NaN for fewer than `fewest` tokens."""
+    divisor = divisor.where(sums.tokens >= fewest, torch.nan)
+    rows = sums.rows * (2 / by_row)[..., None, None]
+    totals = sums.totals[..., :, None] * sums.totals[..., None, :] / by_total[..., None, None]
+    terms = (sums.products + rows).diagonal(dim1=-2, dim2=-1)
+    return Hsic((sums.products - rows + totals) / divisor[..., None, None], terms / divisor[..., None])
 
 
 class Layer(NamedTuple):
@@ -35,64 +91,67 @@ class Layer(NamedTuple):
     """[N, D], in the precision of the products."""
     squares: Tensor
     """[N] float64: diagonal of the Gram matrix."""
-    row_sums: tuple[Tensor, Tensor]
-    """Row sums of the Gram matrix, [N], and of the one without the first tokens, [N - F]; float64."""
     scale: Tensor
     """0-d: what the Gram matrix was divided by."""
 
 
-def hsic_of_views(features: Tensor, later: Tensor, debiased: bool, index: Tensor | None = None) -> tuple[Hsic, Hsic]:
-    r"""HSIC of every pair of layers, over all tokens and over those that are not the first of their sequence.
+def hsic_of_views(
+    features: Tensor, later: Tensor, group: Tensor | None = None, groups: int = 1
+) -> tuple[Estimates, Estimates]:
+    """HSIC of every pair of layers, over all tokens and over those that are not the first of their sequence.
 
-    .. math:: \langle K, L \rangle - \frac{2}{a} r_K \cdot r_L + \frac{s_K s_L}{b}
-
-    with row sums :math:`r` and their total :math:`s`. The biased estimate has :math:`a = N, b = N^2`; the unbiased one
-    has the diagonals set to zero, :math:`a = N - 2, b = (N - 1)(N - 2)`, and is divided by :math:`N (N - 3)`. Products
-    are in float32 (float64 for float64 features), and in float64 for all layers if one loses more than two digits by
-    cancellation; everything else is in float64.
+    Products are in float32 (float64 for float64 features), and in float64 for all layers if one loses more than two
+    digits by cancellation; everything else is in float64.
 
     Args:
         features: `[S, N, D]`.
         later: `[N]` bool: False for first tokens.
-        debiased: the unbiased estimate.
-        index: `[n]` which of the `N` tokens to read; None = all.
+        group: `[N]` int64 in 0..groups-1: the group of each token; None = one group.
+        groups: G.
     """
-    index = torch.arange(len(later), device=later.device) if index is None else index
-    # First tokens are sorted to the front; the remaining Gram rows are the second view, so one pass gives both.
-    later = later[index]
-    index = index[later.long().argsort(stable=True)].to(features.device)
-    first = int((~later).sum())
+    device = features.device
+    group = torch.zeros_like(later, dtype=torch.int64) if group is None else group
+    runs = (group + groups * later).to(device)  # first tokens come first, then by group, so one pass gives every sum
+    order = runs.argsort(stable=True)
 
-    def found(dtype: torch.dtype) -> tuple[Hsic, Hsic]:
+    def found(dtype: torch.dtype) -> tuple[Estimates, Estimates]:
         # One allocation for all layers: many smaller ones stay with the process when they are freed.
-        room = features.new_empty(len(features), len(index), features.shape[2], dtype=dtype)
+        room = features.new_empty(features.shape, dtype=dtype)
         for copy, layer in zip(room, features, strict=True):
-            for some, tokens in zip(copy.split(PART), index.split(PART), strict=True):
+            for some, tokens in zip(copy.split(PART), order.split(PART), strict=True):
                 some.copy_(layer[tokens])
-        return _hsic(room, first, debiased)
+        return _estimates(room, runs[order], groups)
 
     if features.dtype != torch.float64:
         quick = found(torch.float32)
-        if not any(bool((hsic.values.diagonal() < CANCELS * hsic.terms).any()) for hsic in quick):
+        both = [hsic for view in quick for hsic in (view.debiased, view.biased)]
+        if not any(bool((hsic.values.diagonal() < CANCELS * hsic.terms).any()) for hsic in both):
             return quick
     return found(torch.float64)
 
 
-def hsic_of(features: Sequence[Tensor], debiased: bool, dtype: torch.dtype = torch.float64) -> Hsic:
+def hsic_of(features: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> Estimates:
     """HSIC of every pair of representations of the same tokens, `[N, D]` each, with products in `dtype` or better."""
-    return _hsic([layer.to(torch.promote_types(dtype, layer.dtype), copy=True) for layer in features], 0, debiased)[0]
+    copies = [layer.to(torch.promote_types(dtype, layer.dtype), copy=True) for layer in features]
+    return _estimates(copies, torch.ones(len(copies[0]), dtype=torch.int64, device=copies[0].device), 1)[0]
 
 
-def _hsic(features: Sequence[Tensor] | Tensor, first: int, debiased: bool) -> tuple[Hsic, Hsic]:
-    """Over all tokens and without the `first` ones, with products in the features' precision; they are overwritten."""
-    layers = [_layer(layer, first) for layer in features]
-    total = len(layers[0].features)
-    rest = _products(layers, first, total)
-    whole = rest if not first else rest + _products(layers, 0, first)
-    return _assemble(whole, layers, 0, debiased), _assemble(rest, layers, first, debiased)
+def _estimates(features: Sequence[Tensor] | Tensor, runs: Tensor, groups: int) -> tuple[Estimates, Estimates]:
+    """Over all tokens and without first ones, with products in the features' precision; they are overwritten.
+
+    Args:
+        features: `[N, D]` of each layer.
+        runs: `[N]`, ascending: the group of a first token, `groups` more for a later one.
+        groups: G.
+    """
+    layers = [_layer(layer) for layer in features]
+    products = _products(layers, runs.tolist(), groups)
+    first = int((runs < groups).sum())
+    rest = _assemble(products[1], layers, runs % groups, first)
+    return (_assemble(products[0], layers, runs % groups, 0) if first else rest), rest
 
 
-def _layer(x: Tensor, first: int) -> Layer:
+def _layer(x: Tensor) -> Layer:
     """Centre, scale and round in place: HSIC is the same for any centre, and Gram matrices lose fewer digits.
 
     A centre may be rounded, because the difference of close numbers is exact.
@@ -111,8 +170,7 @@ def _layer(x: Tensor, first: int) -> Layer:
     scale = squares.masked_fill_(noise, 0.0).mean()
     scale = scale.where(scale > 0, 1.0)
     x *= scale.rsqrt()
-    row_sums = (_times(x, _sum(x)), _times(x[first:], _sum(x[first:])))
-    return Layer(x, _squares(x), row_sums, scale)
+    return Layer(x, _squares(x), scale)
 
 
 def _squares(x: Tensor) -> Tensor:
@@ -129,51 +187,82 @@ def _sum(x: Tensor, weights: Tensor | None = None) -> Tensor:
     return total
 
 
-def _times(x: Tensor, vector: Tensor) -> Tensor:
-    """[N] float64 products of the tokens with a vector `[D]`."""
-    return torch.cat([part.double() @ vector for part in x.split(PART)])
-
-
-def _products(layers: Sequence[Layer], start: int, stop: int) -> Tensor:
-    """`[S, S]` float64 sums of `K_ij L_ij` over `i != j` for all pairs of Gram matrices, with the smaller of `i, j` in
-    start..stop.
+def _products(layers: Sequence[Layer], runs: list[int], groups: int) -> Tensor:
+    """Sums of `K_ij L_ij` over `i != j`, for all pairs of Gram matrices.
 
     Only a block of rows of all Gram matrices, right of the diagonal, exists at a time, in memory that all blocks share:
     blocks of different sizes would stay with the process when they are freed. Products are summed in float64 over rows,
     because float32 loses a digit over millions of them.
+
+    Args:
+        layers: of which the Gram matrices are made.
+        runs: see `_estimates`.
+        groups: G.
+
+    Returns:
+        `[2, 2, G, S, S]` float64, for all tokens and without first ones: the sums over `i` in each group and any `j`,
+        and over both in it.
     """
     features = [layer.features for layer in layers]
     samples, count = len(features[0]), len(features)
-    total = features[0].new_zeros(count, count, dtype=torch.float64)
+    total = features[0].new_zeros(2, 2, groups, count, count, dtype=torch.float64)
     room = features[0].new_empty(max(BLOCK, count * samples))
-    while start < stop:
+    ends = [i for i in range(1, samples + 1) if i == samples or runs[i] != runs[i - 1]]
+    start = 0
+    while start < samples:
+        run, end = runs[start], next(end for end in ends if end > start)
         width = samples - start
-        rows = min(stop - start, max(1, BLOCK // (count * width)))
+        rows = min(end - start, max(1, BLOCK // (count * width)))
         block = room[: rows * count * width].view(rows, count, width)
         for number, x in enumerate(features):
             torch.mm(x[start : start + rows], x[start:].T, out=block[:, number])
         block[..., :rows].transpose(0, 1).triu_(1)
-        total += torch.bmm(block, block.mT).sum(0, dtype=torch.float64)
+        left = start
+        for right in (end for end in ends if end > start):
+            tile, other = block[..., left - start : right - start], runs[left]
+            pairs = torch.bmm(tile, tile.mT).sum(0, dtype=torch.float64)
+            for sums in total[: 1 + (run >= groups)]:
+                sums[0, run % groups] += pairs
+                sums[0, other % groups] += pairs
+                sums[1, run % groups] += 2 * pairs * (run % groups == other % groups)
+            left = right
         start += rows
-    return 2 * total
+    return total
 
 
-def _assemble(products: Tensor, layers: Sequence[Layer], first: int, debiased: bool) -> Hsic:
-    """HSIC without the `first` tokens, from the off-diagonal products; see `hsic_of_views`."""
-    squares = torch.stack([layer.squares[first:] for layer in layers])  # [S, N]
-    row_sums = torch.stack([layer.row_sums[bool(first)] for layer in layers])
-    samples = squares.shape[1]
-    if samples < (4 if debiased else 2):
-        empty = torch.full_like(products, torch.nan)
-        return Hsic(empty, empty[0], samples)
-    if debiased:
-        row_sums = row_sums - squares
-        by_row, by_total, divisor = samples - 2, (samples - 1) * (samples - 2), samples * (samples - 3)
-    else:
-        products = products + squares @ squares.T
-        by_row, by_total, divisor = samples, samples**2, samples**2
-    totals = row_sums.sum(1)
-    correction = 2 / by_row * (row_sums @ row_sums.T)
-    hsic = products - correction + torch.outer(totals, totals) / by_total
-    scale = torch.stack([layer.scale for layer in layers]) / divisor**0.5
-    return Hsic(hsic * torch.outer(scale, scale), (products + correction).diagonal() * scale.square(), samples)
+def _assemble(products: Tensor, layers: Sequence[Layer], group: Tensor, first: int) -> Estimates:
+    """The estimates without the `first` tokens, from the products `[2, G, S, S]` and the group of each token `[N]`."""
+    squares = torch.stack([layer.squares[first:] for layer in layers])  # [S, n]
+    member = torch.nn.functional.one_hot(group[first:], products.shape[1]).double()  # [n, G]
+    samples = squares.new_tensor(squares.shape[1])
+    scale = torch.stack([layer.scale for layer in layers])
+    whole = _row_sums(layers, first, torch.ones_like(member[:, :1]))[..., 0]  # [S, n]
+    row_sums = whole - squares
+
+    def scaled(hsic: Hsic) -> Hsic:
+        return Hsic(hsic.values * torch.outer(scale, scale), hsic.terms * scale.square())
+
+    total = products[0].sum(0)
+    without = []
+    for start in range(0, member.shape[1], TOGETHER):
+        some = member[:, start : start + TOGETHER]
+        for number, in_group in enumerate(_row_sums(layers, first, some).unbind(2), start):
+            rest = (row_sums - in_group) * (1 - member[:, number])
+            left = total - 2 * products[0, number] + products[1, number]
+            without.append(unbiased(Sums(samples - member[:, number].sum(), left, rest @ rest.T, rest.sum(1))))
+    return Estimates(
+        int(samples),
+        scaled(unbiased(Sums(samples, total, row_sums @ row_sums.T, row_sums.sum(1)))),
+        scaled(Hsic(*map(torch.stack, zip(*without, strict=True)))),
+        scaled(biased(Sums(samples, total + squares @ squares.T, whole @ whole.T, whole.sum(1)))),
+    )
+
+
+def _row_sums(layers: Sequence[Layer], first: int, member: Tensor) -> Tensor:
+    """[S, n, G] float64: sums of the Gram matrices' rows over the tokens of each group `[n, G]`."""
+    result = []
+    for layer in layers:
+        parts = layer.features[first:].split(PART)
+        sums = sum(part.double().T @ some for part, some in zip(parts, member.split(PART), strict=True))  # [D, G]
+        result.append(torch.cat([part.double() @ sums for part in parts]))
+    return torch.stack(result)
