@@ -270,8 +270,13 @@ def test_the_number_of_layers_is_chosen_by_size_and_by_accuracy(cases: Any, name
     accuracy = (case.samples.argmax(-1) == np.array(case.targets)[:, None]).mean(0)
     depth = 1 + next(n for n in range(LAYERS) if accuracy[n] >= 0.99 * accuracy[-1])
     options = {"sequence_length": LENGTH, "lens_tokens": None, "dtype": "float64", "tokenizer": case.tokenizer}
+    if accuracy[-1] <= np.bincount(case.targets).max() / len(case.targets):  # no better than the most frequent token
+        with pytest.raises(FulldepthError, match="nothing is advised"):
+            export_layers(case.path, tmp_path / "short", data=case.data, effective_depth=0.01, **options)
+        return
     export = export_layers(case.path, tmp_path / "short", data=case.data, effective_depth=0.01, **options)
-    assert export.layers == depth
+    assert f"by the estimates alone {depth}, 95 % interval" in export.notes[0]
+    assert export.layers >= depth
 
 
 @pytest.mark.parametrize("name", ["gpt2", "granite", "bert"])

@@ -213,7 +213,7 @@ def evaluation(
     document = common("evaluation", name, layers, "causal-lm")
     document["tasks"] = {
         task: {"metric": metric, "higher_is_better": True, "count": count, "chance": chance, "advised": True,
-               "earliest": max(depths) - (2 if task == "arc_easy_local" else 4)}
+               "earliest": max(1, max(depths) - (2 if task == "arc_easy_local" else 4))}
         for task, (metric, chance, *_) in TASKS.items()
     }  # fmt: skip
     document["headline"] = {}

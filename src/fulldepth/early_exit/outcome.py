@@ -103,15 +103,15 @@ def candidates(readings: Readings, rule: Rule, min_layer: int, given: Sequence[f
 def splits(readings: Readings, share: float, seed: int) -> dict[str, Readings]:
     """Two disjoint parts of the samples, divided by the seeded hash of their cluster: `calibration` and `report`.
 
+    The sequences of a single cluster (one short document) are divided themselves; its numbers have no errors.
+
     Raises:
-        FulldepthError: if there is only one cluster.
+        FulldepthError: if there is only one sequence.
     """
-    present = readings.cluster.unique()
+    unit = readings.cluster if len(readings.cluster.unique()) > 1 else readings.sequence
+    present = unit.unique()
     if len(present) < 2:
-        raise FulldepthError(
-            "A threshold is chosen on one part of the data and reported on another, and these are one: give two or "
-            "more (documents, rows or images)."
-        )
+        raise FulldepthError("A threshold is chosen on one part of the data and reported on another: give two or more.")
     count = min(max(1, round(share * len(present))), len(present) - 1)
-    chosen = torch.isin(readings.cluster, present[sample(present.tolist(), count, seed)])
+    chosen = torch.isin(unit, present[sample(present.tolist(), count, seed)])
     return {"calibration": readings.of(chosen), "report": readings.of(~chosen)}

@@ -87,8 +87,8 @@ class EvaluateSettings(LoadingSettings):
     min_layer: Count = 1
     """First layer after which a sample may leave."""
     rounds: int = Field(default=9, ge=0, le=10_000)
-    """Timed passes over labelled data with early exit and without, in alternation; 0 = nothing is timed, fewer than 9: no
-    verdict."""
+    """Timed passes over labelled data with early exit and without, in alternation; 0 = nothing is timed, and
+    fewer than 9 give no verdict."""
     split: str | None = None
     """Split of a Hub data set or an image folder."""
     skip_bad: bool = False
