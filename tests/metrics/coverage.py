@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -43,9 +42,11 @@ LENGTH, WIDTH, LAYERS, POSITIONS = 8, 6, 200, 12
 POPULATION = 4_000
 READ = 100
 """Layer of the lens whose accuracy and loss are read."""
+FEWER = 50
+"""Layers of which the effective depth is taken."""
 FEWEST, MOST = 12, 60
 """Documents or rows of a draw."""
-MISSED = 0.03
+MISSED = 0.01
 """Share of right predictions that a layer before the last misses by chance."""
 LIMITS = 0.90, 0.98
 
@@ -117,6 +118,14 @@ def observations(rng: np.random.Generator, drawn: Sample) -> list[Observation]:
     return found
 
 
+def part_of(batch: Observation, layers: int) -> Observation:
+    """What a model of fewer layers would give; see `Case.layers`."""
+    read, step = batch.lens, LAYERS // layers
+    lens = Readout(read.agrees[::step], read.correct[::step], read.loss[::step], read.row)
+    states = {"residual": batch.states["residual"][: layers + 1]}
+    return Observation(states, batch.attention_mask, batch.counted, batch.sequence, readout=lambda: lens)
+
+
 class Interval(NamedTuple):
     """The stated interval."""
 
@@ -142,7 +151,8 @@ class Case(NamedTuple):
     value: str
     error: str
     truth: Callable[[Population], float]
-    lens: bool
+    layers: int
+    """Layers that the measure reads: the first ones of the stream, or so many of the lens, evenly spaced."""
 
 
 class Population:
@@ -165,9 +175,8 @@ class Population:
         return float((1 - cosine).mean() / 2)
 
     def jump(self, layer: int) -> float:
-        """Sum of the increases of the mean displacement from a layer on, in per cent."""
-        psi = [self.psi(at) for at in range(layer - 1, 5)]
-        return 100 * sum(max(0.0, high - low) for low, high in pairwise(psi))
+        """Jump rate of a last layer, in per cent."""
+        return 100 * max(0.0, self.psi(layer) - self.psi(layer - 1))
 
     def ratio(self) -> float:
         """Mean norm ratio of layer 1."""
@@ -193,23 +202,24 @@ class Population:
 
     def depth(self) -> float:
         """First layer with 95 % of the last layer's accuracy."""
-        return float(np.argmax(self.accuracy[1:] >= 0.95 * self.accuracy[-1]) + 1)
+        accuracy = self.accuracy[:: LAYERS // FEWER]
+        return float(np.argmax(accuracy[1:] >= 0.95 * accuracy[-1]) + 1)
 
 
 CLAMPED = "jump rate near 0"
 """Its interval begins at or below 0 and can miss on one side only: it may hold the truth in more than 98 % of draws."""
 MEAN = ("mean", "standard_error")
 CASES = {
-    "displacement": Case(Displacement, 1, *MEAN, lambda p: p.psi(1), False),
-    "jump rate": Case(JumpRate, 3, "value", "standard_error", lambda p: p.jump(3), False),
-    CLAMPED: Case(JumpRate, 4, "value", "standard_error", lambda p: p.jump(4), False),
-    "norm ratio": Case(NormRatio, 1, *MEAN, Population.ratio, False),
-    "coherence": Case(Coherence, 1, "mean_corrected", "standard_error_of_mean_corrected", Population.coherence, False),
-    "entropy": Case(RenyiEntropy, 1, "mean:plain:1", "standard_error:plain:1", Population.entropy, False),
-    "lens loss": Case(LensLoss, READ, *MEAN, lambda p: float(p.loss[READ].mean()), True),
-    "lens accuracy": Case(LensAccuracy, READ, *MEAN, lambda p: float(p.accuracy[READ]), True),
-    "median saturation": Case(Saturation, None, "median", "", lambda p: float(np.argmax(p.settled >= 0.5) + 1), True),
-    "effective depth": Case(EffectiveDepth, None, "relative_eps=0.05", "", Population.depth, True),
+    "displacement": Case(Displacement, 1, *MEAN, lambda p: p.psi(1), 4),
+    "jump rate": Case(JumpRate, 3, "value", "standard_error", lambda p: p.jump(3), 3),
+    CLAMPED: Case(JumpRate, 4, "value", "standard_error", lambda p: p.jump(4), 4),
+    "norm ratio": Case(NormRatio, 1, *MEAN, Population.ratio, 4),
+    "coherence": Case(Coherence, 1, "mean_corrected", "standard_error_of_mean_corrected", Population.coherence, 4),
+    "entropy": Case(RenyiEntropy, 1, "mean:plain:1", "standard_error:plain:1", Population.entropy, 4),
+    "lens loss": Case(LensLoss, READ, *MEAN, lambda p: float(p.loss[READ].mean()), LAYERS),
+    "lens accuracy": Case(LensAccuracy, READ, *MEAN, lambda p: float(p.accuracy[READ]), LAYERS),
+    "median saturation": Case(Saturation, None, "median", "", lambda p: float(np.argmax(p.settled >= 0.5) + 1), LAYERS),
+    "effective depth": Case(EffectiveDepth, None, "relative_eps=0.05", "", Population.depth, FEWER),
 }
 EXIT = "accuracy of an exit"
 """`Mean` of early exit, at layer `READ`."""
@@ -231,7 +241,7 @@ def intervals(rng: np.random.Generator, order: str, few: int, names: Sequence[st
             continue
         case = CASES[name]
         setup = Setup(
-            num_layers=LAYERS if case.lens else 4,
+            num_layers=case.layers,
             width=WIDTH,
             sequence_length=LENGTH,
             num_sequences=count,
@@ -241,7 +251,7 @@ def intervals(rng: np.random.Generator, order: str, few: int, names: Sequence[st
         )
         metric = case.measure(setup)
         for batch in batches:
-            metric.update(batch)
+            metric.update(part_of(batch, case.layers))
         stated[name] = interval(metric, case.layer, case.value, case.error)
     return stated
 

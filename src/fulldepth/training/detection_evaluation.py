@@ -34,9 +34,9 @@ class DetectionEvaluator(Evaluator):
         """Evaluate `model`; its training mode is restored. Every process must call this."""
         anatomy = find_anatomy(model)
         layers, weight = anatomy.num_layers, next(model.parameters())
-        setup = Setup(
-            layers, 1, num_sequences=len(self.data), clusters=(0,) * len(self.data), set_loss=SetLoss.of(model.config)
-        )
+        one_cluster = (0,) * len(self.data)  # no standard errors, which take time
+        options = SetLoss.of(model.config)
+        setup = Setup(layers, 1, num_sequences=len(self.data), clusters=one_cluster, set_loss=options)
         precision, loss = AveragePrecision(setup), DetectionLoss(setup)
         turned = torch.zeros(2, layers, dtype=torch.float64)
         training, first = model.training, current().rank * self.batch_size
