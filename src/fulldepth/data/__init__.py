@@ -12,7 +12,7 @@ from fulldepth.data.masking import MASKED_SHARE
 from fulldepth.data.preparation import prepare
 from fulldepth.data.sequences import Batch, Sequences
 from fulldepth.data.shapes import write_shapes
-from fulldepth.data.sources import Record, Source, content_hash, identities, open_source
+from fulldepth.data.sources import Record, Source, choose, content_hash, identities, open_source
 from fulldepth.data.thumbnails import image_name, thumbnail
 from fulldepth.data.tokens import decode_ids
 from fulldepth.data.translation import input_texts, prepare_translation
@@ -30,6 +30,7 @@ __all__ = [
     "Windows",
     "balanced_sample",
     "builtin_texts",
+    "choose",
     "content_hash",
     "conversations",
     "decode_ids",

@@ -133,8 +133,7 @@ def open_data(
         split: split of a data set or of a folder of images, part of the corpus; None: see `held_out`.
         limit: most rows to read: the first ones (of a Hub data set only these are downloaded); not of `images`.
         streaming: read a Hub data set as a stream instead of downloading it first.
-        held_out: without `split`, take the validation or test split and the corpus's held-out part where there is one,
-            instead of the training split and part.
+        held_out: without `split`, take the validation or test split, or the corpus's held-out part, where there is one.
         images: also accept a `.zip` or a folder of images, and a `.json` file in COCO's format.
         skip_bad: leave out bad entries of a file in COCO's format, and count them (`warnings`).
         pick: chooses among images in folders, archives, files in COCO's format and `shapes:`, by the identities of
@@ -153,11 +152,9 @@ def open_data(
     if isinstance(data, Sequence) and not isinstance(data, str | bytes):
         return _opened_list(data, limit)
     if not isinstance(data, str | Path):
-        raise FulldepthError(
-            f"Cannot read data of type {type(data).__name__}. Expected {expected}, or a list of texts or mappings."
-        )
-    name = str(data)
-    path = path_of(name)
+        kind = type(data).__name__
+        raise FulldepthError(f"Cannot read data of type {kind}. Expected {expected}, or a list of texts or mappings.")
+    name, path = str(data), path_of(str(data))
     if (special := _special(name, path, split, limit, held_out, images, skip_bad, pick)) is not None:
         return special
     if path.exists():

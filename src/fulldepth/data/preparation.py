@@ -16,12 +16,11 @@ from fulldepth.data.encoding import Bos, Limits, Records, encode, windowed
 from fulldepth.data.labels import Labels, align_labels, align_objects, balanced_sample
 from fulldepth.data.objects import Objects
 from fulldepth.data.sequences import Picture, Sequences, collate_images, collate_texts
-from fulldepth.data.sources import SKIP, Order, Record, Source, content_hash, identities
+from fulldepth.data.sources import SKIP, Order, Record, Source, choose, content_hash, identities
 from fulldepth.data.tokens import WordFinder, check_vocabulary
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.fingerprint import Fingerprint
 from fulldepth.targets import IGNORE, next_targets
-from fulldepth.uncertainty import sample
 
 TASKS: dict[str, tuple[str, ...]] = {
     "causal-lm": ("text", "pairs", "labelled-text"),
@@ -62,8 +61,8 @@ def prepare(
     For `masked-lm` the inputs are not masked; a masked copy of them is added with its targets (`Batch.masked_inputs`).
     If the tokenizer has no mask token there is neither, and `Sequences.no_targets` states the reason.
     Plain text fills whole windows for language models; elsewhere one text, one prompt with its response or one image is
-    one sequence. A representation cuts a long plain text into several. Samples are uniform and depend on the content
-    and the seed, not on the order of records: of windows over all text, of records by their identity.
+    one sequence. A representation cuts a long plain text into several. Samples are uniform, over all text or over the
+    records, and depend on content and seed, not on order.
 
     Args:
         source: from `open_source`.
@@ -89,14 +88,7 @@ def prepare(
     Raises:
         FulldepthError: if task, data and model do not match, or no sequence remains.
     """
-    if task not in TASKS:
-        raise unknown("task", task, TASKS)
-    if source.kind not in TASKS[task]:
-        kinds = " or ".join(TASKS[task])
-        raise FulldepthError(f"A {task} model cannot use {source.name}: its kind is {source.kind}, expected {kinds}.")
-    if max_sequences < 1 or sequence_length < 1:
-        given = f"{max_sequences} and {sequence_length}"
-        raise FulldepthError(f"max_sequences and sequence_length must be at least 1, got {given}.")
+    _check_asked(source, task, max_sequences, sequence_length)
     limits = Limits(max_sequences, sequence_length, max_positions, truncate, seed, skip_bad, order, bos, one_per_row)
     if source.kind in ("objects", "images"):
         return _images(source, task, processor, label2id, limits, balanced)
@@ -106,14 +98,23 @@ def prepare(
     return _texts(source, task, tokenizer, labels, limits, vocab_size, pad_id, words, balanced)
 
 
+def _check_asked(source: Source, task: str, max_sequences: int, sequence_length: int) -> None:
+    if max_sequences < 1 or sequence_length < 1:
+        given = f"{max_sequences} and {sequence_length}"
+        raise FulldepthError(f"max_sequences and sequence_length must be at least 1, got {given}.")
+    if task not in TASKS:
+        raise unknown("task", task, TASKS)
+    if source.kind not in TASKS[task]:
+        kinds = " or ".join(TASKS[task])
+        raise FulldepthError(f"A {task} model cannot use {source.name}: its kind is {source.kind}, expected {kinds}.")
+
+
 def _chosen(labels: Sequence[int], names: Sequence[int], limits: Limits, balanced: bool) -> tuple[list[int], list[str]]:
     """Indices of the records to prepare, of these classes and identities, and a warning if they are balanced."""
     if balanced and len(set(labels)) > 1:
         chosen = balanced_sample(labels, names, limits.max_sequences, limits.seed)
         return chosen, [BALANCED] if len(chosen) < len(labels) else []
-    if limits.order == "first":
-        return list(range(len(names))[: limits.max_sequences]), []
-    return sample(names, limits.max_sequences, limits.seed), []
+    return choose(names, limits.max_sequences, limits.seed, limits.order), []
 
 
 def _texts(

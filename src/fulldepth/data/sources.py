@@ -127,7 +127,7 @@ def open_source(
         return data
     if limit is not None and limit < 1:
         raise FulldepthError(f"At least one row must be read, got the limit {limit}.")
-    pick = None if limit is None else partial(_picked, limit=limit, seed=seed, order=order)
+    pick = None if limit is None else partial(choose, limit=limit, seed=seed, order=order)
     opened = open_data(data, config=config, split=split, held_out=held_out, images=True, skip_bad=skip_bad, pick=pick)
     if isinstance(opened.table, datasets.IterableDataset) and limit is None:
         raise FulldepthError(f"{opened.name} is streamed and may have no end: give a limit.")
@@ -141,8 +141,9 @@ def open_source(
     return _sampled(opened, columns, limit, seed, order, window)
 
 
-def _picked(identities: Sequence[int], limit: int, seed: int, order: Order) -> Sequence[int]:
-    return range(len(identities))[:limit] if order == "first" else sample(identities, limit, seed)
+def choose(identities: Sequence[int], limit: int, seed: int, order: Order) -> list[int]:
+    """Indices, ascending, of at most `limit` items: a uniform sample by their identities, or the first ones."""
+    return list(range(len(identities))[:limit]) if order == "first" else sample(identities, limit, seed)
 
 
 def _sampled(

@@ -11,12 +11,11 @@ import torch
 
 from fulldepth.data.batches import Example, padded_batch
 from fulldepth.data.sequences import Batch, Sequences
-from fulldepth.data.sources import Order, Record, Source, content_hash, identities
+from fulldepth.data.sources import Order, Record, Source, choose, content_hash, identities
 from fulldepth.data.tokens import Frame, check_vocabulary, plain_ids
 from fulldepth.errors import FulldepthError
 from fulldepth.fingerprint import Fingerprint
 from fulldepth.targets import IGNORE
-from fulldepth.uncertainty import sample
 
 TASK = "seq2seq-lm"
 
@@ -62,41 +61,40 @@ def prepare_translation(
     assert start is not None
     filled = replace(source, records=_filled(source))
     names = identities(filled)
-    first = range(len(names))[:max_sequences]
-    chosen = first if order == "first" else sample(names, max_sequences, seed)
-    records = [filled.records[index] for index in chosen]
-    pairs = [(record.prompt or "", record.response or "") for record in records]
+    chosen = choose(names, max_sequences, seed, order)
+    pairs = [(filled.records[i].prompt or "", filled.records[i].response or "") for i in chosen]
     frame = Frame.of(tokenizer, [text for pair in pairs for text in pair])
     room = sequence_length - len(frame)
     if room < 1:
-        raise FulldepthError(
-            f"A sequence_length of {sequence_length} leaves no room beside {len(frame)} special tokens."
-        )
+        raise FulldepthError(f"sequence_length {sequence_length} leaves no room beside {len(frame)} special tokens.")
     ids = [[plain_ids(tokenizer, text) for text in pair] for pair in pairs]
     cut = sum(len(part) > room for pair in ids for part in pair)
     inputs, targets = ([Example.of(frame.wrap(pair[side][:room])) for pair in ids] for side in (0, 1))
     examples = [_shifted(example, start) for example in targets]
     highest = max(int(example.input_ids.max()) for example in (*inputs, *examples))
     warnings = [f"{cut} texts are longer than {sequence_length} tokens and cut there."] if cut else []
-    fingerprint = Fingerprint(TASK)
-    for given, example in zip(inputs, examples, strict=True):
-        for tensor in (given.input_ids, example.input_ids, example.labels):
-            fingerprint.add(tensor.numpy().astype("<i8").tobytes())
-    pad = tokenizer.pad_token_id or 0
     return Sequences(
         name=source.name,
         kind=source.kind,
         task=TASK,
-        hash=str(fingerprint),
+        hash=_hash(inputs, examples),
         text_hash=content_hash(source),
         examples=examples,
-        collate=partial(_collate, inputs, examples, pad_id=pad),
+        collate=partial(_collate, inputs, examples, pad_id=tokenizer.pad_token_id or 0),
         lengths=[len(example) for example in examples],
         num_targets=sum(example.predicted for example in examples),
-        warnings=warnings + check_vocabulary(highest, tokenizer, vocab_size),
+        warnings=[*source.warnings, *warnings, *check_vocabulary(highest, tokenizer, vocab_size)],
         clusters=[names[index] for index in chosen],
         unit="row",
     )
+
+
+def _hash(inputs: Sequence[Example], examples: Sequence[Example]) -> str:
+    fingerprint = Fingerprint(TASK)
+    for given, example in zip(inputs, examples, strict=True):
+        for tensor in (given.input_ids, example.input_ids, example.labels):
+            fingerprint.add(tensor.numpy().astype("<i8").tobytes())
+    return str(fingerprint)
 
 
 def _check(source: Source, tokenizer: Any, start: int | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulldepth.data import Record, Source, identities
+from fulldepth.data import Record, Source, choose, identities
 from fulldepth.data.labelled import usable_rows
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.batching import model_inputs
@@ -22,7 +22,6 @@ from fulldepth.metrics import METRICS, Setup
 from fulldepth.metrics.cross import Projected, cross_rows, cross_similarity
 from fulldepth.results import Finding, Results, finite, tabulate
 from fulldepth.settings.measure import MeasureSettings
-from fulldepth.uncertainty import sample
 
 TOWERS = {"image": "vision", "text": "text"}
 """Name of a stack -> its tower."""
@@ -110,8 +109,8 @@ def _paired(source: Source, settings: MeasureSettings) -> list[Record]:
     if bare is not None:
         raise FulldepthError(f"Image {bare} of {source.name} has no text; the towers are measured on pairs.")
     names = identities(source)
-    chosen = range(len(names)) if settings.order == "first" else sample(names, settings.max_sequences, settings.seed)
-    return [replace(source.records[index], identity=names[index]) for index in chosen[: settings.max_sequences]]
+    chosen = choose(names, settings.max_sequences, settings.seed, settings.order)
+    return [replace(source.records[index], identity=names[index]) for index in chosen]
 
 
 def _projected(subject: Subject, setup: Setup, kept: dict[str, Projected], name: str) -> Projected | None:

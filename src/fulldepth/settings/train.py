@@ -62,7 +62,8 @@ class DataSettings(Settings):
     validation_share: float = Field(default=0.05, gt=0, lt=1)
     """Share of the documents that is held out for validation."""
     validation_sequences: Batch | None = None
-    """Most sequences in each validation; None = 32 of text and conversations, 1,000 labelled rows (a uniform sample)."""
+    """Most sequences in each validation; None = 32 of text and conversations, a uniform sample of 1,000 labelled
+    rows."""
     across_documents: bool = True
     """Whether attention may cross from one document of a window into the next."""
     cache: str | None = None
