@@ -35,8 +35,6 @@ SIGNIFICANT = 2.0
 """Standard errors that a difference must exceed to be called measurable."""
 FEWEST_ROUNDS = 9
 """Fewest rounds of a timing whose ratio gets an interval."""
-BUSY = 0.1
-"""Share of the processor in use by other programs above which times are not compared."""
 
 
 def identity(*parts: str | bytes | int) -> int:

@@ -19,7 +19,8 @@ from fulldepth.early_exit.subject import Subject
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.latency import order
 from fulldepth.execution.load import OtherLoad
-from fulldepth.uncertainty import BUSY, FEWEST_ROUNDS, Ratio, median_ratio
+from fulldepth.thresholds import BUSY
+from fulldepth.uncertainty import FEWEST_ROUNDS, Ratio, median_ratio
 
 MOST_CHANGED = {torch.float32: 0.01, torch.float64: 0.01}
 """Largest share of samples that may leave elsewhere than in the one pass (rounding near the threshold); 0.05 in half

@@ -40,7 +40,7 @@ class Raced(NamedTuple):
 
 
 def race(losses: np.ndarray, documents: np.ndarray, generator: np.random.Generator) -> Raced:
-    """One round of the greedy search on nats per token, `[candidates, rows]`, in chunks as `problem.split` makes them."""
+    """One round of the greedy search on nats per token, `[candidates, rows]`, in chunks like `problem.split`'s."""
     count = losses.shape[1]
     parts = np.array_split(generator.permutation(count), min(32, count))
     chunks = [

@@ -215,7 +215,7 @@ def _combination(problem: SearchProblem, name: str, plan: Plan | None = None) ->
     sums = [value for batch in batches for value in scorer.healed_sums(batch, variant, scalars)[LOSS]]
     tokens = [count for batch in batches for count in batch.tokens]
     documents = [document for batch in batches for document in batch.documents]
-    return Combination(name, scorer.anatomy, plan, *map(np.array, (sums, tokens, documents)))
+    return Combination(name, scorer.anatomy, plan, np.array(sums), np.array(tokens), np.array(documents))
 
 
 def _time(combinations: Sequence[Combination], timing: BenchSettings, watcher: Watcher) -> None:
