@@ -80,8 +80,7 @@ def prepare(
         skip_bad: leave such labelled texts out, and objects of unknown classes, and count them in the warnings.
         seed: seed of the sample and the masks.
         order: `first` takes the first records, and the first windows of all texts joined, instead of a sample.
-        bos: whether every window of plain text for a causal model begins with the BOS token: `auto` = if the tokenizer
-            puts it before a text, as models are trained whose tokenizer does.
+        bos: whether a causal model's windows of plain text begin with the BOS token; `auto`: if the tokenizer adds it.
         one_per_row: one sequence for each plain text too, cut at `sequence_length`.
         balanced: sample the classes in turn. Means are then over classes, which a warning says.
 
