@@ -14,7 +14,7 @@ LOUD = 100.0
 """Squared norm, over the median's, from which a token counts as an outlier when features are centred."""
 PART = 128
 """Tokens that are converted to float64 at a time."""
-TOGETHER = 8
+TOGETHER = 4
 """Groups whose row sums are held at a time."""
 CANCELS = 1e-2
 """In float32 a layer's HSIC with itself must be at least this fraction of the terms whose difference it is."""
