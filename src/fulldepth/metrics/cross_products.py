@@ -138,7 +138,7 @@ class CrossProducts(Accumulator):
             norm = _inner(everything, everything).repeat(len(s), 1)
             for number, x in enumerate(members):
                 part = row[number] + torch.einsum("nd,nbe->bde", x[:, a], x[:, a:]) if len(x) else row[number]
-                norm[number + 1] += _inner(part - 2 * everything, part)
+                norm[number + 1] += _inner(part, part) - 2 * _inner(everything, part)
                 value[number + 1] -= ((s[number + 1, a] @ part) * s[number + 1, a:]).sum(1)
             norms[:, a, a:] = norms[:, a:, a] = norm
             turned[:, a, a:] = turned[:, a:, a] = value
