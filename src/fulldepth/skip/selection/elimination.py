@@ -17,10 +17,10 @@ also exceeds a reserve for what such sequences may still add to the loss of the 
     reserve = h (1 / D + q u),    h = 1.2 log(1 / (1 - confidence)) nats per token,    q = 0.02
 
 with D documents in all (of unequal size: `1 / D` is the sum of their squared shares of the tokens): one document, and
-a share q of those not yet seen, that cost the best candidate h more. The term of q ends where such a share would
-have been seen, `(1 - q)^G <= 1 - confidence`: from 149 documents on at 0.95. The form is a choice; that it suffices is
-shown by simulation (`tests/skip/selection/test_race.py`), for losses of which 2 % of the sequences add 3 nats per token on
-average. Sequences that are rarer and larger can still change a round.
+a share q of those not yet seen, that cost the best candidate h more. The term of q ends where such a share would have
+been seen, `(1 - q)^G <= 1 - confidence`: from 149 documents on at 0.95. The form is a choice; that it suffices is
+shown by simulation (`tests/skip/selection/test_race.py`), for losses of which 2 % of the sequences add 3 nats per
+token on average. Sequences that are rarer and larger can still change a round.
 """
 
 from __future__ import annotations
