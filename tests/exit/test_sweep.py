@@ -91,7 +91,7 @@ def _sequences(folder, data):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_decoder_with_the_true_tokens(texts, name):
     model = sharpened(name, 6.0)
-    options = {"sequence_length": 8, "tokenizer": tokenizer(), "lens_tokens": None, "prompts": 0}
+    options = {"sequence_length": 8, "tokenizer": tokenizer(), "lens_tokens": None, "prompts": 0, "order": "first"}
     results = exit.sweep(model, texts, rule=RULES, thresholds=THRESHOLDS, **options)
     body, norm = (model.model, model.model.norm) if name == "llama" else (model.transformer, model.transformer.ln_f)
     samples, targets = [], []
@@ -167,6 +167,7 @@ def test_generation_beside_the_sweep_is_compared_with_plain_greedy(texts):
         "prompts": 3,
         "new_tokens": 6,
         "rounds": 1,
+        "order": "first",
     }
     results = exit.sweep(model, texts, tokenizer=tokenizer(), **options)
     rows = results.meta["generation"]
