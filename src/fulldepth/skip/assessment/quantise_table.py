@@ -136,7 +136,9 @@ def _order(by_name: dict[str, Combination]) -> Finding:
     else:
         which = f"they remove layers {_listed(first.plan.blocks)} and {_listed(second.plan.blocks)}"
     order = "first" if gap.mean < 0 else "last"
-    verdict = f"Quantising {order} is better by {_size(gap)}" if gap.measurable else f"{_unclear(gap)} between the orders"
+    verdict = (
+        f"Quantising {order} is better by {_size(gap)}" if gap.measurable else f"{_unclear(gap)} between the orders"
+    )
     sentence = (
         f"{verdict}: quantise, then skip ends at {first.loss:.4f} nats, skip, then quantise at {second.loss:.4f}; "
         f"{which}."
