@@ -154,7 +154,7 @@ def test_seeds_and_small_samples() -> None:
 
 
 def windowed(mean, documents, share, seed, spread=0.2):
-    """Windows, 4 to 16 a document, whose errors have an intraclass correlation of `share`: losses, tokens, documents."""
+    """Losses, tokens and documents of windows, 4 to 16 a document, of an intraclass correlation `share`."""
     generator = np.random.default_rng(seed)
     owner = np.repeat(np.arange(documents), generator.integers(4, 17, documents))
     own = generator.normal(size=(documents, len(mean)))[owner]

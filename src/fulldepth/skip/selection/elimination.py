@@ -65,11 +65,13 @@ class Difference(NamedTuple):
 
     @property
     def reach(self) -> float:
-        """Distance from `mean` to the ends of its 95 % interval for any such data: 2 standard errors, by Student's t
-        for fewer than `LEAST` documents; infinite if the error is not known."""
-        return self.free_error * (
-            SIGNIFICANT if self.documents >= LEAST else max(SIGNIFICANT, quantile(self.documents))
-        )
+        """Half of the 95 % interval for any such data; infinite if the error is not known.
+
+        2 standard errors, or for fewer than `LEAST` documents by Student's t.
+        """
+        if math.isinf(self.free_error):
+            return math.inf
+        return self.free_error * (SIGNIFICANT if self.documents >= LEAST else quantile(self.documents))
 
     @property
     def measurable(self) -> bool:
@@ -134,7 +136,7 @@ def compare(gap: np.ndarray, tokens: np.ndarray, documents: np.ndarray, populati
     spread = math.inf if math.isnan(spread) else spread
     error = spread * math.sqrt(1 - count / population) if count < population else 0.0
     rate = float(gap.sum()) / total if total else 0.0
-    return Difference(rate, error, spread, count, groups, float(np.abs(sums - rate * weights).max()))
+    return Difference(rate, error, spread, count, groups, float(np.abs(sums - rate * weights).max(initial=0.0)))
 
 
 def is_worse(gap: Difference, risk: float, least: float, *, any_data: bool = False) -> bool:
