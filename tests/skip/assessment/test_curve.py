@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from fulldepth.data.examples import read_examples
 from fulldepth.errors import FulldepthError
 from fulldepth.results import Results
-from fulldepth.skip.assessment.breakpoint import find_breakpoint
+from fulldepth.skip.assessment.breakpoint import FEWEST, LEVEL, find_breakpoint
 from fulldepth.skip.assessment.curve import curve
 from fulldepth.skip.plan import Plan
 from skip.word_tokenizer import tokenizer, words
@@ -152,6 +153,69 @@ def test_seeds_and_small_samples() -> None:
     assert find_breakpoint(losses[:, :2], np.ones(40)).blocks is None  # two points are a line
 
 
+def windowed(mean, documents, share, seed, spread=0.2):
+    """Losses, tokens and documents of windows, 4 to 16 a document, of an intraclass correlation `share`."""
+    generator = np.random.default_rng(seed)
+    owner = np.repeat(np.arange(documents), generator.integers(4, 17, documents))
+    own = generator.normal(size=(documents, len(mean)))[owner]
+    errors = share**0.5 * own + (1 - share) ** 0.5 * generator.normal(size=(len(owner), len(mean)))
+    losses = mean + spread * errors.cumsum(1) + generator.normal(size=(documents, 1))[owner]
+    return losses, generator.integers(60, 129, len(owner)).astype(float), owner
+
+
+def false_bends(documents, share, draws):
+    """Straight curves that are said to bend, upwards or downwards."""
+    line = hinge(4, 0.1, 0.1)
+    found = (find_breakpoint(*windowed(line, documents, share, seed), resamples=1) for seed in range(draws))
+    return sum(one.shape != "line" for one in found)
+
+
+@pytest.mark.parametrize("documents", [5, 20])
+def test_straight_curves_bend_no_more_often_than_the_level_says(documents) -> None:
+    """With windows taken as independent two thirds bend or more."""
+    assert stats.binom.sf(false_bends(documents, 0.5, 200) - 1, 200, LEVEL) > 0.001
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("share", [0.3, 0.7])
+@pytest.mark.parametrize("documents", [5, 8, 12, 40])
+def test_straight_curves_of_many_kinds_do_not_bend(documents, share) -> None:
+    assert stats.binom.sf(false_bends(documents, share, 1000) - 1, 1000, LEVEL) > 0.001
+
+
+def test_a_planted_kink_is_found_in_windows_of_documents() -> None:
+    found = [find_breakpoint(*windowed(hinge(4), 30, 0.5, seed, 0.05), resamples=20) for seed in range(20)]
+    assert sum(one.blocks == 4 for one in found) >= 18
+    assert all(one.documents == 30 for one in found)
+
+
+def test_errors_sum_by_document_whatever_the_order_and_the_labels() -> None:
+    losses, tokens, owner = windowed(0.02 * NUMBERS**2.2, 12, 0.5, 1, 0.05)
+    found = find_breakpoint(losses, tokens, owner, resamples=10)
+    until = found.straight_until
+    fit = [np.polynomial.Polynomial.fit(NUMBERS[: until + 1], row[: until + 1], 1)(until + 1) for row in losses]
+    each = losses[:, until + 1] - fit
+    rate, squares = (each * tokens).sum() / tokens.sum(), 0.0
+    for document in range(12):
+        squares += sum((each[i] - rate) * tokens[i] for i in np.flatnonzero(owner == document)) ** 2
+    assert found.excess == pytest.approx(rate)
+    assert found.excess_error == pytest.approx((12 / 11 * squares) ** 0.5 / tokens.sum())
+    order = np.random.default_rng(2).permutation(len(losses))
+    again = find_breakpoint(losses[order], tokens[order], 9**17 + 7 * owner[order], resamples=10)
+    assert (again.excess_error, again.shape) == (pytest.approx(found.excess_error), found.shape)
+    assert again.shares == found.shares
+
+
+def test_few_documents_give_no_verdict() -> None:
+    losses, tokens, owner = windowed(hinge(6), FEWEST - 1, 0.5, 0, 0.0)
+    found = find_breakpoint(losses, tokens, owner)
+    assert (found.shape, found.blocks, found.confidence, found.excess_error, found.shares) == (
+        ("unknown", None, None, None, {})
+    )
+    found = find_breakpoint(losses, tokens, owner, tolerance=0.1)
+    assert (found.shape, found.blocks, found.confidence, found.low) == ("tolerance", 6, None, None)
+
+
 @pytest.mark.parametrize(
     ("losses", "weights"),
     [(np.ones((3, 4)), np.ones(4)), (np.ones(4), np.ones(4)), (np.full((3, 4), np.nan), np.ones(3))],
@@ -218,6 +282,12 @@ def test_every_number_is_that_of_a_stock_model(drawn) -> None:
             assert rows.loc["loss", "layer"] == plan.blocks[number - 1]
     first = table[table.removed == 0].set_index(["measure", "statistic"])["value"]
     assert (first["kl", "mean"], first["greedy_agreement", "mean"], first["loss_added", "high"]) == (0, 1, 0)
+    sums = [stock(drawn.model, plan.blocks[:number], examples) for number in (0, TRIED)]
+    gap, tokens = sums[1][:, 0] - sums[0][:, 0], sums[0][:, 3]
+    residuals = gap - gap.sum() / tokens.sum() * tokens  # every pair is a document
+    error = (len(gap) / (len(gap) - 1) * (residuals**2).sum()) ** 0.5 / tokens.sum()
+    last = table[(table.measure == "loss_added") & (table.removed == TRIED)].set_index("statistic")["value"]
+    assert last["high"] - last["low"] == pytest.approx(2 * error * stats.t.isf(0.025, len(gap) - 1), rel=2e-3)
     for _, rows in table[table.measure != "break_point"].groupby(["measure", "removed"]):
         by = rows.set_index("statistic")["value"]
         assert by["low"] <= by["mean"] <= by["high"]
@@ -273,6 +343,11 @@ def test_other_orders_and_parts() -> None:
     assert found.plan.blocks == [3]
     found = curve(build("gpt2"), pairs(12), tokenizer=tokenizer(), search="last", max_blocks=12)
     assert found.plan.blocks == list(range(LAYERS, 0, -1))  # all that there are
+    few = "2 held-out documents, and at least 5 are needed"
+    assert found.results.headline["break_point"]["sentence"] == f"No break point is stated: {few}."
+    assert "(no interval: 2 documents" in found.results.headline["loss_added"]["sentence"]
+    assert set(found.results.table.statistic) == {"mean"}
+    assert found.results.figures()
 
 
 @pytest.mark.parametrize(

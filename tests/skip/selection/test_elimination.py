@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from scipy import stats
 
 from fulldepth.data.examples import Examples
 from fulldepth.settings.search import SearchSettings
-from fulldepth.skip.selection.elimination import _tests, compare, is_worse, reserve
+from fulldepth.skip.selection.elimination import Difference, _tests, compare, is_worse, reserve
 from fulldepth.skip.selection.problem import split
 from fulldepth.skip.selection.search import search
 from skip import plain
@@ -105,8 +107,14 @@ def test_risk_is_shared_among_the_tests_that_can_happen(documents, tests):
 
 
 def test_the_reserve_is_its_formula():
-    """h (1 / D + q u) with h = 1.2 log 20 nats; q until 149 documents were seen, as 0.98^148 > 0.05 > 0.98^149."""
-    h = 1.2 * np.log(20)
-    assert reserve(40, 0.5, 1 / 80, 0.95) == pytest.approx(h * (1 / 80 + 0.02 * 0.5))
-    assert reserve(148, 1.0, 0.0, 0.95) == pytest.approx(h * 0.02)
-    assert reserve(149, 1.0, 0.0, 0.95) == 0
+    """max(1.2 log 20 N, largest D) / tokens (1 / D + q u), for 200 sequences of 5 tokens, two to a document."""
+    cache: Any = SimpleNamespace(chunks=range(4), sequences=200)
+    cache.owners, cache.counts = lambda chunks: np.arange(200) // 2, lambda chunks: np.full(200, 5.0)
+    h, gap = 1.2 * np.log(20), Difference(0.1, 0.1, 0.1, 50, 40, 0.3)
+    assert reserve(cache, [gap], 0.95) == pytest.approx(h / 5 * (1 / 100 + 0.02 * 0.75))
+    assert reserve(cache, [gap, gap._replace(largest=11.0)], 0.95) == pytest.approx(5.5 / 5 * (1 / 100 + 0.02 * 0.75))
+    assert reserve(cache, [gap], 0.95, any_data=True) == pytest.approx(h / 5 * 0.02)
+    enough = gap._replace(documents=149)  # 0.98^148 > 0.05 > 0.98^149
+    assert reserve(cache, [enough], 0.95) == pytest.approx(h / 5 / 100)
+    assert reserve(cache, [enough._replace(documents=148)], 0.95) > h / 5 / 100
+    assert reserve(cache, [enough], 0.95, any_data=True) == 0

@@ -102,7 +102,7 @@ def find_breakpoint(
 
     With a tolerance, the break point is the first k >= 1 at which :math:`e_k` exceeds it, with or without a kink.
 
-    The confidence is estimated by bootstrap over documents. Fewer than 5 documents give neither band nor confidence.
+    The confidence is estimated by bootstrap over documents. Fewer than 5 documents give no band and no confidence.
 
     Args:
         losses: [N, K + 1] mean loss of each held-out sequence with 0..K removed blocks.

@@ -144,10 +144,9 @@ def _order(by_name: dict[str, Combination]) -> Finding:
         which = f"both remove layers {_listed(sorted(first.plan.blocks))}"
     else:
         which = f"they remove layers {_listed(first.plan.blocks)} and {_listed(second.plan.blocks)}"
-    order = "first" if gap.mean < 0 else "last"
-    verdict = (
-        f"Quantising {order} is better by {_size(gap)}" if gap.measurable else f"{_unclear(gap)} between the orders"
-    )
+    verdict = f"{_unclear(gap)} between the orders"
+    if gap.measurable:
+        verdict = f"Quantising {'first' if gap.mean < 0 else 'last'} is better by {_size(gap)}"
     sentence = (
         f"{verdict}: quantise, then skip ends at {first.loss:.4f} nats, skip, then quantise at {second.loss:.4f}; "
         f"{which}."

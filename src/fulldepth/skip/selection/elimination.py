@@ -14,19 +14,21 @@ correlated, because single sequences are drawn.
 A standard error is too small while no rare sequence of large loss was seen. So a candidate is dropped only where `r`
 also exceeds a reserve for what such sequences may still add to the loss of the best:
 
-    reserve = h (1 / D + q u),    h = 1.2 log(1 / (1 - confidence)) nats per token,    q = 0.02
+    reserve = h (1 / D + q u) / n,    q = 0.02,    h = max(1.2 log(1 / (1 - confidence)), largest departure seen)
 
-with D documents in all (of unequal size: `1 / D` is the sum of their squared shares of the tokens): one document, and
-a share q of those not yet seen, that cost the best candidate h more. The term of q ends where such a share would have
-been seen, `(1 - q)^G <= 1 - confidence`: from 149 documents on at 0.95. The form is a choice; that it suffices is
-shown by simulation (`tests/skip/selection/test_race.py`), for losses of which 2 % of the sequences add 3 nats per
-token on average. Sequences that are rarer and larger can still change a round.
+with n tokens in a sequence on average and D documents in all (of unequal size: `1 / D` is the sum of their squared
+shares of the tokens): one document, and a share q of what was not seen, that cost the best candidate h nats a sequence
+more. h is 3.6 at 0.95, or what a document departs from the mean difference of two candidates still compared, whichever
+is more. The term of q ends where such a share would have been seen, `(1 - q)^G <= 1 - confidence`: from 149 documents
+on. The form is a choice, and the promise is what simulations of it show (`tests/skip/selection/test_race.py`): a round
+keeps its best candidate where up to 2 % of the sequences add an exponential with a mean of 3 nats to their summed loss.
+Rare sequences that add far more, of which the search has seen none, can still change a round.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,7 +45,7 @@ LEAST = 8
 RARE = 0.02
 """q, the largest share of rare sequences that is allowed for."""
 HEAVY = 1.2
-"""Nats per token by which a rare sequence may be worse, times log(1 / risk)."""
+"""Least nats by which a rare sequence may be worse, divided by log(1 / risk)."""
 
 
 class Difference(NamedTuple):
@@ -58,15 +60,18 @@ class Difference(NamedTuple):
     sequences: int
     documents: int
     """Number of documents of these sequences."""
+    largest: float
+    """Largest departure of a document's summed difference from `mean`, in nats."""
 
     @property
     def reach(self) -> float:
-        """Distance from `mean` to the ends of its 95 % interval for any such data: 2 standard errors, by Student's t
-        for fewer than `LEAST` documents; infinite if the error is not known.
+        """Half of the 95 % interval for any such data; infinite if the error is not known.
+
+        2 standard errors, or for fewer than `LEAST` documents by Student's t.
         """
-        return self.free_error * (
-            SIGNIFICANT if self.documents >= LEAST else max(SIGNIFICANT, quantile(self.documents))
-        )
+        if math.isinf(self.free_error):
+            return math.inf
+        return self.free_error * (SIGNIFICANT if self.documents >= LEAST else quantile(self.documents))
 
     @property
     def measurable(self) -> bool:
@@ -130,7 +135,8 @@ def compare(gap: np.ndarray, tokens: np.ndarray, documents: np.ndarray, populati
     spread = float(ratio_error(sums, weights)) if total else math.nan
     spread = math.inf if math.isnan(spread) else spread
     error = spread * math.sqrt(1 - count / population) if count < population else 0.0
-    return Difference(float(gap.sum()) / total if total else 0.0, error, spread, count, groups)
+    rate = float(gap.sum()) / total if total else 0.0
+    return Difference(rate, error, spread, count, groups, float(np.abs(sums - rate * weights).max(initial=0.0)))
 
 
 def is_worse(gap: Difference, risk: float, least: float, *, any_data: bool = False) -> bool:
@@ -148,25 +154,23 @@ def is_worse(gap: Difference, risk: float, least: float, *, any_data: bool = Fal
     return gap.mean > least + error * quantile(gap.documents, 1 - risk)
 
 
-def reserve(documents: int, unseen: float, alone: float, confidence: float) -> float:
-    """Nats per token to allow for rare sequences among those not seen, see the module's docstring.
+def reserve(loss_cache: LossCache, gaps: Collection[Difference], confidence: float, *, any_data: bool = False) -> float:
+    """Nats per token to allow for rare sequences that were not seen, see the module's docstring.
 
     Args:
-        documents: G, number of documents seen.
-        unseen: u, share of the sequences that were not seen.
-        alone: 1 / D; 0 for the mean over all data of this kind.
+        loss_cache: knows the tokens and documents of all held-out sequences.
+        gaps: differences of the candidates compared, on the same sequences.
         confidence: of the search.
+        any_data: for the mean over any data of this kind: u = 1, and no single document counts.
     """
-    rare = RARE * unseen if (1 - RARE) ** documents > 1 - confidence else 0.0
-    return HEAVY * math.log(1 / (1 - confidence)) * (alone + rare)
-
-
-def _share_of_one(loss_cache: LossCache) -> float:
-    """Sum of the squared shares of the documents in the tokens: 1 / D if they are of equal size."""
-    chunks = range(len(loss_cache.chunks))
-    at = np.unique(loss_cache.owners(chunks), return_inverse=True)[1]
-    shares = np.bincount(at, loss_cache.counts(chunks))
-    return float(shares @ shares) / float(shares.sum()) ** 2
+    chunks, first, risk = range(len(loss_cache.chunks)), next(iter(gaps)), 1 - confidence
+    tokens = np.bincount(np.unique(loss_cache.owners(chunks), return_inverse=True)[1], loss_cache.counts(chunks))
+    total, population = float(tokens.sum()), loss_cache.sequences
+    largest = max(gap.largest for gap in gaps) * len(tokens)
+    alone = 0.0 if any_data else float(tokens @ tokens) / total**2
+    unseen = 1.0 if any_data else 1 - first.sequences / population
+    rare = RARE * unseen if (1 - RARE) ** first.documents > risk else 0.0
+    return max(HEAVY * math.log(1 / risk) * population, largest) / total * (alone + rare)
 
 
 def best(loss_cache: LossCache, variants: Sequence[Variant], chunks: Sequence[int]) -> Variant:
@@ -193,7 +197,8 @@ def judge(
     near = min(gaps, key=lambda v: (_errors(gaps[v]), sorted(v)))
     (closest,), gap = near - winner, gaps[near]
     sure = decided_by != BUDGET and all(
-        is_worse(each, risk, reserve(each.documents, 1.0, 0.0, confidence), any_data=True) for each in gaps.values()
+        is_worse(gap, risk, reserve(loss_cache, [gap], confidence, any_data=True), any_data=True)
+        for gap in gaps.values()
     )
     error = gap.free_error if math.isfinite(gap.free_error) else None
     return Round(pick, decided_by, sure, closest, gap.mean, error, gap.sequences, scored, population)
@@ -257,12 +262,7 @@ def _round(
     variants, removed = loss_cache.candidates(picks), along(loss_cache, picks)
     chunks = range(len(loss_cache.chunks))
     risk = (1 - confidence) / len(variants) / max(1, _tests(loss_cache.documents))
-    alive, leader, alone = variants, variants[0], _share_of_one(loss_cache)
-
-    def dropped(gap: Difference) -> bool:
-        unseen = 1 - gap.sequences / loss_cache.sequences
-        return is_worse(gap, risk, reserve(gap.documents, unseen, alone, confidence))
-
+    alive, leader = variants, variants[0]
     for chunk in chunks:
         if chunk and limit < math.inf:
             price = loss_cache.price([*removed, *alive], chunk)
@@ -272,7 +272,8 @@ def _round(
         leader = best(loss_cache, alive, range(chunk + 1))
         if chunk < len(chunks) - 1:
             gaps = {variant: difference(loss_cache, variant, leader) for variant in alive if variant != leader}
-            alive = [v for v in alive if v == leader or not dropped(gaps[v])]
+            least = reserve(loss_cache, gaps.values(), confidence) if gaps else 0.0
+            alive = [v for v in alive if v == leader or not is_worse(gaps[v], risk, least)]
         if len(alive) == 1:
             break
     early = len(alive) == 1 and len(variants) > 1 and chunk < len(chunks) - 1
