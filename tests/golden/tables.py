@@ -122,7 +122,9 @@ def measured(family: str) -> Table:
             own.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"})
         torch.manual_seed(0)
         model.resize_token_embeddings(len(own), mean_resizing=False)
-        results = fulldepth.measure(model, labelled_texts(), tokenizer=own, sequence_length=32, **options)
+        results = fulldepth.measure(
+            model, labelled_texts(), tokenizer=own, sequence_length=32, order="first", **options
+        )
     return rows(results.table)
 
 

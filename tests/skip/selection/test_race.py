@@ -40,7 +40,7 @@ class Raced(NamedTuple):
 
 
 def race(losses: np.ndarray, documents: np.ndarray, generator: np.random.Generator) -> Raced:
-    """One round of the greedy search on summed losses `[candidates, rows]` in nats, in chunks as `problem.split` makes them."""
+    """One round of the greedy search on summed losses `[candidates, rows]` in nats, in chunks like `problem.split`."""
     count = losses.shape[1]
     parts = np.array_split(generator.permutation(count), min(32, count))
     chunks = [
