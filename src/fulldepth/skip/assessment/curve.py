@@ -194,8 +194,14 @@ def _sums(problem: SearchProblem, batch: Batch, variants: Sequence[Variant]) -> 
 def _results(plan: Plan, read: _Read, settings: SearchSettings, limits: CurveLimits, num_layers: int) -> Results:
     """Table and document."""
     losses = read.sums["loss"] / read.tokens[:, None]
-    options = {"tolerance": limits.tolerance, "resamples": RESAMPLES, "seed": settings.seed}
-    end = find_breakpoint(losses, read.tokens, read.documents, **options)
+    end = find_breakpoint(
+        losses,
+        read.tokens,
+        read.documents,
+        tolerance=limits.tolerance,
+        resamples=RESAMPLES,
+        seed=settings.seed,
+    )
     table = _table(plan, read, end)
     resolved = {**settings.model_dump(), **limits.model_dump()}
     document = {
