@@ -46,7 +46,7 @@ def rows(layers, measures, *, projections=(), attention=True, value=True, normed
         "saturation": [
             ("residual", n, None, s, unit)
             for n in inner
-            for s, unit in (("count", "tokens"), ("share", "1"), ("cumulative", "1"))
+            for s, unit in (("count", "tokens"), ("share", "1"), ("cumulative", "1"), (f"{ERROR}_of_cumulative", "1"))
         ]
         + [("residual", None, None, s, "layers") for s in ("median", "low_of_median", "high_of_median")],
         "effective_depth": [("residual", None, None, s, "layers") for s in ("eps=0.05", "relative_eps=0.05")],

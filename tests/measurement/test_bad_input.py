@@ -365,7 +365,6 @@ def test_a_crash_while_saving_leaves_no_half_results(wrong, main, model, text_fi
     outcome = main("measure", model, "--data", text_file, "--output", output, *FEW)
     assert outcome.code == 0, outcome.err
     assert sorted(path.name for path in output.glob("[!.]*")) == [
-        "groups.parquet",
         "report.html",
         "results.json",
         "results.parquet",

@@ -116,7 +116,8 @@ def test_few_tokens_and_a_single_sequence(llama, text_file, tokenizer, corpus):
     assert of(one.meta["warnings"], "Only one token counts, fewer than 1,000")
     entry = one.headline["last_layer_displacement"]
     assert entry["standard_error"] is None
-    assert entry["no_standard_error"] == "it takes 3 sequences or more, there is 1"
+    reason = "the text is 1 document with windows in 1 block of 4,096 tokens; an error needs 3 documents or 8 blocks"
+    assert entry["no_standard_error"] == reason
     pages = [corpus[n : n + 1000] for n in range(0, 20_000, 1000)]
     many = measure(llama, pages, tokenizer=tokenizer, max_sequences=80, sequence_length=16, measures=["displacement"])
     assert not of(many.meta["warnings"], "fewer than 1,000")

@@ -27,7 +27,7 @@ def test_measure_with_every_option_of_the_example(main, checkpoint, tmp_path):
     assert set(results.table[results.table.measure == "displacement"]["count"]) == {6 * 31}
     assert results.meta["settings"]["tokens"] == "no-first"
     assert sorted(path.name for path in (tmp_path / "out").glob("[!.]*")) == [
-        *("groups.parquet", "report.html", "results.json", "results.parquet")
+        *("report.html", "results.json", "results.parquet")
     ]
     document = json.loads((tmp_path / "out" / "results.json").read_text(), parse_constant=pytest.fail)
     assert document["schema_version"] == 1

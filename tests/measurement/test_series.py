@@ -95,7 +95,7 @@ def test_same_again_has_nothing_to_do(output, run_folder, text_file):
 
 def test_goes_on_after_an_interruption(output, run_folder, text_file):
     whole = Results.load(output)
-    for name in ("results.json", "results.parquet", "groups.parquet"):
+    for name in ("results.json", "results.parquet"):
         (output / name).unlink()
     shutil.rmtree(output / "steps" / "checkpoint-20")
     before = times(output)
@@ -104,7 +104,7 @@ def test_goes_on_after_an_interruption(output, run_folder, text_file):
     assert {name for name in after if after[name] == before.get(name)} == set(before)
     assert sum("measured already" in line for line in said) == 2
     pd.testing.assert_frame_equal(results.table, whole.table, check_dtype=False)
-    pd.testing.assert_frame_equal(results.influences, whole.influences, check_dtype=False)
+    assert results.influences is whole.influences is None  # one document
     pd.testing.assert_frame_equal(Results.load(output).table, whole.table)
 
 

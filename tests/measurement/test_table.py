@@ -47,11 +47,11 @@ def test_a_language_model_misses_nothing(checkpoint, documents_file, family):
     assert all(entry["reason"] for entry in results.meta["left_out"])
 
 
-def test_influences_give_the_errors_of_the_table_and_are_small(checkpoint, text_file, tmp_path):
+def test_influences_give_the_errors_of_the_table_and_are_small(checkpoint, documents_file, tmp_path):
     """Two models on the same text are paired; another text has other groups."""
     first, second, other = (
-        measure(checkpoint("llama", seed), text_file, max_sequences=n, sequence_length=12)
-        for seed, n in ((0, 6), (1, 6), (0, 5))
+        measure(checkpoint("llama", seed), documents_file, max_sequences=n, sequence_length=12)
+        for seed, n in ((0, 16), (1, 16), (0, 12))
     )
     assert first.meta["groups"] == second.meta["groups"] != other.meta["groups"]
     rows = first.table.set_index(["measure", "site", "layer", "statistic"])["value"]

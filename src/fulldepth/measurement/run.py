@@ -268,8 +268,7 @@ def _tables(plan: Plan, data_pass: Pass, *, by_name: bool) -> tuple[pd.DataFrame
             # a process may have had no batches; the results of the others are merged in
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
             measured = accumulator.rows()
-            with accumulator.sync_context():  # sums over processes, as `rows` has them
-                influences += accumulator.influences() if measured else []
+            influences += accumulator.influences() if measured else []
         reason = EMPTY.get(name, "there are too few tokens or occurrences in the data")
         if not measured and by_name:
             words = f" (words: {', '.join(plan.setup.words)})" if "words" in accumulator.needs else ""

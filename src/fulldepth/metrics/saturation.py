@@ -65,18 +65,21 @@ class Saturation(Measure):
         cells = observation.lens_groups(self.setup) * depth + layers - 1
         self.histogram += cells.bincount(minlength=groups * depth).view(groups, depth).to(self.histogram)
 
-    def compute(self) -> tuple[list[int], dict[str, float]]:
-        """Positions that settle at layers 1..L; the median layer and its interval, without those that are unknown."""
+    def compute(self) -> tuple[list[int], list[float], dict[str, float]]:
+        """Positions that settle at layers 1..L; standard errors of their cumulative shares; the median layer and its
+        interval, without those that are unknown.
+        """
         counts = self.histogram.sum(0)
         total = int(counts.sum())
+        errors = ratio_error(self.histogram.cumsum(1), self.histogram.sum(1, keepdim=True)).tolist()
         if not total:
-            return counts.tolist(), {}
+            return counts.tolist(), errors, {}
         named = {"median": float((2 * counts.cumsum(0) >= total).long().argmax()) + 1}
         by_group = self.histogram.cumsum(1).cpu().numpy()  # [G, L]
         settled = by_group[:, -1:] - 2 * by_group  # above 0 while less than half have settled
         if interval := crossing(settled, by_group[:, -1]):
             named |= {"low_of_median": interval[0] + 1.0, "high_of_median": interval[1] + 1.0}
-        return counts.tolist(), named
+        return counts.tolist(), errors, named
 
     def influences_here(self) -> list[Influence]:
         """On the cumulative share of every layer 1..L."""
@@ -85,15 +88,14 @@ class Saturation(Measure):
 
     def rows(self) -> list[Row]:
         """Rows for each layer 1..L, and three for the median."""
-        counted, median = self.compute()
+        counted, errors, median = self.compute()
         counts = torch.tensor(counted, dtype=torch.int64)
         total = int(counts.sum())
-        errors = ratio_error(self.histogram.cumsum(1), self.histogram.sum(1, keepdim=True))
         statistics = {
             "count": counts.double(),
             "share": counts.double() / total,
             "cumulative": counts.cumsum(0).double() / total,
-            "standard_error_of_cumulative": errors,
+            "standard_error_of_cumulative": torch.tensor(errors, dtype=torch.float64),
         }
         rows = [
             row

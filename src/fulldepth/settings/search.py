@@ -85,7 +85,7 @@ class SearchSettings(ReadingSettings):
     """Chunks of the held-out data, after each of which greedy may drop candidates; at most one for each sequence. Other
     searches read few data in chunks of four sequences, or of a batch if that is smaller."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
-    """Confidence of the bounds by which candidates are dropped, for each round."""
+    """Probability that a greedy round keeps its best candidate; see "What `greedy` promises" in docs/skipping.md."""
     budget: Budget | str | None = None
     """FLOPs (2e15) or a time (90s, 10m, 2h) for the search without the fits. A greedy round that a budget ends is noted
     in the plan (`stopped_by_budget`), and its choice is uncertain; None = no limit."""

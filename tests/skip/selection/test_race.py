@@ -40,7 +40,7 @@ class Raced(NamedTuple):
 
 
 def race(losses: np.ndarray, documents: np.ndarray, generator: np.random.Generator) -> Raced:
-    """One round of the greedy search on summed losses `[candidates, rows]` in nats, in chunks like `problem.split`."""
+    """One round of the greedy search on summed losses `[candidates, rows]` in nats, in chunks as of `problem.split`."""
     count = losses.shape[1]
     parts = np.array_split(generator.permutation(count), min(32, count))
     chunks = [
@@ -146,5 +146,5 @@ def test_no_pick_is_sure_on_few_documents():
     ["rare rows", "rare", "rare and large", "rare in half", "rare documents", "documents", "lognormal", "normal"],
 )
 def test_a_round_keeps_its_best_candidate_of_many_kinds(kind, rows, noise, spread):
-    if kind != "rare and large" or spread < 1:
+    if kind != "rare and large" or spread < 0.4:  # else more than is promised: candidates leave before any was seen
         check(kind, rows, noise, spread, 100)

@@ -195,7 +195,12 @@ def _results(plan: Plan, read: _Read, settings: SearchSettings, limits: CurveLim
     """Table and document."""
     losses = read.sums["loss"] / read.tokens[:, None]
     end = find_breakpoint(
-        losses, read.tokens, read.documents, tolerance=limits.tolerance, resamples=RESAMPLES, seed=settings.seed
+        losses,
+        read.tokens,
+        read.documents,
+        tolerance=limits.tolerance,
+        resamples=RESAMPLES,
+        seed=settings.seed,
     )
     table = _table(plan, read, end)
     resolved = {**settings.model_dump(), **limits.model_dump()}

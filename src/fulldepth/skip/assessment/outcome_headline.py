@@ -63,28 +63,23 @@ def _added(plan: Plan, depth: int) -> Finding:
 
 
 def _healed(plan: Plan) -> Finding:
-    """The loss that scalars gain, and their gain with nothing removed."""
+    """The loss with scalars, without them, and the same training with nothing removed; no verdict without errors."""
     if plan.healed_loss is None or plan.control_loss is None:
         return Finding(None, "nats", "No scalars were fitted: the model is not healed.")
     base, last, healed = plan.losses[0], plan.losses[-1], plan.healed_loss
-    control, added, gained = plan.control_loss.scalars_only, last - base, last - healed
-    if gained <= 0:
-        effect = "Scalars did not heal: no epoch of training them lowered the held-out loss."
-    elif added <= 0:
-        effect = f"Scalars lower the held-out loss by another {nats(gained)}, to {healed:.4f}."
-    elif gained >= added:
-        effect = (
-            f"Scalars take back more than was lost: {nats(gained)} where {nats(added)} were added, to {healed:.4f}."
-        )
-    else:
-        effect = f"Scalars take back {nats(gained)} of the {nats(added)} ({gained / added:.0%}), to {healed:.4f}."
-    gain = f"{nats(base - control)}, to {control:.4f}" if control < base else "nothing"
-    price = healed - control
+    control = plan.control_loss.scalars_only
+    effect = f"Scalars change the held-out loss by {_signed(healed - last)}, from {last:.4f} to {healed:.4f}."
+    if healed >= last:
+        effect = "No epoch of training the scalars lowered the held-out loss."
     sentence = (
-        f"{effect} With nothing removed they gain {gain}: against that the removal "
-        f"{'costs' if price >= 0 else 'gains'} {nats(abs(price))}."
+        f"{effect} Control: the same training without removal changes it by {_signed(control - base)}, to "
+        f"{control:.4f}. Net change by the removal: {_signed(healed - control)}. Their standard errors are not known."
     )
-    return Finding(gained, "nats", sentence)
+    return Finding(last - healed, "nats", sentence)
+
+
+def _signed(change: float) -> str:
+    return f"{'+' if change > 0 else '-' if change < 0 else ''}{nats(abs(change))}"
 
 
 def _discrepancy(plan: Plan, table: pd.DataFrame) -> Finding | None:
@@ -99,10 +94,9 @@ def _discrepancy(plan: Plan, table: pd.DataFrame) -> Finding | None:
         sentence = f"The last layer's states differ from the original's by {before:.2e} ({scale}), not healed."
         return Finding(before, "1", sentence)
     after = float(last.loc["healed", "value"])
-    change = "closer to" if after < before else "no closer to" if after == before else "farther from"
     sentence = (
         f"The last layer's states differ from the original's by {before:.2e} before and {after:.2e} after healing "
-        f"({scale}): the scalars bring them {change} the original."
+        f"({scale})."
     )
     if plan.healed_loss is not None and after > before and plan.healed_loss < plan.losses[-1]:
         sentence += " (They may scale the whole stream, which the final norm takes away and this measure does not.)"

@@ -212,10 +212,10 @@ def _combination(problem: SearchProblem, name: str, plan: Plan | None = None) ->
     scorer, batches = problem.scorer, problem.batches
     variant = Variant(() if plan is None else plan.blocks)
     scalars = plan_scalars(plan, scorer.anatomy)
-    sums = [value for batch in batches for value in scorer.healed_sums(batch, variant, scalars)[LOSS]]
-    tokens = [count for batch in batches for count in batch.tokens]
-    documents = [document for batch in batches for document in batch.documents]
-    return Combination(name, scorer.anatomy, plan, np.array(sums), np.array(tokens), np.array(documents))
+    sums = np.array([value for batch in batches for value in scorer.healed_sums(batch, variant, scalars)[LOSS]])
+    tokens = np.array([count for batch in batches for count in batch.tokens])
+    documents = np.array([document for batch in batches for document in batch.documents])
+    return Combination(name, scorer.anatomy, plan, sums, tokens, documents)
 
 
 def _time(combinations: Sequence[Combination], timing: BenchSettings, watcher: Watcher) -> None:
