@@ -103,10 +103,28 @@ def test_a_plan_that_was_not_healed_says_so() -> None:
 @pytest.mark.parametrize(
     ("losses", "healed", "control", "added", "said"),
     [
-        ([2.0, 2.1, 2.5], 2.2, 1.9, "adds 0.5000 nats to", ["by -0.3000 nats, from 2.5000", "by -0.1000 nats, to 1.9000", "+0.3000 nats"]),
-        ([2.0, 2.1, 2.5], 1.8, 1.9, "adds 0.5000 nats to", ["by -0.7000 nats", "Net change by the removal: -0.1000 nats"]),
+        (
+            [2.0, 2.1, 2.5],
+            2.2,
+            1.9,
+            "adds 0.5000 nats to",
+            ["by -0.3000 nats, from 2.5000", "by -0.1000 nats, to 1.9000", "+0.3000 nats"],
+        ),
+        (
+            [2.0, 2.1, 2.5],
+            1.8,
+            1.9,
+            "adds 0.5000 nats to",
+            ["by -0.7000 nats", "Net change by the removal: -0.1000 nats"],
+        ),
         ([2.0, 2.1, 2.5], 2.5, 2.0, "adds 0.5000 nats to", ["No epoch", "by 0.0000 nats", "+0.5000 nats", "not known"]),
-        ([2.0, 1.9, 1.8], 1.7, 1.9, "takes 0.2000 nats off", ["by -0.1000 nats", "Net change by the removal: -0.2000 nats"]),
+        (
+            [2.0, 1.9, 1.8],
+            1.7,
+            1.9,
+            "takes 0.2000 nats off",
+            ["by -0.1000 nats", "Net change by the removal: -0.2000 nats"],
+        ),
     ],
 )
 def test_sentences_are_plain(losses, healed, control, added, said) -> None:
