@@ -121,10 +121,15 @@ def find_breakpoint(
     """
     curves, tokens = np.asarray(losses, np.float64), np.asarray(weights, np.float64)
     _check(curves, tokens, tolerance)
-    sequences = len(curves)
-    curves, tokens = _by_document(curves, tokens, np.arange(sequences) if documents is None else np.asarray(documents))
+    documents = np.arange(len(curves)) if documents is None else np.asarray(documents)
+    means, totals = _by_document(curves, tokens, documents)
+    ends = _all_ends(means, totals, tolerance, resamples, seed)
+    return _described(means, totals, ends, sequences=len(curves), resamples=resamples, tolerance=tolerance)
+
+
+def _described(curves: np.ndarray, tokens: np.ndarray, ends: _Ends, **counts: Any) -> Breakpoint:
+    """The end for the documents as they are, and how often resamples have the same."""
     enough = len(curves) >= FEWEST
-    ends = _all_ends(curves, tokens, tolerance, resamples, seed)
     answers = np.where(ends.kink, ends.last, 0)
     point, last, numbers = int(answers[0]), int(ends.last[0]), answers[1:][answers[1:] > 0]
     before, after = _slopes(np.average(curves, axis=0, weights=tokens), point)
@@ -133,7 +138,7 @@ def find_breakpoint(
     shares = {str(b or "none"): float((answers[1:] == b).mean()) for b in sorted(set(answers[1:].tolist()))}
     return Breakpoint(
         blocks=point or None,
-        shape="unknown" if tolerance is None and not enough else _shape(ends, tolerance),
+        shape="unknown" if counts["tolerance"] is None and not enough else _shape(ends, counts["tolerance"]),
         straight_until=last,
         excess=float(excess[0]),
         excess_error=float(error[0]) if enough else None,
@@ -143,10 +148,8 @@ def find_breakpoint(
         slope_before=before,
         slope_after=after,
         shares=shares if enough else {},
-        sequences=sequences,
         documents=len(curves),
-        resamples=resamples,
-        tolerance=tolerance,
+        **counts,
     )
 
 
