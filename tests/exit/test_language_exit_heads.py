@@ -5,7 +5,6 @@ The oracle (`language_heads.Plain`) is stock transformers in float64, one text a
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +257,9 @@ def test_a_cut_model_is_a_stock_checkpoint(cases: Any, name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_the_number_of_layers_is_chosen_by_size_and_by_accuracy(cases: Any, name: str, tmp_path: Path) -> None:
+def test_the_number_of_layers_is_chosen_by_size_and_not_by_accuracy_without_an_error(
+    cases: Any, name: str, tmp_path: Path
+) -> None:
     case, sizes = cases(name), []
     model = open_model(case.path, exit_heads=True).model
     for layers in (1, 2, 3):
@@ -268,19 +269,9 @@ def test_the_number_of_layers_is_chosen_by_size_and_by_accuracy(cases: Any, name
         files = [load_file(path) for path in (tmp_path / f"{layers}").glob("*.safetensors")]
         sizes.append(sum(tensor.nbytes for tensors in files for tensor in tensors.values()))
     assert weight_bytes(find_anatomy(model)) == sizes
-    accuracy = (case.samples.argmax(-1) == np.array(case.targets)[:, None]).mean(0)
-    depth = 1 + next(n for n in range(LAYERS) if accuracy[n] >= 0.99 * accuracy[-1])
-    rows = tmp_path / "rows.jsonl"  # each window a document, so that a standard error can be stated
-    windows = texts(case.plain, 8, LENGTH)
-    rows.write_text("\n".join(json.dumps({"text": " ".join(words(*(i - 10 for i in row)))}) for row in windows))
     options = {"sequence_length": LENGTH, "lens_tokens": None, "dtype": "float64", "tokenizer": case.tokenizer}
-    if accuracy[-1] <= np.bincount(case.targets).max() / len(case.targets):  # no better than the most frequent token
-        with pytest.raises(FulldepthError, match="nothing is advised"):
-            export_layers(case.path, tmp_path / "short", data=rows, effective_depth=0.01, **options)
-        return
-    export = export_layers(case.path, tmp_path / "short", data=rows, effective_depth=0.01, **options)
-    assert f"by the estimates alone {depth}, 95 % interval" in export.notes[0]
-    assert export.layers >= depth
+    with pytest.raises(FulldepthError, match="nothing is advised"):  # one document has no standard error
+        export_layers(case.path, tmp_path / "short", data=case.data, effective_depth=0.01, **options)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "granite", "bert"])
