@@ -146,11 +146,11 @@ def test_language_models_train_each_layer_by_its_own_matrix(name: str, weights: 
     batch["labels"][0, :4] = -100
     parameters = [p for p in model.parameters() if p.requires_grad]
     heads = {id(head.weight) for head in exit_heads_of(model).values()}
-    objective = Objective(multi_exit={"weights": weights, "weight": BETA}).attach(model)
     shares = [1 / 3] * 3 if weights == "uniform" else [1 / 6, 2 / 6, 3 / 6]
     for step, weighed in ((1, [0.0, 0.0, 1.0]), (2, [BETA * share for share in shares])):
         expected = language_loss(model, name, batch, weighed)
         slopes = torch.autograd.grad(expected, parameters, allow_unused=True)
+        objective = Objective(multi_exit={"weights": weights, "weight": BETA}).attach(model)
         objective.step = step
         loss, _ = objective(model(**batch, use_cache=False), batch)
         got = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -160,7 +160,7 @@ def test_language_models_train_each_layer_by_its_own_matrix(name: str, weights: 
             assert (id(parameter) in heads and step == 1) == (one is None)
             if one is not None and other is not None:
                 torch.testing.assert_close(one, other, rtol=1e-4 if single else 1e-7, atol=1e-6 if single else 1e-10)
-    objective.detach()
+        objective.detach()
 
 
 def test_own_heads_are_last_matrices_inside_a_classification_head_too() -> None:

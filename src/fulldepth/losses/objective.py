@@ -126,7 +126,11 @@ class Objective:
         """
         if self._activations is None or self.task is None:
             raise FulldepthError("The objective watches no model; call attach(model) before the forward pass.")
-        total, auxiliary = self.task.loss(outputs), self.task.auxiliary(outputs)
+        try:
+            total, auxiliary = self.task.loss(outputs), self.task.auxiliary(outputs)
+        except FulldepthError:
+            self._activations.clear()  # of the pass that is refused
+            raise
         if isinstance(outputs, Tensor) and self.replaces and self._balances:
             raise FulldepthError(
                 "The model adds a balancing loss of its experts to the cross-entropy, which the objective replaces; "

@@ -241,7 +241,7 @@ def _early(facts: Facts) -> str:
     depths = range(1, facts.layers)
     above = np.array([right.get(layer, math.nan) - target for layer in depths])
     enough = measurable(above, [math.hypot(errors.get(layer, math.nan), error) for layer in depths]) & (above > 0)
-    depth = int(enough.argmax()) + 1
+    depth = int(enough.argmax()) + 1 if enough.any() else facts.layers
     if not enough.any() or depth > EARLY * facts.layers:
         return ""
     return f"Layer {depth} already has 95 % of the last layer’s accuracy."
