@@ -17,6 +17,14 @@ from fulldepth.losses.task import Task
 from fulldepth.metrics import SetLoss
 
 
+def _last_layer_loss(
+    logits: Tensor, labels: Sequence[Mapping[str, Tensor]], device: Any, boxes: Tensor, config: Any, *_: Any
+) -> tuple[Tensor, dict[str, Tensor], None]:
+    """The arguments and results of `ForObjectDetectionLoss`."""
+    loss = _shared_loss(SetLoss.of(config), logits, boxes, labels)
+    return loss, {"loss": loss.detach()}, None
+
+
 @dataclass(frozen=True)
 class Detection(Task):
     """Detection of objects by a set of queries.
@@ -28,6 +36,7 @@ class Detection(Task):
     """
 
     handles = "detection"
+    stock_losses = (_last_layer_loss,)
 
     def labels(self, batch: Mapping[str, Any]) -> None:
         """None: queries have no labels of their own, the matching gives them one anew for each layer."""
@@ -67,14 +76,6 @@ def use_set_loss(model: Any) -> None:
     has an object, crowds, and predictions that are not finite, for which the loss is NaN.
     """
     unwrapped(model).loss_function = _last_layer_loss
-
-
-def _last_layer_loss(
-    logits: Tensor, labels: Sequence[Mapping[str, Tensor]], device: Any, boxes: Tensor, config: Any, *_: Any
-) -> tuple[Tensor, dict[str, Tensor], None]:
-    """The arguments and results of `ForObjectDetectionLoss`."""
-    loss = _shared_loss(SetLoss.of(config), logits, boxes, labels)
-    return loss, {"loss": loss.detach()}, None
 
 
 def _shared_loss(options: SetLoss, logits: Tensor, boxes: Tensor, targets: Sequence[Mapping[str, Tensor]]) -> Tensor:

@@ -32,6 +32,14 @@ class Task:
     """Factor of the auxiliary loss (balance of experts) in the model's loss; None if the model names none."""
     handles: ClassVar[str | None] = None
     """The task that a subclass is for."""
+    stock_losses: ClassVar[tuple[Any, ...]] = ()
+    """Loss functions of this package, which give the loss of the model's class."""
+
+    def keeps_loss(self, model: Any) -> bool:
+        """Whether the model's loss is that of its class or one of `stock_losses`, not a `loss_function` set by a user."""
+        with suppress(FulldepthError):
+            model = unwrapped(model)
+        return vars(model).get("_loss_function") in (None, *self.stock_losses)
 
     @classmethod
     def of(cls, model: Any) -> Task:

@@ -117,7 +117,7 @@ class ObjectiveMixin(AnyTrainer):
             model.register_forward_hook(self._note_auxiliary)
         self.model_accepts_loss_kwargs = False  # micro-batches are weighted here, see `_portion`
         if (replaced := self.depth_objective.replaces) and (
-            self._own_loss or vars(model).get("_loss_function") or getattr(self.args, "loss_type", "nll") != "nll"
+            self._own_loss or not self.task.keeps_loss(model) or getattr(self.args, "loss_type", "nll") != "nll"
         ):
             what = "label_smoothing_factor" if self.label_smoother is not None else "another loss function"
             raise FulldepthError(
