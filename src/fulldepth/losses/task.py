@@ -36,7 +36,7 @@ class Task:
     """Loss functions of this package, which give the loss of the model's class."""
 
     def keeps_loss(self, model: Any) -> bool:
-        """Whether the model's loss is that of its class or one of `stock_losses`, not a `loss_function` set by a user."""
+        """Whether the model's loss is that of its class or one of `stock_losses`, not one set by a user."""
         with suppress(FulldepthError):
             model = unwrapped(model)
         return vars(model).get("_loss_function") in (None, *self.stock_losses)
