@@ -247,18 +247,17 @@ def _packed(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watc
 def _conversations(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> Prepared:
     """The trainer of conversations, and facts about its data."""
     tokenizer, config = _language(settings, folder, arguments, watcher)
-    data = sft_data(settings, tokenizer)
+    data, facts = sft_data(settings, tokenizer)
     trainer = sft_trainer(
         build_model(config, settings),
-        sft_arguments(settings, folder, data),
+        sft_arguments(settings, folder),
         data,
         tokenizer,
         settings,
         make_objective(settings),
     )
-    count = len(data["train"])
-    facts = {"hash": rows_hash(trainer.train_dataset, trainer.eval_dataset)}
-    return trainer, {**facts, "documents": count + len(data["validation"]), "train_sequences": count}
+    digest = rows_hash(trainer.train_dataset, trainer.eval_dataset)
+    return trainer, {**facts, "hash": digest, "train_sequences": len(trainer.train_dataset)}
 
 
 def _meta(settings: TrainSettings, recipe: str, model: PreTrainedModel, data: dict[str, Any]) -> dict[str, Any]:
