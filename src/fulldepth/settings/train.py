@@ -212,7 +212,8 @@ class TrainSettings(Settings):
     global_batch_size: Batch = 16
     """Sequences in an optimiser step, over all processes and accumulated micro-batches."""
     micro_batch_size: Batch | None = None
-    """Sequences in one forward pass of one process; None = the process's whole share of the batch."""
+    """Sequences in one forward pass of one process, at most: the largest number that divides its share of the batch;
+    None = all of it."""
     sequence_length: Length = 128
     """Tokens in a sequence."""
     seed: Seed = 0

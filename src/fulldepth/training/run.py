@@ -16,7 +16,7 @@ from fulldepth.hf import sealed_checkpoints, silent
 from fulldepth.losses import DepthTrainer, Objective
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, versions
-from fulldepth.training.arguments import training_arguments
+from fulldepth.training.arguments import batch_note, training_arguments
 from fulldepth.training.callback import Conductor, stopping
 from fulldepth.training.detection import detection_trainer
 from fulldepth.training.detection_evaluation import DetectionEvaluator
@@ -105,6 +105,7 @@ def _train(
 ) -> Results:
     trainer, facts = _prepare(settings)(settings, folder, arguments, watcher)
     held_out, warnings = trainer.eval_dataset, facts.pop("warnings", [])
+    warnings = [*warnings, *batch_note(settings, arguments.per_device_train_batch_size)]
     if settings.model.checkpoint is not None:
         start = start_exit_heads(trainer.plain_model, settings.model.checkpoint, settings.method)
         warnings = [*warnings, *start]
