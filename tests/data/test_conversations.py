@@ -84,11 +84,6 @@ def test_chats(tmp_path, templated):
     found = conversations(path, templated, watcher=Watcher(say=lines.append))
     assert found.to_list() == [{"messages": CHAT}, {"messages": CHAT[:3]}]
     assert lines == ["1 of the rows of a.jsonl have no response and are left out."]
-    assert conversations(path, per_response=True).to_list() == [
-        {"prompt": CHAT[:2], "completion": [CHAT[2]]},
-        {"prompt": CHAT[:4], "completion": [CHAT[4]]},
-        {"prompt": CHAT[:2], "completion": [CHAT[2]]},
-    ]
     shared = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
     expected = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
     assert conversations([shared]).to_list() == expected
@@ -149,12 +144,11 @@ def test_a_chat_needs_a_chat_template(plain, templated):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["template", "plain", "per response"])
+@pytest.mark.parametrize("kind", ["template", "plain"])
 def test_trl_counts_the_loss_on_responses_alone(tmp_path, plain, templated, kind):
     trl = pytest.importorskip("trl")
     tokenizer = plain if kind == "plain" else templated
-    rows = [{"messages": CHAT}] if kind == "per response" else [{"prompt": "One and one?", "response": "Two."}]
-    data = conversations(rows, tokenizer, per_response=kind == "per response")
+    data = conversations([{"prompt": "One and one?", "response": "Two."}], tokenizer)
     config = LlamaConfig(
         vocab_size=300, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, eos_token_id=0
     )
@@ -162,5 +156,4 @@ def test_trl_counts_the_loss_on_responses_alone(tmp_path, plain, templated, kind
     trainer = trl.SFTTrainer(LlamaForCausalLM(config), arguments, train_dataset=data, processing_class=tokenizer)
     batch = next(iter(trainer.get_train_dataloader()))
     counted = [tokenizer.decode(row[row != -100]) for row in torch.as_tensor(batch["labels"])]
-    end = "<|endoftext|>"
-    assert sorted(counted) == (["Three." + end, "Two." + end] if kind == "per response" else ["Two." + end])
+    assert counted == ["Two.<|endoftext|>"]

@@ -1,13 +1,14 @@
 import io
 import json
 import os
+import re
 from itertools import islice
 
 import datasets
 import pandas as pd
 import pytest
 
-from fulldepth.data import builtin_texts, open_documents
+from fulldepth.data import builtin_texts, open_documents, pack, train_tokenizer
 from fulldepth.data.units import PIECE, text_pieces
 from fulldepth.errors import FulldepthError
 
@@ -152,3 +153,42 @@ def test_bad_names_and_objects(tmp_path):
     expect("d.parquet has no column text", tmp_path / "d.parquet")
     expect("d.parquet, 'x' is of type int|row 1, 'x' is of type int", tmp_path / "d.parquet", column="x")
     expect("Cannot read .*e.parquet", write(tmp_path / "e.parquet", "PAR1 not really"))
+
+
+def wikitext(count):
+    """Articles in the layout of WikiText, and their rows on the Hub, where white space is no text."""
+    empty = " \n"
+    articles = [
+        f" = Article {n} of <unk> = \n{empty} It is known as art{n} , and x = {n} . \n{empty} = = Sources = = \n{empty}"
+        f" = = = Of it = = = \n{empty} = {n} = is no heading of art{n} \n = y = 3 \n{empty}"
+        for n in range(count)
+    ]
+    rows = [line if line.strip() else "" for line in "".join(articles).splitlines(keepends=True)]
+    return articles, [{"text": row} for row in rows]
+
+
+@pytest.mark.parametrize("source", ["text", "rows", "parquet"])
+def test_an_article_is_a_document_and_is_held_out_whole(tmp_path, source):
+    articles, rows = wikitext(30)
+    if source == "text":
+        data = write(tmp_path / "wiki.txt", " \n" + "".join(articles))
+    elif source == "rows":
+        data = datasets.Dataset.from_list(rows)
+    else:
+        data = tmp_path / "wiki.parquet"
+        pd.DataFrame(rows).to_parquet(data, row_group_size=7)
+    documents = open_documents(data, articles=True)
+    found = list(documents)
+    assert [" ".join(text.split()) for text in found] == [" ".join(text.split()) for text in articles]
+    assert list(documents.units[0].read(28)) == found[28:]
+    assert documents.identity != open_documents(data).identity
+    tokenizer = train_tokenizer(articles, 500)
+    packed = pack(documents, tokenizer, sequence_length=16, cache=tmp_path / "cache", validation_share=0.2, writers=1)
+    train, held_out = (
+        set(re.findall(r"art\d+(?= )", tokenizer.decode([i for row in part for i in row["input_ids"]])))
+        for part in (packed.train, packed.validation)
+    )
+    assert train
+    assert held_out
+    assert not train & held_out
+    assert packed.documents == 30

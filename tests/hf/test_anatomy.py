@@ -263,7 +263,7 @@ def test_projections_are_every_weight_matrix_of_every_block(name, expected):
 
 def test_the_towers_of_clip_have_to_be_chosen():
     model = tiny_models.build("clip")
-    with pytest.raises(FulldepthError, match=r"CLIPModel has two towers.*--tower text or vision"):
+    with pytest.raises(FulldepthError, match=r"CLIPModel has two towers; choose one by tower: text or vision"):
         anatomy_candidates(model)
     with pytest.raises(FulldepthError, match="has no audio where"):
         anatomy_candidates(model, tower="audio")

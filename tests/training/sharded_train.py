@@ -4,7 +4,8 @@ accelerate gives CPU processes DDP where FSDP2 was asked for. Here it takes them
 
 Usage: torchrun --nproc-per-node 2 sharded_train.py train RECIPE fsdp=true ...; or `launch` from a test.
 With a folder in place of the command, every recipe NAME.yaml in it is trained in these processes, into NAME-sharded/,
-and dtypes.json says for each which types its losses and the gradients that were reduced had. With FULLDEPTH_TEST_COPIES
+and dtypes-RANK.json says for each which types its losses and the gradients that were reduced had, and which classes
+were drawn. With FULLDEPTH_TEST_COPIES
 set the processes copy the weights (DDP) instead, recipes into NAME-copied/.
 """
 
@@ -25,6 +26,7 @@ from fulldepth.cli import main
 from fulldepth.losses import ObjectiveMixin
 from fulldepth.settings import layer, read
 from fulldepth.training import TrainSettings, train
+from fulldepth.training import model as building
 
 COPIES = "FULLDEPTH_TEST_COPIES"
 
@@ -76,18 +78,24 @@ def train_all(folder: Path, kind: str) -> None:
 
         return reduce_scatter
 
+    def loading(model: Any, settings: Any) -> None:
+        seen["loaded"].add(type(model).__name__)
+        load(model, settings)
+
+    load, building.draw_weights = building.draw_weights, loading
     ObjectiveMixin.compute_loss = compute_loss  # type: ignore[method-assign]
     for name in ("reduce_scatter_single", "reduce_scatter_tensor"):  # the first since torch 2.13
         if hasattr(distributed, name):
             setattr(distributed, name, noting(getattr(distributed, name)))
     types = {}
     for path in sorted(folder.glob("*.yaml")):
-        seen = {"losses": set(), "reductions": set()}
+        seen = {"losses": set(), "reductions": set(), "loaded": set()}
         settings = layer(TrainSettings, read(path, "train")).model_copy(update={"fsdp": kind == "sharded"})
         train(settings, folder / f"{path.stem}-{kind}")
         types[path.stem] = {name: sorted(kinds) for name, kinds in seen.items()}
-    if distributed.get_rank() == 0 and kind == "sharded":
-        (folder / "dtypes.json").write_text(json.dumps(types), encoding="utf-8")
+    if kind == "sharded":
+        name = f"dtypes-{distributed.get_rank()}.json"
+        (folder / name).write_text(json.dumps(types), encoding="utf-8")
 
 
 if __name__ == "__main__":

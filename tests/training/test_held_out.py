@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,18 +22,17 @@ def chat(*texts: str) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
 
 
-@given(st.lists(st.integers(0, 12), min_size=2, max_size=60), st.integers(1, 10), st.integers(0, 3), st.booleans())
+@given(st.lists(st.integers(0, 12), min_size=2, max_size=60), st.integers(1, 10), st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
-def test_no_content_is_in_both_parts(numbers: list[int], most: int, seed: int, per_response: bool) -> None:
+def test_no_content_is_in_both_parts(numbers: list[int], most: int, seed: int) -> None:
     given_rows = [chat(f"ask {n}", f"answer {n}", f"more {n % 3}", "yes", f"{n // 2}?", "no") for n in numbers]
-    rows = conversations(given_rows, Tokenizer(), per_response=per_response)
+    rows = conversations(given_rows, Tokenizer())
     held_out = held_out_rows(rows, most, seed)
     if len(set(numbers)) == 1:
-        if not per_response:
-            assert held_out is None
+        assert held_out is None
         return
     assert held_out is not None
-    openings = [(row["messages"] if "messages" in row else row["prompt"])[0]["content"] for row in rows]
+    openings = [row["messages"][0]["content"] for row in rows]
     kept, trained = (
         {o for o, out in zip(openings, held_out, strict=True) if bool(out) is flag} for flag in (True, False)
     )
@@ -60,10 +58,9 @@ def test_the_choice_follows_the_content_and_the_seed_and_not_the_order() -> None
     assert len(texts(rows, 0)) == 10
 
 
-@pytest.mark.parametrize("per_response", [False, True])
-def test_chats_that_begin_alike_are_compared_whole(per_response: bool) -> None:
+def test_chats_that_begin_alike_are_compared_whole() -> None:
     data = [chat("hello", "hello, what is it?", f"about {n}", f"{n}") for n in (1, 1, 2, 3)]
-    rows = conversations(data, Tokenizer(), per_response=per_response)
+    rows = conversations(data, Tokenizer())
     held_out = held_out_rows(rows, 2, 0)
     assert held_out is not None
     contents = [str(row) for row in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -181,10 +182,45 @@ def test_activations_are_what_autograd_keeps(name: str, attention: str, precisio
     copies = 0
     if precision == "autocast":
         copies = memory.weights - 4 * model.num_parameters()
-    softmax = 4 * BATCH * TIME * VOCAB  # of the logits; the rest of `logits` is not kept by autograd
-    estimated = memory.activations + copies + softmax
+    estimated = memory.activations + copies + memory.logits
     factor = {"gpt2": 2.0, "wide-heads": 2.0, "hyper": 1.05, "hyper-static": 1.05}.get(name, 1.25)
     assert estimated / factor < kept_for_backward(model, tokens(), precision == "autocast") < estimated * factor
+
+
+SHAPES = [("float32", 2, 64, 32_000), ("autocast", 4, 32, 8_000), ("bfloat16", 1, 96, 50_000)]
+
+
+@pytest.mark.parametrize(("precision", "rows", "length", "vocabulary"), SHAPES)
+def test_logits_are_what_the_loss_keeps_and_the_step_peaks_with_their_gradients(
+    precision: str, rows: int, length: int, vocabulary: int
+) -> None:
+    settings = asked("llama", precision=precision, sequence_length=length, model={**SIZES, "num_hidden_layers": 2})
+    model = build_model(build_config(settings.model, vocab_size=vocabulary, positions=length), settings)
+    memory = estimate_memory(model, settings, micro_batch=rows)
+    ids = torch.randint(0, vocabulary, (rows, length))
+
+    def loss() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+            return model(input_ids=ids, labels=ids).loss
+
+    held: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.numel() == rows * length * vocabulary:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss().backward()
+    assert sum(held.values()) == memory.logits
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        loss().backward()
+    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    in_order = sorted(changes, key=lambda event: event.start_ns())
+    peak = max(itertools.accumulate(event.nbytes() for event in in_order))
+    estimated = memory.total - memory.gradients - memory.optimiser - sum(p.nbytes for p in model.parameters())
+    assert estimated == pytest.approx(peak, rel=0.15)
 
 
 def test_checkpointing_keeps_a_state_for_each_layer_and_one_layer_whole() -> None:
@@ -242,6 +278,17 @@ def test_parameters_steps_tokens_and_time_of_a_run() -> None:
         plan(settings, config_of(settings), processes=3)
 
 
+@pytest.mark.parametrize(("asked_for", "micro"), [(1, 1), (4, 4), (5, 4), (7, 6), (12, 12), (99, 12), (None, 12)])
+def test_a_micro_batch_that_does_not_divide_is_made_smaller_and_said(asked_for: int | None, micro: int) -> None:
+    settings = asked("llama", global_batch_size=24, micro_batch_size=asked_for)
+    made = plan(settings, config_of(settings), processes=2)
+    assert (made.micro_batch, made.accumulation) == (micro, 12 // micro)
+    said = {name: sentence for name, _, sentence in lines(made)}["batch"]
+    assert ("instead of" in said) == (asked_for not in (None, micro))
+    if asked_for == 5:
+        assert "A forward pass has 4 instead of 5 sequences" in said
+
+
 @pytest.mark.parametrize("change", [{}, {"precision": "bfloat16", "model": {"tie_word_embeddings": True}}])
 def test_a_checkpoint_takes_what_the_dry_run_says(change: dict[str, Any], recipe: Any, tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 344}
@@ -291,8 +338,13 @@ def test_the_dry_run_says_it_in_words_without_making_anything(monkeypatch: pytes
     assert said["fits"] == next(f"{size} GB" for size in planning.GPU_SIZES if size * 0.9 >= gib)
     whole = 4 * 4 * 3594181632 / 2**30  # weights, gradients and two moments of float32, before the bfloat16 copies
     assert (
-        whole < made.other_memory.total / 2**30 - (made.memory.activations + made.memory.logits) / 2**30 < whole * 1.2
+        whole * 2**30
+        < made.other_memory.total - made.memory.activations - made.memory.logits - made.memory.loss_gradients
+        < whole * 1.2 * 2**30
     )
+    assert said["host"] == "13.4 GiB"  # 4 bytes x 3,594,181,632, in the first process
+    copied = plan(large.model_copy(update={"fsdp": False}), build_config(large.model), processes=8)
+    assert copied.host == 8 * 4 * 3594181632
 
 
 CLASSIFIERS: dict[str, dict[str, Any]] = {

@@ -191,7 +191,6 @@ BAD = {
     "tree that refers forward": (["tiny-tree", "model.tree={2: [5, 1]}"], "tree"),
     "positions": (["tiny-llama", "model.max_position_embeddings=64"], "positions"),
     "vocabulary": (["tiny-llama", "model.vocab_size=100"], "token"),
-    "batch": (["tiny-llama", "micro_batch_size=5"], "does not divide"),
     "no data": (["tiny-llama", "data.name=/nowhere.txt"], "nowhere"),
     "no tokenizer": (["tiny-llama", "tokenizer=null"], "tokenizer"),
     "warm-up": (["tiny-llama", "steps=5", "warmup_steps=6"], "warmup_steps"),
@@ -212,6 +211,16 @@ def test_bad_input_is_one_message_and_code_2(case: str, tmp_path: Path, monkeypa
     assert message in error, error
     assert "Traceback" not in error
     assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+def test_a_micro_batch_that_does_not_divide_is_made_smaller_and_said(recipe: Any, tmp_path: Path) -> None:
+    found = {
+        size: train(settings(recipe(steps=2, eval_every=2, save_every=2, micro_batch_size=size)), tmp_path / str(size))
+        for size in (2, 3)
+    }
+    assert values(found[3], "validation_loss", 2) == values(found[2], "validation_loss", 2)
+    note = "A forward pass has 2 instead of 3 sequences: micro_batch_size divides a process's batch."
+    assert (found[3].meta["warnings"], found[2].meta["warnings"]) == ([note], [])
 
 
 @pytest.mark.parametrize("content", ["", '{"text": ""}\n'])

@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from fulldepth.data import builtin_texts, train_tokenizer, train_wordpiece
+from fulldepth.errors import FulldepthError
 from fulldepth.settings import layer, read
+from fulldepth.targets import IGNORE
 from fulldepth.training import TrainSettings, train
-from fulldepth.training.sft import TEMPLATE
+from fulldepth.training.sft import TEMPLATE, chat_examples
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("trl")
@@ -39,7 +43,7 @@ def settings(path: Path) -> TrainSettings:
 
 @pytest.mark.parametrize("rows", [CHATS, PAIRS], ids=["chats", "pairs"])
 def test_fine_tuning_reports_the_loss_of_the_responses(rows: Any, recipe: Any, tmp_path: Path) -> None:
-    train(settings(recipe(steps=2, eval_every=2, save_every=2, sequence_length=48)), tmp_path / "base")
+    train(settings(recipe(steps=2, eval_every=2, save_every=2, sequence_length=64)), tmp_path / "base")
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     base = tmp_path / "base" / "checkpoint-2"
@@ -47,7 +51,7 @@ def test_fine_tuning_reports_the_loss_of_the_responses(rows: Any, recipe: Any, t
         stage="sft",
         method="jreg",
         data={"name": str(data), "validation_share": 0.4, "validation_sequences": 4},
-        **{"sequence_length": 48, "steps": 4, "eval_every": 2, "save_every": 2},
+        **{"sequence_length": 64, "steps": 4, "eval_every": 2, "save_every": 2},
     )
     chosen = yaml.safe_load(path.read_text()) | {"model": {"checkpoint": str(base)}}
     path.write_text(yaml.safe_dump(chosen), encoding="utf-8")
@@ -84,8 +88,104 @@ def _messages(row: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _tokens(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Ids of a conversation under the plain template, and which of them the assistant says."""
-    found = tokenizer.apply_chat_template(
-        _messages(row), chat_template=TEMPLATE, return_dict=True, return_assistant_tokens_mask=True
+    """Ids of a conversation under the plain template, and which of them the assistant says: turn by turn, each
+    response after the prompt that generation starts from.
+    """
+    tokenizer.chat_template = TEMPLATE
+    messages, ids, said = _messages(row), list[int](), list[bool]()
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt = tokenizer.apply_chat_template(messages[:place], add_generation_prompt=True)["input_ids"]
+            assert prompt[: len(ids)] == ids
+            answer = tokenizer(message["content"] + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
+            said += [False] * (len(prompt) - len(ids)) + [True] * len(answer)
+            ids = [*prompt, *answer]
+    return ids, said
+
+
+SPACED = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + (eos_token if m['role'] == 'assistant' else '|') }}"
+    + ("{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
+)
+"""Its prompt ends in a space, which most tokenizers merge with the next word."""
+FORGETTING = (
+    "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ '<' + m['role'] + '>' + m['content'] }}"
+    "{{ eos_token if m['role'] == 'assistant' else '' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+"""Leaves earlier answers out, as templates do with reasoning."""
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, SPACED, FORGETTING], ids=["own", "spaced", "forgetting"])
+@pytest.mark.parametrize("kind", ["bytes", "words", "pieces"])
+def test_each_label_is_what_the_model_can_say_after_the_prompt(template: str, kind: str) -> None:
+    """The ids before a response are stock transformers' generation prompt; its labels decode to it and its end."""
+    tokenizer = _tokenizer(kind)
+    tokenizer.chat_template = template
+    texts = ["hello there", "the lord is here", "and then", "  no more  than that", "again", "yes"]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    examples = chat_examples(tokenizer, messages, "here")
+    if template == FORGETTING or (template == TEMPLATE and kind != "pieces"):  # those put a space before any text
+        assert len(examples) == (3 if template == FORGETTING else 1)
+    answers, end = [], tokenizer.eos_token_id
+    for ids, labels in examples:
+        start = 0
+        while any(label != IGNORE for label in labels[start:]):
+            start = next(i for i in range(start, len(ids)) if labels[i] != IGNORE)
+            before = messages[: 1 + 2 * len(answers)]
+            assert ids[:start] == tokenizer.apply_chat_template(before, add_generation_prompt=True)["input_ids"]
+            after = labels.index(end, start) + 1
+            assert labels[start:after] == ids[start:after]
+            answers.append(tokenizer.decode(labels[start : after - 1]).strip())
+            start = after
+    assert answers == [" ".join(text.split()) if kind == "words" else text.strip() for text in texts[1::2]]
+
+
+def _tokenizer(kind: str) -> Any:
+    texts = builtin_texts("heldout")[0][:20_000].split("\n\n")
+    if kind == "bytes":
+        return train_tokenizer(texts, vocab_size=400)
+    if kind == "words":
+        tokenizer = train_wordpiece(texts, 600)
+        tokenizer.eos_token = "[SEP]"
+        return tokenizer
+    pieces = Tokenizer(models.Unigram())
+    pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=400, special_tokens=["<unk>", "</s>"], unk_token="<unk>")
+    pieces.train_from_iterator([*texts, "<|:\n>"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=pieces, unk_token="<unk>", eos_token="</s>")
+
+
+def test_what_is_cut_is_said_and_what_is_trained_is_counted(recipe: Any, tmp_path: Path) -> None:
+    """Of 14 chats two are cut, one of them before its answer, and two have none; the counts are those of a loop."""
+    train(settings(recipe(steps=2, eval_every=2, save_every=2, sequence_length=64)), tmp_path / "base")
+    base = tmp_path / "base" / "checkpoint-2"
+    unanswered = [{"messages": [{"role": "user", "content": word}]} for word in ("what", "why")]
+    long = [
+        {"messages": [{"role": "user", "content": "one two " * 40}, {"role": "assistant", "content": "yes"}]},
+        {"messages": [{"role": "user", "content": "tell me"}, {"role": "assistant", "content": "house river " * 40}]},
+    ]
+    rows = [*CHATS, *unanswered, *long]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path = recipe(
+        stage="sft",
+        data={"name": str(data), "validation_share": 0.2, "validation_sequences": 2},
+        **{"sequence_length": 64, "steps": 2, "eval_every": 2, "save_every": 2},
     )
-    return list(found["input_ids"]), [bool(flag) for flag in found["assistant_masks"]]
+    chosen = yaml.safe_load(path.read_text()) | {"model": {"checkpoint": str(base)}}
+    path.write_text(yaml.safe_dump(chosen), encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    sizes = [len(_tokens(row, tokenizer)[0]) for row in [*CHATS, *long]]
+    assert [size > 64 for size in sizes] == [False] * 10 + [True] * 2
+    document = train(settings(path), tmp_path / "run").meta
+    assert document["data"]["documents"] == 11
+    assert document["data"]["train_sequences"] + document["data"]["validation_sequences"] == 11
+    assert document["warnings"][:2] == [
+        "2 of the rows of rows.jsonl have no response and are left out.",
+        f"2 of 12 conversations are longer than 64 tokens and are cut there (the longest has {max(sizes)}); 1 of them "
+        "are left out, because no response begins before the cut.",
+    ]
+    path.write_text(path.read_text().replace("sequence_length: 64", "sequence_length: 4"), encoding="utf-8")
+    with pytest.raises(FulldepthError, match="holds 12 conversations, 0 of them with a response that begins within"):
+        train(settings(path), tmp_path / "short")

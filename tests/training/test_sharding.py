@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.results import Results
 from fulldepth.settings import layer, read
 from fulldepth.training import TrainSettings, train
+from fulldepth.training.model import build_config, build_model
 from training.conftest import MODEL as LLAMA
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -94,13 +96,51 @@ def test_sharded_processes_train_like_one(name: str, runs: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["autocast", "bfloat16", "standard"])
 def test_losses_and_reductions_are_float32(name: str, runs: Path) -> None:
-    found = json.loads((runs / "dtypes.json").read_text())[name]
-    assert found == {"losses": ["torch.float32"], "reductions": ["torch.float32"]}
+    found = json.loads((runs / "dtypes-0.json").read_text())[name]
+    assert (found["losses"], found["reductions"]) == (["torch.float32"], ["torch.float32"])
     dtypes = set()
     for path in (runs / f"{name}-sharded" / "checkpoint-4" / "optimizer").glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             dtypes |= {file.get_slice(key).get_dtype() for key in file.keys() if "exp_avg" in key}  # noqa: SIM118
     assert dtypes == {"BF16" if name == "bfloat16" else "F32"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_only_the_first_process_draws_the_weights(name: str, runs: Path) -> None:
+    first, second = (json.loads((runs / f"dtypes-{rank}.json").read_text())[name]["loaded"] for rank in (0, 1))
+    assert (len(first), second) == (1, [])
+
+
+def test_a_model_without_values_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resident memory of a second process that shards, against the bytes of a model's weights."""
+    model = {
+        **LLAMA,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 6,
+        "tie_word_embeddings": True,
+    }
+    settings = layer(TrainSettings, {"model": model, "fsdp": True})
+    config = build_config(settings.model, vocab_size=400, positions=24)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    build_model(config, layer(TrainSettings, {"model": LLAMA}))  # imports
+    monkeypatch.setenv("RANK", "1")
+    before = resident()
+    empty = build_model(config, settings)
+    size = sum(p.numel() * p.element_size() for p in empty.parameters())
+    assert size > 2**28
+    assert resident() - before < size / 4
+    assert empty.lm_head.weight is empty.model.embed_tokens.weight
+    inverse = empty.model.rotary_emb.inv_freq
+    torch.testing.assert_close(inverse, 10_000.0 ** (-torch.arange(len(inverse)) / len(inverse)))
+    for whole in ({"data": {"across_documents": False}}, {"fsdp": False}, {"objective": {"multi_exit": 1.0}}):
+        small = layer(TrainSettings, {"model": LLAMA, "fsdp": True, **whole})
+        built = build_model(build_config(small.model, vocab_size=400, positions=24), small)
+        assert bool(built.model.embed_tokens.weight.any())
 
 
 @pytest.mark.slow

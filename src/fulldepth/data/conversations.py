@@ -44,7 +44,6 @@ class _Shape(NamedTuple):
     """Column of further text of the prompt (Alpaca's `input`)."""
     template: bool
     """Whether pairs become messages for the tokenizer's chat template."""
-    per_response: bool
 
 
 def conversations(
@@ -54,7 +53,6 @@ def conversations(
     config: str | None = None,
     split: str | None = None,
     limit: int | None = None,
-    per_response: bool = False,
     watcher: Watcher | None = None,
 ) -> datasets.Dataset:
     """Chats, or prompts with responses, for fine-tuning on the responses only.
@@ -68,9 +66,6 @@ def conversations(
         config: configuration of a Hub data set.
         split: split of a Hub data set, None = `train`.
         limit: number of rows to read, the first ones; of a Hub data set only these are downloaded. None = all.
-        per_response: make each response of a chat an example of its own, with all messages before it as the prompt:
-            the loss is then on responses under any chat template. Otherwise a chat is one example, and TRL's
-            `assistant_only_loss` needs a template that marks responses (`{% generation %}`).
         watcher: receives the numbers of rows that are left out: without a response, or with one that is `cut_off`, as
             TRL would train an end that the model did not choose.
 
@@ -87,7 +82,7 @@ def conversations(
     chunks: list[datasets.Dataset] = []
     waiting: list[dict[str, Any]] = []
     left_out = cut = 0
-    for _, examples in read_conversations(opened.rows(), tokenizer, per_response=per_response):
+    for _, examples in read_conversations(opened.rows(), tokenizer):
         left_out += not examples
         whole = [example for example in examples if not example.get(CUT_OFF)]
         cut += len(examples) - len(whole)
@@ -105,9 +100,7 @@ def conversations(
     return datasets.concatenate_datasets(chunks)
 
 
-def read_conversations(
-    rows: Rows, tokenizer: Any = None, *, per_response: bool = False
-) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def read_conversations(rows: Rows, tokenizer: Any = None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Location of each row, and the examples that `conversations` makes of it, before it leaves out those with
     `CUT_OFF`; none if the row has no response.
 
@@ -115,7 +108,7 @@ def read_conversations(
     """
     shape = None
     for where, row in rows:
-        shape = shape or _shape(row, where, tokenizer, per_response=per_response)
+        shape = shape or _shape(row, where, tokenizer)
         examples = _examples(row, where, shape)
         if row.get(CUT_OFF) is True and shape.chat is None:
             examples = [{**example, CUT_OFF: True} for example in examples]
@@ -144,9 +137,7 @@ def conversation_prompts(rows: Rows, tokenizer: Any) -> Iterator[tuple[str, Prom
             yield where, _separated(prompt) if isinstance(prompt, str) else prompt
 
 
-def _shape(
-    row: Mapping[str, Any], where: str, tokenizer: Any, *, per_response: bool = False, answered: bool = True
-) -> _Shape:
+def _shape(row: Mapping[str, Any], where: str, tokenizer: Any, *, answered: bool = True) -> _Shape:
     """How to read rows like this one; if `answered`, it must have a column of responses."""
     template = tokenizer is not None and bool(tokenizer.chat_template)
     chat = next((column for column in CHAT_COLUMNS if column in row), None)
@@ -161,18 +152,16 @@ def _shape(
             "chat_template, or give prompts and responses as plain text."
         )
     context = "input" if pair == ("instruction", "output") and "input" in row else None
-    return _Shape(chat, pair or ("", ""), context, template or (chat is None and is_chat), per_response)
+    return _Shape(chat, pair or ("", ""), context, template or (chat is None and is_chat))
 
 
 def _examples(row: Mapping[str, Any], where: str, shape: _Shape) -> list[dict[str, Any]]:
-    """The examples of a row: one, one per response, or none."""
+    """The examples of a row: one, or none."""
     if shape.chat is None:
         return _pair(row, where, shape)
     messages = _chat(row, where, shape.chat)
-    answers = [i for i, m in enumerate(messages) if i and m["role"] == "assistant" and m["content"].strip()]
-    if shape.per_response:
-        return [{"prompt": messages[:i], "completion": [messages[i]]} for i in answers]
-    return [{"messages": messages}] if answers else []
+    answered = any(i and m["role"] == "assistant" and m["content"].strip() for i, m in enumerate(messages))
+    return [{"messages": messages}] if answered else []
 
 
 def _pair(row: Mapping[str, Any], where: str, shape: _Shape) -> list[dict[str, Any]]:
@@ -181,7 +170,7 @@ def _pair(row: Mapping[str, Any], where: str, shape: _Shape) -> list[dict[str, A
     prompt = _prompt(row, where, shape)
     if isinstance(row[shape.pair[0]], list):
         completion = _messages(row[column], f"{where}, {column!r}")
-        answered = any(message["content"].strip() for message in completion)
+        answered = any(each["role"] == "assistant" and each["content"].strip() for each in completion)
         return [{"prompt": prompt, "completion": completion}] if prompt and answered else []
     response = text_value(row[column], f"{where}, {column!r}")
     if not response.strip():

@@ -6,7 +6,8 @@ import hashlib
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def open_documents(
     config: str | None = None,
     split: str | None = None,
     streaming: bool = False,
+    articles: bool = False,
 ) -> Documents:
     """Open text for training.
 
@@ -63,13 +65,18 @@ def open_documents(
         config: configuration of a Hub data set.
         split: split of a Hub data set, None = `train`; part of the built-in corpus.
         streaming: read a Hub data set as a stream instead of downloading it first.
+        articles: rows are lines of articles, which are the documents (`units.read_articles`); one process reads them.
 
     Raises:
         FulldepthError: if there is nothing to read, or the data are not of the named kind.
     """
     if isinstance(data, Documents):
         return data
-    return documents_of(open_data(data, config=config, split=split, streaming=streaming), column)
+    opened = documents_of(open_data(data, config=config, split=split, streaming=streaming), column)
+    if not articles:
+        return opened
+    whole = Unit(partial(units.read_articles, opened.units), opened.size)
+    return replace(opened, identity={**opened.identity, "documents": "articles"}, units=[whole], length=None)
 
 
 def documents_of(opened: Opened, column: str | None = None) -> Documents:

@@ -103,7 +103,7 @@ def _check(source: Source, tokenizer: Any, start: int | None) -> None:
         raise FulldepthError(
             f"{source.name} holds {source.kind}, and an encoder-decoder reads an input and a target: give rows with "
             "input + target or prompt + response. fulldepth makes no such pairs of plain text, because the rule "
-            "(which spans are hidden) belongs to the model's pre-training; --tower encoder measures the encoder alone."
+            "(which spans are hidden) belongs to the model's pre-training; the tower encoder alone can be measured."
         )
     if tokenizer is None or start is None:
         raise FulldepthError("An encoder-decoder needs a tokenizer, and decoder_start_token_id in its configuration.")

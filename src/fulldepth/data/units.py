@@ -72,6 +72,27 @@ def text_pieces(lines: Iterable[str], piece: int = PIECE) -> Iterator[str]:
         yield "".join(parts)
 
 
+def read_articles(units: Sequence[Unit], skip: int) -> Iterator[str]:
+    """The articles of several units, without the first `skip`: lines, or rows of one line each, from a heading
+    ` = Title = ` after an empty line to the next (WikiText); ` = = Section = = ` starts none.
+    """
+    return islice(_articles(text for unit in units for text in unit.read(0)), skip, None)
+
+
+def _articles(texts: Iterable[str]) -> Iterator[str]:
+    parts: list[str] = []
+    for text in texts:
+        for line in (text if text.endswith("\n") else text + "\n").splitlines(keepends=True):
+            words = line.split()
+            heading = len(words) > 2 and words[0] == words[-1] == "=" and "=" not in (words[1], words[-2])
+            if heading and parts and not parts[-1].strip() and any(map(str.strip, parts)):
+                yield "".join(parts)
+                parts = []
+            parts.append(line)
+    if parts:
+        yield "".join(parts)
+
+
 def file_units(files: Sequence[Path], column: str | None) -> list[Unit]:
     """Units of text files and tables: parts of large files, and groups of small ones."""
     units: list[Unit] = []

@@ -40,6 +40,10 @@ COEFFICIENTS = {
     "mlp_mixing": "the same for the MLP",
 }
 """Sites of mixing weights that a model applies to its states; some models have them, in all or some layers."""
+REENTRANT = (
+    "{} lies inside a block, and reentrant gradient checkpointing gives it no gradient; enable checkpointing with "
+    "use_reentrant=False (in a Trainer gradient_checkpointing_kwargs={{'use_reentrant': False}})."
+)
 ROLES = {"routing": "router", "attention_mixing": "attention_connection", "mlp_mixing": "mlp_connection"}
 """Site of coefficients -> role of the module that computes them."""
 
@@ -125,6 +129,8 @@ class Activations:
         if (stacked := self.stacks.get((name, layer))) is not None:
             return stacked
         if (name, layer) not in self._seen:
+            if _reentrant(self.anatomy.blocks[layer - 1]):  # switched on after the model was hooked
+                raise FulldepthError(REENTRANT.format(name))
             raise FulldepthError(f"No activation was captured at {name} of layer {layer}; did the model run?")
         state = self._seen[name, layer]
         if self._versions[name, layer] != (0 if state.is_inference() else state._version):
@@ -197,10 +203,7 @@ def capture(
         for point in points:
             layers = turns[point.layers[0]]
             if grad and point.module not in blocks and _reentrant(anatomy.blocks[layers[0] - 1]):
-                raise FulldepthError(
-                    f"{point.name} lies inside a block, and reentrant gradient checkpointing gives it no gradient; "
-                    "enable checkpointing with use_reentrant=False."
-                )
+                raise FulldepthError(REENTRANT.format(point.name))
             handles.append(_hook(activations, point, layers, grad))
         if len(turns) > len(blocks):
             handles.append(anatomy.runner.register_forward_pre_hook(lambda *_: activations.begin()))
@@ -360,7 +363,7 @@ def _required(anatomy: Anatomy, layer: int, role: str) -> nn.Module:
     if module is None:
         raise FulldepthError(
             f"Layer {layer} of {type(anatomy.model).__name__} (anatomy {anatomy.family.name}) has no known {role}; "
-            f"name it in the settings: anatomy.{role}=PATH."
+            f"measure takes it from its settings: anatomy.{role}=PATH."
         )
     return module
 

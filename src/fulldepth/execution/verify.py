@@ -40,8 +40,9 @@ from fulldepth.hf.finder import towers
 MOST_REASONS = 3
 """Reasons that a refusal lists."""
 DESCRIBE = (
-    ". Describe it in the settings (--set anatomy.blocks=PATH, and anatomy.attention, anatomy.mlp, anatomy.head where "
-    "they are known); without these the residual stream alone is measured."
+    ". Describe it in the settings of measure (anatomy.blocks=PATH, and anatomy.attention, anatomy.mlp, anatomy.head "
+    "where they are known; without these the residual stream alone is measured), or train it with its blocks named: "
+    "Objective(...).attach(model, stages=[...], head=...)."
 )
 STAGES = (
     ". A network of several stages has no single residual stream. In Python its stages can be measured as layers: "
@@ -145,20 +146,24 @@ def _followed(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Trace:
     try:
         return follow(anatomy, inputs)
     except FulldepthError as error:
-        options = " or ".join(f"--tower {name}" for name in towers(anatomy.model))
+        options = " or ".join(towers(anatomy.model))
         if not options or anatomy.family.tower:
             raise
-        raise FulldepthError(f"{error}. The model has two towers that can be measured alone: {options}.") from error
+        raise FulldepthError(f"{error}. Its towers can be read alone, by tower: {options}.") from error
 
 
 @torch.no_grad()
-def find_anatomy(model: PreTrainedModel) -> Anatomy:
+def find_anatomy(model: PreTrainedModel, tower: str | None = None) -> Anatomy:
     """The anatomy of a model: from the table or, for other families, verified on a small artificial batch.
 
+    Args:
+        model: possibly inside a wrapper.
+        tower: as for `anatomy_candidates`.
+
     Raises:
-        FulldepthError: if a family that is not in the table cannot be verified.
+        FulldepthError: if a family that is not in the table cannot be verified, or a tower has to be chosen.
     """
-    candidates = anatomy_candidates(model)
+    candidates = anatomy_candidates(model, tower=tower)
     guess = candidates[0]
     model = guess.model  # without wrappers
     if rows_of(model.config.model_type) is not None and not guess.searches_head:

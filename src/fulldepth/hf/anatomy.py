@@ -322,8 +322,8 @@ def anatomy_candidates(
         if tower is None:
             towers = " or ".join(str(row.tower) for row in present)
             raise FulldepthError(
-                f"{type(model).__name__} has two towers; say which one: --tower {towers}, or give "
-                "images with texts (columns image and text), which both are measured on."
+                f"{type(model).__name__} has two towers; choose one by tower: {towers}. fulldepth measure "
+                "reads both on images with texts (columns image and text)."
             )
         present = [row for row in present if row.tower == tower]
     if not present:

@@ -101,7 +101,8 @@ def unwrapped(model: Any) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel):
         raise FulldepthError(
             f"{type(model).__name__} is not a transformers model; pass the model itself, before wrapping it. Any other "
-            "module is measured with its stages named: fulldepth.measure(module, data, stages=[...], head=...)."
+            "module is read with its stages named: fulldepth.measure(module, data, stages=[...], head=...), "
+            "Objective(...).attach(module, stages=[...], head=...)."
         )
     return model
 
@@ -137,12 +138,12 @@ def refuse_other_inputs(model: PreTrainedModel) -> None:
     if getattr(model.config, "is_encoder_decoder", False) and name.endswith("ForSequenceClassification"):
         raise FulldepthError(
             f"{name} is an encoder-decoder that classifies: both stacks read the text, and the head the decoder's last "
-            "state. Its layers are no layers of one classifier; fulldepth measure --tower encoder reads its encoder."
+            "state. Its layers are no layers of one classifier; The tower encoder alone can be read."
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise FulldepthError(
-            f"{name} is an encoder-decoder. fulldepth measure reads both stacks on rows with input + target, or one "
-            "with --tower; other commands know only DETR's decoder among these."
+            f"{name} is an encoder-decoder. fulldepth measure and Objective.attach read one stack (tower: encoder or "
+            "decoder), measure also both on rows with input + target; all else knows only DETR's decoder among these."
         )
     if model.main_input_name not in ("input_ids", "pixel_values"):
         raise FulldepthError(f"{name} reads {model.main_input_name}; fulldepth feeds text (input_ids) and images only.")

@@ -96,8 +96,17 @@ class StagedAnatomy(Anatomy):
         return None
 
     def stream(self, states: Tensor) -> Tensor:
-        """[B, T, D] states, flattened and padded; without `shapes` as they are."""
+        """[B, T, D] states, flattened and padded; without `shapes`, in training, as they are.
+
+        Raises:
+            FulldepthError: in training, if a stage's states are no vectors at positions.
+        """
         if not self.shapes:
+            if states.ndim != 3:
+                raise FulldepthError(
+                    f"A stage reads or gives {list(states.shape)}; penalties need states [B, T, D]: channels last, "
+                    "one position (T = 1) where there are none."
+                )
             return states
         vectors = states if self.is_sequence else states.flatten(1)[:, None]
         return pad(vectors, (0, self.width - vectors.shape[-1]))
@@ -107,12 +116,13 @@ class StageHead(Classifier):
     """A module's own head on the states of any stage whose shape is that of the last one.
 
     Args:
-        head: gives the class scores `[B, C]` from the last stage's output, in that output's own shape.
+        head: gives the class scores `[B, C]` from the last stage's output, in that output's own shape; in training
+            also scores `[B, T, C]`.
         anatomy: with the shapes of the states.
     """
 
     def __init__(self, head: nn.Module, anatomy: StagedAnatomy) -> None:
-        self.module, self.stages, self.exits = head, anatomy, {}
+        self.module, self.anatomy, self.stages, self.modules, self.exits = head, anatomy, anatomy, [head], {}
 
     @property
     def per_token(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -13,9 +13,19 @@ from transformers import PreTrainedConfig
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Activations, capture, find_anatomy
 from fulldepth.execution.flops import TokenFlops
-from fulldepth.hf import Anatomy, Classifier, exit_weights, has_exit_heads
+from fulldepth.hf import (
+    Anatomy,
+    Classifier,
+    StagedAnatomy,
+    StagedModel,
+    StageHead,
+    exit_weights,
+    has_exit_heads,
+    resolve_stages,
+)
+from fulldepth.hf.stages import STAGES
 from fulldepth.losses.aligned_loss import LayerwiseLoss, MultiExit
-from fulldepth.losses.task import Task
+from fulldepth.losses.task import StagedTask, Task
 from fulldepth.losses.term import Context, Portion, Term
 from fulldepth.losses.terms import TERMS, make_term
 
@@ -61,22 +71,50 @@ class Objective:
         self._classifier: Classifier | None = None
         self._counting = False
 
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Self:
+    @property
+    def attached(self) -> bool:
+        """Whether it is attached to a model."""
+        return self._activations is not None
+
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        tower: str | None = None,
+        stages: Sequence[nn.Module | str] | None = None,
+        head: nn.Module | str | None = None,
+    ) -> Self:
         """Hook a model; call it before the model's first compiled pass, and before FSDP2 shards it.
+
+        `with Objective(jump=1.0).attach(model) as objective:` detaches at the end.
 
         Args:
             model: a model of transformers, of any family with a list of blocks; for models of images and text, the
                 text model is used. PEFT adapters that change the layers, `torch.compile` and DDP are unwrapped.
+                With `stages`, any module.
             optimizer: its steps are counted; without one, every call in training counts as a step (for gradient
                 accumulation pass the optimiser, or set `step` yourself).
+            tower: the part whose layers are penalised, of a model with several: `encoder` or `decoder` (T5, BART),
+                `text` or `vision` (CLIP).
+            stages: the parts (or their names) of a module of your own whose outputs `[B, T, D]` are layers 1..L; what
+                the first one reads is h_0. Labels stand at the positions that predict them.
+            head: with `stages`, the module (or its name) that gives scores from a layer's states, for `aligned`.
 
         Raises:
             FulldepthError: if it is already attached, or the model lacks what a term needs.
         """
-        if self._activations is not None:
+        if self.attached:
             raise FulldepthError("This objective is attached already; call detach() first.")
-        self.anatomy = find_anatomy(model)  # type: ignore[arg-type]
-        self.task = Task.of(self.anatomy.model)
+        if stages is not None:
+            self._check_stages(tower, head)
+            parts = resolve_stages(model, stages)
+            self.anatomy, self.task = StagedAnatomy(StagedModel(model), STAGES, stages=parts), StagedTask()  # type: ignore[arg-type]
+        elif head is not None:
+            raise FulldepthError("head belongs to stages, the modules whose outputs are the layers of your own module.")
+        else:
+            self.anatomy = find_anatomy(model, tower)  # type: ignore[arg-type]
+            self.task = Task.of(self.anatomy.model, tower)
         for term in self.terms.values():
             term.check(self.anatomy.num_layers)
         if self.needs_exit_heads and not has_exit_heads(self.anatomy.model):
@@ -84,7 +122,10 @@ class Objective:
                 "The objective needs a head for every layer; call add_exit_heads(model) before making the optimiser."
             )
         pools = self.task.classifies and self.anatomy.head is not None
-        if pools or any(term.needs_head for term in self.terms.values()):
+        if isinstance(self.anatomy, StagedAnatomy):
+            own = model.get_submodule(head) if isinstance(head, str) else head
+            self._classifier = None if own is None else StageHead(own, self.anatomy)
+        elif pools or any(term.needs_head for term in self.terms.values()):
             self._classifier = Classifier(self.anatomy)
         sites = sorted({site for term in self.terms.values() for site in term.sites})
         self._activations = self._open.enter_context(capture(self.anatomy, sites, grad=True))
@@ -92,6 +133,23 @@ class Objective:
         if optimizer is not None:
             self._open.enter_context(_Counter(self, optimizer))
         return self
+
+    def _check_stages(self, tower: str | None, head: nn.Module | str | None) -> None:
+        """Refuse what a module of one's own has no part for."""
+        if tower is not None:
+            raise FulldepthError("tower chooses a part of a transformers model, stages name the layers; give one.")
+        for term in self.terms.values():
+            if term.needs_exit_heads or set(term.sites) - {"residual"}:
+                what = "exit heads" if term.needs_exit_heads else "the attention of each layer"
+                raise FulldepthError(f"{term.name} needs {what}, which stages do not name; leave the term out.")
+            if term.needs_head and head is None:
+                raise FulldepthError(f"{term.name} reads every stage by the head; pass it: attach(..., head=module).")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
 
     def detach(self) -> None:
         """Remove all hooks."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Classifier, task_of, unwrapped
@@ -30,6 +31,8 @@ class Task:
     """causal-lm, masked-lm, text-classification, image-classification, detection or representation."""
     auxiliary_weight: float | None = None
     """Factor of the auxiliary loss (balance of experts) in the model's loss; None if the model names none."""
+    tower: str | None = None
+    """The part whose states are read, of a model with several."""
     handles: ClassVar[str | None] = None
     """The task that a subclass is for."""
     stock_losses: ClassVar[tuple[Any, ...]] = ()
@@ -42,15 +45,15 @@ class Task:
         return vars(model).get("_loss_function") in (None, *self.stock_losses)
 
     @classmethod
-    def of(cls, model: Any) -> Task:
+    def of(cls, model: Any, tower: str | None = None) -> Task:
         """The task of a model, also inside adapters and other wrappers; for modules that are not from transformers it
-        follows from the class name.
+        follows from the class name. `tower`: the part whose states are read.
         """
         with suppress(FulldepthError):
             model = unwrapped(model)
         name = task_of(model)
         kind = next((each for each in cls.__subclasses__() if each.handles == name), cls)
-        return kind(name, _auxiliary_weight(model))
+        return kind(name, _auxiliary_weight(model), tower)
 
     @property
     def shifts(self) -> bool:
@@ -131,8 +134,15 @@ class Task:
         return next((value.shape[0] for value in entries if isinstance(value, Tensor)), None)
 
     def mask(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """`[B, T]` bool, True = counts; None if every token counts (also for other masks, such as `[B, 1, T, T]`)."""
-        mask = batch.get("attention_mask")
+        """`[B, T]` bool, True = counts; None if every token counts (also for other masks, such as `[B, 1, T, T]`).
+
+        A decoder beside an encoder has `decoder_attention_mask`, else the positions with a label count, which
+        transformers makes its inputs of; images have none.
+        """
+        name = {"decoder": "decoder_attention_mask", "vision": None}.get(self.tower or "", "attention_mask")
+        mask = None if name is None else batch.get(name)
+        if mask is None and self.tower == "decoder" and isinstance(batch.get("labels"), Tensor):
+            mask = batch["labels"] != IGNORE
         return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
     def counted(self, batch: Mapping[str, Any], state: Tensor) -> Tensor:
@@ -149,8 +159,30 @@ class Task:
         mask = self.mask(batch)
         if mask is not None:
             return mask.sum()
-        entries = (batch.get(name) for name in INPUTS[:2])
+        names = {"decoder": ("decoder_input_ids", "decoder_inputs_embeds"), "vision": ()}.get(
+            self.tower or "", INPUTS[:2]
+        )
+        entries = (batch.get(name) for name in names)
         return next((value.shape[0] * value.shape[1] for value in entries if isinstance(value, Tensor)), None)
+
+
+@dataclass(frozen=True)
+class StagedTask(Task):
+    """Interpretation of a batch for a module with named stages: labels stand at the positions that predict them."""
+
+    name: str = "stages"
+
+    def layer_losses(
+        self, batch: Mapping[str, Any], states: Sequence[Tensor], classifier: Classifier
+    ) -> list[Tensor] | None:
+        """Cross-entropies of layers 1..L: the head's scores `[B, T, C]` or `[B, C]`, labels `[B, T]` or `[B]`."""
+        labels = self.labels(batch)
+        if labels is None:
+            raise FulldepthError("The losses of layers need `labels` in the batch.")
+        scores = [classifier.modules[-1](state) for state in states]
+        return [
+            cross_entropy(each.flatten(0, -2), labels.flatten().to(each.device), ignore_index=IGNORE) for each in scores
+        ]
 
 
 def _auxiliary_weight(model: Any) -> float | None:

@@ -72,7 +72,8 @@ class ObjectiveMixin(AnyTrainer):
     accelerators skip it by a flag on the device, which is read while the next step runs, without synchronisation.
 
     Args:
-        objective: an `Objective` that is not attached yet; None = cross-entropy alone.
+        objective: an `Objective`; one that is attached already (`attach(model, tower="decoder")`) stays as it is. None
+            = cross-entropy alone.
         group_options: arguments of the model's `parameter_groups`, if its class has it, besides the Trainer's learning
             rate and weight decay: for `depth_llama` `router_learning_rate` and `decay`.
 
@@ -106,7 +107,12 @@ class ObjectiveMixin(AnyTrainer):
         self._step_counts: dict[str, Tensor] = {}
         self._examples = 0
         model = self.accelerator.unwrap_model(self.model)
-        self.task = self.depth_objective.task = Task.of(model)
+        if self.depth_objective.attached:
+            self._check_attached(model)
+        else:
+            self.depth_objective.task = Task.of(model)
+        assert self.depth_objective.task is not None
+        self.task = self.depth_objective.task
         self.group_options = dict(group_options or {})
         if self.group_options and not hasattr(model, "parameter_groups"):
             raise FulldepthError(
@@ -128,8 +134,14 @@ class ObjectiveMixin(AnyTrainer):
         self.args.logging_nan_inf_filter = False  # it would read every loss, which the guard already checks
         if self.depth_objective.needs_exit_heads:
             self._add_exit_heads(model)
-        if self.depth_objective.terms:
+        if self.depth_objective.terms and not self.depth_objective.attached:
             self.depth_objective.attach(model)
+
+    def _check_attached(self, model: nn.Module) -> None:
+        """Refuse an objective that is attached to another model."""
+        anatomy = self.depth_objective.anatomy
+        if anatomy is not None and not any(module is anatomy.blocks[0] for module in model.modules()):
+            raise FulldepthError("The objective is attached to another model than the Trainer's; detach() it first.")
 
     def _add_exit_heads(self, model: Any) -> None:
         """Give the model a head for every layer, unless it has them."""

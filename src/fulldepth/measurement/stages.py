@@ -121,7 +121,7 @@ def _arrays(data: Any, settings: MeasureSettings) -> Sequences:
 
 def _policy(asked: str) -> str:
     if asked not in POLICIES:
-        raise FulldepthError(f"--tokens {asked} needs text; a plain module takes {', '.join(POLICIES)}.")
+        raise FulldepthError(f"The token policy {asked} needs text; a plain module takes {', '.join(POLICIES)}.")
     return "all" if asked == "auto" else asked
 
 

@@ -35,7 +35,7 @@ class DataSettings(Settings):
     """Data to train and validate on."""
 
     described_by: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "name": ("column", "config", "split", "streaming", "validation")
+        "name": ("column", "config", "split", "streaming", "articles", "validation")
     }
 
     name: str = "corpus:builtin/train"
@@ -49,6 +49,8 @@ class DataSettings(Settings):
     """Split of a Hub data set."""
     streaming: bool = False
     """Read a Hub data set as a stream instead of downloading it first."""
+    articles: bool = False
+    """Rows are lines of articles, which are the documents: each begins with a heading ` = Title = ` (WikiText)."""
     image_size: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Detection: pixels of the shorter edge that images are scaled to, the longer one to at most 5/3 of it; None = as
     the checkpoint's image processor, else 800."""
@@ -210,7 +212,8 @@ class TrainSettings(Settings):
     global_batch_size: Batch = 16
     """Sequences in an optimiser step, over all processes and accumulated micro-batches."""
     micro_batch_size: Batch | None = None
-    """Sequences in one forward pass of one process; None = the process's whole share of the batch."""
+    """Sequences in one forward pass of one process, at most: the largest number that divides its share of the batch;
+    None = all of it."""
     sequence_length: Length = 128
     """Tokens in a sequence."""
     seed: Seed = 0

@@ -73,22 +73,28 @@ def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = 
 
 
 def batch_split(settings: TrainSettings, world: int) -> tuple[int, int]:
-    """(sequences per forward pass, accumulated passes) of each of `world` processes.
+    """(sequences per forward pass, accumulated passes) of each of `world` processes. The first is `micro_batch_size`,
+    or the largest number below it that divides the process's share of the batch (`batch_note` says so).
 
     Raises:
-        FulldepthError: if the batch cannot be divided evenly.
+        FulldepthError: if the processes cannot share the batch evenly.
     """
     share, remainder = divmod(settings.global_batch_size, world)
     if remainder or not share:
         raise FulldepthError(
             f"global_batch_size is {settings.global_batch_size}, which {world} processes cannot share evenly."
         )
-    micro = settings.micro_batch_size or share
-    if share % micro:
-        raise FulldepthError(
-            f"micro_batch_size is {micro}, which does not divide the {share} sequences of each process."
-        )
+    most = min(settings.micro_batch_size or share, share)
+    micro = next(size for size in range(most, 0, -1) if share % size == 0)
     return micro, share // micro
+
+
+def batch_note(settings: TrainSettings, micro: int) -> list[str]:
+    """A sentence if `micro` sequences are in a forward pass, and the settings want another number."""
+    asked = settings.micro_batch_size
+    if asked in (None, micro):
+        return []
+    return [f"A forward pass has {micro} instead of {asked} sequences: micro_batch_size divides a process's batch."]
 
 
 def _schedule(settings: TrainSettings) -> tuple[str, dict[str, Any]]:

@@ -53,12 +53,15 @@ class Memory:
     activations: int
     """What the forward pass keeps for the backward pass, without the logits."""
     logits: int
-    """B T V logits (B C of a classifier), their softmax in float32 and its gradient."""
+    """B T V log-probabilities (B C of a classifier) in float32, which the loss keeps for the backward pass."""
+    loss_gradients: int
+    """The gradients of these and of the logits, in float32, with which the backward pass begins."""
 
     @property
     def total(self) -> int:
         """The sum."""
-        return self.weights + self.gradients + self.optimiser + self.activations + self.logits
+        states = self.weights + self.gradients + self.optimiser
+        return states + self.activations + self.logits + self.loss_gradients
 
 
 def estimate_memory(model: PreTrainedModel, settings: TrainSettings, *, micro_batch: int, processes: int = 1) -> Memory:
@@ -99,7 +102,8 @@ def estimate_memory(model: PreTrainedModel, settings: TrainSettings, *, micro_ba
         gradients=trainable * held // shards,
         optimiser=2 * trainable * held // shards,
         activations=int(tokens * _activations(config, settings)),
-        logits=_scores(config, settings, micro_batch) * (PRODUCT[precision] + 4 + 4),
+        logits=4 * _scores(config, settings, micro_batch),
+        loss_gradients=2 * 4 * _scores(config, settings, micro_batch),
     )
 
 

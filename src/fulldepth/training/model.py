@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
+from fulldepth import launch
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.hf import find_gguf, load_checkpoint, load_config, unused_positions
+from fulldepth.hf import anatomy_candidates, find_gguf, load_checkpoint, load_config, rows_of, unused_positions
 from fulldepth.training.causality import reads_later_tokens
 from fulldepth.training.heads import HEADS, with_new_head
 from fulldepth.training.initial import draw_weights
@@ -106,7 +109,8 @@ def special_tokens(tokenizer: Any) -> dict[str, int | None]:
 
 
 def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrainedModel:
-    """The model on the CPU, in the run's precision and in training mode.
+    """The model on the CPU, in the run's precision and in training mode; where `built_once`, without values in all
+    processes but the first, which hands out the shards.
 
     Weights are drawn from the seed by the rules of `initializer`, or loaded from the settings' checkpoint. Only weights
     that the model's switches add (`added_parameters`) may be missing there; they are drawn from the seed. The global
@@ -120,18 +124,16 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
         FulldepthError: if the attention is not available, the initializer does not apply to the model, or the
             checkpoint's weights do not fit.
     """
-    dtype, attention = WEIGHTS[settings.precision], _attention(config, settings)
+    dtype = WEIGHTS[settings.precision]
     with torch.random.fork_rng(devices=[]):
+        if settings.fsdp and not launch.is_main():
+            with init_empty_weights(include_buffers=False):
+                empty = _from_config(config, settings)
+            empty.tie_weights()
+            if built_once(empty, settings):
+                return _without_values(empty).train()
         torch.manual_seed(settings.seed)
-        try:
-            model = HEADS[settings.task].auto.from_config(
-                config,
-                dtype=dtype,
-                attn_implementation={"": attention} if settings.task == "detection" else attention,  # not the backbone
-                trust_remote_code=False,
-            )
-        except (ValueError, ImportError) as error:
-            raise FulldepthError(f"Cannot build a {config.model_type}: {_reason(error)}") from error
+        model = _from_config(config, settings)
         draw_weights(model, settings.initializer)
         source = None  # a new head of the library draws random numbers that are not used
         if settings.model.checkpoint is not None and settings.task != "causal-lm":
@@ -140,6 +142,50 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
         _take_weights(model, settings.model.checkpoint, dtype, source)
     trained: PreTrainedModel = model.train()
     return trained
+
+
+def built_once(model: PreTrainedModel, settings: TrainSettings) -> bool:
+    """Whether only the first process needs the values of a model's weights before they are sharded.
+
+    All do where the model runs before that (to separate documents, or to prove an anatomy that is not in the table),
+    for exit heads, which start as copies, and for saved buffers, which accelerate does not hand out.
+    """
+    try:
+        anatomy = anatomy_candidates(model)[0]
+    except FulldepthError:
+        return False
+    runs = rows_of(model.config.model_type) is None or anatomy.searches_head or not settings.data.across_documents
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    others = bool(model.state_dict().keys() - weights) or "multi_exit" in settings.objective.terms
+    return settings.fsdp and settings.task == "causal-lm" and not runs and not others
+
+
+def _without_values(model: PreTrainedModel) -> PreTrainedModel:
+    """A model with weights on the meta device, with weights on the CPU that take address space and no memory:
+    accelerate tells weights apart by their addresses.
+    """
+    held: dict[int, nn.Parameter] = {}  # tied weights stay one
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                empty = nn.Parameter(torch.empty_like(weight, device="cpu"), requires_grad=weight.requires_grad)
+                module._parameters[name] = held.setdefault(id(weight), empty)
+    return model
+
+
+def _from_config(config: PreTrainedConfig, settings: TrainSettings) -> PreTrainedModel:
+    """The model with the initial weights of its class."""
+    attention = _attention(config, settings)
+    try:
+        model: PreTrainedModel = HEADS[settings.task].auto.from_config(
+            config,
+            dtype=WEIGHTS[settings.precision],
+            attn_implementation={"": attention} if settings.task == "detection" else attention,  # not the backbone
+            trust_remote_code=False,
+        )
+    except (ValueError, ImportError) as error:
+        raise FulldepthError(f"Cannot build a {config.model_type}: {_reason(error)}") from error
+    return model
 
 
 def _attention(config: PreTrainedConfig, settings: TrainSettings) -> str:

@@ -15,12 +15,12 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import TokenFlops, forward_flops
 from fulldepth.hf import exit_heads_of, load_tokenizer, pick_device
 from fulldepth.losses import add_exit_heads
-from fulldepth.training.arguments import batch_split
+from fulldepth.training.arguments import batch_note, batch_split
 from fulldepth.training.classes import class_names
 from fulldepth.training.footprint import WEIGHT, CheckpointSize, Memory, checkpoint_size, estimate_memory
 from fulldepth.training.initial import check_initializer
 from fulldepth.training.methods import make_objective, resolved
-from fulldepth.training.model import build_config, meta_model, tokens_of_an_image
+from fulldepth.training.model import build_config, built_once, meta_model, tokens_of_an_image
 from fulldepth.training.optimiser import parameter_groups
 from fulldepth.training.settings import TrainSettings
 
@@ -39,7 +39,6 @@ SIDE = {"cpu": 1024}
 DEVICE_SIDE = 8192
 """Rows of the square matrices that are multiplied to measure the rate."""
 
-BATCH_SENTENCE = "Processes, {} in a forward pass, forward passes in a step."
 PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 DAY = 86400
 
@@ -68,6 +67,8 @@ class Plan:
     other_memory: Memory | None
     """Memory of one process with `fsdp` negated; None for a single process."""
     checkpoint: CheckpointSize
+    host: int
+    """Bytes of CPU memory in which all processes together build or load the weights."""
     processes: int
     micro_batch: int
     accumulation: int
@@ -145,6 +146,8 @@ def plan(
     parameter_groups(model, settings)
     flops = forward_flops(model, settings.sequence_length)
     other = settings.model_copy(update={"fsdp": not settings.fsdp})
+    builders = 1 if built_once(model, settings) else processes
+    copies = builders * (1 if settings.model.checkpoint is None else 2)  # the model, and the checkpoint that is read
     return Plan(
         settings=settings,
         model=type(model).__name__,
@@ -157,6 +160,7 @@ def plan(
         memory=estimate_memory(model, settings, micro_batch=micro, processes=processes),
         other_memory=estimate_memory(model, other, micro_batch=micro, processes=processes) if processes > 1 else None,
         checkpoint=checkpoint_size(model, settings, processes=processes),
+        host=copies * WEIGHT[settings.precision] * model.num_parameters(),
         processes=processes,
         micro_batch=micro,
         accumulation=accumulation,
@@ -226,7 +230,7 @@ def detector_lines(settings: TrainSettings, config: PreTrainedConfig, processes:
         ("parameters", f"{parameters:,}", "All are trained, the backbone's too."),
         ("steps", f"{settings.steps:,}", f"{settings.global_batch_size:,} images each."),
         ("images", f"{images:,}", "Of the whole run, without evaluations."),
-        ("batch", f"{processes} x {micro} x {accumulation}", BATCH_SENTENCE.format("images")),
+        ("batch", f"{processes} x {micro} x {accumulation}", _batch_sentence(settings, micro)),
         ("states", _bytes(states), "Weights, gradients and optimiser of one process; activations are not estimated."),
         ("checkpoint", _bytes(size.total), f"Weights {_bytes(size.weights)}, optimiser {_bytes(size.optimiser)}."),
     ]
@@ -235,8 +239,8 @@ def detector_lines(settings: TrainSettings, config: PreTrainedConfig, processes:
 def lines(plan: Plan) -> list[tuple[str, str, str]]:
     """A plan as text: name, value with its unit, and a sentence that explains it."""
     settings, flops, memory = plan.settings, plan.flops, plan.memory
-    parts = ("weights", "gradients", "optimiser", "activations", "logits")
-    split = ", ".join(f"{name} {_bytes(getattr(memory, name))}" for name in parts)
+    parts = ("weights", "gradients", "optimiser", "activations", "logits", "loss_gradients")
+    split = ", ".join(f"{name.replace('_', ' ')} {_bytes(getattr(memory, name))}" for name in parts)
     full_square = _flop(flops.forward - flops.attention + flops.attention_full)
     batch = f"{plan.processes} x {plan.micro_batch} x {plan.accumulation}"
     samples = "" if settings.unit == "tokens" else f", {settings.global_batch_size:,} {settings.unit} at most so long"
@@ -248,7 +252,7 @@ def lines(plan: Plan) -> list[tuple[str, str, str]]:
         ("parameters", f"{plan.parameters:,}", without),
         ("steps", f"{settings.steps:,}", f"{plan.tokens_per_step:,} tokens each{samples}."),
         ("tokens", f"{plan.tokens:,}", f"{plan.tokens / plan.parameters:,.3g} for each parameter."),
-        ("batch", batch, BATCH_SENTENCE.format("sequences" if settings.unit == "tokens" else settings.unit)),
+        ("batch", batch, _batch_sentence(settings, plan.micro_batch)),
         (
             "forward",
             f"{_flop(flops.forward)}/token",
@@ -264,6 +268,11 @@ def lines(plan: Plan) -> list[tuple[str, str, str]]:
         ),
         ("total", _flop(plan.total_flops), "The whole run, without evaluations."),
         ("memory", _bytes(memory.total), f"Of one process, estimated: {split}."),
+        (
+            "host",
+            _bytes(plan.host),
+            "CPU memory of all processes together while they build the model, without data.",
+        ),
         ("fits", _fitting(memory), _fitting_sentence(plan)),
         *_checkpoint_rows(plan),
     ]
@@ -276,6 +285,11 @@ def lines(plan: Plan) -> list[tuple[str, str, str]]:
             ("save", f"every {_duration(plan.save_seconds)}", f"{interval}; a failure costs this much at most."),
         ]
     return rows
+
+
+def _batch_sentence(settings: TrainSettings, micro: int) -> str:
+    unit = "sequences" if settings.unit == "tokens" else settings.unit
+    return " ".join([f"Processes, {unit} in a forward pass, forward passes in a step.", *batch_note(settings, micro)])
 
 
 def _checkpoint_rows(plan: Plan) -> list[tuple[str, str, str]]:

@@ -16,7 +16,7 @@ from fulldepth.hf import sealed_checkpoints, silent
 from fulldepth.losses import DepthTrainer, Objective
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, versions
-from fulldepth.training.arguments import training_arguments
+from fulldepth.training.arguments import batch_note, training_arguments
 from fulldepth.training.callback import Conductor, stopping
 from fulldepth.training.detection import detection_trainer
 from fulldepth.training.detection_evaluation import DetectionEvaluator
@@ -105,6 +105,7 @@ def _train(
 ) -> Results:
     trainer, facts = _prepare(settings)(settings, folder, arguments, watcher)
     held_out, warnings = trainer.eval_dataset, facts.pop("warnings", [])
+    warnings = [*warnings, *batch_note(settings, arguments.per_device_train_batch_size)]
     if settings.model.checkpoint is not None:
         start = start_exit_heads(trainer.plain_model, settings.model.checkpoint, settings.method)
         warnings = [*warnings, *start]
@@ -247,18 +248,17 @@ def _packed(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watc
 def _conversations(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> Prepared:
     """The trainer of conversations, and facts about its data."""
     tokenizer, config = _language(settings, folder, arguments, watcher)
-    data = sft_data(settings, tokenizer)
+    data, facts = sft_data(settings, tokenizer)
     trainer = sft_trainer(
         build_model(config, settings),
-        sft_arguments(settings, folder, data),
+        sft_arguments(settings, folder),
         data,
         tokenizer,
         settings,
         make_objective(settings),
     )
-    count = len(data["train"])
-    facts = {"hash": rows_hash(trainer.train_dataset, trainer.eval_dataset)}
-    return trainer, {**facts, "documents": count + len(data["validation"]), "train_sequences": count}
+    digest = rows_hash(trainer.train_dataset, trainer.eval_dataset)
+    return trainer, {**facts, "hash": digest, "train_sequences": len(trainer.train_dataset)}
 
 
 def _meta(settings: TrainSettings, recipe: str, model: PreTrainedModel, data: dict[str, Any]) -> dict[str, Any]:

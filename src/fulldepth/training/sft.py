@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
 from fulldepth.data import conversations
-from fulldepth.data.rendering import encode_prompt
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.data.rendering import encode_pair
+from fulldepth.errors import FulldepthError
 from fulldepth.losses import Objective, ObjectiveMixin
+from fulldepth.progress import Watcher
+from fulldepth.targets import IGNORE
 from fulldepth.training.arguments import training_arguments
 from fulldepth.training.loading import LoadingMixin
 from fulldepth.training.optimiser import GroupsMixin
@@ -24,40 +26,107 @@ from fulldepth.training.sharding import ShardsMixin
 
 TEMPLATE = (
     "{% for message in messages %}"
-    "{{ message['role'].capitalize() + ': ' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '\n' }}{% endif %}"
+    "{{ message['role'].capitalize() + ':\n' + message['content'] }}"
+    "{{ eos_token if message['role'] == 'assistant' else '\n' }}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:\n' }}{% endif %}"
 )
-"""For tokenizers without a chat template; marks the assistant's turns."""
-READ = {"input_ids", "labels", "attention_mask", "assistant_masks", "completion_mask", "position_ids", "seq_lengths"}
+"""For tokenizers without a chat template. The prompt ends in a line end, which tokenizers do not merge with a word."""
+READ = {"input_ids", "labels", "attention_mask", "position_ids", "seq_lengths"}
 """Columns of a tokenised data set that determine batches and loss."""
 
 
-def sft_data(settings: TrainSettings, tokenizer: Any) -> Any:
-    """`{"train": ..., "validation": ...}`: conversations, a seeded share of them held out, see `held_out_rows`.
+def sft_data(settings: TrainSettings, tokenizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Conversations as token ids with labels on the responses, a seeded share of them held out (`held_out_rows`).
 
-    A tokenizer without a chat template gets `TEMPLATE`. If the template does not mark the assistant's turns, each
-    response becomes an example of its own, so that the loss can be restricted to it.
+    Prompt and response are tokenised apart (`encode_pair`), so that every label is a token that the model can produce
+    after that prompt. A tokenizer without a chat template gets `TEMPLATE`.
+
+    Returns:
+        `{"train": ..., "validation": ...}`: data sets with the columns `input_ids` and `labels`; and the facts
+        `documents` (conversations of both) and `warnings` (what was cut or left out).
 
     Raises:
-        FulldepthError: if the data hold fewer than two different conversations, or the chat template fails.
+        FulldepthError: if the data hold fewer than two different conversations, no response begins within a sequence,
+            or the chat template fails.
     """
-    data = settings.data
+    data, length, warnings = settings.data, settings.sequence_length, list[str]()
     if not tokenizer.chat_template:
         tokenizer.chat_template = TEMPLATE
-    marked = "generation %}" in tokenizer.chat_template or "generation -%}" in tokenizer.chat_template
-    rows = conversations(data.name, tokenizer, config=data.config, split=data.split, per_response=not marked)
-    if len(rows) < 2:
-        raise FulldepthError(f"{data.name} holds {len(rows)} conversations; training and validation need two.")
-    encode_prompt(tokenizer, rows[0].get("messages") or rows[0]["prompt"], f"{data.name} row 1")  # the template works
-    most = min(max(1, round(len(rows) * data.validation_share)), settings.most_validation)
-    held_out = held_out_rows(rows, most, settings.seed)
+    heard = Watcher(say=warnings.append)
+    rows = conversations(data.name, tokenizer, config=data.config, split=data.split, watcher=heard)
+    encoded = rows.map(
+        partial(_encoded, tokenizer=tokenizer, length=length, name=data.name),
+        batched=True,
+        with_indices=True,
+        remove_columns=rows.column_names,
+    )
+    row, size, answered = (np.array(encoded[name]) for name in ("row", "size", "answered"))
+    left = np.unique(row[answered])
+    if cut := len(np.unique(row[size > length])):
+        warnings.append(
+            f"{cut} of {len(rows)} conversations are longer than {length} tokens and are cut there (the longest has "
+            f"{size.max()}); {len(rows) - len(left)} of them are left out, because no response begins before the cut."
+        )
+    if len(left) < 2:
+        raise FulldepthError(
+            f"{data.name} holds {len(rows)} conversations, {len(left)} of them with a response that begins within "
+            f"sequence_length={length} tokens; training and validation need two."
+        )
+    most = min(max(1, round(len(left) * data.validation_share)), settings.most_validation)
+    held_out = held_out_rows(rows.select(left), most, settings.seed)
     if held_out is None:
-        raise FulldepthError(f"The {len(rows)} conversations of {data.name} are one; training and validation need two.")
-    return {"train": rows.select(np.flatnonzero(~held_out)), "validation": rows.select(np.flatnonzero(held_out))}
+        raise FulldepthError(f"The {len(left)} conversations of {data.name} are one; training and validation need two.")
+    validates = np.isin(row, left[held_out])
+    columns = encoded.select_columns(["input_ids", "labels"])
+    parts = {"train": answered & ~validates, "validation": answered & validates}
+    return (
+        {name: columns.select(np.flatnonzero(chosen)) for name, chosen in parts.items()},
+        {"documents": len(left), "warnings": warnings},
+    )
+
+
+def _encoded(
+    rows: dict[str, list[Any]], numbers: list[int], *, tokenizer: Any, length: int, name: str
+) -> dict[str, list[Any]]:
+    """Examples of some conversations: ids and labels cut to `length`, the conversation's number, the size before the
+    cut, and whether a label is left.
+    """
+    examples: dict[str, list[Any]] = {key: [] for key in ("input_ids", "labels", "row", "size", "answered")}
+    for place, number in enumerate(numbers):
+        chat = "messages" in rows
+        messages = rows["messages"][place] if chat else [*rows["prompt"][place], *rows["completion"][place]]
+        first = 1 if chat else len(rows["prompt"][place])
+        for ids, labels in chat_examples(tokenizer, messages, f"{name} conversation {number + 1}", first):
+            answered = any(label != IGNORE for label in labels[:length])
+            for key, value in zip(examples, (ids[:length], labels[:length], number, len(ids), answered), strict=True):
+                examples[key].append(value)
+    return examples
+
+
+def chat_examples(
+    tokenizer: Any, messages: list[dict[str, str]], where: str, first: int = 1
+) -> list[tuple[list[int], list[int]]]:
+    """Token ids and labels of a chat: one example as long as each prompt begins with the ids of the previous prompt and
+    its response, a further one where the template writes earlier turns differently.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: of the chat.
+        where: name of the chat, for errors.
+        first: index of the first message that may be a response with labels.
+    """
+    examples: list[tuple[list[int], list[int]]] = []
+    for place in range(first, len(messages)):
+        if messages[place]["role"] != "assistant" or not messages[place]["content"].strip():
+            continue
+        prompt, answer, _ = encode_pair(tokenizer, messages[:place], messages[place], where)
+        ids, labels = [*prompt, *answer], [*[IGNORE] * len(prompt), *answer]
+        if examples and prompt[: len(examples[-1][0])] == examples[-1][0]:
+            earlier = examples.pop()[1]
+            labels[: len(earlier)] = earlier
+        examples.append((ids, labels))
+    return examples
 
 
 def held_out_rows(rows: Any, most: int, seed: int) -> np.ndarray | None:
@@ -108,22 +177,13 @@ def _key(row: dict[str, Any], seed: int, whole: bool) -> int:
     return int.from_bytes(hashlib.sha256(described.encode()).digest()[:8])
 
 
-def sft_arguments(settings: TrainSettings, folder: Path, data: Any) -> Any:
-    """TRL's arguments for a run: the loss on the responses only.
+def sft_arguments(settings: TrainSettings, folder: Path) -> Any:
+    """TRL's arguments for a run.
 
     Raises:
         FulldepthError: if trl is not installed.
     """
-    chats = "messages" in data["train"].column_names
-    return training_arguments(
-        settings,
-        folder,
-        _trl().SFTConfig,
-        max_length=settings.sequence_length,
-        packing=False,
-        assistant_only_loss=chats,
-        completion_only_loss=None if chats else True,
-    )
+    return training_arguments(settings, folder, _trl().SFTConfig, max_length=None, packing=False)  # cut by `sft_data`
 
 
 def sft_trainer(
@@ -135,20 +195,15 @@ def sft_trainer(
     class ConversationTrainer(ResumeMixin, ShardsMixin, LoadingMixin, GroupsMixin, ObjectiveMixin, trainer):
         """TRL's SFTTrainer with an objective."""
 
-    try:
-        return ConversationTrainer(
-            model,
-            arguments,
-            objective=objective,
-            settings=settings,
-            train_dataset=data["train"],
-            eval_dataset=data["validation"],
-            processing_class=tokenizer,
-        )
-    except TemplateError as error:
-        raise FulldepthError(
-            f"The tokenizer's chat template refuses a conversation: {one_line(str(error), 300)}."
-        ) from error
+    return ConversationTrainer(
+        model,
+        arguments,
+        objective=objective,
+        settings=settings,
+        train_dataset=data["train"],
+        eval_dataset=data["validation"],
+        processing_class=tokenizer,
+    )
 
 
 def rows_hash(*parts: Any) -> str:

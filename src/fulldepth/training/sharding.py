@@ -40,6 +40,7 @@ from fulldepth.hf import (
     write_shards,
 )
 from fulldepth.losses.trainer import AnyTrainer
+from fulldepth.training.model import built_once
 from fulldepth.training.settings import TrainSettings
 
 NUMBERS = "optimizer.json"
@@ -231,6 +232,8 @@ class ShardsMixin(AnyTrainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None:
+            plugin.cpu_ram_efficient_loading = built_once(self.plain_model, self.settings)
         with nullcontext() if plugin is None else units_of(self.plain_model, plugin):
             return super()._prepare_for_training(*args, **kwargs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,13 @@ def packed_text(
     With `whole`, all of the text is tokenised, even if the run reads less.
     """
     data = settings.data
+    opened = partial(open_documents, column=data.column, articles=data.articles)
     return pack(
-        open_documents(data.name, column=data.column, config=data.config, split=data.split, streaming=data.streaming),
+        opened(data.name, config=data.config, split=data.split, streaming=data.streaming),
         tokenizer,
         sequence_length=settings.sequence_length,
         cache=Path(data.cache).expanduser() if data.cache else None,
-        validation=open_documents(data.validation, column=data.column) if data.validation else None,
+        validation=opened(data.validation) if data.validation else None,
         max_tokens=None if whole else _budget(settings),
         validation_share=data.validation_share,
         validation_sequences=settings.most_validation,

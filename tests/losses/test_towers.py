@@ -1,0 +1,216 @@
+"""Objectives on one stack of an encoder-decoder, one tower of CLIP, and modules of one's own, against plain loops."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_objective import close, gradients, plain_jump
+
+from fulldepth.errors import FulldepthError
+from fulldepth.losses import DepthTrainer, Objective
+
+SIZES = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 2}
+TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def t5() -> Any:
+    torch.manual_seed(0)
+    config = tf.T5Config(**SIZES, vocab_size=50, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
+    return tf.T5ForConditionalGeneration(config).double().train()
+
+
+def clip() -> Any:
+    torch.manual_seed(0)
+    text = {**TOWER, "vocab_size": 50, "max_position_embeddings": 12, "eos_token_id": 49}
+    vision = {**TOWER, "image_size": 16, "patch_size": 8}
+    return tf.CLIPModel(tf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).double().train()
+
+
+def translation() -> dict[str, Tensor]:
+    numbers = torch.Generator().manual_seed(1)
+    ids, labels = torch.randint(3, 50, (2, 9), generator=numbers), torch.randint(3, 50, (2, 7), generator=numbers)
+    mask = torch.ones_like(ids)
+    mask[1, 6:], labels[0, 5:] = 0, -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def captions() -> dict[str, Any]:
+    numbers = torch.Generator().manual_seed(2)
+    ids, mask = torch.randint(3, 48, (2, 9), generator=numbers), torch.ones(2, 9, dtype=torch.int64)
+    mask[1, 6:], ids[0, 8], ids[1, 5] = 0, 49, 49
+    images = torch.randn(2, 3, 16, 16, generator=numbers, dtype=torch.float64)
+    return {"input_ids": ids, "attention_mask": mask, "pixel_values": images, "return_loss": True}
+
+
+def states_of(blocks: Any, run: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
+    """The output of a pass, and h_0..h_L by hooks of this test."""
+    states: list[Tensor] = []
+    first = blocks[0].register_forward_pre_hook(
+        lambda _, args, kwargs: states.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    hooks = [
+        b.register_forward_hook(lambda _, args, out: states.append(out[0] if isinstance(out, tuple) else out))
+        for b in blocks
+    ]
+    output = run()
+    for hook in (first, *hooks):
+        hook.remove()
+    return output, states
+
+
+CASES = {
+    "t5 encoder": (t5, translation, lambda m: m.encoder.block, lambda b: b["attention_mask"]),
+    "t5 decoder": (t5, translation, lambda m: m.decoder.block, lambda b: (b["labels"] != -100).long()),
+    "clip text": (clip, captions, lambda m: m.text_model.encoder.layers, lambda b: b["attention_mask"]),
+    "clip vision": (clip, captions, lambda m: m.vision_model.encoder.layers, lambda b: torch.ones(2, 5)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_tower_is_penalised_by_its_own_states_and_mask(case: str) -> None:
+    build, make, blocks, mask = CASES[case]
+    model, batch = build(), make()
+    output, states = states_of(blocks(model), lambda: model(**batch))
+    expected = output.loss + 1.5 * plain_jump(tuple(states), mask(batch), 1.0)
+    expected.backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    with Objective(jump=1.5).attach(model, tower=case.split()[1]) as objective:
+        loss, _ = objective(model(**batch), batch)
+    assert not objective.attached
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    close(gradients(model), wanted, 1e-6)
+
+
+def test_every_layer_of_a_decoder_predicts_through_its_head() -> None:
+    model, batch = t5(), translation()
+    _, states = states_of(model.decoder.block, lambda: model(**batch))
+    scale = 16**-0.5 if model.config.scale_decoder_outputs else 1.0
+    logits = [model.lm_head(model.decoder.final_layer_norm(state) * scale) for state in states[1:]]
+    losses = [cross_entropy(each.flatten(0, 1), batch["labels"].flatten()) for each in logits]
+    expected = sum(layer / 6 * loss for layer, loss in enumerate(losses, start=1))
+    with Objective(aligned={"schedule": "always"}).attach(model, tower="decoder") as objective:
+        loss, _ = objective(model(**batch), batch)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+
+
+def test_a_trainer_takes_an_objective_that_is_attached(tmp_path: Path) -> None:
+    model, batch = t5(), translation()
+    rows = [{name: value[row] for name, value in batch.items()} for row in (0, 1)]
+    objective = Objective(jump=1.5).attach(model, tower="decoder")
+    arguments = tf.TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no")
+    with pytest.raises(FulldepthError, match="attached to another model"):
+        DepthTrainer(t5(), arguments, train_dataset=rows, objective=objective)
+    trainer = DepthTrainer(model, arguments, train_dataset=rows, objective=objective)
+    output, states = states_of(model.decoder.block, lambda: model(**batch))
+    expected = float((output.loss + 1.5 * plain_jump(tuple(states), batch["labels"] != -100, 1.0)).detach())
+    objective._activations.clear()  # of the pass of this test
+    assert trainer.train().training_loss == pytest.approx(expected, rel=1e-6)
+
+
+class Own(nn.Module):
+    """Three residual blocks of linear layers over vectors at positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.double()
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **_: Any) -> Any:
+        state = self.embed(input_ids)
+        for block in self.blocks:
+            state = block(state)
+        logits = self.head(state)
+        return {"logits": logits, "loss": cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def test_a_module_of_ones_own_is_trained_by_its_stages() -> None:
+    model = Own()
+    ids = torch.randint(0, 20, (2, 6), generator=torch.Generator().manual_seed(1))
+    labels = ids.roll(-1, 1)
+    labels[:, -1] = -100
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    _, states = states_of(model.blocks, lambda: model(**batch))
+    losses = [cross_entropy(model.head(state).flatten(0, 1), labels.flatten()) for state in states[1:]]
+    aligned = sum(share / 6 * loss for share, loss in zip((1, 2, 3), losses, strict=True))
+    expected = aligned + 0.7 * plain_jump(tuple(states), mask, 1.0)
+    expected.backward()
+    wanted = gradients(model)
+    for stages, head in (([*model.blocks], model.head), (["blocks.0", "blocks.1", "blocks.2"], "head")):
+        model.zero_grad()
+        objective = Objective(jump=0.7, aligned={"schedule": "always"})
+        with objective.attach(model, stages=stages, head=head):
+            loss, parts = objective(model(**batch), batch)
+        loss.backward()
+        assert set(parts) == {"ce", "jump", "aligned"}
+        assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+        close(gradients(model), wanted, 1e-6)
+
+
+REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any], str]] = {
+    "no tower": (t5, {"jump": 1.0}, {}, r"tower: encoder or decoder"),
+    "no tower of two": (clip, {"jump": 1.0}, {}, r"choose one by tower: text or vision"),
+    "wrong tower": (t5, {"jump": 1.0}, {"tower": "vision"}, "has no vision"),
+    "own": (Own, {"jump": 1.0}, {}, r"Objective\(...\).attach\(module, stages=\[...\], head=...\)"),
+    "a head alone": (t5, {"jump": 1.0}, {"head": "lm_head"}, "head belongs to stages"),
+    "no head": (Own, {"aligned": 1.0}, {"stages": ["blocks.0", "blocks.1"]}, r"attach\(..., head=module\)"),
+    "no attention": (Own, {"coherence": 1.0}, {"stages": ["blocks.0", "blocks.1"]}, "coherence needs the attention"),
+    "one stage": (Own, {"jump": 1.0}, {"stages": ["blocks.0"]}, "at least two"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals_advise_what_python_can_do(case: str) -> None:
+    build, terms, options, message = REFUSALS[case]
+    with pytest.raises(FulldepthError, match=message) as error:
+        Objective(**terms).attach(build(), **options)
+    assert " --" not in str(error.value)
+
+
+def test_stages_that_give_no_vectors_at_positions_are_refused() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1))
+    with Objective(jump=1.0).attach(model, stages=["0", "1"]), pytest.raises(FulldepthError, match=r"\[B, T, D\]"):
+        model(torch.randn(2, 3, 4, 4))
+
+
+def test_reentrant_checkpointing_of_a_trainer_gets_the_reason(tmp_path: Path) -> None:
+    """The Trainer switches it on after the objective is attached."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = tf.LlamaConfig(vocab_size=50, **sizes)
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 50, (4, 8))]
+    for kind, terms in (("inside", {"coherence": {"layers": [1]}}), ("blocks", {"jump": 1.0})):
+        arguments = tf.TrainingArguments(
+            str(tmp_path),
+            max_steps=1,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            per_device_train_batch_size=4,
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": True},
+        )
+        trainer = DepthTrainer(
+            tf.LlamaForCausalLM(copy.deepcopy(config)), arguments, train_dataset=rows, objective=Objective(**terms)
+        )
+        if kind == "blocks":
+            assert trainer.train().global_step == 1
+            continue
+        with pytest.raises(FulldepthError, match=r"gradient_checkpointing_kwargs=\{'use_reentrant': False\}"):
+            trainer.train()
