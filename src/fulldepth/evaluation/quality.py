@@ -72,14 +72,14 @@ class Quality:
                 f"{settings.prefix_tokens} tokens of a beginning and {settings.new_tokens} new ones are more than the "
                 f"model's {limit} positions."
             )
-        sampling = {"window": length, "count": settings.prompts, "seed": settings.seed or 0}
-        documents = thinned(open_documents(name), **sampling)
+        count, seed = settings.prompts, settings.seed or 0
+        documents = thinned(open_documents(name), count=count, window=length, seed=seed)
         tokenizer = self.subject.tokenizer
 
         def tokenise(text: Text) -> list[int]:
             return list(tokenizer(text.text, add_special_tokens=text.starts)["input_ids"])
 
-        windows = draw_windows(documents, tokenise, least=length, **sampling).windows
+        windows = draw_windows(documents, tokenise, window=length, count=count, seed=seed, least=length).windows
         if not windows:
             raise FulldepthError(f"{name} has no text of {length} tokens; set fewer --prefix-tokens or --new-tokens.")
         clusters, _, no_error = block_clusters(windows, [identity for identity, _ in documents])
