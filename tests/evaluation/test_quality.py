@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -20,8 +21,14 @@ PREFIX, NEW, PROMPTS = 8, 12, 6
 
 @pytest.fixture
 def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("The sun saw a river, and the river saw a stone. " * 20)
+    """As many documents as prompts, each longer than one window and shorter than two."""
+    return documents(tmp_path / "text.jsonl", range(PROMPTS))
+
+
+def documents(path, numbers):
+    things = ("sun", "sea", "elm", "fox", "owl", "bee", "cow", "ant", "elk", "yak")
+    texts = [f"{number:02} The {things[number % 10]} saw a river, a stone."[: PREFIX + NEW + 9] for number in numbers]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return str(path)
 
 
@@ -39,8 +46,18 @@ def test_diversity_is_the_product_of_the_shares_of_distinct_ngrams():
     assert diversity("a b c d e") == 1
     assert diversity("a a a a") == pytest.approx(1 / 3 * 1 / 2)
     assert diversity("a b c") is None
-    assert mean_of([1.0, None, 2.0, 3.0]) == (2.0, pytest.approx(1 / math.sqrt(3)), 3)
-    assert mean_of([None]) is None
+
+
+def test_texts_of_one_document_are_one_observation():
+    assert mean_of([1.0, None, 2.0, 3.0], [1, 2, 3, 4]) == (2.0, pytest.approx(1 / math.sqrt(3)), 3)
+    assert mean_of([1.0, 2.0], [1, 2]) == (1.5, None, 2)
+    assert mean_of([1.0, 2.0, 3.0], []) == (2.0, None, 3)
+    assert mean_of([None], [1]) is None
+    values, of = [0.1, 0.2, 0.9, 0.8, 0.4, 0.6, 0.5], [1, 1, 2, 2, 3, 4, 4]
+    mean = sum(values) / 7
+    shares = [sum(value - mean for value, one in zip(values, of, strict=True) if one == n) / 7 for n in (1, 2, 3, 4)]
+    error = math.sqrt(4 / 3 * sum(share**2 for share in shares))
+    assert mean_of(values, of) == (pytest.approx(mean), pytest.approx(error), 7)
 
 
 def values(results):
@@ -68,8 +85,9 @@ def test_quality_of_data_and_of_generated_text_at_exit_layers(text, embedder, tm
         model, tokenizer=tokens, output=tmp_path / "out", generation_quality=text, exit_layers="2", **options, **judging
     )
     got = values(results)
-    ids = tokens(Path(text).read_text())["input_ids"]
-    windows = [ids[at : at + PREFIX + NEW] for at in range(0, PROMPTS * (PREFIX + NEW), PREFIX + NEW)]
+    texts = [json.loads(line)["text"] for line in Path(text).read_text().splitlines()]
+    windows = [tokens(one)["input_ids"][: PREFIX + NEW] for one in texts]
+    assert {len(window) for window in windows} == {PREFIX + NEW}
     for layer in (2, LAYERS):
         first = small_world.first_layers(model, layer)
         losses, hits = map(sum, zip(*(nats(first, window, 1) for window in windows), strict=True), [[], []])
@@ -89,6 +107,18 @@ def test_quality_of_data_and_of_generated_text_at_exit_layers(text, embedder, tm
         assert got["full model", layer, "coherence"] == pytest.approx(sum(cosines) / len(cosines), rel=1e-4)
     assert got["full model", 2, "perplexity"] != got["full model", LAYERS, "perplexity"]
     assert {"generated_perplexity", "generated_coherence"} <= set(results.headline)
+
+
+def test_windows_are_a_sample_whatever_the_order_of_the_documents(tmp_path):
+    model, options = small_world.model(), {"tokenizer": small_world.tokenizer(), "exit_layers": "full"}
+    options |= {"prompts": 4, "prefix_tokens": PREFIX, "new_tokens": NEW}
+    files = [
+        documents(tmp_path / f"{at}.jsonl", one) for at, one in enumerate((range(40), range(39, -1, -1), range(4)))
+    ]
+    one, same, first = (values(evaluate(model, generation_quality=file, **options)) for file in files)
+    place = "data", LAYERS, "perplexity"
+    assert one[place] == pytest.approx(same[place], rel=1e-6)
+    assert one[place] != pytest.approx(first[place], rel=1e-6), "not the first four"
 
 
 def generated(model, windows):
@@ -129,4 +159,6 @@ def test_refusals(text, tmp_path):
         evaluate(model, ["arc_easy_local"], judge="x", **options)
     small_world.model().save_pretrained(tmp_path / "decoder")
     with pytest.raises(FulldepthError, match="holds no tokenizer"):
-        evaluate(model, generation_quality=text, embedder=str(tmp_path / "decoder"), **options)
+        evaluate(
+            model, generation_quality=text, embedder=str(tmp_path / "decoder"), prefix_tokens=4, new_tokens=4, **options
+        )

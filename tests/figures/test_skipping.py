@@ -1,4 +1,4 @@
-"""Figures of `fulldepth skip`: every number is one of the table, the frontier is that of an exhaustive comparison."""
+"""Figures of `fulldepth skip`: every number is one of the table."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import itertools
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from figures import skip_folders as folders
 from fulldepth import figures
-from fulldepth.figures.benchmark import benchmarked_models, frontier
+from fulldepth.figures.benchmark import benchmarked_models
 from fulldepth.figures.skip_results import TOGETHER, Part, layers_of, parts, removals
 from fulldepth.results import Results
 
@@ -182,15 +180,6 @@ def test_quality_against_time_shows_the_ratios_of_the_table(phase) -> None:
     assert (point.x[0], *point.customdata[0]) == (ratio["median"], ratio["low"], ratio["high"])
 
 
-def test_a_time_that_is_not_told_apart_is_no_advantage() -> None:
-    results = folders.bench()
-    faster = results.table.model.eq("folded") & results.table.measure.eq("time_ratio")
-    results.table.loc[faster, "value"] -= 0.02  # 0.99 times the original's, 0.96 to 1.01
-    figure = drawn(results, "pareto_prefill")
-    assert trace(figure, "folded").marker.symbol.endswith("open")
-    assert not trace(figure, "base").marker.symbol.endswith("open")
-
-
 def test_an_export_that_is_not_healed_has_the_last_loss() -> None:
     planned = folders.plan(healed=False)
     assert trace(drawn(folders.bench(planned), "pareto_prefill"), "fast").y[0] == planned["losses"][-1]
@@ -203,15 +192,7 @@ def test_corners_and_exports_stand_in_one_plane() -> None:
     assert set(points) == {"base (original)", "folded", "fast", *list(folders.CORNERS)[1:]}  # one original for both
     for name, (loss, _, _, decode) in list(folders.CORNERS.items())[1:]:
         assert points[name] == pytest.approx((decode, loss))
-    best = {name for name, at in points.items() if not beaten(at, points.values())}
-    filled = {str(one.name) for one in figure.data if one.mode == "markers" and "open" not in one.marker.symbol}
-    assert filled == best
-    stairs = next(one for one in figure.data if one.name == "Frontier")
-    corners = list(zip(stairs.x, stairs.y, strict=True))[1:-1]
-    assert corners == sorted(points[name] for name in best)
-    assert stairs.line.shape == "hv"
-    assert stairs.x[-1] == figure.layout.xaxis.range[1]
-    assert stairs.y[0] == figure.layout.yaxis.range[1]
+    assert all(one.mode == "markers" for one in figure.data), "no line says which of them cannot be told apart"
 
 
 def test_losses_on_different_data_are_shown_as_added() -> None:
@@ -224,18 +205,6 @@ def test_losses_on_different_data_are_shown_as_added() -> None:
     assert trace(figure, "fast").y[0] == pytest.approx(planned["healed_loss"] - planned["losses"][0])
     assert trace(figure, "quantised, then").y[0] == pytest.approx(folders.CORNERS["quantised, then skipped"][0] - 2.9)
     assert trace(figure, "base").y[0] == 0
-
-
-def beaten(point, others) -> bool:
-    """By definition: another is no worse in both and better in one."""
-    return any(all(a <= b for a, b in zip(other, point, strict=True)) and other != point for other in others)
-
-
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=12))
-def test_the_frontier_is_what_an_exhaustive_comparison_leaves(points) -> None:
-    found = frontier(points)
-    assert sorted(found) == [at for at, point in enumerate(points) if not beaten(point, points)]
-    assert [points[at][0] for at in found] == sorted(points[at][0] for at in found)
 
 
 def test_names_that_two_folders_share_are_told_apart() -> None:

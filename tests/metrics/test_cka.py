@@ -266,6 +266,24 @@ def test_sums_in_float32_with_outliers(loud, dtype, generator):
         same_as_plain_float64(view, states, 1e-6 if loud < 1000 or dtype == torch.float64 else 1e-4)
 
 
+def test_sums_of_processes_whose_centres_differ(generator):
+    x = torch.randn(4, 40, 25, 30, generator=generator).cumsum(0)
+    x[:, 20:] += 5 * torch.randn(4, 1, 1, 30, generator=generator)
+    everything = torch.ones(40, 25, dtype=torch.bool)
+    ranks = [CrossProducts(Setup(3, 30, sequence_length=25, num_sequences=40, num_tokens=1000)) for _ in range(2)]
+    for rank, part in zip(ranks, torch.arange(40).chunk(2), strict=True):
+        rank.update(Observation({"residual": x[:, part]}, everything[part], everything[part], part))
+    assert not torch.allclose(ranks[0].centre, ranks[1].centre, atol=1)
+    ranks[1].sync(dist_sync_fn=lambda state, group: [state], distributed_available=lambda: True)
+    theirs = iter(ranks[1].metric_state.values())
+    ranks[0].dist_sync_fn, ranks[0].distributed_available_fn = lambda state, group: [state, next(theirs)], lambda: True
+    for view, states in zip(ranks[0].compute(), (x.flatten(1, 2), x[:, :, 1:].flatten(1, 2)), strict=True):
+        same_as_plain_float64(view, states, 1e-6)
+    ranks[0].distributed_available_fn = lambda: False
+    ranks[0].update(Observation({"residual": x[:, :20]}, everything[:20], everything[:20], torch.arange(20)))  # again
+    same_as_plain_float64(ranks[0].compute()[1], x[:, :20, 1:].repeat(1, 2, 1, 1).flatten(1, 2), 1e-6)
+
+
 RHO, SPREAD = 0.25, torch.linspace(2, 0.5, 6)
 """Share of the variance that a document's tokens have in common; standard deviations of the channels of layer 0."""
 

@@ -70,7 +70,7 @@ def test_a_slow_exit_is_called_slow():
         entry["drop_interval"] = [end + 0.02 for end in entry["drop_interval"]]
     said, _ = story(untimed)
     assert said.startswith(
-        "No threshold is shown to keep accuracy within 1 point of the full model’s. At confidence 1, no token"
+        "No threshold is shown to keep accuracy within 1 point of the full model’s. At confidence 0.9, 52 % of"
     )
     for timing, words in (("busy", "the machine was busy, so times are not compared"), ("no-difference", "no measura")):
         results = folders.classifier_exit()
@@ -148,22 +148,6 @@ def test_the_paragraph_of_an_evaluation_names_the_layer_that_is_enough():
     assert f"--export-layers {max(layers.values())} " in after["command"]
     results.meta["tasks"]["piqa_local"]["advised"] = False
     assert "piqa_local is not measurably above chance." in story(results)[0]
-
-
-def test_the_paragraph_of_several_evaluations_says_which_is_clearly_better():
-    """Against two standard errors of the difference, from the tables."""
-    results = compare([folders.evaluation(count=200), folders.evaluation("b", better=-0.4)], names=["plain", "other"])
-    said, _ = story(results)
-    found = results.table.query("layer == 30 and site == 'arc_easy_local'").set_index(["model", "statistic"]).value
-    plain, other = found["plain", "acc_norm"], found["other", "acc_norm"]
-    limit = 2 * (found["plain", "acc_norm_stderr"] ** 2 + found["other", "acc_norm_stderr"] ** 2) ** 0.5
-    best, next_best = ("plain (baseline)", "other") if plain > other else ("other", "plain (baseline)")
-    verdict = "clearly" if abs(plain - other) > limit else "not clearly"
-    sentence = next(line for line in payload(results)["views"][0]["story"]["sentences"] if "arc_easy" in line)
-    assert sentence.startswith(f"{best} scores {100 * max(plain, other):.1f} %")
-    assert f", {next_best} {100 * min(plain, other):.1f} %" in sentence
-    assert f": {verdict} better" in sentence
-    assert "1 more task is below." in said
 
 
 def test_several_sweeps_stand_side_by_side():

@@ -91,22 +91,20 @@ def test_one_row_a_run_at_the_common_step(synthetic, page):
     runs = synthetic.trainings()
     rows = {row[0]: row[1:] for row in page["models"]["rows"]}
     assert page["models"]["columns"] == [
-        "Validation loss", "Difference", "Jump of the last layer", "Time per step", "Peak memory", "Parameters",
+        "Validation loss", "Difference", "Jump of the last layer", "Peak memory", "Parameters",
     ]  # fmt: skip
     assert list(rows) == ["tiny-llama (baseline)", "tiny-jreg", "tiny-lime", "half-depth"]
     for cells, one in zip(rows.values(), runs, strict=True):
         assert number(cells[0]) == pytest.approx(value(one, "validation_loss", 200), abs=5e-4)
         depth = one.meta["model"]["num_layers"]
         assert number(cells[2]) == pytest.approx(value(one, "jump_rate", 200, layer=depth), abs=0.05)
-    clocks = [one.table[(one.table.measure == "elapsed") & (one.table.step <= 200)].value for one in runs]
-    paces = [np.median(np.diff(clock)) for clock in clocks]
-    for (name, cells), one, pace in list(zip(rows.items(), runs, paces, strict=True))[1:]:
+    for (name, cells), one in list(zip(rows.items(), runs, strict=True))[1:]:
         loss, memory = (
             [value(result, measure, 200) for result in (one, runs[0])] for measure in ("validation_loss", "peak_memory")
         )
         sizes = [result.meta["model"]["parameters"] for result in (one, runs[0])]
         assert number(cells[1]) == pytest.approx(loss[0] - loss[1], abs=5e-4), name
-        ratios = [pace / paces[0], memory[0] / memory[1], sizes[0] / sizes[1]]
+        ratios = [memory[0] / memory[1], sizes[0] / sizes[1]]
         assert [number(cell) for cell in cells[3:]] == pytest.approx(ratios, abs=6e-3), name
     assert rows["tiny-llama (baseline)"][1] == "–"
 
@@ -122,8 +120,7 @@ def test_the_tables_of_the_sections(synthetic, page):
         for one in (jreg, base)
     ]
     change = 100 * (profiles[0] - profiles[1])
-    expected = [np.median(change), change[np.abs(change).argmax()]]
-    assert [number(cell) for cell in jumps["tiny-jreg"][3:]] == pytest.approx(expected, abs=5e-3)
+    assert [number(cell) for cell in jumps["tiny-jreg"][3:]] == pytest.approx([np.median(change)], abs=5e-3)
     differing = found["settings"][1]
     assert [row[0] for row in differing["rows"]] == [
         "method", "model.num_hidden_layers", "objective.jump.weight", "objective.orthogonality.weight",
@@ -135,8 +132,8 @@ def test_the_tables_of_the_sections(synthetic, page):
 
 def test_what_is_said_first_and_what_is_shared(page):
     view = page["views"][0]
-    assert [sentence.split(" ")[0] for sentence in view["sentences"]] == ["At", "The", "Time", "Peak"]
-    assert len(view["more_sentences"]) == 30
+    assert [sentence.split(" ")[0] for sentence in view["sentences"]] == ["Validation"] * 3
+    assert len(view["more_sentences"]) == 24
     about = dict(page["about"])
     assert about["Schedule"].startswith("300 steps")
     assert not [what for what in about if what.startswith("Model")]  # they differ: they stand in a table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from fulldepth.comparison.align import Depth, differences
 from fulldepth.comparison.verdict import Entry
 from fulldepth.errors import FulldepthError
 from fulldepth.results import COLUMNS, Finding, Results
+from fulldepth.uncertainty import Ratio, median_ratio
 
 WINDOWED = ("train_loss", "penalty", "throughput")
 """Means since the previous evaluation: comparable only if that evaluation was at the same step."""
@@ -25,8 +27,8 @@ def compare_runs(
     Every row's `difference` is its value minus the baseline's at the same step and depth; NaN if the baseline was not
     evaluated at that step, and for means since the previous evaluation if that evaluation was at another step. The
     numbers of `models` and `headline` are those at the last step at which every run was evaluated (`step`). Time per
-    step is the median, over the intervals between evaluations up to that step, of training time over steps. Time,
-    memory and parameters are given as ratios to the baseline.
+    step is the median, over the intervals between evaluations up to that step, of training time over steps. Memory and
+    parameters are given as ratios to the baseline, and time where the interval of its ratio does not hold 1.
 
     Args:
         runs: results of kind `training`.
@@ -50,13 +52,15 @@ def compare_runs(
             table["difference"] = _differences(table, run, baseline, depth)
         tables.append(table)
     together = pd.concat(tables, ignore_index=True)
+    seconds = [_seconds(run.table[run.table["step"] <= step]) for run in runs]
+    times = {label: _time_ratio(own, seconds[first]) for label, own in zip(labels, seconds, strict=True)}
     models = [_entry(run, label, label == labels[first], step) for run, label in zip(runs, labels, strict=True)]
     at_step = together[together["step"] == step]
     return together, {
         "of": "training",
         "step": step,
         "models": models,
-        "headline": training_verdict.headline(models, step) | verdict.headline(at_step, models),
+        "headline": training_verdict.headline(models, step, times) | verdict.headline(at_step, models),
         "warnings": training_verdict.warnings(models, step),
     }
 
@@ -168,9 +172,24 @@ def _middle(table: pd.DataFrame, measure: str) -> float | None:
 
 def time_per_step(table: pd.DataFrame) -> float | None:
     """Seconds per step: median over the intervals between evaluations, which is robust to disturbed intervals."""
+    return float(np.median(list(seconds.values()))) if (seconds := _seconds(table)) else None
+
+
+def _seconds(table: pd.DataFrame) -> dict[tuple[int, int], float]:
+    """Seconds per step between two evaluations, by the steps of both."""
     rows = _rows(table, "elapsed").drop_duplicates("step", keep="last")
-    steps, clock = (np.r_[0.0, rows[rows["step"] > 0][name].to_numpy(np.float64)] for name in ("step", "value"))
-    return float(np.median(np.diff(clock) / np.diff(steps))) if len(steps) > 1 else None
+    rows = rows[rows["step"] > 0]
+    steps, clock = [0, *map(int, rows["step"])], [0.0, *rows["value"]]
+    return {
+        (before, after): (end - start) / (after - before)
+        for (before, after), (start, end) in zip(pairwise(steps), pairwise(clock), strict=True)
+    }
+
+
+def _time_ratio(own: dict[tuple[int, int], float], base: dict[tuple[int, int], float]) -> Ratio:
+    """Time over the baseline's: the median over the intervals between evaluations that both runs have."""
+    both = [at for at in own if at in base]
+    return median_ratio([own[at] for at in both], [base[at] for at in both])
 
 
 def _targets(table: pd.DataFrame) -> int | None:

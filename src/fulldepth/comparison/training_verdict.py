@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 
 from fulldepth.comparison import verdict
 from fulldepth.comparison.verdict import Entry
 from fulldepth.results import Finding
 from fulldepth.thresholds import BUSY
+from fulldepth.uncertainty import FEWEST_ROUNDS, Ratio
 
-LEVEL = {"nats": 0.0005, "%": 0.05}
-"""Differences below this are omitted because they would print as zero."""
-COSTS = {"time_per_step": "Time per step", "peak_memory": "Peak memory"}
+MULTIPLES = {"peak_memory": "Peak memory", "parameters": "Parameters"}
+"""Costs without noise, compared as ratios."""
 
 NOT_COMPARABLE = (
     verdict.DATA,
@@ -27,11 +28,21 @@ UNEQUAL_STEPS = (
 """Settings whose differences make equal steps unequal training."""
 
 
-def headline(models: list[Entry], step: int) -> dict[str, Finding]:
-    """The best run in one sentence, then every run's loss and costs compared with the baseline's."""
+def headline(models: list[Entry], step: int, times: Mapping[str, Ratio]) -> dict[str, Finding]:
+    """Every run's loss and costs compared with the baseline's. No run is called the best: of one run each, the effect
+    of another seed is not known.
+
+    Args:
+        models: the entries of the runs.
+        step: the last common step.
+        times: label -> time over the baseline's.
+    """
     baseline, others = verdict.baseline_of(models)
-    each = {f"{name}:{model['label']}": entry for model in others for name, entry in _against(model, baseline, step)}
-    return {**_best(models, baseline, step), **_calmest(models, baseline), **_cost(others, baseline), **each}
+    return {
+        f"{name}:{model['label']}": entry
+        for model in others
+        for name, entry in _against(model, baseline, step, times.get(model["label"]))
+    }
 
 
 def _value(model: Entry, name: str) -> float | None:
@@ -39,65 +50,9 @@ def _value(model: Entry, name: str) -> float | None:
     return None if value is None else float(value)
 
 
-def _best(models: list[Entry], baseline: Entry, step: int) -> dict[str, Finding]:
-    losses = [(value, model) for model in models if (value := _value(model, "validation_loss")) is not None]
-    loss, best = min(losses, key=lambda pair: pair[0])
-    base, rivals = _value(baseline, "validation_loss"), [pair for pair in losses if pair[1] is not baseline]
-    assert base is not None  # every run has a validation loss at the common step
-    rival_loss, rival = min(rivals, key=lambda pair: pair[0])
-    name, other = f"the baseline, {baseline['label']}", rival["label"]
-    if abs(base - rival_loss) < LEVEL["nats"]:
-        both = f"{name}, and {other}" if best is baseline else f"{other} and {name},"
-        text = f"{both} have the lowest validation loss: {base:.3f} nats."
-    elif best is baseline:
-        text = (
-            f"{name}, has the lowest validation loss: {loss:.3f} nats; {other} comes next, {rival_loss - loss:.3f} "
-            "above it."
-        )
-    else:
-        text = f"{other} has the lowest validation loss: {loss:.3f} nats, {base - loss:.3f} below {name} ({base:.3f})."
-    return {"lowest_validation_loss": Finding(loss, "nats", f"At step {step:,} {text}")}
-
-
-def _calmest(models: list[Entry], baseline: Entry) -> dict[str, Finding]:
-    """Finding on the run with the smallest jump of the last layer."""
-    rates = [(value, model["label"]) for model in models if (value := _value(model, "zeta_L")) is not None]
-    base = _value(baseline, "zeta_L")
-    if base is None:
-        return {}
-    rate, label = min(rates)
-    if rate >= base:
-        sentence = f"No run’s last layer jumps less than the baseline’s: {base:.1f} %."
-    elif base - rate < LEVEL["%"]:
-        sentence = f"The last layer jumps least in {label}, by less than 0.1 % below the baseline’s {base:.1f} %."
-    else:
-        sentence = f"The last layer jumps least in {label}: {rate:.1f} % against {base:.1f} % in the baseline."
-    return {"lowest_zeta_L": Finding(rate, "%", sentence)}
-
-
-def _cost(others: list[Entry], baseline: Entry) -> dict[str, Finding]:
-    """One finding each for time and memory: the range of the ratios to the baseline."""
-    findings = {}
-    for name, title in COSTS.items():
-        ratios = [(ratio, model["label"]) for model in others if (ratio := _cost_of(model, baseline, name)) is not None]
-        if not ratios:
-            continue
-        (low, _), (high, label) = min(ratios), max(ratios)
-        amount = f"{high:.2f} times that of the baseline"
-        if f"{low:.2f}" != f"{high:.2f}":
-            amount = f"{low:.2f} to {amount}, most in {label}"
-        findings[f"greatest_{name}"] = Finding(high, "x", f"{title} is {amount}.")
-    return findings
-
-
 def _ratio(model: Entry, baseline: Entry, name: str) -> float | None:
     value, base = _value(model, name), _value(baseline, name)
     return value / base if value is not None and base else None
-
-
-def _cost_of(model: Entry, baseline: Entry, name: str) -> float | None:
-    """The ratio of a cost; None unless both runs are known to have had the machine to themselves."""
-    return None if _busy(model) or _busy(baseline) else _ratio(model, baseline, name)
 
 
 def _busy(model: Entry) -> str:
@@ -108,20 +63,38 @@ def _busy(model: Entry) -> str:
     return f"other programs used {load:.0%} of its CPU during {model['label']}" if load > BUSY else ""
 
 
-def _against(model: Entry, baseline: Entry, step: int) -> Iterator[tuple[str, Finding]]:
-    """Name and finding of one run: difference of the loss, ratios of the costs."""
+def _against(model: Entry, baseline: Entry, step: int, time: Ratio | None) -> Iterator[tuple[str, Finding]]:
+    """Name and finding of one run: difference of the loss, ratios of the costs.
+
+    Costs are compared if both runs are known to have had the machine to themselves.
+    """
     loss, base = (_value(entry, "validation_loss") for entry in (model, baseline))
+    pair = f"{model['label']} against {baseline['label']}"
     if loss is not None and base is not None:
         sentence = (
             f"Validation loss at step {step:,}: {loss:.3f} nats in {model['label']} against {base:.3f} in "
-            f"{baseline['label']} ({verdict.signed(loss - base, 3)})."
+            f"{baseline['label']} ({verdict.signed(loss - base, 3)}, of one run each)."
         )
         yield "validation_loss", Finding(loss - base, "nats", sentence)
-    for name, title in {**COSTS, "parameters": "Parameters"}.items():
-        ratio = _cost_of(model, baseline, name) if name in COSTS else _ratio(model, baseline, name)
+    alone = not _busy(model) and not _busy(baseline)
+    if alone and time is not None:
+        yield "time_per_step", _time(time, pair)
+    for name, title in MULTIPLES.items():
+        ratio = _ratio(model, baseline, name) if alone or name == "parameters" else None
         if ratio is not None:
             sentence = f"{title}: {ratio:.2f} times {baseline['label']}'s in {model['label']}."
             yield name, Finding(ratio, "x", sentence)
+
+
+def _time(time: Ratio, pair: str) -> Finding:
+    """The ratio of the times per step where it is measurable."""
+    title = f"Time per step, {pair}"
+    if math.isnan(time.low):
+        return Finding(None, "x", f"{title}: not compared; an interval takes {FEWEST_ROUNDS} common evaluations.")
+    ends = f"95 % interval {time.low:.2f} to {time.high:.2f}"
+    if not time.differs:
+        return Finding(None, "x", f"{title}: no measurable difference ({ends}).")
+    return Finding(time.value, "x", f"{title}: {time.value:.2f} times ({ends}).", interval=(time.low, time.high))
 
 
 def warnings(models: list[Entry], step: int) -> list[str]:

@@ -83,7 +83,7 @@ def headline(table: pd.DataFrame, models: list[Entry], intervals: Intervals | No
 
 
 def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[tuple[str, Finding]]:
-    """The redundancy change (JREG, Eq. 7): at how many layers displacement differs, by which median, and where most.
+    """The redundancy change (JREG, Eq. 7): at how many layers displacement differs, by which median, and one of them.
 
     A layer counts where the difference is measurable (`uncertainty.measurable`, over all layers) and larger than the
     printed precision. Without standard errors no layer is called different.
@@ -96,15 +96,13 @@ def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[
         100 * rows[column].to_numpy(np.float64) if column in rows.columns else np.full(len(rows), np.nan)
         for column in ("difference", "difference_error")  # training runs state no errors
     )
-    layers, of = rows["layer"].astype(int).to_list(), model["model"]["num_layers"]
-    median, greatest = float(np.median(change)), int(np.abs(change).argmax())
+    median = float(np.median(change))
     pair, test = f"{model['label']} than in {baseline['label']}", "paired" if model.get("paired") else "unpaired"
     both = f"Displacement in {model['label']} and {baseline['label']}"
     known, differs = bool(np.isfinite(error).any()), measurable(change, error) & (np.abs(change) > PRINTED)
-    if not known and np.abs(change[greatest]) > PRINTED:
+    if not known and np.abs(change).max() > PRINTED:
         sentence = f"{both}: the median change is {signed(median)} x 10^-2 (no standard error is known)."
         yield "redundancy_change", Finding(median, "x 10^-2", sentence)
-        yield _greatest(change[greatest], None, f"{layers[greatest]} of {of}", pair)
         return
     if not differs.any():
         bound = f"no difference at any of {len(change)} layers"
@@ -122,17 +120,12 @@ def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[
     )
     yield "redundancy_change", Finding(median, "x 10^-2", sentence)
     greatest = int(np.where(differs, np.abs(change), 0).argmax())
-    yield _greatest(change[greatest], error[greatest], f"{layers[greatest]} of {of}", f"{pair} ({test})")
-
-
-def _greatest(peak: float, error: float | None, layer: str, pair: str) -> tuple[str, Finding]:
-    """Name and finding of the layer at which displacement changes most."""
-    spread = "" if error is None else f" ± {error:.2g}"
+    peak, its_error, layer = float(change[greatest]), float(error[greatest]), rows["layer"].iloc[greatest]
     sentence = (
-        f"Displacement changes most at layer {layer}: it is {abs(peak):.2f}{spread} x 10^-2 "
-        f"{'larger' if peak > 0 else 'smaller'} in {pair}."
+        f"At layer {layer} of {model['model']['num_layers']} displacement is {abs(peak):.2f} ± {its_error:.2g} x 10^-2 "
+        f"{'larger' if peak > 0 else 'smaller'} in {pair} ({test})."
     )
-    return "greatest_redundancy_change", Finding(float(peak), "x 10^-2", sentence, error and float(error))
+    yield "greatest_redundancy_change", Finding(peak, "x 10^-2", sentence, its_error)
 
 
 def _rows(table: pd.DataFrame, model: Entry, measure: str, statistic: str) -> pd.DataFrame:

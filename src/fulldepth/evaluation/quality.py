@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fulldepth.data import open_documents
+from fulldepth.data.drawing import Text, block_clusters, draw_windows, thinned
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation.judges import Embedder, Judge, continuation_log_probabilities
 from fulldepth.evaluation.subject import Subject
@@ -30,8 +30,6 @@ from fulldepth.results import Finding
 from fulldepth.settings.evaluate import EvaluateSettings, parse_layers
 
 MEASURE, DATA, FULL = "generation_quality", "data", "full model"
-CHARACTERS = 16
-"""Characters of a document that are tokenised, for each token that is needed."""
 Row = tuple[Any, ...]
 
 
@@ -57,12 +55,15 @@ class Quality:
                 "A model with blocks skipped in place cannot be cut to its first layers to generate. Export the plan "
                 "(fulldepth skip apply), or use --exit-layers full."
             )
-        self.windows = torch.tensor(list(self._windows()))  # [N, prefix + new]
+        self.windows, self.clusters = self._windows()
         self.judge = None if settings.judge is None else Judge(settings.judge, settings)
         self.embedder = None if settings.embedder is None else Embedder(settings.embedder, settings)
 
-    def _windows(self) -> Iterator[list[int]]:
-        """Windows of `prefix_tokens + new_tokens` tokens, from the first documents on."""
+    def _windows(self) -> tuple[Tensor, list[int]]:
+        """A uniform sample of windows of `prefix_tokens + new_tokens` tokens, `[N, T]`, and the cluster of each.
+
+        There are no clusters if no error is known.
+        """
         settings, name = self.settings, self.settings.generation_quality
         length = settings.prefix_tokens + settings.new_tokens
         limit = self.subject.anatomy.max_positions
@@ -71,16 +72,18 @@ class Quality:
                 f"{settings.prefix_tokens} tokens of a beginning and {settings.new_tokens} new ones are more than the "
                 f"model's {limit} positions."
             )
-        windows = list(islice(self._all_windows(length), settings.prompts))
+        count, seed = settings.prompts, settings.seed or 0
+        documents = thinned(open_documents(name), count=count, window=length, seed=seed)
+        tokenizer = self.subject.tokenizer
+
+        def tokenise(text: Text) -> list[int]:
+            return list(tokenizer(text.text, add_special_tokens=text.starts)["input_ids"])
+
+        windows = draw_windows(documents, tokenise, window=length, count=count, seed=seed, least=length).windows
         if not windows:
             raise FulldepthError(f"{name} has no text of {length} tokens; set fewer --prefix-tokens or --new-tokens.")
-        return iter(windows)
-
-    def _all_windows(self, length: int) -> Iterator[list[int]]:
-        most = CHARACTERS * length * self.settings.prompts
-        for text in open_documents(self.settings.generation_quality):
-            ids = self.subject.tokenizer(text[:most])["input_ids"]
-            yield from (ids[start : start + length] for start in range(0, len(ids) - length + 1, length))
+        clusters, _, no_error = block_clusters(windows, [identity for identity, _ in documents])
+        return torch.tensor([window.ids for window in windows]), [] if no_error else clusters
 
     def rows(self, answers: Answers, watcher: Watcher) -> list[Row]:
         """All rows; parts that `answers` holds are not computed again."""
@@ -129,12 +132,13 @@ class Quality:
         rows = [_row(FULL, layer, "perplexity", perplexity(likelihoods), len(likelihoods))] if likelihoods else []
         if self.judge is not None and (judged := self.judge.log_probabilities(prefixes, texts)):
             rows.append(_row(self.judge.name, layer, "perplexity", perplexity(judged), len(judged)))
-        rows += _mean_rows(layer, "diversity", mean_of(map(diversity, texts)))
+        rows += _mean_rows(layer, "diversity", mean_of(map(diversity, texts), self.clusters))
         if self.embedder is not None:
-            pairs = [(before, after) for before, after in zip(prefixes, texts, strict=True) if after.strip()]
-            if pairs:
-                before, after = (self.embedder.embed(column) for column in zip(*pairs, strict=True))
-                rows += _mean_rows(layer, "coherence", mean_of(coherence(before, after).tolist()))
+            written = [at for at, text in enumerate(texts) if text.strip()]
+            if written:
+                before, after = (self.embedder.embed([column[at] for at in written]) for column in (prefixes, texts))
+                clusters = [self.clusters[at] for at in written] if self.clusters else []
+                rows += _mean_rows(layer, "coherence", mean_of(coherence(before, after).tolist(), clusters))
         return rows
 
     @cached_property

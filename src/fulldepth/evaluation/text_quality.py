@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from fulldepth.uncertainty import deal, ratio_error
 
 NGRAMS = (2, 3, 4)
 
@@ -18,7 +21,7 @@ class Mean(NamedTuple):
 
     value: float
     error: float | None
-    """Standard error; None for one text."""
+    """Standard error over clusters; None if it is not known."""
     texts: int
 
 
@@ -62,10 +65,18 @@ def perplexity(log_probabilities: Iterable[float]) -> float:
     return math.exp(mean) if mean < 700 else math.inf
 
 
-def mean_of(values: Iterable[float | None]) -> Mean | None:
-    """Mean and standard error of the values that are not None; None if there are none."""
-    numbers = [value for value in values if value is not None]
-    if not numbers:
+def mean_of(values: Iterable[float | None], clusters: Sequence[int]) -> Mean | None:
+    """Mean of the values that are not None, with its standard error over clusters; None if there are none.
+
+    Args:
+        values: of each text.
+        clusters: unit of independence of each text, such as its document; empty = no error is known.
+    """
+    texts = list(values)
+    known = [at for at, value in enumerate(texts) if value is not None]
+    numbers = np.array([texts[at] for at in known], np.float64)
+    if not known:
         return None
-    error = stdev(numbers) / math.sqrt(len(numbers)) if len(numbers) > 1 else None
-    return Mean(fmean(numbers), error, len(numbers))
+    group = deal([clusters[at] for at in known]) if clusters else np.zeros(len(known), np.int64)
+    error = float(ratio_error(np.bincount(group, numbers), np.bincount(group)))
+    return Mean(float(numbers.mean()), None if math.isnan(error) else error, len(known))

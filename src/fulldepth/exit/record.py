@@ -71,23 +71,25 @@ def _chosen(row: Row, what: str, settings: ExitSettings) -> dict[str, Finding]:
 
 
 def _fastest(rows: Sequence[Row], what: str) -> dict[str, Finding]:
-    """The given threshold below 1 with the fewest layers among those shown to lose at most `CHEAP`, else the best."""
+    """The given threshold below 1 with the fewest layers among those shown to lose at most `CHEAP`; if there is none,
+    what the one with the most layers does.
+    """
     below = [row for row in rows if row.outcome.exit.threshold < 1]
     if not below:
         return {}
     good = [row for row in below if (ends := row.outcome.drop.interval) is not None and ends[1] <= CHEAP]
-    row = max(good, key=lambda row: row.outcome.speedup) if good else max(below, key=lambda r: r.outcome.quality.value)
+    row = max(good or below, key=lambda row: row.outcome.speedup if good else -row.outcome.speedup)
     found, quality = row.outcome, QUALITIES[row.outcome.quality_name]
     same = found.scores["agreement"].value
     lead = "The given threshold with the fewest layers among those shown to lose at most one point"
     if not good:
-        lead = "No given threshold is shown to lose at most one point; the most accurate one"
+        lead = "No given threshold is shown to lose at most one point; the one with the most layers"
     sentence = (
         f"{lead}: {found.exit.rule} {found.exit.threshold:g}. {drop_sentence(found.drop, quality, CHEAP)}, to "
         f"{found.quality.value:.1%}; {same:.1%} of the full model's predictions; {what} leave after "
         f"{found.layers_run:.1f} of {len(found.exits)} layers on average. {_speed(row)}"
     )
-    return {"best_threshold": Finding(found.exit.threshold, "1", sentence), "speedup": _speedup(row)}
+    return {"best_threshold": Finding(found.exit.threshold if good else None, "1", sentence), "speedup": _speedup(row)}
 
 
 def _speedup(row: Row) -> Finding:

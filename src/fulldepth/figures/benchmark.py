@@ -194,20 +194,3 @@ def agree(models: Sequence[BenchmarkedModel]) -> bool:
     """Whether all losses were measured on the same data, judged by the originals' losses."""
     bases = [model.base for model in models if model.base is not None]
     return not bases or max(bases) - min(bases) <= TOLERANCE * max(map(abs, bases))
-
-
-def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
-    """The Pareto-optimal points: no other point is at most as large in both numbers and smaller in one.
-
-    Returns:
-        Indices by ascending first number; equal points are either all included or all excluded.
-    """
-    order = sorted(range(len(points)), key=lambda index: points[index])
-    unbeaten: list[int] = []
-    best = float("inf")
-    for index in order:
-        second = points[index][1]
-        if second < best or (unbeaten and points[index] == points[unbeaten[-1]]):
-            unbeaten.append(index)
-            best = min(best, second)
-    return unbeaten

@@ -249,14 +249,14 @@ def _perfect(scale: Scale) -> float | None:
 
 
 def _in_words(drawn: Sequence[tuple[Group, Sequence[Point]]], scale: Scale) -> str:
-    """The fastest point of each group."""
+    """The point of the lowest threshold of each group."""
     texts = []
     for group, its_points in drawn:
-        point = max(its_points, key=lambda one: one.speedup or 0.0)
+        point = min(its_points, key=lambda one: one.threshold or 0.0)
         value = minus(point.values[scale.key] or 0.0, scale.words)
         how = "" if point.measured is not None else " in theory"
         texts.append(
-            f"{group.name}: fastest at {point.threshold:.4g}, {point.speedup:.2f}×{how}, {value}."
+            f"{group.name}: at {point.threshold:.4g}, the lowest, {point.speedup:.2f}×{how}, {value}."
             if point.threshold is not None
             else f"{group.name}: {point.speedup:.2f}×{how}, {value}."
         )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import plotly.graph_objects as go
 
-from fulldepth.figures.benchmark import WHOLE, BenchmarkedModel, Cell, Spread, agree, frontier
+from fulldepth.figures.benchmark import WHOLE, BenchmarkedModel, Cell, Spread, agree
 from fulldepth.figures.draw import error_bars
 from fulldepth.figures.record import SKIP, Figure, Method, Source
-from fulldepth.figures.style import AXIS, INK, Figures, axis, categorical, figure, label
+from fulldepth.figures.style import INK, Figures, axis, categorical, figure, label
 
 PHASES = {"prefill": "Prefill time", "decode": "Decode time of a token"}
 SYMBOLS = {"bench": "circle", "quantise": "diamond"}
@@ -52,30 +51,15 @@ def _plane(models: Sequence[BenchmarkedModel], phase: str, cell: Cell) -> go.Fig
     points = placed(models, phase, cell)
     if sum(not model.baseline for model, *_ in points) == 0:
         return None
-    best = frontier([(time.decided, loss) for _, time, loss in points])
     across = _range([edge for _, time, _ in points for edge in time])
     up = _range([loss for *_, loss in points])
-    traces: list[Any] = [
-        go.Scatter(
-            # The staircase bounds the attainable region above and to the right; it extends to the edges.
-            x=[points[best[0]][1].decided, *(points[at][1].decided for at in best), across[1]],
-            y=[up[1], *(points[at][2] for at in best), points[best[-1]][2]],
-            name="Frontier",
-            mode="lines",
-            line={"color": AXIS, "width": 1.5, "shape": "hv"},
-            hoverinfo="skip",
-        )
-    ]
     colors = iter(categorical(turn)["color"] for turn in range(len(points)))
-    for index, (model, time, loss) in enumerate(points):
-        color = INK if model.baseline else next(colors)
-        traces.append(_mark(model, time, loss, color, index in best))
-    shown = "; ".join(model_name(points[at][0]) for at in best)
+    traces = [_mark(model, time, loss, INK if model.baseline else next(colors)) for model, time, loss in points]
     return figure(
         traces,
         title=f"Quality against {phase} time",
-        subtitle="Lower left is better; bars: 95 % interval of the ratio. Filled marks are on the frontier",
-        alt=f"On the frontier: {shown}.",
+        subtitle="Lower left is better; bars: 95 % interval of the ratio",
+        alt="; ".join(f"{model_name(model)}: {time.value:.2f} times, {loss:.3f} nats" for model, time, loss in points),
         xaxis=axis(f"{PHASES[phase]} over the original’s", tickformat=".2f", range=across),
         yaxis=axis("Held-out loss (nats)" if agree(models) else "Loss added to the original’s (nats)", range=up),
         variant="Whole grid" if cell == WHOLE else label(models[0].part.named(cell.name), 48),
@@ -85,19 +69,16 @@ def _plane(models: Sequence[BenchmarkedModel], phase: str, cell: Cell) -> go.Fig
     )
 
 
-def _mark(model: BenchmarkedModel, time: Spread, loss: float, color: str, filled: bool) -> go.Scatter:
+def _mark(model: BenchmarkedModel, time: Spread, loss: float, color: str) -> go.Scatter:
     """The mark of a model, with a bar over the interval of its time."""
     symbol = "square" if model.baseline else SYMBOLS[model.part.kind]
-    mark: dict[str, Any] = {"color": color, "size": 11, "symbol": symbol if filled else f"{symbol}-open"}
-    if not filled:
-        mark["line"] = {"width": 2}
     return go.Scatter(
         x=[time.value],
         y=[loss],
         customdata=[[time.low, time.high]],
         name=model_name(model),
         mode="markers",
-        marker=mark,
+        marker={"color": color, "size": 11, "symbol": symbol},
         error_x=error_bars([time], color),
         hovertemplate="%{fullData.name}<br>%{x:.3f} (%{customdata[0]:.3f} to %{customdata[1]:.3f})<br>"
         "<b>%{y:.4f}</b> nats<extra></extra>",
@@ -117,14 +98,6 @@ def model_name(model: BenchmarkedModel, written: Callable[[object, int], str] = 
     return f"{name} (original)" if model.baseline and not name.startswith("original") else name
 
 
-FRONTIER = Method(
-    "Pareto frontier",
-    ("prefill_time", "decode_time"),
-    (
-        "A model is on the frontier if no other is at most as slow and at most as bad and better in one of the two. "
-        "A time whose interval holds 1 counts as the original’s."
-    ),
-)
 TIME = Method(
     "Time over the original’s",
     ("time_ratio", "prefill_time", "decode_time"),
@@ -152,7 +125,7 @@ FIGURES = (
         "pareto",
         lambda source: _planes(source, "prefill"),
         kinds=(SKIP,),
-        methods=(FRONTIER, TIME, SIZE),
+        methods=(TIME, SIZE),
     ),
     Figure("pareto_decode", "pareto", lambda source: _planes(source, "decode"), (SKIP,)),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -225,36 +224,6 @@ def _next(meta: Meta, layer: int | None, layers: int) -> dict[str, str] | None:
     model = shlex.quote(short(name, 160))
     command = f"fulldepth exit {model} --export-layers {layer} --output first-{layer}/"
     return {"why": f"export the first {layer} layers as a checkpoint:", "command": command}
-
-
-def story_of_models(source: Source) -> Story | None:
-    """The opening paragraph of several models: which scores best on each task, and whether clearly."""
-    every = _tasks_of_models(source)
-    sentences = []
-    for name in dict.fromkeys(task.name for _, tasks in every for task in tasks):
-        scored = [
-            (label, task) for label, tasks in every for task in tasks if task.name == name and task.full is not None
-        ]
-        if len(scored) > 1:
-            sentences.append(_best_of(name, scored))
-    rest = len(sentences) - MOST_NAMED
-    if rest > 0:
-        sentences = [*sentences[:MOST_NAMED], f"{rest} more task{' is' if rest == 1 else 's are'} below."]
-    return {"sentences": sentences, "next": None} if sentences else None
-
-
-def _best_of(name: str, scored: Sequence[tuple[str, Task]]) -> str:
-    """The model with the best score on a task, and the next one."""
-    sign = 1 if scored[0][1].higher_is_better else -1
-    ranked = sorted(scored, key=lambda one: -sign * (one[1].full or 0.0))
-    (best, first), (other, second) = ranked[:2]
-    told = f"{best} scores {score(first, first.layers)} on {short(name, 40)}, {other} {score(second, second.layers)}"
-    if first.full == second.full:
-        return f"{told}: no difference."
-    if first.error is None or second.error is None or first.full is None or second.full is None:
-        return f"{told}."
-    clear = abs(first.full - second.full) > 2 * math.hypot(first.error, second.error)
-    return f"{told}: {'clearly' if clear else 'not clearly'} better (two standard errors of the difference)."
 
 
 def _tasks_of_models(source: Source) -> list[tuple[str, list[Task]]]:

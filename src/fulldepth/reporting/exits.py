@@ -181,19 +181,18 @@ def story(source: Source) -> Story | None:
 
 
 def _threshold_sentences(every: Sequence[Point], meta: Meta) -> list[str]:
-    """What the best threshold does; if none is cheap, what the most careful one costs."""
+    """What the best threshold does; if none is cheap, what the one with the most layers costs."""
     if not every:
         return []
     full, what = meta.get("full") or {}, subject(meta)
     point = best(every, points(meta.get("exits"), CALIBRATION) if _splits(meta) else ())
     if point is None:
-        careful = [point for point in every if _drop(point, quality_of(full)) is not None]
-        if not careful:
-            return [_did(max(every, key=lambda one: one.threshold or 0.0), full, what)]
-        least = min(careful, key=lambda one: _drop(one, quality_of(full)) or 0.0)
+        careful = max(every, key=lambda one: (bool(one.early), one.mean_layer or 0.0, one.threshold or 0.0))
+        if _drop(careful, quality_of(full)) is None:
+            return [_did(careful, full, what)]
         return [
             f"No threshold is shown to keep {named_quality(full)} within {100 * CHEAP:.0f} point of the full model’s.",
-            _did(least, full, what),
+            _did(careful, full, what),
         ]
     sentences = [_did(point, full, what)]
     share = _of_theory(point)
@@ -280,14 +279,14 @@ def _layer_sentences(layer: Mapping[str, Any] | None, layers: int, meta: Meta) -
 
 
 def _generation_sentences(meta: Meta) -> list[str]:
-    """The run that is most like plain generation among the faster ones, or else among all."""
+    """The run of the highest threshold among the faster ones, or else among all."""
     generation = meta.get("generation")
     runs = [one for one in points(generation if isinstance(generation, list) else None) if one.values.get("agreement")]
     runs = [one for one in runs if one.early] or runs  # one at which nothing leaves says nothing
     if not runs:
         return []
     fast = [one for one in runs if one.differs and (one.measured or 0) > 1]
-    run = max(fast or runs, key=lambda one: (one.values["agreement"] or 0.0, one.speedup or 0.0))
+    run = max(fast or runs, key=lambda one: one.threshold or 0.0)
     same = 100 * (run.values["agreement"] or 0.0)
     policy = f" ({plain(run.policy)})" if run.policy else ""
     faster = _speed(run).rstrip(",")

@@ -178,7 +178,6 @@ PAGES = {
         lambda source: measured.compared(source.meta, "models"),
         lambda source: measured.about_models(source.meta),
         measured.differences,
-        opening=evaluated.story_of_models,
         models=evaluated.side_by_side,
         sections=OF_EVALUATION,
     ),

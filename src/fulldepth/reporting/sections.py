@@ -104,8 +104,7 @@ OF_SKIPPING = (
     Section(
         "pareto",
         "Quality against time",
-        "Every model that was timed, by its held-out loss. What lies on the frontier cannot be made faster "
-        "without a higher loss, nor better without more time, by any other model on this page.",
+        "Every model that was timed, by its held-out loss.",
     ),
     Section(
         "cost",

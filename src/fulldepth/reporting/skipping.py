@@ -18,7 +18,7 @@ from fulldepth.reporting.tables import Table
 
 CARDS = {
     "loss_added": "Loss added",
-    "loss_healed": "Loss taken back by scalars",
+    "loss_healed": "Held-out loss, healed",
     "break_point": "Break point",
     "mmd": "Distance from the original",
     "prefill_time_ratio": "Prefill time",

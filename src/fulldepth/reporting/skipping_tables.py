@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from fulldepth.figures.benchmark import PHASES, WHOLE, BenchmarkedModel, Cell, Spread, agree, frontier
+from fulldepth.figures.benchmark import PHASES, WHOLE, BenchmarkedModel, Cell, Spread, agree
 from fulldepth.figures.curves import curve
 from fulldepth.figures.healing import groups, removed
-from fulldepth.figures.pareto import model_name, placed
+from fulldepth.figures.pareto import model_name
 from fulldepth.figures.record import Source
 from fulldepth.figures.skip_results import Part, planned
 from fulldepth.figures.style import minus
@@ -51,25 +51,23 @@ def tables(source: Source) -> dict[str, Sequence[Table]]:
 
 
 def side_by_side(source: Source) -> Table | None:
-    """All timed models: loss, time, size, and on which frontiers they are."""
+    """All timed models: loss, time and size."""
     models = source.benchmarked
     if not models:
         return None
     if agree(models):  # show one original for all
         first = next((model for model in models if model.baseline), None)
         models = [model for model in models if not model.baseline or model is first]
-    best = {phase: _unbeaten(models, phase) for phase in PHASES}
     columns: Columns = {
         **LOSSES,
         "Prefill time": lambda model: _ratio(model, "prefill"),
         "Decode time": lambda model: _ratio(model, "decode"),
         "Weights": lambda model: _multiple(model, "parameter_bytes"),
         "Cache per token": lambda model: _multiple(model, "kv_bytes_per_token"),
-        "On the frontier": lambda model: ", ".join(phase for phase in PHASES if model in best[phase]) or NOTHING,
     }
     note = (
         f"{_source(models)}{RATIOS} ± is the standard error over documents. Weights and cache per token are multiples "
-        "of the original’s bytes. On the frontier: no other model here is as good and faster, or as fast and better."
+        "of the original’s bytes."
     )
     return _by_model("Models side by side", columns, models, note)
 
@@ -80,11 +78,6 @@ def _source(models: Sequence[BenchmarkedModel]) -> str:
     if not stated:
         return ""
     return f"Not measured here: the loss of {', '.join(stated)} is the plan’s, healed if the plan is. "
-
-
-def _unbeaten(models: Sequence[BenchmarkedModel], phase: str) -> list[BenchmarkedModel]:
-    points = placed(models, phase, WHOLE)
-    return [points[at][0] for at in frontier([(time.decided, loss) for _, time, loss in points])]
 
 
 def _by_model(title: str, columns: Columns, models: Sequence[BenchmarkedModel], note: str = "") -> Table:

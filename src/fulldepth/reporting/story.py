@@ -168,18 +168,15 @@ def paragraph(table: pd.DataFrame, meta: Mapping[str, Any]) -> str:
 
 
 def _little(facts: Facts) -> str:
-    """Which layers do little: those measurably below the threshold, or else the one with the smallest displacement."""
+    """Which layers do little: those measurably below the threshold."""
     limit = f"{IDLE:g} ({degrees(IDLE):.0f} degrees)"
     if facts.idle:
         return (
             f"Displacement is clearly below {limit} in {len(facts.idle)} of {facts.layers} layers: {spans(facts.idle)}."
         )
-    least = min(facts.displacement, key=facts.displacement.__getitem__)
-    error = plus_minus({"standard_error": facts.errors.get(least)})
-    smallest = f"{facts.displacement[least]:.3f} {error}".strip() + f" in layer {least} of {facts.layers}"
-    if not error:
-        return f"The smallest displacement is {smallest}; there is no standard error, so nothing is concluded from it."
-    return f"Displacement is clearly below {limit} in no layer; the smallest is {smallest}."
+    if not facts.errors:
+        return "Displacement has no standard error, so it is not concluded which layers do little."
+    return f"Displacement is clearly below {limit} in no layer."
 
 
 def spans(layers: list[int]) -> str:

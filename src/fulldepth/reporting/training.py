@@ -25,8 +25,11 @@ def byline_of_runs(source: Source) -> str:
 
 
 def differences(entry: Meta, _: Source) -> list[Shown]:
-    """The findings of a comparison of runs; those of a single run against the baseline are marked as later."""
-    return [Shown(finding, later=":" in name) for name, finding in (entry.get("headline") or {}).items()]
+    """The findings of a comparison of runs; all but the validation losses are marked as later."""
+    return [
+        Shown(finding, later=not name.startswith("validation_loss"))
+        for name, finding in (entry.get("headline") or {}).items()
+    ]
 
 
 def tables(source: Source) -> dict[str, list[Table]]:
@@ -164,8 +167,8 @@ def side_by_side(source: Source) -> Table:
     step = meta.get("step")
     when = f"At step {step:,}. " if isinstance(step, int) else ""
     note = (
-        f"{when}Time, memory and parameters are multiples of the baseline’s. One run each: how much another seed would "
-        "change is not known."
+        f"{when}Time, memory and parameters are multiples of the baseline’s, time where the 95 % interval of the ratio "
+        "does not hold 1. One run each: how much another seed would change is not known."
     )
     return _by_run(meta, "Runs side by side", columns, note)
 
@@ -176,11 +179,10 @@ def _jumps(meta: Meta) -> Table:
         ("Last two layers", "zeta_L-1", "zeta_L-1", "+.1f"),
         ("Last three layers", "zeta_L-2", "zeta_L-2", "+.1f"),
         ("Displacement, median change", "", "redundancy_change", "+.2f"),
-        ("Displacement, greatest change", "", "greatest_redundancy_change", "+.2f"),
     )
     note = (
         "Jump rates ζ with the difference from the baseline in percentage points; then, times 10⁻², the change of the "
-        "layers’ displacement: its median over layers, and where it is greatest beyond noise."
+        "layers’ displacement, its median over layers."
     )
     return _by_run(meta, "Jump rates and redundancy", columns, note)
 
@@ -194,7 +196,8 @@ def _costs(meta: Meta) -> Table:
     )
     note = (
         "Time and throughput are medians over the intervals between evaluations, evaluating and saving left out; "
-        "× is a multiple of the baseline’s, given where the machine was otherwise idle."
+        "× is a multiple of the baseline’s, given where the machine was otherwise idle, of time where the 95 % "
+        "interval of the ratio does not hold 1."
     )
     return _by_run(meta, "Time and memory", columns, note)
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import datasets
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from fulldepth.data.conversations import CUT_OFF, TABLES, Prompt, conversation_prompts
 from fulldepth.data.opening import open_data
 from fulldepth.data.rendering import as_prompt, encode_prompt
+from fulldepth.data.row_index import sampled_rows
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import atomic
 from fulldepth.hf import device_of
@@ -55,21 +57,26 @@ class Responses(NamedTuple):
         return target
 
 
-def read_prompts(data: Any, tokenizer: Any, limit: int | None = None) -> list[Prompt]:
+def read_prompts(data: Any, tokenizer: Any, limit: int | None = None, seed: int = 0) -> list[Prompt]:
     """The prompts of rows; their responses, if any, are ignored.
 
     Args:
         data: pairs as for `read_examples`; a row may also hold only a prompt. The prompt of a chat is everything
             before its last response.
         tokenizer: with a chat template, prompts become messages.
-        limit: number of rows to read, from the first; None = all.
+        limit: most rows, a uniform sample in the order of the data (of a stream the first ones); None = all.
+        seed: of the sample.
 
     Raises:
         FulldepthError: if a row has no prompt, or there are no rows.
     """
-    opened = open_data(data, limit=limit, suffixes=TABLES)
+    stream = isinstance(data, datasets.IterableDataset)
+    opened = open_data(data, limit=limit if stream else None, suffixes=TABLES)
+    rows, (_, first) = opened.rows(), next(opened.rows(), ("", {}))
+    if limit is not None and not stream and (chosen := sampled_rows(opened, list(first), limit, seed)) is not None:
+        rows = ((where, row) for _, where, row in chosen)
     prompts: list[Prompt] = []
-    for where, prompt in conversation_prompts(opened.rows(), tokenizer):
+    for where, prompt in conversation_prompts(rows, tokenizer):
         if not _has_text(prompt):
             raise FulldepthError(f"{where} has an empty prompt. Leave the row out, or give it one.")
         prompts.append(prompt)

@@ -97,7 +97,7 @@ def _respond(
 ) -> dict[str, Any]:
     """Generate responses into the folder, or reuse those of an earlier start; returns their settings."""
     check_data(data, folder)
-    prompts = read_prompts(data, tokenizer, limit=count)
+    prompts = read_prompts(data, tokenizer, count, sampling["seed"])
     digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
     request = {"model": hashed, "prompts": f"sha256:{digest}", "count": count, **sampling}
     return stored_responses(folder, request, lambda: answer(prompts, len(prompts), **sampling))

@@ -17,22 +17,19 @@ def _kept(plan: Plan, fit: str) -> str:
     fits = plan.cost.get("fit")
     record = fits.get(fit) if isinstance(fits, dict) else None
     untrained = isinstance(record, dict) and record.get("epoch") == 0
-    return "; no epoch lowered the loss, the scalars stay 1" if untrained else ""
+    return "no epoch lowered the loss, the scalars stay 1" if untrained else ""
 
 
 def lines(plan: Plan) -> list[tuple[str, str, str]]:
     """(name, value, remark) of the losses in the order of removal, of the healed model, and of the control."""
-    base = plan.losses[0]
-    rows = [("unmodified", f"{base:.4f} nats", "")]
+    rows = [("unmodified", f"{plan.losses[0]:.4f} nats", "")]
     for number, (layer, loss) in enumerate(zip(plan.blocks, plan.losses[1:], strict=True), start=1):
-        rows.append((f"{number}. layer {layer}", f"{loss:.4f} nats", f"{loss - base:+.4f}"))
+        rows.append((f"{number}. layer {layer}", f"{loss:.4f} nats", ""))
     if plan.healed_loss is not None:
-        remark = f"{plan.healed_loss - base:+.4f}{_kept(plan, 'healed')}"
-        rows.append(("healing: scalars fitted", f"{plan.healed_loss:.4f} nats", remark))
+        rows.append(("healing: scalars fitted", f"{plan.healed_loss:.4f} nats", _kept(plan, "healed")))
     if plan.control_loss is not None:
         control = plan.control_loss.scalars_only
-        remark = f"{control - base:+.4f}{_kept(plan, 'control')}"
-        rows.append(("control: scalars, nothing skipped", f"{control:.4f} nats", remark))
+        rows.append(("control: scalars, nothing skipped", f"{control:.4f} nats", _kept(plan, "control")))
     if decision := decided(plan):
         rows.append(("in-sample", f"these rows {decision}", "skip bench --heldout reads others"))
     share = plan.cost.get("share_of_plain")
