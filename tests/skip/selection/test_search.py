@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tiny_models as tm
+from families import zoo
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
@@ -51,6 +52,19 @@ def test_exact_and_greedy_pick_what_the_plain_loop_picks_down_to_the_last_block(
         losses = [plain.loss(model, examples.heldout, picks[:n], granularity) for n in range(6)]
         assert plan.losses == pytest.approx(losses, rel=1e-5)
         assert [found["pick"] for found in plan.cost["rounds"]] == picks
+
+
+@pytest.mark.parametrize(("name", "fields"), [("qwen3_moe", {"mlp_only_layers": [1, 2]}), ("mixtral", {})])
+def test_layers_of_experts_are_candidates(name, fields):
+    """Experts are no linear layers; the plain loop prefers layer 1, whose experts add next to nothing."""
+    model, examples = zoo.build(name, "causal-lm", **fields), plain.examples(heldout=8)
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj.mul_(1e-3)
+    picks, losses = plain.plain_loop(model, examples.heldout, 3, "mlp")
+    assert picks[0] == 1
+    plan = find(model, examples, 3, search="exact", granularity="mlp")
+    assert plan.blocks == picks
+    assert plan.losses == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(3))
