@@ -11,7 +11,11 @@ from statistics import median
 
 import pandas as pd
 import pytest
+import torch
 from scipy.stats import norm
+
+from families import zoo
+from skip.word_tokenizer import tokenizer, words
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -218,3 +222,17 @@ def test_the_documentation_is_built_with_its_warnings() -> None:
     recipe = (ROOT / "Makefile").read_text(encoding="utf-8").split("\ndocs:")[1].split("\n\n")[0]
     assert "--strict" in recipe
     assert "--quiet" not in recipe  # it hides warnings, and strict mode counts none
+
+
+def test_the_snippet_on_skipping_runs_on_a_family_that_is_not_in_the_table(tmp_path, monkeypatch):
+    """Cohere 2 adds both branches to one stream, which only the check of the parts finds."""
+    rows = [{"prompt": words(n, n + 1), "response": " " + words(n + 2, n + 3)} for n in range(10)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    model = zoo.build("cohere2", "causal-lm", num_hidden_layers=5)
+    names = {"model": model, "tokenizer": tokenizer(), "inputs": {"input_ids": torch.tensor([[3, 4]])}}
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "skipping.md").read_text(encoding="utf-8"), re.DOTALL)
+    code, _, load = code.rpartition("model = load(")
+    exec(code, names)
+    assert load == '"fast/")\n'
+    assert len(names["plan"].blocks) == 4

@@ -8,16 +8,22 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny_models as tm
+from families import zoo
 from fulldepth.execution.flops import Shape, Variant, costs_of, forward_flops, weight_products
 from fulldepth.execution.language_model import prove
 
 BATCH, TIME = 2, 12
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gpt_neox", "opt", "mistral"])
+EXPERTS = ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text"]
+"""Experts on top of a router, beside a shared one, in some layers only, and on every token."""
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gpt_neox", "opt", "mistral", *EXPERTS])
 def test_both_counts_are_those_of_torch(name: str) -> None:
-    model = tm.build(name)
+    model = zoo.build(name, "causal-lm") if name in EXPERTS else tm.build(name)
     model.set_attn_implementation("eager")
+    model.config._experts_implementation = "eager"  # torch counts no grouped product
     ids = torch.randint(3, tm.VOCAB, (BATCH, TIME))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=ids, use_cache=False)

@@ -16,20 +16,24 @@ VOCAB, LENGTH = 96, 16
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "n_words"), VOCAB),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "n_embed", "model_dim", "emb_dim"), 32),
-    **dict.fromkeys(("embedding_size", "word_embed_proj_dim", "lru_width"), 32),
+    **dict.fromkeys(("embedding_size", "word_embed_proj_dim"), 20),
+    "lru_width": 24,
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"), 3),
     **dict.fromkeys(("encoder_layers", "decoder_layers"), 3),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "linear_num_key_heads", "n_mamba_heads"), 2),
-    **dict.fromkeys(("head_dim", "kv_channels", "attention_head_dim", "rotary_dim", "qkv_head_dim"), 8),
-    **dict.fromkeys(("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "sliding_window", "attention_window"), 8),
-    **dict.fromkeys(("mamba_d_state", "state_size", "patch_size"), 8),
-    **dict.fromkeys(("q_lora_rank", "qk_head_dim", "mamba_d_head", "mamba_head_dim", "moe_intermediate_size"), 16),
-    "shared_expert_intermediate_size": 16,
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "d_inner"), 48),
-    "ffn_hidden_size": 48,
+    **dict.fromkeys(("head_dim", "kv_channels", "attention_head_dim", "qkv_head_dim"), 12),
+    **dict.fromkeys(("rotary_dim", "qk_rope_head_dim", "sliding_window", "attention_window", "patch_size"), 8),
+    **dict.fromkeys(("mamba_d_state", "state_size", "linear_key_head_dim"), 8),
+    **dict.fromkeys(("kv_lora_rank", "linear_value_head_dim"), 10),
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 6,
+    **dict.fromkeys(("q_lora_rank", "mamba_d_head", "mamba_head_dim", "moe_intermediate_size"), 16),
+    "qk_head_dim": 12,
+    "shared_expert_intermediate_size": 28,
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "d_inner"), 40),
+    "ffn_hidden_size": 40,
     **dict.fromkeys(("hidden_dim", "mamba_d_ssm"), 64),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("linear_num_value_heads", "time_step_rank", "mamba_n_heads", "mamba_num_heads"), 4),
@@ -43,11 +47,18 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0,
     "image_size": 32,
 }
-"""Field of a configuration -> its value here."""
+"""Field of a configuration -> its value here; no two widths that may differ are the same."""
 LATENT = {"head_dim": None, "num_key_value_heads": 4}
+TIED_HEADS = {"head_dim": 8}
+"""Of types whose heads have D / H channels whatever the configuration says."""
+TIED_EMBEDDINGS = {"embedding_size": 32}
+"""Of types whose embeddings are as wide as their blocks, or whose channels are counted in groups of 32."""
 SWIN = {"image_size": 64, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
 SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), LATENT),
+    **dict.fromkeys(("axk1", "axk2", "mistral4"), LATENT),
+    **dict.fromkeys(("helium", "pixtral"), TIED_HEADS),
+    **dict.fromkeys(("squeezebert", "bit", "regnet", "resnet"), TIED_EMBEDDINGS),
     "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
     "zamba": {"num_hidden_layers": 3},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
@@ -83,6 +94,7 @@ def config_for(model_type: str, **fields: Any) -> Any:
 HEADS = {
     "causal-lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked-lm": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "image-text-to-text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     "image-classification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     "text-classification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     "representation": modeling_auto.MODEL_MAPPING_NAMES,

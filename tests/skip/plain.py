@@ -15,7 +15,7 @@ from fulldepth.data.examples import Examples
 
 OUTPUTS = {
     "attention": ("self_attn.o_proj", "attn.c_proj", "attention.dense"),
-    "mlp": ("mlp.down_proj", "mlp.c_proj", "mlp.dense_4h_to_h"),
+    "mlp": ("mlp.down_proj", "mlp.c_proj", "mlp.dense_4h_to_h", "mlp.experts"),
 }
 POST_NORMS = {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"}
 VOCAB = 19

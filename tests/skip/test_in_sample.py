@@ -78,6 +78,9 @@ def test_a_search_lists_its_rows_and_the_card_says_it(model) -> None:
     card = card_of(made, format="fast", carries_code=False, logit_error=0.0, parameters=1, notes=[]).text()
     assert f"| In-sample | {SENTENCE} |" in card
     assert r"| Held-out text | a seeded fifth of a\|b.jsonl |" in card
+    nameless = plan(model, [1], values=None)
+    card = card_of(nameless, format="fast", carries_code=False, logit_error=0.0, parameters=1, notes=[]).text()
+    assert f"| Held-out text | examples with the hash {nameless.data['hash']} |" in card
     assert (
         "In-sample"
         not in card_of(

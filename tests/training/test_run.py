@@ -79,6 +79,7 @@ def test_the_record_tells_what_the_checkpoints_do(recipe: Any, tmp_path: Path) -
     assert card.data.library_name == "transformers"
     assert f"| Validation loss | {values(results, 'validation_loss', 6)[0]:.4g} nats |" in card.text
     assert f"| Tokens | {6 * 4 * 24} |" in card.text
+    assert f"of the last evaluation, on a held-out part of {settings(path).data.name}." in card.text
 
 
 def test_a_model_trained_from_a_run_generates_as_the_first_one_does(

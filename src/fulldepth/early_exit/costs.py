@@ -21,8 +21,16 @@ def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     return int(sdpa_flop_count(query, key, value))
 
 
-ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
-"""Kernels of attention that torch's counter leaves out."""
+def _grouped(states: Any, weights: Any, *_: Any, **__: Any) -> int:
+    """Operations of a grouped product `[S, m] x [E, m, n]`, in which each row meets one of E matrices."""
+    return 2 * int(states[0]) * int(states[1]) * int(weights[-1])
+
+
+KERNELS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._grouped_mm: _grouped,
+}
+"""Kernels that torch's counter leaves out: of attention, and of experts."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,6 @@ def _flops_of(early: EarlyExit, inputs: dict[str, Tensor]) -> SampleFlops:
 
 
 def _counted(run: Callable[[], Any]) -> tuple[float, Any]:
-    with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
+    with FlopCounterMode(display=False, custom_mapping=KERNELS) as counter:
         result = run()
     return float(counter.get_total_flops()), result

@@ -1,8 +1,8 @@
 """Floating-point operations of models and of their parts, counted from shapes without running the model.
 
 Only matrix products are counted, with a multiplication and an addition as two operations, as in
-`torch.utils.flop_counter.FlopCounterMode`. Not counted: norms, softmax, rotary embeddings, activation functions, sums,
-and the experts of mixture-of-experts layers.
+`torch.utils.flop_counter.FlopCounterMode`. Of E experts a token visits k, which are counted with their router. Not
+counted: norms, softmax, rotary embeddings, activation functions and sums.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from inspect import signature
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import Anatomy, Classifier, anatomy_candidates, exit_heads_of, is_offloaded, task_of
+from fulldepth.hf import Anatomy, Classifier, anatomy_candidates, exit_heads_of, is_offloaded, stacked_experts, task_of
 
 TRAINING = 3
 """Cost of a training step relative to a forward pass; the backward pass costs twice as much as the forward pass."""
@@ -33,13 +34,50 @@ Variant = frozenset[int]
 
 
 def weight_products(module: nn.Module | None) -> float:
-    """2 * inputs * outputs of a linear layer, also if packed by GPTQ or AWQ; 0 for other modules."""
-    if isinstance(module, nn.Linear | Conv1D):  # both hold one matrix
-        return 2.0 * module.weight.numel()
+    """2 * inputs * outputs of a linear layer, also if packed by GPTQ or AWQ, or a router; 0 for other modules."""
+    if isinstance(module, nn.Linear | Conv1D) or _is_router(module):  # all hold one matrix
+        return 2.0 * module.weight.numel()  # type: ignore[union-attr, operator]
     if hasattr(module, "qweight"):
         packed: Any = module
         return 2.0 * float(packed.in_features * packed.out_features)
     return 0.0
+
+
+def token_products(root: nn.Module, outside: Collection[nn.Module | None] = ()) -> float:
+    """Operations of one token in the matrices of a module: 2 * inputs * outputs each, k / E of them for E experts.
+
+    Args:
+        root: a block or a model.
+        outside: modules inside it that are not counted.
+    """
+    total = 0.0
+    for block in root.modules():
+        total += 0.0 if block in outside else weight_products(block)
+        for name, experts in block.named_children():
+            stacked = stacked_experts(experts)
+            if stacked:
+                share = _visited(block, experts, len(next(iter(stacked.values()))))
+                total += share * sum(2.0 * weight.numel() for weight in stacked.values())
+            elif name == "experts" and isinstance(experts, nn.ModuleList):  # counted with `root.modules()`, all of them
+                share = _visited(block, None, len(experts))
+                total -= (1 - share) * sum(weight_products(part) for part in experts.modules())
+    return total
+
+
+def _is_router(module: nn.Module | None) -> bool:
+    """Whether a module holds the matrix by which it chooses `top_k` experts for a token."""
+    weight = getattr(module, "weight", None)
+    return isinstance(getattr(module, "top_k", None), int) and isinstance(weight, nn.Parameter) and weight.ndim == 2
+
+
+def _visited(block: nn.Module, experts: nn.Module | None, count: int) -> float:
+    """Share of a block's experts that one token visits: all, unless the block has a `top_k`.
+
+    Experts that read only the states, as Llama 4's, run on every token, most of them on zeros.
+    """
+    chosen = next((k for part in block.modules() if isinstance(k := getattr(part, "top_k", None), int)), count)
+    reads_all = experts is not None and len(signature(experts.forward).parameters) == 1
+    return 1.0 if reads_all else min(chosen, count) / count
 
 
 def head_channels(config: PreTrainedConfig, attention: nn.Module | None = None) -> int:
@@ -106,7 +144,7 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
     windows = _windows(config)
     extra = getattr(config, "extra_flops", None)
     return TokenFlops(
-        linear=sum(weight_products(module) for module in model.modules() if module not in outside),
+        linear=token_products(model, outside),
         head=weight_products(head),
         attention=width * sum(_mean_keys(sequence_length, window) for window in windows),
         attention_full=width * sequence_length * len(windows),
@@ -134,7 +172,7 @@ def _classifier_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlop
     pixels = sum(2.0 * part.weight.numel() for part in model.modules() if isinstance(part, nn.Conv2d))
     extra = getattr(config, "extra_flops", None)
     return TokenFlops(
-        linear=sum(weight_products(module) for module in model.modules() if module not in outside),
+        linear=token_products(model, outside),
         head=pooled if causal else pooled / sequence_length,
         attention=width * sum(_mean_keys(sequence_length, window) for window in windows) if causal else full,
         attention_full=full,
@@ -173,12 +211,14 @@ class Costs:
     keys: tuple[float, ...]
     """Per token and key, in each layer's attention: 4 H d_h."""
     mlp: tuple[float, ...]
-    """Per token, in all other products of each block."""
+    """Per token, in all other products of each block: of experts, those that a token visits."""
     head: float
     """Per token, in the output head: 2 D V."""
     kept: float = 0.0
     """Approximate bytes that autograd keeps per token in all blocks; infinite for a model with offloaded weights,
     because autograd would also keep the weights of every block."""
+    able: tuple[int, ...] = ()
+    """Layers that have the part that `granularity` skips."""
 
     @property
     def num_layers(self) -> int:
@@ -241,12 +281,6 @@ class Costs:
         passes = 3 if self.checkpoints(shape, checkpointing) else 2
         return passes * (self.whole(variant, shape) - head) + scores + 3 * head + base
 
-    @property
-    def able(self) -> tuple[int, ...]:
-        """Layers that have the part that `granularity` skips."""
-        parts = {"attention": self.attention, "mlp": self.mlp}.get(self.granularity, self.mlp)
-        return tuple(layer for layer, part in enumerate(parts, start=1) if part or self.granularity == "layer")
-
     def candidates(self, skipped: Collection[int]) -> list[Variant]:
         """The variants that skip one more layer."""
         return [Variant(skipped) | {layer} for layer in self.able if layer not in skipped]
@@ -258,10 +292,11 @@ def costs_of(anatomy: Anatomy, classifier: Classifier, granularity: str) -> Cost
     heads = getattr(anatomy.config, "num_attention_heads", None) or 0
     for layer in range(1, anatomy.num_layers + 1):
         part = anatomy.part(layer, "attention")
-        inside = 0.0 if part is None else sum(weight_products(module) for module in part.modules())
+        inside = 0.0 if part is None else token_products(part)
         attention.append(inside)
         keys.append(0.0 if part is None else 4.0 * (heads * head_channels(anatomy.config, part) or anatomy.width))
-        mlp.append(sum(weight_products(module) for module in anatomy.blocks[layer - 1].modules()) - inside)
+        mlp.append(token_products(anatomy.blocks[layer - 1]) - inside)
     head = sum(weight_products(module) for path in classifier.modules for module in path.modules())
     kept = math.inf if is_offloaded(anatomy.body) else float(KEPT_BYTES * anatomy.width * anatomy.num_layers)
-    return Costs(granularity, tuple(attention), tuple(keys), tuple(mlp), head, kept)
+    able = range(1, anatomy.num_layers + 1) if granularity == "layer" else anatomy.layers_with(granularity)
+    return Costs(granularity, tuple(attention), tuple(keys), tuple(mlp), head, kept, tuple(able))

@@ -165,7 +165,8 @@ def prove_end(anatomy: Anatomy, trace: Trace, last: Tensor) -> Anatomy:
     """Verify that `h_L`, or its final norm, is the body's last hidden state.
 
     For a family of the table, its final norm must give that state; for other families, the module that gives it is
-    taken as the final norm.
+    taken as the final norm. A map to another width behind it, as OPT-350m's to the width of its embeddings, is a part
+    of the head.
 
     Args:
         anatomy: with verified blocks.
@@ -187,8 +188,12 @@ def prove_end(anatomy: Anatomy, trace: Trace, last: Tensor) -> Anatomy:
         raise FulldepthError(
             f"the last block's output through {anatomy.family.final_norm} is not the model's last hidden state"
         )
+    narrows = end.shape != last.shape
     for call in trace.readers(last):
-        if is_close(call.gave, end) and call.module is not anatomy.body:
+        gives_end = is_close(call.gave, end) and call.module is not anatomy.body
+        if gives_end and narrows:
+            return anatomy
+        if gives_end or (narrows and any(is_close(after.gave, end) for after in trace.readers(call.gave))):
             return replace(anatomy, family=replace(anatomy.family, final_norm=_from_body(anatomy, call.path)))
     raise FulldepthError("neither the last block's output nor its final norm is the model's last hidden state")
 
@@ -238,11 +243,10 @@ def find_head(anatomy: Anatomy, trace: Trace, last: Tensor, mask: Tensor | None)
         for step in frontier:
             for end in (step, *_pooled(step, mask, leading), *_late(step, mask)):
                 head = _head(anatomy, end)
-                if (
-                    head is not None
-                    and end.state.shape == trace.logits.shape
-                    and _predicts(anatomy, head, trace, last, mask)
-                ):
+                if head is None or end.state.shape != trace.logits.shape:
+                    continue
+                head = _find_scales(anatomy, head, trace.logits, last, mask)
+                if head is not None:
                     return replace(head, reads=_read(anatomy, head, last, mask)) if head.pool == "inside" else head
     return None
 
@@ -294,9 +298,17 @@ def _head(anatomy: Anatomy, step: _Step) -> Head | None:
     return Head(modules, pool=step.pool, normed=normed, leading=step.leading) if modules else None
 
 
-def _predicts(anatomy: Anatomy, head: Head, trace: Trace, last: Tensor, mask: Tensor | None) -> bool:
-    """Whether a head gives the model's logits."""
-    return trace.logits is not None and is_close(predict(_classifier(anatomy, head), last, mask), trace.logits)
+def _find_scales(anatomy: Anatomy, head: Head, logits: Tensor, last: Tensor, mask: Tensor | None) -> Head | None:
+    """The head with the scale and soft cap that give the model's logits; None if none do.
+
+    A configuration may hold values that its class does not use: Aya Vision does not scale as its text model would, and
+    HyperCLOVA X multiplies by the value by which Granite divides.
+    """
+    named = _classifier(anatomy, head)
+    scales = (None,) if named.scale == 1.0 else (None, 1.0, 1 / named.scale)
+    caps = (True,) if named.softcap is None else (True, False)
+    heads = (replace(head, scale=scale, capped=capped) for scale in scales for capped in caps)
+    return next((one for one in heads if is_close(predict(_classifier(anatomy, one), last, mask), logits)), None)
 
 
 def _read(anatomy: Anatomy, head: Head, last: Tensor, mask: Tensor | None) -> Pool:

@@ -1,6 +1,13 @@
 """Everything that depends on Hugging Face's module names and files: loading, families, anatomy, heads."""
 
-from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, first_broken_weight, no_single_class, task_of
+from fulldepth.hf.anatomy import (
+    Anatomy,
+    anatomy_candidates,
+    first_broken_weight,
+    no_single_class,
+    stacked_experts,
+    task_of,
+)
 from fulldepth.hf.detections import DetectionHeads
 from fulldepth.hf.distributed_checkpoint import (
     OPTIMIZER_SHARDS,
@@ -155,6 +162,7 @@ __all__ = [
     "silent",
     "skipping",
     "slice_lists",
+    "stacked_experts",
     "stored_shapes",
     "task_of",
     "trained_steps",

@@ -283,16 +283,20 @@ class Anatomy:
         """
         for layer, block in enumerate(self.blocks, start=1):
             for path, module in block.named_modules():
-                count = getattr(module, "num_experts", None)
-                own = {
-                    f"{path}.{name}".removesuffix(".weight"): p for name, p in module.named_parameters(recurse=False)
-                }
-                stacked = [(name, p) for name, p in own.items() if p.ndim == 3 and len(p) == count]
-                yield from ((name, layer, parameter) for name, parameter in stacked)
+                stacked = stacked_experts(module)
+                yield from ((f"{path}.{name}".removesuffix(".weight"), layer, p) for name, p in stacked.items())
                 weight = getattr(module, "weight", None)
                 is_matrix = weight is not None and weight.ndim == 2  # found by `projections`
+                own = next(module.parameters(recurse=False), None) is not None
                 if own and not stacked and not is_matrix and "expert" in type(module).__name__.lower():
                     yield path, layer, None
+
+
+def stacked_experts(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Name -> parameter `[E, m, n]` of a module that stores the matrices of E experts as one; empty for others."""
+    count, kind = getattr(module, "num_experts", None), type(module).__name__.lower()
+    own = module.named_parameters(recurse=False)
+    return {name: p for name, p in own if p.ndim == 3 and (len(p) == count or (count is None and "expert" in kind))}
 
 
 def anatomy_candidates(

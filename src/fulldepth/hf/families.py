@@ -11,8 +11,8 @@ from dataclasses import replace
 from fulldepth.hf.family import Family, Head
 
 LANGUAGE_HEADS = {
-    "ForCausalLM": Head(("lm_head",)),
-    "LMHeadModel": Head(("lm_head",)),
+    "ForCausalLM": Head(("lm_head",), scale=1.0, capped=False),
+    "LMHeadModel": Head(("lm_head",), scale=1.0, capped=False),
     "ForSequenceClassification": Head(("score",), pool="last"),
 }
 
@@ -48,6 +48,7 @@ GEMMA = replace(
     attention_branch="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     mlp_branch="post_feedforward_layernorm",
+    heads=LANGUAGE_HEADS | {"ForCausalLM": Head(("lm_head",), scale=1.0)},
 )
 """Gemma 2 and 3: norms before and after both branches."""
 

@@ -44,9 +44,10 @@ class Classifier:
         config = anatomy.model.config
         if hasattr(config, "get_text_config"):
             config = config.get_text_config(decoder=True)
-        self.softcap = getattr(config, "final_logit_softcapping", None)
+        self.softcap = getattr(config, "final_logit_softcapping", None) if self.head.capped else None
         multiplier, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
         self.scale = float(multiplier) if multiplier is not None else 1 / float(divisor) if divisor else 1.0
+        self.scale = self.scale if self.head.scale is None else self.head.scale
         if self.head.scaled_if is not None and getattr(config, self.head.scaled_if, False):
             self.scale *= float(config.d_model) ** -0.5
         if not self.per_token:  # these belong to language heads; classes of one prediction a sample have neither

@@ -100,6 +100,15 @@ def pick_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
     return DTYPES[dtype]
 
 
+def check_is_name(model: object) -> None:
+    """Refuse an object that is neither a folder nor a name, such as a model inside a wrapper."""
+    if not isinstance(model, str | Path):
+        raise FulldepthError(
+            f"{type(model).__name__} is neither a transformers model nor the name of one. Of a wrapper pass the model "
+            "inside; of a model with an adapter the merged one: model.merge_and_unload()."
+        )
+
+
 def load_checkpoint(
     name: str | Path,
     *,
@@ -129,6 +138,7 @@ def load_checkpoint(
     Raises:
         FulldepthError: if the checkpoint has no safetensors weights, is broken, or lacks weights that the model needs.
     """
+    check_is_name(name)
     where = packaged(str(name))
     gguf = find_gguf(where)
     if gguf is None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.exit_head_files import EXIT_HEADS, find_exit_heads, load_exit_heads
 from fulldepth.hf.gguf import find_gguf, packaged
-from fulldepth.hf.load import Checkpoint, load_checkpoint, load_tokenizer
+from fulldepth.hf.load import Checkpoint, check_is_name, load_checkpoint, load_tokenizer
 from fulldepth.hf.run_checkpoints import checkpoint_of
 
 
@@ -30,6 +30,7 @@ def open_model(model: str | Path | PreTrainedModel, *, exit_heads: bool = False,
     """
     if isinstance(model, PreTrainedModel):
         return Checkpoint(model, model.name_or_path or type(model).__name__)
+    check_is_name(model)
     last = checkpoint_of(model)
     checkpoint = load_checkpoint(last, **options)
     if last != str(model):

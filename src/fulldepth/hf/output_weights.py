@@ -29,6 +29,9 @@ OFFSETS = (0.0, 1.0)
 INVARIANT = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 """Largest relative change accepted where a stream of half the scale must change nothing. A factor of 2 rounds nothing,
 so that only the norms' eps is left, below 1e-4 for a stream of size 1; a gated MLP without a norm misses by 0.1."""
+PROBE = 0.02
+"""Standard deviation of the values that stand in for a branch's own while its output weights are sought: its own may be
+zero, as biases are at the start, and would then hide the weights behind them."""
 ROLES = ("attention", "mlp")
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments of a module."""
@@ -40,7 +43,7 @@ class OutputWeights:
 
     branch: nn.Module
     names: tuple[str, ...]
-    """Names inside the branch; empty for a branch whose output is already zero."""
+    """Names inside the branch."""
     offset: float
     """The number that the family adds to these parameters before it uses them."""
 
@@ -65,10 +68,10 @@ def find_output_weights(
 ) -> dict[tuple[int, str], OutputWeights]:
     """Find the output weights of branches by running them.
 
-    All parameters of a branch are set to zero; then one after the other is restored, in the order of their modules'
-    calls, if the output stays exactly 0. Those still zero are a minimal set, nearest to the output. Experts in a list
-    count as one. Branches of the same modules and parameter names have the same output weights, so one of each kind is
-    run.
+    All parameters of a branch are set to zero; then one after the other gets random values, in the order of their
+    modules' calls, if the output stays exactly 0. Those still zero are a minimal set, nearest to the output. Experts in
+    a list count as one. Branches of the same modules and parameter names have the same output weights, so one of each
+    kind is run.
 
     Args:
         anatomy: the model.
@@ -102,8 +105,7 @@ def find_output_weights(
                 calls |= _record(anatomy, [branch], ids)
             with in_memory(branch):
                 names, offset = _find(branch, calls[branch], f"the {role} of layer {layer}")
-            if names:  # a branch that already outputs zeros says nothing about others of its kind
-                names_of_kind[kind] = names, offset
+            names_of_kind[kind] = names, offset
             weights[layer, role] = OutputWeights(branch, names, offset)
     return weights
 
@@ -159,8 +161,8 @@ def _block_obstacle(block: nn.Module, weights: Mapping[str, OutputWeights], call
     }
     full = _run_block(block, {}, weights, call, 1.0)
     half = _run_block(block, halves, weights, call, 0.5)
-    for role, own in weights.items():
-        if own.names and not _is_same(2 * half[role], full[role]):
+    for role in weights:
+        if not _is_same(2 * half[role], full[role]):
             name = "MLP" if role == "mlp" else role
             return f"its {name} sees the scale of the stream, which folding changes"
     if not _is_same(2 * half["block"], full["block"]):
@@ -235,6 +237,13 @@ def _find(branch: nn.Module, call: _Call, where: str) -> tuple[tuple[str, ...], 
     """Names and offset of a branch's output weights."""
     groups: dict[str, list[str]] = {}
     order = _order(branch, call)
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        name: (PROBE * torch.randn(own.shape, generator=generator)).to(own) for name, own in branch.named_parameters()
+    }
+    stream = first_input(*call)
+    stream = torch.randn(stream.shape, generator=generator).to(stream)
+    call = ((stream, *call[0][1:]), call[1]) if call[0] else (call[0], call[1] | {"hidden_states": stream})
     for name in sorted((name for name, _ in branch.named_parameters()), key=lambda n: order[n.rpartition(".")[0]]):
         groups.setdefault(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name), []).append(name)
     for offset in OFFSETS:
@@ -242,12 +251,12 @@ def _find(branch: nn.Module, call: _Call, where: str) -> tuple[tuple[str, ...], 
             pattern: {name: torch.full_like(branch.get_parameter(name), -offset) for name in names}
             for pattern, names in groups.items()
         }
-        if _gives_zero(branch, zeros, call):
+        if _gives_zero(branch, values, zeros, call):
             for pattern in list(zeros):
-                fewer = {other: values for other, values in zeros.items() if other != pattern}
-                if _gives_zero(branch, fewer, call):
+                fewer = {other: these for other, these in zeros.items() if other != pattern}
+                if _gives_zero(branch, values, fewer, call):
                     zeros = fewer
-            return tuple(name for values in zeros.values() for name in values), offset
+            return tuple(name for these in zeros.values() for name in these), offset
     raise FulldepthError(
         f"No weights make {where} add nothing, so it cannot be removed by zeros: its weights are quantised, or its "
         "output is not linear in any of them."
@@ -271,11 +280,13 @@ def _order(branch: nn.Module, call: _Call) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _gives_zero(branch: nn.Module, zeros: Mapping[str, Mapping[str, Tensor]], call: _Call) -> bool:
-    """Whether a branch gives exactly 0 with these parameters in place of its own."""
-    values = {name: value for group in zeros.values() for name, value in group.items()}
+def _gives_zero(
+    branch: nn.Module, values: Mapping[str, Tensor], zeros: Mapping[str, Mapping[str, Tensor]], call: _Call
+) -> bool:
+    """Whether a branch gives exactly 0 with these values of its parameters, some of them zeros."""
+    changed = {name: value for group in zeros.values() for name, value in group.items()}
     args, kwargs = call
-    return not bool(_tensor(functional_call(branch, values, args, kwargs)).any())
+    return not bool(_tensor(functional_call(branch, {**values, **changed}, args, kwargs)).any())
 
 
 def _tensor(output: Any) -> Tensor:

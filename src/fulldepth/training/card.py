@@ -53,6 +53,8 @@ def card_of(meta: Mapping[str, Any], findings: Mapping[str, Finding], step: int)
         amount[0]: f"{amount[1]:,}",
         "Seed": str(settings["seed"]),
     }
+    data = settings["data"]
+    held_out = one_line(data.get("validation") or f"a held-out part of {data['name']}", 200)
     return ModelCard(
         title=f"{one_line(recipe, 100)}, step {step:,}",
         method=method.strip(),
@@ -65,5 +67,5 @@ def card_of(meta: Mapping[str, Any], findings: Mapping[str, Finding], step: int)
         ),
         source=start,
         tags=[settings["method"]],
-        notes=["Losses and the jump rate are those of the last evaluation on held-out text."] if findings else [],
+        notes=[f"Losses and the jump rate are those of the last evaluation, on {held_out}."] if findings else [],
     )

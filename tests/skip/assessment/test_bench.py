@@ -21,7 +21,9 @@ from fulldepth.figures.benchmark import benchmarked_models
 from fulldepth.figures.skip_results import parts
 from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.results import Results
+from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.assessment.bench import bench
+from fulldepth.skip.assessment.bench_entries import open_entries
 from fulldepth.skip.exports.export import export
 from skip import plain
 from skip.planned import plan
@@ -92,6 +94,22 @@ def test_the_folder_says_what_was_compared(found, folders) -> None:
         again.headline
     )
     assert isinstance(again.figures(), dict)
+
+
+def test_exports_are_loaded_as_the_original_is(folders, tmp_path) -> None:
+    """In bfloat16 rotary frequencies stay float32; DeciLM's first layer keeps its attention, as its modules show."""
+    model = AutoModelForCausalLM.from_pretrained(folders / "original").eval()
+    export(plan(model, [3, 1], values=None), model, "decilm", tmp_path / "decilm", tokenizer=tokenizer())
+    names = [folders / "original", folders / "folded", folders / "fast", tmp_path / "decilm"]
+    first, *others = open_entries(names, BenchSettings(dtype="bfloat16"))
+    frequencies = first.model.model.rotary_emb.inv_freq
+    assert frequencies.dtype == torch.float32
+    for entry in others:
+        assert entry.model.dtype == torch.bfloat16
+        assert torch.equal(entry.model.model.rotary_emb.inv_freq, frequencies)
+    assert [sorted(entry.skipped_blocks.layers) for entry in others] == [[], [1, 3], [3]]
+    names = others[-1].model.state_dict()
+    assert [f"model.layers.{index}.self_attn.o_proj.weight" in names for index in range(3)] == [True, True, False]
 
 
 def test_differences_are_to_the_original(found) -> None:

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
+from families import zoo
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
@@ -303,6 +304,14 @@ def dense(weight):
 def test_layers_that_packed_weights_do_not_run_in_are_refused() -> None:
     with pytest.raises(FulldepthError, match="FalconLinear"):
         int8(anatomy_candidates(build("falcon"))[0])
+
+
+def test_experts_stored_as_one_parameter_are_refused_with_their_share() -> None:
+    model = zoo.build("mixtral", "causal-lm")
+    blocks, stacked = model.model.layers.parameters(), [w for w in model.model.layers.parameters() if w.ndim == 3]
+    share = sum(w.numel() for w in stacked) / sum(w.numel() for w in blocks)
+    with pytest.raises(FulldepthError, match=f"packs linear layers, and {share:.0%} of the weights of its blocks"):
+        int8(anatomy_candidates(model)[0])
 
 
 @pytest.mark.slow

@@ -103,6 +103,19 @@ def test_biases_are_scaled_and_tied_embeddings_are_left_alone(heads, monkeypatch
     assert torch.equal(model.model.embed_tokens.weight, embeddings)
 
 
+def test_a_bias_of_zeros_in_the_first_layer_hides_no_weights_of_the_others():
+    """Branches of a kind have the same output weights, and one of each kind is probed."""
+    model = set_eps(tiny_models.build("gpt2", dtype=torch.float64), 1e-30)
+    with torch.no_grad():
+        for index, block in enumerate(model.transformer.h):
+            for part in (block.attn, block.mlp):
+                part.c_proj.bias.fill_(0.4 if index else 0.0)
+    plan = planned.plan(model, [3], "attention")
+    expected = logits(planned.scaled(model, plan))
+    with folded(anatomy_candidates(model)[0], plan):
+        assert relative(logits(model), expected) < 1e-11
+
+
 def test_skipped_branches_are_zeros_and_a_plan_without_scalars_changes_nothing_else():
     model = tiny_models.build("gpt2")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}

@@ -41,8 +41,8 @@ class Rounded(Format):
     def tolerance(self, folding, dtype):
         return 0.05
 
-    def load(self, folder, *, device, device_map):
-        model = super().load(folder, device=device, device_map=device_map)
+    def load(self, folder, **options):
+        model = super().load(folder, **options)
         model.read_as = self.name
         return model
 

@@ -24,7 +24,8 @@ class Table:
     def __init__(self, losses: np.ndarray) -> None:
         layers = len(losses)
         self.losses = np.concatenate([np.full((1, losses.shape[1]), 1.0), losses])
-        self.costs = Costs("attention", (1.0,) * layers, (0.0,) * layers, (1.0,) * layers, 1.0)
+        able = tuple(range(1, layers + 1))
+        self.costs = Costs("attention", (1.0,) * layers, (0.0,) * layers, (1.0,) * layers, 1.0, able=able)
 
     def sums(self, batch: Any, variants: Any, *, divergence: bool, advance: Any) -> Any:
         rows = batch.inputs["rows"]

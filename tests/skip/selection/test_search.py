@@ -5,14 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 
+import peft
 import pytest
 import torch
 
 import tiny_models as tm
+from families import zoo
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
+from fulldepth.skip import export
+from fulldepth.skip.assessment.bench import bench
+from fulldepth.skip.assessment.curve import curve
 from fulldepth.skip.assessment.outcome_headline import _added
 from fulldepth.skip.selection.search import estimate, search
 from fulldepth.skip.summary import lines
@@ -51,6 +56,33 @@ def test_exact_and_greedy_pick_what_the_plain_loop_picks_down_to_the_last_block(
         losses = [plain.loss(model, examples.heldout, picks[:n], granularity) for n in range(6)]
         assert plan.losses == pytest.approx(losses, rel=1e-5)
         assert [found["pick"] for found in plan.cost["rounds"]] == picks
+
+
+@pytest.mark.parametrize(("name", "fields"), [("qwen3_moe", {"mlp_only_layers": [1, 2]}), ("mixtral", {})])
+def test_layers_of_experts_are_candidates(name, fields):
+    """Experts are no linear layers; the plain loop prefers layer 1, whose experts add next to nothing."""
+    model, examples = zoo.build(name, "causal-lm", **fields), plain.examples(heldout=8)
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj.mul_(1e-3)
+    picks, losses = plain.plain_loop(model, examples.heldout, 3, "mlp")
+    assert picks[0] == 1
+    plan = find(model, examples, 3, search="exact", granularity="mlp")
+    assert plan.blocks == picks
+    assert plan.losses == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_model_with_an_adapter_is_merged_first(tmp_path):
+    adapted = peft.get_peft_model(plain.fresh(3, 32), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    for command in (search, curve):
+        with pytest.raises(FulldepthError, match=r"PeftModelForCausalLM is neither .*model\.merge_and_unload\(\)"):
+            command(adapted, plain.examples(heldout=8))
+    with pytest.raises(FulldepthError, match="PeftModelForCausalLM is neither"):
+        bench(adapted, [adapted])
+    inner = adapted.base_model.model
+    plan = find(inner, plain.examples(heldout=8), 1)
+    with pytest.raises(FulldepthError, match="holds an adapter, which has no place in an export"):
+        export(plan, inner, "fast", tmp_path / "fast")
+    assert find(adapted.merge_and_unload(), plain.examples(heldout=8), 1).blocks == plan.blocks
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from transformers import PreTrainedModel
 
 from fulldepth.execution import find_anatomy
-from fulldepth.hf import open_model, pick_dtype
+from fulldepth.hf import open_model
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.exports.export import NOTES, load, read_notes
 from fulldepth.skip.exports.formats import FORMATS
@@ -44,8 +43,8 @@ class Entry:
     def skipped_blocks(self) -> SkippedBlocks | None:
         """Blocks of the original that it does not compute; None if not known."""
         if self.notes:
-            computed = FORMATS[self.notes["format"]].computes_skipped
-            return SkippedBlocks(self.plan["granularity"], frozenset(() if computed else self.plan["blocks"]))
+            blocks = frozenset(self.plan["blocks"])
+            return SkippedBlocks(self.plan["granularity"], blocks - FORMATS[self.notes["format"]].computed(blocks))
         skipped = {part: getattr(self.model.config, f"skipped_{part}", None) for part in ("attention", "mlp")}
         parts = [SkippedBlocks(part, frozenset(layers)) for part, layers in skipped.items() if layers]
         return parts[0] if len(parts) == 1 else None
@@ -87,9 +86,7 @@ def _opened(
 ) -> tuple[PreTrainedModel, str, dict[str, Any]]:
     """A model, its name, and its notes if it is an export."""
     if isinstance(model, str | Path) and (Path(model) / NOTES).is_file():
-        exported, dtype = load(model, device=settings.device), pick_dtype(settings.dtype)
-        if isinstance(dtype, torch.dtype):
-            exported.to(dtype)  # type: ignore[arg-type]
+        exported = load(model, dtype=settings.dtype, device=settings.device)
         return exported, str(model), read_notes(Path(model))
     options = settings.model_dump(include={"dtype", "device", "revision", "trust_remote_code"})
     checkpoint = open_model(model, **options)

@@ -56,9 +56,11 @@ def int8(anatomy: Anatomy) -> Anatomy:
         The copy, on the same device, in evaluation mode.
 
     Raises:
-        FulldepthError: if torchao cannot be imported, or a layer of the model does not run with packed weights.
+        FulldepthError: if torchao cannot be imported, a layer of the model does not run with packed weights, or the
+            matrices of experts are stored as one parameter.
     """
     quantize, config = _torchao()
+    _check_experts(anatomy)
     quantised = replace(anatomy, model=copy.deepcopy(anatomy.model).eval())
     targets = set()
     for block in quantised.blocks:
@@ -69,6 +71,17 @@ def int8(anatomy: Anatomy) -> Anatomy:
     for module in targets:
         _check_runs(module)
     return quantised
+
+
+def _check_experts(anatomy: Anatomy) -> None:
+    """Refuse a model whose experts would stay as they are: most of its weights."""
+    stacked = sum(weight.numel() for _, _, weight in anatomy.expert_projections() if weight is not None)
+    if stacked:
+        share = stacked / sum(weight.numel() for block in anatomy.block_list for weight in block.parameters())
+        raise FulldepthError(
+            f"int8 cannot quantise this {type(anatomy.model).__name__}: torchao packs linear layers, and {share:.0%} "
+            "of the weights of its blocks are experts that are stored as one parameter for all."
+        )
 
 
 @torch.no_grad()

@@ -41,7 +41,8 @@ def card_of(
     if plan.healed_loss is not None:
         losses["without the blocks, with scalars"] = plan.healed_loss
     numbers = {key: f"{loss:.4f} nats a token" for key, loss in losses.items()}
-    numbers |= {key: text for key, text in (("Held-out text", _heldout(plan)), ("In-sample", in_sample(plan))) if text}
+    numbers["Held-out text"] = _heldout(plan)
+    numbers |= {"In-sample": sentence} if (sentence := in_sample(plan)) else {}
     numbers |= {
         "Parameters": f"{parameters:,}",
         "Largest difference of a logit from the plan's model": f"{logit_error:.1e} of the largest logit",
@@ -60,10 +61,11 @@ def card_of(
 
 
 def _heldout(plan: Plan) -> str:
-    """Name of the text that the losses were measured on; empty if the plan does not state it."""
+    """Name of the text that the losses were measured on, or else the hash of the examples."""
     heldout = plan.data.get("heldout")
     name = heldout.get("name") if isinstance(heldout, dict) else None
-    return one_line(name, 200).replace("|", r"\|") if isinstance(name, str) else ""
+    known = name if isinstance(name, str) else f"examples with the hash {plan.data['hash']}"
+    return one_line(known, 200).replace("|", r"\|")
 
 
 def quantised_card(label: str, method: str, name: str, plan: Plan | None, logit_error: float) -> ModelCard:

@@ -186,6 +186,11 @@ def _opened(
     if device is not None and device_map is not None:
         raise FulldepthError("Set a device or a device map, not both.")
     if isinstance(model, PreTrainedModel):
+        if hasattr(model, "peft_config"):
+            raise FulldepthError(
+                "The model holds an adapter, which has no place in an export. Merge it (PeftModel.merge_and_unload()) "
+                "and search again."
+            )
         return model, model.name_or_path
     return load_checkpoint(model, device=device, device_map=device_map, **options).model, str(model)
 
@@ -204,6 +209,7 @@ def _bytes(size: int | str) -> int:
 def load(
     directory: str | Path,
     *,
+    dtype: str | torch.dtype | None = "auto",
     device: str | torch.device | None = None,
     device_map: str | dict[str, Any] | None = None,
 ) -> PreTrainedModel:
@@ -214,6 +220,7 @@ def load(
 
     Args:
         directory: of the export.
+        dtype: `auto` keeps the export's own precision. Rotary frequencies and scalars stay in float32.
         device: where to put the model; the first accelerator unless named. Ignored with `device_map`.
         device_map: `auto`, or a map of modules to devices, for models larger than one device.
 
@@ -221,7 +228,7 @@ def load(
         FulldepthError: if the folder is no export, or is broken.
     """
     folder = Path(directory)
-    return _format_of(folder).load(folder, device=device, device_map=device_map)
+    return _format_of(folder).load(folder, dtype=dtype, device=device, device_map=device_map)
 
 
 def _format_of(folder: Path) -> Format:

@@ -13,7 +13,7 @@ Source: published `config.json` of Llama-3_1-Nemotron-51B; vLLM `nemotron_nas.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,10 +84,14 @@ class DeciLM(Format):
         if reason := next((text for text, applies in reasons.items() if applies), None):
             raise FulldepthError(f"The decilm layout cannot hold this model: {reason}. Use --format fast or folded.")
 
+    def computed(self, blocks: Collection[int]) -> frozenset[int]:
+        """Layer 1, whose attention readers need."""
+        return frozenset(blocks) & {1}
+
     def write(self, draft: Draft) -> list[str]:
         """Write the checkpoint, its configuration with the published names, and modelling code for transformers."""
         config = draft.model.config
-        skipped = set(draft.plan.blocks) - {1}
+        skipped = set(draft.plan.blocks) - self.computed(draft.plan.blocks)
         size = -(-config.intermediate_size // MULTIPLE) * MULTIPLE
         biased = _has(draft, "q_proj.bias")
         llama_values = {name: value for name, value in plain_values(config).items() if name not in NOT_OF_LLAMA}
@@ -122,9 +126,9 @@ class DeciLM(Format):
         own_class = [DeciLMForCausalLM.__name__]
         return config.get("model_type") == DeciLMConfig.model_type and config.get("architectures") == own_class
 
-    def load(self, folder: Path, *, device: Any, device_map: Any) -> PreTrainedModel:
+    def load(self, folder: Path, **options: Any) -> PreTrainedModel:
         """The model, loaded with the class named here: its model type is not registered with the Auto classes."""
-        checkpoint = load_checkpoint(folder, device=device, device_map=device_map, model_class=DeciLMForCausalLM)
+        checkpoint = load_checkpoint(folder, model_class=DeciLMForCausalLM, **options)
         if checkpoint.warnings:  # weights that the class does not use
             raise FulldepthError(f"Cannot load a model from {folder}. {checkpoint.warnings[0]}")
         return checkpoint.model

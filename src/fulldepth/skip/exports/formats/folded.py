@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 
 from fulldepth.skip.exports.formats.checkpoint import Draft, save
 from fulldepth.skip.exports.formats.format import Format
@@ -13,7 +14,10 @@ class Folded(Format):
 
     name = "folded"
     granularities = ("attention", "mlp", "layer")
-    computes_skipped = True
+
+    def computed(self, blocks: Collection[int]) -> frozenset[int]:
+        """All of them."""
+        return frozenset(blocks)
 
     def write(self, draft: Draft) -> list[str]:
         """Write all weights."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -28,8 +28,6 @@ class Format(ABC):
     in the folder (`carried`), for classes that transformers does not have."""
     text_only: ClassVar[bool] = False
     """Whether it holds only the language model of a model that also reads images."""
-    computes_skipped: ClassVar[bool] = False
-    """Whether skipped blocks are still computed, with weights of zero."""
 
     def check(self, model: PreTrainedModel, skipped: int) -> None:  # noqa: B027 (most models fit most formats)
         """Refuse a stock model that the format cannot hold; refuses none unless overridden.
@@ -54,6 +52,10 @@ class Format(ABC):
         """
         return prepare(anatomy, plan)
 
+    def computed(self, blocks: Collection[int]) -> frozenset[int]:
+        """The skipped blocks of a plan that an export still computes, with output weights of zero."""
+        return frozenset()
+
     @abstractmethod
     def write(self, draft: Draft) -> list[str]:
         """Write the checkpoint without tokenizer and notes; returns the notes."""
@@ -74,13 +76,17 @@ class Format(ABC):
         """Whether a `config.json` belongs to an export of this format that was saved again, without the notes."""
         return False
 
-    def load(self, folder: Path, *, device: Any, device_map: Any) -> PreTrainedModel:
+    def load(self, folder: Path, **options: Any) -> PreTrainedModel:
         """The model of an export, in evaluation mode, without running code from the folder.
+
+        Args:
+            folder: of the export.
+            **options: `dtype`, `device` and `device_map` of `load_checkpoint`.
 
         Raises:
             FulldepthError: if the folder is broken.
         """
-        return load_checkpoint(folder, device=device, device_map=device_map).model
+        return load_checkpoint(folder, **options).model
 
 
 __all__ = ["Format"]
