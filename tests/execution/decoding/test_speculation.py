@@ -51,6 +51,17 @@ def test_greedy_output_is_that_of_generate_for_every_family(name):
     assert 0 < accepted < drafted
 
 
+@pytest.mark.parametrize("name", ["opt", "gpt2"])
+def test_a_batch_is_drafted_up_to_the_last_of_learned_positions(name):
+    """Sequences whose drafts are accepted differently; the longest must not be drafted beyond the table."""
+    model = decoders.build(name, late=0.5)
+    model.generation_config.eos_token_id = None
+    prompts, new = decoders.prompts(3, padded=0), model.config.max_position_embeddings - 9
+    found = Decoder(model).generate(**prompts, max_new_tokens=new, speculate_from=1, draft_length=7)
+    assert torch.equal(found.sequences, stock(model, prompts, max_new_tokens=new))
+    assert found.stats.accepted > 0
+
+
 def test_drafts_end_where_the_model_is_unsure():
     model = decoders.build("llama", late=0.2)
     model.generation_config.eos_token_id = None
