@@ -30,7 +30,7 @@ KIND = "evaluation"
 
 def evaluate(
     model: str | Path | PreTrainedModel,
-    tasks: list[str] | None = None,
+    tasks: str | list[str] | None = None,
     output: str | Path | None = None,
     *,
     data: Any = None,
@@ -55,7 +55,7 @@ def evaluate(
     Args:
         model: checkpoint folder, export of `fulldepth skip apply`, GGUF file, `package:NAME`, Hub name, or a loaded
             model (left on its device, in its mode).
-        tasks: names of tasks, groups or suites; see `EvaluateSettings`.
+        tasks: names of tasks, groups or suites, or one name; see `EvaluateSettings`.
         output: result folder; None = nothing is written.
         data: labelled texts or images for a classifier, images with boxes for a detector, in place of tasks: accuracy
             or average precision at every exit layer, by class, and with `exit_thresholds` under early exit.
@@ -74,7 +74,7 @@ def evaluate(
             malformed, the model is no causal language model, an exit layer does not exist, or the folder holds other
             results.
     """
-    given = dict(settings) | ({} if tasks is None else {"tasks": list(tasks)})
+    given = dict(settings) | ({} if tasks is None else {"tasks": tasks})
     if isinstance(tokenizer, str | Path):
         given["tokenizer"], tokenizer = str(tokenizer), None
     resolved = layered(EvaluateSettings, given)
