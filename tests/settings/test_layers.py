@@ -287,7 +287,7 @@ def test_a_hostile_assignment_is_refused_at_once(argument: str) -> None:
     [
         {"x" * 100_000: 1},
         {f"unknown_{i}": i for i in range(1000)},
-        {"words": "y" * 100_000},
+        {"seed": "y" * 100_000},
         {"words": list(range(10_000))},
         {"seed": [[[[1]]]] * 1000},
     ],

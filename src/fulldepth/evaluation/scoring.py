@@ -93,8 +93,9 @@ def load_tasks(units: list[Unit], settings: EvaluateSettings) -> dict[str, Loade
     loaded = {}
     for unit in units:
         shots = unit.num_fewshot if settings.num_fewshot is None else settings.num_fewshot
-        options = {"gen_kwargs": settings.gen_kwargs, "seed": settings.seed}
-        loaded[unit.name] = catalogue.load(unit.name, num_fewshot=shots, **options)
+        loaded[unit.name] = catalogue.load(
+            unit.name, num_fewshot=shots, gen_kwargs=settings.gen_kwargs, seed=settings.seed
+        )
     if settings.gen_kwargs and not any(each.generates for each in loaded.values()):
         raise FulldepthError("gen_kwargs are for tasks that generate text, and none of these does; leave them out.")
     return loaded

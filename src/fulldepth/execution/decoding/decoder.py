@@ -286,10 +286,10 @@ def generate(
         FulldepthError: for models that cannot be decoded layer by layer, and values out of range.
     """
     exits = {"threshold": threshold, "rule": rule, "policy": policy, "min_layer": min_layer, "exit_layer": exit_layer}
-    drafts = {"lens_candidates": lens_candidates, "speculate_from": speculate_from, "draft_length": draft_length}
-    drafts["draft_threshold"] = draft_threshold
+    drafts: dict[str, Any] = {"speculate_from": speculate_from, "draft_length": draft_length, "plan": plan}
+    drafts |= {"lens_candidates": lens_candidates, "draft_threshold": draft_threshold}
     sampling = {"do_sample": do_sample, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    ends = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id, "streamer": streamer, "plan": plan}
+    ends = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id, "streamer": streamer}
     decoder, options = model if isinstance(model, Decoder) else _verified(model), exits | drafts | sampling | ends
     return decoder.generate(input_ids, attention_mask, max_new_tokens=max_new_tokens, **options)
 
