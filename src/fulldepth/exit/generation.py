@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from fulldepth.data import decode_ids
 from fulldepth.data.rendering import encode_prompt
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.decoding import Decoder, DraftPlan, Generation, Options, Stats
+from fulldepth.execution.decoding import Decoder, DraftPlan, Generation, Options, Stats, decoder_of
 from fulldepth.execution.latency import machine
 from fulldepth.exit.generation_grid import lens_grid
 from fulldepth.hf import Checkpoint, checkpoint_of, depth_of, device_of, open_model, open_tokenizer
@@ -86,7 +86,7 @@ def generate_texts(
         trust_remote_code=settings.trust_remote_code,
     )
     encoded = [_encode(tokenizer, prompt, settings.chat, number) for number, prompt in enumerate(prompts, start=1)]
-    decoder = Decoder(checkpoint.model)
+    decoder = decoder_of(checkpoint.model)
     if not streams:
         watcher.begin("Generating", settings.max_new_tokens)
     advance = (lambda done: None) if streams else watcher.advance

@@ -108,6 +108,7 @@ def test_a_decoder_is_a_loop_for_generate():
         ("position_ids", counted + 7): "leave out position_ids",
         ("past_key_values", cache): "leave out past_key_values",
         ("output_scores", True): "cannot follow output_scores",
+        ("assistant_early_exit", 1): "cannot follow assistant_early_exit",
     }.items():
         refused = {"return_dict_in_generate": True, **dict([given])}
         with pytest.raises(FulldepthError, match=message):

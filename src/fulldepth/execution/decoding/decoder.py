@@ -29,6 +29,8 @@ SHARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "log
 """Arguments of `generate`'s decoding loops that are made here again."""
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 """What `generate` adds to a returned dictionary, and this loop does not keep."""
+LOOPS = ("prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha", "dola_layers")
+"""Settings of `generate` that ask for another decoding loop."""
 KEPT = "_fulldepth_decoder"
 """Attribute of a model with the decoder of `generate`."""
 
@@ -290,7 +292,7 @@ def generate(
     drafts |= {"lens_candidates": lens_candidates, "draft_threshold": draft_threshold}
     sampling = {"do_sample": do_sample, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     ends = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id, "streamer": streamer}
-    decoder, options = model if isinstance(model, Decoder) else _verified(model), exits | drafts | sampling | ends
+    decoder, options = model if isinstance(model, Decoder) else decoder_of(model), exits | drafts | sampling | ends
     return decoder.generate(input_ids, attention_mask, max_new_tokens=max_new_tokens, **options)
 
 
@@ -304,8 +306,12 @@ class _Kept:
         return _Kept, ()
 
 
-def _verified(model: PreTrainedModel) -> Decoder:
-    """The model's decoder; verified again where modules, hooks or replaced `forward` methods are others than before."""
+def decoder_of(model: PreTrainedModel) -> Decoder:
+    """The decoder of a model, kept with it; verified again if its modules, hooks or `forward` methods were changed.
+
+    Raises:
+        FulldepthError: as `Decoder`.
+    """
     parts = [
         (module, module.__dict__.get("forward"), *module._forward_hooks, *module._forward_pre_hooks)
         for module in model.modules()
@@ -325,6 +331,7 @@ def _check_config(config: GenerationConfig, prepared: Mapping[str, Any]) -> None
         "guidance_scale": config.guidance_scale not in (None, 1),
         "watermarking_config": config.watermarking_config is not None,
         "cache_implementation": config.cache_implementation == "quantized",
+        **{name: bool(getattr(config, name)) for name in LOOPS},
         **{name: bool(config.return_dict_in_generate and getattr(config, name)) for name in OUTPUTS},
     }
     if names := [name for name, is_set in refused.items() if is_set]:
@@ -355,4 +362,4 @@ def _stops(criteria: Collection[Any]) -> list[Stop]:
     return [lambda tokens, each=each: bool(each(tokens, None).all()) for each in others]  # type: ignore[misc]
 
 
-__all__ = ["Decoder", "Generation", "generate"]
+__all__ = ["Decoder", "Generation", "decoder_of", "generate"]
