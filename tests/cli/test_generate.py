@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_models
+from fulldepth.exit import generate_texts
 from fulldepth.results import Results
 from skip import word_tokenizer
 
@@ -83,6 +84,10 @@ def test_exits_are_in_the_grid(run, checkpoint, tmp_path):
     assert sample["exits"] == [1] * len(sample["exits"])
     assert [row[0] for row in sample["grid"][1]] == sample["targets"]
     assert results.meta["generation"]["stats"]["theoretical_speedup"] == 3.0
+
+
+def test_one_text_is_one_prompt(checkpoint):
+    assert generate_texts(checkpoint, PROMPT, max_new_tokens=3, chat=False).texts == [text_of(checkpoint, 3)]
 
 
 def test_streamed_text_is_the_same(run, checkpoint):
