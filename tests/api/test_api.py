@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pandas as pd
 import pytest
 
 import fulldepth
+import tiny_models
 from fulldepth import demonstration, measurement, reporting
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, PAGE, Results
+from skip.word_tokenizer import tokenizer
 
 FEW: dict[str, Any] = {"max_sequences": 4, "sequence_length": 16, "measures": ["displacement", "jump_rate"]}
 
@@ -56,6 +59,17 @@ def test_training_writes_the_page_and_refuses_a_second_run(trained: Path) -> Non
         fulldepth.train(trained / "mine.yaml", trained / "run")
     with pytest.raises(FulldepthError, match="Unknown setting 'stepz'"):
         fulldepth.train("tiny-llama", trained / "other", stepz=3)
+
+
+def test_one_measure_is_named_by_its_name() -> None:
+    model = tiny_models.build("gpt2")
+    found = fulldepth.measure(model, ["a b c d e f g h"] * 4, measures="displacement", tokenizer=tokenizer())
+    assert set(found.table.measure) == {"displacement"}
+    with pytest.raises(FulldepthError, match=r"several|Several") as refusal:
+        found.values("displacement", "mean")
+    advised = re.search(r"values\((.*)\)\.$", str(refusal.value))
+    assert advised is not None
+    assert advised[1] == "'displacement', 'mean', site='residual'"  # not the last layer after the final norm
 
 
 @pytest.mark.slow

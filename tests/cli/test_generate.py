@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_models
+from fulldepth.exit import generate_texts
 from fulldepth.results import Results
 from skip import word_tokenizer
 
@@ -85,6 +86,10 @@ def test_exits_are_in_the_grid(run, checkpoint, tmp_path):
     assert results.meta["generation"]["stats"]["theoretical_speedup"] == 3.0
 
 
+def test_one_text_is_one_prompt(checkpoint):
+    assert generate_texts(checkpoint, PROMPT, max_new_tokens=3, chat=False).texts == [text_of(checkpoint, 3)]
+
+
 def test_streamed_text_is_the_same(run, checkpoint):
     result = run("generate", checkpoint, "--prompt", PROMPT, "--raw", "--max-new-tokens", "9", "--stream")
     assert result.stdout.strip() == text_of(checkpoint, 9).strip()
@@ -96,13 +101,18 @@ def test_streamed_text_is_the_same(run, checkpoint):
         (("--threshold", "0"), "expected a number in (0, 1]"),
         (("--threshold", "1.01"), "expected a number in (0, 1]"),
         (("--speculate-from", "3"), "expected a layer from 1 to 2 or auto"),
-        (("--speculate-from", "0"), "expected 1 or more"),
+        (("--speculate-from", "0"), "expected a layer from 1 to 2 or auto"),
         (("--speculate-from", "some"), "whole number or auto"),
         (("--exit-layer", "3"), "expected a layer from 1 to 2"),
         (("--max-new-tokens", "600"), "positions; generate"),
         (("--chat",), "no chat template"),
         (("--lens-candidates", "8"), "threshold"),
-        (("--lens-candidates", "8", "--threshold", "0.5", "--rule", "patience"), "confidence and margin"),
+        (("--lens-candidates", "8", "--threshold", "0.5", "--rule", "patience"), "confidence or margin"),
+        (("--min-layer", "2"), "min_layer has no effect without threshold"),
+        (("--rule", "margin"), "rule has no effect without threshold"),
+        (("--draft-length", "3"), "draft_length has no effect without speculate_from"),
+        (("--threshold", "0.5", "--speculate-from", "2"), "draft_threshold ends the drafting"),
+        (("--temperature", "0", "--top-p", "0.5"), "temperature 0"),
         (("--rule", "confidance"), "confidence"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pandas as pd
 import pytest
@@ -110,6 +111,62 @@ def test_a_killed_run_goes_on_without_repeating_passes(checkpoint, data, tmp_pat
         evaluate(checkpoint, TASKS, out, resume=True, **{**options, "limit": 5})
 
 
+CHANGES = ("the local file", "rows of an own task", "code of an own task", "lm-eval", "the tokenizer", "quality's text")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_finished_results_of_other_content_are_not_returned(change, checkpoint, data, tmp_path, monkeypatch):
+    """The paths and settings stay the same; results are returned as long as the content does, also from elsewhere."""
+    folder, text = tmp_path / "data", tmp_path / "text.txt"
+    shutil.copytree(data, folder)
+    text.write_text("The sun saw a river, and the river saw a stone. " * 20)
+    (tmp_path / "mine.yaml").write_text(own_task(folder) + "doc_to_text: !function code.question\n")
+    (tmp_path / "code.py").write_text("MARK = '?'\ndef question(doc):\n    return doc['goal'] + MARK\n")
+    places = {"task_data": [str(folder)], "include_path": str(tmp_path), "generation_quality": str(text)}
+    options = {**places, "exit_layers": "full", "limit": 4, "bootstrap_iters": 10, "prompts": 2, "new_tokens": 4}
+    out, tokenizer = tmp_path / "out", small_world.tokenizer()
+
+    def run(**changed):
+        tasks = ["arc_easy_local", "mine"]
+        return evaluate(checkpoint, tasks, out, resume=True, tokenizer=tokenizer, **{**options, **changed})
+
+    first = run()
+    shutil.copytree(folder, tmp_path / "copy")
+    assert run(task_data=[str(tmp_path / "copy")]).meta["created"] == first.meta["created"]
+    piqa = folder / "lm-eval" / "piqa_valid.jsonl"
+    if change == "the local file":
+        file = folder / "lm-eval" / "arc_easy_test.jsonl"
+        file.write_text(file.read_text().replace("river", "ravine"))
+    elif change == "rows of an own task":
+        piqa.write_text(piqa.read_text().replace("What", "Who"))
+    elif change == "code of an own task":
+        (tmp_path / "code.py").write_text((tmp_path / "code.py").read_text().replace("'?'", "'!'"))
+    elif change == "lm-eval":
+        monkeypatch.setattr("fulldepth.execution.harness.catalogue.lm_eval_version", lambda: "99")
+    elif change == "the tokenizer":
+        tokenizer.add_tokens(["river"])
+    else:
+        text.write_text(text.read_text().replace("sun", "moon"))
+    with pytest.raises(FulldepthError, match="other content"):
+        run()
+
+
+def test_a_link_among_the_answers_is_not_followed(checkpoint, data, tmp_path):
+    target = tmp_path / "target.txt"
+    target.write_text("precious\n")
+    for name, linked in (("file", "answers/arc_easy_local.jsonl"), ("log", "samples_arc_easy_local.jsonl")):
+        link = tmp_path / name / linked
+        link.parent.mkdir(parents=True)
+        link.symlink_to(target)
+        options = {"task_data": [data], "limit": 2, "exit_layers": "full", "bootstrap_iters": 10, "log_samples": True}
+        evaluate(checkpoint, TASKS[:1], tmp_path / name, resume=True, **options)
+        assert target.read_text() == "precious\n"
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "answers").symlink_to(tmp_path, target_is_directory=True)
+    with pytest.raises(FulldepthError, match="is a link"):
+        evaluate(checkpoint, TASKS[:1], tmp_path / "folder", resume=True, **options)
+
+
 @pytest.mark.parametrize("change", [{"limit": 5}, {"seed": 3}, {"batch_size": 3}, {"exit_layers": "2"}, {"model": 1}])
 def test_answers_of_other_runs_are_not_reused(change, checkpoint, data, tmp_path, monkeypatch):
     said = []
@@ -173,12 +230,17 @@ def test_lm_eval_has_the_tasks_of_all_suites_and_an_unknown_one_gets_the_nearest
     assert "Unknown task 'arc_easy_lokal'. Did you mean 'arc_easy_local'" in message
 
 
-def test_own_tasks_are_read_from_a_folder(checkpoint, data, tmp_path):
-    (tmp_path / "mine.yaml").write_text(
+def own_task(data):
+    """A task for lm-eval, without its prompt."""
+    return (
         f"task: mine\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {data}/lm-eval/piqa_valid.jsonl\n"
-        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{goal}}'\ndoc_to_choice: choices\n"
+        "test_split: test\noutput_type: multiple_choice\ndoc_to_choice: choices\n"
         "doc_to_target: gold\nmetric_list:\n  - metric: acc\n"
     )
+
+
+def test_own_tasks_are_read_from_a_folder(checkpoint, data, tmp_path):
+    (tmp_path / "mine.yaml").write_text(own_task(data) + "doc_to_text: '{{goal}}'\n")
     results = evaluate(checkpoint, ["mine"], include_path=str(tmp_path), exit_layers="full")
     assert set(results.table.site) == {"mine"}
     assert set(results.table.layer) == {4}
@@ -198,6 +260,13 @@ def test_refusals(checkpoint, data, tmp_path):
     )
     assert "expected all, full" in failure(checkpoint, "--tasks", "piqa_local", "--exit-layers", "some", *local, *out)
     assert "no folder" in failure(checkpoint, "--tasks", "piqa_local", "--include-path", tmp_path / "no", *local, *out)
+    for options, message in {
+        ("--gen-kwargs", "max_gen_toks=8"): "none of these does",
+        ("--apply-chat-template",): "has no chat template",
+        ("--fewshot-as-multiturn",): "is used by --apply-chat-template",
+        ("--top-p", "0.5"): "--top-p is used by --generation-quality",
+    }.items():
+        assert message in failure(checkpoint, "--tasks", "piqa_local", *options, *local, *out)
     encoder = tmp_path / "encoder"
     tiny_models.build("bert").save_pretrained(encoder)
     assert "no causal language model" in failure(encoder, "--tasks", "piqa_local", *local, *out)

@@ -10,6 +10,7 @@ import torch
 import tiny_models
 from evaluation import small_world
 from evaluation.small_world import LAYERS
+from fulldepth.errors import FulldepthError
 from fulldepth.evaluation import evaluate
 from fulldepth.evaluation.local_tasks import local_task
 from fulldepth.execution.harness import Answers, LayerReader, layered_model
@@ -108,6 +109,54 @@ def test_generation_leaves_at_the_exit_layer(data, monkeypatch):
     assert len(set(texts)) == 2 * LIMIT
     options["limit"] = 1
     assert evaluate(model, [task], **options).meta["warnings"][0].startswith("gsm8k_local generates text")
+
+
+CHAT = (
+    "{% for turn in messages %}<s>{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize("multiturn", [None, False])
+def test_chat_templates_and_arguments_of_generation_are_those_of_lm_eval(data, tmp_path, multiturn):
+    """Scores and logs of examples against a stock run with the same options."""
+    model, tokenizer, out = small_world.model(), small_world.tokenizer(), tmp_path / "out"
+    tokenizer.chat_template = CHAT
+    prompting = {"apply_chat_template": True, "system_instruction": "Be brief.", "gen_kwargs": "max_gen_toks=7"}
+    options = {"limit": LIMIT, "batch_size": 4, "num_fewshot": 2}
+    given = {**prompting, **options, **RESAMPLES, "fewshot_as_multiturn": multiturn, "exit_layers": "2"}
+    tasks = ["lambada_local", "arc_easy_local", "gsm8k_local"]
+    results = evaluate(model, tasks, out, tokenizer=tokenizer, task_data=[str(data)], log_samples=True, **given)
+    plain = evaluate(model, tasks, tokenizer=tokenizer, task_data=[str(data)], exit_layers="2", **options, **RESAMPLES)
+    assert not results.table.value.equals(plain.table.value)
+    for task in tasks:
+        logs = [json.loads(line) for line in (out / f"samples_{task}.jsonl").read_text().splitlines()]
+        for layer in (LAYERS, 2):
+            replies = {}
+            first = small_world.first_layers(model, layer)
+            reading = {"replies": replies, "tokenizer": tokenizer, "fewshot_as_multiturn": multiturn is None}
+            whole = stock(first, task, data, **prompting, **options, **reading, **RESAMPLES)
+            got = ours(results, task, layer)
+            assert got.keys() == whole.keys()
+            for metric, pair in whole.items():
+                assert got[metric] == (pair if layer == LAYERS else pytest.approx(pair, rel=1e-5)), (task, layer)
+            logged = [entry["resps"][0][0] for entry in logs if entry["exit_layer"] == layer]
+            assert len(logged) == len(replies[task]) >= LIMIT
+            if task == "gsm8k_local":
+                assert logged == replies[task]
+        prompts = [entry["arguments"]["gen_args_0"]["arg_0"] for entry in logs]
+        assert all(prompt.startswith("<s>system: Be brief.\n<s>user: ") for prompt in prompts)
+        assert {prompt.count("<s>user: ") for prompt in prompts} == {3 if multiturn is None else 1}
+
+
+def test_a_continuation_longer_than_the_positions_is_refused(data):
+    """lm-eval refuses it too; read at wrapped positions it would have the likelihood of something else."""
+    model = small_world.model()
+    model.config.max_position_embeddings = 6
+    with pytest.raises(AssertionError):
+        stock(model, "arc_easy_local", data)
+    with pytest.raises(FulldepthError, match=r"continuation of \d+ tokens is longer than the model's 6 positions"):
+        evaluate(model, ["arc_easy_local"], tokenizer=small_world.tokenizer(), task_data=[str(data)], limit=LIMIT)
 
 
 def test_perplexities_of_whole_texts(data, tmp_path):

@@ -157,6 +157,13 @@ def test_refusals(text, tmp_path):
         evaluate(model, generation_quality=text, prefix_tokens=1000, new_tokens=300, **options)
     with pytest.raises(FulldepthError, match="--judge is used by --generation-quality"):
         evaluate(model, ["arc_easy_local"], judge="x", **options)
+    small = small_world.model()
+    small.config.max_position_embeddings = PREFIX + 2
+    small.save_pretrained(tmp_path / "judge")
+    small_world.tokenizer().save_pretrained(tmp_path / "judge")
+    sizes = {"prompts": 2, "prefix_tokens": PREFIX, "new_tokens": NEW, "exit_layers": "full"}
+    with pytest.raises(FulldepthError, match=f"has {PREFIX + 2} positions, and a text has"):
+        evaluate(model, generation_quality=text, judge=str(tmp_path / "judge"), **sizes, **options)
     small_world.model().save_pretrained(tmp_path / "decoder")
     with pytest.raises(FulldepthError, match="holds no tokenizer"):
         evaluate(

@@ -185,7 +185,7 @@ def test_generation_leaves_by_the_layers_own_heads(cases: Any, name: str, policy
     assert len(seen) > 1
     for layer in (1, 2):
         tokens, _ = continued(case, prompts[0], policy, lambda _, layer=layer: layer)
-        found = decoder.generate(torch.tensor(prompts[:1]), max_new_tokens=NEW, exit_layer=layer, policy=policy, **ends)
+        found = decoder.generate(torch.tensor(prompts[:1]), max_new_tokens=NEW, exit_layer=layer, **ends)
         assert found.sequences[0, 9:].tolist() == tokens
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny_models
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import load_checkpoint, load_tokenizer, pick_dtype
+from fulldepth.hf import load_checkpoint, load_tokenizer, open_model, pick_dtype
 
 WEIGHTS = "model.safetensors"
 
@@ -222,8 +222,12 @@ def test_a_device_that_is_not_there(saved, device):
     refused(saved, f"Device {device!r}", device=device)
 
 
-def test_mps_is_refused_because_it_has_no_float64(saved):
-    refused(saved, "float64", device="mps")
+def test_mps_is_refused_because_it_has_no_float64(saved, monkeypatch):
+    """By name, and for a model that is there already; the message says what works."""
+    refused(saved, "float64", "on the CPU", device="mps")
+    monkeypatch.setattr("fulldepth.hf.opening.device_of", lambda model: torch.device("mps"))
+    with pytest.raises(FulldepthError, match=r"model\.to\('cpu'\)"):
+        open_model(tiny_models.build("gpt2"))
 
 
 def test_a_device_without_memory_is_refused(saved):

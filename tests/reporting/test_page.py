@@ -226,6 +226,21 @@ def test_every_figure_has_its_numbers_as_a_table(pages, visit):
     np.testing.assert_allclose(shown, rates.to_numpy(), rtol=1e-3)
 
 
+def test_a_band_has_both_its_ends_in_the_table(pages, visit):
+    page = visit(pages("language_model"))
+    figure = page.locator("figure", has=page.locator("[data-figure=displacement]"))
+    figure.get_by_text("Numbers", exact=True).first.click()
+    names = figure.locator("thead th").all_inner_texts()
+    column = next(at for at, name in enumerate(names) if name == "p05–p95")
+    results = Results.load(pages("language_model").parent)
+    low, high = (results.values("displacement", name, "residual") for name in ("p05", "p95"))
+    rows = [row.inner_text().split("\t") for row in figure.locator("tbody tr").all()]
+    shown = {int(row[0]): [float(end) for end in row[column].split(" to ")] for row in rows if row[column] != "–"}
+    assert len(shown) > 1
+    for layer, ends in shown.items():
+        np.testing.assert_allclose(ends, [low[layer], high[layer]], rtol=1e-3)
+
+
 BACKGROUNDS = """() => {
     const page = [document.documentElement, document.querySelector(".lens th")];
     const shown = (svg) => !svg.closest("details.more:not([open])");

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pydantic
 import pytest
@@ -56,6 +56,23 @@ def test_another_data_set_drops_what_the_recipe_says_about_its_own() -> None:
     assert (unchanged.config, unchanged.split, unchanged.validation) == ("c", "test", "a/b")
 
 
+def test_a_single_value_of_a_list_is_a_list_of_one() -> None:
+    """Where text alone is also allowed it stays text; what the list may not hold is still refused."""
+
+    class Lists(Settings):
+        inner: Sample = Sample()
+        numbers: list[Annotated[float, pydantic.Field(gt=0)]] | None = None
+        choices: list[Literal["a", "b"]] = pydantic.Field(default=["a"], min_length=1)
+        either: str | list[str] = ""
+
+    settings = layer(Lists, {"inner": {"measures": "cka"}, "numbers": 0.5, "choices": "b", "either": "text"})
+    assert settings.inner.measures == ["cka"]
+    assert (settings.numbers, settings.choices, settings.either) == ([0.5], ["b"], "text")
+    for wrong in ({"numbers": "0.5"}, {"numbers": True}, {"choices": "c"}):
+        with pytest.raises(FulldepthError, match=next(iter(wrong))):
+            layer(Lists, wrong)
+
+
 def test_null_in_a_later_source_overrides() -> None:
     assert layer(Sample, {"measures": ["cka"]}, assignments(["measures=null"])).measures is None
 
@@ -87,7 +104,7 @@ def test_settings_are_frozen_and_their_resolved_copy_loads_again() -> None:
             ["seed: got 1.5 (number)", "tokens: got \"al\" (text), expected 'all' or 'no-f"],
         ),
         ({"words": ["a", 7]}, ["words.1: got 7 (integer), expected text. Put it in quotes."]),
-        ({"measures": "cka"}, ['measures: got "cka" (text), expected a list.']),
+        ({"measures": {"cka": 1}}, ['measures: got {"cka": 1} (mapping), expected a list.']),
         ({"limit": []}, ["limit: got [] (list), expected an integer or text."]),
         ({"optimiser": 3}, ["optimiser: got 3 (integer), expected a mapping."]),
         ({"words": ["x" * 100, None]}, ["words.1: got null (nothing), expected text."]),
@@ -270,7 +287,7 @@ def test_a_hostile_assignment_is_refused_at_once(argument: str) -> None:
     [
         {"x" * 100_000: 1},
         {f"unknown_{i}": i for i in range(1000)},
-        {"words": "y" * 100_000},
+        {"seed": "y" * 100_000},
         {"words": list(range(10_000))},
         {"seed": [[[[1]]]] * 1000},
     ],

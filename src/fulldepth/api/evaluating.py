@@ -14,7 +14,7 @@ from fulldepth.skip import Plan
 
 def evaluate(
     model: Any,
-    tasks: list[str] | None = None,
+    tasks: str | list[str] | None = None,
     output: str | Path | None = None,
     *,
     data: Any = None,
@@ -38,7 +38,7 @@ def evaluate(
     Args:
         model: checkpoint folder, export of `fulldepth skip apply`, GGUF file, `package:NAME`, Hub name, or a loaded
             model (left on its device, in its mode).
-        tasks: names of tasks, groups or suites.
+        tasks: names of tasks, groups or suites, or one name.
         output: result folder, which also gets the page; None = nothing is written.
         data: labelled data for a classifier or a detector, in place of tasks.
         plan: plan of `fulldepth skip search`, or its file: the model is evaluated with its blocks skipped.

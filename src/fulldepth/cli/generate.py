@@ -58,7 +58,7 @@ def generate_command(
 
     With --speculate-from, drafts of the first layers are confirmed by the others: greedy text is that of plain
     decoding, sampled text has the same distribution, and `auto` decodes plainly where drafts do not pay. With
-    --threshold alone, tokens leave at the first layer that is sure of them. Text is printed on stdout, statistics on
+    --threshold, tokens leave at the first layer that is sure of them. Text is printed on stdout, statistics on
     stderr.
 
     Example: `fulldepth generate MODEL --prompt "The capital of France is" --speculate-from auto`

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import reduce
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
@@ -22,6 +22,7 @@ from fulldepth import console
 from fulldepth.cli import interruption
 from fulldepth.cli.program import DEBUG, Debug, listed, numbers, whole_numbers
 from fulldepth.settings import Settings, assignments, layer, merge, names, read
+from fulldepth.settings.layers import kinds
 
 Command = TypeVar("Command", bound=Callable[..., None])
 NONE = re.compile(r"[;,.:]?\s*None = (.*?)\.?$", re.DOTALL)
@@ -189,19 +190,8 @@ def _choices(annotation: Any) -> list[str]:
 
 def _kind(field: FieldInfo) -> Any:
     """The type on the command line: lists and unions are given as text."""
-    kinds = _kinds(field.annotation)
-    return kinds.pop() if len(kinds) == 1 and kinds <= {bool, int, float} else str
-
-
-def _kinds(annotation: Any) -> set[Any]:
-    """The plain types of an annotation, without None, bounds and choices."""
-    if get_origin(annotation) is Annotated:
-        return _kinds(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return set().union(*map(_kinds, get_args(annotation)))
-    if get_origin(annotation) is Literal:
-        return {str}
-    return set() if annotation is NoneType else {get_origin(annotation) or annotation}
+    found = kinds(field.annotation)
+    return found.pop() if len(found) == 1 and found <= {bool, int, float} else str
 
 
 def _help(field: FieldInfo) -> str:
@@ -224,13 +214,12 @@ def _help(field: FieldInfo) -> str:
 
 def _value(name: str, field: FieldInfo, value: Any) -> Any:
     """The given value in the setting's type: a comma-separated list becomes a list."""
-    if not isinstance(value, str) or list not in _kinds(field.annotation):
+    if not isinstance(value, str) or list not in kinds(field.annotation):
         return value
     inner = next(get_args(part)[0] for part in _parts(field.annotation) if get_origin(part) is list)
     read_list = {int: whole_numbers, float: numbers}
-    kinds = _kinds(inner)
     for kind in read_list:
-        if kinds == {kind}:
+        if kinds(inner) == {kind}:
             return read_list[kind](f"--{name.replace('_', '-')}", value)
     return listed(value)
 

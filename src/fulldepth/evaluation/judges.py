@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation.subject import check_is_decoder
-from fulldepth.hf import Checkpoint, open_model, open_tokenizer
+from fulldepth.hf import Checkpoint, anatomy_candidates, open_model, open_tokenizer
 from fulldepth.settings.evaluate import EvaluateSettings
 
 LONGEST = 512
@@ -31,14 +31,24 @@ class Judge:
     def __init__(self, name: str, settings: EvaluateSettings) -> None:
         self.name, self.checkpoint, self.tokenizer = name, *_opened(name, settings)
         check_is_decoder(self.checkpoint.model)
+        self._most = anatomy_candidates(self.checkpoint.model)[0].max_positions
 
     @torch.no_grad()
     def log_probabilities(self, prefixes: Sequence[str], texts: Sequence[str]) -> list[float]:
-        """Of all tokens after the prefixes, in nats; prefix and continuation are tokenised together."""
+        """Of all tokens after the prefixes, in nats; prefix and continuation are tokenised together.
+
+        Raises:
+            FulldepthError: for a text of more tokens than the model has positions.
+        """
         found: list[float] = []
         model = self.checkpoint.model
         for prefix, text in zip(prefixes, texts, strict=True):
             ids = torch.tensor([self.tokenizer(prefix + text)["input_ids"]], device=model.device)
+            if self._most is not None and ids.shape[1] > self._most:
+                raise FulldepthError(
+                    f"{self.name} has {self._most:,} positions, and a text has {ids.shape[1]:,} tokens with its "
+                    "tokenizer; set fewer --prefix-tokens or --new-tokens."
+                )
             start = max(1, len(self.tokenizer(prefix)["input_ids"]))
             if start < ids.shape[1]:
                 found += continuation_log_probabilities(model(ids).logits, ids, start)[0].tolist()

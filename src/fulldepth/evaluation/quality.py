@@ -21,13 +21,14 @@ from fulldepth.data import open_documents
 from fulldepth.data.drawing import Text, block_clusters, draw_windows, thinned
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation.judges import Embedder, Judge, continuation_log_probabilities
-from fulldepth.evaluation.subject import Subject
+from fulldepth.evaluation.subject import Subject, hash_tokenizer
 from fulldepth.evaluation.text_quality import Mean, coherence, diversity, mean_of, perplexity
 from fulldepth.execution.harness import Answers, LayerReader
+from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.truncation import truncated
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding
-from fulldepth.settings.evaluate import EvaluateSettings, parse_layers
+from fulldepth.settings.evaluate import QUALITY, EvaluateSettings, parse_layers
 
 MEASURE, DATA, FULL = "generation_quality", "data", "full model"
 Row = tuple[Any, ...]
@@ -85,7 +86,26 @@ class Quality:
         clusters, _, no_error = block_clusters(windows, [identity for identity, _ in documents])
         return torch.tensor([window.ids for window in windows]), [] if no_error else clusters
 
-    def rows(self, answers: Answers, watcher: Watcher) -> list[Row]:
+    @cached_property
+    def content(self) -> list[Any]:
+        """What the numbers depend on beside settings and model: the text, and the models that judge it."""
+        judges = [judge for judge in (self.judge, self.embedder) if judge is not None]
+        hashes = [[model_hash(judge.checkpoint.model), hash_tokenizer(judge.tokenizer)] for judge in judges]
+        return [self.windows.tolist(), hashes]
+
+    def score(self, folder: Path | None, watcher: Watcher) -> list[Row]:
+        """The rows of `generation_quality`.
+
+        Args:
+            folder: of finished parts of an interrupted run; None = nothing is kept.
+            watcher: receives progress.
+        """
+        names = {"generation_quality", "exit_layers", "batch_size", "seed", *QUALITY}
+        identity = {**self.subject.identity, "content": self.content, **self.settings.model_dump(include=names)}
+        with Answers(None if folder is None else folder / "generation-quality.jsonl", identity, 1) as answers:
+            return self._rows(answers, watcher)
+
+    def _rows(self, answers: Answers, watcher: Watcher) -> list[Row]:
         """All rows; parts that `answers` holds are not computed again."""
         parts: dict[str, Callable[[], list[Row]]] = {DATA: self._data_rows}
         parts |= {str(layer): partial(self._text_rows, layer) for layer in self.layers}
@@ -177,32 +197,6 @@ class Quality:
             temperature=1.0,
             pad_token_id=padding,
         )
-
-
-def score_quality(subject: Subject, settings: EvaluateSettings, folder: Path | None, watcher: Watcher) -> list[Row]:
-    """The rows of `generation_quality`.
-
-    Args:
-        subject: the model.
-        settings: with `generation_quality`.
-        folder: of finished parts of an interrupted run; None = nothing is kept.
-        watcher: receives progress.
-
-    Raises:
-        FulldepthError: as `Quality`.
-    """
-    quality = Quality(subject, settings)
-    identity = {
-        "model": subject.hash,
-        "dtype": str(subject.model.dtype),
-        "plan": subject.plan_digest,
-        "windows": quality.windows.tolist(),
-        **settings.model_dump(
-            exclude={"tasks", "limit", "num_fewshot", "task_data", "include_path", "bootstrap_iters"}
-        ),
-    }
-    with Answers(None if folder is None else folder / "generation-quality.jsonl", identity, 1) as answers:
-        return quality.rows(answers, watcher)
 
 
 def quality_findings(rows: list[Row], num_layers: int) -> dict[str, Finding]:

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation.labelled import evaluate_labelled
 from fulldepth.evaluation.outcome import findings, task_entries
-from fulldepth.evaluation.quality import quality_findings, score_quality
-from fulldepth.evaluation.scoring import catalogue_of, rows_of, score_tasks, units_of
+from fulldepth.evaluation.quality import Quality, quality_findings
+from fulldepth.evaluation.scoring import ANSWERS, load_tasks, rows_of, score_tasks, units_of
 from fulldepth.evaluation.subject import SkipPlan, Subject, opened
-from fulldepth.execution.harness import Catalogue, Unit
+from fulldepth.execution.harness import Loaded
 from fulldepth.files import locked
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, finite, holder, provenance, tabulate
@@ -26,13 +26,11 @@ from fulldepth.settings import layer as layered
 from fulldepth.settings.evaluate import EvaluateSettings, check_asked, parse_layers
 
 KIND = "evaluation"
-ANSWERS = "answers"
-"""Folder of a result folder for the answers of an unfinished evaluation."""
 
 
 def evaluate(
     model: str | Path | PreTrainedModel,
-    tasks: list[str] | None = None,
+    tasks: str | list[str] | None = None,
     output: str | Path | None = None,
     *,
     data: Any = None,
@@ -57,7 +55,7 @@ def evaluate(
     Args:
         model: checkpoint folder, export of `fulldepth skip apply`, GGUF file, `package:NAME`, Hub name, or a loaded
             model (left on its device, in its mode).
-        tasks: names of tasks, groups or suites; see `EvaluateSettings`.
+        tasks: names of tasks, groups or suites, or one name; see `EvaluateSettings`.
         output: result folder; None = nothing is written.
         data: labelled texts or images for a classifier, images with boxes for a detector, in place of tasks: accuracy
             or average precision at every exit layer, by class, and with `exit_thresholds` under early exit.
@@ -76,7 +74,7 @@ def evaluate(
             malformed, the model is no causal language model, an exit layer does not exist, or the folder holds other
             results.
     """
-    given = dict(settings) | ({} if tasks is None else {"tasks": list(tasks)})
+    given = dict(settings) | ({} if tasks is None else {"tasks": tasks})
     if isinstance(tokenizer, str | Path):
         given["tokenizer"], tokenizer = str(tokenizer), None
     resolved = layered(EvaluateSettings, given)
@@ -85,27 +83,31 @@ def evaluate(
     if data is not None:
         with _held(folder, resume=False, overwrite=overwrite):
             return evaluate_labelled(model, data, resolved, watcher or Watcher(), folder, tokenizer=tokenizer)
+    if resolved.log_samples and folder is None:
+        raise FulldepthError("log_samples writes into the result folder, and no output is named.")
     units = units_of(resolved.tasks or [])
-    asked = units, catalogue_of(units, resolved) if units else None  # checked before the model is loaded
+    loaded = load_tasks(units, resolved) if units else {}
     with _held(folder, resume=resume, overwrite=overwrite), opened(model, resolved, tokenizer, plan) as subject:
         kept = folder if resume and not overwrite else None
-        return _evaluated_once(subject, asked, resolved, folder, kept, watcher or Watcher())
+        return _evaluated_once(subject, loaded, resolved, folder, kept, watcher or Watcher())
 
 
 def _evaluated_once(
     subject: Subject,
-    asked: tuple[list[Unit], Catalogue | None],
+    tasks: dict[str, Loaded],
     settings: EvaluateSettings,
     folder: Path | None,
     kept: Path | None,
     watcher: Watcher,
 ) -> Results:
     """The finished results of the same evaluation in the folder `kept`, or new ones."""
-    fingerprint = _fingerprint(subject, settings)
+    quality = None if settings.generation_quality is None else Quality(subject, settings)
+    content = {name: each.content for name, each in tasks.items()}, None if quality is None else quality.content
+    fingerprint = _fingerprint(subject, settings, content)
     stored = None if kept is None else _stored(kept, fingerprint)
     if stored is not None:
         return stored
-    results = _evaluated(subject, *asked, settings, folder, watcher)
+    results = _evaluated(subject, tasks, quality, settings, folder, watcher)
     results.meta["fingerprint"] = fingerprint
     if folder is not None:
         results.save(folder, page=False)
@@ -141,42 +143,41 @@ def _stored(folder: Path, fingerprint: str) -> Results | None:
     results = Results.load(folder)
     if results.meta.get("fingerprint") != fingerprint:
         raise FulldepthError(
-            f"{folder} holds results of another model, other tasks or other settings. Choose another output, or "
-            "replace them with overwrite."
+            f"{folder} holds results of another model, other tasks (or other content of their files), other settings, "
+            "or another version of fulldepth or lm-eval. Choose another output, or replace them with overwrite."
         )
     return results
 
 
-def _fingerprint(subject: Subject, settings: EvaluateSettings) -> str:
-    """A hash of the model, the plan and all settings but those of the machine."""
-    chosen = settings.model_dump(exclude={"device", "revision", "trust_remote_code"})
-    chosen |= {"model": subject.hash, "plan": subject.plan_digest, "dtype": str(subject.model.dtype)}
+def _fingerprint(subject: Subject, settings: EvaluateSettings, content: object) -> str:
+    """A hash of the model, the plan, the content of all files, and all settings but those of machine and places."""
+    places = {"task_data", "include_path", "generation_quality", "tokenizer"}
+    chosen = settings.model_dump(exclude={"device", "revision", "trust_remote_code", *places})
+    chosen |= {"content": content, **subject.identity}
     return "sha256:" + hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
 
 
 def _evaluated(
     subject: Subject,
-    units: list[Unit],
-    catalogue: Catalogue | None,
+    tasks: dict[str, Loaded],
+    quality: Quality | None,
     settings: EvaluateSettings,
     folder: Path | None,
     watcher: Watcher,
 ) -> Results:
     """Score generated text and tasks, and put the numbers together."""
     parse_layers(settings.exit_layers, subject.num_layers, [])
-    answers, quality = None if folder is None else folder / ANSWERS, []
-    if settings.generation_quality is not None:
-        quality = score_quality(subject, settings, answers, watcher)
-    scored = score_tasks(subject, units, catalogue, settings, answers, watcher)
+    written = [] if quality is None else quality.score(None if folder is None else folder / ANSWERS, watcher)
+    scored = score_tasks(subject, tasks, settings, folder, watcher)
     document = {
-        **provenance(KIND, settings.model_dump(), packages=(*FRAMEWORKS, *(["lm-eval"] if units else []))),
+        **provenance(KIND, settings.model_dump(), packages=(*FRAMEWORKS, *(["lm-eval"] if scored.units else []))),
         "model": subject.document,
         "tasks": task_entries(scored),
         "skipped": None if subject.plan is None else _skipped_blocks(subject.plan),
         "warnings": list(subject.checkpoint.warnings) + scored.warnings,
-        "headline": findings(scored) | quality_findings(quality, subject.num_layers),
+        "headline": findings(scored) | quality_findings(written, subject.num_layers),
     }
-    return Results(tabulate([*rows_of(scored), *quality]), dict(finite(document)))
+    return Results(tabulate([*rows_of(scored), *written]), dict(finite(document)))
 
 
 def _skipped_blocks(plan: SkipPlan) -> dict[str, Any]:

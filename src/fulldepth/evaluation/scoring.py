@@ -22,11 +22,11 @@ from fulldepth.execution.harness import (
     Answers,
     Catalogue,
     LayerReader,
+    Loaded,
     Score,
     Unit,
     UnitScores,
     layered_model,
-    lm_eval_version,
     run_unit,
 )
 from fulldepth.execution.harness.layered import Session
@@ -34,6 +34,10 @@ from fulldepth.hf.truncation import truncated
 from fulldepth.progress import Watcher
 from fulldepth.settings.evaluate import EvaluateSettings, parse_layers
 
+ANSWERS = "answers"
+"""Folder of a result folder for the answers of an unfinished evaluation."""
+SAMPLES = "samples_{}.jsonl"
+"""File of a result folder with lm-eval's log of every example of a task."""
 EXIT_BOOTSTRAP = 1000
 """Most resamples for standard errors at exit layers before the last."""
 
@@ -70,18 +74,36 @@ def units_of(names: list[str]) -> list[Unit]:
     return list(units.values())
 
 
-def catalogue_of(units: list[Unit], settings: EvaluateSettings) -> Catalogue:
-    """Where the tasks are found; refuses unknown names and missing files before a model is loaded."""
+def _catalogue_of(units: list[Unit], settings: EvaluateSettings) -> Catalogue:
+    """Where the tasks are found; refuses unknown names and missing files."""
     folders = settings.task_data or []
     own = {unit.name: local_task(unit.name, folders) for unit in units if unit.name in LOCAL_TASKS}
     known = [*LOCAL_TASKS, *SUITES]
     return Catalogue([unit.name for unit in units], own, settings.include_path, known)
 
 
+def load_tasks(units: list[Unit], settings: EvaluateSettings) -> dict[str, Loaded]:
+    """Name of each unit -> its tasks with their data; before a model is loaded.
+
+    Raises:
+        FulldepthError: if a name is unknown, a file is missing, a task is not valid or its data cannot be read, or
+            arguments of generation are given and no task generates.
+    """
+    catalogue = _catalogue_of(units, settings)
+    loaded = {}
+    for unit in units:
+        shots = unit.num_fewshot if settings.num_fewshot is None else settings.num_fewshot
+        loaded[unit.name] = catalogue.load(
+            unit.name, num_fewshot=shots, gen_kwargs=settings.gen_kwargs, seed=settings.seed
+        )
+    if settings.gen_kwargs and not any(each.generates for each in loaded.values()):
+        raise FulldepthError("gen_kwargs are for tasks that generate text, and none of these does; leave them out.")
+    return loaded
+
+
 def score_tasks(
     subject: Subject,
-    units: list[Unit],
-    catalogue: Catalogue | None,
+    tasks: dict[str, Loaded],
     settings: EvaluateSettings,
     folder: Path | None,
     watcher: Watcher,
@@ -90,38 +112,46 @@ def score_tasks(
 
     Args:
         subject: the model.
-        units: what is scored.
-        catalogue: their tasks; None if there are none.
+        tasks: name of each unit -> its tasks; taken out as they are scored.
         settings: of the evaluation.
-        folder: of the answers of an interrupted run; None = they are kept in memory.
+        folder: result folder, which gets the answers of an unfinished run and the logs of examples; None = answers are
+            kept in memory.
         watcher: receives progress.
 
     Raises:
-        FulldepthError: if a task cannot be loaded or run, or an exit layer does not exist.
+        FulldepthError: if a task cannot be run, or an exit layer does not exist.
     """
-    scored = Scored(units=[unit.name for unit in units])
-    for unit in units:
-        assert catalogue is not None
-        loaded = catalogue.load(unit.name, settings.seed)
-        layers, notes = _layers_of(unit, loaded, subject, settings)
+    scored = Scored(units=list(tasks))
+    for earlier in () if folder is None else folder.glob(SAMPLES.format("*")):
+        earlier.unlink()
+    logs = folder if settings.log_samples else None
+    for name in scored.units:
+        loaded = tasks.pop(name)
+        layers, notes = _layers_of(name, loaded, subject, settings)
         scored.warnings += notes
-        path = None if folder is None else folder / f"{_file_name(unit.name)}.jsonl"
-        identity = _identity(subject, unit, loaded, layers, settings)
+        path = None if folder is None else folder / ANSWERS / f"{_file_name(name)}.jsonl"
+        identity = {
+            **subject.identity,
+            "layers": layers,
+            "unit": name,
+            "tasks": loaded.content,
+            **settings.model_dump(include={"limit", "seed", "batch_size"}),
+        }
         with Answers(path, identity, len(layers)) as answers:
             if answers.reused:
-                watcher.say(f"{unit.name}: {answers.reused:,} answers of the interrupted run are reused.")
+                watcher.say(f"{name}: {answers.reused:,} answers of the interrupted run are reused.")
             session = Session(
                 LayerReader(subject.anatomy, subject.classifier, layers),
                 cache(partial(truncated, subject.anatomy)),
                 layers[-1],
                 answers,
                 watcher,
-                unit.name,
+                name,
             )
-            _score_unit(subject, unit, loaded, settings, session, scored)
+            _score_unit(subject, loaded, settings, session, scored, logs)
         if session.cut:
             scored.warnings.append(
-                f"{session.cut:,} requests of {unit.name} are longer than the model's positions; their beginnings were "
+                f"{session.cut:,} requests of {name} are longer than the model's positions; their beginnings were "
                 "cut, as lm-eval does."
             )
     return scored
@@ -129,26 +159,33 @@ def score_tasks(
 
 def _score_unit(
     subject: Subject,
-    unit: Unit,
-    loaded: Mapping[str, Any],
+    loaded: Loaded,
     settings: EvaluateSettings,
     session: Session,
     scored: Scored,
+    logs: Path | None,
 ) -> None:
     """Run lm-eval's evaluation once per exit layer, the last layer first."""
     lm = layered_model(subject.model, subject.tokenizer, session, settings.batch_size)
-    shots = unit.num_fewshot if settings.num_fewshot is None else settings.num_fewshot
     layers = session.reader.layers
     for number, layer in enumerate(reversed(layers)):
         session.layer = layer
         most = settings.bootstrap_iters if number == 0 else min(EXIT_BOOTSTRAP, settings.bootstrap_iters)
-        result = run_unit(lm, loaded, limit=settings.limit, num_fewshot=shots, seed=settings.seed, bootstrap_iters=most)
+        result = run_unit(
+            lm,
+            loaded.tasks,
+            bootstrap_iters=most,
+            **settings.model_dump(include={"limit", "seed", "apply_chat_template", "system_instruction"}),
+            fewshot_as_multiturn=settings.multiturn,
+        )
+        if logs is not None:
+            _log(logs, layer, result.samples)
         scored.scores.setdefault(layer, []).extend(result.scores)
         if number == 0:
             _note(scored, result, layers)
             if len(layers) > 1:
-                session.watcher.begin(f"{unit.name}: metrics of exit layers", len(layers) - 1)
-        elif not _generates(loaded):
+                session.watcher.begin(f"{session.title}: metrics of exit layers", len(layers) - 1)
+        elif not loaded.generates:
             session.watcher.advance(1)
 
 
@@ -160,49 +197,46 @@ def _note(scored: Scored, result: UnitScores, layers: list[int]) -> None:
     scored.layers |= {score.task: layers for score in result.scores}
 
 
-def _generates(loaded: Mapping[str, Any]) -> bool:
-    return any(task.OUTPUT_TYPE == "generate_until" for task in loaded["tasks"].values())
+def _log(folder: Path, layer: int, samples: Mapping[str, list[dict[str, Any]]]) -> None:
+    """Append lm-eval's logs of examples to a file for each task, in lm-eval's format, with the exit layer."""
+    for task, entries in samples.items():
+        lines = []
+        for entry in entries:
+            arguments = {
+                f"gen_args_{number}": {f"arg_{place}": value for place, value in enumerate(given)}
+                for number, given in enumerate(entry["arguments"])
+            }
+            logged = entry | {"exit_layer": layer, "arguments": arguments, "target": str(entry["target"])}
+            lines.append(json.dumps(logged, default=_plain_value, ensure_ascii=False) + "\n")
+        try:
+            with (folder / SAMPLES.format(_file_name(task))).open("a", encoding="utf-8") as file:
+                file.writelines(lines)
+        except OSError as error:
+            raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error
 
 
-def _layers_of(
-    unit: Unit, loaded: Mapping[str, Any], subject: Subject, settings: EvaluateSettings
-) -> tuple[list[int], list[str]]:
+def _plain_value(value: Any) -> Any:
+    """Numbers of NumPy as plain ones, everything else as text."""
+    return value.item() if isinstance(value, np.generic) else str(value)
+
+
+def _layers_of(name: str, loaded: Loaded, subject: Subject, settings: EvaluateSettings) -> tuple[list[int], list[str]]:
     """The exit layers of a unit, and notes on them."""
     depth = subject.num_layers
-    if not _generates(loaded):
+    if not loaded.generates:
         return parse_layers(settings.exit_layers, depth, list(range(1, depth + 1))), []
     layers = parse_layers(settings.exit_layers, depth, [])
     if len(layers) > 1 and subject.plan is not None:
         raise FulldepthError(
-            f"{unit.name} generates text, and a model with blocks skipped in place cannot be cut to its first layers. "
+            f"{name} generates text, and a model with blocks skipped in place cannot be cut to its first layers. "
             "Export the plan (fulldepth skip apply) and evaluate the export, or use --exit-layers full."
         )
     if settings.exit_layers is None:
         return layers, [
-            f"{unit.name} generates text, which takes a run per exit layer: only the whole model was scored. Name "
+            f"{name} generates text, which takes a run per exit layer: only the whole model was scored. Name "
             "layers with --exit-layers."
         ]
     return layers, []
-
-
-def _identity(
-    subject: Subject, unit: Unit, loaded: Mapping[str, Any], layers: list[int], settings: EvaluateSettings
-) -> dict[str, Any]:
-    """What the answers of a unit depend on, beside the texts of the requests, which are part of their keys."""
-    configs = {name: task.dump_config() for name, task in loaded["tasks"].items()}
-    text = json.dumps(configs, sort_keys=True, default=str)
-    return {
-        "answers": 1,
-        "model": subject.hash,
-        "dtype": str(subject.model.dtype),
-        "plan": subject.plan_digest,
-        "layers": layers,
-        "unit": unit.name,
-        "tasks": hashlib.sha256(text.encode()).hexdigest(),
-        "num_fewshot": unit.num_fewshot if settings.num_fewshot is None else settings.num_fewshot,
-        **settings.model_dump(include={"limit", "seed", "batch_size"}),
-        "lm_eval": lm_eval_version(),
-    }
 
 
 def _file_name(name: str) -> str:

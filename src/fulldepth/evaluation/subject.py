@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
+from fulldepth import __version__
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.language_model import prove
 from fulldepth.hf import (
@@ -61,6 +62,19 @@ class Subject:
     """A copy, which the harness may change."""
     hash: str
     plan: SkipPlan | None
+    tokenizer_hash: str
+    """Of its vocabulary, rules, special tokens and chat template."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What all scores of the model depend on."""
+        return {
+            "model": self.hash,
+            "tokenizer": self.tokenizer_hash,
+            "dtype": str(self.model.dtype),
+            "plan": self.plan_digest,
+            "version": __version__,
+        }
 
     @property
     def model(self) -> PreTrainedModel:
@@ -114,6 +128,8 @@ def opened(
     named = settings.tokenizer if tokenizer is None else tokenizer
     reading: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
     tokens = open_tokenizer(checkpoint, named, **reading)
+    if settings.apply_chat_template and not tokens.chat_template:
+        raise FulldepthError(f"The tokenizer of {checkpoint.name} has no chat template; leave out apply_chat_template.")
     hashed = model_hash(owner)
     if plan is not None:
         plan.check_model(owner)
@@ -122,7 +138,17 @@ def opened(
         ids = (torch.arange(3, 11) % size).view(2, 4)
         anatomy, classifier = prove(owner, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
         with nullcontext() if plan is None else _skipped(anatomy, plan):
-            yield Subject(checkpoint, anatomy, classifier, copy.deepcopy(tokens), hashed, plan)
+            digest = hash_tokenizer(tokens)
+            yield Subject(checkpoint, anatomy, classifier, copy.deepcopy(tokens), hashed, plan, digest)
+
+
+def hash_tokenizer(tokenizer: Any) -> str:
+    """A hash of a tokenizer's vocabulary, rules, special tokens and chat template."""
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    rules = tokenizer.get_vocab() if core is None else json.loads(core.to_str())
+    state = {name: value for name, value in rules.items() if name not in ("padding", "truncation")}  # set by calls
+    parts = [type(tokenizer).__name__, state, tokenizer.special_tokens_map, tokenizer.chat_template]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def check_is_decoder(model: PreTrainedModel) -> None:

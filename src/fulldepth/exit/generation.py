@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from fulldepth.data import decode_ids
 from fulldepth.data.rendering import encode_prompt
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.decoding import Decoder, Generation, Options, Stats
+from fulldepth.execution.decoding import Decoder, DraftPlan, Generation, Options, Stats, decoder_of
 from fulldepth.execution.latency import machine
 from fulldepth.exit.generation_grid import lens_grid
 from fulldepth.hf import Checkpoint, checkpoint_of, depth_of, device_of, open_model, open_tokenizer
@@ -42,7 +42,7 @@ class Written:
 
 def generate_texts(
     model: str | Path | PreTrainedModel,
-    prompts: Sequence[str],
+    prompts: str | Sequence[str],
     *,
     tokenizer: Any = None,
     output: str | Path | None = None,
@@ -57,7 +57,7 @@ def generate_texts(
 
     Args:
         model: checkpoint folder, GGUF file, `package:NAME`, Hub name, or a model.
-        prompts: texts, generated as one batch.
+        prompts: texts, generated as one batch; or one text.
         tokenizer: of a model that is passed in; None = as the settings say, or the checkpoint's.
         output: result folder; None = nothing is written.
         plan: gives the skip plan whose model drafts, from the loaded model; None = the first layers draft.
@@ -73,11 +73,12 @@ def generate_texts(
     """
     settings = settings or layer(GenerateSettings, options)
     watcher = watcher or Watcher()
+    prompts = [prompts] if isinstance(prompts, str) else prompts
     if not prompts or any(not prompt.strip() for prompt in prompts):
         raise FulldepthError("A prompt is empty; give some text to continue.")
     if streams and len(prompts) > 1:
         raise FulldepthError("One prompt at a time can be streamed; leave out --stream, or the other prompts.")
-    checkpoint = _opened(model, settings, exit_heads=plan is None)
+    checkpoint = _opened(model, settings, drafts_by_plan=plan is not None)
     tokenizer = open_tokenizer(
         checkpoint,
         tokenizer if tokenizer is not None else settings.tokenizer,
@@ -85,7 +86,7 @@ def generate_texts(
         trust_remote_code=settings.trust_remote_code,
     )
     encoded = [_encode(tokenizer, prompt, settings.chat, number) for number, prompt in enumerate(prompts, start=1)]
-    decoder = Decoder(checkpoint.model)
+    decoder = decoder_of(checkpoint.model)
     if not streams:
         watcher.begin("Generating", settings.max_new_tokens)
     advance = (lambda done: None) if streams else watcher.advance
@@ -101,17 +102,21 @@ def generate_texts(
     return Written(list(prompts), texts, generation, results)
 
 
-def _opened(model: str | Path | PreTrainedModel, settings: GenerateSettings, *, exit_heads: bool) -> Checkpoint:
-    """The model; layers that its configuration does not have are refused before weights are loaded."""
+def _layer_options(settings: GenerateSettings) -> dict[str, Any]:
+    """The entries of `Options` that are settings."""
+    names = {field.name for field in fields(Options)} - {"num_layers", "plan"}
+    return {name: getattr(settings, name) for name in names}
+
+
+def _opened(model: str | Path | PreTrainedModel, settings: GenerateSettings, *, drafts_by_plan: bool) -> Checkpoint:
+    """The model; options that do not fit its configuration are refused before weights are loaded."""
     if isinstance(model, PreTrainedModel):
         return open_model(model)
-    names = ("min_layer", "exit_layer", "speculate_from")
-    layers = {name: value for name in names if isinstance(value := getattr(settings, name), int) and value > 1}
-    depth = depth_of(checkpoint_of(model), settings.revision, settings.trust_remote_code) if layers else None
+    depth = depth_of(checkpoint_of(model), settings.revision, settings.trust_remote_code)
     if depth is not None:
-        Options(num_layers=depth, **cast(Any, layers))
+        Options(num_layers=depth, plan=DraftPlan([]) if drafts_by_plan else None, **_layer_options(settings))
     options = settings.model_dump(include={"dtype", "device", "revision", "trust_remote_code"})
-    return open_model(model, exit_heads=exit_heads, **options)
+    return open_model(model, exit_heads=not drafts_by_plan, **options)
 
 
 def _encode(tokenizer: Any, prompt: str, chat: bool | None, number: int) -> list[int]:
@@ -146,8 +151,6 @@ def _generate(
         mask[row, width - len(tokens) :] = 1
     temperature = settings.temperature or 1.0
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if settings.samples else {}
-    exits = ("threshold", "rule", "policy", "min_layer", "exit_layer", "lens_candidates")
-    names = (*exits, "speculate_from", "draft_length")
     return decoder.generate(
         ids,
         mask,
@@ -159,7 +162,7 @@ def _generate(
         streamer=None if show is None else _Streamer(tokenizer, show),
         **({} if plan is None else {"plan": plan(decoder.anatomy.model)}),
         **sampling,
-        **{name: getattr(settings, name) for name in names},
+        **_layer_options(settings),
     )
 
 

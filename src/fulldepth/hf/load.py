@@ -82,13 +82,21 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         picked = torch.device(device)
-        if picked.type == "mps":
-            raise FulldepthError("Sums are accumulated in float64, which MPS does not have. Use --device cpu.")
+        check_float64(picked)
         torch.zeros(1, device=picked).item()  # a device that holds nothing fails here
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:200]
         raise FulldepthError(f"Device {str(device)!r} cannot be used here: {reason}") from error
     return picked
+
+
+def check_float64(device: torch.device) -> None:
+    """Refuse a device without float64, which is Apple's MPS, and say what works there."""
+    if device.type == "mps":
+        raise FulldepthError(
+            "Sums are accumulated in float64, which MPS does not have. On a Mac every command works on the CPU, the "
+            "default there: leave out --device, or move a loaded model with model.to('cpu')."
+        )
 
 
 def pick_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:

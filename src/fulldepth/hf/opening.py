@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.exit_head_files import EXIT_HEADS, find_exit_heads, load_exit_heads
 from fulldepth.hf.gguf import find_gguf, packaged
-from fulldepth.hf.load import Checkpoint, check_is_name, load_checkpoint, load_tokenizer
+from fulldepth.hf.load import Checkpoint, check_float64, check_is_name, load_checkpoint, load_tokenizer
+from fulldepth.hf.offloading import device_of
 from fulldepth.hf.run_checkpoints import checkpoint_of
 
 
@@ -26,9 +27,10 @@ def open_model(model: str | Path | PreTrainedModel, *, exit_heads: bool = False,
         **options: of `load_checkpoint`.
 
     Raises:
-        FulldepthError: as `load_checkpoint`.
+        FulldepthError: as `load_checkpoint`; if a model is passed in on MPS.
     """
     if isinstance(model, PreTrainedModel):
+        check_float64(device_of(model))
         return Checkpoint(model, model.name_or_path or type(model).__name__)
     check_is_name(model)
     last = checkpoint_of(model)

@@ -46,7 +46,7 @@ def measure(
     model: str | Path | torch.nn.Module,
     data: Any,
     *,
-    measures: list[str] | None = None,
+    measures: str | list[str] | None = None,
     tokenizer: Any = None,
     max_sequences: int = 256,
     sequence_length: int | None = None,
@@ -68,7 +68,7 @@ def measure(
         model: checkpoint folder, Hub name, or a loaded model (left on its device, in its mode).
         data: path, Hub data set, `corpus:builtin`, a list of texts or of mappings, a `datasets.Dataset`, or prepared
             `fulldepth.data.Sequences`.
-        measures: names from `fulldepth.metrics.METRICS`; None = all that model and data allow.
+        measures: names from `fulldepth.metrics.METRICS`, or one name; None = all that model and data allow.
         tokenizer: required with a loaded model; otherwise the one saved with the checkpoint.
         max_sequences: maximum number of sequences.
         sequence_length: tokens per sequence; None = 256, or the model's maximum if smaller.

@@ -9,6 +9,8 @@ import pandas as pd
 
 from fulldepth.errors import FulldepthError, names_of, one_line, unknown
 
+RESIDUAL = "residual"
+"""Site of the states between layers."""
 NOT_KEYS = {"measure", "statistic", "layer", "value", "count", "unit", "difference", "difference_error"}
 """Columns that do not distinguish rows of one statistic; all others do."""
 
@@ -68,6 +70,8 @@ def _listed(values: Any) -> str:
 
 
 def _example(rows: pd.DataFrame, index: str, chosen: Mapping[str, Any]) -> str:
-    last = dict(chosen) | {name: rows[name].dropna().unique()[-1] for name in _keys(rows, index)}
-    shown = {name: repr(value) if isinstance(value, str) else value for name, value in last.items()}
+    """Arguments that choose one row for each layer; of several sites the stream before the final norm."""
+    values = {name: rows[name].dropna().unique() for name in _keys(rows, index)}
+    one = dict(chosen) | {name: RESIDUAL if RESIDUAL in found else found[-1] for name, found in values.items()}
+    shown = {name: repr(value) if isinstance(value, str) else value for name, value in one.items()}
     return ", ".join(f"{name}={value}" for name, value in shown.items())

@@ -11,6 +11,18 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.settings.exit import Rule, Threshold
 from fulldepth.settings.loading import Count, Length, LoadingSettings, Seed
 
+QUALITY = ("judge", "embedder", "prompts", "prefix_tokens", "new_tokens", "top_p")
+"""Settings of `generation_quality`."""
+TASKS = (
+    "num_fewshot",
+    "task_data",
+    "include_path",
+    "apply_chat_template",
+    "system_instruction",
+    "gen_kwargs",
+    "log_samples",
+)
+"""Settings of `tasks`."""
 LAYERS = re.compile(r"all|full|\d{1,4}(,\d{1,4})*")
 Shots = Annotated[int, Field(ge=0, le=1000)]
 Batch = Annotated[int, Field(ge=1, le=100_000)]
@@ -47,6 +59,13 @@ class EvaluateSettings(LoadingSettings):
         "What is evaluated": (
             *("tasks", "exit_layers", "limit", "num_fewshot", "task_data", "include_path", "batch_size", "seed"),
         ),
+        "Chat models": (
+            "apply_chat_template",
+            "system_instruction",
+            "fewshot_as_multiturn",
+            "gen_kwargs",
+            "log_samples",
+        ),
         "Labelled data (--data)": (
             *("exit_rule", "exit_thresholds", "min_layer", "rounds"),
             *("split", "skip_bad", "truncate", "corrupt"),
@@ -75,6 +94,17 @@ class EvaluateSettings(LoadingSettings):
     """Folder with YAML files of your own tasks for lm-eval; code that they name is run."""
     batch_size: Batch = 8
     """Requests in one forward pass."""
+    apply_chat_template: bool = False
+    """Put every request into the tokenizer's chat template, as lm-eval does; for instruction-tuned models."""
+    system_instruction: str | None = None
+    """Text of the system's turn, or before each prompt without a chat template."""
+    fewshot_as_multiturn: bool | None = None
+    """Solved examples as turns of a conversation; None = with a chat template."""
+    gen_kwargs: str | dict[str, Any] | None = None
+    """Arguments of generation on top of each task's own, such as max_gen_toks=64,do_sample=true,temperature=0.7; a
+    mapping with --set."""
+    log_samples: bool = False
+    """Write lm-eval's log of every example to samples_TASK.jsonl, for each exit layer."""
     seed: Seed | None = None
     """Seed of few-shot examples and of all other random choices; None = lm-eval's default seeds."""
     bootstrap_iters: Annotated[int, Field(ge=0, le=10_000_000)] = 100_000
@@ -116,10 +146,19 @@ class EvaluateSettings(LoadingSettings):
 
     @model_validator(mode="after")
     def _options_fit(self) -> EvaluateSettings:
-        alone = [name for name in ("judge", "embedder") if getattr(self, name) and not self.generation_quality]
-        if alone:
-            raise FulldepthError(f"--{alone[0]} is used by --generation-quality FILE, which is not set.")
+        for needed, names in {"generation_quality": QUALITY, "tasks": TASKS}.items():
+            for name in names if not getattr(self, needed) else ():
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    option, owner = (f"--{text.replace('_', '-')}" for text in (name, needed))
+                    raise FulldepthError(f"{option} is used by {owner}, which is not set.")
+        if self.fewshot_as_multiturn and not self.apply_chat_template:
+            raise FulldepthError("--fewshot-as-multiturn is used by --apply-chat-template, which is not set.")
         return self
+
+    @property
+    def multiturn(self) -> bool:
+        """Whether solved examples are turns of a conversation."""
+        return self.apply_chat_template if self.fewshot_as_multiturn is None else self.fewshot_as_multiturn
 
 
 def check_asked(settings: EvaluateSettings, labelled: bool, other: str | None = None) -> None:

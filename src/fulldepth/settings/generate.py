@@ -17,7 +17,7 @@ class GenerateSettings(LoadingSettings):
 
     options: ClassVar = {
         "Text": ("max_new_tokens", "temperature", "top_p", "top_k", "seed"),
-        "Speculation": ("speculate_from", "draft_length"),
+        "Speculation": ("speculate_from", "draft_length", "draft_threshold"),
         "Early exit": ("threshold", "exit_layer", "rule", "policy", "min_layer", "lens_candidates"),
         "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
     }
@@ -39,9 +39,10 @@ class GenerateSettings(LoadingSettings):
     layer times; plain decoding where none pays). None = no speculation."""
     draft_length: int | str = AUTO
     """Largest number of drafts in a round: K, or auto (by measurement; plain decoding where none pays)."""
+    draft_threshold: float | None = None
+    """In (0, 1]: a round's drafting ends where the largest probability of the next draft is below it; None = never."""
     threshold: float | None = None
-    """In (0, 1]. With --speculate-from: a round's drafting ends where the model's largest probability is below it.
-    Without: a token leaves at the first layer at which --rule exceeds it; 1 = the full model."""
+    """In (0, 1]: a token leaves at the first layer at which --rule exceeds it; 1 = the full model."""
     exit_layer: Length | None = None
     """Layer at which every token leaves; None = by --threshold, else none."""
     rule: Literal["confidence", "margin", "entropy", "patience"] = "confidence"
@@ -67,18 +68,10 @@ class GenerateSettings(LoadingSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerateSettings:
-        if self.threshold is not None and not 0 < self.threshold <= 1:
-            raise FulldepthError(f"The threshold is {self.threshold}; expected a number in (0, 1] (1 = all layers).")
-        if self.exit_layer is not None and (self.threshold is not None or self.speculate_from is not None):
-            raise FulldepthError("exit_layer ends every token at one layer; it excludes threshold and speculate_from.")
-        if self.lens_candidates is not None and (self.threshold is None or self.speculate_from is not None):
-            raise FulldepthError("lens_candidates is for early exit, which threshold without speculate_from asks for.")
-        if self.lens_candidates is not None and self.rule not in ("confidence", "margin"):
-            raise FulldepthError(f"lens_candidates is for the rules confidence and margin, not {self.rule}.")
-        for name in ("speculate_from", "draft_length"):
-            value = getattr(self, name)
-            if isinstance(value, int) and value < 1:
-                raise FulldepthError(f"{name} is {value}; expected 1 or more, or auto.")
+        if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
+            raise FulldepthError(
+                "temperature 0 takes the most probable token; leave it out to sample with top_p or top_k."
+            )
         return self
 
     @property

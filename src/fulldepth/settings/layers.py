@@ -12,7 +12,8 @@ import os
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import pydantic
 import yaml
@@ -66,7 +67,7 @@ def layer(model: type[S], *sources: Mapping[str, Any]) -> S:
     """Settings from several sources; a later source overrides an earlier one, key by key, also inside mappings.
 
     A source that changes a setting drops what earlier sources say about its former value (`described_by`). Values are
-    validated strictly, as JSON types: 1 is a number, `true` and "1" are not.
+    validated strictly, as JSON types: 1 is a number, `true` and "1" are not. A single value of a list is a list of one.
 
     Args:
         model: the settings class, which defines the defaults.
@@ -79,6 +80,7 @@ def layer(model: type[S], *sources: Mapping[str, Any]) -> S:
     try:
         for source in sources:
             merged = merge(merged, source, model)
+        merged = _with_lists(model, merged)
         document = json.dumps(merged, default=os.fspath)
     except (TypeError, ValueError, RecursionError) as error:
         reason = one_line(error)
@@ -182,6 +184,31 @@ def merge(
         else:
             merged[key] = value
     return merged
+
+
+def _with_lists(model: type[pydantic.BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, with a single text or number where a list is expected as a list of one."""
+    listed = {}
+    for key, value in values.items():
+        inner, field = _inner_class(model, key), model.model_fields.get(key)
+        if inner is not None and isinstance(value, Mapping):
+            value = _with_lists(inner, value)
+        elif field is not None and type(value) in (str, int, float):
+            expected = kinds(field.annotation)
+            value = [value] if list in expected and type(value) not in expected else value
+        listed[key] = value
+    return listed
+
+
+def kinds(annotation: Any) -> set[Any]:
+    """The plain types of an annotation, without None, bounds and choices; `list` for a list of anything."""
+    if get_origin(annotation) is Annotated:
+        return kinds(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return set().union(*map(kinds, get_args(annotation)))
+    if get_origin(annotation) is Literal:
+        return {str}
+    return set() if annotation is NoneType else {get_origin(annotation) or annotation}
 
 
 def _inner_class(model: type[pydantic.BaseModel] | None, key: str) -> type[pydantic.BaseModel] | None:

@@ -98,6 +98,21 @@ def test_a_decoder_is_a_loop_for_generate():
     found = model.generate(**prompts, **options, custom_generate=decoder, speculate_from=2, draft_length=3)
     assert torch.equal(found, expected)
     assert decoder.last.stats.drafted > 0
+    whole = model.generate(**prompts, **options, custom_generate=decoder, return_dict_in_generate=True)
+    assert torch.equal(whole.sequences, expected)
+    mask = prompts["attention_mask"]
+    counted = (mask.cumsum(-1) - 1).clamp(min=0)
+    assert torch.equal(model.generate(**prompts, **options, custom_generate=decoder, position_ids=counted), expected)
+    cache = model(input_ids=prompts["input_ids"], use_cache=True).past_key_values
+    for given, message in {
+        ("position_ids", counted + 7): "leave out position_ids",
+        ("past_key_values", cache): "leave out past_key_values",
+        ("output_scores", True): "cannot follow output_scores",
+        ("assistant_early_exit", 1): "cannot follow assistant_early_exit",
+    }.items():
+        refused = {"return_dict_in_generate": True, **dict([given])}
+        with pytest.raises(FulldepthError, match=message):
+            model.generate(**prompts, **options, custom_generate=decoder, **refused)
     with pytest.raises(FulldepthError, match="another model"):
         decoders.build("llama").generate(**prompts, **options, custom_generate=decoder)
     with pytest.raises(FulldepthError, match="cannot follow num_beams"):

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import gc
+import pickle
+import weakref
+
 import pytest
 import torch
 import transformers as tf
@@ -9,7 +15,8 @@ import transformers as tf
 import tiny_models as tm
 from execution import decoders
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.decoding import Decoder, generate
+from fulldepth.execution.decoding import Decoder, DraftPlan, generate
+from fulldepth.execution.decoding import decoder as decoder_module
 
 NEW = 20
 LATE = {"falcon": 1.0, "bloom": 10.0, "gpt2": 0.6}
@@ -20,6 +27,9 @@ LATE = {"falcon": 1.0, "bloom": 10.0, "gpt2": 0.6}
 def more_models(monkeypatch):
     for name, build in decoders.MODELS.items():
         monkeypatch.setitem(tm.UNLISTED, name, build)
+
+
+llama = functools.cache(lambda: decoders.build("llama"))
 
 
 def stock(model: tf.PreTrainedModel, prompts: dict, **options) -> torch.Tensor:
@@ -51,6 +61,17 @@ def test_greedy_output_is_that_of_generate_for_every_family(name):
     assert 0 < accepted < drafted
 
 
+@pytest.mark.parametrize("name", ["opt", "gpt2"])
+def test_a_batch_is_drafted_up_to_the_last_of_learned_positions(name):
+    """Sequences whose drafts are accepted differently; the longest must not be drafted beyond the table."""
+    model = decoders.build(name, late=0.5)
+    model.generation_config.eos_token_id = None
+    prompts, new = decoders.prompts(3, padded=0), model.config.max_position_embeddings - 9
+    found = Decoder(model).generate(**prompts, max_new_tokens=new, speculate_from=1, draft_length=7)
+    assert torch.equal(found.sequences, stock(model, prompts, max_new_tokens=new))
+    assert found.stats.accepted > 0
+
+
 def test_drafts_end_where_the_model_is_unsure():
     model = decoders.build("llama", late=0.2)
     model.generation_config.eos_token_id = None
@@ -58,7 +79,9 @@ def test_drafts_end_where_the_model_is_unsure():
     expected = stock(model, prompts)
     counts = {}
     for threshold in (0.001, 0.03, 1.0):
-        found = decoder.generate(**prompts, max_new_tokens=NEW, speculate_from=2, draft_length=4, threshold=threshold)
+        found = decoder.generate(
+            **prompts, max_new_tokens=NEW, speculate_from=2, draft_length=4, draft_threshold=threshold
+        )
         assert torch.equal(found.sequences, expected)
         counts[threshold] = found.stats.drafted
     assert counts[0.001] > counts[0.03] > counts[1.0] == 0
@@ -108,6 +131,51 @@ def test_the_generation_configuration_applies_to_drafts_too(settings):
     assert found.stats.drafted > 0
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"min_layer": 2}, "min_layer"),
+        ({"rule": "margin"}, "rule"),
+        ({"rule": "margin", "exit_layer": 1}, "rule"),
+        ({"policy": "propagate", "speculate_from": 1}, "policy"),
+        ({"draft_length": 3}, "draft_length"),
+        ({"draft_length": 3, "threshold": 0.5}, "draft_length"),
+        ({"draft_threshold": 0.5}, "draft_threshold"),
+        ({"threshold": 0.5, "speculate_from": 1}, "draft_threshold"),
+        ({"threshold": 0.5, "plan": DraftPlan([2])}, "draft_threshold"),
+        ({"temperature": 0.5}, "do_sample"),
+        ({"top_p": 0.5}, "do_sample"),
+    ],
+)
+def test_options_without_effect_are_refused(options, name):
+    with pytest.raises(FulldepthError, match=name):
+        generate(llama(), decoders.prompts(1)["input_ids"], max_new_tokens=2, **options)
+
+
+def test_a_model_is_verified_once_and_again_where_it_was_changed(monkeypatch):
+    verified = []
+    runner = decoder_module.decoding_runner
+    monkeypatch.setattr(decoder_module, "decoding_runner", lambda *each: verified.append(1) or runner(*each))
+    model, prompts = decoders.build("llama"), decoders.prompts(1)
+    for _ in range(2):
+        assert torch.equal(generate(model, **prompts, max_new_tokens=3).sequences, stock(model, prompts)[:, :12])
+    assert len(verified) == 1
+    for changed in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        changed.model.layers[1].mlp = copy.deepcopy(model.model.layers[2].mlp)
+        found = generate(changed, **prompts, max_new_tokens=3).sequences
+        assert torch.equal(found, stock(changed, prompts)[:, :12])
+    assert len(verified) == 3
+    model.model.layers[1].mlp = copy.deepcopy(model.model.layers[2].mlp)
+    assert torch.equal(generate(model, **prompts, max_new_tokens=3).sequences, stock(model, prompts)[:, :12])
+    model.lm_head.register_forward_hook(lambda *_: None)
+    generate(model, **prompts, max_new_tokens=3)
+    assert len(verified) == 5
+    freed = weakref.ref(model)
+    del model
+    gc.collect()
+    assert freed() is None
+
+
 def test_what_the_loop_cannot_follow_is_refused():
     model, prompts = decoders.build("llama"), decoders.prompts(1)
     decoder = Decoder(model)
@@ -132,6 +200,9 @@ def test_what_the_loop_cannot_follow_is_refused():
             prompts["attention_mask"].clone().index_fill_(1, torch.tensor([8]), 0),
             max_new_tokens=3,
         )
+    for text in ("some text", ["some text"], torch.ones(1, 4)):
+        with pytest.raises(FulldepthError, match="expected token ids"):
+            decoder.generate(text, max_new_tokens=3)
     with pytest.raises(FulldepthError, match="not empty"):
         decoder.generate(torch.ones(1, 0, dtype=torch.long), max_new_tokens=3)
     model.generation_config.guidance_scale = 2.0

@@ -12,6 +12,7 @@ from scipy import stats
 
 from fulldepth.data.examples import read_examples
 from fulldepth.errors import FulldepthError
+from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.skip.assessment.breakpoint import FEWEST, LEVEL, find_breakpoint
 from fulldepth.skip.assessment.curve import curve
@@ -341,7 +342,10 @@ def test_other_orders_and_parts() -> None:
     assert "mlp blocks" in found.results.headline["loss_added"]["sentence"]
     found = curve(build("gpt2"), pairs(12), tokenizer=tokenizer(), search="last", max_blocks=1, granularity="layer")
     assert found.plan.blocks == [3]
-    found = curve(build("gpt2"), pairs(12), tokenizer=tokenizer(), search="last", max_blocks=12)
+    said: list[str] = []
+    heard = Watcher(say=said.append)
+    found = curve(build("gpt2"), pairs(12), tokenizer=tokenizer(), search="last", max_blocks=12, watcher=heard)
+    assert f"The model has {LAYERS} blocks: the curve ends there, not at max_blocks = 12." in said
     assert found.plan.blocks == list(range(LAYERS, 0, -1))  # all that there are
     few = "2 held-out documents, and at least 5 are needed"
     assert found.results.headline["break_point"]["sentence"] == f"No break point is stated: {few}."

@@ -1,6 +1,6 @@
 """Decoding on top of the layer runner: plain, with early exit, and with drafts of the model's own first layers."""
 
-from fulldepth.execution.decoding.decoder import Decoder, Generation, generate
+from fulldepth.execution.decoding.decoder import Decoder, Generation, decoder_of, generate
 from fulldepth.execution.decoding.options import BOUNDED_RULES, POLICIES, DraftPlan, Options
 from fulldepth.execution.decoding.rules import RULES, ExitRule, certainty, sample_certainty, theoretical_speedup
 from fulldepth.execution.decoding.stats import Stats
@@ -16,6 +16,7 @@ __all__ = [
     "Options",
     "Stats",
     "certainty",
+    "decoder_of",
     "generate",
     "sample_certainty",
     "theoretical_speedup",

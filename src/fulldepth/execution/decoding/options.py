@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from fulldepth.errors import FulldepthError, unknown
@@ -40,8 +40,7 @@ class Options:
     num_layers: int
     """L."""
     threshold: float | None = None
-    """In (0, 1]. With `speculate_from`: drafting ends where the largest probability of the next draft is below it.
-    Without: a token leaves where the value of `rule` exceeds it, so that 1 is the full model."""
+    """In (0, 1]: a token leaves where the value of `rule` exceeds it, so that 1 is the full model."""
     rule: str = "confidence"
     """`confidence`, `margin`, `entropy` or `patience`, see `decoding.rules`."""
     policy: str = "recompute"
@@ -58,7 +57,8 @@ class Options:
     """E in 1..L-1; `auto`: chosen by measured acceptance and layer times, plain decoding where none pays."""
     draft_length: int | str = AUTO
     """K, largest number of drafts per round; `auto`: chosen by measurement, plain decoding where none pays."""
-
+    draft_threshold: float | None = None
+    """In (0, 1]: the drafting of a round ends where the largest probability of the next draft is below it."""
     plan: DraftPlan | None = None
     """The model without these parts drafts, instead of the first layers alone; with `draft_length="auto"`, 4 tokens a
     round, and decoding becomes plain where rounds are slower."""
@@ -66,8 +66,10 @@ class Options:
     def __post_init__(self) -> None:
         if self.plan is not None and (self.speculate_from is not None or self.exit_layer is not None):
             raise FulldepthError("A plan's model drafts; it excludes speculate_from and exit_layer.")
-        if self.threshold is not None and not 0 < self.threshold <= 1:
-            raise FulldepthError(f"The threshold is {self.threshold}; expected a number in (0, 1] (1 = all layers).")
+        for name in ("threshold", "draft_threshold"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise FulldepthError(f"{name} is {value}; expected a number in (0, 1].")
         if self.rule not in RULES:
             raise unknown("rule", self.rule, RULES)
         if self.policy not in POLICIES:
@@ -76,16 +78,28 @@ class Options:
         length = self.draft_length
         if length != AUTO and not (isinstance(length, int) and 1 <= length <= MOST_DRAFTS):
             raise FulldepthError(f"draft_length is {length!r}; expected 1 to {MOST_DRAFTS}, or 'auto'.")
-        self._check_candidates()
         if self.exit_layer is not None and (self.threshold is not None or self.speculate_from is not None):
             raise FulldepthError("exit_layer ends every token at one layer; it excludes threshold and speculate_from.")
+        if self.threshold is not None and self.mode == "speculative":
+            raise FulldepthError(
+                "threshold is for early exit; with drafts, draft_threshold ends the drafting of a round."
+            )
+        self._check_used("threshold", self.threshold, ("rule", "policy", "min_layer", "lens_candidates"))
+        drafter = self.speculate_from if self.plan is None else self.plan
+        self._check_used("speculate_from or a plan", drafter, ("draft_length", "draft_threshold"))
+        self._check_candidates()
+
+    def _check_used(self, needed: str, value: object, names: Collection[str]) -> None:
+        """Refuse options that differ from their defaults while what they belong to is not asked for."""
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in names if value is None else ():
+            if getattr(self, name) != defaults[name]:
+                raise FulldepthError(f"{name} has no effect without {needed}; set {needed}, or leave out {name}.")
 
     def _check_candidates(self) -> None:
         count = self.lens_candidates
         if count is None:
             return
-        if self.mode != "early-exit" or self.threshold is None:
-            raise FulldepthError("lens_candidates is for early exit, which threshold without speculation asks for.")
         if not isinstance(count, int) or count < LEAST_CANDIDATES:
             raise FulldepthError(f"lens_candidates is {count!r}; expected {LEAST_CANDIDATES} tokens or more.")
         if self.rule not in BOUNDED_RULES:

@@ -70,7 +70,7 @@ def speculate(
     sequences, stats = session.sequences, session.stats
     ids, mask = sequences.window()
     start = ids.shape[1] - 1
-    length = min(length, sequences.room - 1)
+    length = min(length, sequences.max_length - sequences.width - 1)  # no draft is beyond the model's positions
     draft = _Draft(session, early, ids, mask)
     draft.extend(length, threshold, skipper)
     if skipper is not None:
@@ -147,8 +147,6 @@ class _Draft:
         """Add one draft to every sequence."""
         sequences = self._session.sequences
         for row, token in zip(sequences.active, tokens.tolist(), strict=True):
-            at = sequences.lengths[row] + len(self.scores)
-            if at < sequences.max_length:
-                sequences.tokens[row, at] = token
+            sequences.tokens[row, sequences.lengths[row] + len(self.scores)] = token
         self.ids = torch.cat([self.ids, tokens[:, None]], dim=1)
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)

@@ -70,7 +70,7 @@ def _speculate(session: Session, options: Options) -> None:
     stats.speculate_from, stats.draft_length = early, length
     stats.reason = f"Layers 1 to {early} draft up to {length} tokens a round, as asked."
     while session.sequences.active:
-        speculate(session, early, length, options.threshold)
+        speculate(session, early, length, options.draft_threshold)
 
 
 def _speculate_with_plan(session: Session, plan: DraftPlan, length: int, options: Options) -> None:
@@ -85,7 +85,7 @@ def _speculate_with_plan(session: Session, plan: DraftPlan, length: int, options
         while active.active and (trial is None or trial.pays):
             begun = session.clock()
             skipper = Skipper(switches, plan.layers, plan.scalars)
-            done = speculate(session, early, length, options.threshold, skipper)
+            done = speculate(session, early, length, options.draft_threshold, skipper)
             if trial is not None:
                 trial.note(done, session.clock() - begun)
     if trial is not None and not stats.rounds:
@@ -132,7 +132,7 @@ def _speculate_if_it_pays(session: Session, options: Options, probe: Probe) -> N
     while sequences.active and control.pays:
         stats.draft_length = control.length
         begun = session.clock()
-        done = speculate(session, best.layer, control.length, options.threshold)
+        done = speculate(session, best.layer, control.length, options.draft_threshold)
         control.note(done, session.clock() - begun)
     stats.paid, stats.reason = _paid(control), control.reason
     if not control.pays:

@@ -23,7 +23,7 @@ class Answers:
 
     Args:
         path: file of lines of JSON, the first with `identity`; None = in memory only.
-        identity: what the answers depend on. A file with another identity is replaced.
+        identity: what the answers depend on. A file with another identity, or a link, is replaced.
         layers: number of exit layers of a scored request.
 
     Use as a context manager; every batch is written at once.
@@ -38,10 +38,16 @@ class Answers:
 
     def __enter__(self) -> Self:
         if self.path is not None:
-            length = self._read(self.path)
+            if self.path.parent.is_symlink():
+                raise FulldepthError(
+                    f"{self.path.parent} is a link; remove it, so that answers are written in its place."
+                )
+            length = 0 if self.path.is_symlink() else self._read(self.path)
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self.path.open("r+b" if length else "wb")
+                if not length:
+                    self.path.unlink(missing_ok=True)  # a link is removed, and not followed
+                self._file = self.path.open("r+b" if length else "xb")
                 self._file.seek(length)
                 self._file.truncate()
                 if not length:

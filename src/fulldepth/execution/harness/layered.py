@@ -150,6 +150,12 @@ class LayeredAnswers:
                 f"{session.title}: with this tokenizer {one_line(repr(continuation), 80)} has no tokens of its own "
                 f"after {one_line(repr(str(context)[-60:]), 80)}, so no likelihood (a missing space?)."
             )
+        longest = max((request[2] for request in requests), key=len, default=[])
+        if len(longest) > self.max_length:
+            raise FulldepthError(
+                f"{session.title}: a continuation of {len(longest):,} tokens is longer than the model's "
+                f"{self.max_length:,} positions, so it has no likelihood."
+            )
         keys = [_key(request) for request in requests]
         waiting = {key: request for key, request in zip(keys, requests, strict=True) if key not in session.answers}
         if waiting:

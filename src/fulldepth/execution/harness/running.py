@@ -61,6 +61,8 @@ class UnitScores:
     """Task -> for each example, the expected accuracy of what `chance` is of."""
     clusters: dict[str, NDArray[np.int64]] = field(default_factory=dict)
     """Task -> identity of each example: equal documents are one."""
+    samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Task -> lm-eval's log of each example and filter."""
 
 
 def lm_eval_version() -> str:
@@ -80,19 +82,19 @@ def run_unit(
     loaded: Mapping[str, Any],
     *,
     limit: int | None = None,
-    num_fewshot: int | None = None,
     seed: int | None = None,
     bootstrap_iters: int = 100_000,
+    **prompting: Any,
 ) -> UnitScores:
     """Evaluate a model as `lm_eval.simple_evaluate` does, on tasks that are loaded already.
 
     Args:
         lm: a model of lm-eval's interface.
-        loaded: `tasks` and `groups` as lm-eval's task manager returns them.
+        loaded: `tasks` and `groups`, from `Catalogue.load`.
         limit: most examples of each task, from the first; None = all.
-        num_fewshot: solved examples in a prompt; None = each task's own number. Tasks that fix it at 0 keep 0.
         seed: of all random choices; None = lm-eval's default seeds.
         bootstrap_iters: resamples for standard errors of metrics that are no means, such as perplexity.
+        **prompting: `apply_chat_template`, `system_instruction` and `fewshot_as_multiturn` of lm-eval's `evaluate`.
 
     Raises:
         FulldepthError: if a task cannot be run, with the reason.
@@ -101,21 +103,25 @@ def run_unit(
 
     names = ", ".join(loaded["tasks"])
     for task in loaded["tasks"].values():
-        own = task.get_config("num_fewshot")
-        if own is None or (num_fewshot is not None and own != 0):
-            task.set_config(key="num_fewshot", value=num_fewshot or 0)
         task.set_fewshot_seed(seed=SEED if seed is None else seed)
     try:
         with quiet(), seeded(seed):
             output = evaluate(
-                lm=lm, task_dict=dict(loaded), limit=limit, bootstrap_iters=bootstrap_iters, log_samples=True
+                lm=lm,
+                task_dict=dict(loaded),
+                limit=limit,
+                bootstrap_iters=bootstrap_iters,
+                log_samples=True,
+                **prompting,
             )
     except FulldepthError:
         raise
     except FAILURES as error:
         raise FulldepthError(f"lm-eval cannot run {names}: {reason(error)}") from error
     examples = {name: _examples(samples) for name, samples in (output.get("samples") or {}).items() if samples}
-    found = UnitScores(scores_of(output), dict(output.get("higher_is_better") or {}))
+    found = UnitScores(
+        scores_of(output), dict(output.get("higher_is_better") or {}), samples=output.get("samples") or {}
+    )
     for name, rows in examples.items():
         found.clusters[name] = np.array([identity(str(row.get("doc_hash", row["doc_id"]))) for row in rows], np.int64)
         choices = _choices(loaded["tasks"].get(name))

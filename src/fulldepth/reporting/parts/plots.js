@@ -164,10 +164,10 @@ function fillNumbers(plot) {
   const across = matrix ? traces[0].x : traces.map((trace) => plain(trace.name || "Value"));
   const down = matrix ? traces[0].y : [...new Set(traces.flatMap((trace) => trace.x))];
   if (!matrix && down.every((at) => typeof at === "number")) down.sort((a, b) => a - b);
-  const columns = matrix ? null : traces.map((trace) => new Map(trace.x.map((at, index) => [at, trace.y[index]])));
+  const columns = matrix ? null : traces.map((trace) => new Map(trace.x.map((at, index) => [at, trace.fill === "tonexty" ? [trace.y[index], ...trace.customdata[index]] : trace.y[index]])));
   const cell = (at, row) => (matrix ? traces[0].z[row] : columns.map((column) => column.get(at)));
   const head = el("tr", {}, el("th", { scope: "col" }, plain(DATA.figures[plot.name].layout.xaxis.title.text)), ...across.map((name) => el("th", { scope: "col", class: "num" }, String(name))));
-  const body = down.map((at, row) => el("tr", {}, el("th", { scope: "row" }, readable(at)), ...cell(at, row).map((value) => el("td", { class: "num" }, readable(value)))));
+  const body = down.map((at, row) => el("tr", {}, el("th", { scope: "row" }, readable(at)), ...cell(at, row).map((value) => el("td", { class: "num" }, [value].flat().map(readable).join(" to ")))));
   plot.table.lastElementChild.replaceChildren(el("table", { class: "data" }, el("thead", {}, head), el("tbody", {}, ...body)));
 }
 

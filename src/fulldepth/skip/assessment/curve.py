@@ -101,7 +101,7 @@ def curve(
     Args:
         model: checkpoint folder, Hub name, or a loaded model (restored on return).
         data: as for `search`.
-        max_blocks: most blocks to remove; fewer if the model has fewer.
+        max_blocks: most blocks to remove; fewer, with a message, if the model has fewer.
         tolerance: accepted nats above the first line, see `find_breakpoint`.
         output: folder for `plan.json` (with all blocks) and the results; None = not saved.
         tokenizer: as for `search`.
@@ -121,9 +121,10 @@ def curve(
         process.first(partial(_check_folder, output, resume))
         owner = open_for(model, settings, process).model
         if settings.search != "given":
-            settings = layered(
-                SearchSettings, settings.model_dump(), {"blocks": _num_blocks(owner, settings, max_blocks)}
-            )
+            blocks = _num_blocks(owner, settings, max_blocks)
+            settings = layered(SearchSettings, settings.model_dump(), {"blocks": blocks})
+            if blocks < max_blocks:
+                watcher.say(f"The model has {blocks} blocks: the curve ends there, not at max_blocks = {max_blocks}.")
         with prepared(owner, data, settings, process, tokenizer=tokenizer, heldout=heldout) as problem:
             plan = search_with(problem, process, watcher, output=output, resume=resume)
             read = _read(problem, plan, process, watcher)
