@@ -237,20 +237,27 @@ def _is_same(name: str, other: str) -> bool:
     return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
 
 
-def check_tokenizer_files(where: str, revision: str | None = None) -> None:
+def check_tokenizer_files(where: str, revision: str | None = None) -> str | None:
     """Check the files of a tokenizer, and the configuration that transformers reads with it.
+
+    Returns:
+        The type of the model in tokenizer.json, such as `BPE`; None if it states none.
 
     Raises:
         FulldepthError: if one is not a regular file, is too large, or is not a bounded JSON object.
     """
     check_config(where, revision)
+    model: Any = None
     for name in TOKENIZER_FILES:
         if path := locate(where, name, revision):
-            _read_object(path, MOST_TOKENIZER_BYTES)
+            content = _read_object(path, MOST_TOKENIZER_BYTES)
+            model = content.get("model") if name == "tokenizer.json" else model
     for name in TOKENIZER_TEXTS:
         path = locate(where, name, revision)
         if path is not None and path.stat().st_size > MOST_TOKENIZER_BYTES:
             raise FulldepthError(f"Cannot read {path}: it is larger than {MOST_TOKENIZER_BYTES >> 20} MiB.")
+    kind = model.get("type") if isinstance(model, dict) else None
+    return kind if isinstance(kind, str) else None
 
 
 def check_processor_files(where: str, revision: str | None = None) -> None:

@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
 from fulldepth.errors import FulldepthError, is_out_of_memory, one_line, unknown
@@ -222,19 +223,26 @@ def depth_of(name: str | Path, revision: str | None = None, trust_remote_code: b
 def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The tokenizer saved with a checkpoint.
 
+    For some model types transformers takes a class of its own, whose model may be of another type than the one in
+    tokenizer.json and then has none of its tokens; the file itself is loaded instead.
+
     Raises:
         FulldepthError: if there is none, or its files are damaged.
     """
     where = packaged(str(name))
     gguf = find_gguf(where)
+    stored = None
     if gguf is None:
         _check_name(where, "a folder with a tokenizer")
-        check_tokenizer_files(where, revision)
+        stored = check_tokenizer_files(where, revision)
     with _plain_errors(where, kind="tokenizer"), silent():
         if gguf is not None:
             tokenizer = load_gguf_tokenizer(gguf)
         else:
             tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+            backend = getattr(tokenizer, "backend_tokenizer", None)
+            if stored is not None and backend is not None and type(backend.model).__name__ != stored:
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(where, revision=revision)
         special = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}  # damaged files may load and fail here
     for name, number in special.items():
         if number is not None and not isinstance(number, int):
