@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
@@ -125,20 +124,6 @@ def numbers(option: str, text: str | None) -> list[float] | None:
     if found is not None and not all(map(math.isfinite, found)):
         raise FulldepthError(f"{option} {one_line(text, 100)}: expected numbers such as 0.5,0.9.")
     return found
-
-
-def refuse_existing(folder: Path, overwrite: bool) -> None:
-    """Raise if the folder holds results and `overwrite` is not set."""
-    if not overwrite and (folder / "results.json").exists():
-        raise FulldepthError(f"{folder} already holds results. Choose another --output, or replace with --overwrite.")
-
-
-def refuse_held(folder: Path) -> None:
-    """Raise if the folder belongs to another command."""
-    from fulldepth.results import holder
-
-    if content := holder(folder):
-        raise FulldepthError(f"{folder} holds {content}, which needs its own results there. Choose another --output.")
 
 
 def main() -> None:

@@ -19,9 +19,8 @@ from fulldepth.evaluation.quality import quality_findings, score_quality
 from fulldepth.evaluation.scoring import catalogue_of, rows_of, score_tasks, units_of
 from fulldepth.evaluation.subject import SkipPlan, Subject, opened
 from fulldepth.execution.harness import Catalogue, Unit
-from fulldepth.files import locked
 from fulldepth.progress import Watcher
-from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, finite, holder, provenance, tabulate
+from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, claimed, finite, provenance, tabulate
 from fulldepth.settings import layer as layered
 from fulldepth.settings.evaluate import EvaluateSettings, check_asked, parse_layers
 
@@ -103,12 +102,13 @@ def _evaluated_once(
     """The finished results of the same evaluation in the folder `kept`, or new ones."""
     fingerprint = _fingerprint(subject, settings)
     stored = None if kept is None else _stored(kept, fingerprint)
-    if stored is not None:
+    if stored is not None and kept is not None:
+        stored.save_page(kept)
         return stored
     results = _evaluated(subject, *asked, settings, folder, watcher)
     results.meta["fingerprint"] = fingerprint
     if folder is not None:
-        results.save(folder, page=False)
+        results.save(folder)
         shutil.rmtree(folder / ANSWERS, ignore_errors=True)
     return results
 
@@ -119,11 +119,7 @@ def _held(folder: Path | None, *, resume: bool, overwrite: bool) -> Iterator[Non
     if folder is None:
         yield
         return
-    if content := holder(folder):
-        raise FulldepthError(f"{folder} holds {content}, which needs its own results there. Choose another output.")
-    if (folder / DOCUMENT).exists() and not (resume or overwrite):
-        raise FulldepthError(f"{folder} already holds results. Choose another output, or replace with overwrite.")
-    with locked(folder):
+    with claimed(folder, resume or overwrite):
         answers = folder / ANSWERS
         if answers.is_dir() and not resume:
             if not overwrite:

@@ -242,7 +242,9 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
             tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
             backend = getattr(tokenizer, "backend_tokenizer", None)
             if stored is not None and backend is not None and type(backend.model).__name__ != stored:
-                tokenizer = PreTrainedTokenizerFast.from_pretrained(where, revision=revision)
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(
+                    where, revision=revision, trust_remote_code=trust_remote_code
+                )
         special = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}  # damaged files may load and fail here
     for name, number in special.items():
         if number is not None and not isinstance(number, int):
