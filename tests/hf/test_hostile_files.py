@@ -109,6 +109,18 @@ def test_what_is_no_regular_file_is_not_opened(broken, name, kind):
     refused(load_checkpoint, broken, name)
 
 
+def test_an_adapter_beside_the_model_is_refused_with_and_without_peft(saved, tmp_path):
+    """transformers adds it to the weights, but only where peft is installed: other numbers, and no word of it."""
+    peft = pytest.importorskip("peft")
+    shutil.copytree(saved, tmp_path / "model")
+    base = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tuned = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    tuned.save_pretrained(tmp_path / "model")
+    refused(load_checkpoint, tmp_path / "model", "adapter_config.json", "merge_and_unload")
+    tuned.merge_and_unload().save_pretrained(tmp_path / "merged")
+    load_checkpoint(tmp_path / "merged")
+
+
 def test_links_to_regular_files_are_followed_as_in_the_hubs_cache(saved, tmp_path):
     for path in saved.iterdir():
         (tmp_path / path.name).symlink_to(path)

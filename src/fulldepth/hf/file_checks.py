@@ -19,7 +19,8 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import read_document, read_json, reading
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-MODEL_FILES = ("generation_config.json", "adapter_config.json")
+MODEL_FILES = ("generation_config.json",)
+ADAPTER = "adapter_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -145,9 +146,15 @@ def check_model_files(where: str, revision: str | None = None) -> Weights:
     """Check a model's weight files and its other files; returns the headers of the weight files.
 
     Raises:
-        FulldepthError: if a JSON file is damaged, the index names anything but plain `*.safetensors` files of this
-            folder, a weight file is absent, irregular or damaged, or two of them contain the same tensor.
+        FulldepthError: if there is an adapter beside the model, a JSON file is damaged, the index names anything but
+            plain `*.safetensors` files of this folder, a weight file is absent, irregular or damaged, or two of them
+            contain the same tensor.
     """
+    if path := locate(where, ADAPTER, revision):
+        raise FulldepthError(
+            f"{path} belongs to an adapter, which transformers adds to the model only where peft is installed. Merge "
+            "it into the model (merge_and_unload of peft, then save_pretrained), or remove the adapter's files."
+        )
     for name in MODEL_FILES:
         if path := locate(where, name, revision):
             check_numbers(path, _read_object(path, MOST_CONFIG_BYTES))
