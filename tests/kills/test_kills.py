@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import yaml
 
 import tiny_models
+from fulldepth import pages, reporting
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.hf import WEIGHT_SHARDS, begin_checkpoint, is_sealed, seal, write_shards
 from fulldepth.measurement.folder import measure_into
@@ -29,6 +30,14 @@ from skip import planned, word_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
 SEARCH = SearchSettings(blocks=1, epochs=1, batch_size=4, chunks=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_pages() -> Iterator[None]:
+    """Pages that only say whose they are."""
+    pages.connect(lambda results: f"{results.meta['created']} {results.table.to_csv(float_format=str)}")
+    yield
+    pages.connect(reporting.render)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import pandas as pd
 
 from fulldepth import figures, launch, pages
 from fulldepth.errors import FulldepthError
-from fulldepth.files import atomic, locked, reading
+from fulldepth.files import atomic, locked, reading, remove_leftovers
 from fulldepth.notebook import notebook_display
 from fulldepth.results import consistency, document, influences, summary, table
 from fulldepth.results.finding import Finding
@@ -148,7 +148,7 @@ class Results:
 
         Args:
             directory: the result folder; results there are replaced (see `claimed`).
-            page: whether to write the page.
+            page: whether to write the page; False for a part of a folder that the caller holds, which is not locked.
 
         Returns:
             The folder.
@@ -167,7 +167,9 @@ class Results:
             }
             text = json.dumps(meta | stamps, indent=1, allow_nan=False, default=str)
             contents = {DOCUMENT: text.encode(), **{STORED[name]: content for name, content in files.items()}}
-            with locked(folder):
+            with locked(folder) if page else nullcontext():
+                folder.mkdir(parents=True, exist_ok=True)
+                remove_leftovers(folder)
                 (folder / PAGE).unlink(missing_ok=True)
                 with ExitStack() as renamed_in_reverse:
                     for name, content in contents.items():
