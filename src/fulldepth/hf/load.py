@@ -41,6 +41,7 @@ from fulldepth.hf.gguf import find_gguf, load_gguf_config, load_gguf_model, load
 from fulldepth.hf.gguf_header import read_header
 from fulldepth.hf.memory import check_memory
 from fulldepth.hf.modes import silent
+from fulldepth.processor import check_bfloat16
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id", "mask_token_id", "sep_token_id")
@@ -128,7 +129,8 @@ def load_checkpoint(
         may_lack: (model, weight's name) -> whether it may be missing or have another shape; None = no weight may.
 
     Raises:
-        FulldepthError: if the checkpoint has no safetensors weights, is broken, or lacks weights that the model needs.
+        FulldepthError: if the checkpoint has no safetensors weights, is broken, or lacks weights that the model needs,
+            or this processor cannot compute in its precision.
     """
     where = packaged(str(name))
     gguf = find_gguf(where)
@@ -158,6 +160,8 @@ def load_checkpoint(
     fresh, warnings = _take_fresh(model, info, may_lack), _check_fit(where, type(model).__name__, info)
     if gguf is None and getattr(model.config, "quantization_config", None) is None:
         check_stored_types(where, weights, model, info["unexpected_keys"])
+    if target is not None and target.type == "cpu" and model.dtype == torch.bfloat16:
+        check_bfloat16()
     if target is not None and not getattr(model, "is_quantized", False):
         model.to(target)
     return Checkpoint(model.eval(), str(name), revision, tuple(warnings), fresh)
