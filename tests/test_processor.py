@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +16,13 @@ from fulldepth.errors import FulldepthError
 from fulldepth.hf import load_checkpoint
 from fulldepth.processor import LIMIT, check_bfloat16, failing_bfloat16
 
+HERE = os.environ.get(LIMIT)
+"""As the tests' configuration sets it."""
 DIES = "import os, sys; os.kill(os.getpid(), 4) if os.environ.get('ONEDNN_MAX_CPU_ISA') != {works!r} else None"
 
 
 @pytest.fixture
-def announces(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+def announces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, str]]]:
     """A processor that announces AMX; returns the environments of the probes."""
     probes: list[dict[str, str]] = []
     ending = processor._ending
@@ -44,11 +48,9 @@ def test_a_process_that_dies_is_one_message_with_what_helps(
     assert values == [None, "AVX512_CORE_BF16", "AVX2"][: 2 if works == "AVX512_CORE_BF16" else 3], "probed once"
 
 
-def test_the_probe_is_a_product_that_works_here(
-    announces: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if LIMIT in os.environ:
-        monkeypatch.setenv(LIMIT, os.environ[LIMIT])
+def test_the_probe_is_a_product_that_works_here(announces: list[dict[str, str]], monkeypatch: Any) -> None:
+    if HERE is not None:
+        monkeypatch.setenv(LIMIT, HERE)
     check_bfloat16()
     assert len(announces) == 1
 
