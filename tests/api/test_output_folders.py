@@ -17,7 +17,8 @@ from fulldepth import cli, pages, reporting
 from fulldepth.errors import FulldepthError
 from fulldepth.exit import generate_texts, sweep
 from fulldepth.results import DOCUMENT, PAGE, Results, tabulate
-from fulldepth.skip import bench
+from fulldepth.settings.search import SearchSettings
+from fulldepth.skip import bench, curve, search_into
 
 HOLD = "import sys; from fulldepth.files import locked\nwith locked(sys.argv[1]): print('held', flush=True); input()"
 VERBS: dict[str, Callable[[Path], Any]] = {
@@ -26,6 +27,8 @@ VERBS: dict[str, Callable[[Path], Any]] = {
     "compare": lambda output: fulldepth.compare(["nowhere", "nowhere"], output=output),
     "exit": lambda output: sweep("nowhere", ["text"], output=output),
     "generate": lambda output: generate_texts("nowhere", ["text"], output=output),
+    "skip search": lambda output: search_into("nowhere", ["text"], output, SearchSettings(blocks=1)),
+    "skip curve": lambda output: curve("nowhere", ["text"], output=output, max_blocks=1),
     "skip bench": lambda output: bench("nowhere", ["nowhere"], output),
     "evaluate": lambda output: fulldepth.evaluate("nowhere", output=output, generation_quality="nowhere"),
     "evaluate a classifier": lambda output: fulldepth.evaluate("nowhere", output=output, data="nowhere"),
@@ -58,7 +61,7 @@ def test_a_folder_that_another_process_holds_is_refused_before_any_work(verb: st
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "measure"])
 def test_results_of_others_are_refused_before_any_work(verb: str, tmp_path: Path) -> None:
     before = (small(1.0).save(tmp_path) / DOCUMENT).read_bytes()
-    with pytest.raises(FulldepthError, match="already holds results"):
+    with pytest.raises(FulldepthError, match="already holds"):
         VERBS[verb](tmp_path)
     assert (tmp_path / DOCUMENT).read_bytes() == before
 

@@ -132,14 +132,14 @@ def moments(folder: Path, copies: Path, work: Callable[[], Any]) -> tuple[Conten
     return whole, different
 
 
-def resumed(folder: Path, copy: Path, work: Callable[[], Any]) -> Content:
-    """What `work` leaves in `folder` if it starts from a copy."""
+def resumed(folder: Path, copy: Path, work: Callable[[], Any]) -> Any:
+    """What `work` leaves in `folder` if it starts from a copy; the text that it returns, if it does."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(copy, folder, symlinks=True)
 
-    def run() -> Content:
-        work()
-        return content(folder)
+    def run() -> Content | str:
+        said = work()
+        return said if isinstance(said, str) else content(folder)
 
     return in_fork(run, copy.parent.with_name("report"))
 
