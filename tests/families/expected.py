@@ -6,7 +6,7 @@ A type that a new version of transformers refuses, builds or breaks differently 
 from __future__ import annotations
 
 RIGHT, REFUSED, UNBUILT, ABSENT = "right", "refused", "cannot be built", "absent"
-"""`refused`: by a `FulldepthError`; `cannot be built`: transformers fails on the tiny model; `absent`: not tried, for it
+"""`refused`: by a `FulldepthError`; `cannot be built`: transformers fails on the tiny model; `absent`: not tried, as it
 needs another package or millions of parameters at any size."""
 
 FAILURES = (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError, AssertionError)
