@@ -247,7 +247,7 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remot
             backend = getattr(tokenizer, "backend_tokenizer", None)
             if stored is not None and backend is not None and type(backend.model).__name__ != stored:
                 tokenizer = PreTrainedTokenizerFast.from_pretrained(
-                    where, revision=revision, trust_remote_code=trust_remote_code
+                    where, revision=revision or "main", trust_remote_code=trust_remote_code
                 )
         special = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}  # damaged files may load and fail here
     for name, number in special.items():
