@@ -19,6 +19,10 @@ class FulldepthError(ValueError):
     """States the value, what was expected, and the choices. The command line prints it and exits with status 2."""
 
 
+class StoppedError(FulldepthError):
+    """A run that SIGTERM ended after it saved what it had. The command line exits with the status of that signal."""
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> FulldepthError:
     """The error for a name that is not in a registry; suggests the closest names.
 

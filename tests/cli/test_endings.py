@@ -85,6 +85,27 @@ def test_a_signal_ends_the_program_and_leaves_nothing_half_written(main, monkeyp
     assert signal.getsignal(number) == before
 
 
+def test_ctrl_c_is_no_bug_wherever_it_comes(main, monkeypatch):
+    class Named:
+        def __set_name__(self, owner, name):
+            raise KeyboardInterrupt
+
+    def importing():
+        type("Class", (), {"field": Named()})  # before Python 3.12 a RuntimeError
+
+    def cleaning():
+        try:
+            throw(KeyboardInterrupt())
+        finally:
+            raise OSError("cannot clean up")
+
+    for action in (importing, cleaning):
+        inside(monkeypatch, action)
+        assert main("report", "somewhere")[::2] == (130, "Interrupted. Start again with: fulldepth report somewhere\n")
+    monkeypatch.setattr(program, "_check_arguments", lambda _: throw(KeyboardInterrupt()))
+    assert main("report", "somewhere")[::2] == (130, "Interrupted. Start again with: fulldepth report somewhere\n")
+
+
 def test_an_ignored_signal_stays_ignored(main, monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -102,6 +102,16 @@ def test_no_command_runs_code_of_a_checkpoint(
     assert not written, "a run's checkpoint names the code"
 
 
+@pytest.mark.parametrize("name", ["measure", "search"])
+def test_a_recipe_cannot_allow_code(main: Any, house: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "recipe.yaml").write_text("trust_remote_code: true\n")
+    command = [word.format(model=str(house / "unknown"), home=house) for word in COMMANDS[name]]
+    code, _, err = main(*command, "--recipe", tmp_path / "recipe.yaml", "--output", tmp_path / "out")
+    assert code == 2
+    assert "A file cannot allow code of a checkpoint to run" in err
+    assert not (house / "ran").exists()
+
+
 def test_a_fast_export_names_its_own_code_and_no_other(house: Path, tmp_path: Path) -> None:
     export(house / "plan.json", house / "known", "fast", tmp_path / "out")
     assert not (house / "ran").exists()

@@ -151,6 +151,34 @@ def test_bad_images(folder, tmp_path):
         prepare(open_source(folder), task="representation")
 
 
+@pytest.mark.parametrize("entry", ["test/cat/gone.png", "test/wolf", "train/gone"])
+def test_a_link_that_leads_nowhere_is_named_not_left_out(folder, tmp_path, entry):
+    """An image, a class, a split: each would be missing without a word."""
+    (folder / entry).symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FulldepthError, match=f"{entry}: the link leads nowhere"):
+        open_source(folder)
+
+
+def test_a_link_to_a_class_folder_is_followed_and_one_to_itself_refused(folder, tmp_path):
+    whole = open_source(folder)
+    (folder / "test" / "cat").rename(tmp_path / "elsewhere")
+    (folder / "test" / "cat").symlink_to(tmp_path / "elsewhere")
+    linked = open_source(folder)
+    assert linked.class_names == whole.class_names
+    assert [(pixel(r), r.label) for r in linked.records] == [(pixel(r), r.label) for r in whole.records]
+    (folder / "test" / "dog" / "up").symlink_to(folder)
+    with pytest.raises(FulldepthError, match="leads to a folder that holds it"):
+        open_source(folder)
+
+
+def test_a_folder_of_texts_with_a_file_that_is_gone(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("some text")
+    (tmp_path / "texts" / "b.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FulldepthError, match=r"b.txt: the link leads nowhere"):
+        open_source(tmp_path / "texts")
+
+
 def test_bad_zip_members(tmp_path):
     path = tmp_path / "a.zip"
     with zipfile.ZipFile(path, "w") as archive:

@@ -4,10 +4,14 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import binom
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from fulldepth.data import open_source, prepare
 from fulldepth.data.labels import balanced_sample
 from fulldepth.errors import FulldepthError
+
+MERGES = [("w", str(i)) for i in range(9)]
 
 
 def words(*numbers):
@@ -217,6 +221,34 @@ def test_classification_refuses_cuts_or_leaves_out_long_texts(bert_tokenizer):
     assert data.num_classes == 2
     assert data.warnings == ["1 text is longer than 6 tokens and cut there."]
     assert batch.targets is None
+
+
+@pytest.fixture
+def dropping_tokenizer():
+    """`w0` is 0, `w1` is 1, ...; other words give no token, as a BPE without an unknown token drops them."""
+    core = Tokenizer(models.BPE({f"w{i}": i for i in range(9)} | {"w": 9} | {str(i): 10 + i for i in range(9)}, MERGES))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+@pytest.mark.parametrize("task", ["text-classification", "representation"])
+def test_texts_without_a_token_are_left_out_and_counted(dropping_tokenizer, task):
+    rows = [{"text": text, "label": label} for text, label in (("w1 w2", 0), ("???", 1), ("w3", 1), ("!", 0))]
+    data = prepare(open_source(rows), task=task, tokenizer=dropping_tokenizer)
+    (batch,) = all_of(data)
+    assert batch.inputs["input_ids"].tolist() == [[1, 2], [3, 0]]
+    assert [example.class_index for example in data.examples] == [0, 1]
+    assert len(data.clusters) == 2
+    assert "2 texts give no token with this tokenizer and are left out." in data.warnings
+    with pytest.raises(FulldepthError, match="gives no sequence with this tokenizer"):
+        prepare(open_source(rows[1::2]), task=task, tokenizer=dropping_tokenizer)
+
+
+def test_responses_without_a_token_are_left_out_and_counted(dropping_tokenizer):
+    rows = [{"prompt": "w1", "response": text} for text in ("w2 w3", "???")]
+    data = prepare(open_source(rows), task="causal-lm", tokenizer=dropping_tokenizer)
+    assert len(data) == 1
+    assert data.warnings == ["1 response gives no token with this tokenizer and is left out."]
 
 
 def test_causal_labelled_text_keeps_labels(number_tokenizer):

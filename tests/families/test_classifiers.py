@@ -34,13 +34,11 @@ HARD = [
 READ = {"xlnet": "last", "eurobert": "mean", "beit": "mean-patches", "distilbert": "cls", "bloom": "last"}
 """Model type -> what its head reads."""
 NO_TINY_MODEL = {
-    TEXTS: "cohere_compass_text esmc gpt_neo jamba layoutlmv2 layoutlmv3 lilt perceiver qwen2 qwen3_5 "
+    TEXTS: "cohere_compass_text esmc gpt_neo jamba layoutlmv2 layoutlmv3 lilt perceiver qwen3_5 "
     "qwen3_5_text qwen3_next reformer t5",
     IMAGES: "dinat efficientnet imagegpt perceiver pp_lcnet shieldgemma2 siglip2 timm_wrapper",
 }
-"""Types that need other packages or millions of parameters, or whose stock class fails on the zoo's configuration.
-
-transformers reads every tokenizer beside a Qwen2 as Qwen2's own, which knows none of these words."""
+"""Types that need other packages or millions of parameters, or whose stock class fails on the zoo's configuration."""
 REFUSED = {
     TEXTS: "bart bigbird_pegasus canine flaubert funnel longformer mbart mt5 mvp plbart squeezebert t5gemma t5gemma2 "
     "umt5 xlm",
@@ -106,12 +104,6 @@ def test_operations_of_experts_do_not_depend_on_their_kernel(tmp_path: Path) -> 
         early.subject.anatomy.model.config._experts_implementation = kernel
         counts.append(flops_of(early, inputs))
     assert counts[0] == counts[1]
-
-
-def test_texts_without_a_token_are_refused(tmp_path: Path) -> None:
-    subject = stock(TEXTS, "qwen2", tmp_path)
-    with pytest.raises(FulldepthError, match=r"6 of 6 sequences of .* have no token"):
-        fulldepth.measure(subject.folder, subject.data)
 
 
 @pytest.mark.parametrize(("model_type", "policy"), READ.items())

@@ -109,6 +109,47 @@ def test_what_is_no_regular_file_is_not_opened(broken, name, kind):
     refused(load_checkpoint, broken, name)
 
 
+def test_an_adapter_beside_the_model_is_refused_with_and_without_peft(saved, tmp_path):
+    """transformers adds it to the weights, but only where peft is installed: other numbers, and no word of it."""
+    peft = pytest.importorskip("peft")
+    shutil.copytree(saved, tmp_path / "model")
+    base = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tuned = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    tuned.save_pretrained(tmp_path / "model")
+    refused(load_checkpoint, tmp_path / "model", "adapter_config.json", "merge_and_unload")
+    tuned.merge_and_unload().save_pretrained(tmp_path / "merged")
+    load_checkpoint(tmp_path / "merged")
+
+
+GROWING = {"type": "Replace", "pattern": {"Regex": "."}, "content": "aaaaaaaa"}
+TWICE = [{"Sequence": {"id": "A", "type_id": 0}}] * 2
+REPEATING = {"type": "TemplateProcessing", "single": TWICE, "pair": [], "special_tokens": {}}
+
+
+@pytest.mark.parametrize(
+    ("part", "count"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": [GROWING] * 8}}, "16777216"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [GROWING] * 4}]}}, ""),
+        ({"decoder": {"type": "Sequence", "decoders": [GROWING] * 8}}, "16777216"),
+        (
+            {
+                "post_processor": {
+                    "type": "Sequence",
+                    "processors": [REPEATING] * 30,
+                }
+            },
+            str(2**30),
+        ),
+    ],
+)
+def test_rules_of_a_tokenizer_that_would_exhaust_memory(saved, tmp_path, part, count):
+    train_tokenizer(builtin_texts("heldout")[:1], vocab_size=300).save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | part))
+    refused(load_tokenizer, tmp_path, "tokenizer.json", "characters of one", count)
+
+
 def test_links_to_regular_files_are_followed_as_in_the_hubs_cache(saved, tmp_path):
     for path in saved.iterdir():
         (tmp_path / path.name).symlink_to(path)

@@ -175,6 +175,20 @@ def test_a_tokenizer_comes_back(tmp_path):
     assert load_tokenizer(tmp_path)("upon once never")["input_ids"] == [1, 0, 2]
 
 
+def test_the_tokenizer_is_the_one_of_the_file_whatever_class_the_model_type_has(tmp_path):
+    """transformers has a byte-level BPE of its own for qwen2; with these files it knows no word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    plain = Tokenizer(models.WordLevel({"once": 0, "upon": 1, "?": 2}, unk_token="?"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    tf.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="?").save_pretrained(tmp_path)
+    ids = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("upon once never").ids
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer("upon once never")["input_ids"] == ids == [1, 0, 2]
+    assert tokenizer.unk_token_id == 2
+
+
 def picture(size):
     from PIL import Image
 

@@ -24,6 +24,9 @@ from typing import Any
 import pandas as pd
 import torch
 
+from fulldepth import pages
+from fulldepth.results import PAGE, Results
+
 EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 TIMED_KEYS = {
@@ -129,20 +132,20 @@ def moments(folder: Path, copies: Path, work: Callable[[], Any]) -> tuple[Conten
     return whole, different
 
 
-def resumed(folder: Path, copy: Path, work: Callable[[], Any]) -> Content:
-    """What `work` leaves in `folder` if it starts from a copy."""
+def resumed(folder: Path, copy: Path, work: Callable[[], Any]) -> Any:
+    """What `work` leaves in `folder` if it starts from a copy; the text that it returns, if it does."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(copy, folder, symlinks=True)
 
-    def run() -> Content:
-        work()
-        return content(folder)
+    def run() -> Content | str:
+        said = work()
+        return said if isinstance(said, str) else content(folder)
 
     return in_fork(run, copy.parent.with_name("report"))
 
 
 def content(folder: Path) -> Content:
-    """Path -> what is in the file, without times."""
+    """Path -> what is in the file, without times; of a page, whether it is that of the numbers beside it."""
     return {str(path.relative_to(folder)): _plain(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
@@ -156,6 +159,8 @@ def _plain(path: Path) -> Any:
     if path.suffix == ".parquet":
         table = pd.read_parquet(path)
         return table[~table.measure.isin(TIMED_ROWS)].to_csv(float_format=str, index=False)
+    if path.name == PAGE:
+        return path.read_text(encoding="utf-8") == pages.render(Results.load(path.parent))
     if path.name == "optimizer.pt":  # equal numbers, once read again, may be stored with other references
         return _numbers(torch.load(path, weights_only=True))
     return path.read_bytes()

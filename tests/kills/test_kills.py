@@ -4,31 +4,47 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 import tiny_models
+from fulldepth import pages, reporting
 from fulldepth.data import builtin_texts, train_tokenizer
+from fulldepth.errors import FulldepthError
 from fulldepth.hf import WEIGHT_SHARDS, begin_checkpoint, is_sealed, seal, write_shards
+from fulldepth.measurement import series as measuring
 from fulldepth.measurement.folder import measure_into
+from fulldepth.results import Results
 from fulldepth.settings import layer, read
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.run import search_into
+from fulldepth.skip.selection import loss_cache
 from fulldepth.training import TrainSettings, export_run, train
 from fulldepth.training.sharding import describe, whole_tensors
-from kills.moments import differences, in_fork, moments, resumed
+from kills.moments import Content, differences, in_fork, moments, resumed
 from skip import planned, word_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
 SEARCH = SearchSettings(blocks=1, epochs=1, batch_size=4, chunks=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_pages() -> Iterator[None]:
+    """Pages that only say whose they are."""
+    pages.connect(lambda results: f"{results.meta['created']} {results.table.to_csv(float_format=str)}")
+    yield
+    pages.connect(reporting.render)
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +100,14 @@ def training(home: Path, output: Path) -> None:
     train(layer(TrainSettings, read(home / "recipe.yaml", "train")), output, resume=True)
 
 
-def series(home: Path, output: Path) -> None:
-    settings = MeasureSettings(measures=["displacement"], max_sequences=4, sequence_length=16)
+def series(home: Path, output: Path, seed: int = 0) -> None:
+    settings = MeasureSettings(measures=["displacement"], max_sequences=4, sequence_length=16, seed=seed)
     measure_into(home / "run", home / "words.jsonl", output, settings)
 
 
-def searching(home: Path, output: Path) -> None:
-    search_into(home / "model", str(home / "pairs.jsonl"), output, SEARCH, resume=True)
+def searching(home: Path, output: Path, seed: int = 0) -> None:
+    settings = SEARCH.model_copy(update={"seed": seed})
+    search_into(home / "model", str(home / "pairs.jsonl"), output, settings, resume=True)
 
 
 def responding(home: Path, output: Path) -> None:
@@ -122,6 +139,89 @@ def test_a_run_killed_at_any_moment_comes_to_the_same_end(
         if found:
             wrong[copy.name] = found
     assert not wrong
+
+
+def reuse_points() -> None:
+    """Plant: finished checkpoints of a series are taken for those of any run."""
+    finished = measuring._finished
+
+    def careless(folder: Path, _: str) -> Any:
+        document = folder / "results.json"
+        stored = json.loads(document.read_text())["fingerprint"] if document.exists() else ""
+        return finished(folder, stored)
+
+    measuring._finished = careless
+
+
+def reuse_losses() -> None:
+    """Plant: the losses that an interrupted search has stored are taken for those of any search."""
+    read_progress = loss_cache.read_progress
+    loss_cache.read_progress = lambda path, _: read_progress(path, json.loads(path.read_text())["of"])
+
+
+def altered(home: Path, folder: Path, change: str) -> Path:
+    """The sources with other weights or other data."""
+    shutil.copytree(home, folder)
+    for path in folder.rglob("model.safetensors") if change == "model" else ():
+        tensors = load_file(path)
+        name = next(name for name in tensors if name.endswith("layers.1.mlp.down_proj.weight"))
+        save_file(tensors | {name: -3 * tensors[name]}, path, metadata={"format": "pt"})
+    for name in ("pairs.jsonl", "words.jsonl") if change == "data" else ():
+        rows = (folder / name).read_text().splitlines(keepends=True)
+        (folder / name).write_text("".join([*rows[2:], rows[0]]))
+    return folder
+
+
+def half_done(copies: list[Path]) -> Path:
+    """The last copy with progress that is stored, whole, and not yet results."""
+    for copy in reversed(copies):
+        stored = [path for pattern in ("progress.json", "steps/*/results.json") for path in copy.glob(pattern)]
+        if stored and not (copy / "results.json").exists() and not (copy / "plan.json").exists():
+            with suppress(ValueError, FulldepthError):
+                for path in stored:
+                    json.loads(path.read_text()) if path.name == "progress.json" else Results.load(path.parent)
+                return copy
+    raise AssertionError("no copy has progress")
+
+
+def verdict(fresh: Content | None, again: Content | str) -> str:
+    """`refused`, or whether a resumed run comes to what a fresh one does, content by content: `same`, `wrong`."""
+    if isinstance(again, str):
+        return "refused"
+    return "wrong" if fresh is None or list(differences(fresh, again)) else "same"
+
+
+@pytest.mark.parametrize(("command", "plant"), [(series, reuse_points), (searching, reuse_losses)])
+def test_progress_is_used_by_the_run_it_belongs_to_and_by_no_other(
+    sources: Path, tmp_path: Path, command: Callable[..., Any], plant: Callable[[], None]
+) -> None:
+    """Resume = fresh, content by content; a planted reuse of others' progress is found."""
+    output, empty = tmp_path / "out", tmp_path / "empty"
+    output.mkdir()
+    empty.mkdir()
+    whole, copies = moments(output, tmp_path / "copies", lambda: command(sources, output))
+    state = half_done(copies)
+
+    def ended(start: Path, home: Path, seed: int = 0, before: Callable[[], None] | None = None) -> Content | str:
+        def work() -> str | None:
+            if before is not None:
+                before()
+            try:
+                command(home, output, seed)
+            except FulldepthError as error:
+                return str(error)
+            return None
+
+        return resumed(output, start, work)
+
+    assert verdict(whole, ended(state, sources)) == "same"
+    homes = {change: altered(sources, tmp_path / change, change) for change in ("model", "data", "settings")}
+    for change, home in homes.items():
+        assert verdict(None, ended(state, home, seed=int(change == "settings"))) == "refused", change
+    fresh = ended(empty, homes["model"])
+    assert not isinstance(fresh, str), fresh
+    assert list(differences(whole, fresh)), "the altered model gives other numbers"
+    assert verdict(fresh, ended(state, homes["model"], before=plant)) == "wrong"
 
 
 def test_shards_that_are_put_together_survive_a_kill_at_any_moment(sources: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fulldepth import pages, reporting
 from fulldepth.errors import FulldepthError
 from fulldepth.files import read_json
 from fulldepth.results import (
     DOCUMENT,
     GROUPS,
+    PAGE,
     TABLE,
     Results,
     TableMismatchError,
@@ -71,28 +73,42 @@ def killed_at(number: int, action: Callable[[], object]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
+@pytest.fixture
+def named_pages() -> Iterator[None]:
+    """Pages that only name their model."""
+    pages.connect(lambda results: results.meta["model"]["name"])
+    yield
+    pages.connect(reporting.render)
+
+
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_kill_at_any_file_operation_never_mixes_two_results(tmp_path: Path) -> None:
+def test_a_kill_at_any_file_operation_never_mixes_two_results(tmp_path: Path, named_pages: None) -> None:
     refused: list[TableMismatchError] = []
-    for number in range(1, 40):
-        folder = results(1.0).save(tmp_path / str(number), page=False)
-        died = killed_at(number, lambda folder=folder: results(2.0).save(folder, page=False))  # type: ignore[misc]
+    without_page = 0
+    for number in range(1, 60):
+        folder = results(1.0).save(tmp_path / str(number))
+        died = killed_at(number, lambda folder=folder: results(2.0).save(folder))  # type: ignore[misc]
         try:
             found = Results.load(folder)
         except TableMismatchError as error:
             refused.append(error)
+            assert not (folder / PAGE).exists()
         else:
             (value,) = set(found.table["value"])
             assert found.meta["model"]["name"] == f"model-{value}"
             assert value == 2.0 or (died and value == 1.0)
-        results(3.0).save(folder, page=False)
+            without_page += not (folder / PAGE).exists()
+            assert not (folder / PAGE).exists() or (folder / PAGE).read_text() == f"model-{value}"
+        results(3.0).save(folder)
         assert set(Results.load(folder).table["value"]) == {3.0}
-        assert sorted(path.name for path in folder.iterdir()) == [DOCUMENT, TABLE], "leftovers are gone"
+        assert (folder / PAGE).read_text() == "model-3.0"
+        assert sorted(path.name for path in folder.iterdir()) == [PAGE, DOCUMENT, TABLE], "leftovers are gone"
         if not died:
             break
     assert not died
     assert number > 5
     assert refused, "between the two renames"
+    assert without_page, "after the old page was removed"
     assert all("interrupted while it was written" in str(error) for error in refused)
     assert {error.meta["model"]["name"] for error in refused} == {"model-1.0"}
 

@@ -203,7 +203,16 @@ def test_a_file_is_read_and_an_empty_one_changes_nothing(tmp_path: Path) -> None
         (b"a: 1\na: 2\n", "'a' appears twice"),
         (b"[a]: 2\n", "a key must be plain text"),
         (b"\xff\xfe\x00", "cannot be read"),
-        (b"a: !!python/object/apply:os.getcwd []\n", "cannot be read"),
+        (b"a: !!python/object/apply:os.getcwd []\n", "the tag 'tag:yaml.org,2002:python/object/apply:os.getcwd'"),
+        (b"a: !!int ''\n", "the tag 'tag:yaml.org,2002:int'; write the value without it"),
+        (b"a: !!bool maybe\n", "the tag"),
+        (b"a: !!timestamp x\n", "the tag"),
+        (b"a: !!float ''\n", "the tag"),
+        (b"a: !mine {b: 1}\n", "the tag '!mine'"),
+        (b"a: !!set {b, c}\n", "the tag"),
+        (b"!!omap [a: 1]\n", "the tag"),
+        (b"trust_remote_code: true\n", "trust_remote_code. A file cannot allow code"),
+        (b"model: [{trust_remote_code: 'yes'}]\n", "trust_remote_code. A file cannot allow code"),
     ],
 )
 def test_a_broken_file_is_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:

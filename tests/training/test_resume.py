@@ -114,7 +114,7 @@ def test_sigterm_saves_says_where_and_resumes_bit_equal(recipe: Any, tmp_path: P
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == 2
+    assert process.returncode == 128 + signal.SIGTERM
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
     assert is_sealed(checkpoint)
     assert str(checkpoint) in output.replace("\n", "")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fulldepth import comparison
-from fulldepth.api.running import check_free, save_new
-from fulldepth.results import Results
+from fulldepth import comparison, launch
+from fulldepth.results import Results, claimed
 
 
 def compare(
@@ -41,9 +40,8 @@ def compare(
     Raises:
         FulldepthError: if the results cannot be compared, or `output` holds other results.
     """
-    if output is not None:
-        check_free(Path(output), overwrite)
-    compared = comparison.compare(results, names=names, baseline=baseline, depth=depth)
-    if output is not None:
-        save_new(compared, Path(output), overwrite)
+    with claimed(output, overwrite):
+        compared = comparison.compare(results, names=names, baseline=baseline, depth=depth)
+        if output is not None and launch.is_main():
+            compared.save(output)
     return compared

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fulldepth import evaluation, launch, reporting
+from fulldepth import evaluation
 from fulldepth.api.running import nested, watching
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
@@ -54,7 +54,7 @@ def evaluate(
     """
     loaded = Plan.load(plan) if isinstance(plan, str | Path) else plan
     with watching(progress, watcher) as shown:
-        results = evaluation.evaluate(
+        return evaluation.evaluate(
             model,
             tasks,
             output,
@@ -66,6 +66,3 @@ def evaluate(
             watcher=shown,
             **nested(settings),
         )
-    if output is not None and launch.is_main():
-        reporting.write(output)
-    return results

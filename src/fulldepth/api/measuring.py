@@ -8,13 +8,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fulldepth import launch, measurement, reporting
-from fulldepth.api.running import check_free, nested, save_new, watching
+from fulldepth import launch, measurement
+from fulldepth.api.running import nested, watching
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import find_checkpoints
 from fulldepth.measurement import MeasureSettings, measure_into
 from fulldepth.progress import Watcher
-from fulldepth.results import Results
+from fulldepth.results import Results, claimed
 from fulldepth.settings import layer, read
 
 
@@ -128,10 +128,7 @@ def _measure_path(
     if output is None and not (series and find_checkpoints(model)):
         return _measure_alone(model, data, settings, None, None, overwrite, watcher)
     with TemporaryDirectory() if output is None else nullcontext(output) as folder:
-        results = measure_into(model, data, folder, settings, overwrite=overwrite, series=series, watcher=watcher)
-        if output is not None and launch.is_main():
-            reporting.write(folder)
-    return results
+        return measure_into(model, data, folder, settings, overwrite=overwrite, series=series, watcher=watcher)
 
 
 def _measure_alone(
@@ -145,11 +142,10 @@ def _measure_alone(
     **parts: Any,
 ) -> Results:
     """Measure one model, or the named parts of a module, and save the results."""
-    if output is not None:
-        check_free(Path(output), overwrite)
     options: dict[str, Any] = settings.model_dump(exclude_unset=True)
     named = options.pop("tokenizer", None)
-    results = measurement.measure(model, data, tokenizer=tokenizer or named, watcher=watcher, **parts, **options)
-    if output is not None:
-        save_new(results, Path(output), overwrite)
+    with claimed(output, overwrite):
+        results = measurement.measure(model, data, tokenizer=tokenizer or named, watcher=watcher, **parts, **options)
+        if output is not None and launch.is_main():
+            results.save(output)
     return results

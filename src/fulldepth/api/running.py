@@ -1,18 +1,14 @@
-"""What the functions share: progress, settings as keywords, and saving."""
+"""What the functions share: progress, and settings as keywords."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
-from fulldepth import bars, launch
-from fulldepth.errors import FulldepthError
-from fulldepth.files import locked
+from fulldepth import bars
 from fulldepth.progress import Watcher
-from fulldepth.results import DOCUMENT, Results, holder
 from fulldepth.settings import merge
 
 
@@ -34,27 +30,3 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
         return {first: opened(rest, value) if rest else value}
 
     return reduce(merge, (opened(name, value) for name, value in settings.items()), {})
-
-
-def check_free(folder: Path, overwrite: bool) -> None:
-    """Check that results may be written into a folder.
-
-    Raises:
-        FulldepthError: if it belongs to another command, or holds results and `overwrite` is not set.
-    """
-    if content := holder(folder):
-        raise FulldepthError(f"{folder} holds {content}, which needs its own results there. Choose another output.")
-    if not overwrite and (folder / DOCUMENT).exists():
-        raise FulldepthError(f"{folder} already holds results. Choose another output, or replace with overwrite=True.")
-
-
-def save_new(results: Results, folder: Path, overwrite: bool) -> None:
-    """Save results and their page, on the first process.
-
-    Raises:
-        FulldepthError: as `check_free`, or if the folder is held by another process or cannot be written.
-    """
-    if launch.is_main():
-        with locked(folder):
-            check_free(folder, overwrite)
-            results.save(folder)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fulldepth import launch, reporting, training
+from fulldepth import reporting, training
 from fulldepth.api.running import nested, watching
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
@@ -49,12 +49,9 @@ def train(
     resolved = layer(TrainSettings, _settings_of(recipe), nested(settings))
     name = Path(recipe).stem if isinstance(recipe, str | Path) else "settings"
     with watching(progress, watcher) as shown:
-        results = training.train(
+        return training.train(
             resolved, output, resume=resume, recipe=name, watcher=shown, after_evaluation=reporting.write
         )
-    if launch.is_main():
-        reporting.write(output)
-    return results
 
 
 def _settings_of(recipe: str | Path | Mapping[str, Any] | TrainSettings) -> Mapping[str, Any]:

@@ -9,7 +9,6 @@ import typer
 
 from fulldepth import bars, console
 from fulldepth.cli.options import command, starting
-from fulldepth.cli.program import refuse_existing
 from fulldepth.cli.skip import DATA, Data, Heldout, Model, PlanFile, Planned, RemoteCode, Results, skip
 from fulldepth.errors import unknown
 from fulldepth.settings import layer
@@ -51,11 +50,9 @@ def curve_command(
     """
     layer(SearchSettings, settings)  # finds wrong settings before torch is imported
     console.loading()
-    from fulldepth import reporting
+    from fulldepth.results import PAGE
     from fulldepth.skip import curve
 
-    if not resume:
-        refuse_existing(output, False)
     with bars.watching() as watcher:
         measured = curve(
             model,
@@ -69,7 +66,7 @@ def curve_command(
             **settings,
         )
     if console.is_main():
-        console.finish(measured.results, reporting.write(output))
+        console.finish(measured.results, output / PAGE)
 
 
 @command(skip, "bench", BenchSettings, headline=True)
@@ -100,9 +97,10 @@ def bench_command(
 
     Example: `fulldepth skip bench MODEL folded/ fast/ --data pairs.jsonl --output bench/`
     """
-    refuse_existing(output, overwrite)
+    from fulldepth.results import PAGE, check_free
+
+    check_free(output, overwrite)  # before torch is imported
     console.loading()
-    from fulldepth import reporting
     from fulldepth.skip import bench
 
     with bars.watching() as watcher:
@@ -110,12 +108,13 @@ def bench_command(
             original,
             exports,
             output,
+            overwrite=overwrite,
             data=data,
             heldout=heldout,
             watcher=watcher,
             **settings.model_dump(exclude_unset=True),
         )
-    console.finish(results, reporting.write(output))
+    console.finish(results, output / PAGE)
 
 
 @command(skip, "quantise", headline=True, alias="quantize")
@@ -160,7 +159,7 @@ def quantise_command(
     if method not in METHODS:
         raise unknown("quantisation", method, METHODS)
     console.loading()
-    from fulldepth import reporting
+    from fulldepth.results import PAGE
     from fulldepth.skip import quantise
 
     with bars.watching() as watcher:
@@ -183,4 +182,4 @@ def quantise_command(
     for saved in results.meta["saved"]:
         error = f"logit error {saved['logit_error']:.1e}, loaded again in a fresh process"
         console.line(f"Checkpoint: {saved['path']} ({error})")
-    console.finish(results, reporting.write(output))
+    console.finish(results, output / PAGE)

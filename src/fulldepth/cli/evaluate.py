@@ -9,7 +9,7 @@ import typer
 
 from fulldepth import bars, console
 from fulldepth.cli.options import command
-from fulldepth.cli.program import app, refuse_existing
+from fulldepth.cli.program import app
 from fulldepth.settings.evaluate import EvaluateSettings, check_asked
 
 
@@ -58,10 +58,10 @@ def evaluate_command(
     `fulldepth evaluate CLASSIFIER --data cifar10.zip --exit-thresholds 0.9 --output out/`
     """
     check_asked(settings, data is not None)
-    if not resume:
-        refuse_existing(output, overwrite)
+    from fulldepth.results import PAGE, check_free
+
+    check_free(output, resume or overwrite)  # before torch is imported
     console.loading()
-    from fulldepth import reporting
     from fulldepth.evaluation import evaluate
     from fulldepth.skip import Plan
 
@@ -76,4 +76,4 @@ def evaluate_command(
             watcher=watcher,
             **settings.model_dump(exclude_unset=True),
         )
-    console.finish(results, reporting.write(output))
+    console.finish(results, output / PAGE)

@@ -9,7 +9,7 @@ import typer
 
 from fulldepth import bars, console
 from fulldepth.cli.options import PushToHub, command
-from fulldepth.cli.program import app, refuse_existing, refuse_held
+from fulldepth.cli.program import app
 from fulldepth.errors import FulldepthError
 from fulldepth.settings.exit import EXPORTS, ExitSettings
 
@@ -58,16 +58,15 @@ def exit_command(
         raise FulldepthError(f"--push-to-hub uploads a checkpoint, which one of {options} makes.")
     if data is None:
         raise FulldepthError("A sweep needs --data: texts, labelled texts or images.")
-    refuse_existing(output, overwrite)
-    refuse_held(output)
+    from fulldepth.results import PAGE, check_free
+
+    check_free(output, overwrite)  # before torch is imported
     console.loading()
-    from fulldepth import reporting
     from fulldepth.exit import sweep_with
 
     with bars.watching() as watcher:
-        results = sweep_with(model, data, settings, watcher)
-    results.save(output, page=False)
-    console.finish(results, reporting.write(output))
+        results = sweep_with(model, data, settings, watcher, output=output, overwrite=overwrite)
+    console.finish(results, output / PAGE)
 
 
 def _export(model: str, data: str | None, output: Path, settings: ExitSettings, push_to_hub: str | None) -> None:

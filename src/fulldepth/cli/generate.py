@@ -9,7 +9,7 @@ import typer
 
 from fulldepth import bars, console
 from fulldepth.cli.options import command
-from fulldepth.cli.program import app, refuse_existing
+from fulldepth.cli.program import app
 from fulldepth.errors import FulldepthError
 from fulldepth.settings.generate import GenerateSettings
 
@@ -67,10 +67,11 @@ def generate_command(
         raise FulldepthError("The prompt is empty; give some text to continue.")
     if stream and len(prompt) > 1:
         raise FulldepthError("One prompt at a time can be streamed; leave out --stream, or the other prompts.")
+    from fulldepth.results import PAGE, check_free
+
     if output is not None:
-        refuse_existing(output, overwrite)
+        check_free(output, overwrite)  # before torch is imported
     console.loading()
-    from fulldepth import reporting
     from fulldepth.exit import generate_texts
     from fulldepth.skip import draft_plan
 
@@ -80,6 +81,7 @@ def generate_command(
             model,
             prompt,
             output=output,
+            overwrite=overwrite,
             plan=None if plan is None else draft_plan(plan),
             streams=stream,
             show=_show,
@@ -93,7 +95,7 @@ def generate_command(
         console.note(line)
     console.answer({"texts": written.texts, "stats": written.generation.stats.as_dict()})
     if output is not None:
-        console.note(f"Page: {reporting.write(output)}")
+        console.note(f"Page: {output / PAGE}")
 
 
 def _show(text: str, last: bool) -> None:

@@ -72,10 +72,10 @@ def measure_command(
     Several processes: `torchrun --nproc-per-node 2 -m fulldepth measure MODEL --data text.txt --output out/`
     """
     console.loading()
-    from fulldepth import reporting
     from fulldepth.measurement import measure_into
+    from fulldepth.results import PAGE
 
     with bars.watching() as watcher:
         results = measure_into(model, data, output, settings, overwrite=overwrite, series=series, watcher=watcher)
     if console.is_main():
-        console.finish(results, reporting.write(output))
+        console.finish(results, output / PAGE)

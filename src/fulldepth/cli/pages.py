@@ -9,8 +9,7 @@ import typer
 
 from fulldepth import bars, console
 from fulldepth.cli.options import command
-from fulldepth.cli.program import app, refuse_existing, refuse_held
-from fulldepth.files import locked
+from fulldepth.cli.program import app
 from fulldepth.settings.compare import CompareSettings
 
 
@@ -28,17 +27,13 @@ def compare_command(
 
     Example: `fulldepth compare baseline-out/ jreg-out/ --output comparison/`
     """
-    from fulldepth import reporting
     from fulldepth.comparison import compare
+    from fulldepth.results import PAGE, claimed
 
-    refuse_existing(output, overwrite)
-    refuse_held(output)
-    results = compare(folders, **settings.model_dump())
-    with locked(output):
-        refuse_existing(output, overwrite)
-        results.save(output, page=False)
-        page = reporting.write(output)
-    console.finish(results, page)
+    with claimed(output, overwrite):
+        results = compare(folders, **settings.model_dump())
+        results.save(output)
+    console.finish(results, output / PAGE)
 
 
 @command(app, "report")

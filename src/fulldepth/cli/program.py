@@ -13,15 +13,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from fulldepth import console, launch
 from fulldepth.cli import interruption
-from fulldepth.errors import FulldepthError, brief, is_out_of_memory, one_line
+from fulldepth.errors import FulldepthError, StoppedError, brief, is_out_of_memory, one_line
 
 
 class Program(typer.core.TyperGroup):
@@ -127,35 +126,39 @@ def numbers(option: str, text: str | None) -> list[float] | None:
     return found
 
 
-def refuse_existing(folder: Path, overwrite: bool) -> None:
-    """Raise if the folder holds results and `overwrite` is not set."""
-    if not overwrite and (folder / "results.json").exists():
-        raise FulldepthError(f"{folder} already holds results. Choose another --output, or replace with --overwrite.")
-
-
-def refuse_held(folder: Path) -> None:
-    """Raise if the folder belongs to another command."""
-    from fulldepth.results import holder
-
-    if content := holder(folder):
-        raise FulldepthError(f"{folder} holds {content}, which needs its own results there. Choose another --output.")
-
-
 def main() -> None:
-    """Run the command line; every error ends with one message and exit code 2."""
+    """Run the command line; every error ends with one message and exit code 2, every signal with 128 + its number."""
     try:
         interruption.forget()
         with ending_cleanly():
             _check_arguments(sys.argv[1:])
             app(standalone_mode=True)
     except SystemExit as leaving:  # typer turns an interruption into 130 without a message
-        if leaving.code in ENDINGS and console.is_main():
-            typer.echo(f"{ENDINGS[leaving.code]}. {interruption.advice(sys.argv)}", err=True)
+        if leaving.code in ENDINGS:
+            _end(leaving.code, ENDINGS[leaving.code])
         raise
     except GeneratorExit:
         raise
+    except StoppedError as error:
+        _end(128 + signal.SIGTERM, str(error).removesuffix("."))
     except BaseException as error:  # libraries in Rust panic with a BaseException
+        if _is_interrupted(error):
+            _end(130, ENDINGS[130])
         _fail(_message(error), error)
+
+
+def _is_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C caused an error: outside of the command, or inside a class or library that raises another one."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _end(code: int, message: str) -> NoReturn:
+    """Print the message of a signal with the command that goes on, and exit."""
+    if console.is_main():
+        typer.echo(f"{message}. {interruption.advice(sys.argv)}", err=True)
+    sys.exit(code)
 
 
 def _check_arguments(arguments: list[str]) -> None:

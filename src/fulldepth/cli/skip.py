@@ -81,7 +81,7 @@ def search_command(
     Several processes share the candidates: `torchrun --nproc-per-node 2 -m fulldepth skip search ...`
     """
     console.loading()
-    from fulldepth import reporting
+    from fulldepth.results import PAGE
     from fulldepth.results import Results as Saved
     from fulldepth.skip import lines, search_into
 
@@ -99,10 +99,9 @@ def search_command(
             watcher=watcher,
         )
     if console.is_main():
-        page = reporting.write(output)
         console.finish(Saved.load(output), rows=lines(plan))
         console.line(f"Plan: {output / 'plan.json'}")
-        console.line(f"Page: {page}")
+        console.line(f"Page: {output / PAGE}")
 
 
 @command(skip, "apply")

@@ -70,6 +70,7 @@ def train_command(
     layer(TrainOptions, settings)  # finds wrong settings before torch is imported
     console.loading()
     from fulldepth import reporting
+    from fulldepth.results import PAGE
     from fulldepth.training import TrainSettings, dry_run_lines, train
 
     resolved = layer(TrainSettings, settings)
@@ -86,7 +87,7 @@ def train_command(
             after_evaluation=reporting.write,
         )
     if console.is_main():
-        console.finish(results, reporting.write(output))
+        console.finish(results, output / PAGE)
 
 
 @command(app, "train export", resumes=True)

@@ -171,7 +171,8 @@ def _leading(tokenizer: Any, text: str, needed: int, inner: Frame) -> list[int]:
 def _one_by_one(name: str, kind: str, given: Records, task: str, tokenizer: Any, limits: Limits) -> Encoded:
     """One sequence per text or pair of texts, with special tokens. Long texts are cut off.
 
-    A classifier's labelled texts that are too long are refused or left out, unless `limits.truncate`.
+    A classifier's labelled texts that are too long are refused or left out, unless `limits.truncate`. Texts without a
+    token of their own are left out.
     """
     records = given.records
     texts = [record.text or "" for record in records]
@@ -185,22 +186,27 @@ def _one_by_one(name: str, kind: str, given: Records, task: str, tokenizer: Any,
         raise FulldepthError(_no_room(limits.longest, frame))
     examples: list[Example] = []
     cut: list[int] = []
+    empty: list[int] = []
     for index, (record, text, label) in enumerate(zip(records, texts, given.labels, strict=True)):
         if record.second is not None:
             joined, is_cut = _two(text, record.second, tokenizer, limits.longest)
-            examples.append(_example(joined["input_ids"], joined.get("token_type_ids"), label))
+            ids = joined["input_ids"]
+            examples.append(_example(ids, joined.get("token_type_ids"), label))
         else:
             ids = leading_ids(tokenizer, text, room + 1)
             is_cut = len(ids) > room
             wrapped = frame.wrap(ids[:room])
             examples.append(_example(wrapped, [0] * len(wrapped) if typed else None, label))
         cut += [index] * is_cut
-    kept = range(len(examples))
+        empty += [index] * (not ids)
+    warnings += _empty_warning(len(empty))
+    left_out = set(empty)
     if cut and not limits.truncate and kind == "labelled-text" and task == "text-classification":
         warnings.append(_too_long(name, records[cut[0]], len(cut), tokenizer, limits))
-        kept = sorted(set(kept) - set(cut))  # type: ignore[assignment]
+        left_out |= set(cut)
     else:
         warnings += _cut_warning(len(cut), limits)
+    kept = [index for index in range(len(examples)) if index not in left_out]
     unit = "document" if kind == "text" else "row"
     return Encoded([examples[i] for i in kept], warnings, [given.identities[i] for i in kept], unit)
 
@@ -208,6 +214,11 @@ def _one_by_one(name: str, kind: str, given: Records, task: str, tokenizer: Any,
 def _cut_warning(cut: int, limits: Limits) -> list[str]:
     verb = "text is" if cut == 1 else "texts are"
     return [f"{cut} {verb} longer than {limits.longest} tokens and cut there."] if cut else []
+
+
+def _empty_warning(count: int, noun: str = "text") -> list[str]:
+    what, verb = (f"1 {noun} gives", "is") if count == 1 else (f"{count} {noun}s give", "are")
+    return [f"{what} no token with this tokenizer and {verb} left out."] if count else []
 
 
 def _too_long(name: str, first: Record, count: int, tokenizer: Any, limits: Limits) -> str:
@@ -243,11 +254,13 @@ def _pairs(given: Records, tokenizer: Any, limits: Limits) -> Encoded:
     """Prompts and responses, tokenised separately so that every target is a token of the response."""
     frame = Frame.of(tokenizer, (record.prompt or "" for record in given.records))
     examples, lengths, clusters = [], [], []
+    empty = 0
     for record, cluster in zip(given.records, given.identities, strict=True):
         prompt = [*frame.prefix, *plain_ids(tokenizer, record.prompt or "")]
         response = plain_ids(tokenizer, record.response or "")
         ids = [*prompt, *response, *frame.suffix]
         if not response:
+            empty += 1
             continue
         lengths.append(len(ids))
         start = max(1, len(prompt))  # the first token has no context
@@ -261,7 +274,8 @@ def _pairs(given: Records, tokenizer: Any, limits: Limits) -> Encoded:
             f"the model's positions are {limits.max_positions or 'not limited'}. "
             "Raise sequence_length, or ask for truncation."
         )
-    return Encoded(examples, [f"{message} and cut there."] if too_long else [], clusters, "row")
+    warnings = _empty_warning(empty, "response") + ([f"{message} and cut there."] if too_long else [])
+    return Encoded(examples, warnings, clusters, "row")
 
 
 def _masked(example: Example, index: int, tokenizer: Any, seed: int) -> Example:

@@ -7,6 +7,7 @@ location, raised when reading reaches it.
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
@@ -37,6 +38,29 @@ def path_of(name: str | Path) -> Path:
         path = Path(name).expanduser()
         path.exists()
     return path
+
+
+def folder_files(folder: Path) -> Iterator[Path]:
+    """The files of a folder and its sub-folders, links followed.
+
+    Raises:
+        FulldepthError: if something would be left out without a word: a sub-folder cannot be read, a link leads nowhere
+            or back to a folder above it, or an entry is a pipe or a device. Hidden entries may be anything.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for at, folders, names in reading_each(folder, os.walk(folder, onerror=refuse, followlinks=True)):
+        for path in (Path(at, name) for name in folders):
+            if path.is_symlink() and Path(at).resolve().is_relative_to(path.resolve()):
+                raise FulldepthError(f"Cannot read {path}: the link leads to a folder that holds it. Remove it.")
+        for path in (Path(at, name) for name in names):
+            if path.is_file():
+                yield path
+            elif not path.name.startswith("."):
+                what = "it is not a regular file" if path.exists() else "the link leads nowhere"
+                raise FulldepthError(f"Cannot read {path}: {what}. Restore the file, or remove this one.")
 
 
 def text_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[str]:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from fulldepth.data.archives import Archive
 from fulldepth.data.columns import CAPTION_COLUMNS, require_columns, text_value
-from fulldepth.data.files import ROWS
+from fulldepth.data.files import ROWS, folder_files
 from fulldepth.data.images import ImageLoader, Pick, StoredImage, decode_image, stored_image
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import reading
@@ -39,7 +39,7 @@ class Pictures(NamedTuple):
 def has_images(path: Path) -> bool:
     """Whether a folder or one of its sub-folders holds an image."""
     with reading(path):
-        return any(file.suffix.lower() in SUFFIXES for file in path.rglob("*"))
+        return any(file.suffix.lower() in SUFFIXES for file in folder_files(path))
 
 
 def folder_images(path: Path, split: str | None = None, *, held_out: bool = True, pick: Pick | None = None) -> Pictures:
@@ -48,7 +48,7 @@ def folder_images(path: Path, split: str | None = None, *, held_out: bool = True
     Without `split`, the first of `SPLITS` that exists (if not `held_out`, `train` before all others); `pick` chooses
     images by the identities of their relative paths.
     """
-    files = [PurePosixPath(f.relative_to(path).as_posix()) for f in path.rglob("*") if f.is_file()]
+    files = [PurePosixPath(file.relative_to(path).as_posix()) for file in folder_files(path)]
     captions = _captions(path, files)
     loader = partial(_stored_file, path)
     return _pictures(path.name, files, loader, split, held_out, pick, captions)

@@ -20,7 +20,7 @@ from fulldepth.data import authors, digits
 from fulldepth.data.coco import coco_rows
 from fulldepth.data.columns import IMAGE_COLUMNS, Rows
 from fulldepth.data.corpus import PARTS, builtin_texts
-from fulldepth.data.files import ROWS, parquet_classes, parquet_rows, parquet_shape, path_of
+from fulldepth.data.files import ROWS, folder_files, parquet_classes, parquet_rows, parquet_shape, path_of
 from fulldepth.data.hub import HUB_NAME, load_hub, stated_classes
 from fulldepth.data.image_folders import SPLITS, Pictures, folder_images, has_images, zip_images
 from fulldepth.data.images import ImageLoader, Pick, StoredImage, image_content, image_value
@@ -236,10 +236,10 @@ def _list_files(path: Path, suffixes: Sequence[str], *, images: bool) -> list[Pa
         expected = ", ".join([*suffixes, *([".zip"] if images else [])])
         raise FulldepthError(f"{path} has the suffix {path.suffix!r}. Expected one of: {expected}.")
     with reading(path):
-        inside = [f for f in path.rglob("*") if not any(part.startswith(".") for part in f.relative_to(path).parts)]
-        files = sorted(f for f in inside if f.suffix.lower() in suffixes and f.is_file())
+        inside = [f for f in folder_files(path) if not any(p.startswith(".") for p in f.relative_to(path).parts)]
+        files = sorted(f for f in inside if f.suffix.lower() in suffixes)
     if not files:
-        have = one_line(", ".join(sorted({f.suffix or "(no suffix)" for f in inside if f.is_file()})) or "nothing")
+        have = one_line(", ".join(sorted({f.suffix or "(no suffix)" for f in inside})) or "nothing")
         kinds = ("images and no " if images else "") + ", ".join(suffixes)
         raise FulldepthError(f"The folder {path} holds no {kinds} files. Found: {have}.")
     return files

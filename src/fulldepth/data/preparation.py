@@ -144,11 +144,6 @@ def _texts(
     examples, cut = encoded.examples, encoded.warnings
     if not examples:
         raise FulldepthError(" ".join([f"{source.name} gives no sequence with this tokenizer.", *cut]))
-    if empty := sum(not len(e.input_ids) for e in examples):
-        raise FulldepthError(
-            f"{empty} of {len(examples)} sequences of {source.name} have no token: the tokenizer knows none of their "
-            "characters. Give the model's own tokenizer."
-        )
     fed = [e.input_ids if e.masked_ids is None else torch.cat([e.input_ids, e.masked_ids]) for e in examples]
     highest = max(int(ids.max()) for ids in fed)
     examples, missing = _mark_words(examples, tokenizer, words)

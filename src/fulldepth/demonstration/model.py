@@ -87,28 +87,24 @@ def _packaged_or_trained(folder: Path, seed: int, watcher: Watcher) -> str:
 
 
 def _measure(name: str, folder: Path, chosen: dict[str, Any], watcher: Watcher) -> Results:
-    results = measure_into(name, DATA, folder, layer(MeasureSettings, chosen), series=False, watcher=watcher)
-    reporting.write(folder)
-    return results
+    return measure_into(name, DATA, folder, layer(MeasureSettings, chosen), series=False, watcher=watcher)
 
 
 def _search(name: str, folder: Path, chosen: dict[str, Any], watcher: Watcher) -> Plan:
-    plan = search_into(name, DATA, folder, layer(SearchSettings, chosen), resume=folder.exists(), watcher=watcher)
-    reporting.write(folder)
-    return plan
+    return search_into(name, DATA, folder, layer(SearchSettings, chosen), resume=folder.exists(), watcher=watcher)
 
 
 def _bench(name: str, plan: Plan, folder: Path, chosen: dict[str, Any], watcher: Watcher) -> Results:
     """Export the plan and time the result beside the original."""
     checkpoint, output = folder / "model", folder / "bench"
     if (output / DOCUMENT).exists():
-        return Results.load(output)
+        results = Results.load(output)
+        results.save_page(output)
+        return results
     if not checkpoint.exists():
         watcher.say("Exporting the model without these blocks, and loading it in a fresh process")
         export(plan, name, "fast", checkpoint)
-    results = bench(name, [checkpoint], output, watcher=watcher, **chosen)
-    reporting.write(output)
-    return results
+    return bench(name, [checkpoint], output, watcher=watcher, **chosen)
 
 
 def _chapters(name: str, measured: dict[str, Any], searched: dict[str, Any], timed: dict[str, Any]) -> list[Chapter]:

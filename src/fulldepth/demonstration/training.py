@@ -79,7 +79,6 @@ def _measure(folder: Path, settings: TrainSettings, seed: int, watcher: Watcher)
         seed=seed,
     )
     measure_into(folder / RUN, "corpus:builtin", folder / RESULTS, chosen, watcher=watcher)
-    reporting.write(folder / RESULTS)
 
 
 def _compare(folder: Path, part: str, to: str) -> Results:

@@ -97,7 +97,7 @@ def evaluate_labelled(
     table = [*rows_of(scored), *_class_rows(classes, readings.quality, subject.num_layers)]
     results = Results(tabulate(table), dict(finite(content)))
     if folder is not None:
-        results.save(folder, page=False)
+        results.save(folder)
     return results
 
 

@@ -19,9 +19,8 @@ from fulldepth.evaluation.quality import Quality, quality_findings
 from fulldepth.evaluation.scoring import ANSWERS, load_tasks, rows_of, score_tasks, units_of
 from fulldepth.evaluation.subject import SkipPlan, Subject, opened
 from fulldepth.execution.harness import Loaded
-from fulldepth.files import locked
 from fulldepth.progress import Watcher
-from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, finite, holder, provenance, tabulate
+from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, claimed, finite, provenance, tabulate
 from fulldepth.settings import layer as layered
 from fulldepth.settings.evaluate import EvaluateSettings, check_asked, parse_layers
 
@@ -105,12 +104,13 @@ def _evaluated_once(
     content = {name: each.content for name, each in tasks.items()}, None if quality is None else quality.content
     fingerprint = _fingerprint(subject, settings, content)
     stored = None if kept is None else _stored(kept, fingerprint)
-    if stored is not None:
+    if stored is not None and kept is not None:
+        stored.save_page(kept)
         return stored
     results = _evaluated(subject, tasks, quality, settings, folder, watcher)
     results.meta["fingerprint"] = fingerprint
     if folder is not None:
-        results.save(folder, page=False)
+        results.save(folder)
         shutil.rmtree(folder / ANSWERS, ignore_errors=True)
     return results
 
@@ -121,11 +121,7 @@ def _held(folder: Path | None, *, resume: bool, overwrite: bool) -> Iterator[Non
     if folder is None:
         yield
         return
-    if content := holder(folder):
-        raise FulldepthError(f"{folder} holds {content}, which needs its own results there. Choose another output.")
-    if (folder / DOCUMENT).exists() and not (resume or overwrite):
-        raise FulldepthError(f"{folder} already holds results. Choose another output, or replace with overwrite.")
-    with locked(folder):
+    with claimed(folder, resume or overwrite):
         answers = folder / ANSWERS
         if answers.is_dir() and not resume:
             if not overwrite:

@@ -20,7 +20,7 @@ from fulldepth.exit.generation_grid import lens_grid
 from fulldepth.hf import Checkpoint, checkpoint_of, depth_of, device_of, open_model, open_tokenizer
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
-from fulldepth.results import Results, provenance
+from fulldepth.results import Results, claimed, provenance
 from fulldepth.results.finding import Finding
 from fulldepth.results.folder import finite
 from fulldepth.results.table import tabulate
@@ -46,6 +46,7 @@ def generate_texts(
     *,
     tokenizer: Any = None,
     output: str | Path | None = None,
+    overwrite: bool = False,
     plan: Callable[[PreTrainedModel], Any] | None = None,
     streams: bool = False,
     show: Callable[[str, bool], None] | None = None,
@@ -59,7 +60,8 @@ def generate_texts(
         model: checkpoint folder, GGUF file, `package:NAME`, Hub name, or a model.
         prompts: texts, generated as one batch; or one text.
         tokenizer: of a model that is passed in; None = as the settings say, or the checkpoint's.
-        output: result folder; None = nothing is written.
+        output: result folder, which also gets the page; None = nothing is written.
+        overwrite: replace results in the output folder.
         plan: gives the skip plan whose model drafts, from the loaded model; None = the first layers draft.
         streams: whether `show` receives text while it is generated; for one prompt.
         show: called with new text, and whether it is the last.
@@ -69,7 +71,7 @@ def generate_texts(
 
     Raises:
         FulldepthError: for an empty prompt, a prompt that exceeds the model's positions, a model that is no decoder or
-            cannot be run layer by layer, and layers out of range.
+            cannot be run layer by layer, layers out of range, and a folder that holds other results.
     """
     settings = settings or layer(GenerateSettings, options)
     watcher = watcher or Watcher()
@@ -78,27 +80,28 @@ def generate_texts(
         raise FulldepthError("A prompt is empty; give some text to continue.")
     if streams and len(prompts) > 1:
         raise FulldepthError("One prompt at a time can be streamed; leave out --stream, or the other prompts.")
-    checkpoint = _opened(model, settings, drafts_by_plan=plan is not None)
-    tokenizer = open_tokenizer(
-        checkpoint,
-        tokenizer if tokenizer is not None else settings.tokenizer,
-        revision=settings.revision,
-        trust_remote_code=settings.trust_remote_code,
-    )
-    encoded = [_encode(tokenizer, prompt, settings.chat, number) for number, prompt in enumerate(prompts, start=1)]
-    decoder = decoder_of(checkpoint.model)
-    if not streams:
-        watcher.begin("Generating", settings.max_new_tokens)
-    advance = (lambda done: None) if streams else watcher.advance
-    generation = _generate(decoder, encoded, tokenizer, settings, plan, show if streams else None, advance)
-    width = max(map(len, encoded))
-    counts = generation.stats.new_tokens
-    added = [generation.sequences[row, width : width + counts[row]].tolist() for row in range(len(prompts))]
-    texts = [decode_ids(tokenizer, ids, skip_special_tokens=True) for ids in added]
-    grid = None if output is None else lens_grid(decoder, tokenizer, encoded, added, generation.stats)
-    results = _results(checkpoint, prompts, texts, generation.stats, settings, grid)
-    if output is not None:
-        results.save(output, page=False)
+    with claimed(output, overwrite):
+        checkpoint = _opened(model, settings, drafts_by_plan=plan is not None)
+        tokenizer = open_tokenizer(
+            checkpoint,
+            tokenizer if tokenizer is not None else settings.tokenizer,
+            revision=settings.revision,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        encoded = [_encode(tokenizer, prompt, settings.chat, number) for number, prompt in enumerate(prompts, start=1)]
+        decoder = decoder_of(checkpoint.model)
+        if not streams:
+            watcher.begin("Generating", settings.max_new_tokens)
+        advance = (lambda done: None) if streams else watcher.advance
+        generation = _generate(decoder, encoded, tokenizer, settings, plan, show if streams else None, advance)
+        width = max(map(len, encoded))
+        counts = generation.stats.new_tokens
+        added = [generation.sequences[row, width : width + counts[row]].tolist() for row in range(len(prompts))]
+        texts = [decode_ids(tokenizer, ids, skip_special_tokens=True) for ids in added]
+        grid = None if output is None else lens_grid(decoder, tokenizer, encoded, added, generation.stats)
+        results = _results(checkpoint, prompts, texts, generation.stats, settings, grid)
+        if output is not None:
+            results.save(output)
     return Written(list(prompts), texts, generation, results)
 
 

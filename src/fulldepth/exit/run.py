@@ -33,7 +33,7 @@ from fulldepth.exit.generated import generation_rows, runs_of
 from fulldepth.exit.record import headline
 from fulldepth.hf import evaluating, unwrapped
 from fulldepth.progress import Watcher
-from fulldepth.results import Results, finite, provenance, tabulate
+from fulldepth.results import Results, claimed, finite, provenance, tabulate
 from fulldepth.settings import layer as layered
 from fulldepth.settings.exit import ExitSettings, Rule
 
@@ -46,6 +46,7 @@ def sweep(
     data: Any,
     *,
     output: str | Path | None = None,
+    overwrite: bool = False,
     rule: Rule | Sequence[Rule] = "confidence",
     thresholds: Sequence[float] | None = None,
     min_layer: int = 1,
@@ -64,7 +65,8 @@ def sweep(
         model: checkpoint folder, Hub name, or a loaded model (left on its device, in its mode).
         data: labelled texts or images for classifiers, images with boxes for detectors, texts for language models; as
             for `measure`.
-        output: result folder, without the page; None = nothing is written.
+        output: result folder, which also gets the page; None = nothing is written.
+        overwrite: replace results in the output folder.
         rule: one or several of `confidence`, `margin`, `entropy` and `patience`; see `fulldepth.early_exit.rules`.
         thresholds: above 0 and at most 1, which is the full model; None = 0.5 to 1.
         min_layer: first layer after which a sample may leave.
@@ -80,7 +82,7 @@ def sweep(
 
     Raises:
         FulldepthError: if model, data or options are invalid, the data have no labels for a classifier, or the
-            model's layers cannot be run one by one.
+            model's layers cannot be run one by one, or the folder holds other results.
     """
     given: dict[str, Any] = {"rule": [rule] if isinstance(rule, str) else list(rule), "min_layer": min_layer}
     given |= {} if thresholds is None else {"thresholds": list(thresholds)}
@@ -88,10 +90,8 @@ def sweep(
     for name in ("device", "dtype"):
         if given.get(name) is not None:
             given[name] = str(given[name]).removeprefix("torch.")
-    results = sweep_with(model, data, layered(ExitSettings, given), watcher or Watcher(), tokenizer=tokenizer)
-    if output is not None:
-        results.save(output, page=False)
-    return results
+    folder: dict[str, Any] = {"output": output, "overwrite": overwrite}
+    return sweep_with(model, data, layered(ExitSettings, given), watcher or Watcher(), tokenizer=tokenizer, **folder)
 
 
 def sweep_with(
@@ -100,9 +100,22 @@ def sweep_with(
     settings: ExitSettings,
     watcher: Watcher,
     *,
+    output: str | Path | None = None,
+    overwrite: bool = False,
     tokenizer: Any = None,
 ) -> Results:
     """`sweep` with its settings resolved."""
+    with claimed(output, overwrite):
+        results = _swept(model, data, settings, watcher, tokenizer)
+        if output is not None:
+            results.save(output)
+    return results
+
+
+def _swept(
+    model: str | Path | PreTrainedModel, data: Any, settings: ExitSettings, watcher: Watcher, tokenizer: Any
+) -> Results:
+    """The results, not saved."""
     start = perf_counter()
     if isinstance(model, torch.nn.Module):
         model = unwrapped(model)

@@ -19,7 +19,8 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import read_document, read_json, reading
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-MODEL_FILES = ("generation_config.json", "adapter_config.json")
+MODEL_FILES = ("generation_config.json",)
+ADAPTER = "adapter_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -32,6 +33,8 @@ TOKENIZER_TEXTS = ("vocab.txt", "merges.txt", "tokenizer.model", "chat_template.
 """Other files that loading a tokenizer reads."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
+MOST_EXPANSION = 1000
+"""Most characters that the rules of a tokenizer may make of one; eight rules of eight characters make 16 million."""
 MOST_CONFIG_BYTES = 16 << 20
 MOST_TOKENIZER_BYTES = 128 << 20
 MOST_NUMBER = 10**9
@@ -145,9 +148,15 @@ def check_model_files(where: str, revision: str | None = None) -> Weights:
     """Check a model's weight files and its other files; returns the headers of the weight files.
 
     Raises:
-        FulldepthError: if a JSON file is damaged, the index names anything but plain `*.safetensors` files of this
-            folder, a weight file is absent, irregular or damaged, or two of them contain the same tensor.
+        FulldepthError: if there is an adapter beside the model, a JSON file is damaged, the index names anything but
+            plain `*.safetensors` files of this folder, a weight file is absent, irregular or damaged, or two of them
+            contain the same tensor.
     """
+    if path := locate(where, ADAPTER, revision):
+        raise FulldepthError(
+            f"{path} belongs to an adapter, which transformers adds to the model only where peft is installed. Merge "
+            "it into the model (merge_and_unload of peft, then save_pretrained), or remove the adapter's files."
+        )
     for name in MODEL_FILES:
         if path := locate(where, name, revision):
             check_numbers(path, _read_object(path, MOST_CONFIG_BYTES))
@@ -237,20 +246,49 @@ def _is_same(name: str, other: str) -> bool:
     return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
 
 
-def check_tokenizer_files(where: str, revision: str | None = None) -> None:
+def check_tokenizer_files(where: str, revision: str | None = None) -> str | None:
     """Check the files of a tokenizer, and the configuration that transformers reads with it.
 
+    Returns:
+        The type of the model in tokenizer.json, such as `BPE`; None if it states none.
+
     Raises:
-        FulldepthError: if one is not a regular file, is too large, or is not a bounded JSON object.
+        FulldepthError: if one is not a regular file, is too large, or is not a bounded JSON object, or the tokenizer's
+            rules make so many characters of one that encoding a text could exhaust memory.
     """
     check_config(where, revision)
+    model: Any = None
     for name in TOKENIZER_FILES:
         if path := locate(where, name, revision):
-            _read_object(path, MOST_TOKENIZER_BYTES)
+            content = _read_object(path, MOST_TOKENIZER_BYTES)
+            if name == "tokenizer.json":
+                model = content.get("model")
+                if (most := _expansion({**content, "model": None, "added_tokens": None})) > MOST_EXPANSION:
+                    raise FulldepthError(
+                        f"{path}: its rules (normalizer, decoder, post_processor) may make {one_line(most, 40)} "
+                        f"characters of one. Expected at most {MOST_EXPANSION:,}."
+                    )
     for name in TOKENIZER_TEXTS:
         path = locate(where, name, revision)
         if path is not None and path.stat().st_size > MOST_TOKENIZER_BYTES:
             raise FulldepthError(f"Cannot read {path}: it is larger than {MOST_TOKENIZER_BYTES >> 20} MiB.")
+    kind = model.get("type") if isinstance(model, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def _expansion(part: Any) -> int:
+    """Most characters that the rules in a part of a tokenizer may make of one: the product over all rules."""
+    if isinstance(part, list):
+        return prod(map(_expansion, part))
+    if not isinstance(part, dict):
+        return 1
+    grows = 1
+    if part.get("type") in ("Replace", "Prepend"):
+        grows = max((len(text) for key in ("content", "prepend") if isinstance(text := part.get(key), str)), default=1)
+    elif part.get("type") == "TemplateProcessing":  # may name a text several times
+        pieces = [part[key] for key in ("single", "pair") if isinstance(part.get(key), list)]
+        grows = max(sum(isinstance(piece, dict) and "Sequence" in piece for piece in each) for each in [[], *pieces])
+    return max(1, grows) * prod(map(_expansion, part.values()))
 
 
 def check_processor_files(where: str, revision: str | None = None) -> None:

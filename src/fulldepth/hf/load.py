@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
 from fulldepth.errors import FulldepthError, is_out_of_memory, one_line, unknown
@@ -40,6 +41,7 @@ from fulldepth.hf.gguf import find_gguf, load_gguf_config, load_gguf_model, load
 from fulldepth.hf.gguf_header import read_header
 from fulldepth.hf.memory import check_memory
 from fulldepth.hf.modes import silent
+from fulldepth.processor import check_bfloat16
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id", "mask_token_id", "sep_token_id")
@@ -144,7 +146,8 @@ def load_checkpoint(
         may_lack: (model, weight's name) -> whether it may be missing or have another shape; None = no weight may.
 
     Raises:
-        FulldepthError: if the checkpoint has no safetensors weights, is broken, or lacks weights that the model needs.
+        FulldepthError: if the checkpoint has no safetensors weights, is broken, or lacks weights that the model needs,
+            or this processor cannot compute in its precision.
     """
     check_is_name(name)
     where = packaged(str(name))
@@ -175,6 +178,8 @@ def load_checkpoint(
     fresh, warnings = _take_fresh(model, info, may_lack), _check_fit(where, type(model).__name__, info)
     if gguf is None and getattr(model.config, "quantization_config", None) is None:
         check_stored_types(where, weights, model, info["unexpected_keys"])
+    if target is not None and target.type == "cpu" and model.dtype == torch.bfloat16:
+        check_bfloat16()
     if target is not None and not getattr(model, "is_quantized", False):
         model.to(target)
     return Checkpoint(model.eval(), str(name), revision, tuple(warnings), fresh)
@@ -240,19 +245,28 @@ def depth_of(name: str | Path, revision: str | None = None, trust_remote_code: b
 def load_tokenizer(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The tokenizer saved with a checkpoint.
 
+    For some model types transformers takes a class of its own, whose model may be of another type than the one in
+    tokenizer.json and then has none of its tokens; the file itself is loaded instead.
+
     Raises:
         FulldepthError: if there is none, or its files are damaged.
     """
     where = packaged(str(name))
     gguf = find_gguf(where)
+    stored = None
     if gguf is None:
         _check_name(where, "a folder with a tokenizer")
-        check_tokenizer_files(where, revision)
+        stored = check_tokenizer_files(where, revision)
     with _plain_errors(where, kind="tokenizer"), silent():
         if gguf is not None:
             tokenizer = load_gguf_tokenizer(gguf)
         else:
             tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+            backend = getattr(tokenizer, "backend_tokenizer", None)
+            if stored is not None and backend is not None and type(backend.model).__name__ != stored:
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(
+                    where, revision=revision or "main", trust_remote_code=trust_remote_code
+                )
         special = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}  # damaged files may load and fail here
     for name, number in special.items():
         if number is not None and not isinstance(number, int):

@@ -160,6 +160,9 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
     if not folder.is_dir():
         return []
     matches = [(re.fullmatch(r"checkpoint-(\d{1,12})", child.name), child) for child in folder.iterdir()]
+    for match, child in matches:
+        if match and child.is_symlink() and not child.exists():
+            raise FulldepthError(f"Cannot read {child}: the link leads nowhere. Restore the checkpoint, or remove it.")
     return [(int(match[1]), child) for match, child in matches if match and child.is_dir()]
 
 

@@ -13,7 +13,7 @@ from fulldepth.measurement.fingerprint import contents, digest, fingerprints
 from fulldepth.measurement.run import measure_with
 from fulldepth.measurement.series import STEPS, Point, extends, measure_series, series_points
 from fulldepth.progress import Watcher
-from fulldepth.results import DOCUMENT, Results, TableMismatchError, holder
+from fulldepth.results import DOCUMENT, Results, TableMismatchError, check_free
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.subjects import read_source
 
@@ -59,7 +59,11 @@ def measure_into(
             watcher.say(remark)
         if process.first(lambda: _is_there(folder, print_of_run, points, overwrite, watcher)):
             watcher.say(f"{folder} already holds this measurement; nothing to do.")
-            return Results.load(folder)
+            results = Results.load(folder)
+            if process.is_main:
+                results.save_page(folder)
+            process.wait()
+            return results
         process.first(lambda: _claim(folder, *([folder / STEPS] if points else [])))
         if points:
             results = measure_series(points, read, folder, settings, process, watcher, overwrite=overwrite)
@@ -68,7 +72,7 @@ def measure_into(
             results = measure_with(model, read, settings, process, watcher)
         results.meta["fingerprint"] = print_of_run
         if process.is_main:
-            results.save(folder, page=False)
+            results.save(folder)
         process.wait()
         return results
 
@@ -79,8 +83,7 @@ def _is_there(folder: Path, print_of_run: str, points: list[Point], overwrite: b
     Raises:
         FulldepthError: if it holds results of another run, or belongs to another command.
     """
-    if content := holder(folder):
-        raise FulldepthError(f"{folder} holds {content}, which needs its own results there. Choose another --output.")
+    check_free(folder, overwrite=True)
     if overwrite or not (folder / DOCUMENT).exists():
         return False
     try:

@@ -16,6 +16,7 @@ from fulldepth.measurement.sample_grid import SampleGrid
 from fulldepth.measurement.subject import Subject
 from fulldepth.metrics import Readout
 from fulldepth.metrics.reservoir import priority
+from fulldepth.processor import check_bfloat16
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.targets import IGNORE
 
@@ -37,6 +38,8 @@ class LensReader:
     def __init__(self, subject: Subject, settings: MeasureSettings, process: Processes) -> None:
         self.subject, self.seed = subject, settings.seed
         halved = settings.lens_precision == "bfloat16" and subject.checkpoint.model.dtype != torch.bfloat16
+        if halved and subject.checkpoint.model.device.type == "cpu":
+            check_bfloat16()
         self.dtype = torch.bfloat16 if halved else None
         self.threshold, self.checked = _thresholds(subject, settings, check=halved)
         self.process = process

@@ -36,8 +36,7 @@ def write(directory: str | Path) -> Path:
     Raises:
         FulldepthError: if the folder holds no readable results, or cannot be written.
     """
-    folder = Path(directory)
-    return _save(render(Results.load(folder)), folder)
+    return Results.load(directory).save_page(directory)
 
 
 def write_together(folders: Sequence[str | Path], output: str | Path | None = None, *, overwrite: bool = False) -> Path:

@@ -2,7 +2,18 @@
 
 from fulldepth.results.document import SCHEMA_VERSION, is_picture
 from fulldepth.results.finding import Finding
-from fulldepth.results.folder import DOCUMENT, GROUPS, PAGE, TABLE, Results, TableMismatchError, finite, holder
+from fulldepth.results.folder import (
+    DOCUMENT,
+    GROUPS,
+    PAGE,
+    TABLE,
+    Results,
+    TableMismatchError,
+    check_free,
+    claimed,
+    finite,
+    holder,
+)
 from fulldepth.results.influences import gathered, groups_entry, groups_of, joined
 from fulldepth.results.provenance import FRAMEWORKS, provenance, versions
 from fulldepth.results.table import COLUMNS, tabulate
@@ -18,6 +29,8 @@ __all__ = [
     "Finding",
     "Results",
     "TableMismatchError",
+    "check_free",
+    "claimed",
     "finite",
     "gathered",
     "groups_entry",

@@ -6,8 +6,8 @@ import hashlib
 import json
 import tempfile
 import webbrowser
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from fulldepth import figures, pages
+from fulldepth import figures, launch, pages
 from fulldepth.errors import FulldepthError
-from fulldepth.files import atomic, reading, remove_leftovers
+from fulldepth.files import atomic, locked, reading, remove_leftovers
 from fulldepth.notebook import notebook_display
 from fulldepth.results import consistency, document, influences, summary, table
 from fulldepth.results.finding import Finding
@@ -142,18 +142,19 @@ class Results:
     def save(self, directory: str | Path, *, page: bool = True) -> Path:
         """Write `results.json`, `results.parquet` and `report.html` into `directory` (created if absent), atomically.
 
-        Influences are written to `groups.parquet`. The document states the sha256 of both tables, so that a folder of
-        an interrupted write is refused.
+        Influences are written to `groups.parquet`. The folder is locked meanwhile. An earlier page is removed first, so
+        that an interruption leaves no page of other numbers. The document states the sha256 of both tables, so that a
+        folder of an interrupted write is refused.
 
         Args:
-            directory: the result folder.
-            page: whether to write the page.
+            directory: the result folder; results there are replaced (see `claimed`).
+            page: whether to write the page; False for a part of a folder that the caller holds, which is not locked.
 
         Returns:
             The folder.
 
         Raises:
-            FulldepthError: if the folder cannot be written.
+            FulldepthError: if the folder cannot be written, or another process is writing there.
         """
         folder = Path(directory)
         meta = {"schema_version": document.SCHEMA_VERSION, **self.meta}
@@ -165,19 +166,39 @@ class Results:
                 for name, content in files.items()
             }
             text = json.dumps(meta | stamps, indent=1, allow_nan=False, default=str)
-            folder.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(folder)
-            with ExitStack() as renamed_in_reverse:
-                for name, content in {DOCUMENT: text.encode(), **{STORED[key]: files[key] for key in files}}.items():
-                    renamed_in_reverse.enter_context(atomic(folder / name)).write_bytes(content)
-            if self.influences is None:
-                (folder / GROUPS).unlink(missing_ok=True)  # of earlier results; the new document does not name it
-            if page:
-                with atomic(folder / PAGE) as part:
-                    part.write_text(pages.render(self), encoding="utf-8")
+            contents = {DOCUMENT: text.encode(), **{STORED[name]: content for name, content in files.items()}}
+            with locked(folder) if page else nullcontext():
+                folder.mkdir(parents=True, exist_ok=True)
+                remove_leftovers(folder)
+                (folder / PAGE).unlink(missing_ok=True)
+                with ExitStack() as renamed_in_reverse:
+                    for name, content in contents.items():
+                        renamed_in_reverse.enter_context(atomic(folder / name)).write_bytes(content)
+                if self.influences is None:
+                    (folder / GROUPS).unlink(missing_ok=True)  # of earlier results; the new document does not name it
+                if page:
+                    self.save_page(folder)
         except OSError as error:
             raise FulldepthError(f"Cannot write results into {folder}: {error.strerror or error}.") from error
         return folder
+
+    def save_page(self, directory: str | Path) -> Path:
+        """Write `report.html` into the folder of these results, atomically.
+
+        Returns:
+            Path of the page.
+
+        Raises:
+            FulldepthError: if it cannot be written, or another process is writing into the folder.
+        """
+        path, text = Path(directory) / PAGE, pages.render(self)
+        with locked(path.parent):
+            try:
+                with atomic(path) as part:
+                    part.write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise FulldepthError(f"Cannot write {path}: {error.strerror or error}.") from error
+        return path
 
     @classmethod
     def load(cls, directory: str | Path) -> Results:
@@ -214,6 +235,37 @@ def _stamp(path: Path) -> dict[str, Any] | None:
 def holder(folder: str | Path) -> str | None:
     """Description of a folder that holds something else than results; None for other folders."""
     return next((contents for name, contents in HELD.items() if (Path(folder) / name).exists()), None)
+
+
+def check_free(folder: str | Path, overwrite: bool = False) -> None:
+    """Check that results may be written into a folder.
+
+    Raises:
+        FulldepthError: if it belongs to another command, or holds results and `overwrite` is not set.
+    """
+    if content := holder(folder):
+        raise FulldepthError(f"{folder} holds {content}, which needs its own results there. Choose another output.")
+    if not overwrite and (Path(folder) / DOCUMENT).exists():
+        raise FulldepthError(
+            f"{folder} already holds results. Choose another output, or replace them with overwrite=True (--overwrite)."
+        )
+
+
+@contextmanager
+def claimed(folder: str | Path | None, overwrite: bool = False) -> Iterator[None]:
+    """Hold a result folder from before the work until its results are saved; None holds nothing.
+
+    Under torchrun the first process holds it.
+
+    Raises:
+        FulldepthError: as `check_free`, or if another process holds the folder or it cannot be written.
+    """
+    if folder is None:
+        yield
+        return
+    with locked(folder) if launch.is_main() else nullcontext():
+        check_free(folder, overwrite)
+        yield
 
 
 def finite(value: Any) -> Any:

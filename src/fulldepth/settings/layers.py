@@ -26,6 +26,8 @@ _CHECKOUT = Path(__file__).parents[3] / "recipes"
 RECIPES = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 """One folder of YAML files for each command. A wheel contains a copy; an editable install reads the checkout's."""
 
+CONSENT = "trust_remote_code"
+"""The setting that a recipe may not hold: who runs the command allows foreign code, not a file."""
 MOST_BYTES = 1 << 20
 """Largest recipe file."""
 MOST_DEPTH = 32
@@ -99,7 +101,8 @@ def read(recipe: str | Path, verb: str) -> dict[str, Any]:
         verb: the command whose recipes are looked up by name.
 
     Raises:
-        FulldepthError: if there is no such file or name, or the file is not a small YAML mapping without aliases.
+        FulldepthError: if there is no such file or name, the file is not a small YAML mapping without aliases and tags,
+            or it allows code of a checkpoint to run.
     """
     path = Path(recipe)
     with reading(one_line(path)):  # the operating system may refuse the name itself
@@ -121,7 +124,19 @@ def read(recipe: str | Path, verb: str) -> dict[str, Any]:
         return {}
     if not isinstance(settings, dict):
         raise FulldepthError(f"The recipe {path} must hold `key: value` lines, got {_show(settings)}.")
+    if _allows_code(settings):
+        raise FulldepthError(
+            f"The recipe {path} sets {CONSENT}. A file cannot allow code of a checkpoint to run: leave it out, and "
+            "give --trust-remote-code on the command line, or trust_remote_code=True in Python."
+        )
     return settings
+
+
+def _allows_code(value: Any) -> bool:
+    """Whether settings that were read from a file allow code of a checkpoint, at any depth."""
+    if isinstance(value, dict):
+        return any((key == CONSENT and inner is not False) or _allows_code(inner) for key, inner in value.items())
+    return isinstance(value, list) and any(map(_allows_code, value))
 
 
 def names(verb: str) -> list[str]:
@@ -221,16 +236,19 @@ def _inner_class(model: type[pydantic.BaseModel] | None, key: str) -> type[pydan
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's core schema: only true/false are booleans (`no` is text), 1e-3 is a number, dates are text.
 
-    Aliases (nine short lines can expand to a billion values), deep nesting and very long numbers are refused.
+    Aliases (nine short lines can expand to a billion values), tags, deep nesting and very long numbers are refused.
     """
 
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """The next node; anchors, aliases and nesting deeper than `MOST_DEPTH` are errors."""
+        """The next node; anchors, aliases, tags and nesting deeper than `MOST_DEPTH` are errors."""
         event: Any = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
             found = f"the anchor or alias {one_line(event.anchor, 60)!r}; write the value again instead"
+            raise yaml.composer.ComposerError(None, None, found, event.start_mark)
+        if getattr(event, "tag", None) is not None:  # some constructors of PyYAML fail with any exception
+            found = f"the tag {one_line(event.tag, 60)!r}; write the value without it"
             raise yaml.composer.ComposerError(None, None, found, event.start_mark)
         if self.depth > MOST_DEPTH:
             deep = f"it is nested deeper than {MOST_DEPTH} levels"

@@ -80,8 +80,11 @@ def search_into(
         opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": hashed}
         with prepared(owner, data, settings, process, **opened) as problem:
             plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=generation)
-            if process.is_main and not _has_results(folder, plan):
-                outcome(plan, problem, watcher=watcher).save(folder, page=False)
+            if process.is_main:
+                if (stored := _stored(folder, plan)) is not None:
+                    stored.save_page(folder)
+                else:
+                    outcome(plan, problem, watcher=watcher).save(folder)
         process.wait()
     return plan
 
@@ -114,10 +117,11 @@ def _check_folder(folder: Path, resume: bool) -> None:
             raise FulldepthError(f"{folder} holds other results. Choose another output folder.")
 
 
-def _has_results(folder: Path, plan: Plan) -> bool:
-    """Whether the folder holds this plan's results; others are refused."""
+def _stored(folder: Path, plan: Plan) -> Results | None:
+    """This plan's results in the folder, None if there are none; others are refused."""
     if not (folder / DOCUMENT).exists():
-        return False
-    if Results.load(folder).meta.get("plan") != json.loads(json.dumps(plan.document())):
+        return None
+    results = Results.load(folder)
+    if results.meta.get("plan") != json.loads(json.dumps(plan.document())):
         raise FulldepthError(f"{folder} holds other results. Choose another output folder.")
-    return True
+    return results

@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 from fulldepth import launch
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import pick_device
+from fulldepth.processor import check_bfloat16
 from fulldepth.training.loading import worker_count
 from fulldepth.training.settings import TrainSettings
 from fulldepth.training.sharding import require_processes, set_policy, sharding_arguments
@@ -32,6 +33,8 @@ def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = 
     world = launch.world()
     micro, accumulation = batch_split(settings, world)
     on_cpu = pick_device(settings.device).type == "cpu"
+    if on_cpu and settings.precision != "float32":
+        check_bfloat16()
     schedule, options = _schedule(settings)
     arguments = kind(
         output_dir=str(folder),

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel, TrainingArguments
 
 from fulldepth import launch
-from fulldepth.errors import FulldepthError, unknown
+from fulldepth.errors import StoppedError, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import sealed_checkpoints, silent
 from fulldepth.losses import DepthTrainer, Objective
@@ -156,7 +156,7 @@ def conduct(trainer: Any, conductor: Conductor, checkpoint: Path | None) -> Resu
             conductor.rescue()
             raise
     if conductor.stop_asked and trainer.state.global_step < settings.steps:
-        raise FulldepthError(f"Stopped after step {trainer.state.global_step}. {_last_good(record.folder)}")
+        raise StoppedError(f"Stopped after step {trainer.state.global_step}. {_last_good(record.folder)}")
     record.complete = True
     if trainer.args.should_save:
         record.save()

@@ -76,6 +76,22 @@ PROVEN = [
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("damage", [b'{"version": "1.0", "model": {}}', b"{", None])
+def test_a_tokenizer_that_does_not_load_again_drops_the_export(damage, tmp_path):
+    model, plan, _ = prepared("llama", [2])
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    if damage is not None:
+        (tmp_path / "model" / "tokenizer.json").write_bytes(damage)
+        with pytest.raises(FulldepthError, match="The export is dropped: it does not load in a fresh process"):
+            export(plan, tmp_path / "model", "folded", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    else:
+        export(plan, tmp_path / "model", "folded", tmp_path / "out")
+        assert AutoTokenizer.from_pretrained(tmp_path / "out")("w5 w7")["input_ids"] == [5, 7]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "format", "granularity", "blocks"), PROVEN)
 def test_every_format_gives_the_plans_logits_in_a_fresh_process(name, format, granularity, blocks, tmp_path):
     model, plan, expected = prepared(name, blocks, granularity)

@@ -3,9 +3,9 @@
     python -P with_own_class.py FOLDER INPUTS.pt OUTPUT.pt stock|carried
 
 INPUTS.pt holds keyword arguments of the model. `stock`: the class that `config.json` names must be transformers' own.
-`carried`: the code in the folder is run. Writes the logits (of a detector joined with the boxes) or, without a head,
-the last hidden state; the last line of the output is a JSON object with the class and 0, for the error of a cache,
-which is not tried.
+`carried`: the code in the folder is run. Tokenizer and image processor must load. Writes the logits (of
+a detector joined with the boxes) or, without a head, the last hidden state; the last line of the output is a JSON
+object with the class and 0, for the error of a cache, which is not tried.
 """
 
 from __future__ import annotations
@@ -19,6 +19,17 @@ sys.modules["fulldepth"] = None  # type: ignore[assignment]  # an export must lo
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+
+
+def read_companions(folder: str, carried: bool) -> None:
+    """Load the tokenizer and the image processor of the folder, and encode a text; those with code need `carried`."""
+    files = {file.name: file for file in Path(folder).glob("*.json")}
+    asked = {name: carried or b'"auto_map"' not in file.read_bytes() for name, file in files.items()}
+    if asked.get("tokenizer_config.json", "tokenizer.json" in files):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=carried)
+        tokenizer("A text.")
+    if asked.get("preprocessor_config.json"):
+        transformers.AutoImageProcessor.from_pretrained(folder, trust_remote_code=carried)
 
 
 @torch.no_grad()
@@ -37,6 +48,7 @@ def main(folder: str, inputs_file: str, output_file: str, kind: str) -> None:
     wrong = {key: sorted(map(str, names))[:3] for key, names in info.items() if names}
     if wrong:
         raise SystemExit(f"the weights do not fit the class {name}: {wrong}")
+    read_companions(folder, kind == "carried")
     output = model.eval()(**torch.load(inputs_file, weights_only=True))
     found = next(output[key] for key in ("logits", "prediction_logits", "last_hidden_state") if key in output)
     boxes = [output["pred_boxes"]] if "pred_boxes" in output else []

@@ -3,14 +3,16 @@
     python -P with_transformers.py FOLDER IDS.pt LOGITS.pt stock|carried [DEVICE_MAP]
 
 `stock`: without `trust_remote_code`, and the class must be transformers' own. `carried`: transformers must refuse the
-folder without `trust_remote_code`, and its own classes must refuse it too. Writes the logits of the ids; the last line
-of the output is a JSON object with the class and the largest difference of logits with and without a cache, relative.
+folder without `trust_remote_code`, and its own classes must refuse it too. The tokenizer must load. Writes the
+logits of the ids; the last line of the output is a JSON object with the class and the largest difference of logits with
+and without a cache, relative.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 sys.modules["fulldepth"] = None  # type: ignore[assignment]  # an export must load without it
@@ -45,6 +47,17 @@ def load(folder: str, carried: bool, device_map: str | None) -> Any:
     return model.eval()
 
 
+def read_companions(folder: str, carried: bool) -> None:
+    """Load the tokenizer and the image processor of the folder, and encode a text; those with code need `carried`."""
+    files = {file.name: file for file in Path(folder).glob("*.json")}
+    asked = {name: carried or b'"auto_map"' not in file.read_bytes() for name, file in files.items()}
+    if asked.get("tokenizer_config.json", "tokenizer.json" in files):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=carried)
+        tokenizer("A text.")
+    if asked.get("preprocessor_config.json"):
+        transformers.AutoImageProcessor.from_pretrained(folder, trust_remote_code=carried)
+
+
 @torch.no_grad()
 def logits(model: Any, ids: torch.Tensor, cached: bool) -> torch.Tensor:
     """[B, T, V] logits, at once, or most of the sequence first and then token by token with a cache."""
@@ -68,6 +81,7 @@ def main(folder: str, ids_file: str, logits_file: str, kind: str, device_map: st
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model = load(folder, kind == "carried", device_map)
+    read_companions(folder, kind == "carried")
     ids = torch.load(ids_file, weights_only=True)
     expected = logits(model, ids, cached=False)
     again = logits(model, ids, cached=True)

@@ -38,7 +38,7 @@ from fulldepth.execution.memory import cache_bytes, parameter_bytes, peak_bytes
 from fulldepth.hf import Anatomy, Checkpoint, anatomy_candidates, evaluating
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
-from fulldepth.results import Results, finite, provenance
+from fulldepth.results import Results, claimed, finite, provenance
 from fulldepth.settings import layer as layered
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.assessment.bench_entries import Entry, open_entries
@@ -54,6 +54,7 @@ def bench(
     exports: Sequence[str | Path | PreTrainedModel],
     output: str | Path | None = None,
     *,
+    overwrite: bool = False,
     data: Any = None,
     heldout: Any = None,
     tokenizer: Any = None,
@@ -72,7 +73,8 @@ def bench(
     Args:
         original: the checkpoint (folder, Hub name) or the loaded model; a loaded model is not moved or changed.
         exports: folders that `export` wrote, other checkpoints, loaded models.
-        output: result folder; None = not saved.
+        output: result folder, which also gets the page; None = not saved.
+        overwrite: replace results in the output folder.
         data: as for `search`: losses of all models are computed on its held-out fifth, the one that a search with the
             same seed scores blocks with. None = no losses, unless `heldout` is set.
         heldout: held-out data, used entirely in place of that fifth.
@@ -90,7 +92,7 @@ def bench(
     Raises:
         FulldepthError: if there are no exports, a model cannot be loaded or is no language model, models are on
             different devices or have different vocabularies, a context with its new tokens exceeds their positions, or
-            the data cannot be read (as `search`).
+            the data cannot be read (as `search`), or the folder holds other results.
     """
     fields: dict[str, Any] = {"batches": list(batches), "new_tokens": new_tokens, "repeats": repeats, "seed": seed}
     fields |= {} if contexts is None else {"contexts": list(contexts)}
@@ -98,15 +100,16 @@ def bench(
     if isinstance(exports, str | Path | PreTrainedModel) or not exports:
         raise FulldepthError("Expected one export or more to compare with the original.")
     watcher = watcher or Watcher()
-    entries = open_entries([original, *exports], settings)
-    with ExitStack() as modes:
+    with ExitStack() as stack:
+        stack.enter_context(claimed(output, overwrite))
+        entries = open_entries([original, *exports], settings)
         for entry in entries:
-            modes.enter_context(evaluating(entry.model))
+            stack.enter_context(evaluating(entry.model))
         read = partial(read_data, data=data, tokenizer=tokenizer, heldout=heldout)
         reader = None if data is None and heldout is None else read
         results = _bench(entries, settings, watcher, reader, tokenizer, shorten=contexts is None)
-    if output is not None:
-        results.save(output)
+        if output is not None:
+            results.save(output)
     return results
 
 

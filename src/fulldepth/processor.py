@@ -1,0 +1,58 @@
+"""Tells whether this processor multiplies in bfloat16. Some announce instructions (AMX) that a process may not use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+from fulldepth.errors import FulldepthError
+
+LIMIT = "ONEDNN_MAX_CPU_ISA"
+"""Environment variable with the newest instructions that oneDNN, torch's library for such products, may use."""
+CHOICES = ("AVX512_CORE_BF16", "AVX2")
+"""Values of `LIMIT` to try where a product ends the process, the faster one first."""
+ANNOUNCED = ("amx", "avx512_bf16")
+PROBE = "import torch; a = torch.ones(256, 256, dtype=torch.bfloat16); print(float((a @ a).sum()))"
+
+
+@cache
+def failing_bfloat16() -> tuple[str, str | None] | None:
+    """How a process that multiplies in bfloat16 ends here, and the value of `LIMIT` with which it does not.
+
+    None if it ends well. The products run in child processes, once, and only where the processor announces
+    instructions for them.
+    """
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        return None
+    if not any(name in flags for name in ANNOUNCED) or (ending := _ending(dict(os.environ))) is None:
+        return None
+    return ending, next((value for value in CHOICES if _ending({**os.environ, LIMIT: value}) is None), None)
+
+
+def check_bfloat16() -> None:
+    """Refuse products in bfloat16 on a processor that ends the process for them.
+
+    Raises:
+        FulldepthError: with what helps.
+    """
+    if (failing := failing_bfloat16()) is None:
+        return
+    ending, value = failing
+    helps = "Use float32" + ("." if value is None else f", or set the environment variable {LIMIT}={value}.")
+    raise FulldepthError(
+        f"A product in bfloat16 ends the process on this machine ({ending}): its processor announces instructions "
+        f"that it may not use. {helps}"
+    )
+
+
+def _ending(environment: dict[str, str]) -> str | None:
+    """How a product in a process with these variables fails; None if it does not."""
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROBE], env=environment, capture_output=True, text=True, check=False
+    )
+    return None if process.returncode == 0 else f"exit code {process.returncode}"
