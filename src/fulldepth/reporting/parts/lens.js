@@ -6,21 +6,16 @@ const word = (index) => DATA.words[index];
 const layerNamed = (layer) => (layer ? `Layer ${layer}` : "Embeddings");
 
 function drawLens() {
-  const grids = view().lens;
-  byId("lens").hidden = !DATA.views.some((one) => one.lens.length);
+  const grids = DATA.lens;
+  byId("lens").hidden = !grids.length;
   if (byId("lens").hidden) return;
   const controls = byId("lens-controls");
   controls.replaceChildren();
-  lensState.model = Math.min(lensState.model, Math.max(0, grids.length - 1));
   const grid = grids[lensState.model];
-  const { of } = grid || DATA.views.flatMap((one) => one.lens)[0];
+  const { of } = grid;
   byId("lens-title").textContent = DATA.lens_texts[of].title;
   byId("lens-intro").textContent = DATA.lens_texts[of].intro;
   byId("lens-key").replaceChildren(...(of === "boxes" ? boxesKey() : lensKey(of)));
-  if (!grid) {
-    byId("lens-box").replaceChildren(el("p", { class: "missing" }, "No lens grid at this step."));
-    return;
-  }
   if (grids.length > 1) controls.append(lensPicker("lens-model", "Model", grids.map((one) => one.label), "model"));
   if (of === "samples") fillSamples(grid.samples);
   else if (of === "boxes") fillBoxes(grid.samples, controls);
