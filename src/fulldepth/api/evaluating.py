@@ -45,7 +45,7 @@ def evaluate(
         tokenizer: a tokenizer, its folder or Hub name; None = the one saved with the checkpoint.
         resume: continue an interrupted evaluation of the same model and tasks with the same settings.
         overwrite: replace results in the output folder.
-        progress: None = a bar in a terminal or a notebook; True = also lines in a log file; False = none.
+        progress: None = a bar in a terminal, lines in a notebook; True = also lines in a log file; False = none.
         watcher: receives messages and progress instead.
         **settings: any other field of `EvaluateSettings` (`task_data`, `exit_layers`, `limit`, `batch_size`, ...).
 
