@@ -15,7 +15,7 @@ from fulldepth.reporting.sections import methods
 
 SCRIPTS = (
     *("core.js", "strip.js", "texts.js", "profile.js", "plots.js"),
-    *("lens.js", "samples.js", "boxes.js", "page.js"),
+    *("lens.js", "samples.js", "page.js"),
 )
 """Scripts in order of dependency; they share one scope."""
 

@@ -53,7 +53,6 @@ def payload(results: Results, where: str = "") -> dict[str, Any]:
         "lens_texts": {
             lens.TOKENS: asdict(page.lens),
             lens.SAMPLES: asdict(lens.OF_SAMPLES),
-            lens.BOXES: asdict(lens.OF_BOXES),
         },
         "measures": sorted({str(name) for name in table["measure"].unique()}),
         "where": where or "The file results.parquet beside this page holds all rows.",

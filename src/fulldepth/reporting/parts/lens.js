@@ -1,5 +1,5 @@
 // Lens grid: a table of predictions with one tab stop, in which arrow keys move. Of tokens, rows are layers (deepest on
-// top) and columns positions; samples.js and boxes.js have rows of samples and columns of layers.
+// top) and columns positions; samples.js has rows of samples and columns of layers.
 
 const lensState = { model: 0, sample: 0, score: 1 };
 const word = (index) => DATA.words[index];
@@ -15,10 +15,9 @@ function drawLens() {
   const { of } = grid;
   byId("lens-title").textContent = DATA.lens_texts[of].title;
   byId("lens-intro").textContent = DATA.lens_texts[of].intro;
-  byId("lens-key").replaceChildren(...(of === "boxes" ? boxesKey() : lensKey(of)));
+  byId("lens-key").replaceChildren(...lensKey(of));
   if (grids.length > 1) controls.append(lensPicker("lens-model", "Model", grids.map((one) => one.label), "model"));
   if (of === "samples") fillSamples(grid.samples);
-  else if (of === "boxes") fillBoxes(grid.samples, controls);
   else {
     lensState.sample = Math.min(lensState.sample, grid.samples.length - 1);
     controls.append(lensPicker("lens-sample", "Sample", grid.samples.map((sample) => sample.title), "sample"));
