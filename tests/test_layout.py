@@ -32,12 +32,10 @@ ARROWS: dict[str, set[str]] = {
     "uncertainty": set(),
     "fingerprint": set(),
     "distributed": set(),
-    "notebook": set(),
     "pages": set(),
     "processor": set(),
     "progress": set(),
     "files": set(),
-    "autoclasses": set(),
     "bars": {"console"},
     "console": set(),
     "settings": set(),
@@ -57,7 +55,7 @@ ARROWS: dict[str, set[str]] = {
     "api": NOUNS | VERBS | COMPOSITIONS | {"bars", "reporting", "settings"},
     "cli": VERBS | COMPOSITIONS | {"bars", "console", "reporting", "results", "settings"},
     "__main__": {"cli"},
-    "__init__": NOUNS | VERBS | COMPOSITIONS | {"api", "autoclasses", "figures", "pages", "reporting", "settings"},
+    "__init__": NOUNS | VERBS | COMPOSITIONS | {"api", "figures", "pages", "reporting", "settings"},
 }
 """Room -> the rooms that it may import, besides itself and `EVERYWHERE`."""
 EVERYWHERE = {
@@ -66,7 +64,6 @@ EVERYWHERE = {
     "files",
     "fingerprint",
     "launch",
-    "notebook",
     "processor",
     "progress",
     "targets",
@@ -75,7 +72,7 @@ EVERYWHERE = {
     "uncertainty",
 }
 
-LAZY = {SOURCE / "__init__.py", SOURCE / "autoclasses.py", *(SOURCE / "cli").glob("*.py")}
+LAZY = {SOURCE / "__init__.py", *(SOURCE / "cli").glob("*.py")}
 """May import rooms of ours when called, so that `--help` and `import fulldepth` need no torch."""
 OPTIONAL = {"bitsandbytes", "gguf", "gptqmodel", "kornia", "lm_eval", "torchao", "trl"}
 """Extras that a user may not have: imported where they are used."""

@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fulldepth import pages
-from fulldepth.autoclasses import announce
 
 __version__ = "0.1.0"
 
@@ -71,5 +70,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-announce()
 pages.connect(lambda results: __getattr__("reporting").render(results))

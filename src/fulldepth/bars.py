@@ -1,4 +1,4 @@
-"""Shows progress: a bar in a terminal, an HTML bar in a notebook, lines in a log file."""
+"""Shows progress: a bar in a terminal, lines in a notebook and in a log file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from html import escape
 from typing import Any
 
 from rich.console import Console
@@ -15,15 +14,12 @@ from rich.table import Column
 
 from fulldepth import launch
 from fulldepth.console import PLAIN
-from fulldepth.notebook import notebook_display
 from fulldepth.progress import Watcher
 
 SECONDS = 15.0
 """Shortest time between two lines in a log file, and between a task's start and its first line."""
 GROWTH = 0.1
 """Share of the elapsed time that passes between two lines, so that a run of a day writes about a hundred."""
-REFRESH = 0.2
-"""Seconds between two updates of a bar in a notebook."""
 WIDE = 100
 """Columns of a terminal that has room for a long bar."""
 MOST_BARS = 4
@@ -34,19 +30,16 @@ MEMORY = 3600.0
 
 @contextmanager
 def watching(progress: bool | None = True) -> Iterator[Watcher]:
-    """A `Watcher` that shows messages and progress on stderr, or in a notebook's cell.
+    """A `Watcher` that shows messages and progress on stderr.
 
     Args:
-        progress: True = a bar in a terminal or a notebook, elsewhere lines; None = a bar in a terminal or a notebook,
-            elsewhere nothing; False = nothing. Under torchrun only the first process shows anything.
+        progress: True = a bar in a terminal, elsewhere lines; None = the same in a terminal or a notebook, elsewhere
+            nothing; False = nothing. Under torchrun only the first process shows anything.
     """
     terminal = Console(stderr=True)
-    notebook = notebook_display()
-    if not launch.is_main() or progress is False or (progress is None and not (terminal.is_terminal or notebook)):
+    seen = terminal.is_terminal or terminal.is_jupyter
+    if not launch.is_main() or progress is False or (progress is None and not seen):
         yield Watcher()
-    elif notebook is not None:
-        with NotebookBar(notebook).watching() as watcher:
-            yield watcher
     elif terminal.is_terminal:
         with _bar(terminal) as watcher:
             yield watcher
@@ -136,64 +129,6 @@ class LogLines:
         """Change the title of the task."""
         if self.task is not None:
             self.task.title = title
-
-
-class NotebookBar:
-    """One HTML bar for each task in a notebook; needs IPython's display alone, no widgets.
-
-    Args:
-        display: IPython's `display`.
-        clock: seconds.
-    """
-
-    def __init__(self, display: Callable[..., Any], clock: Callable[[], float] = time.monotonic) -> None:
-        self.display, self.clock = display, clock
-        self.task: Task | None = None
-        self._handle: Any = None
-        self._drawn = 0.0
-
-    @contextmanager
-    def watching(self) -> Iterator[Watcher]:
-        """The callbacks; the last state of the bar is drawn at the end."""
-        try:
-            yield Watcher(print, self.begin, self.advance, self.retitle)
-        finally:
-            self._draw()
-
-    def begin(self, title: str, total: int) -> None:
-        """Start a task with a bar of its own."""
-        self._draw()
-        self._drawn = self.clock()
-        self.task = Task(title, total, self._drawn)
-        self._handle = self.display(self, display_id=True)
-
-    def advance(self, done: int) -> None:
-        """Move the bar, at most every `REFRESH` seconds."""
-        if self.task is not None:
-            self.task.done += done
-            if self.clock() - self._drawn >= REFRESH:
-                self._draw()
-
-    def retitle(self, title: str) -> None:
-        """Change the title of the task."""
-        if self.task is not None:
-            self.task.title = title
-            self._draw()
-
-    def _draw(self) -> None:
-        if self._handle is not None:
-            self._handle.update(self)
-            self._drawn = self.clock()
-
-    def __repr__(self) -> str:
-        return "" if self.task is None else f"{self.task.title}: {self.task.text(self.clock())}"
-
-    def _repr_html_(self) -> str:
-        if self.task is None:
-            return ""
-        task, text = self.task, self.task.text(self.clock())
-        bar = f'<progress value="{task.done}" max="{max(task.total, 1)}"></progress>'
-        return f"<div>{escape(task.title)} {bar} {escape(text)}</div>"
 
 
 def _clock(seconds: float) -> str:

@@ -6,7 +6,6 @@ import ast
 import copy
 import itertools
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 import fulldepth.architectures.skipped as room
 import tiny_models
 from fulldepth.architectures import SKIPPED, DeciLMConfig, DeciLMForCausalLM
-from fulldepth.autoclasses import MODEL_TYPES, STOCK
 
 LAYERS = tiny_models.LAYERS
 EVERY_SET = [layers for k in range(LAYERS + 1) for layers in itertools.combinations(range(1, LAYERS + 1), k)]
@@ -285,18 +283,6 @@ def test_saved_and_loaded_again_through_the_auto_classes(tmp_path):
     assert type(again) is type(model)
     ids, _ = tokens()
     assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
-
-
-@pytest.mark.slow
-def test_the_types_are_announced_without_loading_their_room():
-    assert set(STOCK) == set(SKIPPED)
-    assert set(MODEL_TYPES) == {"depth_llama", *(kind.config_class.model_type for kind in SKIPPED.values())}
-    program = (
-        "import fulldepth, sys; from transformers import AutoConfig; "
-        "assert 'fulldepth.architectures' not in sys.modules; "
-        "AutoConfig.for_model('fulldepth_skipped_gpt2', skipped_attention=[1])"
-    )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_decilm_configurations_are_read_by_attribute_and_written_as_published():

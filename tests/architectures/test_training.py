@@ -263,7 +263,7 @@ def python(program, *arguments, **environment):
 
 
 IMPORTED = """
-import sys, torch, fulldepth
+import sys, torch, fulldepth.architectures
 from transformers import AutoConfig, AutoModelForCausalLM
 config = AutoConfig.from_pretrained(sys.argv[1])
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Bad data: train, measure, exit and evaluate name the place and end with exit code 2; `--skip-bad` continues."""
+"""Bad data: train, measure and exit name the place and end with exit code 2; `--skip-bad` continues."""
 
 from __future__ import annotations
 
@@ -134,7 +134,6 @@ def test_a_bad_entry_is_named_or_skipped(main, checkpoints, tmp_path, case):
     }
     if kind != "objects":
         commands["exit"] = ("exit", checkpoints[kind], "--data", path, "--rounds", 1, "--thresholds", "0.5")
-        commands["evaluate"] = ("evaluate", checkpoints[kind], "--data", path)
     for name, command in commands.items():
         code, out, err = main(*command, "--output", tmp_path / name)
         assert code == 2, (name, out, err)
@@ -150,10 +149,9 @@ def test_a_bad_entry_is_named_or_skipped(main, checkpoints, tmp_path, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["exit", "evaluate"])
-def test_the_folder_of_a_run_stands_for_its_last_checkpoint(main, checkpoints, tmp_path, command):
+def test_the_folder_of_a_run_stands_for_its_last_checkpoint(main, checkpoints, tmp_path):
     run = checkpoints["images"].parent
-    code, _, err = main(command, run, "--data", images(tmp_path / "data"), "--rounds", 0, "--output", tmp_path / "out")
+    code, _, err = main("exit", run, "--data", images(tmp_path / "data"), "--rounds", 0, "--output", tmp_path / "out")
     assert code == 0, err
     meta = Results.load(tmp_path / "out").meta
     assert Path(meta["model"]["name"]) == checkpoints["images"]

@@ -207,31 +207,6 @@ def test_without_a_terminal_progress_is_shown_only_if_it_is_asked_for(capsys, pr
     assert capsys.readouterr().err.splitlines() == shown
 
 
-class Cell:
-    """A cell of a notebook: what `display(bar, display_id=True)` and its handle were given."""
-
-    def __init__(self):
-        self.html = []
-
-    def display(self, shown, display_id):
-        self.html.append(shown._repr_html_())
-        return self
-
-    def update(self, shown):
-        self.html.append(shown._repr_html_())
-
-
-def test_a_notebook_gets_an_html_bar_without_scripts(monkeypatch):
-    cell = Cell()
-    monkeypatch.setattr(bars, "notebook_display", lambda: cell.display)
-    with bars.watching(None) as watcher:
-        watcher.begin("<b>", 4)
-        watcher.advance(4)
-    assert cell.html[0].startswith("<div>&lt;b&gt; <progress")
-    assert 'value="4" max="4"' in cell.html[-1]
-    assert "script" not in cell.html[-1]
-
-
 def test_a_repeated_line_is_said_once():
     lines = []
     watcher = without_repeats(Watcher(say=lines.append))

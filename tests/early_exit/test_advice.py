@@ -12,7 +12,7 @@ from early_exit.test_rules import readings, world
 from fulldepth.early_exit import Mean, SpeedUp, drop_sentence, no_advice, splits
 from fulldepth.uncertainty import median_ratio, quantile
 
-CLASSIFIER = SimpleNamespace(detects=False, classifies=True)
+CLASSIFIER = SimpleNamespace(classifies=True)
 
 
 def made(correct, target, clusters=None):
@@ -40,7 +40,7 @@ def test_nothing_is_advised_at_chance():
         f"%, not measurably more than always answering the most frequent class ({constant.mean():.1%}): nothing is "
         "advised."
     )
-    tokens = no_advice(SimpleNamespace(detects=False, classifies=False), data)
+    tokens = no_advice(SimpleNamespace(classifies=False), data)
     assert "always predicting the most frequent token" in tokens
     assert no_advice(CLASSIFIER, guesses(np.random.default_rng(1), 400, 0.9)) is None
     assert "no standard error" in no_advice(CLASSIFIER, made(torch.ones(2, 2, dtype=torch.bool), torch.tensor([0, 1])))
@@ -102,12 +102,12 @@ def test_equal_predictions_of_few_samples_do_not_prove_that_nothing_is_lost():
     drop = Mean.of(torch.zeros(50), torch.arange(50))
     assert drop.value == drop.error == 0
     assert drop.interval == pytest.approx((-quantile(32) / 50, quantile(32) / 50))
-    assert drop_sentence(drop, "accuracy", 0.01).startswith("No measurable drop of accuracy (0.0 points, 95 % interval")
+    assert drop_sentence(drop, 0.01).startswith("No measurable drop of accuracy (0.0 points, 95 % interval")
     many = Mean.of(torch.zeros(5000), torch.arange(5000))
-    assert drop_sentence(many, "accuracy", 0.01).startswith("No drop of accuracy above 1 points")
+    assert drop_sentence(many, 0.01).startswith("No drop of accuracy above 1 points")
     lossy = Mean.of((torch.arange(500) % 5 == 0).double(), torch.arange(500))
     low, high = (100 * end for end in lossy.interval)
-    assert drop_sentence(lossy, "accuracy") == f"Accuracy drop 20.0 points (95 % interval {low:.1f} to {high:.1f})"
+    assert drop_sentence(lossy) == f"Accuracy drop 20.0 points (95 % interval {low:.1f} to {high:.1f})"
 
 
 def test_parts_are_divided_by_the_hash_of_clusters():

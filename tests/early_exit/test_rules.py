@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exit import plain
-from fulldepth.early_exit import ClassReadings, Exit, calibrated, candidates, outcome, splits
+from fulldepth.early_exit import Readings, Exit, calibrated, candidates, outcome, splits
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import certainty, theoretical_speedup
 
@@ -18,7 +18,7 @@ RULES = ("confidence", "margin", "entropy", "patience")
 def readings(logits, targets, per_sequence=1, clusters=None):
     """The readings of `logits: [L+1, N, C]`."""
     count = len(targets)
-    return ClassReadings(
+    return Readings(
         logits.argmax(-1),
         {rule: torch.stack([certainty(layer, rule) for layer in logits]) for rule in RULES[:3]},
         torch.arange(count) // per_sequence,
@@ -108,4 +108,4 @@ def test_standard_errors_are_those_of_means_over_sequences():
         found.layers.new_tensor([data.prediction[layer, i] for i, layer in enumerate(found.layers)]) == data.target
     )
     expected = correct.double().std() / 12**0.5
-    assert found.quality.error == pytest.approx(float(expected))
+    assert found.accuracy.error == pytest.approx(float(expected))

@@ -1,4 +1,4 @@
-"""A detector with heads for every decoder layer: measured, left early, evaluated, cut, against the plain oracle."""
+"""A detector with heads for every decoder layer: measured, cut, against the plain oracle."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fulldepth
-from exit.detector_world import LAYERS, WIDTH, objects, pictures, pixels, world
-from exit.plain_detector import HEADS_FILE, agreement, answers, precision, set_loss
-from fulldepth.early_exit import EarlyExit, Exit, open_checkpoint, prepare_subject
-from fulldepth.early_exit.costs import flops_of
+from exit.detector_world import LAYERS, objects, pictures, pixels, world
+from exit.plain_detector import HEADS_FILE, answers, precision, set_loss
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.exit import export_layers, sweep
 from fulldepth.exit.elastic import weight_bytes
 from fulldepth.hf import open_model
-from fulldepth.settings.exit import ExitSettings
 
-NAMES = ["average_precision", "detection_loss", "detection_agreement"]
+NAMES = ["average_precision", "detection_loss"]
 Answers = tuple[Tensor, Tensor, list[dict[str, Tensor]]]
 
 
@@ -43,13 +40,12 @@ def plain(places: tuple[Path, Path]) -> Answers:
 
 
 def check_measures(results: Any, logits: Tensor, boxes: Tensor, targets: list[dict[str, Tensor]]) -> None:
-    """Every layer's average precision, set loss and agreement, as `measure` gives them in float64."""
+    """Every layer's average precision and set loss, as `measure` gives them in float64."""
     for layer in range(1, len(logits) + 1):
         own = logits[layer - 1], boxes[layer - 1]
         expected = {
             "average_precision": precision(*own, targets),
             "detection_loss": {name: float(value) for name, value in set_loss(*own, targets).items()},
-            "detection_agreement": agreement(logits, boxes, layer),
         }
         for measure, values in expected.items():
             found = {name: results.values(measure, name)[layer] for name in values}
@@ -62,86 +58,11 @@ def test_measure_reads_each_layer_by_its_own_heads(places: tuple[Path, Path], pl
     results = fulldepth.measure(checkpoint, data, measures=NAMES, dtype="float64")
     assert results.meta["model"]["exit_heads"] == LAYERS - 1
     check_measures(results, logits, boxes, targets)
-    scores = logits.softmax(-1)[..., :-1]
-    checked = 0
-    for sample in results.meta["lens_grid"]["samples"]:
-        index = int(sample["title"].split()[-1].removesuffix(".png")) - 1
-        for column, name in enumerate(sample["tokens"]):
-            query = int(name.removeprefix("query "))
-            for layer in (1, 2, 3):
-                x, y, width, height = boxes[layer - 1, index, query].tolist()
-                corners = [x - width / 2, y - height / 2, x + width / 2, y + height / 2]
-                clipped = [min(max(edge, 0), 1) for edge in corners]
-                assert sample["boxes"][layer][column][:4] == pytest.approx(clipped, abs=1e-3)
-                score = float(scores[layer - 1, index, query].max())
-                assert sample["grid"][layer][column][1] == pytest.approx(score, abs=1e-3)
-                checked += 1
-    assert checked > 50
 
 
-def leave(logits: Tensor, threshold: float) -> int:
-    """The layer after which an image with logits `[L, Q, C+1]` leaves, by the mean confidence of its queries."""
-    sure = logits.softmax(-1).amax(-1).mean(-1) > threshold
-    return next((layer for layer in range(1, LAYERS) if threshold < 1 and sure[layer - 1]), LAYERS)
-
-
-def test_images_leave_with_the_answers_of_that_layers_heads(places: tuple[Path, Path], plain: Answers) -> None:
-    checkpoint, data = places
-    logits, boxes, targets = plain
-    images = torch.arange(logits.shape[1])
-    settings = ExitSettings(dtype="float64")
-    subject = prepare_subject(open_checkpoint(str(checkpoint), settings), data, settings)
-    early, batch = EarlyExit(subject), subject.sequences.collate(range(len(subject.sequences)))
-    inputs, threshold = subject.inputs(batch.inputs), 0.7
-    left = torch.tensor([leave(logits[:, image], threshold) for image in images])
-    assert set(left.tolist()) == {1, 2, 3}
-    (own_logits, own_boxes), found = early.run(inputs, Exit("confidence", threshold, 1, LAYERS))
-    assert found.tolist() == left.tolist()
-    torch.testing.assert_close(own_logits, logits[left - 1, images], rtol=0, atol=1e-9)
-    torch.testing.assert_close(own_boxes, boxes[left - 1, images], rtol=0, atol=1e-9)
-
-    flops, queries = flops_of(early, inputs), logits.shape[2]
-    assert flops.heads == pytest.approx([2 * queries * WIDTH * logits.shape[-1]] * LAYERS)
-    assert flops.answers == pytest.approx([2 * queries * (2 * WIDTH * WIDTH + 4 * WIDTH)] * LAYERS)
-
-    results = sweep(checkpoint, data, rule="confidence", thresholds=[threshold, 1.0], dtype="float64", rounds=1)
-    full = precision(logits[-1], boxes[-1], targets)["ap"]
-    assert results.meta["full"]["average_precision"] == pytest.approx(full, abs=1e-9)
-    for row in results.meta["exits"]:
-        layers = [leave(logits[:, image], row["threshold"]) for image in images]
-        assert row["exits"] == [layers.count(layer) for layer in (1, 2, 3)]
-        chosen = torch.tensor(layers) - 1
-        ap = precision(logits[chosen, images], boxes[chosen, images], targets)["ap"]
-        assert row["average_precision"] == pytest.approx(ap, abs=1e-9)
-        same = logits[chosen, images].argmax(-1) == logits[-1].argmax(-1)
-        assert row["agreement"] == pytest.approx(float(same.double().mean()))
-        done = sum(
-            flops.before
-            + sum(flops.layers[:layer])
-            + (0 if row["threshold"] == 1 else sum(flops.heads[: layer - 1]))
-            + flops.heads[-1]
-            + flops.answers[-1]
-            for layer in layers
-        )
-        assert row["theoretical_speedup"] == pytest.approx(len(layers) * flops.full / done)
-        assert row["measured_speedup"] > 0
-
-
-def test_evaluate_scores_each_layer_by_its_own_heads(places: tuple[Path, Path], plain: Answers) -> None:
-    checkpoint, data = places
-    logits, boxes, targets = plain
-    results = fulldepth.evaluate(
-        checkpoint, data=data, dtype="float64", exit_rule="confidence", exit_thresholds=[0.7], rounds=0
-    )
-    task = next(iter(results.meta["tasks"]))
-    for layer in range(1, LAYERS + 1):
-        expected = precision(logits[layer - 1], boxes[layer - 1], targets)["ap"]
-        assert results.values("task_score", "average_precision", task)[layer] == pytest.approx(expected, abs=1e-9)
-    (row,) = results.meta["exits"]
-    left = torch.tensor([leave(image, 0.7) for image in logits.transpose(0, 1)]) - 1
-    images = torch.arange(len(left))
-    expected = precision(logits[left, images], boxes[left, images], targets)["ap"]
-    assert row["average_precision"] == pytest.approx(expected, abs=1e-9)
+def test_leaving_early_is_refused_with_the_way_to_every_layers_precision(places: tuple[Path, Path]) -> None:
+    with pytest.raises(FulldepthError, match=r"is a detector.*fulldepth measure"):
+        sweep(*places)
 
 
 @torch.no_grad()
@@ -209,7 +130,7 @@ def test_malformed_files_are_refused(places: tuple[Path, Path], tmp_path: Path) 
             open_model(tmp_path / "model", exit_heads=True)
     path.write_bytes((checkpoint / HEADS_FILE).read_bytes()[:-20])
     with pytest.raises(FulldepthError, match=r"Cannot (read|use)"):
-        sweep(tmp_path / "model", data)
+        fulldepth.measure(tmp_path / "model", data)
 
 
 def test_a_norm_between_the_layers_is_measured_but_not_cut(tmp_path: Path) -> None:

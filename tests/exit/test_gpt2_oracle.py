@@ -142,22 +142,3 @@ def test_measure(subject):
         loss = -np.mean([np.log(softmax(list(s[layer - 1]))[t]) for s, t in zip(logits, targets, strict=True)])
         assert results.values("lens_accuracy", "mean")[layer] == pytest.approx(share)
         assert results.values("lens_loss", "mean")[layer] == pytest.approx(loss, rel=1e-6)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_evaluate(subject, rule):
-    path, data, logits, targets = subject
-    options = {"dtype": "float64", "batch_size": 7, "rounds": 1}
-    results = fulldepth.evaluate(str(path), data=str(data), exit_rule=rule, exit_thresholds=THRESHOLDS, **options)
-    task = next(iter(results.meta["tasks"]))
-    for layer in (1, 2, 3):
-        share = (logits[:, layer - 1].argmax(-1) == targets).mean()
-        assert results.values("task_score", "accuracy", task)[layer] == pytest.approx(share)
-    check_exits(results.meta["exits"], logits, targets, rule)
-    for index, entry in enumerate(results.meta["classes"]):
-        own = targets == index
-        assert entry["value"] == pytest.approx((logits[own, -1].argmax(-1) == index).mean())
-        for row, value in zip(results.meta["exits"], entry["early"], strict=True):
-            left = [leave([list(layer) for layer in s], rule, row["threshold"], 1) for s in logits[own]]
-            out = logits[own][np.arange(len(left)), np.array(left) - 1]
-            assert value == pytest.approx((out.argmax(-1) == index).mean())

@@ -66,7 +66,7 @@ def check(subject: Stock) -> None:
     given = early.subject.sequences
     for batch in given.batches(4):
         inputs = early.subject.inputs(batch.inputs)
-        (logits,), _ = early.run(inputs, Exit("confidence", 1.0, 1, early.subject.num_layers))
+        logits, _ = early.run(inputs, Exit("confidence", 1.0, 1, early.subject.num_layers))
         expected = subject.logits[batch.sequence]
         assert torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
     model, batch = subject.model, subject.batch()

@@ -10,16 +10,12 @@ import torch
 from fulldepth.metrics import (
     METRICS,
     Coherence,
-    DetectionAgreement,
-    Detections,
     Displacement,
     EffectiveDepth,
     JumpRate,
     LensAccuracy,
     LensLoss,
-    Observation,
     Saturation,
-    Setup,
     coherence,
 )
 from fulldepth.metrics.jackknife import influence_of_channel_mean
@@ -168,21 +164,10 @@ def test_fewer_than_three_clusters_have_no_error(invented):
         assert not [key for key in rows if key[3].startswith(("low_", "high_"))], measure
 
 
-def detections():
-    """A detector of two layers on nine images."""
-    generator = torch.Generator().manual_seed(4)
-    logits = torch.randn(2, 9, 5, 4, generator=generator)
-    boxes = torch.rand(2, 9, 5, 4, generator=generator) * 0.3 + 0.3
-    metric = DetectionAgreement(Setup(num_layers=2, width=1, num_sequences=9))
-    mask = torch.ones(9, 1, dtype=torch.bool)
-    metric.update(Observation({}, mask, mask, torch.arange(9), detections=Detections(logits, boxes)))
-    return metric
-
-
 def filled(world):
     """Every measure that reads one world."""
     for name, measure in METRICS.items():
-        if name not in ("spectral_norm", "average_precision", "detection_loss", "detection_agreement"):
+        if name not in ("spectral_norm", "average_precision", "detection_loss"):
             metric = measure(world.setup())
             for observation in world.observations((5, 15)):
                 metric.update(observation)
@@ -200,7 +185,7 @@ def value_of(statistic, statistics):
 def test_every_error_of_a_table_is_that_of_its_influences(invented):
     world = invented(lengths=(9,) * 20).replace(options={"clusters": DOCUMENTS})
     stated = set()
-    for metric in (*filled(world), detections()):
+    for metric in filled(world):
         rows = {row[:5]: row.value for row in metric.rows()}
         influences = {influence[:5]: influence.values for influence in metric.influences()}
         assert influences.keys() <= rows.keys(), metric.name

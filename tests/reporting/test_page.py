@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from fulldepth.reporting import write
@@ -37,11 +34,6 @@ def unfold(page):
     page.wait_for_function(f"({SIZES})() === 0")
 
 
-def open_table(page):
-    page.get_by_text("Table and download").click()
-    page.wait_for_selector("#numbers-box table")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_figure_has_data_and_a_name(pages, visit, kind):
     page = visit(pages(kind))
@@ -64,7 +56,7 @@ def test_the_order_of_the_page(pages, visit):
     page = visit(pages("series"))
     assert page.locator("main h2").all_inner_texts() == [
         "Verdict at step 3,000", "Displacement and jump", "Similarity of layers", "Predictions by depth", "Coherence",
-        "Norms, entropy and weights", "Lens grid", "Over training", "All numbers", "How to read the numbers",
+        "Norms, entropy and weights", "Lens grid", "Over training", "How to read the numbers",
     ]  # fmt: skip
 
 
@@ -91,39 +83,6 @@ def test_readings_switch(pages, visit):
     rows = table[(table.measure == "cosine") & (table.layer == 0) & (table.other == 1)].set_index("statistic").value
     np.testing.assert_allclose([before, after], [rows["mean"], rows["mean_raw"]], rtol=1e-5)
     assert "states as they are" in figure.inner_text()
-
-
-def test_the_step_slider_moves_everything(pages, visit, ready):
-    page = visit(pages("series"))
-    table = Results.load(pages("series").parent).table
-    slider = page.get_by_label("Training step")
-    axis = "document.querySelector('[data-figure=displacement]').layout.yaxis.range.join()"
-    before = [page.locator(f"#{name}").inner_text() for name in ("cards", "lens-box")], page.evaluate(axis)
-    slider.focus()
-    page.keyboard.press("Home")
-    ready(page)
-    after = [page.locator(f"#{name}").inner_text() for name in ("cards", "lens-box")], page.evaluate(axis)
-    assert page.locator("#step-name").inner_text() == "100"
-    assert slider.get_attribute("aria-valuetext") == "Step 100, checkpoint 1 of 5"
-    assert page.locator("#verdict-title").inner_text() == "Verdict at step 100"
-    rows = table[(table.step == 100) & (table.measure == "displacement") & (table.statistic == "mean")]
-    expected = rows[rows.site == "residual"].value.to_numpy()
-    np.testing.assert_allclose(y_of(page, "displacement", 2), expected, rtol=1e-5)
-    assert before[0][0] != after[0][0]
-    assert before[1] == after[1]  # the axis stands still, so that steps can be compared
-    page.keyboard.press("ArrowRight")
-    ready(page)
-    assert page.locator("#step-name").inner_text() == "500"
-    assert page.evaluate(EMPTY) == []
-
-
-def test_the_slider_moves_the_lens_grid(pages, visit):
-    page = visit(pages("series"))
-    colour = "document.querySelector('.lens td[data-layer=\"12\"]').style.background"
-    before = page.evaluate(colour)
-    page.get_by_label("Training step").focus()
-    page.keyboard.press("Home")
-    assert page.evaluate(colour) != before
 
 
 def test_the_lens_grid_is_the_document(pages, visit):
@@ -180,40 +139,6 @@ def test_a_comparison_shows_models_side_by_side(pages, visit):
     before = page.locator(".lens tbody tr").count()
     page.get_by_label("Model", exact=True).select_option("half-depth")
     assert (before, page.locator(".lens tbody tr").count()) == (13, 7)
-
-
-def test_the_download_is_the_table(pages, visit):
-    for kind in ("series", "comparison"):
-        page = visit(pages(kind), accept_downloads=True)
-        open_table(page)
-        with page.expect_download() as download:
-            page.get_by_role("button", name="Download CSV").click()
-        text = download.value.path().read_text(encoding="utf-8")
-        got = pd.read_csv(io.StringIO(text))
-        want = Results.load(pages(kind).parent).table
-        assert list(got.columns) == list(want.columns)
-        for name in want.columns:
-            if pd.api.types.is_numeric_dtype(want[name]):
-                expected = want[name].to_numpy(dtype=float, na_value=np.nan)
-                np.testing.assert_array_equal(got[name].to_numpy(dtype=float), expected)
-            else:
-                assert got[name].tolist() == [str(value) for value in want[name]]
-        assert "results.parquet" in page.locator("#numbers-intro").inner_text()
-
-
-def test_the_table_filters_and_turns_pages(pages, visit):
-    page = visit(pages("language_model"))
-    open_table(page)
-    page.get_by_label("Measure").select_option("displacement")
-    page.get_by_label("Filter").fill("p95 layer=12")
-    rows = page.locator("#numbers-box tbody tr")
-    assert rows.count() == 2
-    assert page.locator("#pager").inner_text().endswith("Rows 1 to 2 of 2")
-    page.get_by_label("Filter").fill("")
-    page.get_by_role("button", name="Next").click()
-    assert "Rows 26 to 50" in page.locator("#pager").inner_text()
-    page.get_by_label("Filter").fill("nothing like that")
-    assert "No row matches." in page.locator("#pager").inner_text()
 
 
 def test_every_figure_has_its_numbers_as_a_table(pages, visit):
@@ -312,8 +237,6 @@ def test_paper(pages, visit):
     assert set(page.evaluate(BACKGROUNDS)) == {"rgb(255, 255, 255)"}
     widths = page.locator(".plot .main-svg:first-child").evaluate_all("(all) => all.map((svg) => svg.clientWidth)")
     assert max(widths) <= 340
-    assert not page.get_by_label("Training step").is_visible()
-    assert page.locator("#step-name").inner_text() == "3,000"
     assert page.locator(".method:not([open]):not([hidden])").count() == 0
     page.emulate_media(media="screen")
     page.wait_for_function("() => !document.querySelector('.method[open]')")
@@ -324,7 +247,6 @@ def test_paper(pages, visit):
 
 def test_the_keyboard_reaches_every_control(pages, visit):
     page = visit(pages("series"))
-    page.evaluate("document.getElementById('numbers-fold').open = true")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
     reached = set()
@@ -333,7 +255,7 @@ def test_the_keyboard_reaches_every_control(pages, visit):
         reached.add(
             page.evaluate("document.activeElement.id || document.activeElement.type || document.activeElement.tagName")
         )
-    assert {"step", "lens-sample", "lens-box", "download", "numbers-text", "radio", "SUMMARY", "TD"} <= reached
+    assert {"lens-sample", "lens-box", "radio", "SUMMARY", "TD"} <= reached
     unnamed = page.evaluate(
         "[...document.querySelectorAll('input, select')].filter((one) => !one.labels.length).map((one) => one.id)"
     )
@@ -383,7 +305,7 @@ def test_hostile_text_stays_text(synthetic, visit, tmp_path, kind):
     assert path.stat().st_size < 8_000_000
     page = visit(path)
     assert page.evaluate(EMPTY) == []
-    assert page.locator("script").count() == 4
+    assert page.locator("script").count() == 3
     assert page.locator("main img, main a[href^='javascript'], main iframe").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280
     if kind == "comparison":
@@ -394,12 +316,6 @@ def test_hostile_text_stays_text(synthetic, visit, tmp_path, kind):
     assert page.locator(".lens td[data-layer='3'][data-position='3']").inner_text() == "a␀b"
     assert len(page.locator(".lens td[data-layer='3'][data-position='7']").inner_text()) == 40
     assert page.locator(".lens td[data-layer='3'][data-position='9'] bdi").inner_text() == "שלום·עולם"
-    open_table(page)
-    with page.expect_download() as download:
-        page.get_by_role("button", name="Download CSV").click()
-    rows = list(csv.reader(io.StringIO(download.value.path().read_text(encoding="utf-8"))))
-    assert len(rows) == len(table) + 1
-    assert "'=cmd()" in {row[1] for row in rows}
 
 
 INHERITED = ["__proto__", "constructor", "toString"]

@@ -11,21 +11,20 @@ import subprocess
 import sys
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fulldepth.errors import FulldepthError
 from fulldepth.figures.record import Source
+from fulldepth.figures.steps import thin
 from fulldepth.reporting import render, write
 from fulldepth.reporting.findings import Shown, cards, sentences, with_cards
 from fulldepth.reporting.lens import Vocabulary, pack
 from fulldepth.reporting.measured import differences, side_by_side, title
 from fulldepth.reporting.page import contrast, embed
-from fulldepth.reporting.payload import compact, difference, fix_range, payload, thin
+from fulldepth.reporting.payload import compact, payload
 from fulldepth.reporting.phrases import figure_of, scaled, short, visible
-from fulldepth.reporting.rows import pack as pack_table
 from fulldepth.reporting.sections import arrange
 from fulldepth.results import Results
 
@@ -46,7 +45,7 @@ def test_one_file_without_an_address_to_fetch_from(synthetic):
     assert "@import" not in html
     assert "url(" not in html
     assert "default-src 'none'" in html
-    assert html.count("</script>") == 4
+    assert html.count("</script>") == 3
     assert "* plotly.js (cartesian - minified)" in unpacked(html, "plotly")
     assert html.isascii() or "\u2028" not in html
 
@@ -102,8 +101,7 @@ def test_nan_never_reaches_the_page(synthetic):
     results.table.loc[results.table.layer == 3, "value"] = math.nan
     results.meta["headline"]["zeta_L"]["value"] = None
     made = document(render(results))
-    assert made["views"][0]["cards"][0]["digits"] == "–"
-    assert None in json.loads(unpacked(render(results), "table"))["value"]
+    assert made["cards"][0]["digits"] == "–"
 
 
 def strings(value):
@@ -132,52 +130,6 @@ def test_gaps_are_gaps_and_not_words(synthetic, kind, removed):
     assert bool(made["figures"]) is (removed < 1)
 
 
-def test_a_step_carries_only_what_differs(synthetic):
-    made = payload(synthetic.series())
-    patches = made["views"][0]["patches"]
-    assert not any(name.startswith("steps_") for name in patches)
-    mean = patches["displacement"]["patch"][2]
-    assert set(mean) == {"y"}
-    assert patches["spectral_norm"]["patch"] == [{}] * 7  # the weights of the synthetic series do not change
-    last = made["views"][-1]["patches"]["displacement"]["patch"]
-    assert last == [{}] * len(last)
-    assert [view["step"] for view in made["views"]] == [100, 500, 1000, 2000, 3000]
-
-
-def test_a_difference_and_its_base_give_the_figure_back():
-    base = {"data": [{"name": "a", "y": [1], "text": "t"}], "about": {"alt": "old"}}
-    same = {"data": [{"name": "a", "y": [2]}], "about": {"alt": "new"}}
-    assert difference(same, base) == {"patch": [{"y": [2], "text": None}], "alt": "new"}
-    other = {"data": [{"name": "b", "y": [2]}], "about": {"alt": "new"}}
-    assert difference(other, base) == {"data": other["data"], "alt": "new"}
-
-
-def test_a_step_without_a_figure_says_so(synthetic):
-    results = synthetic.series()
-    table = results.table
-    results.table = table[~((table.step == 3000) & (table.measure == "cka"))]
-    made = payload(results)
-    assert made["views"][-1]["patches"]["cka"] is None
-    assert made["views"][0]["patches"]["cka"] is not None
-    assert any(slot == ["cka", "cka:biased", "cka:debiased:no-first", "cka:biased:no-first"]
-               for section in made["sections"] for slot in section["slots"])  # fmt: skip
-
-
-def test_one_value_range_over_all_steps():
-    def figure(values, **axis):
-        return {"data": [{"y": values}], "layout": {"yaxis": axis}}
-
-    base = figure([1.0], rangemode="tozero")
-    fix_range(base, [figure([1.0]), figure([None, 4.0])])
-    assert base["layout"]["yaxis"]["range"] == pytest.approx([0, 4.2])
-    base = figure([1.0], type="log")
-    fix_range(base, [figure([1.0]), figure([100.0])])
-    assert base["layout"]["yaxis"]["range"] == pytest.approx([-0.1, 2.1])
-    base = figure([1.0], range=[0, 1])
-    fix_range(base, [figure([7.0])])
-    assert base["layout"]["yaxis"]["range"] == [0, 1]
-
-
 @given(st.integers(1, 300), st.integers(2, 60))
 def test_thinned_steps_keep_the_ends(count, most):
     steps = [100 * index for index in range(count)]
@@ -186,25 +138,6 @@ def test_thinned_steps_keep_the_ends(count, most):
     assert kept[-1] == steps[-1]
     assert kept == sorted(set(kept))
     assert len(kept) == min(count, most)
-
-
-def test_a_large_table_leaves_pairs_of_layers_out_and_says_so(synthetic):
-    table = synthetic.language_model().table
-    packed = pack_table(table, limit=1000)
-    assert packed["total"] == len(table)
-    assert packed["rows"] == int(table.other.isna().sum())
-    assert "Pairs of layers" in packed["left_out"]
-    assert "last 10 rows" in pack_table(table, limit=10)["left_out"]
-    assert pack_table(table)["left_out"] == ""
-
-
-def test_columns_come_back(synthetic):
-    table = synthetic.comparison().table
-    packed = pack_table(table)["columns"]
-    for name in table.columns:
-        column = packed[name]
-        got = column if isinstance(column, list) else [column["values"][code] for code in column["codes"]]
-        assert got == [None if pd.isna(value) else value for value in table[name]]
 
 
 def test_every_figure_has_one_place(synthetic):

@@ -58,7 +58,7 @@ def test_the_head_of_a_run(synthetic):
     made = payload(synthetic.training())
     assert made["title"] == "tiny-jreg"
     assert made["byline"] == "LlamaForCausalLM · 12 layers · 2.63 M parameters · trained on corpus:builtin/train"
-    assert [card["name"] for card in made["views"][0]["cards"]] == [
+    assert [card["name"] for card in made["cards"]] == [
         "Validation loss", "Jump of the last layer", "Tokens per second", "Peak memory",
     ]  # fmt: skip
     about = dict(made["about"])
@@ -131,7 +131,7 @@ def test_the_tables_of_the_sections(synthetic, page):
 
 
 def test_what_is_said_first_and_what_is_shared(page):
-    view = page["views"][0]
+    view = page
     assert [sentence.split(" ")[0] for sentence in view["sentences"]] == ["Validation"] * 3
     assert len(view["more_sentences"]) == 24
     about = dict(page["about"])
@@ -223,4 +223,4 @@ def test_columns_that_no_run_fills_are_left_out(synthetic):
         one.table = one.table[~one.table.measure.isin(["elapsed", "peak_memory", "jump_rate"])]
     made = payload(compare(runs, names=["a", "b"]))
     assert made["models"]["columns"] == ["Validation loss", "Difference", "Parameters"]
-    assert pd.notna(made["views"][0]["sentences"][0])
+    assert pd.notna(made["sentences"][0])

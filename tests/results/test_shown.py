@@ -1,10 +1,9 @@
-"""How results are shown: one line, a fragment for notebooks, the page; and one value per layer."""
+"""How results are shown: one line, the page; and one value per layer."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pandas as pd
@@ -40,28 +39,6 @@ def test_one_line() -> None:
     assert repr(measured()) == line
     assert repr(series()) == line.replace("15 rows", "2 steps, 30 rows")
     assert "\n" not in repr(Results(tabulate([]), {"kind": "x\ny" * 99}))
-
-
-def test_a_notebook_shows_findings_and_a_figure_without_scripts() -> None:
-    both = compare([measured(), measured("b", 2.0)])
-    for results, lines in ((measured(), 1), (series(), 1), (both, 2)):
-        fragment = results._repr_html_()
-        tree = ElementTree.fromstring(fragment)  # well-formed, so that nothing in a name opens an element
-        svg = "{http://www.w3.org/2000/svg}"
-        assert {node.tag.removeprefix(svg) for node in tree.iter()} <= {
-            *("div", "p", "b", "ul", "li", "code", "span", "svg", "path", "circle", "title", "text")
-        }
-        assert "http" not in fragment.replace("http://www.w3.org/2000/svg", "")
-        assert len(tree.findall(f".//{svg}circle")) == lines * DEPTH
-        sentences = [entry["sentence"] for entry in results.headline.values()]
-        assert sentences
-        assert [item.text for item in tree.findall(".//li")] == sentences
-    points = ElementTree.fromstring(measured()._repr_html_()).findall(".//{http://www.w3.org/2000/svg}title")
-    assert [point.text for point in points] == [f"Layer {k}: {0.1 / k:.4g}" for k in range(1, DEPTH + 1)]
-
-
-def test_results_without_layers_have_a_fragment_too() -> None:
-    ElementTree.fromstring(Results(tabulate([]), {"kind": "bench"})._repr_html_())
 
 
 def test_values_are_those_of_the_table() -> None:

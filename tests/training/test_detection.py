@@ -73,11 +73,11 @@ def test_the_record_holds_every_layer_and_agrees_with_a_measurement(run):
     assert {key[2] for key in recorded} == {1, 2, 3}
     assert float(last[last.measure == "validation_loss"].value.iloc[0]) == recorded["detection_loss", "mean", 3]
     assert {"ce", "aligned"} >= set(table[table.measure == "penalty"].site)
-    names = ["average_precision", "detection_loss", "detection_agreement"]
+    names = ["average_precision", "detection_loss"]
     measured = measure(folder / "checkpoint-4", "shapes:32x6/validation", measures=names)
     again = {(r.measure, r.statistic, int(r.layer)): r.value for r in measured.table.itertuples()}
     assert {key: again[key] for key in recorded} == pytest.approx(recorded, abs=1e-5)
-    assert {"average_precision", "detection_agreement"} <= measured.figures().keys()
+    assert "average_precision" in measured.figures()
     assert "average_precision" in measured.headline
 
 

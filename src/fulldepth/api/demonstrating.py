@@ -35,7 +35,7 @@ def demo(
         train: train three small models and compare them instead.
         steps: with `train`, training steps of each model.
         seed: of all random numbers.
-        progress: None = a bar in a terminal or a notebook; True = also lines in a log file; False = none.
+        progress: None = a bar in a terminal, lines in a notebook; True = also lines in a log file; False = none.
         watcher: receives messages and progress instead.
 
     Returns:

@@ -17,7 +17,6 @@ def evaluate(
     tasks: str | list[str] | None = None,
     output: str | Path | None = None,
     *,
-    data: Any = None,
     plan: Plan | str | Path | None = None,
     tokenizer: Any = None,
     resume: bool = False,
@@ -26,7 +25,7 @@ def evaluate(
     watcher: Watcher | None = None,
     **settings: Any,
 ) -> Results:
-    """Score a language model on tasks, or a classifier or detector on labelled data, as `fulldepth evaluate`.
+    """Score a language model on tasks, as `fulldepth evaluate`.
 
     See `fulldepth.evaluation.evaluate`, which this function calls.
 
@@ -40,12 +39,11 @@ def evaluate(
             model (left on its device, in its mode).
         tasks: names of tasks, groups or suites, or one name.
         output: result folder, which also gets the page; None = nothing is written.
-        data: labelled data for a classifier or a detector, in place of tasks.
         plan: plan of `fulldepth skip search`, or its file: the model is evaluated with its blocks skipped.
         tokenizer: a tokenizer, its folder or Hub name; None = the one saved with the checkpoint.
         resume: continue an interrupted evaluation of the same model and tasks with the same settings.
         overwrite: replace results in the output folder.
-        progress: None = a bar in a terminal or a notebook; True = also lines in a log file; False = none.
+        progress: None = a bar in a terminal, lines in a notebook; True = also lines in a log file; False = none.
         watcher: receives messages and progress instead.
         **settings: any other field of `EvaluateSettings` (`task_data`, `exit_layers`, `limit`, `batch_size`, ...).
 
@@ -58,7 +56,6 @@ def evaluate(
             model,
             tasks,
             output,
-            data=data,
             plan=loaded,
             tokenizer=tokenizer,
             resume=resume,

@@ -70,7 +70,7 @@ def measure(
         dtype: None = the checkpoint's own.
         series: False = of a folder with checkpoints and a model, measure the model alone.
         overwrite: measure again, and replace results in `output`.
-        progress: None = a bar in a terminal or a notebook; True = also lines in a log file; False = none.
+        progress: None = a bar in a terminal, lines in a notebook; True = also lines in a log file; False = none.
         watcher: receives messages and progress instead.
         stages: for a module that is no transformers model: its parts (or their names) whose outputs are layers 1..L, in
             order. `data` is then `(inputs, labels)` as arrays, inputs alone, or a map-style data set.

@@ -38,7 +38,7 @@ def train(
         recipe: name of a recipe (`fulldepth train --list`), a YAML file, a mapping of settings, or `TrainSettings`.
         output: the run folder; created if absent.
         resume: resume from the last complete checkpoint; without one, start at the beginning.
-        progress: None = a bar in a terminal or a notebook; True = also lines in a log file; False = none.
+        progress: None = a bar in a terminal, lines in a notebook; True = also lines in a log file; False = none.
         watcher: receives messages and progress instead.
         **settings: fields of `TrainSettings`, which override the recipe; mappings are merged key by key.
 

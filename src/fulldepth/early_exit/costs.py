@@ -40,18 +40,16 @@ class SampleFlops:
     full: float
     """The model's own forward pass."""
     before: float
-    """Everything before the first layer that can be left: embeddings, or a detector's backbone and encoder."""
+    """Everything before the first layer."""
     layers: tuple[float, ...]
     """Layers 1..L."""
     heads: tuple[float, ...]
     """The rule at layers 1..L: final norm and class head."""
-    answers: tuple[float, ...]
-    """What a sample that leaves after layers 1..L also needs: a detector's box head."""
 
     def share(self, exits: Tensor, exit: Exit) -> float:
         r"""Operations with early exit over those of the full model; above 1 if the heads cost more than is saved.
 
-        .. math:: \frac{\sum_m n_m (F_0 + \sum_{l \le m} F_l + \sum_{e \le l \le m} H_l + A_m)}{F \sum_m n_m}
+        .. math:: \frac{\sum_m n_m (F_0 + \sum_{l \le m} F_l + \sum_{e \le l \le m} H_l)}{F \sum_m n_m}
 
         :math:`n_m` samples leave after layer m, e is the first layer that may be left. 1 for the full model.
 
@@ -62,10 +60,10 @@ class SampleFlops:
         if exit.is_full:
             return 1.0
         total, so_far = 0.0, self.before
-        parts = zip(exits.tolist(), self.layers, self.heads, self.answers, strict=True)
-        for layer, (count, own, head, answer) in enumerate(parts, start=1):
+        parts = zip(exits.tolist(), self.layers, self.heads, strict=True)
+        for layer, (count, own, head) in enumerate(parts, start=1):
             so_far += own + (head if layer >= exit.min_layer or layer == len(self.layers) else 0.0)
-            total += count * (so_far + answer)
+            total += count * so_far
         return total / (float(exits.sum()) * self.full)
 
 
@@ -86,16 +84,14 @@ def _flops_of(early: EarlyExit, inputs: dict[str, Tensor]) -> SampleFlops:
     count = len(next(iter(inputs.values())))
     full, _ = _counted(partial(early.full, inputs))
     before, states = _counted(partial(runner.begin, inputs))
-    layers, heads, answers = [], [], []
+    layers, heads = [], []
     for layer in range(1, early.subject.num_layers + 1):
         own, output = _counted(partial(runner.run, layer, states))
         stream, states = anatomy.stream(output), anatomy.handed_on(output)
-        head, logits = _counted(partial(early.logits, layer, stream, inputs))
-        answer, _ = _counted(partial(early.answer, layer, stream, logits))
+        head, _ = _counted(partial(early.logits, layer, stream, inputs))
         layers.append(own / count)
         heads.append(head / count)
-        answers.append(answer / count)
-    return SampleFlops(full / count, before / count, tuple(layers), tuple(heads), tuple(answers))
+    return SampleFlops(full / count, before / count, tuple(layers), tuple(heads))
 
 
 def _counted(run: Callable[[], Any]) -> tuple[float, Any]:

@@ -18,8 +18,6 @@ POLICY = {"causal-lm": "recompute"}
 """Task -> policy of the missing states, where there is one: with the true tokens read by all layers, the states are
 those of `recompute`."""
 UNTIMED = {"measured_speedup": None, "measured_speedup_interval": None, "timing": None}
-QUALITIES = {"accuracy": "accuracy", "average_precision": "average precision"}
-"""Name of a quality -> in words."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,6 @@ class Row:
     calibrated: bool = False
     """Whether the threshold was chosen for a target quality."""
     timed: Timed | None = None
-    saves_all: bool = True
-    """True if layers, embeddings and head are the whole cost of a sample (false for detectors)."""
     classifies: bool = True
     """False for positions of a text, where later positions need the layers that earlier ones left out."""
 
@@ -43,11 +39,9 @@ class Row:
         return None if self.timed is None else self.timed.speedup
 
     @property
-    def theory(self) -> float | None:
-        """Speed-up if time were proportional to the layers; of a detector to the operations. None if unknown."""
-        if self.saves_all:
-            return self.outcome.speedup
-        return None if self.timed is None else 1 / self.timed.flops_share
+    def theory(self) -> float:
+        """Speed-up if time were proportional to the layers."""
+        return self.outcome.speedup
 
     def document(self, policy: str | None) -> dict[str, Any]:
         """The entry in `results.json`."""
@@ -79,7 +73,7 @@ def with_times(
     """The rows with times and operations where they are on the reported samples, and the seconds of the full model.
 
     Args:
-        subject: a classifier or a detector.
+        subject: a classifier.
         rows: all of them.
         report: the reported samples.
         rounds: passes over the samples; 0 = nothing is timed.
@@ -128,41 +122,34 @@ def document(
 
 def no_advice(subject: Subject, readings: Readings) -> str | None:
     """Why nothing is advised: the full model is not measurably better than a constant prediction; None if it is."""
-    lead, full = readings.lead, readings.full[readings.quality]
+    lead, full = readings.lead, readings.full["accuracy"]
     if advisable(lead.value, lead.error):
         return None
     error = "" if full.error is None else f" ± {100 * full.error:.1f}"
-    if subject.detects:
-        stated = f"The full model's average precision is {100 * full.value:.1f}{error} %"
-        constant = "not measurably above 0"
-    else:
-        what = ("answering", "class") if subject.classifies else ("predicting", "token")
-        stated = f"The full model is right on {100 * full.value:.1f}{error} %"
-        constant = (
-            f"not measurably more than always {what[0]} the most frequent {what[1]} ({readings.chance.value:.1%})"
-        )
+    what = ("answering", "class") if subject.classifies else ("predicting", "token")
+    stated = f"The full model is right on {100 * full.value:.1f}{error} %"
+    constant = f"not measurably more than always {what[0]} the most frequent {what[1]} ({readings.chance.value:.1%})"
     if lead.error is None:
         constant = "and the data give no standard error"
     return f"{stated}, {constant}: nothing is advised."
 
 
-def drop_sentence(drop: Mean, quality: str, tolerance: float = 0.0) -> str:
-    """How much quality is lost, with its 95 % interval.
+def drop_sentence(drop: Mean, tolerance: float = 0.0) -> str:
+    """How much accuracy is lost, with its 95 % interval.
 
     "No measurable drop" needs an interval that holds 0; "costs no accuracy" one that ends below the tolerance.
 
     Args:
-        drop: of the full model's quality, paired.
-        quality: name.
+        drop: of the full model's accuracy, paired.
         tolerance: above 0, the loss up to which early exit is said to cost nothing.
     """
-    points, name = 100 * drop.value, quality.capitalize()
+    points = 100 * drop.value
     if drop.interval is None:
-        return f"{name} drop {points:+.2g} points (the data give no interval)"
+        return f"Accuracy drop {points:+.2g} points (the data give no interval)"
     low, high = (100 * end for end in drop.interval)
     ends = f"95 % interval {low:.1f} to {high:.1f}"
     if drop.interval[1] <= tolerance:
-        return f"No drop of {quality} above {100 * tolerance:g} points ({ends})"
+        return f"No drop of accuracy above {100 * tolerance:g} points ({ends})"
     if low <= 0 <= high:
-        return f"No measurable drop of {quality} ({points:.1f} points, {ends})"
-    return f"{name} drop {points:.1f} points ({ends})"
+        return f"No measurable drop of accuracy ({points:.1f} points, {ends})"
+    return f"Accuracy drop {points:.1f} points ({ends})"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.jackknife import ratio_error, standard_error
+from fulldepth.metrics.jackknife import ratio_error
 from fulldepth.uncertainty import deal, share_interval
 
 
@@ -40,29 +39,6 @@ class Mean:
         sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values.double())
         error = float(ratio_error(sums, group.bincount()))
         return cls(float(values.double().mean()), error if math.isfinite(error) else None, len(sums), len(values))
-
-    @classmethod
-    def of_replicates(cls, replicates: Tensor, samples: int) -> Mean:
-        """The estimate and standard error from what `replicates` gives, or from differences of such numbers.
-
-        Args:
-            replicates: `[1 + G]`.
-            samples: their number.
-        """
-        error, groups = float(standard_error(replicates[1:])), int(replicates[1:].isfinite().sum())
-        return cls(float(replicates[0]), error if math.isfinite(error) else None, groups, samples)
-
-
-def replicates(statistic: Callable[[Tensor], float], cluster: Tensor) -> Tensor:
-    """[1 + G] a number that is no mean over samples, such as an average precision: of all, and without each group.
-
-    Args:
-        statistic: the number of some samples, given by `[N]` bool.
-        cluster: `[N]` int64 identity of each sample's unit of independence.
-    """
-    group = groups_of(cluster)
-    chosen = [torch.ones_like(group, dtype=torch.bool), *(group != index for index in range(int(group.max()) + 1))]
-    return torch.tensor([statistic(each) if bool(each.any()) else math.nan for each in chosen], dtype=torch.float64)
 
 
 def groups_of(cluster: Tensor) -> Tensor:

@@ -31,18 +31,16 @@ class Outcome:
     exits: Tensor
     """[L] number of samples that leave after layers 1..L."""
     scores: dict[str, Mean]
-    """The quality, `agreement` (with the full model's predictions), `drop` of quality (paired), and perhaps `loss`."""
-    quality_name: str
-    """Key of `scores`."""
+    """`accuracy`, `agreement` (with the full model's predictions), `drop` of accuracy (paired) and `loss`."""
 
     @property
-    def quality(self) -> Mean:
-        """What early exit may cost: accuracy, or average precision."""
-        return self.scores[self.quality_name]
+    def accuracy(self) -> Mean:
+        """What early exit may cost."""
+        return self.scores["accuracy"]
 
     @property
     def drop(self) -> Mean:
-        """Quality of the full model minus this one's."""
+        """Accuracy of the full model minus this one's."""
         return self.scores["drop"]
 
     @property
@@ -60,7 +58,7 @@ def outcome(readings: Readings, exit: Exit) -> Outcome:
     """What a rule and threshold give on samples; at least one sample."""
     layers = readings.layers(exit)
     counts = layers.bincount(minlength=readings.num_layers + 1)[1:]
-    return Outcome(exit, layers, counts, readings.scores(layers), readings.quality)
+    return Outcome(exit, layers, counts, readings.scores(layers))
 
 
 def calibrated(readings: Readings, rule: Rule, min_layer: int, given: Sequence[float], target: float) -> float:
@@ -90,8 +88,7 @@ def candidates(readings: Readings, rule: Rule, min_layer: int, given: Sequence[f
     layers = readings.num_layers
     if rule == "patience":
         return {1.0, *((number - 0.5) / layers for number in range(1, layers))}
-    first = readings.first_layer
-    values = readings.certainty[rule][min_layer - first : layers - first].flatten()
+    values = readings.certainty[rule][min_layer:layers].flatten()
     found = {1.0, *given}
     if len(values):
         at = (torch.arange(1, CANDIDATES, dtype=torch.float64) / CANDIDATES * (len(values) - 1)).long()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fulldepth.data import Batch, Sequences
-from fulldepth.early_exit.readings import ClassReadings, DetectionReadings, Readings
+from fulldepth.early_exit.readings import Readings
 from fulldepth.early_exit.subject import Subject
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
-from fulldepth.execution.decoding import certainty, sample_certainty
+from fulldepth.execution.decoding import certainty
 from fulldepth.hf import Classifier
-from fulldepth.metrics.average_precision import match, positives
 from fulldepth.metrics.reservoir import priority
 from fulldepth.settings.exit import Rule
 from fulldepth.targets import IGNORE
@@ -45,8 +43,8 @@ def read(
     Raises:
         FulldepthError: if states are NaN or infinite.
     """
-    highest = None if subject.timed else sample_limit(subject.sequences, tokens, seed)
-    parts: list[Any] = []  # all of one class
+    highest = None if subject.classifies else sample_limit(subject.sequences, tokens, seed)
+    parts: list[Readings] = []
     with capture(subject.anatomy, ["residual"]) as activations:
         for batch in subject.sequences.batches(subject.batch_size):
             inputs = subject.inputs(batch.inputs if batch.masked_inputs is None else batch.masked_inputs)
@@ -57,18 +55,15 @@ def read(
                     "Activations are NaN or infinite; the weights are broken or the precision is too low (try --dtype "
                     "float32)."
                 )
-            if subject.detects:
-                parts.append(_read_images(subject, batch, states[1:], rules))
-            else:
-                parts.append(_read_batch(subject, batch, states, rules, highest, seed))
+            parts.append(_read_batch(subject, batch, states, rules, highest, seed))
             activations.clear()
             advance(len(batch))
-    return type(parts[0]).joined(parts)
+    return Readings.joined(parts)
 
 
 def _read_batch(
     subject: Subject, batch: Batch, states: Sequence[Tensor], rules: Sequence[Rule], highest: int | None, seed: int
-) -> ClassReadings:
+) -> Readings:
     """The readings of one batch of texts, or of labelled texts or images."""
     classifier = subject.classifier
     targets = batch.labels if subject.classifies else batch.targets
@@ -95,24 +90,7 @@ def _read_batch(
     columns = {rule: torch.stack([value[rule] for value in values]) for rule in values[0]}
     sequence = batch.sequence[rows]
     cluster = _clusters(subject.sequences, sequence)
-    return ClassReadings(torch.stack(predictions), columns, sequence, cluster, torch.stack(losses), target)
-
-
-def _read_images(subject: Subject, batch: Batch, states: Sequence[Tensor], rules: Sequence[Rule]) -> DetectionReadings:
-    """The readings of one batch of a detector, from the states of its decoder layers 1..L."""
-    targets = batch.objects or []
-    predictions, values, matches = [], [], []
-    for layer, state in enumerate(states, start=1):
-        logits, boxes = subject.heads.read(state, layer)
-        predictions.append(logits.argmax(-1).cpu())
-        values.append({rule: sample_certainty(logits, rule).cpu() for rule in rules if rule != "patience"})
-        matches.append([match(*each) for each in zip(logits, boxes, targets, strict=True)])
-    columns: dict[Rule, Tensor] = {rule: torch.stack([value[rule] for value in values]) for rule in values[0]}
-    counts = [positives([target]) for target in targets]
-    cluster = _clusters(subject.sequences, batch.sequence)
-    return DetectionReadings(
-        torch.stack(predictions), columns, batch.sequence, cluster, list(zip(*matches, strict=True)), counts
-    )
+    return Readings(torch.stack(predictions), columns, sequence, cluster, torch.stack(losses), target)
 
 
 def _clusters(sequences: Sequences, sequence: Tensor) -> Tensor:

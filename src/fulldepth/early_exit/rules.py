@@ -9,9 +9,7 @@ the value is
 - `entropy`: :math:`1 + \sum_c p_c \log p_c / \log C`;
 - `patience`: :math:`r / L`, where the r layers up to this one, all from `min_layer` on, predict the same class.
 
-All are at most 1, so t = 1 is the full model. A detector's image has Q queries, each with probabilities of the classes
-and "no object": its value is the mean of the queries' values, and for `patience` all queries predict the same as in the
-layer before. Boxes do not count.
+All are at most 1, so t = 1 is the full model.
 
 Source: "Representation progression and aligned training", Sec. 2.2 (confidence); `execution.decoding.rules`, which
 decoding shares.
@@ -51,7 +49,7 @@ class Exit:
 
         Args:
             certainty: `[L, N]` of layers 1..L; not read by `patience`.
-            prediction: `[L, N]` predicted classes, or `[L, N, Q]`.
+            prediction: `[L, N]` predicted classes.
         """
         left = torch.full((prediction.shape[1],), self.num_layers, dtype=torch.int64)
         staying = torch.ones_like(left, dtype=torch.bool)

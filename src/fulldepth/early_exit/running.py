@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -13,9 +13,7 @@ from fulldepth.execution.layer_runner import LayerRunner
 
 
 class EarlyExit:
-    """Runs a classifier or a detector layer by layer, and removes samples as soon as they leave.
-
-    Of a detector only the layers of the decoder can be saved: its backbone and encoder run for every image.
+    """Runs a classifier layer by layer, and removes samples as soon as they leave.
 
     Args:
         subject: the model, with data for the check of its layers.
@@ -27,22 +25,19 @@ class EarlyExit:
         self.runner = LayerRunner(subject.anatomy, subject.inputs(first.inputs))
 
     @torch.no_grad()
-    def run(self, inputs: Mapping[str, Tensor], exit: Exit) -> tuple[tuple[Tensor, ...], Tensor]:
-        """What the model answers, and `[B]` the layer after which each sample left.
+    def run(self, inputs: Mapping[str, Tensor], exit: Exit) -> tuple[Tensor, Tensor]:
+        """`[B, C]` logits, and `[B]` the layer after which each sample left.
 
         Args:
             inputs: a batch on the model's device.
             exit: when to leave.
-
-        Returns:
-            `[B, C]` logits; of a detector `[B, Q, C+1]` logits and `[B, Q, 4]` boxes.
         """
         runner, anatomy, last = self.runner, self.subject.anatomy, exit.num_layers
         states = runner.begin(inputs)
         count = len(next(iter(inputs.values())))
         rows = torch.arange(count, device=states.device)
         left = torch.full_like(rows, last)
-        answers: list[Tensor] = []
+        answers: Tensor | None = None
         rule = exit.decision()
         for layer in range(1, last + 1):
             output = runner.run(layer, states)
@@ -54,7 +49,9 @@ class EarlyExit:
             leaves = rule.leaves(logits) if layer < last else torch.ones_like(rows, dtype=torch.bool)
             if not bool(leaves.any()):
                 continue
-            answers = _filled(answers, rows[leaves], self.answer(layer, stream[leaves], logits[leaves]), count)
+            if answers is None:
+                answers = logits.new_zeros((count, logits.shape[1]))
+            answers[rows[leaves]] = logits[leaves]
             left[rows[leaves]] = layer
             stays = ~leaves
             if not bool(stays.any()):
@@ -63,34 +60,19 @@ class EarlyExit:
             inputs = {name: value[stays] for name, value in inputs.items()}
             rule.keep(stays)
             runner.keep(stays, inputs)
-        return tuple(answers), left
+        assert answers is not None  # every sample leaves after the last layer
+        return answers, left
 
     @torch.no_grad()
-    def full(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """What the model's own forward pass answers, as `run`."""
-        output = self.subject.checkpoint.model(**inputs)
-        return (output.logits, output.pred_boxes) if self.subject.detects else (output.logits,)
+    def full(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """`[B, C]` logits of the model's own forward pass."""
+        logits: Tensor = self.subject.checkpoint.model(**inputs).logits
+        return logits
 
     def logits(self, layer: int, states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """[N, C], or [N, Q, C+1], of a layer's residual stream `[N, T, D]`."""
-        if self.subject.detects:
-            return self.subject.heads.classes(states, layer)
+        """[N, C] of a layer's residual stream `[N, T, D]`."""
         mask = inputs.get("attention_mask")
         if mask is None:
             mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
         classifier = self.subject.classifier
         return classifier.at(layer).sequences(states, classifier.sample_mask(inputs, mask))
-
-    def answer(self, layer: int, states: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-        """What samples that leave after a layer take with them; of a detector also the boxes."""
-        if not self.subject.detects:
-            return (logits,)
-        return logits, self.subject.heads.boxes(states, layer)
-
-
-def _filled(answers: list[Tensor], rows: Tensor, parts: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Answers of all samples `[B, ...]` with those of some rows set."""
-    answers = answers or [part.new_zeros((count, *part.shape[1:])) for part in parts]
-    for answer, part in zip(answers, parts, strict=True):
-        answer[rows] = part
-    return answers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from fulldepth.hf import (
     Anatomy,
     Checkpoint,
     Classifier,
-    DetectionHeads,
     anatomy_candidates,
     checkpoint_of,
     depth_of,
@@ -33,9 +31,8 @@ from fulldepth.settings.exit import ExitSettings
 
 CLASSIFIES = ("text-classification", "image-classification")
 PREDICTS = ("causal-lm", "masked-lm")
-DETECTS = "detection"
 BATCH = {True: 64, False: 8}
-"""Whether a model is a classifier or a detector -> sequences in a batch, unless set."""
+"""Whether a model is a classifier -> sequences in a batch, unless set."""
 
 
 @dataclass(frozen=True)
@@ -62,23 +59,10 @@ class Subject:
 
     @property
     def classifies(self) -> bool:
-        """Whether the model predicts one class for a sequence or an image."""
+        """Whether the model predicts one class for a sequence or an image, so that samples that leave are removed from
+        the batch, and time is measured.
+        """
         return self.anatomy.task in CLASSIFIES
-
-    @property
-    def detects(self) -> bool:
-        """Whether the model predicts the objects of an image."""
-        return self.anatomy.task == DETECTS
-
-    @property
-    def timed(self) -> bool:
-        """Whether samples that leave are removed from the batch, and time is measured."""
-        return self.classifies or self.detects
-
-    @cached_property
-    def heads(self) -> DetectionHeads:
-        """The class head and the box head of a detector."""
-        return DetectionHeads(self.classifier)
 
     def inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A batch's inputs on the model's device and in its precision."""
@@ -125,7 +109,7 @@ def prepare_subject(checkpoint: Checkpoint, data: Any, settings: ExitSettings, t
     if verified.classifier is None:
         raise FulldepthError(f"{type(checkpoint.model).__name__} has no head that could be applied to its layers.")
     sequences, note = batched(verified.anatomy, sequences, device)
-    batch_size = settings.batch_size or BATCH[guess.task in (*CLASSIFIES, DETECTS)]
+    batch_size = settings.batch_size or BATCH[guess.task in CLASSIFIES]
     warnings = (*checkpoint.warnings, *sequences.warnings, *(() if note is None else (note,)))
     return Subject(checkpoint, verified, verified.classifier, sequences, device, batch_size, warnings)
 
@@ -136,16 +120,21 @@ def _check_min_layer(settings: ExitSettings, depth: int | None) -> None:
 
 
 def check_task(anatomy: Anatomy) -> None:
-    """Refuse models that predict neither tokens, nor one class, nor objects.
+    """Refuse models that predict neither tokens nor one class.
 
     Raises:
         FulldepthError: with the reason.
     """
     name, config = type(anatomy.model).__name__, anatomy.model.config
-    if anatomy.task not in (*CLASSIFIES, *PREDICTS, DETECTS):
+    if anatomy.task == "detection":
         raise FulldepthError(
-            f"{name} predicts neither tokens nor a class nor objects, so no layer can be left early. Expected a "
-            "language model, a classifier of texts or images, or a detector."
+            f"{name} is a detector, whose backbone and encoder run for every image, so leaving its decoder early saves "
+            "little and is not offered. fulldepth measure gives the average precision of every decoder layer."
+        )
+    if anatomy.task not in (*CLASSIFIES, *PREDICTS):
+        raise FulldepthError(
+            f"{name} predicts neither tokens nor a class, so no layer can be left early. Expected a language model, or "
+            "a classifier of texts or images."
         )
     if anatomy.task in CLASSIFIES and (reason := no_single_class(config)):
         raise FulldepthError(f"{name} {reason}; the rules of early exit compare the probabilities of classes.")
@@ -157,10 +146,5 @@ def _nothing_to_predict(anatomy: Anatomy, sequences: Sequences) -> str:
         return (
             f"{sequences.name} has no labels, and {type(anatomy.model).__name__} predicts classes. Give texts with "
             "labels ({'text': ..., 'label': ...}), or images in class folders."
-        )
-    if anatomy.task == DETECTS:
-        return (
-            f"{sequences.name} has no boxes, and {type(anatomy.model).__name__} is judged by its average precision. "
-            "Give a .json file in COCO's format."
         )
     return f"{sequences.name} has no token to predict: {sequences.no_targets or 'its texts are too short'}."

@@ -107,7 +107,7 @@ def timed(
     either. The layers of all samples are compared with those of `readings`.
 
     Args:
-        subject: a classifier or a detector, and its data.
+        subject: a classifier, and its data.
         outcomes: the rules and thresholds to time, on the samples of `readings`.
         readings: the samples.
         rounds: passes over the samples; 0 = only the operations are counted.

@@ -83,8 +83,8 @@ def curves(scored: Scored) -> Iterator[TaskCurve]:
         scores = [next(score for score in each if score.metric == metric) for each in by_layer]
         higher = bool(directions.get(metric.partition(":")[0], True))
         clusters = scored.clusters.get(task)
-        drops = scored.drops.get(task) or [_drop(scores[-1], score, higher, clusters) for score in scores]
-        lead = scored.leads.get(task) or _lead(scores[-1], scored.guesses.get(task), clusters)
+        drops = [_drop(scores[-1], score, higher, clusters) for score in scores]
+        lead = _lead(scores[-1], scored.guesses.get(task), clusters)
         yield TaskCurve(task, metric, higher, layers, scores, drops, lead)
 
 

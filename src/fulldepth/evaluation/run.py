@@ -13,7 +13,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
-from fulldepth.evaluation.labelled import evaluate_labelled
 from fulldepth.evaluation.outcome import findings, task_entries
 from fulldepth.evaluation.quality import Quality, quality_findings
 from fulldepth.evaluation.scoring import ANSWERS, load_tasks, rows_of, score_tasks, units_of
@@ -32,7 +31,6 @@ def evaluate(
     tasks: str | list[str] | None = None,
     output: str | Path | None = None,
     *,
-    data: Any = None,
     plan: SkipPlan | None = None,
     tokenizer: Any = None,
     resume: bool = False,
@@ -40,7 +38,7 @@ def evaluate(
     watcher: Watcher | None = None,
     **settings: Any,
 ) -> Results:
-    """Score a causal language model on tasks, or a classifier or detector on labelled data, at every exit layer.
+    """Score a causal language model on tasks at every exit layer.
 
     Exit layer E means that the pass stops at `h_E`, to which the final norm and the head are applied (JREG, App. K);
     layer L is the model itself, and its scores are lm-eval's. Log-likelihoods are read at all exit layers in one pass
@@ -56,8 +54,6 @@ def evaluate(
             model (left on its device, in its mode).
         tasks: names of tasks, groups or suites, or one name; see `EvaluateSettings`.
         output: result folder; None = nothing is written.
-        data: labelled texts or images for a classifier, images with boxes for a detector, in place of tasks: accuracy
-            or average precision at every exit layer, by class, and with `exit_thresholds` under early exit.
         plan: blocks of the model that are skipped in place (`fulldepth.skip.Plan.load`).
         tokenizer: a tokenizer, its folder or Hub name; None = the one saved with the checkpoint.
         resume: continue an interrupted evaluation of the same model and tasks with the same settings.
@@ -77,11 +73,8 @@ def evaluate(
     if isinstance(tokenizer, str | Path):
         given["tokenizer"], tokenizer = str(tokenizer), None
     resolved = layered(EvaluateSettings, given)
-    check_asked(resolved, data is not None, "--plan" if plan is not None else "--resume" if resume else None)
+    check_asked(resolved)
     folder = None if output is None else Path(output)
-    if data is not None:
-        with _held(folder, resume=False, overwrite=overwrite):
-            return evaluate_labelled(model, data, resolved, watcher or Watcher(), folder, tokenizer=tokenizer)
     if resolved.log_samples and folder is None:
         raise FulldepthError("log_samples writes into the result folder, and no output is named.")
     units = units_of(resolved.tasks or [])

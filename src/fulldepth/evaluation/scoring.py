@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fulldepth.early_exit import Mean
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation.local_tasks import LOCAL_TASKS, local_task
 from fulldepth.evaluation.subject import Subject
@@ -57,10 +56,6 @@ class Scored:
     """Task -> for each example, the expected accuracy of a guess."""
     clusters: dict[str, NDArray[np.int64]] = field(default_factory=dict)
     """Task -> identity of each example."""
-    drops: dict[str, list[Mean]] = field(default_factory=dict)
-    """Task -> for each of its exit layers, the loss against the whole model, where it is known already."""
-    leads: dict[str, Mean] = field(default_factory=dict)
-    """Task -> lead of the whole model over a guess, where it is known already."""
     warnings: list[str] = field(default_factory=list)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fulldepth.early_exit import QUALITIES, no_advice, open_checkpoint, prepare_subject
+from fulldepth.early_exit import no_advice, open_checkpoint, prepare_subject
 from fulldepth.early_exit import read as read_layers
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import find_anatomy
@@ -162,13 +162,13 @@ def _choose(
     subject = prepare_subject(checkpoint, data, settings, tokenizer)
     watcher.begin(f"Reading the layers of {Path(checkpoint.name).name}", len(subject.sequences))
     readings = read_layers(subject, (), tokens=settings.lens_tokens, seed=settings.seed, advance=watcher.advance)
-    quality, name = qualities(readings), QUALITIES[readings.quality]
+    quality = qualities(readings)
     if reason := no_advice(subject, readings):
         raise FulldepthError(f"{reason} Give other data, or choose the layers with --export-layers.")
     plain, low, layers = readings.depth(1 - settings.effective_depth)
     return layers, (
         f"The first {layers} of {num_layers} layers: the fewest shown to keep at least "
-        f"{1 - settings.effective_depth:.0%} of the full model's {name} on {subject.sequences.name} "
+        f"{1 - settings.effective_depth:.0%} of the full model's accuracy on {subject.sequences.name} "
         f"({quality[layers - 1]:.1%} and {quality[-1]:.1%}; by the estimates alone {plain}, 95 % interval {low} to "
         f"{layers})."
     )

@@ -58,13 +58,12 @@ def sweep(
     """Leave a model early, over rules and thresholds: accuracy, loss, agreement, exits per layer, and speed.
 
     One pass over the data applies the model's own final norm and head to every layer, which gives all rules and
-    thresholds at once. Classifiers and detectors are then run with samples removed as they leave, and timed against
+    thresholds at once. Classifiers are then run with samples removed as they leave, and timed against
     their own forward pass. Language models are read with the true tokens before each position.
 
     Args:
         model: checkpoint folder, Hub name, or a loaded model (left on its device, in its mode).
-        data: labelled texts or images for classifiers, images with boxes for detectors, texts for language models; as
-            for `measure`.
+        data: labelled texts or images for classifiers, texts for language models; as for `measure`.
         output: result folder, which also gets the page; None = nothing is written.
         overwrite: replace results in the output folder.
         rule: one or several of `confidence`, `margin`, `entropy` and `patience`; see `fulldepth.early_exit.rules`.
@@ -77,8 +76,7 @@ def sweep(
         **options: any other field of `ExitSettings` (`max_sequences`, `batch_size`, `rounds`, `lens_tokens`, ...).
 
     Returns:
-        Results of the kind `exit`: `.meta["exits"]`, `.headline`, and `lens_loss` and `lens_accuracy`, or
-        `average_precision`, of every layer.
+        Results of the kind `exit`: `.meta["exits"]`, `.headline`, and `lens_loss` and `lens_accuracy` of every layer.
 
     Raises:
         FulldepthError: if model, data or options are invalid, the data have no labels for a classifier, or the
@@ -132,7 +130,7 @@ def _swept(
         read_at = perf_counter()
         rows, parts = _rows(subject, readings, settings)
         seconds = None
-        if subject.timed and (settings.rounds or subject.detects):
+        if subject.classifies and settings.rounds:
             watcher.begin("Timing early exit", settings.rounds * batches_of(subject, parts["report"]))
             timing: dict[str, Any] = {"rounds": settings.rounds, "seed": settings.seed, "advance": watcher.advance}
             rows, seconds = with_times(subject, rows, parts["report"], **timing)
@@ -152,18 +150,17 @@ def _rows(subject: Subject, readings: Readings, settings: ExitSettings) -> tuple
     """Every rule with every threshold, and the calibrated ones; on both parts where a threshold is chosen."""
     target, layers = settings.target_accuracy_drop, subject.num_layers
     parts: dict[str, Readings] = {"report": readings}
-    kind: dict[str, Any] = {"saves_all": not subject.detects, "classifies": subject.timed}
     if target is not None:
         parts = splits(readings, settings.calibration_share, settings.seed)
     rows = []
     for rule in settings.rule:
         for threshold in sorted(set(settings.thresholds)):
             exit = Exit(rule, threshold, settings.min_layer, layers)
-            rows += [Row(outcome(part, exit), split, **kind) for split, part in parts.items()]
+            rows += [Row(outcome(part, exit), split, classifies=subject.classifies) for split, part in parts.items()]
         if target is not None:
             best = calibrated(parts["calibration"], rule, settings.min_layer, settings.thresholds, target)
             exit = Exit(rule, best, settings.min_layer, layers)
-            rows += [Row(outcome(part, exit), split, calibrated=True, **kind) for split, part in parts.items()]
+            rows += [Row(outcome(part, exit), split, True, None, subject.classifies) for split, part in parts.items()]
     return rows, parts
 
 

@@ -1,4 +1,4 @@
-"""Detection: average precision, set loss and agreement of every decoder layer."""
+"""Detection: average precision and set loss of every decoder layer."""
 
 from __future__ import annotations
 
@@ -19,15 +19,6 @@ LOSSES = (
     Line("detection_loss", "Distance of boxes", "l1", color=CATEGORICAL[2], dash="dot"),
     Line("detection_loss", "1 − GIoU of boxes", "giou", color=CATEGORICAL[3], dash="dashdot"),
 )
-AGREEMENTS = tuple(
-    Line("detection_agreement", name, statistic, color=color, form=".1%", spread=f"standard_error_of_{statistic}")
-    for name, statistic, color in zip(
-        ("Same class, all queries", "Same class, objects", "Overlap of boxes, objects"),
-        ("class", "object_class", "box_iou"),
-        CATEGORICAL,
-        strict=False,
-    )
-)
 
 
 def _precision(source: Source) -> go.Figure | None:
@@ -38,16 +29,6 @@ def _precision(source: Source) -> go.Figure | None:
 
 def _loss(source: Source) -> go.Figure | None:
     return over_layers(source.table, source.layers, LOSSES, alt=each_line(), yaxis=axis("Loss", **ZERO))
-
-
-def _agreement(source: Source) -> go.Figure | None:
-    return over_layers(
-        source.table,
-        source.layers,
-        AGREEMENTS,
-        alt=each_line(".1%"),
-        yaxis=axis("Agreement with the last layer", **SHARE),
-    )
 
 
 FIGURES = (
@@ -100,35 +81,6 @@ FIGURES = (
             ),
         ),
         curves=(Quantity("detection_loss", "mean", "Set loss", "Set loss"),),
-        secondary=True,
-    ),
-    Figure(
-        "detection_agreement",
-        "predictions",
-        _agreement,
-        title="Agreement with the last layer",
-        subtitle="Each query against itself at the last layer; objects are the queries in which that layer sees one",
-        methods=(
-            Method(
-                "Agreement of layers",
-                ("detection_agreement",),
-                (
-                    "Share of queries whose class, or “no object”, is that of the last layer, over all queries and "
-                    "over those in which the last layer sees an object; and the mean intersection over union of "
-                    "their boxes with the last layer’s."
-                ),
-            ),
-        ),
-        curves=(
-            Quantity(
-                "detection_agreement",
-                "box_iou",
-                "Overlap with the last layer’s boxes",
-                "Overlap",
-                form=".1%",
-                settings=SHARE,
-            ),
-        ),
         secondary=True,
     ),
 )

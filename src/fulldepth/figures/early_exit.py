@@ -8,13 +8,13 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from fulldepth.figures import detection, lens
+from fulldepth.figures import lens
 from fulldepth.figures.comparison import overlays
 from fulldepth.figures.curves import number
 from fulldepth.figures.draw import legend_entry
 from fulldepth.figures.exit_methods import RULES, SPEEDUP
 from fulldepth.figures.exit_points import ERROR, Point, by_series, points
-from fulldepth.figures.record import EVALUATION, EXIT, EXITS, GENERATION, SINGLE, Figure, Source, readings
+from fulldepth.figures.record import EXIT, EXITS, GENERATION, SINGLE, Figure, Source, readings
 from fulldepth.figures.style import (
     CATEGORICAL,
     INK,
@@ -67,10 +67,9 @@ class Scale:
 
 
 ACCURACY = Scale("accuracy", "Accuracy", ".1%", ".1%")
-PRECISION = Scale("average_precision", "Average precision", ".1%", ".1%")
 LOSS = Scale("loss", "Loss (nats)", ".4f", ".3f")
 AGREEMENT = Scale("agreement", "Agreement with the full model", ".1%", ".1%")
-SCALES = (ACCURACY, PRECISION, LOSS, AGREEMENT)
+SCALES = (ACCURACY, LOSS, AGREEMENT)
 
 
 def groups_of(source: Source) -> list[Group]:
@@ -340,8 +339,8 @@ def _most(point: Point) -> str:
 def _of_layers() -> tuple[Figure, ...]:
     """The figures of a model that stops all samples at one layer: of one model, and of several."""
     shared = {"section": "stopping", "secondary": False}
-    every = (*lens.FIGURES, *detection.FIGURES)
-    names = ("lens_accuracy", "lens_loss", "average_precision")
+    every = lens.FIGURES
+    names = ("lens_accuracy", "lens_loss")
     records = [one for one in every if one.name in names and SINGLE in one.kinds]
     alone = [one.beside(one.name, one.draw, EXIT, **shared) for one in records]
     return (*alone, *(one.beside(one.name, _overlaid(one), EXITS, **shared) for one in records))
@@ -356,7 +355,7 @@ FIGURES = (
         "exit_tradeoff",
         "exits",
         _tradeoffs,
-        kinds=(EXIT, EXITS, EVALUATION),
+        kinds=(EXIT, EXITS),
         methods=(SPEEDUP, RULES),
     ),
     Figure(

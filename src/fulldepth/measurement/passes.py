@@ -16,7 +16,6 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution import COEFFICIENTS, Activations, Verified, body_inputs, capture, feed_projections
 from fulldepth.execution.batching import model_inputs
 from fulldepth.hf import Classifier, DetectionHeads
-from fulldepth.measurement.box_grid import BoxGrid
 from fulldepth.measurement.plan import Plan
 from fulldepth.measurement.reading import LensReader
 from fulldepth.measurement.subject import Subject
@@ -82,7 +81,6 @@ def run_pass(
     """
     result = Pass(Clock())
     reader = LensReader(subject, settings, process) if plan.measures.keys() & LENS else None
-    boxes = BoxGrid(subject, settings) if subject.anatomy.task == "detection" else None
     sites = plan.sites | {"residual"}
     with ExitStack() as stack:
         device = plan.setup.device
@@ -104,13 +102,9 @@ def run_pass(
             read, inner = _read_by_lens(subject, plan, batch, states, activations, result.clock)
             observation = observe(subject, batch, states, read, reader, inner)
             observation.coefficients = coefficients
-            if boxes is not None and observation.detections is not None:
-                boxes.add(batch, observation.detections)
             feed(plan, observation, result.clock)
             observation.__dict__.clear()  # measures keep the object to recognise it, which would keep its tensors
             advance(len(batch))
-    if boxes is not None:
-        result.grid = boxes.grid(process)
     if reader is not None:
         result.grid, result.lens_error = reader.grid(), reader.measured_error()
     return result

@@ -8,7 +8,6 @@ from fulldepth.metrics.cka import Cka, cka_matrix, linear_cka
 from fulldepth.metrics.coherence import Coherence, coherence
 from fulldepth.metrics.cosine import Cosine, cosine_matrix
 from fulldepth.metrics.cross import Cross, cross_similarity
-from fulldepth.metrics.detection_agreement import DetectionAgreement, detection_agreement
 from fulldepth.metrics.detection_loss import DetectionLoss, SetLoss, detection_loss
 from fulldepth.metrics.detections import Detections
 from fulldepth.metrics.displacement import Displacement, displacement
@@ -49,7 +48,6 @@ METRICS: dict[str, type[Measure]] = {
     "stream_mixing": StreamMixing,
     "average_precision": AveragePrecision,
     "detection_loss": DetectionLoss,
-    "detection_agreement": DetectionAgreement,
 }
 """Measures by public name. Adding a measure takes one file, one line here and one test."""
 
@@ -60,7 +58,6 @@ __all__ = [
     "Coherence",
     "Cosine",
     "Cross",
-    "DetectionAgreement",
     "DetectionLoss",
     "Detections",
     "Displacement",
@@ -91,7 +88,6 @@ __all__ = [
     "coherence",
     "cosine_matrix",
     "cross_similarity",
-    "detection_agreement",
     "detection_loss",
     "displacement",
     "effective_depth",

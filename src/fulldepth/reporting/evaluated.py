@@ -10,9 +10,8 @@ from typing import Any
 from fulldepth.figures.curves import number, select
 from fulldepth.figures.evaluation import QUALITIES, QUALITY, Task, tasks_of
 from fulldepth.figures.evaluation import tasks as every_task
-from fulldepth.figures.exit_points import points
 from fulldepth.figures.record import Source
-from fulldepth.reporting import exits, measured
+from fulldepth.reporting import measured
 from fulldepth.reporting.findings import Shown, in_order
 from fulldepth.reporting.measured import Meta, Pairs
 from fulldepth.reporting.phrases import NOTHING, dotted, listed, model_line, short
@@ -55,32 +54,9 @@ def tables(source: Source) -> dict[str, list[Table]]:
     tasks = every_task(source)
     return {
         "tasks": [_tasks(tasks), _every_layer(tasks)],
-        "exits": [exits.thresholds("Every threshold", points(source.meta.get("exits")), source.meta.get("full") or {})],
-        "classes": [_classes(source.meta)],
         "text": [_quality(source)],
         "settings": [settings_table("All settings", source.meta.get("settings"))],
     }
-
-
-def _classes(meta: Meta) -> Table:
-    """One row for each class of labelled data: its share of right predictions, or average precision."""
-    early = [f"{entry.get('rule')} {entry.get('threshold'):g}" for entry in meta.get("exits") or []]
-
-    def cell(value: Any, error: Any) -> str:
-        if (share := number(value)) is None:
-            return NOTHING
-        return f"{100 * share:.1f} %" + ("" if number(error) is None else f" ± {100 * error:.1f}")
-
-    def column(at: int) -> Callable[[Meta], str]:
-        return lambda entry: cell(entry["early"][at], entry["early_stderr"][at])
-
-    columns: dict[str, Callable[[Meta], str]] = {
-        "Count": lambda entry: f"{entry.get('count') or 0:,}",
-        "Full model": lambda entry: cell(entry.get("value"), entry.get("stderr")),
-        **{short(name, 40): column(at) for at, name in enumerate(early)},
-    }
-    rows = [(short(entry.get("name", "?"), 60), entry) for entry in meta.get("classes") or []]
-    return by_subject("Every class", "Class", rows, columns, "Count: samples, or objects of a detector.")
 
 
 def _quality(source: Source) -> Table:

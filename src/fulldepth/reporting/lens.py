@@ -15,7 +15,7 @@ PROSE_LIMIT = 160
 """Maximum number of characters of a text, a class or a file name."""
 PICTURES_LIMIT = 2_000_000
 """Maximum number of characters of all pictures of a page; those beyond it are left out."""
-TOKENS, SAMPLES, BOXES = "tokens", "samples", "boxes"
+TOKENS, SAMPLES = "tokens", "samples"
 """What a lens grid is of."""
 
 
@@ -51,12 +51,6 @@ OF_SAMPLES = LensTexts(
     "layer",
     "the true class",
 )
-OF_BOXES = LensTexts(
-    "Boxes by layer",
-    "What the detector sees after every decoder layer: each row is an image, beside its true objects.",
-    "layer",
-    "the true object",
-)
 
 
 class Vocabulary:
@@ -91,19 +85,17 @@ class Vocabulary:
 
 
 def kind_of(grid: Mapping[str, Any] | None) -> str:
-    """What a lens grid is of: `TOKENS`, `SAMPLES` or `BOXES`."""
+    """What a lens grid is of: `TOKENS` or `SAMPLES`."""
     stated, samples = (grid or {}).get("of"), (grid or {}).get("samples") or []
-    if stated == SAMPLES and all(len(sample["tokens"]) == 1 for sample in samples):
-        return SAMPLES
-    return BOXES if stated == BOXES and all(sample.get("boxes") for sample in samples) else TOKENS
+    return SAMPLES if stated == SAMPLES and all(len(sample["tokens"]) == 1 for sample in samples) else TOKENS
 
 
 def pack(grid: Mapping[str, Any] | None, vocabulary: Vocabulary) -> list[dict[str, Any]]:
     """The samples of one lens grid; empty if there is none.
 
     Each has `title`, `tokens` and `targets` (indices), `saturation` and `exits` (layers; null if unknown), and by layer
-    0..L the rows `top` (indices) and `probability` (thousandths; null where unknown). Samples of a classifier and
-    images of a detector have `group` and `picture` (index), images also `size`, `boxes` and `objects`.
+    0..L the rows `top` (indices) and `probability` (thousandths; null where unknown). Samples of a classifier
+    have `group` and `picture` (index).
     """
     add = vocabulary.add if kind_of(grid) == TOKENS else vocabulary.add_prose
     return [
@@ -122,14 +114,10 @@ def pack(grid: Mapping[str, Any] | None, vocabulary: Vocabulary) -> list[dict[st
 
 
 def _pictured(sample: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
-    """What samples have besides predictions; boxes in thousandths."""
-    objects = sample.get("objects")
+    """What samples have besides predictions."""
     return {
         "group": short(sample.get("group") or "", 80),
         "picture": vocabulary.add_picture(sample.get("picture")),
-        "size": sample.get("size"),
-        "boxes": [[box and [_thousandths(edge) for edge in box] for box in row] for row in sample.get("boxes") or []],
-        "objects": objects and [[vocabulary.add_prose(o[0]), *map(_thousandths, o[1:])] for o in objects],
     }
 
 

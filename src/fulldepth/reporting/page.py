@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import json
 from functools import cache
 from importlib.resources import files
@@ -16,7 +15,7 @@ from fulldepth.reporting.sections import methods
 
 SCRIPTS = (
     *("core.js", "strip.js", "texts.js", "profile.js", "plots.js"),
-    *("lens.js", "samples.js", "boxes.js", "numbers.js", "page.js"),
+    *("lens.js", "samples.js", "page.js"),
 )
 """Scripts in order of dependency; they share one scope."""
 
@@ -24,12 +23,10 @@ SCRIPTS = (
 def assemble(document: dict[str, Any]) -> str:
     """The whole page."""
     script = "\n".join(_part(name) for name in SCRIPTS)
-    columns, rest = document["table"]["columns"], {k: v for k, v in document["table"].items() if k != "columns"}
     return Template(_part("page.html")).substitute(
         style=palette() + _part("style.css"),
         plotly=plotly(),
-        data=embed({**document, "table": rest}),
-        table=compressed(json.dumps(columns, allow_nan=False, separators=(",", ":")).encode()),
+        data=embed(document),
         script=script,
         methods=methods(VERBS.get(document["kind"], document["kind"])),
     )
@@ -44,11 +41,6 @@ def plotly() -> str:
     """
     bundle = files("fulldepth.reporting").joinpath("parts", "plotly", "plotly-cartesian.min.js.gz")
     return base64.b64encode(bundle.read_bytes()).decode("ascii")
-
-
-def compressed(content: bytes) -> str:
-    """Compress with gzip and write as base64; the page's function `unpacked` reverses it."""
-    return base64.b64encode(gzip.compress(content, compresslevel=9, mtime=0)).decode("ascii")
 
 
 def embed(document: Any) -> str:

@@ -162,8 +162,6 @@ OF_EVALUATION = (
         first=True,
     ),
     Section("tasks", "Tasks"),
-    Section("exits", "Early exit", "A sample leaves after the first layer whose prediction the rule accepts."),
-    Section("classes", "Classes"),
     Section("text", "Generated text", "Text that the model generates if it stops after a layer."),
     Section("settings", "Settings"),
 )

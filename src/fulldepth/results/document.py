@@ -16,7 +16,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.files import read_json, validated
 from fulldepth.results.exit_parts import Exit, Full, Generated, OfClass, ScoredTask, Speculation, Speed, Stopping
 from fulldepth.results.finding import Finding, Number
-from fulldepth.results.parts import Layer, Mapping, Part, Share, Whole
+from fulldepth.results.parts import Layer, Mapping, Part, Whole
 
 SCHEMA_VERSION = 1
 MOST_BYTES = 256 << 20
@@ -26,7 +26,6 @@ MOST_PICTURE = 16_384
 PICTURE = r"^data:image/(png|jpeg);base64,[A-Za-z0-9+/]+={0,2}$"
 """A thumbnail; no other address is embedded in a page."""
 Picture = Annotated[str, Field(max_length=MOST_PICTURE, pattern=PICTURE)]
-Box = tuple[Share, Share, Share, Share, Share]
 """Left, top, right and bottom as shares of the image; intersection over union with a true object of its class."""
 
 
@@ -81,20 +80,13 @@ class Sample(Part):
     """One sequence of a lens grid: [T] tokens, targets and saturation layers, [L+1][T] (token, probability).
 
     Of a generation, `exits` [T] holds the layer after which each decoding step stopped, null where none did. A sample
-    of a classifier has one position, whose targets and predictions are classes. The positions of a detector's image are
-    queries, with their boxes at every layer, null at layer 0.
+    of a classifier has one position, whose targets and predictions are classes.
     """
 
     title: str | None = None
     group: str | None = None
     """Heading under which the sample is listed."""
     picture: Picture | None = None
-    size: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None = None
-    """Width and height of the image in pixels."""
-    boxes: list[list[Box | None]] | None = None
-    """[L+1][T]"""
-    objects: list[tuple[str, Share, Share, Share, Share]] | None = None
-    """Class, left, top, right and bottom of the true objects, as shares of the image."""
     tokens: list[str | None]
     targets: list[str | None]
     saturation: list[Whole | None]
@@ -105,11 +97,8 @@ class Sample(Part):
     def _rectangular(self) -> Sample:
         lengths = {len(self.tokens), len(self.targets), len(self.saturation), *(len(row) for row in self.grid)}
         lengths |= set() if self.exits is None else {len(self.exits)}
-        lengths |= {len(row) for row in self.boxes or ()}
         if len(lengths) > 1:
             raise ValueError(f"its rows have different lengths: {', '.join(map(str, sorted(lengths)[:4]))}")
-        if self.boxes is not None and len(self.boxes) != len(self.grid):
-            raise ValueError(f"it has boxes of {len(self.boxes)} layers, its grid has {len(self.grid)} rows")
         deepest = max((layer for layer in self.exits or () if layer is not None), default=0)
         if deepest >= max(len(self.grid), 1):
             raise ValueError(f"it states an exit after layer {deepest}, its grid has {len(self.grid)} rows")
@@ -120,7 +109,7 @@ class LensGrid(Part):
     """Predictions of every layer at every position of a few sequences."""
 
     of: str | None = None
-    """`tokens` (or null), `samples` of a classifier, or the `boxes` of a detector."""
+    """`tokens` (or null), or `samples` of a classifier."""
     samples: list[Sample] | None = None
 
 

@@ -17,8 +17,6 @@ class Exit(Part):
     exits: Counts | None = None
     accuracy: Share | None = None
     accuracy_stderr: Ratio | None = None
-    average_precision: Share | None = None
-    average_precision_stderr: Ratio | None = None
     loss: Number | None = None
     loss_stderr: Ratio | None = None
     agreement: Share | None = None
@@ -40,8 +38,6 @@ class Full(Part):
 
     accuracy: Share | None = None
     accuracy_stderr: Ratio | None = None
-    average_precision: Share | None = None
-    average_precision_stderr: Ratio | None = None
     loss: Number | None = None
     loss_stderr: Ratio | None = None
     seconds: Ratio | None = None

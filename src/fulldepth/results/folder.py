@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import tempfile
 import webbrowser
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from html import escape
@@ -16,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from fulldepth import figures, launch, pages
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import atomic, locked, reading, remove_leftovers
-from fulldepth.notebook import notebook_display
-from fulldepth.results import consistency, document, influences, summary, table
+from fulldepth.results import consistency, document, influences, table
 from fulldepth.results.finding import Finding
 from fulldepth.results.selection import select
 
@@ -55,6 +55,14 @@ class TableMismatchError(FulldepthError):
         self.meta = meta
 
 
+def notebook_display() -> Callable[..., Any] | None:
+    """IPython's `display` in a notebook; None elsewhere, also in IPython's terminal."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    display: Callable[..., Any] | None = getattr(sys.modules.get("IPython.display"), "display", None)
+    return display if hasattr(shell, "kernel") else None
+
+
 class Framed:
     """A page in a frame, as a notebook displays it; its scripts cannot reach the notebook."""
 
@@ -73,7 +81,7 @@ class Results:
     `influences` has what each group of clusters adds to the deviation of a value (`fulldepth.results.influences`); None
     for results that do not state it.
 
-    In a notebook they are displayed as findings and one figure.
+    `show()` opens their page.
     """
 
     table: pd.DataFrame
@@ -100,10 +108,23 @@ class Results:
         return figures.build(self.table, self.meta)
 
     def __repr__(self) -> str:
-        return summary.describe(self.table, self.meta)
-
-    def _repr_html_(self) -> str:
-        return summary.html(self.table, self.meta)
+        """One line: kind, model, data, number of rows, and the first number of the headline."""
+        table, meta = self.table, self.meta
+        model, data = (one_line((meta.get(key) or {}).get("name") or "", 60) for key in ("model", "data"))
+        models = [one_line(entry.get("label") or "?", 30) for entry in meta.get("models") or []]
+        if models:
+            model = one_line(", ".join(models), 100)
+        about = " on ".join(part for part in (model, data) if part)
+        parts = [one_line(meta.get("kind") or "results", 30) + (f" of {about}" if about else "")]
+        if "step" in table.columns:
+            parts.append(f"{table['step'].nunique():,} steps")
+        parts.append(f"{len(table):,} rows")
+        for name, entry in (meta.get("headline") or {}).items():
+            if entry.get("value") is not None:
+                unit = one_line(entry.get("unit") or "1", 20)
+                parts.append(f"{one_line(name, 40)} = {entry['value']:.4g}{'' if unit == '1' else f' {unit}'}")
+                break
+        return f"<Results: {', '.join(parts)}>"
 
     def show(self) -> Path | None:
         """Display the page in a notebook, elsewhere write it to a temporary file and open that in a browser.

@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.settings.exit import Rule, Threshold
 from fulldepth.settings.loading import Count, Length, LoadingSettings, Seed
 
 QUALITY = ("judge", "embedder", "prompts", "prefix_tokens", "new_tokens", "top_p")
@@ -66,10 +65,6 @@ class EvaluateSettings(LoadingSettings):
             "gen_kwargs",
             "log_samples",
         ),
-        "Labelled data (--data)": (
-            *("exit_rule", "exit_thresholds", "min_layer", "rounds"),
-            *("split", "skip_bad", "truncate", "corrupt"),
-        ),
         "Generation quality": (
             *("generation_quality", "judge", "embedder", "prompts", "prefix_tokens", "new_tokens", "top_p"),
         ),
@@ -85,7 +80,7 @@ class EvaluateSettings(LoadingSettings):
     tasks scored by log-likelihood, which costs one pass; the whole model for tasks that generate text, which costs a
     run per layer."""
     limit: Count | None = None
-    """Examples of each task, the first ones; of labelled data a uniform seeded sample; None = all."""
+    """Examples of each task, the first ones; None = all."""
     num_fewshot: Shots | None = None
     """Solved examples in every prompt; None = each task's own number."""
     task_data: list[str] | None = None
@@ -110,23 +105,6 @@ class EvaluateSettings(LoadingSettings):
     bootstrap_iters: Annotated[int, Field(ge=0, le=10_000_000)] = 100_000
     """Resamples for standard errors of metrics that are no means (perplexity); exit layers before the last use 1,000 at
     most. 0 = no such standard errors."""
-    exit_rule: Rule = "confidence"
-    """Rule of early exit, as in `fulldepth exit`: confidence, margin, entropy or patience."""
-    exit_thresholds: list[Threshold] | None = None
-    """Comma-separated thresholds: labelled data are also judged with early exit, and timed; None = the full model."""
-    min_layer: Count = 1
-    """First layer after which a sample may leave."""
-    rounds: int = Field(default=9, ge=0, le=10_000)
-    """Timed passes over labelled data with early exit and without, in alternation; 0 = nothing is timed, and
-    fewer than 9 give no verdict."""
-    split: str | None = None
-    """Split of a Hub data set or an image folder."""
-    skip_bad: bool = False
-    """Leave bad data out and count them instead of refusing them, as in `fulldepth measure`."""
-    truncate: bool = False
-    """Cut texts that are longer than the model's positions instead of refusing them."""
-    corrupt: str | None = None
-    """Corrupt the images: gaussian-noise:S, blur:S or contrast:S, with a strength S, as in `fulldepth measure`."""
     generation_quality: str | None = None
     """Text data whose beginnings are continued at exit layers: accuracy, perplexity, coherence and diversity of
     generated text; None = not measured."""
@@ -161,25 +139,10 @@ class EvaluateSettings(LoadingSettings):
         return self.apply_chat_template if self.fewshot_as_multiturn is None else self.fewshot_as_multiturn
 
 
-def check_asked(settings: EvaluateSettings, labelled: bool, other: str | None = None) -> None:
-    """Refuse an evaluation of nothing, and labelled data together with what is asked of language models.
-
-    Args:
-        settings: of the evaluation.
-        labelled: whether there are labelled data.
-        other: an option in use that labelled data do not have.
-    """
-    asked = {"--tasks": settings.tasks, "--generation-quality": settings.generation_quality, other: other}
-    given = [name for name, value in asked.items() if name and value]
-    if not labelled and not settings.tasks and not settings.generation_quality:
-        raise FulldepthError(
-            "Nothing to evaluate: name --tasks, or text data with --generation-quality; or labelled --data for a "
-            "classifier or a detector."
-        )
-    if labelled and given:
-        raise FulldepthError(f"{given[0]} is for language models, and --data for classifiers and detectors.")
-    if not labelled and settings.exit_thresholds:
-        raise FulldepthError("--exit-thresholds are for labelled --data; `fulldepth exit` sweeps language models.")
+def check_asked(settings: EvaluateSettings) -> None:
+    """Refuse an evaluation of nothing."""
+    if not settings.tasks and not settings.generation_quality:
+        raise FulldepthError("Nothing to evaluate: name --tasks, or text data with --generation-quality.")
 
 
 def parse_layers(text: str | None, num_layers: int, default: list[int]) -> list[int]:

@@ -33,7 +33,7 @@ class MeasureSettings(ReadingSettings):
     measures: list[str] | None = None
     """Comma-separated names from displacement, jump_rate, coherence, cosine, cka, norm_ratio, lens_accuracy,
     lens_loss, saturation, effective_depth, nc1, renyi_entropy, separability, spectral_norm, mmd, retrieval_weight,
-    expected_retrieval, stream_mixing, average_precision, detection_loss, detection_agreement; None = all that model
+    expected_retrieval, stream_mixing, average_precision, detection_loss; None = all that model
     and data allow."""
     batch_size: Count = 8
     """Sequences in one forward pass; does not affect results."""
@@ -62,8 +62,8 @@ class MeasureSettings(ReadingSettings):
     """Comma-separated places that the lens reads. residual: the embeddings and the output of every layer;
     attention_output: also the stream between attention and MLP of every layer, in twice the time."""
     grid_samples: int | None = Field(default=None, ge=0, le=1000)
-    """Sequences shown in the lens grid; None = 3, of a classifier 10 and the easiest and hardest ones, of a detector
-    6."""
+    """Sequences shown in the lens grid; None = 3, of a classifier 10 and the easiest and hardest ones; a
+    detector has none."""
     pictures: bool = True
     """Keep thumbnails of the images shown (at most 64 pixels a side) and their file names in the results.
     --no-pictures: results that will be shared hold neither."""

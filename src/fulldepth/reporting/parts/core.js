@@ -3,13 +3,12 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 const onPaper = matchMedia("print");
-const state = { view: DATA.views.length - 1, printing: false, layer: null, stack: "" };
+const state = { printing: false, layer: null, stack: "" };
 
 /** An object's own entry; undefined for names that every object inherits, such as `constructor` and `__proto__`. */
 const own = (object, key) => (Object.hasOwn(object, key) ? object[key] : undefined);
 
 const byId = (id) => document.getElementById(id);
-const view = () => DATA.views[state.view];
 const paper = () => state.printing || onPaper.matches;
 const dark = () => prefersDark.matches && !paper();
 

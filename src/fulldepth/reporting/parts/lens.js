@@ -1,29 +1,23 @@
 // Lens grid: a table of predictions with one tab stop, in which arrow keys move. Of tokens, rows are layers (deepest on
-// top) and columns positions; samples.js and boxes.js have rows of samples and columns of layers.
+// top) and columns positions; samples.js has rows of samples and columns of layers.
 
 const lensState = { model: 0, sample: 0, score: 1 };
 const word = (index) => DATA.words[index];
 const layerNamed = (layer) => (layer ? `Layer ${layer}` : "Embeddings");
 
 function drawLens() {
-  const grids = view().lens;
-  byId("lens").hidden = !DATA.views.some((one) => one.lens.length);
+  const grids = DATA.lens;
+  byId("lens").hidden = !grids.length;
   if (byId("lens").hidden) return;
   const controls = byId("lens-controls");
   controls.replaceChildren();
-  lensState.model = Math.min(lensState.model, Math.max(0, grids.length - 1));
   const grid = grids[lensState.model];
-  const { of } = grid || DATA.views.flatMap((one) => one.lens)[0];
+  const { of } = grid;
   byId("lens-title").textContent = DATA.lens_texts[of].title;
   byId("lens-intro").textContent = DATA.lens_texts[of].intro;
-  byId("lens-key").replaceChildren(...(of === "boxes" ? boxesKey() : lensKey(of)));
-  if (!grid) {
-    byId("lens-box").replaceChildren(el("p", { class: "missing" }, "No lens grid at this step."));
-    return;
-  }
+  byId("lens-key").replaceChildren(...lensKey(of));
   if (grids.length > 1) controls.append(lensPicker("lens-model", "Model", grids.map((one) => one.label), "model"));
   if (of === "samples") fillSamples(grid.samples);
-  else if (of === "boxes") fillBoxes(grid.samples, controls);
   else {
     lensState.sample = Math.min(lensState.sample, grid.samples.length - 1);
     controls.append(lensPicker("lens-sample", "Sample", grid.samples.map((sample) => sample.title), "sample"));

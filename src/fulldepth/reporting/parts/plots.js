@@ -1,7 +1,6 @@
-// Figures: one slot each, with a switch between readings; redrawn when the step, the colours or the paper change.
+// Figures: one slot each, with a switch between readings; redrawn when the colours or the paper change.
 
 const FINE = matchMedia("(pointer: fine)").matches; // a mouse drags to zoom; a finger scrolls the page
-const STEPS = "Training step"; // title of the axis on which the chosen step is marked
 const PRINT_WIDTH = 320; // half of a sheet, A4 or Letter
 const slots = []; // { plots: [{ div, name, alt, box }] }
 let round = 0;
@@ -14,7 +13,7 @@ async function loadPlotly(unpacking) {
     document.head.append(script);
     script.remove();
   } catch {
-    byId("no-figures").textContent = `This browser cannot unpack the figures: they take Chrome 80, Firefox 113 or Safari 16.4. Their numbers are below them; ${DATA.table.where || "results.parquet beside the page holds all rows."}`;
+    byId("no-figures").textContent = `This browser cannot unpack the figures: they take Chrome 80, Firefox 113 or Safari 16.4. Their numbers are below them; ${DATA.where}`;
     byId("no-figures").hidden = false;
     document.documentElement.dataset.ready = "yes";
     return;
@@ -47,22 +46,11 @@ function recoloured(part) {
   return part;
 }
 
-/** Traces and summary of a figure at the chosen step; null where it was not measured there. */
-function current(name) {
-  const base = DATA.figures[name];
-  const change = own(view().patches, name);
-  if (change === undefined) return { data: base.data, alt: base.about.alt };
-  if (change === null) return null;
-  if (change.data) return { data: change.data, alt: change.alt };
-  return { data: base.data.map((trace, index) => ({ ...trace, ...change.patch[index] })), alt: change.alt };
-}
-
 function layoutFor(name, div, data) {
   const base = recoloured(DATA.figures[name].layout);
   const isMap = data.some((trace) => trace.type === "heatmap");
   const width = paper() ? PRINT_WIDTH : div.clientWidth;
   if (width < 400) thinTicks(isMap ? [base.xaxis, base.yaxis] : [base.xaxis]);
-  if (base.xaxis.title?.text === STEPS && view().step != null) base.shapes = [...(base.shapes || []), stepLine()];
   if (base.xaxis.title?.text === "Layer" && !isMap && state.layer && `${name.split(":")[1]} `.startsWith(state.stack ? `${state.stack} ` : "")) base.shapes = [...(base.shapes || []), layerBand()];
   for (const axis of [base.xaxis, base.yaxis]) axis.fixedrange = !FINE;
   noteFirst(base, name, data);
@@ -78,7 +66,7 @@ function layoutFor(name, div, data) {
   };
 }
 
-/** The first layer's value at this step, where it is beyond the scale. */
+/** The first layer's value, where it is beyond the scale. */
 function noteFirst(layout, name, data) {
   const { apart } = DATA.figures[name].about;
   if (!apart) return;
@@ -107,12 +95,6 @@ function thinTicks(axes) {
   }
 }
 
-/** The chosen step in a figure over steps. */
-function stepLine() {
-  const line = recoloured({ color: DATA.template.layout.xaxis.linecolor, width: 1, dash: "dot" });
-  return { type: "line", xref: "x", yref: "paper", x0: view().step, x1: view().step, y0: 0, y1: 1, layer: "below", line };
-}
-
 /** The chosen layer in a figure over layers. */
 function layerBand() {
   return { type: "rect", xref: "x", yref: "paper", x0: state.layer - 0.5, x1: state.layer + 0.5, y0: 0, y1: 1, layer: "below", line: { width: 0 }, fillcolor: recoloured(DATA.template.layout.yaxis.gridcolor) };
@@ -120,14 +102,10 @@ function layerBand() {
 
 function draw(plot) {
   if (!window.Plotly || (!paper() && plot.div.closest("details.more:not([open])"))) return; // drawn when it is opened
-  const now = current(plot.name);
-  plot.div.hidden = !now;
-  plot.missing.hidden = Boolean(now);
-  plot.alt.textContent = now ? plain(now.alt) : "";
-  if (!now) return;
-  const { title } = DATA.figures[plot.name].about;
-  plot.div.setAttribute("aria-label", `${plain(title)}. ${plain(now.alt)}`);
-  Plotly.react(plot.div, recoloured(now.data), layoutFor(plot.name, plot.div, now.data), config(plot.name));
+  const { data, about } = DATA.figures[plot.name];
+  plot.alt.textContent = plain(about.alt);
+  plot.div.setAttribute("aria-label", `${plain(about.title)}. ${plain(about.alt)}`);
+  Plotly.react(plot.div, recoloured(data), layoutFor(plot.name, plot.div, data), config(plot.name));
   if (plot.table.open) fillNumbers(plot);
 }
 
@@ -159,7 +137,7 @@ function drawAtOnce() {
 
 /** The same numbers as a table, for those who would rather read than look. */
 function fillNumbers(plot) {
-  const traces = current(plot.name).data.filter((trace) => (trace.y || []).length && trace.hoverinfo !== "skip");
+  const traces = DATA.figures[plot.name].data.filter((trace) => (trace.y || []).length && trace.hoverinfo !== "skip");
   const matrix = traces.length === 1 && traces[0].z;
   const across = matrix ? traces[0].x : traces.map((trace) => plain(trace.name || "Value"));
   const down = matrix ? traces[0].y : [...new Set(traces.flatMap((trace) => trace.x))];
@@ -174,9 +152,8 @@ function fillNumbers(plot) {
 function makePlot(name) {
   const div = el("div", { class: "plot", role: "img", "data-figure": name });
   const alt = el("p", { class: "alt" });
-  const missing = el("p", { class: "missing", hidden: true }, "Not measured at this step.");
   const table = el("details", { class: "as-table" }, el("summary", {}, "Numbers"), el("div", { tabindex: "0", role: "region", "aria-label": "Numbers of the figure" }));
-  const plot = { div, name, alt, missing, table };
+  const plot = { div, name, alt, table };
   table.addEventListener("toggle", () => table.open && fillNumbers(plot));
   return plot;
 }
@@ -189,7 +166,7 @@ function makeSlot(names, number) {
   const caption = el("figcaption", {}, heading, below);
   if (beside) {
     const plots = names.map(makePlot);
-    const boxes = plots.map((plot) => el("div", {}, el("h4", {}, isolated(plain(DATA.figures[plot.name].about.variant))), plot.div, plot.missing, plot.alt, plot.table));
+    const boxes = plots.map((plot) => el("div", {}, el("h4", {}, isolated(plain(DATA.figures[plot.name].about.variant))), plot.div, plot.alt, plot.table));
     slots.push({ plots });
     return el("figure", { class: "several" }, caption, el("div", { class: "beside" }, ...boxes));
   }
@@ -210,7 +187,7 @@ function makeSlot(names, number) {
     for (const select of switcher.querySelectorAll("select")) select.selectedIndex = index;
     choose(index);
   };
-  const box = el("div", {}, plot.div, plot.missing, plot.alt, plot.table);
+  const box = el("div", {}, plot.div, plot.alt, plot.table);
   if (names.length === 1 && choices[0] !== "Default") below.append(` · ${choices[0]}`);
   return el("figure", {}, caption, switcher, box);
 }

@@ -1,7 +1,7 @@
 // The opening paragraph, and the strip of layers: one column a layer, with its numbers; a click leads to the figure.
 
 function drawStory() {
-  const told = view().story;
+  const told = DATA.story;
   byId("story").hidden = !told;
   if (!told) return;
   const { next } = told;
@@ -10,7 +10,7 @@ function drawStory() {
 }
 
 function drawProfile() {
-  const strips = view().profiles;
+  const strips = DATA.profiles;
   byId("profile").hidden = !strips.length;
   if (!strips.length) return;
   byId("profile-box").replaceChildren(...strips.flatMap(makeProfile));
