@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exit import plain
-from fulldepth.early_exit import Readings, Exit, calibrated, candidates, outcome, splits
+from fulldepth.early_exit import Exit, Readings, calibrated, candidates, outcome, splits
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import certainty, theoretical_speedup
 

@@ -212,7 +212,7 @@ def test_nothing_is_advised_of_a_model_at_chance(labelled, texts):
     [(name, finding)] = results.headline.items()
     assert name == "accuracy"
     assert finding["sentence"].endswith("nothing is advised.")
-    told = payload(results)["views"][0]["story"]
+    told = payload(results)["story"]
     assert told == {"sentences": [finding["sentence"]], "next": None}
     options = {"sequence_length": 8, "tokenizer": tokenizer(), "thresholds": [0.5], "prompts": 0}
     language = exit.sweep(tiny_models.build("llama"), texts, **options)
@@ -235,7 +235,7 @@ def test_the_full_accuracy_and_chance_are_those_of_the_reported_part(labelled):
 def test_what_cannot_leave_early_is_refused(labelled, texts):
     with pytest.raises(FulldepthError, match="has no labels, and BertForSequenceClassification predicts classes"):
         exit.sweep(tiny_models.build("bert-classifier"), texts, tokenizer=tokenizer())
-    with pytest.raises(FulldepthError, match="predicts neither tokens nor a class nor objects"):
+    with pytest.raises(FulldepthError, match="predicts neither tokens nor a class"):
         exit.sweep(tiny_models.build("bert-bare"), texts, tokenizer=tokenizer())
     with pytest.raises(FulldepthError, match="min_layer is 4, but the model has 3 layers"):
         exit.sweep(tiny_models.build("llama"), texts, tokenizer=tokenizer(), min_layer=4)

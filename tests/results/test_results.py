@@ -96,7 +96,7 @@ def test_numbers_that_json_lacks_are_refused_before_anything_is_written(results:
 
 def test_a_file_where_the_folder_should_be(results: Results, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine", encoding="utf-8")
-    with pytest.raises(FulldepthError, match="Cannot write into"):
+    with pytest.raises(FulldepthError, match=r"Cannot write .*out: File exists"):
         results.save(tmp_path / "out", page=False)
     assert (tmp_path / "out").read_text(encoding="utf-8") == "mine"
 
