@@ -95,7 +95,7 @@ def test_same_again_has_nothing_to_do(output, run_folder, text_file):
 
 def test_goes_on_after_an_interruption(output, run_folder, text_file):
     whole = Results.load(output)
-    for name in ("results.json", "results.parquet"):
+    for name in ("results.json", "results.parquet", "report.html"):
         (output / name).unlink()
     shutil.rmtree(output / "steps" / "checkpoint-20")
     before = times(output)

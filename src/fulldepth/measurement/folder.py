@@ -13,7 +13,7 @@ from fulldepth.measurement.fingerprint import contents, digest, fingerprints
 from fulldepth.measurement.run import measure_with
 from fulldepth.measurement.series import STEPS, Point, extends, measure_series, series_points
 from fulldepth.progress import Watcher
-from fulldepth.results import DOCUMENT, Results, TableMismatchError, check_free
+from fulldepth.results import DOCUMENT, PAGE, Results, TableMismatchError, check_free
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.subjects import read_source
 
@@ -60,7 +60,7 @@ def measure_into(
         if process.first(lambda: _is_there(folder, print_of_run, points, overwrite, watcher)):
             watcher.say(f"{folder} already holds this measurement; nothing to do.")
             results = Results.load(folder)
-            if process.is_main:
+            if process.is_main and not (folder / PAGE).exists():  # interrupted before it was written
                 results.save_page(folder)
             process.wait()
             return results
