@@ -288,26 +288,6 @@ def image_classifier(layers: int = 6, names: tuple[str, ...] = ("cat", "dog", "f
     return results
 
 
-def detector(layers: int = 3, names: tuple[str, ...] = ("circle", "square")) -> Results:
-    """A detector: two images with two queries, one of which moves towards an object."""
-    rows = displacement_rows(layers, 0.1) + pair_rows(layers, 0.1)
-    document = meta("detr-tiny", layers, 0.1)
-    document["model"] = {**model("detr-tiny", layers, "detection"), "class": "DetrForObjectDetection"}
-    images = []
-    for number, size in enumerate(((64, 64), (200, 50))):
-        boxes: list[Any] = [[None, None]]
-        cells: list[Any] = [[[None, None], [None, None]]]
-        for layer in range(1, layers + 1):
-            boxes.append([[0.1, 0.1, 0.4, 0.5, layer / layers], [0.5, 0.5, 1.0, 1.0, 0.1]])
-            cells.append([[names[0], 0.32 + 0.2 * layer], [names[1], 0.35]])
-        images.append({
-            "title": f"Image {number + 1}", "size": list(size), "picture": None if number else picture(64, "blue"),
-            "tokens": ["query 0", "query 1"], "targets": ["", ""], "saturation": [1, 1], "grid": cells,
-            "boxes": boxes, "objects": [[names[0], 0.1, 0.1, 0.4, 0.5]],
-        })  # fmt: skip
-    return Results(tabulate(rows), document | {"lens_grid": {"of": "boxes", "samples": images}})
-
-
 def two_towers(image: int = 4, text: int = 6) -> Results:
     """A model of images and texts, each with its stack of layers."""
     tables = []

@@ -1,4 +1,4 @@
-"""Lens grids of classifiers and detectors, against transformers' own hidden states, heads and files."""
+"""Lens grids of classifiers, against transformers' own hidden states, heads and files."""
 
 from __future__ import annotations
 
@@ -112,38 +112,6 @@ def test_a_text_classifier_shows_its_texts(checkpoint, ragged_tsv, ragged_texts)
         assert sample["picture"] is None
         assert sample["tokens"][0].casefold()[:8] in texts
         assert len(sample["grid"]) == 4
-
-
-def test_boxes_of_a_detector(checkpoint):
-    folder = checkpoint("detr")
-    model = tf.DetrForObjectDetection.from_pretrained(folder).eval()
-    name = "shapes:32x9/validation"
-    results = measure(folder, name, measures=["detection_loss"], batch_size=2, grid_samples=4)
-    samples = results.meta["lens_grid"]["samples"]
-    assert results.meta["lens_grid"]["of"] == "boxes"
-    assert len(samples) == 4
-    source = open_source(name)
-    processor = load_processor(str(folder), model.config, revision=None, trust_remote_code=False)
-    for sample in samples:
-        record = source.records[int(sample["title"].removeprefix("Image ")) - 1]
-        assert sample["size"] == [32, 32]
-        assert sample["picture"] == thumbnail(record.image())
-        for (label, *edges), index, (x, y, w, h) in zip(
-            sample["objects"], record.objects.classes, record.objects.boxes, strict=True
-        ):
-            assert label == source.class_names[index]
-            np.testing.assert_allclose(edges, np.array([x, y, x + w, y + h]) / 32, atol=1e-4)
-        inputs = processor(images=[record.image()], return_tensors="pt")
-        with torch.no_grad():
-            output = model(pixel_values=inputs["pixel_values"])
-        scores = output.logits[0].softmax(-1)[:, :-1]
-        queries = [int(token.removeprefix("query ")) for token in sample["tokens"]]
-        assert [score for _, score in sample["grid"][-1]] == pytest.approx(scores[queries].amax(-1).tolist(), abs=1e-4)
-        cx, cy, w, h = output.pred_boxes[0][queries].unbind(-1)
-        corners = torch.stack([cx - w / 2, cy - h / 2, cx + w / 2, cy + h / 2], -1).clamp(0, 1)
-        np.testing.assert_allclose([box[:4] for box in sample["boxes"][-1]], corners.numpy(), atol=2e-4)
-        assert all(0 <= box[4] <= 1 for row in sample["boxes"][1:] for box in row)
-        assert all(box is None for box in sample["boxes"][0])
 
 
 def test_probes_through_the_command_are_those_of_scikit_learn(main, tmp_path):
