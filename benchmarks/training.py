@@ -5,7 +5,7 @@
     python benchmarks/training.py --only jreg,lime --sizes 12x768 --batch 4 --threads 2
     python benchmarks/training.py --device cuda --autocast --batch 16 --length 1024
 
-Prints the tables of the README. Goals are for 12 x 256 and 12 x 768; figures at other sizes stand alone.
+Prints the tables behind `docs/log.md`. Goals are for 12 x 256 and 12 x 768; figures at other sizes stand alone.
 """
 
 from __future__ import annotations
