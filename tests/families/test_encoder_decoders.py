@@ -52,7 +52,7 @@ def test_the_decoders_last_layer_is_the_stock_model(name: str) -> None:
 def test_a_classifier_of_two_stacks_names_a_way_that_works(model_type: str) -> None:
     model = zoo.build(model_type, "text-classification", num_labels=3)
     rows = [{"text": row["input"], "label": index} for index, row in enumerate(ROWS)]
-    with pytest.raises(FulldepthError, match="--tower encoder reads its encoder"):
+    with pytest.raises(FulldepthError, match="The tower encoder alone can be read"):
         fulldepth.measure(model, rows, tokenizer=word_tokenizer())
     results = fulldepth.measure(model, rows, tokenizer=word_tokenizer(), tower="encoder", measures=["displacement"])
     assert results.meta["model"]["num_layers"] == 3

@@ -371,7 +371,7 @@ def test_hostile_text_stays_text(visit, tmp_path):
     Results(results.table, meta).save(tmp_path / "bench")
     folders.search().save(tmp_path / "out")
     opened = visit(write_together([tmp_path / "bench", tmp_path / "out"], tmp_path))
-    assert opened.locator("script").count() == 4
+    assert opened.locator("script").count() == 3
     assert opened.locator("main img").count() == 0
     assert opened.locator("h1").inner_text() == "runs/llama-12x256"
     assert HOSTILE[0] in opened.locator("#cards .verdict-table").inner_text()

@@ -104,9 +104,9 @@ def _with(folder: Path, **values: Any) -> Path:
 
 
 def test_the_hash_of_conversations_is_of_what_is_read() -> None:
-    rows = [{"input_ids": [1, 2, n], "completion_mask": [0, 1, 1], "text": "a"} for n in range(5)]
+    rows = [{"input_ids": [1, 2, n], "labels": [-100, 2, n], "text": "a"} for n in range(5)]
     first, again = Dataset.from_list(rows), Dataset.from_list([{**row, "text": "b"} for row in rows])
     assert rows_hash(first) == rows_hash(again) == rows_hash(Dataset.from_list(rows[:2] + rows[2:]))
-    others = [rows[::-1], rows[:4], [{**rows[0], "completion_mask": [1, 1, 1]}, *rows[1:]]]
+    others = [rows[::-1], rows[:4], [{**rows[0], "labels": [1, 2, 0]}, *rows[1:]]]
     assert len({rows_hash(Dataset.from_list(other)) for other in (rows, *others)}) == 4
     assert rows_hash(first, first.select([0])) != rows_hash(first.select([0]), first)

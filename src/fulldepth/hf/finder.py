@@ -138,7 +138,7 @@ def refuse_other_inputs(model: PreTrainedModel) -> None:
     if getattr(model.config, "is_encoder_decoder", False) and name.endswith("ForSequenceClassification"):
         raise FulldepthError(
             f"{name} is an encoder-decoder that classifies: both stacks read the text, and the head the decoder's last "
-            "state. Its layers are no layers of one classifier; The tower encoder alone can be read."
+            "state. Its layers are no layers of one classifier. The tower encoder alone can be read."
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise FulldepthError(

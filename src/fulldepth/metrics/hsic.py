@@ -14,6 +14,8 @@ LOUD = 100.0
 """Squared norm, over the median's, from which a token counts as an outlier when features are centred."""
 PART = 128
 """Tokens that are converted to float64 at a time."""
+TOGETHER = 4
+"""Groups whose row sums are held at a time."""
 CANCELS = 1e-2
 """In float32 a layer's HSIC with itself must be at least this fraction of the terms whose difference it is."""
 
@@ -144,10 +146,9 @@ def _estimates(features: Sequence[Tensor] | Tensor, runs: Tensor, groups: int) -
     """
     layers = [_layer(layer) for layer in features]
     products = _products(layers, runs.tolist(), groups)
-    sums = torch.stack([_row_sums(layer.features, runs, groups) for layer in layers])  # [S, N, 2, G]
     first = int((runs < groups).sum())
-    rest = _assemble(products[1], layers, sums[:, first:, 1], runs % groups, first)
-    return (_assemble(products[0], layers, sums.sum(2), runs % groups, 0) if first else rest), rest
+    rest = _assemble(products[1], layers, runs % groups, first)
+    return (_assemble(products[0], layers, runs % groups, 0) if first else rest), rest
 
 
 def _layer(x: Tensor) -> Layer:
@@ -229,21 +230,13 @@ def _products(layers: Sequence[Layer], runs: list[int], groups: int) -> Tensor:
     return total
 
 
-def _assemble(products: Tensor, layers: Sequence[Layer], sums: Tensor, group: Tensor, first: int) -> Estimates:
-    """The estimates without the `first` tokens.
-
-    Args:
-        products: `[2, G, S, S]`, see `_products`.
-        layers: of which the Gram matrices are made.
-        sums: `[S, n, G]`, see `_row_sums`.
-        group: `[N]` the group of each token.
-        first: number of tokens to leave out.
-    """
+def _assemble(products: Tensor, layers: Sequence[Layer], group: Tensor, first: int) -> Estimates:
+    """The estimates without the `first` tokens, from the products `[2, G, S, S]` and the group of each token `[N]`."""
     squares = torch.stack([layer.squares[first:] for layer in layers])  # [S, n]
     member = torch.nn.functional.one_hot(group[first:], products.shape[1]).double()  # [n, G]
     samples = squares.new_tensor(squares.shape[1])
     scale = torch.stack([layer.scale for layer in layers])
-    whole = sums.sum(2)  # [S, n]
+    whole = _row_sums(layers, first, torch.ones_like(member[:, :1]))[..., 0]  # [S, n]
     row_sums = whole - squares
 
     def scaled(hsic: Hsic) -> Hsic:
@@ -251,10 +244,12 @@ def _assemble(products: Tensor, layers: Sequence[Layer], sums: Tensor, group: Te
 
     total = products[0].sum(0)
     without = []
-    for number, in_group in enumerate(sums.unbind(2)):
-        rest = (row_sums - in_group) * (1 - member[:, number])
-        left = total - 2 * products[0, number] + products[1, number]
-        without.append(unbiased(Sums(samples - member[:, number].sum(), left, rest @ rest.T, rest.sum(1))))
+    for start in range(0, member.shape[1], TOGETHER):
+        some = member[:, start : start + TOGETHER]
+        for number, in_group in enumerate(_row_sums(layers, first, some).unbind(2), start):
+            rest = (row_sums - in_group) * (1 - member[:, number])
+            left = total - 2 * products[0, number] + products[1, number]
+            without.append(unbiased(Sums(samples - member[:, number].sum(), left, rest @ rest.T, rest.sum(1))))
     return Estimates(
         int(samples),
         scaled(unbiased(Sums(samples, total, row_sums @ row_sums.T, row_sums.sum(1)))),
@@ -263,10 +258,11 @@ def _assemble(products: Tensor, layers: Sequence[Layer], sums: Tensor, group: Te
     )
 
 
-def _row_sums(features: Tensor, runs: Tensor, groups: int) -> Tensor:
-    """[N, 2, G] float64: sums of a Gram matrix's rows over the first tokens and over the later tokens of each group."""
-    parts, of = features.split(PART), runs.split(PART)
-    sums = features.new_zeros(2 * groups, features.shape[1], dtype=torch.float64)
-    for part, run in zip(parts, of, strict=True):
-        sums.index_add_(0, run, part.double())
-    return torch.cat([part.double() @ sums.T for part in parts]).unflatten(1, (2, groups))
+def _row_sums(layers: Sequence[Layer], first: int, member: Tensor) -> Tensor:
+    """[S, n, G] float64: sums of the Gram matrices' rows over the tokens of each group `[n, G]`."""
+    result = []
+    for layer in layers:
+        parts = layer.features[first:].split(PART)
+        sums = sum(part.double().T @ some for part, some in zip(parts, member.split(PART), strict=True))  # [D, G]
+        result.append(torch.cat([part.double() @ sums for part in parts]))
+    return torch.stack(result)

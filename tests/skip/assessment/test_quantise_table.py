@@ -10,8 +10,7 @@ import pytest
 from scipy import stats
 
 from fulldepth.results import Finding
-from fulldepth.skip.assessment.quantise_table import FIRST, ORIGINAL, SECOND, Combination, _order, _time
-from fulldepth.uncertainty import median_ratio
+from fulldepth.skip.assessment.quantise_table import FIRST, ORIGINAL, SECOND, Combination, _order
 
 
 def verdict(gap: np.ndarray, tokens: np.ndarray, documents: np.ndarray) -> Finding:
@@ -64,10 +63,3 @@ def test_two_documents_give_no_verdict() -> None:
     found = verdict(gap, tokens, documents)
     assert str(found.sentence).startswith("No verdict from 2 held-out documents on the difference between the orders: ")
     assert (found.standard_error, found.no_standard_error) == (None, "2 held-out documents")
-
-
-def test_times_are_compared_over_nine_rounds_or_not_at_all() -> None:
-    fast, slow = [0.8, 0.79, 0.81] * 3, [1.0] * 9
-    assert _time(median_ratio(fast, slow)) == "20% less time"
-    assert _time(median_ratio(fast[:8], slow[:8])) == "no measurable difference in time"
-    assert _time(median_ratio([0.9, 1.1, 1.0] * 3, slow)) == "no measurable difference in time"
