@@ -35,16 +35,21 @@ def lambada(source: Path, folder: Path) -> str:
     texts = [{"text": row["text"] if "text" in row else row["context"] + row["target"]} for row in rows]
     target = folder / "lambada.jsonl"
     target.write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
-    return str(target)
+    return str(target.resolve())
 
 
 def measure(model: str, data: str, text: str, output: Path) -> None:
-    """Run `fulldepth measure` in a process of its own unless its results are there."""
+    """Run `fulldepth measure` in a process of its own unless its results are there.
+
+    A file is measured from its own folder, so that the stored results name it without the folders of this machine.
+    """
     if (output / "results.json").exists():
         return
-    arguments = ["measure", model, "--data", data, *MEASURE[text], "--output", str(output)]
+    where = Path(model).resolve().parent if Path(model).is_file() else None
+    name = model if where is None else Path(model).name
+    arguments = ["measure", name, "--data", data, *MEASURE[text], "--output", str(output.resolve())]
     print("fulldepth", shlex.join(arguments), flush=True)
-    subprocess.run([sys.executable, "-m", "fulldepth", *arguments], check=True)
+    subprocess.run([sys.executable, "-m", "fulldepth", *arguments], check=True, cwd=where)
 
 
 def store(name: str, text: str, output: Path) -> None:

@@ -39,6 +39,7 @@ class Measured:
     def __init__(self, name: str) -> None:
         folder = DOCS / "gallery" / name
         self.meta = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        assert not Path(self.meta["model"]["name"]).is_absolute()  # of the machine that measured it
         self.table = pd.read_parquet(folder / "results.parquet")
         self.layers = self.meta["model"]["num_layers"]
         self.psi, self.error = (self.of("displacement", name) for name in ("mean", "standard_error"))
