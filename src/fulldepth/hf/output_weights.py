@@ -238,25 +238,34 @@ def _find(branch: nn.Module, call: _Call, where: str) -> tuple[tuple[str, ...], 
     groups: dict[str, list[str]] = {}
     order = _order(branch, call)
     generator = torch.Generator().manual_seed(0)
-    values = {
-        name: (PROBE * torch.randn(own.shape, generator=generator)).to(own) for name, own in branch.named_parameters()
-    }
     stream = first_input(*call)
     stream = torch.randn(stream.shape, generator=generator).to(stream)
     call = ((stream, *call[0][1:]), call[1]) if call[0] else (call[0], call[1] | {"hidden_states": stream})
     for name in sorted((name for name, _ in branch.named_parameters()), key=lambda n: order[n.rpartition(".")[0]]):
         groups.setdefault(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name), []).append(name)
+
+    def put(values: dict[str, Tensor], names: Iterable[str], offset: float | None) -> None:
+        """Give parameters zeros, or random values for None. One value of each is held at a time, to save memory."""
+        for name in names:
+            own = branch.get_parameter(name)
+            values.pop(name, None)
+            if offset is None:
+                values[name] = torch.randn(own.shape, generator=generator).mul_(PROBE).to(own)
+            else:
+                values[name] = torch.full_like(own, -offset)
+
     for offset in OFFSETS:
-        zeros = {
-            pattern: {name: torch.full_like(branch.get_parameter(name), -offset) for name in names}
-            for pattern, names in groups.items()
-        }
-        if _gives_zero(branch, values, zeros, call):
-            for pattern in list(zeros):
-                fewer = {other: these for other, these in zeros.items() if other != pattern}
-                if _gives_zero(branch, values, fewer, call):
-                    zeros = fewer
-            return tuple(name for these in zeros.values() for name in these), offset
+        values: dict[str, Tensor] = {}
+        put(values, (name for names in groups.values() for name in names), offset)
+        if not _gives_zero(branch, values, call):
+            continue
+        needed = []
+        for names in groups.values():
+            put(values, names, None)
+            if not _gives_zero(branch, values, call):
+                put(values, names, offset)
+                needed += names
+        return tuple(needed), offset
     raise FulldepthError(
         f"No weights make {where} add nothing, so it cannot be removed by zeros: its weights are quantised, or its "
         "output is not linear in any of them."
@@ -280,13 +289,10 @@ def _order(branch: nn.Module, call: _Call) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _gives_zero(
-    branch: nn.Module, values: Mapping[str, Tensor], zeros: Mapping[str, Mapping[str, Tensor]], call: _Call
-) -> bool:
-    """Whether a branch gives exactly 0 with these values of its parameters, some of them zeros."""
-    changed = {name: value for group in zeros.values() for name, value in group.items()}
+def _gives_zero(branch: nn.Module, values: Mapping[str, Tensor], call: _Call) -> bool:
+    """Whether a branch gives exactly 0 with these values of its parameters."""
     args, kwargs = call
-    return not bool(_tensor(functional_call(branch, {**values, **changed}, args, kwargs)).any())
+    return not bool(_tensor(functional_call(branch, dict(values), args, kwargs)).any())
 
 
 def _tensor(output: Any) -> Tensor:

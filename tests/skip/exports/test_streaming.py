@@ -61,7 +61,7 @@ def test_an_export_holds_one_file_of_weights_beside_the_model(format, tmp_path):
     shard = size // 8
     with AllocationTracker([*model.parameters(), *model.buffers()]) as tracker:
         export(plan, model, format, tmp_path / "out", shard_size=shard)
-    assert tracker.peak <= 1.1 * shard  # the probe of a branch holds copies of its last weights
+    assert tracker.peak <= shard
     assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")) > 0.8 * size
 
 
