@@ -138,7 +138,7 @@ NONSENSE = [
     ("blocks", [3, 1, 2], "losses has 3 numbers for 3 blocks; expected 4"),
     ("blocks", [3, 2], "scalars of layer 1: got b_mlp, s_mlp, expected b_att, s_att, b_mlp, s_mlp"),
     ("blocks", [3, 9], "scalars of layer 1: got"),
-    ("blocks", 3, "losses has 3 numbers for 1 blocks"),
+    ("blocks", 3, "blocks: got 3 (integer), expected a list"),
     ("losses", [2.0, 2.1], "losses has 2 numbers for 2 blocks; expected 3"),
     ("losses.1", math.nan, "losses.1: got NaN (number), expected a finite number"),
     ("losses.1", math.inf, "losses.1: got Infinity (number), expected a finite number"),

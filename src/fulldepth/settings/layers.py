@@ -65,15 +65,16 @@ class Settings(pydantic.BaseModel):
 S = TypeVar("S", bound=pydantic.BaseModel)
 
 
-def layer(model: type[S], *sources: Mapping[str, Any]) -> S:
+def layer(model: type[S], *sources: Mapping[str, Any], lists_of_one: bool = True) -> S:
     """Settings from several sources; a later source overrides an earlier one, key by key, also inside mappings.
 
     A source that changes a setting drops what earlier sources say about its former value (`described_by`). Values are
-    validated strictly, as JSON types: 1 is a number, `true` and "1" are not. A single value of a list is a list of one.
+    validated strictly, as JSON types: 1 is a number, `true` and "1" are not.
 
     Args:
         model: the settings class, which defines the defaults.
         sources: nested mappings of plain values (`read`, `assignments`, or keyword arguments).
+        lists_of_one: read a single value of a list as a list of one; False for a file that a program wrote.
 
     Raises:
         FulldepthError: one line for each unknown key, missing value and wrong type.
@@ -82,7 +83,7 @@ def layer(model: type[S], *sources: Mapping[str, Any]) -> S:
     try:
         for source in sources:
             merged = merge(merged, source, model)
-        merged = _with_lists(model, merged)
+        merged = _with_lists(model, merged) if lists_of_one else merged
         document = json.dumps(merged, default=os.fspath)
     except (TypeError, ValueError, RecursionError) as error:
         reason = one_line(error)

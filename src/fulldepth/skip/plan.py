@@ -186,7 +186,7 @@ class Plan(Settings):
                 f"{where} has schema version {one_line(repr(version), 60)}, this fulldepth reads {SCHEMA_VERSION}."
             )
         try:
-            return layer(cls, document)
+            return layer(cls, document, lists_of_one=False)
         except FulldepthError as error:
             _, broken, why = str(error).partition("Invalid JSON: ")  # half a surrogate pair, or nested too deeply
             lines = [f"It is not JSON: {why}"] if broken else str(error).splitlines()

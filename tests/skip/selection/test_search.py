@@ -318,6 +318,7 @@ def test_the_model_is_whole_after_a_search_that_breaks_off(model, tmp_path):
         ({"blocks": 2, "given": [1, 2]}, "use both"),
         ({"search": "given", "given": [3, 3]}, "name 3 twice"),
         ({"search": "given", "given": [6]}, "There is no layer 6"),
+        ({"search": "given", "given": "three"}, 'given.0: got "three"'),
         ({"blocks": 2, "budget": "soon"}, "The budget is 'soon'"),
         ({"blocks": 2, "confidence": 1.0}, "confidence: got 1"),
         ({"blocks": 2, "chunk": 4}, "Unknown setting 'chunk'. Did you mean 'chunks'"),
