@@ -9,8 +9,10 @@ import pytest
 
 from golden import tables
 
-TOLERANCE = {"train": 1e-3, "search": 1e-5, "measure": 1e-6}
-"""Relative, for machines that round otherwise: models run in float32; all else is float64."""
+TOLERANCE = {"measure": 1e-7, "train": 1e-3, "search": 1e-5}
+"""Relative, for machines that round otherwise: some attention has a softmax in float32, and training amplifies it."""
+REORDERED = {"cka": 1e-11}
+"""Measure whose sums are added in another order than when the tables were made, also on the same machine."""
 
 
 def close(found: Any, expected: Any, tolerance: float) -> bool:
@@ -27,6 +29,6 @@ def test_numbers_are_those_of_before(name: str) -> None:
     rows = tables.MAKERS[name]()
     assert rows.keys() == stored["rows"].keys()
     same = stored["machine"] == tables.machine()
-    tolerance = 0.0 if same else TOLERANCE.get(name.split("-")[0], 1e-9)
     for row, values in rows.items():
+        tolerance = REORDERED.get(row.split()[0], 0.0) if same else TOLERANCE[name.split("-")[0]]
         assert close(json.loads(json.dumps(values)), stored["rows"][row], tolerance), row

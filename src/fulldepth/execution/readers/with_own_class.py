@@ -11,6 +11,7 @@ object with the class and 0, for the error of a cache, which is not tried.
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,7 @@ sys.modules["fulldepth"] = None  # type: ignore[assignment]  # an export must lo
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-
-def read_companions(folder: str, carried: bool) -> None:
-    """Load the tokenizer and the image processor of the folder, and encode a text; those with code need `carried`."""
-    files = {file.name: file for file in Path(folder).glob("*.json")}
-    asked = {name: carried or b'"auto_map"' not in file.read_bytes() for name, file in files.items()}
-    if asked.get("tokenizer_config.json", "tokenizer.json" in files):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=carried)
-        tokenizer("A text.")
-    if asked.get("preprocessor_config.json"):
-        transformers.AutoImageProcessor.from_pretrained(folder, trust_remote_code=carried)
+read_companions = runpy.run_path(str(Path(__file__).with_name("with_transformers.py")))["read_companions"]
 
 
 @torch.no_grad()
