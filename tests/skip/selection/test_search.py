@@ -18,7 +18,7 @@ from fulldepth.progress import Watcher
 from fulldepth.skip import export
 from fulldepth.skip.assessment.bench import bench
 from fulldepth.skip.assessment.curve import curve
-from fulldepth.skip.assessment.outcome_headline import _added
+from fulldepth.skip.assessment.outcome import loss_added
 from fulldepth.skip.selection.search import estimate, search
 from fulldepth.skip.summary import lines
 from skip import plain
@@ -161,7 +161,7 @@ def test_no_round_ends_before_the_data_decide_unless_a_budget_was_given(model, s
         assert words == f"round {number}: stopped by budget after {scored} of 96 sequences"
         assert any(words.split(": ")[1] in line for line in said)
         assert ("budget", *words.split(": ")) in lines(capped)
-        assert words in _added(capped, 5).sentence
+        assert words in loss_added(capped, 5).sentence
 
 
 def test_a_budget_is_kept(model):
