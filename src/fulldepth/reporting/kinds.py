@@ -25,7 +25,7 @@ from fulldepth.figures.record import (
     Source,
 )
 from fulldepth.figures.skip_results import TOGETHER
-from fulldepth.reporting import evaluated, exits, generated, measured, skipping, skipping_tables, training
+from fulldepth.reporting import evaluated, exits, generated, measured, skipping, training
 from fulldepth.reporting.findings import Shown
 from fulldepth.reporting.lens import OF_GENERATION as LENS_OF_GENERATION
 from fulldepth.reporting.lens import LensTexts
@@ -65,8 +65,6 @@ class PageKind:
     in_words: str = "The table in words"
     """Title of the folded sentences."""
     sections: Sequence[Section] = OF_MODELS
-    lead: int | None = None
-    """Maximum number of opening sentences; None = no limit."""
     lens: LensTexts = field(default_factory=LensTexts)
     """Texts around a lens grid of tokens."""
     opening: Callable[[Source], dict[str, Any] | None] = lambda _: None
@@ -79,14 +77,13 @@ def _skip(name: str) -> PageKind:
         skipping.byline,
         skipping.about,
         skipping.findings,
-        skipping.title,
-        skipping_tables.side_by_side,
+        lambda source: measured.title({"model": skipping.model(source)}),
+        skipping.side_by_side,
         skipping.tables,
         skipping.warnings,
-        skipping.left_out,
-        in_words="More in words",
+        opening=skipping.opening,
+        in_words="The findings in words",
         sections=OF_SKIPPING,
-        lead=6,
     )
 
 
@@ -127,7 +124,7 @@ PAGES = {
         about_title="What was trained",
         sections=OF_TRAINING,
     ),
-    "skip": _skip("Blocks that went"),
+    "skip": _skip("Removed blocks"),
     "curve": _skip("Removal curve"),
     "bench": _skip("Benchmark of exports"),
     "quantise": _skip("Skipping and quantisation"),

@@ -64,7 +64,7 @@ def payload(results: Results, where: str = "") -> dict[str, Any]:
 def _view(page: PageKind, entry: Mapping[str, Any], source: Source, vocabulary: lens.Vocabulary) -> dict[str, Any]:
     """Verdict and lens grids of the last checkpoint (its `entry`) or of the whole document."""
     findings = page.findings(entry, source)
-    first, more = sentences(findings, page.lead)
+    first, more = sentences(findings)
     models = entry.get("models") or [{"label": "", "lens_grid": entry.get("lens_grid")}]
     grids = [
         {
