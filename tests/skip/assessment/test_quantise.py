@@ -43,6 +43,11 @@ TIMES = {"context": 12, "new_tokens": 2, "repeats": 2}
 CORNERS = ["original", "skipped", "quantised", "quantised, then skipped", "skipped, then quantised"]
 
 
+def means(table):
+    """The rows of mean losses, by model."""
+    return table[(table.measure == "loss") & (table.statistic == "mean")].set_index("model")
+
+
 @torch.no_grad()
 def rounded(model):
     """A float64 copy, each output channel of each matrix in the blocks `s round(w / s)`, 256 steps from -128 to 127.
@@ -150,7 +155,7 @@ def test_the_order_matters_where_quantisation_changes_what_blocks_are_worth(tmp_
     plan = search(model, examples, 1, search="exact", fit=False)
     assert plan.blocks != [dear]
     results = quantise(model, plan, examples, output=tmp_path / "out", **TIMES)
-    rows = results.table[results.table.measure == "loss"].set_index("model")
+    rows = means(results.table)
     coarse = rounded(model)
     expected = {
         "original": plain.loss(model, examples.heldout, (), "attention"),
@@ -176,7 +181,7 @@ def test_one_table_with_every_corner(tmp_path) -> None:
     table = results.table
     assert list(table.columns) == [*COLUMNS, "model", "batch", "context"]
     assert list(table.model.unique()) == CORNERS
-    loss = table[table.measure == "loss"].set_index("model").value
+    loss = means(table).value
     healed = [planned.scaled(one, plan) for one in (model, rounded(model))]
     assert loss["skipped"] == pytest.approx(plain.loss(healed[0], EXAMPLES.heldout, (), "attention"), rel=1e-5)
     assert loss["skipped, then quantised"] == pytest.approx(
@@ -328,7 +333,7 @@ def test_what_is_saved_is_what_was_measured(tmp_path) -> None:
     assert {path.name for path in (tmp_path / "kept").iterdir()} == {path.name for path in folders}
     unlike = stock_logits(folders[0], ids) - stock_logits(folders[1], ids)
     assert unlike.abs().max() > 1e-3
-    table = results.table[results.table.measure == "loss"].set_index("model").value
+    table = means(results.table).value
     again = AutoModelForCausalLM.from_pretrained(folders[1]).eval()
     assert plain.loss(again, EXAMPLES.heldout, (), "attention") == pytest.approx(table[CORNERS[4]], rel=1e-4)
 
