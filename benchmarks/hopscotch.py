@@ -20,6 +20,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -190,7 +191,7 @@ def curve(subject: Subject, kind: str, choose: str, rows: Sequence[Example], mos
         lines.append(f"| {number} | {plan['blocks'][number - 1]} | {on_choosing:+.3f} | {value:+.3f} ± {error:.3f} |")
     sums = np.array([losses["sums"] for losses in read_losses])
     found = find_breakpoint((sums / np.array(base["counts"])).T, np.array(base["counts"]))
-    return "\n".join([*lines, "", json.dumps(found.document() | {"shares": None})])
+    return "\n".join([*lines, "", json.dumps(asdict(found))])
 
 
 def methods(
