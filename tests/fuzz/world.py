@@ -198,6 +198,11 @@ STEPS = [
         "--generate-responses 4 --max-new-tokens 4",
         stop=("progress.json", 2),
     ),
+    Step(
+        "evaluate model --tasks arc_easy_local --batch-size 1 --output answers-left --task-data data --limit 2 "
+        "--set bootstrap_iters=10",
+        stop=("results.json", 1),
+    ),
     Step("skip apply plan model --format folded --output folded"),
     Step("skip bench model folded --batches 1 --contexts 8 --new-tokens 2 --repeats 2 --output bench"),
     Step(f"skip curve model --data data/pairs.jsonl --max-blocks 2 --output curve {SKIP}"),

@@ -22,6 +22,8 @@ from fulldepth.hf import (
     is_sealed,
     is_sharded,
     load_config,
+    load_processor,
+    load_tokenizer,
     notes_of,
     open_model,
     pick_dtype,
@@ -145,7 +147,15 @@ def put_together(checkpoint: Path, watcher: Watcher | None = None) -> None:
 
 
 def _write_model(checkpoint: Path, folder: Path, dtype: str | None) -> None:
-    """Write the model of a checkpoint and its other files, except training state."""
+    """Write the model of a checkpoint and its other files, except training state.
+
+    Raises:
+        FulldepthError: if the tokenizer or the image processor, which are copied, do not load.
+    """
+    if any((checkpoint / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        load_tokenizer(checkpoint)
+    if (checkpoint / "preprocessor_config.json").exists():
+        load_processor(checkpoint, None)
     for path in checkpoint.iterdir():
         training = path.name in NOT_THE_MODEL or path.name.startswith(("rng_state", "."))
         if not training and not (path.suffix == ".safetensors" and (dtype or is_sharded(checkpoint))):
