@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from fulldepth.data import builtin_texts, open_documents, pack, train_tokenizer
-from fulldepth.data.units import PIECE, text_pieces
+from fulldepth.data.documents import PIECE, text_pieces
 from fulldepth.errors import FulldepthError
 
 
@@ -107,7 +107,7 @@ def test_hub_data_set(monkeypatch, streaming):
     documents = open_documents("owner/name", config="sample", column="content", streaming=streaming)
     assert (documents.name, documents.length) == ("owner/name:sample/train", None if streaming else 3)
     assert list(documents) == list(documents) == ["d", "e", "f"]
-    assert list(documents.units[0].read(2)) == ["f"]
+    assert list(documents.read(2)) == ["f"]
     assert documents.identity["revision"] == (None if streaming else "ab" * 20)
     assert list(open_documents("owner/name:sample", split="test", streaming=streaming)) == ["a", "b", "c"]
     assert asked == [("owner/name", "sample", None, streaming), ("owner/name", "sample", "test", streaming)]
@@ -139,7 +139,7 @@ def test_bad_names_and_objects(tmp_path):
     expect("no file or folder ./gone", "./gone")
     expect("holds no .txt, .jsonl, .tsv, .parquet files. Found: nothing", tmp_path)
     expect("a.csv has the suffix '.csv'", write(tmp_path / "a.csv", "a"))
-    expect("Unknown corpus 'corpus:builtn'. Did you mean 'corpus:builtin'", "corpus:builtn")
+    expect("Unknown built-in data 'corpus:builtn'. Did you mean 'corpus:builtin'", "corpus:builtn")
     expect("Unknown part of the built-in corpus 'test'", "corpus:builtin/test")
     expect("has no splits and no configurations. Leave out 'test'", write(tmp_path / "a.txt", "a"), split="test")
     expect("type int", 3)
@@ -180,10 +180,10 @@ def test_an_article_is_a_document_and_is_held_out_whole(tmp_path, source):
     documents = open_documents(data, articles=True)
     found = list(documents)
     assert [" ".join(text.split()) for text in found] == [" ".join(text.split()) for text in articles]
-    assert list(documents.units[0].read(28)) == found[28:]
+    assert list(documents.read(28)) == found[28:]
     assert documents.identity != open_documents(data).identity
     tokenizer = train_tokenizer(articles, 500)
-    packed = pack(documents, tokenizer, sequence_length=16, cache=tmp_path / "cache", validation_share=0.2, writers=1)
+    packed = pack(documents, tokenizer, sequence_length=16, cache=tmp_path / "cache", validation_share=0.2)
     train, held_out = (
         set(re.findall(r"art\d+(?= )", tokenizer.decode([i for row in part for i in row["input_ids"]])))
         for part in (packed.train, packed.validation)

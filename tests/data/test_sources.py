@@ -182,7 +182,7 @@ BAD_FILES = [
     ("k.jsonl", b'{"text": "a"}\n{"text": "a", "label": 1}', "k.jsonl line 2 has 'label', which the first row"),
     ("a.parquet", b"PAR1 not really", "Cannot read .*a.parquet"),
     ("a.pkl", b"\x80\x04.", "a.pkl has the suffix '.pkl'. Expected one of: .*jsonl"),
-    ("a.zip", b"PK not really", "Cannot read .*a.zip"),
+    ("a.zip", b"PK not really", "a.zip has the suffix .*Unpack"),
 ]
 
 
@@ -200,7 +200,7 @@ def test_bad_names_and_objects(tmp_path):
     expect("no file or folder .*gone.txt", tmp_path / "gone.txt")
     expect("no file or folder ./gone", "./gone")
     expect("holds no images and no .txt, .jsonl, .tsv, .parquet files. Found: nothing", tmp_path)
-    expect("Unknown corpus 'corpus:builtn'. Did you mean 'corpus:builtin'", "corpus:builtn")
+    expect("Unknown built-in data 'corpus:builtn'. Did you mean 'corpus:builtin'", "corpus:builtn")
     expect("Unknown part of the built-in corpus 'test'", "corpus:builtin/test")
     expect("type int", 3)
     expect("rows is empty. Expected rows with the columns", [])

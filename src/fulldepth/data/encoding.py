@@ -12,12 +12,13 @@ from torch import Tensor
 
 from fulldepth.data.batches import Example
 from fulldepth.data.drawing import Drawn, Text, block_clusters, draw_windows, first_windows
-from fulldepth.data.masking import mask_tokens
 from fulldepth.data.sources import Order, Record
 from fulldepth.data.tokens import Frame, check_positions, encode_texts, leading_ids, plain_ids
 from fulldepth.errors import FulldepthError
 from fulldepth.targets import IGNORE
 
+MASKED_SHARE = 0.15
+"""Share of the ordinary tokens that is masked, as in BERT; always by the mask token, never by a random one."""
 Bos = Literal["auto", "always", "never"]
 """Whether a window of text begins with the BOS token: as the tokenizer begins a text, always, or never."""
 
@@ -293,3 +294,29 @@ def _has_types(tokenizer: Any, text: str) -> bool:
 def _example(ids: Sequence[int], types: Sequence[int] | None = None, class_index: int = IGNORE) -> Example:
     kinds = None if types is None else torch.tensor(types[: len(ids)], dtype=torch.int64)
     return Example.of(ids, types=kinds, class_index=class_index)
+
+
+def mask_tokens(
+    ids: np.ndarray, special: np.ndarray, mask_id: int, *, seed: int, index: int, share: float = MASKED_SHARE
+) -> tuple[np.ndarray, np.ndarray]:
+    """Replace a share of the ordinary tokens by the mask token.
+
+    Args:
+        ids: `[T]` token ids.
+        special: `[T]` bool, positions that are never masked.
+        mask_id: id of the mask token.
+        seed: determines the positions together with `index`, independently of batching and order.
+        index: index of the sequence in the whole data set.
+        share: share of the ordinary tokens, rounded; at least one token if there is any.
+
+    Returns:
+        `[T]` ids with masks, and `[T]` targets: the true token where masked, -100 elsewhere.
+
+    Source: Devlin et al. 2019, section 3.1.
+    """
+    ordinary = np.flatnonzero(~special)
+    count = min(len(ordinary), max(1, round(share * len(ordinary))))
+    chosen = np.random.default_rng([seed, index]).choice(ordinary, count, replace=False)
+    masked_ids, targets = ids.copy(), np.full_like(ids, IGNORE)
+    targets[chosen], masked_ids[chosen] = ids[chosen], mask_id
+    return masked_ids, targets

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
-import datasets
 import numpy as np
 
 from fulldepth.data.batches import Example
@@ -134,8 +133,8 @@ def _read(data: Any, tokenizer: Any, longest: int | None, draw: _Draw) -> _Part:
     """All examples of one source."""
     if tokenizer is None:
         raise FulldepthError("The data are text, and the model has no tokenizer. Give one.")
-    if isinstance(data, str) and data == f"{CORPUS}builtin":
-        data = f"{CORPUS}builtin/heldout"  # as for `measure`: unseen by models trained on the corpus
+    if isinstance(data, str) and data == CORPUS:
+        data = f"{CORPUS}/heldout"  # as for `measure`: unseen by models trained on the corpus
     opened = None if isinstance(data, Documents) else open_data(data)
     if opened is None or opened.is_plain:
         documents = data if opened is None else documents_of(opened)
@@ -159,7 +158,7 @@ def _read(data: Any, tokenizer: Any, longest: int | None, draw: _Draw) -> _Part:
 
 def _rows(opened: Opened, columns: Sequence[str], draw: _Draw, *, texts: bool) -> Rows:
     """All rows, or the rows that the sample needs: of texts those that hold it."""
-    if draw.limit is None or isinstance(opened.table, datasets.IterableDataset):
+    if draw.limit is None or opened.is_stream:
         return islice(opened.rows(), draw.limit)
     if texts:
         rows = sampled_documents(opened, columns, draw.limit, draw.seed, draw.window)

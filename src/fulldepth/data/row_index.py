@@ -17,9 +17,9 @@ from PIL import Image
 from fulldepth.data.columns import clean_text
 from fulldepth.data.drawing import draw_documents
 from fulldepth.data.files import (
-    chosen_parquet_rows,
     lengths_of,
     parquet_lengths,
+    parquet_rows,
     parquet_shape,
     rows_of_lines,
     scan_lines,
@@ -147,7 +147,7 @@ def _of_file(path: Path, name: str, names: list[str], measured: list[str]) -> Ro
         sizes = np.zeros(count, np.int64)
         for column in measured:
             sizes += np.array(parquet_lengths(path, column))
-        return _index(_numbered(count, name), sizes, lambda chosen: chosen_parquet_rows(path, names, chosen))
+        return _index(_numbered(count, name), sizes, lambda chosen: parquet_rows(path, names, chosen))
     lines = scan_lines(path)
     return _index(np.array(lines.identities), lines.sizes, lambda chosen: rows_of_lines(path, lines, chosen))
 

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
 from fulldepth.data import Batch, Sequences, Source, input_texts, open_source, prepare, prepare_translation
-from fulldepth.data.corruptions import corrupted
 from fulldepth.data.labelled import usable_rows
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified, verify
@@ -153,8 +152,6 @@ def read_source(data: Any, settings: ReadingSettings) -> Source:
 def _source(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: ReadingSettings) -> Source:
     """The records of the data, of a kind that the model reads; bad ones are refused or left out."""
     source = read_source(data, settings)
-    if settings.corrupt is not None:
-        source = corrupted(source, settings.corrupt, settings.seed)
     if anatomy.family.modality == "text" and source.kind in IMAGES:
         raise FulldepthError(f"{source.name} holds images, but {type(checkpoint.model).__name__} reads text.")
     if anatomy.family.modality == "images" and source.kind not in IMAGES:
