@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from fulldepth.data.objects import Objects
+from fulldepth.data.coco import Objects
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "shapes.py"))
 CLASSES = SCRIPT["CLASSES"]

@@ -40,15 +40,6 @@ def test_long_text_is_cut_at_empty_lines_and_nothing_is_lost():
         assert all(len(piece) >= PIECE for piece in pieces[:-1])
 
 
-def test_builtin_corpus_is_its_training_part_in_pieces():
-    train = open_documents("corpus:builtin")
-    assert (train.name, "".join(train)) == ("corpus:builtin/train", "".join(builtin_texts("train")))
-    assert train.length == len(list(train)) > 500
-    held_out = open_documents("corpus:builtin/heldout")
-    assert "".join(held_out) == "".join(builtin_texts("heldout"))
-    assert held_out.identity == open_documents("corpus:builtin", split="heldout").identity != train.identity
-
-
 def test_files_of_each_kind_and_folders_of_them(tmp_path):
     pd.DataFrame({"body": ["e", "f"], "text": ["c", "d"]}).to_parquet(tmp_path / "b.parquet")
     write(tmp_path / "a.txt", "\ufeffone\r\ntwo")
@@ -130,31 +121,6 @@ def test_hub_that_stops_in_the_middle(monkeypatch):
         list(documents)
 
 
-def test_bad_names_and_objects(tmp_path):
-    def expect(message, data, **settings):
-        with pytest.raises(FulldepthError, match=message):
-            list(open_documents(data, **settings))
-
-    expect("no file or folder .*gone.txt", tmp_path / "gone.txt")
-    expect("no file or folder ./gone", "./gone")
-    expect("holds no .txt, .jsonl, .tsv, .parquet files. Found: nothing", tmp_path)
-    expect("a.csv has the suffix '.csv'", write(tmp_path / "a.csv", "a"))
-    expect("Unknown built-in data 'corpus:builtn'. Did you mean 'corpus:builtin'", "corpus:builtn")
-    expect("Unknown part of the built-in corpus 'test'", "corpus:builtin/test")
-    expect("has no splits and no configurations. Leave out 'test'", write(tmp_path / "a.txt", "a"), split="test")
-    expect("type int", 3)
-    expect("texts only or mappings only, got int, str", ["a", 1])
-    expect("empty.txt is empty", write(tmp_path / "empty.txt", ""))
-    expect("byte 3 is NUL", write(tmp_path / "nul.txt", "a\nb\0"))
-    expect("'text' is empty .null.", write(tmp_path / "a.jsonl", lines({"text": "a"}, {"text": None})))
-    expect("line 2 has no 'text'. It has: 'x'", write(tmp_path / "b.jsonl", lines({"text": "a"}, {"x": "a"})))
-    expect("no column text or sentence. Got: 'prompt'.*Say which", write(tmp_path / "c.jsonl", lines({"prompt": "a"})))
-    pd.DataFrame({"x": [1]}).to_parquet(tmp_path / "d.parquet")
-    expect("d.parquet has no column text", tmp_path / "d.parquet")
-    expect("d.parquet, 'x' is of type int|row 1, 'x' is of type int", tmp_path / "d.parquet", column="x")
-    expect("Cannot read .*e.parquet", write(tmp_path / "e.parquet", "PAR1 not really"))
-
-
 def wikitext(count):
     """Articles in the layout of WikiText, and their rows on the Hub, where white space is no text."""
     empty = " \n"
@@ -192,3 +158,25 @@ def test_an_article_is_a_document_and_is_held_out_whole(tmp_path, source):
     assert held_out
     assert not train & held_out
     assert packed.documents == 30
+
+
+REFUSED = [
+    ("a.jsonl", lines({"text": "a"}, {"text": None}), {}, "'text'"),
+    ("b.jsonl", lines({"text": "a"}, {"x": "a"}), {}, "b.jsonl line 2"),
+    ("c.jsonl", lines({"prompt": "a"}), {}, "c.jsonl line 1"),
+    ("a.txt", "a", {"split": "test"}, "'test'"),
+    ("empty.txt", "", {}, "empty.txt"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "options", "named"), REFUSED)
+def test_bad_files_are_refused(tmp_path, name, content, options, named):
+    with pytest.raises(FulldepthError, match=named):
+        list(open_documents(write(tmp_path / name, content), **options))
+
+
+def test_columns_of_another_kind_are_refused(tmp_path):
+    pd.DataFrame({"x": [1]}).to_parquet(tmp_path / "d.parquet")
+    for options in ({}, {"column": "x"}):
+        with pytest.raises(FulldepthError, match=r"d\.parquet"):
+            list(open_documents(tmp_path / "d.parquet", **options))

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import random
 import resource
 import struct
 import warnings
@@ -18,7 +17,7 @@ import pytest
 from PIL import Image
 
 import fulldepth.data.files
-from fulldepth.data import Source, open_documents, open_source, prepare
+from fulldepth.data import open_documents, open_source, prepare
 from fulldepth.data.tokens import WordFinder, plain_ids
 from fulldepth.errors import FulldepthError
 
@@ -249,57 +248,3 @@ def test_a_tokenizer_that_fails_to_encode(result):
 def test_a_tokenizer_that_fails_to_decode(text):
     finder = WordFinder(BrokenTokenizer([5], text), ["word"])
     refused([5, 6], "some/tokenizer", load=finder.find)
-
-
-# Everything at once, seeded
-
-
-def mutate(raw, rng):
-    """The bytes of a file with some changed, removed, doubled or cut off."""
-    data = bytearray(raw)
-    kind = rng.random()
-    if kind < 0.2:
-        return bytes(data[: rng.randrange(len(data))])
-    if kind < 0.3:
-        start = rng.randrange(len(data))
-        return bytes(data[:start] + data[start + rng.randrange(1, 50) :])
-    for _ in range(rng.choice([1, 1, 3, 20])):
-        region = rng.choice([range(min(16, len(data))), range(len(data)), range(max(0, len(data) - 200), len(data))])
-        data[rng.choice(region)] = rng.choice([0, 1, 0x7F, 0xFF, rng.randrange(256)])
-    return bytes(data)
-
-
-def examples(folder):
-    """One small file of each kind."""
-    (folder / "text.txt").write_text("Once upon a time.\n" * 5)
-    (folder / "rows.jsonl").write_text('{"text": "a b", "label": 1}\n' * 5)
-    (folder / "rows.tsv").write_text("sentence\tlabel\n" + "a b\t1\n" * 5)
-    pq.write_table(pa.table({"text": ["a", "b"] * 20, "label": [0, 1] * 20}), folder / "rows.parquet")
-    images = [{"bytes": picture(kind=kind), "path": None} for kind in ("PNG", "JPEG")]
-    pq.write_table(pa.table({"image": images}), folder / "images.parquet")
-    for kind in KINDS:
-        (folder / kind).mkdir()
-        (folder / kind / f"image.{kind.lower()}").write_bytes(picture((9, 9), kind))
-
-
-KINDS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF")
-FILES = ["text.txt", "rows.jsonl", "rows.tsv", "rows.parquet", "images.parquet"]
-FILES += [f"{kind}/image.{kind.lower()}" for kind in KINDS]
-
-
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.filterwarnings("ignore")
-def test_a_file_changed_at_random_is_refused_or_read(tmp_path, name):
-    examples(tmp_path)
-    path = tmp_path / name
-    raw = path.read_bytes()
-    messages = []
-    for seed in range(20):
-        path.write_bytes(mutate(raw, random.Random(f"{name} {seed}")) or b"\0")
-        try:
-            assert isinstance(read_all(path.parent if "/" in name else path), Source)
-        except FulldepthError as error:
-            messages.append(str(error))
-    assert messages
-    assert max(map(len, messages)) < 1000
-    assert all(name.split(".")[0].split("/")[-1] in message for message in messages)

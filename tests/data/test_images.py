@@ -1,6 +1,5 @@
 import base64
 import io
-import zipfile
 
 import datasets
 import numpy as np
@@ -176,17 +175,6 @@ def test_a_folder_around_everything_is_ignored(folder, tmp_path):
     (tmp_path / "outer").mkdir()
     (tmp_path / "around" / "pets").rename(tmp_path / "outer" / "pets")
     assert [r.label for r in open_source(tmp_path / "outer").records] == [0] * 4 + [1] * 4 + [2] * 4
-
-
-def test_real_cifar10(shared_data, tmp_path):
-    with zipfile.ZipFile(shared_data / "cifar10" / "cifar10_images.zip") as archive:
-        archive.extractall(tmp_path, [name for name in archive.namelist() if "/000" in name])
-    source = open_source(tmp_path)
-    assert source.class_names[:3] == ("airplane", "automobile", "bird")
-    data = prepare(source, task="image-classification", processor=Processor(), max_sequences=20, balanced=True)
-    (batch,) = data.batches(20)
-    assert batch.inputs["pixel_values"].shape == (20, 3, 32, 32)
-    assert batch.labels.bincount().tolist() == [2] * 10
 
 
 def decoded(address):

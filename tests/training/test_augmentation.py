@@ -10,8 +10,8 @@ from transformers import DetrForObjectDetection, DetrImageProcessorPil
 
 from drawn_shapes import write_shapes
 from fulldepth.data import ShuffledSampler, open_source
+from fulldepth.data.coco import Objects
 from fulldepth.data.labelled import Item
-from fulldepth.data.objects import Objects
 from fulldepth.data.sequences import Picture
 from fulldepth.errors import FulldepthError
 from fulldepth.metrics import detection_loss

@@ -6,7 +6,7 @@ from fulldepth.data.corpus import builtin_texts, train_tokenizer, train_wordpiec
 from fulldepth.data.documents import Documents, open_documents
 from fulldepth.data.encoding import MASKED_SHARE
 from fulldepth.data.images import image_content, image_name, thumbnail
-from fulldepth.data.labels import balanced_sample
+from fulldepth.data.labelled import balanced_sample
 from fulldepth.data.order import ORDER, ShuffledSampler
 from fulldepth.data.packing import Packed, Windows, flatten_windows, pack
 from fulldepth.data.preparation import prepare

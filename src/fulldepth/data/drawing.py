@@ -189,25 +189,23 @@ def draw_windows(
         least: tokens of a short window, at least.
     """
     pieces = pieces_of(*_measured(documents), piece or window, seed)
-    order = needed(pieces, count)
-    joined = _Joined(window, join, least)
-    if order is not None:
-        windows = _from_pieces(documents, pieces, tokenise, window, count, seed, joined)
+    if needed(pieces, count) is not None:
+        windows = _from_pieces(documents, pieces, tokenise, count, seed, _Joined(window, join, least))
         if len(windows) == count:
-            return Drawn([each for _, each in sorted(windows)], 0)
-    return _from_everything(documents, tokenise, window, count, seed, _Joined(window, join, least))
+            return Drawn(windows, 0)
+    return _from_everything(documents, tokenise, count, seed, _Joined(window, join, least))
 
 
 def _from_pieces(
     documents: Sequence[tuple[int, str]],
     pieces: Pieces,
     tokenise: Tokenise,
-    window: int,
     count: int,
     seed: int,
     joined: _Joined,
-) -> list[tuple[tuple[int, int], Window]]:
-    """((document, piece), window) of the first pieces in the order of their keys; too few if all pieces are used."""
+) -> list[Window]:
+    """The windows of the first pieces in the order of their keys, sorted by place; too few if all pieces are used."""
+    window = joined.window
     windows: list[tuple[tuple[int, int], Window]] = []
     totals = np.bincount(pieces.document)
     for index in pieces.key.argsort(kind="stable").tolist():
@@ -226,28 +224,27 @@ def _from_pieces(
             windows.append((place, Window(ids[offset : offset + window], document, block)))
         elif ids and (filled := joined.add(ids, document)) is not None:
             windows.append(((filled.document, number), filled))
-    return windows
+    return [each for _, each in sorted(windows)]
 
 
 def _cut(text: str, place: int) -> int:
     """The place behind the next space, within 64 characters, so that no word is cut; else the place itself."""
     if place in (0, len(text)):
         return place
-    space = next((index for index in range(place, min(place + 64, len(text))) if text[index].isspace()), None)
-    return place if space is None else space
+    return next((index for index in range(place, min(place + 64, len(text))) if text[index].isspace()), place)
 
 
 def _from_everything(
     documents: Sequence[tuple[int, str]],
     tokenise: Tokenise,
-    window: int,
     count: int,
     seed: int,
     joined: _Joined,
 ) -> Drawn:
+    """A sample of the windows into which all text is cut."""
     candidates: list[Window] = []
     names: list[int] = []
-    left_over, join = 0, joined.join
+    left_over, join, window = 0, joined.join, joined.window
     for document, (name, text) in enumerate(documents):
         ids = list(tokenise(Text(text)))
         full = len(ids) // window * window
@@ -312,8 +309,8 @@ def first_windows(
         Full windows, or one short window if the whole text is shorter.
     """
     most = window * count
+    windows: list[Window] = []
     if join is None:
-        windows: list[Window] = []
         for document, text in enumerate(documents):
             ids = tokenise(text, most - window * len(windows))
             windows += [
@@ -333,15 +330,11 @@ def first_windows(
         starts.append(len(stream) - len(ids))
     del stream[most:]
     full = len(stream) // window * window if len(stream) >= window else window
-    places = range(0, min(full, len(stream)), window)
-    joined = [_place(stream[place : place + window], place, starts) for place in places]
-    return Drawn(joined, len(stream) - full if len(stream) >= window else 0)
-
-
-def _place(ids: list[int], place: int, starts: Sequence[int]) -> Window:
-    """A window at a place of the stream, in the document that its first token belongs to."""
-    document = max(0, int(np.searchsorted(starts, place, side="right")) - 1)
-    return Window(ids, document, max(0, place - starts[document]) // BLOCK)
+    for place in range(0, min(full, len(stream)), window):
+        document = max(0, int(np.searchsorted(starts, place, side="right")) - 1)  # that of the first token
+        block = max(0, place - starts[document]) // BLOCK
+        windows.append(Window(stream[place : place + window], document, block))
+    return Drawn(windows, max(0, len(stream) - full))
 
 
 def block_clusters(windows: Sequence[Window], identities: Sequence[int]) -> tuple[list[int], str, str | None]:

@@ -21,6 +21,9 @@ from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.targets import IGNORE
 
+NO_LIMIT = 1 << 62
+"""Tokens that no text has."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -110,14 +113,15 @@ def split_tokens(cache: TokenCache, share: float, seed: int, max_tokens: int | N
     lengths = np.concatenate([np.zeros(0, np.int64), *(file.lengths for file in cache.files)])
     outside = held_out(np.arange(len(lengths)), share, seed)
     ends = np.stack([np.cumsum(np.where(outside == part, lengths, 0)) for part in (False, True)])  # [2, documents]
-    full = np.flatnonzero((ends >= max_tokens).any(axis=0)) if max_tokens is not None else []
+    most = NO_LIMIT if max_tokens is None else max_tokens
+    full = np.flatnonzero((ends >= most).any(axis=0))
     if not len(full) and not cache.complete:
         return None
     if len(full):  # the last document ends where the part is full
         last = int(full[0])
         lengths, outside, ends = lengths[: last + 1].copy(), outside[: last + 1], ends[:, : last + 1]
-        lengths[last] -= max(0, int(ends[int(outside[last]), last]) - max_tokens)  # type: ignore[operator]
-        ends = np.minimum(ends, max_tokens)
+        lengths[last] -= max(0, int(ends[int(outside[last]), last]) - most)
+        ends = np.minimum(ends, most)
     files, digest, highest, number = [], hashlib.sha256(), -1, 0
     for file in cache.files:
         used = lengths[number : number + file.note.documents]
@@ -133,8 +137,8 @@ def split_tokens(cache: TokenCache, share: float, seed: int, max_tokens: int | N
     first = np.cumsum([0, *(file.note.tokens for file in files)])
     starts = np.cumsum(lengths) - lengths
     chosen = [(outside == part) & (lengths > 0) for part in (False, True)]
-    parts = [Part(files, first, starts[kept], end[kept]) for kept, end in zip(chosen, ends, strict=True)]
-    return Tokens(*parts, highest, f"sha256:{digest.hexdigest()}")
+    train, validation = (Part(files, first, starts[kept], end[kept]) for kept, end in zip(chosen, ends, strict=True))
+    return Tokens(train, validation, highest, f"sha256:{digest.hexdigest()}")
 
 
 def tokenised(cache: TokenCache, share: float, seed: int, max_tokens: int | None, watcher: Watcher) -> Tokens:

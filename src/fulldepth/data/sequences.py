@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from fulldepth.data.batches import Example, in_batches, padded, padded_batch
-from fulldepth.data.objects import Objects
+from fulldepth.data.coco import Objects
 from fulldepth.errors import FulldepthError
 from fulldepth.files import reading
 from fulldepth.targets import IGNORE

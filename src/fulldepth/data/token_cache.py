@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -216,25 +215,27 @@ class TokenCache:
     def _write_until(self, tokens: int | None, watcher: Watcher) -> None:
         """Write files, with progress in tokens if their number is limited, else in documents, else in bytes."""
         source, documents = self.documents, sum(file.note.documents for file in self.files)
-        unit = "tokens" if tokens else "bytes" if source.length is None else "documents"
-        total, done = {"tokens": (tokens, self.tokens), "documents": (source.length, documents)}.get(
-            unit, (source.size, 0)
-        )
+        unit, total, done = "bytes", source.size or 0, 0
+        if tokens is not None:
+            unit, total, done = "tokens", tokens, self.tokens
+        elif source.length is not None:
+            unit, total, done = "documents", source.length, documents
         if self.tokens:
             watcher.say(f"Tokenising goes on after {self.tokens:,} tokens.")
-        watcher.begin(f"Tokenising {source.name} ({unit})", total or 0)
-        watcher.advance(done)
+        watcher.begin(f"Tokenising {source.name} ({unit})", total)
+        left = total - done
 
         def show(**batch: int) -> None:
-            nonlocal done
-            step = min(batch[unit], (total or math.inf) - done)
-            done += step
-            watcher.advance(int(step))
+            nonlocal left
+            step = min(batch[unit], left) if total else batch[unit]
+            left -= step
+            watcher.advance(step)
 
+        watcher.advance(done)
         ahead = _Encoded(source.read(documents), self.encoder, show)
         while not self._enough(tokens):
             self._write_file(ahead)
-        watcher.advance((total or done) - done)
+        watcher.advance(max(0, left))
 
     def _write_file(self, ahead: _Encoded) -> None:
         """Write the next file: documents up to `FILE_TOKENS` ids, `FILE_DOCUMENTS` or the end of the text."""
