@@ -133,7 +133,7 @@ def test_the_backbone_is_trained_with_its_own_rate(run):
         ({"model": {"num_queries": 2}}, r"An image has \d objects, and the model 2 queries"),
         ({"method": "cr"}, "cannot be trained with coherence"),
         ({"objective": {"aligned": {"positions": 0.5}}}, "detection matches all queries"),
-        ({"data": {"name": "corpus:builtin/train"}}, "trains on images with boxes"),
+        ({"data": {"name": "corpus:builtin/train"}}, "trains on objects"),
         ({"model": {"type": "llama"}}, "no detector"),
         (
             {"model": {"backbone_config": {**DETR["backbone_config"], "num_channels": 1}}},

@@ -18,7 +18,7 @@ from huggingface_hub import HfApi
 from fulldepth.data.columns import column_texts, text_column, text_value
 from fulldepth.data.corpus import END_OF_TEXT
 from fulldepth.data.files import ROWS, parquet_rows, parquet_shape, text_lines
-from fulldepth.data.opening import Opened, open_data
+from fulldepth.data.opening import CORPUS, Opened, open_data
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import reading
 
@@ -38,8 +38,6 @@ class Documents:
     """(skip) -> all documents but the first `skip`."""
     length: int | None = None
     """Number of documents, if known without reading them."""
-    size: int | None = None
-    """Bytes of the files; None for other sources."""
 
     def __iter__(self) -> Iterator[str]:
         return self.read(0)
@@ -85,7 +83,7 @@ def documents_of(opened: Opened, column: str | None = None) -> Documents:
     if opened.table is not None:
         return _from_table(opened, opened.table, column)
     texts = list(column_texts(opened.rows(), None if opened.is_plain else column))
-    if opened.is_corpus:
+    if opened.name.startswith(CORPUS):
         texts = [piece for text in texts for piece in text_pieces(io.StringIO(text))]
     digest = hashlib.sha256()
     for text in texts:
@@ -152,7 +150,6 @@ def _from_files(opened: Opened, path: Path, column: str | None) -> Documents:
         identity,
         lambda skip: islice((text for file in opened.files for text in _file_texts(file, column)), skip, None),
         length if len(tables) == len(opened.files) else None,
-        sum(stat.st_size for _, stat in stats),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +34,11 @@ class Limits(NamedTuple):
     order: Order = "random"
     bos: Bos = "auto"
     one_per_row: bool = False
+    balanced: bool = False
+    vocab_size: int | None = None
+    pad_id: int | None = None
+    label2id: Mapping[str, int] | None = None
+    words: Sequence[str] = ()
 
     @property
     def longest(self) -> int:

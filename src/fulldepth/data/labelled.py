@@ -29,13 +29,6 @@ MOST_NAMED = 3
 """Rows that a warning names."""
 KINDS = {"image-classification": "images", "text-classification": "labelled-text", "detection": "objects"}
 """Task -> kind of its sources."""
-NAMES = {
-    "images": "images",
-    "labelled-text": "labelled text",
-    "text": "texts without labels",
-    "objects": "images with boxes (a .json file in COCO's format)",
-}
-"""Kind of a source -> what it holds, for messages."""
 
 
 class Labels(NamedTuple):
@@ -203,8 +196,7 @@ def name_classes(source: Source, declared: int | None = None) -> tuple[str, ...]
 def check_kind(source: Source, task: str) -> None:
     """Refuse a source of another kind than the task trains on."""
     if source.kind != KINDS[task]:
-        wanted, has = NAMES[KINDS[task]], NAMES.get(source.kind, source.kind)
-        raise FulldepthError(f"task: {task} trains on {wanted}; {source.name} holds {has}.")
+        raise FulldepthError(f"task: {task} trains on {KINDS[task]}; {source.name} holds {source.kind}.")
 
 
 def check_rows(

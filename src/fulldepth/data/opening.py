@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from PIL import Image
 
 from fulldepth.data import digits
 from fulldepth.data.coco import coco_rows
@@ -71,11 +70,6 @@ class Opened:
     """Most rows to read; None = all."""
     warnings: tuple[str, ...] = ()
     """Sentences on entries that were skipped."""
-
-    @property
-    def is_corpus(self) -> bool:
-        """Whether this is the built-in corpus, whose items are novels."""
-        return self.name.startswith(CORPUS)
 
     @property
     def is_plain(self) -> bool:
@@ -325,22 +319,17 @@ def _image_rows(name: str, table: datasets.Dataset, image: str, *others: str) ->
     """Rows whose images are read on use; the `others` are captions and labels."""
     values = {column: table[column] for column in others}
     for index in range(len(table)):
-        loader = partial(_table_loader, table, index, image)
-        stored = StoredImage(partial(_decoded, loader), partial(_content, loader))
+        cell = partial(_cell, table, index, image)
+        stored = StoredImage(cell, partial(cell, image_content))
         yield f"{name} row {index + 1}", {image: stored, **{column: values[column][index] for column in others}}
 
 
-def _table_loader(table: datasets.Dataset, index: int, column: str) -> ImageLoader:
-    """Loader of the image of a row: stored, or decoded if the data set transforms its rows."""
+def _cell(
+    table: datasets.Dataset, index: int, column: str, use: Callable[[ImageLoader], Any] = lambda load: load()
+) -> Any:
+    """The image of a row, or what `use` makes of it: stored, or decoded if the data set transforms its rows."""
     where = f"in row {index + 1} of the data set"
     with reading(f"the image {where}"):
         value = table[index][column]
-    return image_value(value, where)
-
-
-def _decoded(loader: Callable[[], ImageLoader]) -> Image.Image:
-    return loader()()
-
-
-def _content(loader: Callable[[], ImageLoader]) -> bytes:
-    return image_content(loader())
+    load = image_value(value, where)
+    return load() if use is None else use(load)

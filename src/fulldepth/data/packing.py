@@ -20,7 +20,10 @@ from fulldepth.data.tokens import check_vocabulary
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.targets import IGNORE
+from fulldepth.uncertainty import ranks
 
+GOLDEN = 0x9E3779B97F4A7C15
+"""Step of splitmix64's counter."""
 NO_LIMIT = 1 << 62
 """Tokens that no text has."""
 
@@ -86,19 +89,8 @@ def held_out(numbers: np.ndarray, share: float, seed: int) -> np.ndarray:
 
     Source: Steele, Lea, Flood 2014 (splitmix64).
     """
-    state = _mix(np.array([seed + 1], np.uint64) * GOLDEN)
-    bits = _mix(state + (numbers.astype(np.uint64) + np.uint64(1)) * GOLDEN)
+    bits = ranks(ranks([0], seed) + numbers.astype(np.uint64) * np.uint64(GOLDEN), 0)
     return (bits >> np.uint64(11)) * 2.0**-53 < share
-
-
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _mix(bits: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64."""
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
 
 
 def split_tokens(cache: TokenCache, share: float, seed: int, max_tokens: int | None) -> Tokens | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fulldepth.data.batches import Example, id_bytes
 from fulldepth.data.coco import Objects
 from fulldepth.data.encoding import Bos, Limits, Records, encode, windowed
-from fulldepth.data.labelled import Labels, align_labels, align_objects, balanced_sample
+from fulldepth.data.labelled import align_labels, align_objects, balanced_sample
 from fulldepth.data.sequences import Picture, Sequences, collate_images, collate_texts
 from fulldepth.data.sources import SKIP, Order, Source, choose, content_hash, identities
 from fulldepth.data.tokens import WordFinder, check_vocabulary
@@ -95,34 +95,39 @@ def prepare(
     if source.kind not in TASKS[task]:
         kinds = " or ".join(TASKS[task])
         raise FulldepthError(f"A {task} model cannot use {source.name}: its kind is {source.kind}, expected {kinds}.")
-    limits = Limits(max_sequences, sequence_length, max_positions, truncate, seed, skip_bad, order, bos, one_per_row)
+    limits = Limits(
+        max_sequences,
+        sequence_length,
+        max_positions,
+        truncate,
+        seed,
+        skip_bad,
+        order,
+        bos,
+        one_per_row,
+        balanced,
+        vocab_size,
+        pad_id,
+        label2id,
+        words,
+    )
     if source.kind in ("objects", "images"):
-        return _images(source, task, processor, label2id, limits, balanced)
-    labels = align_labels(source, task, label2id)
-    if tokenizer is None:
-        raise FulldepthError(f"{source.name} is text, and the model has no tokenizer. Give one.")
-    return _texts(source, task, tokenizer, labels, limits, vocab_size, pad_id, words, balanced)
+        return _images(source, task, processor, limits)
+    return _texts(source, task, tokenizer, limits)
 
 
-def _chosen(labels: Sequence[int], names: Sequence[int], limits: Limits, balanced: bool) -> tuple[list[int], list[str]]:
+def _chosen(labels: Sequence[int], names: Sequence[int], limits: Limits) -> tuple[list[int], list[str]]:
     """Indices of the records to prepare, of these classes and identities, and a warning if they are balanced."""
-    if balanced and len(set(labels)) > 1:
+    if limits.balanced and len(set(labels)) > 1:
         chosen = balanced_sample(labels, names, limits.max_sequences, limits.seed)
         return chosen, [BALANCED] if len(chosen) < len(labels) else []
     return choose(names, limits.max_sequences, limits.seed, limits.order), []
 
 
-def _texts(
-    source: Source,
-    task: str,
-    tokenizer: Any,
-    labels: Labels,
-    limits: Limits,
-    vocab_size: int | None,
-    pad_id: int | None,
-    words: Sequence[str],
-    balanced: bool,
-) -> Sequences:
+def _texts(source: Source, task: str, tokenizer: Any, limits: Limits) -> Sequences:
+    labels = align_labels(source, task, limits.label2id)
+    if tokenizer is None:
+        raise FulldepthError(f"{source.name} is text, and the model has no tokenizer. Give one.")
     texts = ((r.prompt, r.response) if source.kind == "pairs" else (r.text,) for r in source.records)
     order = [index for index, parts in enumerate(texts) if all(part is not None and part.strip() for part in parts)]
     if not order:
@@ -135,7 +140,7 @@ def _texts(
     ]
     given = Records(list(source.records), identities(source), labels.ids, source.window).select(order)
     if not windowed(source.kind, task, limits.one_per_row):
-        chosen, note = _chosen(given.labels, given.identities, limits, balanced)
+        chosen, note = _chosen(given.labels, given.identities, limits)
         given, warnings = given.select(chosen), warnings + note
     encoded = encode(source.name, source.kind, given, task, tokenizer, limits)
     examples, cut = encoded.examples, encoded.warnings
@@ -143,12 +148,12 @@ def _texts(
         raise FulldepthError(" ".join([f"{source.name} gives no sequence with this tokenizer.", *cut]))
     fed = [e.input_ids if e.masked_ids is None else torch.cat([e.input_ids, e.masked_ids]) for e in examples]
     highest = max(int(ids.max()) for ids in fed)
-    examples, missing = _mark_words(examples, tokenizer, words) if words else (examples, [])
-    warnings += cut + check_vocabulary(highest, tokenizer, vocab_size) + missing
+    examples, missing = _mark_words(examples, tokenizer, limits.words) if limits.words else (examples, [])
+    warnings += cut + check_vocabulary(highest, tokenizer, limits.vocab_size) + missing
     masks = tokenizer.mask_token_id is not None
     targets = {"causal-lm": next_targets, "masked-lm": torch.clone if masks else None}.get(task)
-    pads = (pad_id, tokenizer.pad_token_id)  # padding is masked, but its id must exist in the model
-    pad = next((pad for pad in pads if pad is not None and 0 <= pad < (vocab_size or pad + 1)), 0)
+    pads = (limits.pad_id, tokenizer.pad_token_id)  # padding is masked, but its id must exist in the model
+    pad = next((pad for pad in pads if pad is not None and 0 <= pad < (limits.vocab_size or pad + 1)), 0)
     classified = task == "text-classification"
     return Sequences(
         name=source.name,
@@ -170,25 +175,18 @@ def _texts(
     )
 
 
-def _images(
-    source: Source,
-    task: str,
-    processor: Any,
-    label2id: Mapping[str, int] | None,
-    limits: Limits,
-    balanced: bool,
-) -> Sequences:
+def _images(source: Source, task: str, processor: Any, limits: Limits) -> Sequences:
     if processor is None:
         raise FulldepthError(
             f"{source.name} holds images, and the model has no image processor. Give images to a vision model."
         )
     objects: list[Objects | None] = []
     if source.kind == "objects":
-        objects, labels = align_objects(source, label2id, skip_bad=limits.skip_bad)
+        objects, labels = align_objects(source, limits.label2id, skip_bad=limits.skip_bad)
     else:
-        labels = align_labels(source, task, label2id)
+        labels = align_labels(source, task, limits.label2id)
     names = identities(source)
-    chosen, note = _chosen(labels.ids, names, limits, balanced)
+    chosen, note = _chosen(labels.ids, names, limits)
     pictures = []
     settings = processor.to_dict() if hasattr(processor, "to_dict") else type(processor).__name__
     fingerprint = Fingerprint(task, json.dumps(settings, sort_keys=True, default=str))

@@ -9,7 +9,7 @@ from typing import Any
 
 import datasets
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 
 from fulldepth.data.columns import clean_text
@@ -30,6 +30,8 @@ from fulldepth.uncertainty import distinct, identity, ranks, sample
 
 Row = tuple[int, str, Mapping[str, Any]]
 """Identity, place and content of a row."""
+Read = Callable[[list[int]], Iterable[tuple[str, Mapping[str, Any]]]]
+"""(numbers, ascending) -> place and content of these rows."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,12 @@ class RowIndex:
     """`[N]`: of a line or an item its content, of a table its row number, of a text file its path."""
     sizes: NDArray[np.int64]
     """`[N]`, at least the characters of each row's text; 0 where no text is searched for."""
-    read: Callable[[list[int]], Iterable[tuple[str, Mapping[str, Any]]]]
-    """(numbers, ascending) -> place and content of these rows."""
+    read: Read
+
+    @classmethod
+    def of(cls, identities: ArrayLike, sizes: ArrayLike, read: Read) -> RowIndex:
+        """The rows of these identities, of which equal ones are told apart."""
+        return cls(distinct(identities), np.asarray(sizes, dtype=np.int64), read)
 
     def __len__(self) -> int:
         return len(self.identities)
@@ -100,15 +106,7 @@ def row_index(opened: Opened, columns: Sequence[str], *, texts: bool = False) ->
         for where, item in zip(places, items, strict=True)
     ]
     sizes = [sum(map(len, _texts(item, measured))) for item in items]
-    return _index(identities, sizes, lambda chosen: ((places[number], items[number]) for number in chosen))
-
-
-def _index(
-    identities: Sequence[int] | NDArray[np.uint64],
-    sizes: Sequence[int] | NDArray[np.int64],
-    read: Callable[[list[int]], Iterable[tuple[str, Mapping[str, Any]]]],
-) -> RowIndex:
-    return RowIndex(distinct(identities), np.asarray(sizes, dtype=np.int64), read)
+    return RowIndex.of(identities, sizes, lambda chosen: ((places[number], items[number]) for number in chosen))
 
 
 def _value(value: Any, where: str) -> str | bytes:
@@ -129,13 +127,13 @@ def _of_file(path: Path, name: str, names: list[str], measured: list[str]) -> Ro
     if suffix == ".txt":
         with reading(path):
             size = path.stat().st_size
-        return _index([identity(name)], [size], lambda _: text_rows(path))
+        return RowIndex.of([identity(name)], [size], lambda _: text_rows(path))
     if suffix == ".parquet":
         count = parquet_shape(path)[1]
         sizes = sum((np.array(parquet_lengths(path, column)) for column in measured), np.zeros(count, np.int64))
-        return _index(_numbered(count, name), sizes, lambda chosen: parquet_rows(path, names, chosen))
+        return RowIndex.of(_numbered(count, name), sizes, lambda chosen: parquet_rows(path, names, chosen))
     lines = scan_lines(path)
-    return _index(np.array(lines.identities), lines.sizes, lambda chosen: rows_of_lines(path, lines, chosen))
+    return RowIndex.of(np.array(lines.identities), lines.sizes, lambda chosen: rows_of_lines(path, lines, chosen))
 
 
 def _numbered(count: int, name: str) -> NDArray[np.uint64]:
@@ -154,7 +152,7 @@ def _of_table(name: str, table: datasets.Dataset, names: list[str], measured: li
         rows = table_rows(name, table.select(chosen), lambda *_: names)
         return ((f"{name} row {number + 1}", row) for number, (_, row) in zip(chosen, rows, strict=True))
 
-    return _index(_numbered(len(table), ""), sizes, read)
+    return RowIndex.of(_numbered(len(table), ""), sizes, read)
 
 
 def _joined(parts: list[RowIndex]) -> RowIndex:
@@ -167,4 +165,4 @@ def _joined(parts: list[RowIndex]) -> RowIndex:
                 yield from part.read(inside)
 
     identities = np.concatenate([part.identities for part in parts])
-    return _index(identities, np.concatenate([part.sizes for part in parts]), read)
+    return RowIndex.of(identities, np.concatenate([part.sizes for part in parts]), read)

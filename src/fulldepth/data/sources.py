@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -205,7 +205,8 @@ def _source(
             raise FulldepthError(
                 f"{where} has {late!r}, which the first row of {opened.name} lacks. Give every row one; null = unknown."
             )
-        first = (image_value if images else text_value)(row[columns.first], f"{where}, {columns.first!r}")
+        read: Callable[[Any, str], Any] = image_value if images else text_value
+        first = read(row[columns.first], f"{where}, {columns.first!r}")
         second = None if columns.second is None else row[columns.second]
         if second is not None or (columns.second is not None and not images):
             second = text_value(second, f"{where}, {columns.second!r}")

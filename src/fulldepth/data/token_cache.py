@@ -213,16 +213,15 @@ class TokenCache:
         return self.complete or (tokens is not None and self.tokens >= tokens)
 
     def _write_until(self, tokens: int | None, watcher: Watcher) -> None:
-        """Write files, with progress in tokens if their number is limited, else in documents, else in bytes."""
-        source, documents = self.documents, sum(file.note.documents for file in self.files)
-        unit, total, done = "bytes", source.size or 0, 0
+        """Write files, with progress in tokens if their number is limited, else in documents."""
+        documents = sum(file.note.documents for file in self.files)
+        done, total, unit = documents, self.documents.length or 0, "documents"
         if tokens is not None:
-            unit, total, done = "tokens", tokens, self.tokens
-        elif source.length is not None:
-            unit, total, done = "documents", source.length, documents
+            done, total, unit = self.tokens, tokens, "tokens"
         if self.tokens:
             watcher.say(f"Tokenising goes on after {self.tokens:,} tokens.")
-        watcher.begin(f"Tokenising {source.name} ({unit})", total)
+        watcher.begin(f"Tokenising {self.name} ({unit})", total)
+        watcher.advance(done)
         left = total - done
 
         def show(**batch: int) -> None:
@@ -231,8 +230,7 @@ class TokenCache:
             left -= step
             watcher.advance(step)
 
-        watcher.advance(done)
-        ahead = _Encoded(source.read(documents), self.encoder, show)
+        ahead = _Encoded(self.documents.read(documents), self.encoder, show)
         while not self._enough(tokens):
             self._write_file(ahead)
         watcher.advance(max(0, left))
@@ -302,7 +300,7 @@ class _Encoded:
                     break
             if batch:
                 self.ids, self.lengths = self.encoder(batch)
-                self.show(documents=len(batch), tokens=len(self.ids), bytes=size)
+                self.show(documents=len(batch), tokens=len(self.ids))
         return len(self.lengths) > 0
 
     def take(self, documents: int) -> tuple[np.ndarray, np.ndarray]:
