@@ -98,13 +98,6 @@ def test_a_label_that_would_make_a_billion_classes(label):
 # Parquet
 
 
-def test_parquet_reads_what_was_written(tmp_path):
-    rows = [{"text": f"text {i % 3}", "label": i, "notes": [{"a": i}]} for i in range(3000)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=700)
-    assert list(row for _, row in fulldepth.data.files.parquet_rows(tmp_path / "a.parquet")) == rows
-    assert [record.text for record in open_source(tmp_path / "a.parquet").records] == [row["text"] for row in rows]
-
-
 def test_a_small_parquet_file_that_stands_for_a_large_one(tmp_path):
     path = tmp_path / "bomb.parquet"
     text = pa.DictionaryArray.from_arrays(pa.array(np.zeros(4000, np.int32)), pa.array(["x" * 4_000_000]))

@@ -110,34 +110,33 @@ def test_hash_and_sample_of_images(folder):
     assert data().hash != before
 
 
-def test_bad_images(folder, tmp_path):
-    whole = (folder / "test" / "cat" / "1.png").read_bytes()
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
-    buffer = io.BytesIO()
-    noise.save(buffer, "JPEG")
-    for name, content in [
-        ("a.png", b"no image"),
-        ("b.jpg", buffer.getvalue()[:-900]),
-        ("c.png", whole[:-30]),
-        ("d.jpg", b""),
-    ]:
-        broken = tmp_path / name.replace(".", "-")
-        broken.mkdir()
-        (broken / name).write_bytes(content)
-        with pytest.raises(FulldepthError, match=f"Cannot read the image .*{name}.*Expected a whole file, one of JPEG"):
-            prepare(open_source(broken), task="representation", processor=Processor())
-    (tmp_path / "eps").mkdir()
-    (tmp_path / "eps" / "a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
-    with pytest.raises(FulldepthError, match="cannot identify"):  # never handed to Ghostscript
-        open_source(tmp_path / "eps").records[0].image()
-    with pytest.raises(FulldepthError, match=r"no split 'validation'\. It has: test, train"):
-        open_source(folder, split="validation")
-    with pytest.raises(FulldepthError, match="rows row 1, 'image' is of type int, expected an image"):
-        open_source([{"image": 3}])
-    with pytest.raises(FulldepthError, match="cannot use pets/test: its kind is images"):
-        prepare(open_source(folder), task="causal-lm")
-    with pytest.raises(FulldepthError, match="no image processor"):
-        prepare(open_source(folder), task="representation")
+JPEG = io.BytesIO()
+Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(JPEG, "JPEG")
+BROKEN = {
+    "a.png": b"no image",
+    "b.jpg": JPEG.getvalue()[:-900],
+    "c.jpg": b"",
+    "eps.png": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",  # never handed to Ghostscript
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_damaged_images_are_named(tmp_path, name):
+    (tmp_path / name).write_bytes(BROKEN[name])
+    with pytest.raises(FulldepthError, match=name):
+        prepare(open_source(tmp_path), task="representation", processor=Processor())
+
+
+def test_images_that_do_not_fit_are_refused(folder):
+    for data, options, name in (
+        (folder, {"split": "validation"}, "'validation'"),
+        ([{"image": 3}], {}, "rows row 1"),
+    ):
+        with pytest.raises(FulldepthError, match=name):
+            open_source(data, **options)
+    for task, name in (("causal-lm", "pets/test"), ("representation", "image processor")):
+        with pytest.raises(FulldepthError, match=name):
+            prepare(open_source(folder), task=task)
 
 
 @pytest.mark.parametrize("entry", ["test/cat/gone.png", "test/wolf", "train/gone"])
