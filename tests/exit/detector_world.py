@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoImageProcessor, DetrImageProcessorPil
 
 import tiny_models
+from drawn_shapes import CLASSES, write_shapes
 from exit.plain_detector import HEADS_FILE, answers, layer_norm, states_of
-from fulldepth.data.shapes import CLASSES, write_shapes
 
 LAYERS, WIDTH, IMAGES = tiny_models.LAYERS, tiny_models.WIDTH, 12
 
@@ -73,7 +73,7 @@ def world(folder: Path, name: str = "detr") -> tuple[Path, Path]:
     """A checkpoint with heads, and a set of images with two or three objects each: what layer `1 + i % L` sees."""
     checkpoint, model = folder / "model", detector(name)
     DetrImageProcessorPil(size={"shortest_edge": 40, "longest_edge": 60}).save_pretrained(checkpoint)
-    data = write_shapes(folder / "data", f"shapes:32x{IMAGES}/train")
+    data = write_shapes(folder / "data", f"32x{IMAGES}/train")
     inputs = pixels(checkpoint, pictures(data))
     heads = heads_for(model, inputs)
     model.save_pretrained(checkpoint)

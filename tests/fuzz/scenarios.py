@@ -45,7 +45,6 @@ MEASURE = {
         f"measure bert --data data/labelled.tsv --output new {FAST}", "bert data/labelled.tsv", 2
     ),
     "measure images": Scenario("measure vit --data data/images --output new", "vit data/images", 2),
-    "measure zip": Scenario("measure vit --data data/images.zip --output new", "data/images.zip", 2),
     "measure shards": Scenario(f"measure sharded --data data/text.txt --output new {QUICK}", "sharded", 3),
     "measure recipe": Scenario(
         "measure model --data data/text.txt --output new --recipe recipes/measure.yaml", "recipes/measure.yaml", 2

@@ -8,7 +8,6 @@ places by their share of a file, so a seed means the same in both, up to a byte 
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,9 +94,6 @@ def make(folder: Path) -> None:
         for i in range(3):
             picture = Image.new("RGB", (8, 8), (colour, 30 * i, 255 - colour))
             picture.save(folder / "data" / "images" / label / f"{i}.png")
-    with zipfile.ZipFile(folder / "data" / "images.zip", "w") as archive:
-        for path in sorted((folder / "data" / "images").rglob("*.png")):
-            archive.write(path, path.relative_to(folder / "data" / "images"))
     for name, text in (("train", TRAIN), ("measure", MEASURE), ("search", SEARCH)):
         (folder / "recipes" / f"{name}.yaml").write_text(text)
 

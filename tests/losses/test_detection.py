@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tiny_models
-from fulldepth.data.shapes import draw
+from drawn_shapes import draw
 from fulldepth.losses import Detection, Objective, Task, use_set_loss
 
 

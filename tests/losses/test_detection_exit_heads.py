@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from drawn_shapes import draw
 from exit.detector_world import LAYERS, detector, heads_for
 from exit.plain_detector import multi_exit_loss, read_layer, set_loss, states_of
-from fulldepth.data.shapes import draw
 from fulldepth.errors import FulldepthError
 from fulldepth.losses import Objective, add_exit_heads, use_set_loss
 

@@ -155,7 +155,7 @@ def test_empty_data(wrong, tmp_path, content, suffix):
     wrong(data=path, says=["data" + suffix])
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".tsv", ".parquet", ".zip"])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".tsv", ".parquet"])
 def test_binary_data(wrong, tmp_path, suffix):
     path = tmp_path / f"data{suffix}"
     path.write_bytes(np.random.default_rng(0).bytes(5000))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tiny_models
-from fulldepth.data.shapes import draw
+from drawn_shapes import draw
 from fulldepth.execution import capture
 from fulldepth.hf import Classifier, DetectionHeads, anatomy_candidates
 from fulldepth.metrics import DetectionLoss, Detections, Observation, SetLoss, Setup, detection_loss

@@ -8,9 +8,10 @@ import torch
 from PIL import Image
 from transformers import DetrForObjectDetection, DetrImageProcessorPil
 
-from fulldepth.data import ShuffledSampler, open_source, write_shapes
+from drawn_shapes import write_shapes
+from fulldepth.data import ShuffledSampler, open_source
+from fulldepth.data.coco import Objects
 from fulldepth.data.labelled import Item
-from fulldepth.data.objects import Objects
 from fulldepth.data.sequences import Picture
 from fulldepth.errors import FulldepthError
 from fulldepth.metrics import detection_loss
@@ -110,7 +111,7 @@ def test_an_image_is_mirrored_by_seed_epoch_and_index_alone() -> None:
 
 def test_a_step_trains_on_the_mirrored_images(tmp_path) -> None:
     """The loss of a step is that of the stock model on the flipped images."""
-    path = write_shapes(tmp_path / "set", "shapes:32x12/train")
+    path = write_shapes(tmp_path / "set", "32x12/train")
     still = {"steps": 1, "learning_rate": 1e-12, "backbone_learning_rate": 1e-12, "weight_decay": 0.0, "seed": 1}
     chosen = settings(data={"name": str(path)}, **still, global_batch_size=8, augmentation={"flip": True})
     results = train(chosen, tmp_path / "run")

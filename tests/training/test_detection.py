@@ -14,12 +14,12 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, DetrForObjectDetection
 
+from drawn_shapes import draw, shapes, write_shapes
 from fulldepth import measure
 from fulldepth.cli import main
 from fulldepth.data import open_source
 from fulldepth.data.labelled import Collator, Item
 from fulldepth.data.sequences import Picture
-from fulldepth.data.shapes import draw, write_shapes
 from fulldepth.errors import FulldepthError
 from fulldepth.metrics import average_precision, detection_loss
 from fulldepth.results import Results
@@ -35,7 +35,7 @@ RECIPE = {
     "task": "detection",
     "model": DETR,
     "initializer": {"distribution": "glorot"},
-    "data": {"name": "shapes:32x12/train", "validation": "shapes:32x6/validation", "image_size": 32},
+    "data": {"name": shapes("32x12/train"), "validation": shapes("32x6/validation"), "image_size": 32},
     "steps": 4,
     "global_batch_size": 4,
     "learning_rate": 1e-3,
@@ -74,7 +74,7 @@ def test_the_record_holds_every_layer_and_agrees_with_a_measurement(run):
     assert float(last[last.measure == "validation_loss"].value.iloc[0]) == recorded["detection_loss", "mean", 3]
     assert {"ce", "aligned"} >= set(table[table.measure == "penalty"].site)
     names = ["average_precision", "detection_loss"]
-    measured = measure(folder / "checkpoint-4", "shapes:32x6/validation", measures=names)
+    measured = measure(folder / "checkpoint-4", shapes("32x6/validation"), measures=names)
     again = {(r.measure, r.statistic, int(r.layer)): r.value for r in measured.table.itertuples()}
     assert {key: again[key] for key in recorded} == pytest.approx(recorded, abs=1e-5)
     assert "average_precision" in measured.figures()
@@ -133,7 +133,7 @@ def test_the_backbone_is_trained_with_its_own_rate(run):
         ({"model": {"num_queries": 2}}, r"An image has \d objects, and the model 2 queries"),
         ({"method": "cr"}, "cannot be trained with coherence"),
         ({"objective": {"aligned": {"positions": 0.5}}}, "detection matches all queries"),
-        ({"data": {"name": "corpus:builtin/train"}}, "trains on images with boxes"),
+        ({"data": {"name": "corpus:builtin/train"}}, "trains on objects"),
         ({"model": {"type": "llama"}}, "no detector"),
         (
             {"model": {"backbone_config": {**DETR["backbone_config"], "num_channels": 1}}},
@@ -147,7 +147,7 @@ def test_unfit_settings_are_refused(changes, message, tmp_path):
 
 
 def test_bad_entries_end_the_command_with_their_place_unless_skipped(tmp_path, capsys, monkeypatch):
-    path = write_shapes(tmp_path / "set", "shapes:32x8/train")
+    path = write_shapes(tmp_path / "set", "32x8/train")
     content = json.loads(path.read_text())
     content["annotations"][3]["category_id"] = 9
     path.write_text(json.dumps(content))
@@ -184,7 +184,7 @@ def png(image):
 @pytest.mark.parametrize("part", ["train", "validation"])
 def test_damaged_image_files_are_found_before_training_unless_skipped(damage, part, tmp_path):
     for name in ("train", "validation"):
-        write_shapes(tmp_path / name, f"shapes:32x6/{name}")
+        write_shapes(tmp_path / name, f"32x6/{name}")
     file = tmp_path / part / "images" / "000004.png"
     file.write_bytes(DAMAGE[damage](file.read_bytes()))
     data = {
@@ -202,7 +202,7 @@ def test_damaged_image_files_are_found_before_training_unless_skipped(damage, pa
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "1"])
 def test_images_of_other_channels_are_read_as_rgb(mode, tmp_path):
-    path = write_shapes(tmp_path, "shapes:32x2/train")
+    path = write_shapes(tmp_path, "32x2/train")
     suffix = "jpg" if mode == "CMYK" else "png"
     content = json.loads(path.read_text())
     content["images"][0]["file_name"] = f"other.{suffix}"
@@ -216,7 +216,7 @@ def test_images_of_other_channels_are_read_as_rgb(mode, tmp_path):
 
 def test_grey_values_of_16_bits_are_refused(tmp_path):
     """Pillow would make all values above 255 white."""
-    path = write_shapes(tmp_path, "shapes:32x2/train")
+    path = write_shapes(tmp_path, "32x2/train")
     Image.fromarray(np.full((32, 32), 3000, np.uint16)).save(tmp_path / "images" / "000001.png")
     with pytest.raises(FulldepthError, match=r"000001\.png: its pixels have more than 8 bits \(mode I;16\)"):
         open_source(path).records[0].image()
@@ -225,7 +225,7 @@ def test_grey_values_of_16_bits_are_refused(tmp_path):
 @pytest.mark.parametrize("part", ["train", "validation"])
 def test_sets_with_nothing_to_find_are_refused_before_training(part, tmp_path):
     """Crowds are no targets."""
-    path = write_shapes(tmp_path / "set", "shapes:32x4/train")
+    path = write_shapes(tmp_path / "set", "32x4/train")
     content = json.loads(path.read_text())
     content["annotations"] = [{**entry, "iscrowd": 1} for entry in content["annotations"]]
     path.write_text(json.dumps(content))
@@ -235,7 +235,7 @@ def test_sets_with_nothing_to_find_are_refused_before_training(part, tmp_path):
 
 
 def test_held_out_images_are_not_trained_on():
-    data = labelled_data(settings(data={"name": "shapes:32x20/train", "validation": None, "validation_share": 0.2}))
+    data = labelled_data(settings(data={"name": shapes("32x20/train"), "validation": None, "validation_share": 0.2}))
     train, validation = data.train.source.records, data.validation.source.records
     assert (len(train), len(validation)) == (16, 4)
     contents = [np.asarray(record.image()).tobytes() for record in (*train, *validation)]
@@ -244,7 +244,7 @@ def test_held_out_images_are_not_trained_on():
 
 def test_the_recipes(tmp_path):
     """`tiny-detr` runs in smoke size; `detr-coco` has the 41 M parameters of Carion et al. 2020, Table 1."""
-    small = {"data": {"name": "shapes:64x8/train", "validation": "shapes:64x4/validation"}, "steps": 1}
+    small = {"data": {"name": shapes("64x8/train"), "validation": shapes("64x4/validation")}, "steps": 1}
     tiny = recipes.layer(TrainSettings, recipes.read("tiny-detr", "train"), {**small, "global_batch_size": 4})
     assert train(tiny, tmp_path / "run").meta["headline"]["validation_ap50"]["unit"] == "1"
     paper = recipes.layer(TrainSettings, recipes.read("detr-coco", "train"))

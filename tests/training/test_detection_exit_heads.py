@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from drawn_shapes import shapes, write_shapes
 from exit.detector_world import objects, pictures, pixels
 from exit.plain_detector import HEADS_FILE, answers, precision, set_loss
-from fulldepth.data.shapes import write_shapes
 from fulldepth.errors import FulldepthError
 from fulldepth.settings.layers import layer as layered
 from fulldepth.training import train
@@ -29,7 +29,7 @@ RECIPE: dict[str, Any] = {
     "objective": {"multi_exit": {"schedule": "alternate"}},
     "model": DETR,
     "initializer": {"distribution": "glorot"},
-    "data": {"name": "shapes:32x12/train", "validation": "shapes:32x6/validation", "image_size": 32},
+    "data": {"name": shapes("32x12/train"), "validation": shapes("32x6/validation"), "image_size": 32},
     "steps": 4,
     "global_batch_size": 4,
     "learning_rate": 1e-2,
@@ -56,7 +56,7 @@ def heads(folder: Path, step: int) -> dict[str, Tensor]:
 
 def test_the_record_holds_each_layer_read_by_its_own_heads(run: tuple[Path, Any], tmp_path: Path) -> None:
     folder, results = run
-    data = write_shapes(tmp_path / "data", "shapes:32x6/validation")
+    data = write_shapes(tmp_path / "data", "32x6/validation")
     checkpoint, targets = folder / "checkpoint-4", objects(data)
     logits, boxes = answers(checkpoint, pixels(checkpoint, pictures(data)))
     rows = results.table[results.table.step == 4].set_index(["measure", "statistic", "layer"]).value
@@ -112,7 +112,7 @@ def test_training_starts_from_stored_heads_of_the_same_classes(run: tuple[Path, 
     assert all(torch.allclose(same[name], weight, atol=1e-6) for name, weight in stored.items())
     assert any("heads of layers 1 to L-1 are those of" in line for line in warnings)
 
-    data = write_shapes(tmp_path / "data", "shapes:32x12/train")
+    data = write_shapes(tmp_path / "data", "32x12/train")
     content = json.loads(data.read_text())
     content["categories"] = [{**each, "name": f"other {each['id']}"} for each in content["categories"]]
     data.write_text(json.dumps(content))

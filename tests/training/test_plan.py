@@ -397,8 +397,10 @@ def test_the_dry_run_of_classifiers_and_detectors(monkeypatch: pytest.MonkeyPatc
     digits = told("tiny-vit")
     assert digits["tokens"][0] == f"{400 * 64 * 17:,}"
     assert "64 images of 17" in digits["steps"][1]
-    assert told("tiny-bert")["steps"][1] == f"{32 * 80:,} tokens each, 32 texts at most so long."
-    assert told("tiny-detr")["images"][0] == f"{3000 * 16:,}"
+    assert (
+        told("tiny-bert", model={"num_labels": 6})["steps"][1] == f"{32 * 80:,} tokens each, 32 texts at most so long."
+    )
+    assert told("tiny-detr", model={"num_labels": 3})["images"][0] == f"{3000 * 16:,}"
 
 
 def test_the_dry_run_takes_classes_from_the_information_on_a_hub_data_set(

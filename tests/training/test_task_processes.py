@@ -17,6 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from drawn_shapes import shapes
 from fulldepth.results import Results
 from fulldepth.training import train
 from training.conftest import DETR
@@ -58,7 +59,7 @@ DETECTION = {
     "task": "detection",
     "model": {**DETR, "num_queries": 8},
     "initializer": {"distribution": "glorot"},
-    "data": {"name": "shapes:32x24/train", "validation": "shapes:32x33/validation", "image_size": 32},
+    "data": {"name": shapes("32x24/train"), "validation": shapes("32x33/validation"), "image_size": 32},
     "backbone_learning_rate": 1e-4,
 }
 STEPS = {

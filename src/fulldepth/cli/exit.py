@@ -31,7 +31,7 @@ def exit_command(
         str | None,
         typer.Option(
             "--data",
-            help="For classifiers rows with text + label, or a folder or .zip of images in class folders; for language "
+            help="For classifiers rows with text + label, or a folder of images in class folders; for language "
             "models text as for measure, a Hub data set, or corpus:builtin.",
         ),
     ] = None,

@@ -25,7 +25,7 @@ class ExitSettings(ReadingSettings):
         "When to leave": ("rule", "thresholds", "min_layer", "target_accuracy_drop", "calibration_share"),
         "Data": (
             *("max_sequences", "sequence_length", "batch_size", "rounds", "lens_tokens", "seed", "split", "truncate"),
-            *("skip_bad", "corrupt", "order", "bos", "one_per_row", "balanced"),
+            *("skip_bad", "order", "bos", "one_per_row", "balanced"),
         ),
         "Generation of language models": ("policy", "lens_candidates", "prompts", "new_tokens"),
         "A checkpoint with fewer layers": EXPORTS,

@@ -19,7 +19,7 @@ class MeasureSettings(ReadingSettings):
     """Everything that determines the results of a measurement; saved with them."""
 
     options: ClassVar = {
-        "What to measure": ("measures", "tokens", "words", "reference", "probe_data", "corrupt"),
+        "What to measure": ("measures", "tokens", "words", "reference", "probe_data"),
         "Samples": (
             *("max_sequences", "sequence_length", "batch_size", "exact", "lens_tokens", "reservoir_tokens"),
             *("entropy_sequences", "lens_precision", "lens_sites", "seed", "split", "truncate", "skip_bad", "pictures"),

@@ -40,7 +40,7 @@ class DataSettings(Settings):
 
     name: str = "corpus:builtin/train"
     """corpus:builtin/train, a .txt, .jsonl or .parquet file or a folder of them, or a Hub data set; for images
-    digits:builtin/train, or a folder or .zip of images."""
+    digits:builtin/train, or a folder of images."""
     column: str | None = None
     """Column that holds the text; None = the usual names."""
     config: str | None = None

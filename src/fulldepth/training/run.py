@@ -45,10 +45,6 @@ EVALUATORS = {"detection": DetectionEvaluator}
 """Task -> class that evaluates it, where the loss and the displacement are not all."""
 Prepared = tuple[Any, dict[str, Any]]
 """A trainer, and facts about its data."""
-ADVICE = (
-    "Much text must be tokenised before training starts. `fulldepth data prepare RECIPE` does that beforehand, on any "
-    "number of machines, without an accelerator."
-)
 
 
 class PackedTrainer(ResumeMixin, ShardsMixin, LoadingMixin, GroupsMixin, DepthTrainer):
@@ -226,7 +222,7 @@ def _built(config: Any, settings: TrainSettings) -> tuple[PreTrainedModel, Objec
 def _packed(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> Prepared:
     """The trainer of packed text, and facts about its data; all processes share in tokenising what is missing."""
     tokenizer, config = _language(settings, folder, arguments, watcher)
-    packed = packed_text(settings, tokenizer, config.vocab_size, watcher, advice=ADVICE)
+    packed = packed_text(settings, tokenizer, config.vocab_size, watcher)
     packed.require_documents(arguments.world_size)
     collator, model = window_collator(settings), build_model(config, settings)
     if not settings.data.across_documents:

@@ -65,8 +65,6 @@ def packed_text(
     watcher: Watcher,
     *,
     whole: bool = False,
-    writers: int | None = None,
-    advice: str | None = None,
 ) -> Packed:
     """The text of a run as windows, tokenised where it is not cached; other arguments and errors as for `pack`.
 
@@ -86,23 +84,16 @@ def packed_text(
         seed=settings.seed,
         across_documents=data.across_documents,
         vocab_size=vocab_size,
-        writers=writers,
-        advice=advice,
         watcher=watcher,
     )
 
 
-def prepare_text(
-    settings: TrainSettings, *, whole: bool = False, writers: int | None = None, watcher: Watcher | None = None
-) -> Packed:
+def prepare_text(settings: TrainSettings, *, whole: bool = False, watcher: Watcher | None = None) -> Packed:
     """Tokenise the text of a run into the cache before training: `fulldepth data prepare`.
-
-    Any number of processes and machines that share the cache may run this at once; they share the work.
 
     Args:
         settings: the run's settings.
         whole: tokenise all of the text, even if the run reads less.
-        writers: most processes that tokenise; None = one for each core.
         watcher: receives progress.
 
     Returns:
@@ -127,7 +118,7 @@ def prepare_text(
         positions=settings.sequence_length,
         special_tokens=special_tokens(tokenizer),
     )
-    return packed_text(settings, tokenizer, config.vocab_size, watcher, whole=whole, writers=writers)
+    return packed_text(settings, tokenizer, config.vocab_size, watcher, whole=whole)
 
 
 def _budget(settings: TrainSettings) -> int:
