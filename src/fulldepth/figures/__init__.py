@@ -13,41 +13,30 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.figures import (
-    checkpoints,
-    coherence,
-    detection,
-    displacement,
     early_exit,
     evaluation,
     generation,
-    geometry,
     healing,
+    layers,
     lens,
     memory,
     pareto,
     removal,
     similarity,
-    towers,
-    training_run,
-    training_runs,
+    training,
 )
-from fulldepth.figures.checkpoints import followed
 from fulldepth.figures.comparison import overlays
 from fulldepth.figures.record import COMPARISON, SERIES, SINGLE, TRAINING, Figure, Method, Quantity, Source
+from fulldepth.figures.training import followed
 
 FIGURES: tuple[Figure, ...] = (
-    *training_run.FIGURES,
-    *training_runs.FIGURES,
-    *checkpoints.FIGURES,
-    *displacement.FIGURES,
+    *training.FIGURES,
+    *layers.DISPLACEMENT,
     *similarity.FIGURES,
-    *towers.FIGURES,
     *lens.FIGURES,
-    *detection.FIGURES,
-    *coherence.FIGURES,
-    *geometry.FIGURES,
+    *layers.FIGURES,
     *memory.FIGURES,
-    *checkpoints.OF_TRAINING,
+    *training.OF_RUN,
     *removal.FIGURES,
     *healing.FIGURES,
     *pareto.FIGURES,
@@ -131,7 +120,9 @@ def _of_stacks(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Fig
             base, _, variant = name.partition(":")
             own = f"{base}:{title}" + (f" {variant}" if variant else "")
             drawn.setdefault(base, {})[own] = figure.update_layout(meta=about)
-    across = {name: figure for record in towers.FIGURES for name, figure in record.drawn(Source(table, rest)).items()}
+    across = {
+        name: figure for record in similarity.ACROSS for name, figure in record.drawn(Source(table, rest)).items()
+    }
     return {**across, **{name: figure for variants in drawn.values() for name, figure in variants.items()}}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.figures.curves import Curve, Matrix, curve
+from fulldepth.figures.curves import Curve, counted, curve, number
 from fulldepth.figures.record import Source
 from fulldepth.figures.style import (
     CATEGORICAL,
@@ -265,83 +265,91 @@ def bars(curve: Curve, name: str, color: str, form: str = ".4f", **extra: Any) -
     )
 
 
-def heat(trace: Mapping[str, Any], *, signed: bool, alt: str, difference: bool = False, **layout: Any) -> go.Figure:
-    """A heat map with the common colours and colour bar.
+@dataclass(frozen=True)
+class Grid:
+    """Cells of a map: rows from the bottom up, columns from the left. False if no cell has a finite value."""
+
+    rows: list[int]
+    columns: list[int]
+    values: list[list[float | None]]
+    counts: list[list[str]]
+
+    def __bool__(self) -> bool:
+        return bool(self.finite)
+
+    @property
+    def finite(self) -> list[float]:
+        """Every finite value."""
+        return [value for row in self.values for value in row if value is not None]
+
+
+def grid(table: pd.DataFrame, rows: Iterable[Any], columns: Iterable[Any], column: str = "value") -> Grid:
+    """The cells of a table's rows; `rows` and `columns` place each of them, and of equal places the last counts."""
+    cells = {
+        (int(row), int(at)): (number(value), counted(count))
+        for row, at, value, count in zip(rows, columns, table[column], table["count"], strict=True)
+    }
+    down, across = (sorted({place[part] for place in cells}) for part in (0, 1))
+    values, counts = ([[cells.get((row, at), (None, "?"))[part] for at in across] for row in down] for part in (0, 1))
+    return Grid(down, across, values, counts)  # type: ignore[arg-type]
+
+
+def heat(
+    cells: Grid,
+    *,
+    where: str,
+    quantity: str,
+    low: float,
+    high: float,
+    xaxis: dict[str, Any],
+    yaxis: dict[str, Any],
+    names: Sequence[str] | None = None,
+    difference: bool = False,
+    **layout: Any,
+) -> go.Figure:
+    """A heat map with the common colours: sequential from zero, or neutral at zero if `low` is negative.
 
     Args:
-        trace: `x`, `y`, `z`, range and hover box of the map.
-        signed: whether to use the diverging colour scale.
+        cells: the values.
+        where: begin of the hover box, with `%{x}` and `%{y}`.
+        quantity: name of the number, for the hover box.
+        low: value of the first colour.
+        high: value of the last colour.
+        xaxis: settings of the x axis.
+        yaxis: settings of the y axis.
+        names: of the rows; None = their numbers.
         difference: whether to use the colour scale of differences.
-        alt: see `figure`.
         layout: passed on to `figure`.
     """
-    gap = 1 if max(len(trace["x"]), len(trace["y"])) <= 40 else 0
+    gap = 1 if max(len(cells.columns), len(cells.rows)) <= 40 else 0
+    counts = {count for row in cells.counts for count in row}
     shown = go.Heatmap(
-        colorscale=DIFFERENCE_SCALE if difference else SIGNED_SCALE if signed else UNIT_SCALE,
+        x=cells.columns,
+        y=names or cells.rows,
+        z=cells.values,
+        customdata=cells.counts,
+        zmin=low,
+        zmax=high,
+        colorscale=DIFFERENCE_SCALE if difference else SIGNED_SCALE if low < 0 else UNIT_SCALE,
         xgap=gap,
         ygap=gap,
         hoverongaps=False,
         colorbar=COLOR_BAR,
-        **trace,
+        hovertemplate=f"{where}<br>{quantity} <b>%{{z:.4f}}</b><br>"
+        f"n = {counts.pop() if len(counts) == 1 else '%{customdata}'}<extra></extra>",
     )
-    return figure([shown], alt=alt, height=480, hovermode="closest", **layout)
+    return figure([shown], xaxis={**BARE, **xaxis}, yaxis={**BARE, **yaxis}, height=480, hovermode="closest", **layout)
 
 
-def layer_map(cells: Matrix, *, quantity: str, signed: bool, alt: str, extent: float = 0.0, **about: Any) -> go.Figure:
-    """A square map over pairs of layers with a fixed range: of values [-1, 1] when signed, else [0, 1].
-
-    Args:
-        cells: the values; layer 0 is at the lower left, so that depth grows upwards and to the right.
-        quantity: name of the number, for the colour bar and the hover box.
-        signed: whether the number may be negative.
-        alt: see `figure`.
-        extent: for differences, which have a colour scale of their own, the largest absolute value of that scale.
-        about: passed on to `figure` (title, subtitle, variant, beside).
-    """
-    settings = {**axis("Layer"), "constrain": "domain", **map_ticks(cells.layers[-1], first=0)}
-    counts = {count for row in cells.counts for count in row}
-    observed = counts.pop() if len(counts) == 1 else "%{customdata}"
-    return heat(
-        {
-            "x": cells.layers,
-            "y": cells.layers,
-            "z": cells.values,
-            "customdata": cells.counts if counts else None,
-            "zmin": -extent or (-1 if signed else 0),
-            "zmax": extent or 1,
-            "hovertemplate": f"Layers %{{y}} and %{{x}}<br>{quantity} <b>%{{z:.4f}}</b><br>n = {observed}"
-            "<extra></extra>",
-        },
-        signed=signed,
-        difference=bool(extent),
-        alt=alt,
-        xaxis=settings,
-        yaxis={**settings, "scaleanchor": "x"},
-        **about,
-    )
-
-
-def map_ticks(layers: int, first: int = 1) -> dict[str, Any]:
-    """Settings of the axis of a heat map over layers."""
+def map_axis(title: str, layers: int, first: int = 0) -> dict[str, Any]:
+    """Settings of the axis of a map over layers."""
     named = layer_axis(layers, first=first)
-    return {"tickvals": named["tickvals"], "ticktext": named["ticktext"], **BARE}
+    return axis(title, tickvals=named["tickvals"], ticktext=named["ticktext"], constrain="domain")
 
 
-def shade_key(title: str, shades: Sequence[str], low: float, high: float, stepped: bool = False) -> go.Scatter:
-    """An invisible trace with a colour bar, for traces that differ in shade.
-
-    Args:
-        title: of the bar.
-        shades: colours from the lowest to the highest.
-        low: value of the lower end.
-        high: value of the upper end.
-        stepped: whether each shade fills an equal part of the bar instead of blending into the next.
-    """
-    count = len(shades)
-    if stepped:
-        scale = [[(i + end) / count, shade] for i, shade in enumerate(shades) for end in (0, 1)]
-    else:
-        scale = [[i / (count - 1), shade] for i, shade in enumerate(shades)]
+def shade_key(title: str, shades: Sequence[str], low: float, high: float) -> go.Scatter:
+    """An invisible trace with a colour bar from `low` to `high`, for traces that differ in shade."""
+    scale = [[i / (len(shades) - 1), shade] for i, shade in enumerate(shades)]
     bar = {"title": {"text": title, "font": {"size": 11, "color": MUTED}}, **COLOR_BAR}
     marker = {"color": [low], "cmin": low, "cmax": high, "colorscale": scale, "colorbar": bar, "showscale": True}
     return legend_entry(None, marker=marker, showlegend=False)

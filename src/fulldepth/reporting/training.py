@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from fulldepth.figures.record import Source
-from fulldepth.figures.steps import track
 from fulldepth.figures.style import minus
-from fulldepth.figures.training_run import term_name
+from fulldepth.figures.training import term_name, track
 from fulldepth.reporting.findings import Shown
 from fulldepth.reporting.measured import Meta, Pairs, compared, fingerprints, labelled, run
 from fulldepth.reporting.phrases import NOTHING, dotted, model_line, quantity, scaled, short, stated
