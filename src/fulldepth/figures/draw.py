@@ -31,6 +31,8 @@ COLOR_BAR = {
     "thickness": 10, "len": 1, "outlinewidth": 0, "xpad": 8, "ticklen": 3, "nticks": 6,
     "tickfont": {"size": 11, "color": MUTED},
 }  # fmt: skip
+TOLD = 2
+"""Lines that an alternative text describes."""
 APART = 2.0
 """Ratio to the largest value of the other layers from which the first layer is beyond the scale."""
 BARE = {"ticks": "", "showgrid": False, "showline": False}
@@ -64,16 +66,13 @@ class Line:
             table = table[(table["state"] == self.state).fillna(False).astype(bool)]
         return curve(table, self.measure, self.statistic, self.site, other)
 
-    def drawn(self, values: Curve, spread: Curve | None = None) -> go.Scatter | go.Bar:
-        """The trace of these values."""
+    def drawn(self, values: Curve, errors: Curve) -> go.Scatter | go.Bar:
+        """The trace of these values, with their error bars."""
         if self.bar:
             trace = bars(values, self.name, self.color, self.form)
         else:
             trace = line(values, self.name, self.color, self.dash, self.form)
-        if spread:
-            widths = dict(zip(spread.layers, spread.values, strict=True))
-            heights = [widths.get(layer) or 0 for layer in values.layers]
-            trace.error_y = {"array": heights, "color": self.color, "thickness": 1.5, "width": 3}
+        with_errors(trace, values, errors, self.form)
         return trace.update(**self.trace)
 
 
@@ -81,19 +80,26 @@ Drawn = Sequence[tuple[Line, Curve]]
 """The lines of a figure that have values."""
 
 
-def first_line(title: str, form: str = ".3f") -> Callable[[Drawn], str]:
-    """Alternative text: at which layers the first line is lowest and highest. `form` is a Python number format."""
-
-    def words(drawn: Drawn) -> str:
-        values = drawn[0][1] if drawn else Curve([], [], [])
-        return extremes(title, values.layers, values.values, form)
-
-    return words
+def each_line(form: str = "", name: Callable[[Line], str] = lambda line: line.name) -> Callable[[Drawn], str]:
+    """Alternative text: at which layers each line is lowest and highest. `form` is a Python number format."""
+    return lambda drawn: " ".join(
+        extremes(name(line), values.layers, values.values, form or line.form.replace("~", "")) for line, values in drawn
+    )
 
 
-def each_line(form: str = ".3f", name: Callable[[Line], str] = lambda line: line.name) -> Callable[[Drawn], str]:
-    """Alternative text: at which layers each line is lowest and highest."""
-    return lambda drawn: " ".join(extremes(name(line), values.layers, values.values, form) for line, values in drawn)
+def with_errors(trace: go.Scatter | go.Bar, values: Curve, errors: Curve, form: str, times: float = 1.0) -> bool:
+    """Add bars of `times` the standard errors to a trace, and the errors to its hover box; False without errors.
+
+    `form` is the d3 number format of the values.
+    """
+    widths = dict(zip(errors.layers, errors.values, strict=True))
+    own = [widths.get(layer) or 0.0 for layer in values.layers]
+    if not any(own):
+        return False
+    trace.error_y = {"array": [times * width for width in own], "thickness": 1.2, "width": 3}
+    trace.customdata = [[*row, width] for row, width in zip(values.custom, own, strict=True)]
+    trace.hovertemplate += f" ± %{{customdata[2]:{form}}}"
+    return True
 
 
 def over_layers(
@@ -101,8 +107,8 @@ def over_layers(
     layers: int,
     lines: Iterable[Line],
     *,
-    alt: Callable[[Drawn], str],
     yaxis: dict[str, Any] | Callable[[list[float | None]], dict[str, Any]],
+    alt: Callable[[Drawn], str] | None = None,
     first: int = 1,
     other: int | None = None,
     read: Callable[[Curve], Curve] = lambda values: values,
@@ -118,8 +124,9 @@ def over_layers(
         table: rows of one model at one step.
         layers: L.
         lines: what is drawn; those without a finite value are left out.
-        alt: see `figure`; called with the lines that are drawn.
         yaxis: settings of the value axis, or a function of all drawn values that returns them.
+        alt: see `figure`; called with the lines that are drawn. None = where the first `TOLD` of them are lowest and
+            highest.
         first: the first layer of the axis.
         other: the second layer if the rows are pairs.
         read: applied to every curve before it is drawn.
@@ -132,13 +139,13 @@ def over_layers(
     drawn = [(line, values) for line in lines if (values := line.curve(table, other))]
     traces = [*behind]
     for line, values in drawn:
-        spread = curve(table, line.measure, line.spread, line.site) if line.spread else None
-        traces.append(line.drawn(read(values), spread))
+        traces.append(line.drawn(read(values), curve(table, line.measure, line.spread, line.site)))
     if not traces:
         return None
     if callable(yaxis):
         yaxis = yaxis([value for trace in traces for value in trace.y])
-    result = figure([*traces, *after], alt=alt(drawn), xaxis=layer_axis(layers, first=first), yaxis=yaxis, **layout)
+    told = alt(drawn) if alt else each_line()(drawn[:TOLD])
+    result = figure([*traces, *after], alt=told, xaxis=layer_axis(layers, first=first), yaxis=yaxis, **layout)
     return result if level is None else add_level(result, level, dash)
 
 

@@ -14,7 +14,6 @@ from fulldepth.figures.draw import (
     Drawn,
     Line,
     band,
-    first_line,
     logarithmic,
     of_layers,
     over_layers,
@@ -74,7 +73,6 @@ def _displacements(source: Source, lines: Sequence[Line]) -> go.Figure | None:
         source.layers,
         lines,
         behind=band(low, high, "p05–p95", CATEGORICAL[0]),
-        alt=first_line("Mean displacement"),
         yaxis=axis("Displacement Ψ", **ZERO),
         height=FIRST_SCREEN,
     )
@@ -95,8 +93,7 @@ def _coherence(source: Source) -> go.Figure | None:
         Line("coherence", one.variant, one.statistic, one.site, color)
         for color, one in zip(CATEGORICAL, _coherences(source.table), strict=False)
     ]
-    alt, scale = first_line("Mean coherence", ".2f"), axis("Coherence", **UNIT)
-    return over_layers(source.table, source.layers, lines, alt=alt, yaxis=scale)
+    return over_layers(source.table, source.layers, lines, yaxis=axis("Coherence", **UNIT))
 
 
 def _entropies(table: pd.DataFrame) -> tuple[Quantity, ...]:
@@ -137,7 +134,6 @@ def _entropy(source: Source) -> Iterator[tuple[str, go.Figure | None]]:
                 source.table,
                 source.layers,
                 lines,
-                alt=first_line("Entropy in nats", ".2f"),
                 first=0,
                 yaxis=axis("Entropy (nats)", **ZERO),
                 variant=f"Preset {label(preset, 24)}",
@@ -199,7 +195,6 @@ DISPLACEMENT = (
         "displacement",
         of_layers(
             Line("jump_rate", "ζ", "value", form=".2f", bar=True),
-            alt=first_line("Jump rate in per cent", ".1f"),
             yaxis=axis("ζ (%)", **PERCENT),
             level=LARGE_JUMP,
             height=FIRST_SCREEN,
@@ -249,7 +244,6 @@ FIGURES = (
                 Line("coherence", name, "share_0.3_0.7", site, color, form=".1%")
                 for color, (site, name) in zip(CATEGORICAL, COHERENT.items(), strict=False)
             ),
-            alt=first_line("Share of effective cells", ".1%"),
             yaxis=axis("Share of cells", **ZERO, tickformat=".0%"),
         ),
         title="Share of effective cells",
@@ -261,7 +255,6 @@ FIGURES = (
         of_layers(
             Line("norm_ratio", "All counted tokens", form=".3f"),
             Line("norm_ratio", "Without first token", "mean" + NO_FIRST, color=CATEGORICAL[1], dash="dash", form=".3f"),
-            alt=first_line("Norm ratio", ".2f"),
             yaxis=lambda values: logarithmic(values, "‖h‖ / ‖update‖"),
             level=1,
         ),
@@ -320,7 +313,6 @@ FIGURES = (
         "geometry",
         of_layers(
             Line("nc1", "NC1", "value", form=".3~g"),
-            alt=first_line("NC1", ".3g"),
             yaxis=lambda values: logarithmic(values, "NC1"),
             first=0,
         ),
@@ -347,7 +339,6 @@ FIGURES = (
                 Line("separability", name, site=site, color=color, form=".1%", spread="std")
                 for color, (site, name) in zip(CATEGORICAL, STATES.items(), strict=False)
             ),
-            alt=first_line("Separability", ".1%"),
             yaxis=axis("Accuracy", **SHARE),
             first=0,
         ),

@@ -6,7 +6,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.figures.curves import Curve, curve, number, select
-from fulldepth.figures.draw import Line, each_line, first_line, of_layers, over_layers, set_first_apart
+from fulldepth.figures.draw import Line, of_layers, over_layers, set_first_apart
 from fulldepth.figures.record import Figure, Method, Quantity, Source
 from fulldepth.figures.style import CATEGORICAL, SHARE, ZERO, axis, extremes, label
 
@@ -50,7 +50,6 @@ def _loss(source: Source) -> go.Figure | None:
         source.table,
         source.layers,
         [Line("lens_loss", "Loss"), _after_attention("lens_loss")],
-        alt=first_line("Cross-entropy in nats", ".2f"),
         yaxis=axis("Loss (nats)", **ZERO),
         first=0,
     )
@@ -62,7 +61,7 @@ def _probes(source: Source) -> go.Figure | None:
     if not PROBES[0].curve(source.table):
         return None
     scale = axis("Accuracy", **PERCENT)
-    return over_layers(source.table, source.layers, PROBES, alt=each_line(".1%"), yaxis=scale, first=0)
+    return over_layers(source.table, source.layers, PROBES, yaxis=scale, first=0)
 
 
 def _after_attention(measure: str, form: str = ".4f") -> Line:
@@ -104,7 +103,6 @@ FIGURES = (
         of_layers(
             Line("lens_accuracy", "Accuracy", form=".2%"),
             _after_attention("lens_accuracy", ".2%"),
-            alt=first_line("Accuracy", ".1%"),
             yaxis=axis("Accuracy", **PERCENT),
             first=0,
         ),
@@ -183,7 +181,6 @@ FIGURES = (
             Line("average_precision", "AP50", "ap50", form=".1%"),
             Line("average_precision", "AP75", "ap75", color=CATEGORICAL[1], dash="dash", form=".1%"),
             Line("average_precision", "AP, IoU 0.5 to 0.95", "ap", color=CATEGORICAL[2], dash="dot", form=".1%"),
-            alt=each_line(".1%"),
             yaxis=axis("Average precision", **SHARE),
         ),
         title="Average precision per decoder layer",

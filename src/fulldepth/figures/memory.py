@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 
 from fulldepth.figures.curves import Curve, select
-from fulldepth.figures.draw import Grid, Line, first_line, grid, heat, line, map_axis, over_layers
+from fulldepth.figures.draw import Grid, Line, grid, heat, line, map_axis, over_layers
 from fulldepth.figures.record import Figure, Method, Quantity, Source, readings
 from fulldepth.figures.style import MUTED, ZERO, Figures, axis, layer_name, minus
 
@@ -50,7 +50,6 @@ def _expected(source: Source) -> go.Figure | None:
         source.layers,
         [expected],
         after=[line(plain, "Attention without a memory, m = r − 1", MUTED, "dot", ".0f")],
-        alt=first_line("Expected state", ".2f"),
         yaxis=axis("State m", **ZERO),
     )
 

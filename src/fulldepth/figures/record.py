@@ -126,6 +126,8 @@ class Quantity:
     """Suffix of the figure's name, `figure:key`, for all quantities of a figure but the first."""
     variant: str = ""
     """Name of the variant if a figure has several."""
+    spread: str = ""
+    """Statistic of the standard errors of the values."""
 
     def curve(self, table: pd.DataFrame, layers: int, column: str = "value") -> Curve:
         """The curve of a table of one model at one step."""

@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.figures.curves import NO_FIRST, curve, select
-from fulldepth.figures.draw import Grid, Line, band, first_line, grid, heat, map_axis, over_layers
+from fulldepth.figures.draw import Grid, Line, band, grid, heat, map_axis, over_layers
 from fulldepth.figures.record import COMPARISON, SINGLE, Figure, Method, Quantity, Source, readings
 from fulldepth.figures.style import CATEGORICAL, Figures, axis, layer_name, minus
 
@@ -151,7 +151,6 @@ def _to_last(source: Source) -> go.Figure | None:
         [Line("cosine", "Centred, mean"), Line("cosine", "Raw, mean", "mean_raw", color=CATEGORICAL[1], dash="dash")],
         other=source.layers,
         behind=band(low, high, "p25–p75", CATEGORICAL[0]),
-        alt=first_line("Mean cosine to the last layer", ".2f"),
         first=0,
         yaxis=lambda values: axis("Cosine", range=[-1.04 if any(value and value < 0 for value in values) else 0, 1.04]),
     )
