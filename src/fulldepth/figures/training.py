@@ -38,8 +38,6 @@ TOLD = 4
 """Maximum number of lines that an alternative text describes."""
 PROFILES = 7
 """Maximum number of steps whose displacement is drawn over layers."""
-LATER = "Second half"
-"""Name of the variant without the steep beginning."""
 TERMS = {
     "jump": "Jump penalty",
     "coherence": "Coherence penalty",
@@ -48,7 +46,6 @@ TERMS = {
     "similarity": "Similarity penalty",
 }
 """Site of the rows `penalty` -> name of the term."""
-JUMPS = ("Last layer", "Last two layers", "Last three layers")
 
 
 @dataclass(frozen=True)
@@ -64,13 +61,6 @@ class Track:
 
     def __bool__(self) -> bool:
         return any(value is not None for value in self.values)
-
-    def later(self) -> Track:
-        """The second half of the steps; empty if too few steps would remain."""
-        pairs = zip(self.steps, self.values, strict=True)
-        half = [(step, value) for step, value in pairs if 2 * step >= max(self.steps)]
-        half = half if 3 <= len(half) < len(self.steps) else []
-        return replace(self, steps=[step for step, _ in half], values=[value for _, value in half])
 
 
 def track(
@@ -149,38 +139,33 @@ def _of_runs(source: Source, measure: str, **rows: Any) -> list[Track]:
 
 
 def _losses(source: Source) -> Figures:
-    """Validation and training loss of one run, over all steps and the later ones."""
-    tracks = [
-        track(source.table, "validation_loss", name="Validation"),
-        track(source.table, "train_loss", name="Training", color=CATEGORICAL[1], dash="dash"),
-    ]
-    later = [line.later() for line in tracks]
-    return readings([("", _loss(tracks, "All steps")), ("later", _loss(later, LATER))])
-
-
-def _losses_of_runs(source: Source) -> Figures:
-    """Figures of the validation loss, over all steps and the later ones, and of the training loss."""
-    validation, training = (_of_runs(source, measure) for measure in ("validation_loss", "train_loss"))
-    subtitle = "Mean training loss since the previous evaluation, without penalties"
-    return readings(
-        [
-            ("validation", _loss(validation, "Validation")),
-            ("later", _loss([run.later() for run in validation], LATER)),
-            ("training", _loss(training, "Training", subtitle=subtitle)),
+    """Validation and training loss: of one run in one figure, of several runs in two."""
+    if source.kind == TRAININGS:
+        drawings = {
+            "Validation": (_of_runs(source, "validation_loss"), {}),
+            "Training": (
+                _of_runs(source, "train_loss"),
+                {"subtitle": "Mean training loss since the previous evaluation, without penalties"},
+            ),
+        }
+    else:
+        tracks = [
+            track(source.table, "validation_loss", name="Validation"),
+            track(source.table, "train_loss", name="Training", color=CATEGORICAL[1], dash="dash"),
         ]
+        drawings = {"": (tracks, {})}
+    return readings(
+        (
+            variant.lower(),
+            over_steps(tracks, ".4f", yaxis=axis("Loss (nats)"), variant=variant, showlegend=True, **about),
+        )
+        for variant, (tracks, about) in drawings.items()
     )
-
-
-def _loss(tracks: Sequence[Track], variant: str, **about: str) -> go.Figure | None:
-    return over_steps(tracks, ".4f", yaxis=axis("Loss (nats)"), variant=variant, showlegend=True, **about)
 
 
 def _difference(source: Source) -> go.Figure | None:
     drawn = over_steps(
-        [
-            track(run.table, "validation_loss", column="difference", name=run.name, **run.style)
-            for run in source.compared
-        ],
+        [line for line in _of_runs(source, "validation_loss", column="difference") if line.name != source.baseline],
         "+.4f",
         title=f"Validation loss: difference from {source.baseline}",
         yaxis=axis("Δ Loss (nats)"),
@@ -255,29 +240,19 @@ def _profiles_of_runs(source: Source, column: str) -> Figures:
 
 
 def _jump_rate(source: Source) -> go.Figure | None:
-    names = ("ζ of the last layer", "ζ of the last 2 layers", "ζ of the last 3 layers")
-    tracks = [
-        track(source.table, "jump_rate", "residual", source.layers - back, "value", name=name, **categorical(back))
-        for back, name in enumerate(names)
-    ]
-    return over_steps(tracks, ".2f", yaxis=axis("ζ (%)", **PERCENT))
-
-
-def _jump_rates_of_runs(source: Source) -> Figures:
-    drawn = {
-        str(back): over_steps(
-            [
-                track(run.table, "jump_rate", "residual", run.layers - back, "value", name=run.name, **run.style)
-                for run in source.runs
-            ],
-            ".2f",
-            yaxis=axis("ζ (%)", **PERCENT),
-            variant=variant,
-            showlegend=True,
-        )
-        for back, variant in enumerate(JUMPS)
-    }
-    return {key: result for key, result in drawn.items() if result is not None}
+    """Of the last layers of one model, or of the last layer of each run."""
+    if source.kind == TRAININGS:
+        tracks = [
+            track(run.table, "jump_rate", "residual", run.layers, "value", name=run.name, **run.style)
+            for run in source.runs
+        ]
+    else:
+        names = ("ζ of the last layer", "ζ of the last 2 layers", "ζ of the last 3 layers")
+        tracks = [
+            track(source.table, "jump_rate", "residual", source.layers - back, "value", name=name, **categorical(back))
+            for back, name in enumerate(names)
+        ]
+    return over_steps(tracks, ".2f", yaxis=axis("ζ (%)", **PERCENT), showlegend=True)
 
 
 def _over_time(source: Source) -> go.Figure | None:
@@ -378,14 +353,14 @@ JUMP_RATE = Figure(
     "Jump rate over training",
     "Accumulated growth of the displacement over the last layers, in per cent",
 )
-OF_RUN = (replace(JUMP_RATE, section="displacement", kinds=(TRAINING,)),)
+OF_RUNS = (replace(JUMP_RATE, section="displacement", kinds=(TRAINING, TRAININGS)),)
 """Listed separately because it follows the displacement of a training run."""
 FIGURES = (
     Figure(
         "loss",
         "loss",
         _losses,
-        (TRAINING,),
+        (TRAINING, TRAININGS),
         "Loss over training",
         "Cross-entropy per token without penalties; training: mean since the previous evaluation",
         methods=(
@@ -407,14 +382,6 @@ FIGURES = (
                 programs used at most 10 % of the machine’s CPU time.""",
             ),
         ),
-    ),
-    Figure(
-        "loss",
-        "loss",
-        _losses_of_runs,
-        (TRAININGS,),
-        "Loss over training",
-        "Cross-entropy per token of the validation data, one line a run",
     ),
     Figure(
         "difference_loss",
@@ -455,7 +422,6 @@ FIGURES = (
     Figure(
         "difference_displacement", "displacement", lambda source: _profiles_of_runs(source, "difference"), (TRAININGS,)
     ),
-    replace(JUMP_RATE, section="displacement", kinds=(TRAININGS,), draw=_jump_rates_of_runs),
     Figure(
         "time_loss",
         "cost",
