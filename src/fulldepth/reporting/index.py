@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fulldepth.figures.record import SINGLE, Source
 from fulldepth.reporting.page import palette
-from fulldepth.reporting.story import paragraph
+from fulldepth.reporting.story import opening
 from fulldepth.results import PAGE, Results
 
 INDEX = "index.html"
@@ -48,11 +48,13 @@ def render_index(folder: Path, chapters: Sequence[Chapter], title: str) -> str:
 
 def _chapter(folder: Path, chapter: Chapter) -> str:
     results = Results.load(folder / chapter.folder)
-    opening = paragraph(results.table, results.meta) if Source(results.table, results.meta).kind == SINGLE else ""
+    single = Source(results.table, results.meta).kind == SINGLE
+    told = opening(results.table, results.meta) if single else None
+    first = " ".join(told["sentences"]) if told else ""
     sentences = [str(finding["sentence"]) for finding in results.headline.values() if finding.get("sentence")]
     items = "\n".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
     return (
         f'<section><h2><a href="{escape(chapter.folder)}/{PAGE}">{escape(chapter.title)}</a></h2>\n'
-        f"{f'<p><strong>{escape(opening)}</strong></p>' if opening else ''}"
+        f"{f'<p><strong>{escape(first)}</strong></p>' if first else ''}"
         f'<ul>\n{items}\n</ul>\n<p class="command"><code>{escape(chapter.command)}</code></p></section>'
     )

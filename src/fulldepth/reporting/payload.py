@@ -17,9 +17,8 @@ from fulldepth.reporting.findings import cards, sentences
 from fulldepth.reporting.kinds import PAGES, PageKind, kind_of
 from fulldepth.reporting.measured import left_out
 from fulldepth.reporting.phrases import short
-from fulldepth.reporting.profile import profile
 from fulldepth.reporting.sections import arrange
-from fulldepth.reporting.story import by_stack, opening
+from fulldepth.reporting.story import by_stack, opening, profile
 from fulldepth.results import Results
 
 
