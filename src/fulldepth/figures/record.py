@@ -152,9 +152,8 @@ class Method:
         """The folded note."""
         formula = f'<math display="block">{mathml(self.formula)}</math>\n' if self.formula else ""
         source = f'\n<p class="source">{self.source}</p>' if self.source else ""
-        needed = f' data-measures="{" ".join(self.measures)}"' if self.measures else ""
-        opening = f'<details class="method"{needed}>'
-        return f"{opening}<summary>{self.title}</summary>\n{formula}<p>{self.text}</p>{source}</details>"
+        about = f"<summary>{self.title}</summary>\n{formula}<p>{self.text}</p>{source}"
+        return f'<details class="method">{about}</details>'
 
 
 Draw = Callable[[Source], "go.Figure | Mapping[str, go.Figure] | None"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -201,9 +201,11 @@ STANDARD_ERRORS = Method(
     source="Cochran, <cite>Sampling Techniques</cite>, 6.3; Woodruff, <cite>Confidence intervals for medians and "
     "other position measures</cite>, JASA 47.",
 )
-OF_SHARED_NOTES = {SINGLE, SERIES, COMPARISON, TRAINING, TRAININGS}
-"""Kinds of results with the same notes."""
-ABOUT = {SKIP: ABOUT_SKIPPING}
+ABOUT = {
+    **dict.fromkeys((SINGLE, SERIES, COMPARISON, TRAINING, TRAININGS), ABOUT_MODELS),
+    SKIP: ABOUT_SKIPPING,
+}
+"""Kind of results -> what its notes begin with; `ABOUT_EXITS` for all others."""
 
 
 def arrange(
@@ -222,43 +224,45 @@ def arrange(
         sections: of the page; those on training and further figures follow.
         tables: id of a section -> tables (or strips of layers) before its figures; empty ones are left out.
     """
-    slots: dict[str, list[str]] = {}
-    for name in names:
-        slots.setdefault(name.split(":")[0], []).append(name)
     sections = (*sections, OVER_TRAINING, FURTHER)
-    records = figures.records(kind)
-    where = {record.name: record.section for record in records}
-    folded = {record.name for record in records if record.secondary}
-    placed: dict[str, list[list[str]]] = {section.id: [] for section in sections}
-    for name in sorted(slots, key=lambda name: list(where).index(name) if name in where else len(where)):
+    records = {record.name: record for record in figures.records(kind)}
+    order, ids = list(records), {section.id for section in sections}
+    slots: dict[str, dict[str, list[str]]] = {section.id: {} for section in sections}
+    for name in sorted(names, key=lambda name: order.index(base) if (base := _base(name)) in records else len(order)):
         otherwise = OVER_TRAINING if name.startswith("steps_") else FURTHER
-        placed[where[name] if where.get(name) in placed else otherwise.id].append(slots[name])
-    filled = {
+        place = records[_base(name)].section if _base(name) in records else ""
+        slots[place if place in ids else otherwise.id].setdefault(_base(name), []).append(name)
+    packed = {
         section: [asdict(table) if isinstance(table, Table) else dict(table) for table in several]
         for section, several in (tables or {}).items()
     }
-    filled = {section: [table for table in several if table.get("rows", True)] for section, several in filled.items()}
+    filled = {section: [table for table in several if table.get("rows", True)] for section, several in packed.items()}
     return [
         {
             **section._asdict(),
-            "slots": placed[section.id],
+            "slots": list(slots[section.id].values()),
             "tables": filled.get(section.id, []),
-            "secondary": [slot[0] for slot in placed[section.id] if slot[0].split(":")[0] in folded],
+            "secondary": [
+                slot[0] for base, slot in slots[section.id].items() if base in records and records[base].secondary
+            ],
             "first": section.first or (section.id == FIRST and kind in (SINGLE, SERIES)),
         }
         for section in sections
-        if placed[section.id] or filled.get(section.id)
+        if slots[section.id] or filled.get(section.id)
     ]
 
 
-def methods(kind: str) -> str:
+def _base(name: str) -> str:
+    """The name of a figure without its variant."""
+    return name.partition(":")[0]
+
+
+def methods(kind: str, measures: Collection[str]) -> str:
     """The notes on how to read the figures of a kind of results, see `figures.Source`, as HTML.
 
-    Models and training runs share theirs.
+    Only notes on one of `measures`, and those that name none.
     """
-    kinds = OF_SHARED_NOTES if kind in OF_SHARED_NOTES else {kind}
-    about = ABOUT.get(kind, ABOUT_MODELS if kind in OF_SHARED_NOTES else ABOUT_EXITS)
-    general = [STANDARD_ERRORS] if kind in OF_SHARED_NOTES else []
-    of_figures = [note for record in figures.FIGURES if kinds & {*record.kinds} for note in record.methods]
-    notes = dict.fromkeys([*general, *of_figures])
-    return "\n".join([f'<p class="intro">{about}</p>', *(note.html for note in notes)])
+    general = [STANDARD_ERRORS] if ABOUT.get(kind) is ABOUT_MODELS else []
+    notes = dict.fromkeys([*general, *(note for record in figures.records(kind) for note in record.methods)])
+    shown = [note.html for note in notes if not note.measures or {*note.measures} & {*measures}]
+    return "\n".join([f'<p class="intro">{ABOUT.get(kind, ABOUT_EXITS)}</p>', *shown])
