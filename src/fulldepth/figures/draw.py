@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from fulldepth.figures.style import (
     figure,
     layer_axis,
     layer_name,
+    minus,
     translucent,
 )
 
@@ -149,37 +150,28 @@ def over_layers(
     return result if level is None else add_level(result, level, dash)
 
 
-def set_first_apart(drawn: go.Figure, names: Iterable[str], form: str = ".3g") -> go.Figure:
+def set_first_apart(drawn: go.Figure, names: Collection[str]) -> go.Figure:
     """Let the value axis cover all layers but the first one drawn, if that one would flatten the others.
 
-    The first layer's value is written at the top; `meta["apart"]` states layer and lines, so that the page can keep
-    both right at other steps. Nothing changes if the first layer is at most `APART` times the largest of the others.
+    The first layer's value is written at the top. Nothing changes if it is at most `APART` times the largest of the
+    others.
 
     Args:
         drawn: a figure over layers.
         names: the lines that the axis is made for.
-        form: Python number format of the value that is written.
     """
-    wanted = set(names)
-    points = [
-        (at, value)
-        for trace in drawn.data
-        if trace.name in wanted
-        for at, value in zip(trace.x, trace.y, strict=True)
-        if value is not None
-    ]
+    lines = [trace for trace in drawn.data if trace.name in names]
+    points = [(at, y) for trace in lines for at, y in zip(trace.x, trace.y, strict=True) if y is not None]
     layer = min((at for at, _ in points), default=0)
     first = [value for at, value in points if at == layer]
     rest = [value for at, value in points if at != layer]
     if not rest or max(map(abs, first)) <= APART * max(map(abs, rest)):
         return drawn
-    low, high = scale_without(rest)
-    note = {
-        "x": layer, "y": 1, "yref": "paper", "xanchor": "left", "yanchor": "top", "xshift": 14, "showarrow": False,
-        "text": f"\u2191 {layer_name(int(layer))}: {first[0]:{form}}", "font": {"size": 11, "color": MUTED},
-    }  # fmt: skip
-    meta = {**drawn.layout.meta, "apart": {"layer": layer, "lines": sorted(wanted)}}
-    return drawn.update_layout(meta=meta, yaxis_range=[low, high], annotations=[*drawn.layout.annotations, note])
+    drawn.add_annotation(
+        text=f"\u2191 {layer_name(int(layer))}: {first[0]:.3g}", x=layer, y=1, yref="paper", xanchor="left",
+        yanchor="top", xshift=14, showarrow=False, font={"size": 11, "color": MUTED},
+    )  # fmt: skip
+    return drawn.update_layout(yaxis_range=scale_without(rest))
 
 
 def scale_without(rest: Sequence[float]) -> tuple[float, float]:
@@ -312,6 +304,7 @@ def heat(
     yaxis: dict[str, Any],
     names: Sequence[str] | None = None,
     difference: bool = False,
+    alt: str = "",
     **layout: Any,
 ) -> go.Figure:
     """A heat map with the common colours: sequential from zero, or neutral at zero if `low` is negative.
@@ -326,6 +319,7 @@ def heat(
         yaxis: settings of the y axis.
         names: of the rows; None = their numbers.
         difference: whether to use the colour scale of differences.
+        alt: see `figure`; empty = the smallest and the largest value.
         layout: passed on to `figure`.
     """
     gap = 1 if max(len(cells.columns), len(cells.rows)) <= 40 else 0
@@ -345,7 +339,15 @@ def heat(
         hovertemplate=f"{where}<br>{quantity} <b>%{{z:.4f}}</b><br>"
         f"n = {counts.pop() if len(counts) == 1 else '%{customdata}'}<extra></extra>",
     )
-    return figure([shown], xaxis={**BARE, **xaxis}, yaxis={**BARE, **yaxis}, height=480, hovermode="closest", **layout)
+    return figure(
+        [shown],
+        alt=alt or f"From {minus(min(cells.finite), '.2f')} to {minus(max(cells.finite), '.2f')}.",
+        xaxis={**BARE, **xaxis},
+        yaxis={**BARE, **yaxis},
+        height=480,
+        hovermode="closest",
+        **layout,
+    )
 
 
 def map_axis(title: str, layers: int, first: int = 0) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from fulldepth.figures.comparison import overlays
 from fulldepth.figures.curves import Curve, curve, select
 from fulldepth.figures.draw import Line, add_level, logarithmic, over_layers
 from fulldepth.figures.record import EVALUATION, EVALUATIONS, Figure, Method, Quantity, Source, readings
-from fulldepth.figures.style import CATEGORICAL, ZERO, Figures, axis, categorical, extremes, label, translucent
+from fulldepth.figures.style import CATEGORICAL, ZERO, Figures, axis, categorical, label, translucent
 
 SCORE, QUALITY = "task_score", "generation_quality"
 ERROR = "_stderr"
@@ -92,16 +92,12 @@ def _scores(source: Source) -> Figures:
 
 def _by_layer(source: Source, task: Task, several: bool) -> go.Figure | None:
     form, metric, name = ".1%" if task.is_share else ".4~g", label(task.metric, 40), label(task.name, 60)
-    told = extremes(name, task.scores.layers, task.scores.values, form.replace("~", ""))
-    if task.above_chance and task.shallowest is not None and task.shallowest < task.layers:
-        told += f" Shown to keep the whole model’s score from layer {task.shallowest} on."
     drawn = over_layers(
         source.table,
         task.layers,
         [Line(SCORE, metric, task.metric, task.name, form=form, spread=task.metric + ERROR)],
         title="Score by exit layer" if several else f"Score on {name} by exit layer",
         subtitle="Bars: one standard error; shaded: the whole model’s" + "; dotted: chance" * (task.chance is not None),
-        alt=lambda _: told,
         first=min([1, *task.values]),
         yaxis=axis(metric, **(PERCENT if task.is_share else {})),
         variant=name if several else "",

@@ -59,7 +59,7 @@ def _displacement(source: Source) -> Figures:
     if drawn is None or min((value for value in values if value is not None), default=0) <= 0:
         return {"": logarithm}
     drawn = set_first_apart(drawn, [line.name for line in DISPLACEMENTS[:2]])
-    apart = "apart" in drawn.layout.meta
+    apart = drawn.layout.yaxis.range is not None
     logarithm.update_layout(yaxis=logarithmic(values, "Displacement Ψ (log scale)"))
     drawn.layout.meta["variant"] = f"Layers 2 to {source.layers}" if apart else "Linear"
     logarithm.layout.meta["variant"] = "All layers, log scale" if apart else "Log scale"

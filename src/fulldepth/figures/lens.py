@@ -5,10 +5,10 @@ from __future__ import annotations
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.figures.curves import Curve, curve, number, select
+from fulldepth.figures.curves import Curve, number, select
 from fulldepth.figures.draw import Line, of_layers, over_layers, set_first_apart
 from fulldepth.figures.record import Figure, Method, Quantity, Source
-from fulldepth.figures.style import CATEGORICAL, SHARE, ZERO, axis, extremes, label
+from fulldepth.figures.style import CATEGORICAL, SHARE, ZERO, axis, label
 
 TOLERANCES = {"eps=": "ε", "relative_eps=": "relative ε"}
 """Prefix of a statistic of `effective_depth` -> symbol."""
@@ -24,25 +24,10 @@ PROBES = (
 
 
 def _saturation(source: Source) -> go.Figure | None:
-    share, cumulative = (line.curve(source.table) for line in SATURATION)
-    half = median_layer(cumulative)
-    settled = f" Half of all positions have settled by layer {half:.0f}." if half is not None else ""
-    drawn = over_layers(
-        source.table,
-        source.layers,
-        SATURATION,
-        alt=lambda _: extremes("Share of positions that settle", share.layers, share.values, ".1%") + settled,
-        yaxis=axis("Share of positions", **SHARE),
-    )
-    counts = curve(source.table, "saturation", "count")
-    if share and counts and drawn is not None:
-        exact = dict(zip(counts.layers, counts.values, strict=True))
-        custom = [
-            [name, f"{exact.get(layer) or 0:,.0f} of {positions}"]
-            for layer, (name, positions) in zip(share.layers, share.custom, strict=True)
-        ]
-        drawn.data[0].update(customdata=custom, hovertemplate="%{y:.1%}  (%{customdata[1]})")
-    return drawn
+    half = median_layer(SATURATION[1].curve(source.table))
+    settled = f"Half of all positions have settled by layer {half:.0f}." if half is not None else ""
+    scale = axis("Share of positions", **SHARE)
+    return over_layers(source.table, source.layers, SATURATION, alt=lambda _: settled, yaxis=scale)
 
 
 def _loss(source: Source) -> go.Figure | None:

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from fulldepth.figures.curves import Curve, select
 from fulldepth.figures.draw import Grid, Line, grid, heat, line, map_axis, over_layers
 from fulldepth.figures.record import Figure, Method, Quantity, Source, readings
-from fulldepth.figures.style import MUTED, ZERO, Figures, axis, layer_name, minus
+from fulldepth.figures.style import MUTED, ZERO, Figures, axis, layer_name
 
 SITE = "routing"
 ROUNDING = 1e-3
@@ -79,7 +79,6 @@ def _map(cells: Grid, names: Sequence[str], title: str, **about: str) -> go.Figu
     return heat(
         cells,
         names=names,
-        alt=f"Weights: {minus(low, '.2f')} to {minus(high, '.2f')}.",
         where=f"Layer %{{x}}, {title.lower()} %{{y}}",
         quantity="weight",
         low=-top if low < 0 else 0,

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from fulldepth.figures.curves import NO_FIRST, curve, select
 from fulldepth.figures.draw import Grid, Line, band, grid, heat, map_axis, over_layers
 from fulldepth.figures.record import COMPARISON, SINGLE, Figure, Method, Quantity, Source, readings
-from fulldepth.figures.style import CATEGORICAL, Figures, axis, layer_name, minus
+from fulldepth.figures.style import CATEGORICAL, Figures, axis, minus
 
 SMALLEST = 0.05
 """Smallest range of the colours of differences, so that noise stays pale."""
@@ -99,25 +99,12 @@ def _differences(source: Source, measure: str) -> Figures:
             difference=True,
             title=f"{TITLES[measure]}: difference from the baseline",
             subtitle=f"Value minus the baseline’s at the same depth; the colours end at ±{extent:.2f}",
-            alt=_largest(cells),
             variant=name,
             beside=True,
         )
         for name, cells in maps.items()
         if cells
     }
-
-
-def _largest(cells: Grid) -> str:
-    """Where a difference map departs most from zero."""
-    _, value, row, column = max(
-        (abs(value), value, row, column)
-        for row, values in zip(cells.rows, cells.values, strict=True)
-        for column, value in zip(cells.columns, values, strict=True)
-        if value is not None
-    )
-    pair = f"{layer_name(row).lower()} and {layer_name(column).lower()}"
-    return f"Largest difference: {minus(value, '+.2f')}, between {pair}."
 
 
 def _across(source: Source, statistic: str) -> go.Figure | None:
@@ -127,14 +114,12 @@ def _across(source: Source, statistic: str) -> go.Figure | None:
     cells = grid(rows, rows["layer"], rows["other"])
     if not cells:
         return None
-    corner = cells.values[-1][-1]
     return heat(
         cells,
         where="Image layer %{y}, text layer %{x}",
         quantity="cosine" if measure == "cosine" else "share",
         low=-1 if measure == "cosine" else 0,
         high=1,
-        alt=f"Last layers: {'?' if corner is None else minus(corner, '.2f')}.",
         title="Images against texts",
         subtitle=subtitle,
         variant=variant,

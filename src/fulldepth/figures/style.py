@@ -198,18 +198,16 @@ def figure(
 
 
 def extremes(title: str, layers: Sequence[int], values: Sequence[float | None], form: str = ".3f") -> str:
-    """A sentence on where a curve over layers is lowest and highest, and at how many layers it has no value."""
-    points = [(value, layer) for value, layer in zip(values, layers, strict=True) if value is not None]
+    """A sentence on where a curve over layers is lowest and highest."""
+    points = [
+        (value, layer_name(layer).lower()) for value, layer in zip(values, layers, strict=True) if value is not None
+    ]
     if not points:
         return f"{title}: no finite value."
-    (low, at_low), (high, at_high) = min(points), max(points)
-    where = [layer_name(layer).lower() for layer in (at_low, at_high)]
-    missing = len(values) - len(points)
-    gap = f" No value at {missing} of {len(values)} layers." if missing else ""
+    (low, at_low), (high, at_high) = (end(points, key=lambda point: point[0]) for end in (min, max))
     if minus(low, form) == minus(high, form):
-        layers_with_it = "every layer that has one" if missing else "every layer"
-        return f"{title}: {minus(low, form)} at {where[0] if len(points) == 1 else layers_with_it}.{gap}"
-    return f"{title}: lowest {minus(low, form)} at {where[0]}, highest {minus(high, form)} at {where[1]}.{gap}"
+        return f"{title}: {minus(low, form)} at {at_low if len(points) == 1 else 'every layer'}."
+    return f"{title}: lowest {minus(low, form)} at {at_low}, highest {minus(high, form)} at {at_high}."
 
 
 def minus(value: float, form: str) -> str:

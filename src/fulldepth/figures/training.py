@@ -178,28 +178,18 @@ def _penalties(source: Source) -> Figures:
     """One small figure per term, because their scales are unrelated: of one run, or of all that log the term."""
     several = source.kind == TRAININGS
     sites = [str(site) for site in select(source.table, "penalty")["site"].dropna().unique()]
-    terms = [term for term in TERMS if term in sites] + [term for term in sites if term not in TERMS]
-    objective = (source.meta.get("settings") or {}).get("objective") or {}
     drawn = {}
-    for index, term in enumerate(terms):
-        name = term_name(term)
-        style = {"name": name, "color": categorical(index)["color"]}
+    for index, term in enumerate([*(term for term in TERMS if term in sites), *(t for t in sites if t not in TERMS)]):
+        style = {"name": term_name(term), "color": categorical(index)["color"]}
         tracks = _of_runs(source, "penalty", site=term) if several else [track(source.table, "penalty", term, **style)]
-        tracks = [line for line in tracks if line]
-        stated = objective.get(term)
-        weight = stated.get("weight") if isinstance(stated, dict) else stated
-        told = "" if weight is None else f"weight {weight:g}"
-        beside = len(terms) > 1
-        drawn[term] = tracks and over_steps(
+        unit = "nats" if any(line.unit == "nats" for line in tracks) else "Penalty"
+        drawn[term] = over_steps(
             tracks,
             ".4~g",
-            title="Penalties over training" if beside else f"{name} over training",
-            subtitle="Mean since the previous evaluation, before its weight"
-            + (f" of {weight:g}" if told and not beside else ""),
-            yaxis=axis("nats" if tracks[0].unit == "nats" else "Penalty", **ZERO, tickformat=".3~g"),
-            variant=", ".join(filter(None, [name, told])) if beside else "",
-            beside=beside,
-            height=300 if beside else 380,
+            yaxis=axis(unit, **ZERO, tickformat=".3~g"),
+            variant=term_name(term),
+            beside=True,
+            height=300,
             showlegend=several,
         )
     return {term: one for term, one in drawn.items() if one} if several else readings(drawn.items())
@@ -395,6 +385,8 @@ FIGURES = (
         "loss",
         _penalties,
         (TRAINING, TRAININGS),
+        "Penalties over training",
+        "Mean since the previous evaluation, before its weight",
         methods=(
             Method(
                 "Penalties",

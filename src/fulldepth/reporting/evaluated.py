@@ -6,7 +6,9 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fulldepth.figures.curves import number, select
+import pandas as pd
+
+from fulldepth.figures.curves import select
 from fulldepth.figures.evaluation import QUALITIES, QUALITY, Task, tasks_of
 from fulldepth.figures.evaluation import tasks as every_task
 from fulldepth.figures.record import Source
@@ -45,18 +47,12 @@ def tables(source: Source) -> dict[str, list[Table]]:
 def _quality(source: Source) -> Table:
     """Numbers of the text that the whole model generates: one row for each judge or task."""
     rows = select(source.table, QUALITY)
-    rows = rows[(rows["layer"] == source.layers).fillna(False).astype(bool)]
-    values = {
-        (str(site), str(statistic)): number(value)
-        for site, statistic, value in zip(rows["site"].fillna(""), rows["statistic"], rows["value"], strict=True)
-    }
-
-    def column(statistic: str) -> Callable[[str], str]:
-        return lambda site: NOTHING if (value := values.get((site, statistic))) is None else f"{value:.4g}"
-
-    columns = {title: column(statistic) for statistic, (title, *_) in QUALITIES.items()}
-    sites = dict.fromkeys(site for site, _ in values)
-    return by_subject("Text of the whole model", "Judge", [(short(site, 60), site) for site in sites], columns)
+    rows = rows[(rows["layer"] == source.layers).fillna(False).astype(bool)].assign(site=rows["site"].fillna(""))
+    values = rows.pivot_table("value", "site", "statistic", "last", sort=False)
+    columns = {title: name for name, (title, *_) in QUALITIES.items() if name in values}
+    cells = values[list(columns.values())].map(lambda value: NOTHING if pd.isna(value) else f"{value:.4g}")
+    named = [[short(site, 60), *own] for site, own in zip(cells.index, cells.to_numpy(), strict=True)]
+    return Table("Text of the whole model", list(columns), named, "Judge")
 
 
 def score(task: Task, layer: int | None) -> str:

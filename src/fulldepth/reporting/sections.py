@@ -227,34 +227,31 @@ def arrange(
     sections = (*sections, OVER_TRAINING, FURTHER)
     records = {record.name: record for record in figures.records(kind)}
     order, ids = list(records), {section.id for section in sections}
-    slots: dict[str, dict[str, list[str]]] = {section.id: {} for section in sections}
-    for name in sorted(names, key=lambda name: order.index(base) if (base := _base(name)) in records else len(order)):
-        otherwise = OVER_TRAINING if name.startswith("steps_") else FURTHER
-        place = records[_base(name)].section if _base(name) in records else ""
-        slots[place if place in ids else otherwise.id].setdefault(_base(name), []).append(name)
-    packed = {
-        section: [asdict(table) if isinstance(table, Table) else dict(table) for table in several]
-        for section, several in (tables or {}).items()
-    }
-    filled = {section: [table for table in several if table.get("rows", True)] for section, several in packed.items()}
-    return [
-        {
-            **section._asdict(),
-            "slots": list(slots[section.id].values()),
-            "tables": filled.get(section.id, []),
-            "secondary": [
-                slot[0] for base, slot in slots[section.id].items() if base in records and records[base].secondary
-            ],
-            "first": section.first or (section.id == FIRST and kind in (SINGLE, SERIES)),
-        }
-        for section in sections
-        if slots[section.id] or filled.get(section.id)
-    ]
-
-
-def _base(name: str) -> str:
-    """The name of a figure without its variant."""
-    return name.partition(":")[0]
+    placed: dict[str, dict[str, list[str]]] = {section.id: {} for section in sections}
+    named = [(name.partition(":")[0], name) for name in names]
+    for base, name in sorted(named, key=lambda pair: order.index(pair[0]) if pair[0] in records else len(order)):
+        home = records[base].section if base in records else ""
+        if home not in ids:
+            home = (OVER_TRAINING if base.startswith("steps_") else FURTHER).id
+        placed[home].setdefault(base, []).append(name)
+    arranged = []
+    for section in sections:
+        slots = placed[section.id]
+        several = [asdict(one) if isinstance(one, Table) else dict(one) for one in (tables or {}).get(section.id, [])]
+        several = [table for table in several if table.get("rows", True)]
+        if slots or several:
+            arranged.append(
+                {
+                    **section._asdict(),
+                    "slots": list(slots.values()),
+                    "tables": several,
+                    "secondary": [
+                        slot[0] for base, slot in slots.items() if base in records and records[base].secondary
+                    ],
+                    "first": section.first or (section.id == FIRST and kind in (SINGLE, SERIES)),
+                }
+            )
+    return arranged
 
 
 def methods(kind: str, measures: Collection[str]) -> str:

@@ -124,9 +124,9 @@ def side_by_side(source: Source) -> Table:
     }
     step = meta.get("step")
     when = f"At step {step:,}. " if isinstance(step, int) else ""
-    note = f"""{when}In brackets the difference from the baseline, or the multiple of it (×): of time only where the
-    95 % interval of the ratio does not hold 1, and where the machine was otherwise idle. Displacement is the median change
-    over layers, times 10⁻². One run each: how much another seed would change is not known."""
+    note = f"""{when}In brackets the difference from the baseline, or the multiple of it (×): of time only where
+    the 95 % interval of the ratio does not hold 1, and where the machine was otherwise idle. Displacement is the
+    median change over layers, times 10⁻². One run each: how much another seed would change is not known."""
     runs = [(labelled(entry), entry) for entry in meta.get("models") or []]
     return by_subject("Runs side by side", "Run", runs, columns, note)
 
