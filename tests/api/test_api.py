@@ -149,16 +149,14 @@ def test_compare_and_report_take_paths_and_results(trained: Path, tmp_path: Path
         fulldepth.compare([folder, four], output=tmp_path / "cmp")
 
 
-@pytest.mark.parametrize("train", [False, True])
-def test_demo_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, train: bool) -> None:
+def test_demo_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = []
     monkeypatch.setattr(demonstration, "demo", lambda *a, **k: calls.append((a, k)) or {})
-    monkeypatch.setattr(demonstration, "train_demo", lambda *a, **k: calls.append((a, k)) or {})
-    fulldepth.demo(output=tmp_path, model="m", blocks=2, train=train, steps=30)
+    fulldepth.demo(output=tmp_path, model="m", blocks=2)
     ((output,), named) = calls[0]
     named.pop("watcher")
     assert output == tmp_path
-    assert named == ({"steps": 30, "seed": 0} if train else {"model": "m", "blocks": 2, "seed": 0})
+    assert named == {"model": "m", "blocks": 2, "seed": 0}
 
 
 def test_the_functions_are_plain_and_documented_with_an_example() -> None:

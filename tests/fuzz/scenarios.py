@@ -248,7 +248,7 @@ EVALUATE = {
         arguments=0.3,
     ),
 }
-DEMO = {"demo": Scenario("demo --output new --steps 0", "", 1, writes="nothing", arguments=1.0)}
+DEMO = {"demo": Scenario("demo --output new --blocks 0", "", 1, writes="nothing", arguments=1.0)}
 
 SCENARIOS: dict[str, Scenario] = {**MEASURE, **PAGES, **SKIPS, **TRAIN, **EXITS, **GENERATES, **EVALUATE, **DEMO}
 

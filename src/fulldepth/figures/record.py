@@ -126,6 +126,8 @@ class Quantity:
     """Suffix of the figure's name, `figure:key`, for all quantities of a figure but the first."""
     variant: str = ""
     """Name of the variant if a figure has several."""
+    spread: str = ""
+    """Statistic of the standard errors of the values."""
 
     def curve(self, table: pd.DataFrame, layers: int, column: str = "value") -> Curve:
         """The curve of a table of one model at one step."""
@@ -150,9 +152,8 @@ class Method:
         """The folded note."""
         formula = f'<math display="block">{mathml(self.formula)}</math>\n' if self.formula else ""
         source = f'\n<p class="source">{self.source}</p>' if self.source else ""
-        needed = f' data-measures="{" ".join(self.measures)}"' if self.measures else ""
-        opening = f'<details class="method"{needed}>'
-        return f"{opening}<summary>{self.title}</summary>\n{formula}<p>{self.text}</p>{source}</details>"
+        about = f"<summary>{self.title}</summary>\n{formula}<p>{self.text}</p>{source}"
+        return f'<details class="method">{about}</details>'
 
 
 Draw = Callable[[Source], "go.Figure | Mapping[str, go.Figure] | None"]

@@ -7,7 +7,7 @@ A new kind of results needs one `PageKind` here, built from functions of its own
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fulldepth.figures.record import (
@@ -25,10 +25,8 @@ from fulldepth.figures.record import (
     Source,
 )
 from fulldepth.figures.skip_results import TOGETHER
-from fulldepth.reporting import evaluated, exits, generated, measured, skipping, skipping_tables, training
+from fulldepth.reporting import evaluated, exits, generated, measured, skipping, skipping_tables, story, training
 from fulldepth.reporting.findings import Shown
-from fulldepth.reporting.lens import OF_GENERATION as LENS_OF_GENERATION
-from fulldepth.reporting.lens import LensTexts
 from fulldepth.reporting.measured import Meta, Pairs
 from fulldepth.reporting.sections import (
     OF_EVALUATION,
@@ -67,10 +65,8 @@ class PageKind:
     sections: Sequence[Section] = OF_MODELS
     lead: int | None = None
     """Maximum number of opening sentences; None = no limit."""
-    lens: LensTexts = field(default_factory=LensTexts)
-    """Texts around a lens grid of tokens."""
     opening: Callable[[Source], dict[str, Any] | None] = lambda _: None
-    """The opening paragraph: `sentences` and the command to run `next`. Measurements have their own, see `story`."""
+    """The opening paragraph: `sentences`, and the command to run `next` with the reason `why`; None without one."""
 
 
 def _skip(name: str) -> PageKind:
@@ -96,6 +92,7 @@ def _measurement(name: str) -> PageKind:
         lambda source: measured.byline(source.meta),
         lambda source: measured.about(source.meta),
         tables=measured.routers,
+        opening=lambda source: story.opening(source.table, source.meta),
     )
 
 
@@ -160,13 +157,11 @@ PAGES = {
         about_title="What was generated",
         in_words="The findings in words",
         sections=OF_GENERATION,
-        lens=LENS_OF_GENERATION,
     ),
     EVALUATION: PageKind(
         "Evaluation by layer",
         evaluated.byline,
         evaluated.about,
-        evaluated.findings,
         opening=evaluated.story,
         tables=evaluated.tables,
         about_title="What was evaluated",

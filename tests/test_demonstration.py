@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny_models
 from fulldepth import cli
+from fulldepth import demonstration as module
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.demonstration import demo
-from fulldepth.demonstration import model as module
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
@@ -78,7 +78,7 @@ def test_without_the_package_a_model_is_trained(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PACKAGE", "no-such-package")
     said, trained = [], []
     monkeypatch.setattr(module, "train", lambda settings, run, **_options: trained.append((settings.steps, run)))
-    monkeypatch.setattr(module, "_measure", lambda name, *_: (_ for _ in ()).throw(FulldepthError(name)))
+    monkeypatch.setattr(module, "measure_into", lambda name, *_, **__: (_ for _ in ()).throw(FulldepthError(name)))
     with pytest.raises(FulldepthError, match=r"run/checkpoint-160$"):
         demo(tmp_path / "out", watcher=Watcher(say=said.append))
     assert said == [

