@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.execution.stacks import Stacks, stack_rows
 from fulldepth.hf import Anatomy
 
 SITES = {
@@ -46,6 +45,80 @@ REENTRANT = (
 )
 ROLES = {"routing": "router", "attention_mixing": "attention_connection", "mlp_mixing": "mlp_connection"}
 """Site of coefficients -> role of the module that computes them."""
+
+
+Key = tuple[str, int]
+"""Name of a captured state, and its 1-based layer."""
+
+
+class Stacks:
+    """One tensor `[S, B, T, D]` per site, overwritten by every pass, so that states are held once and not twice.
+
+    A state on another device is not taken; the caller keeps it.
+
+    Args:
+        rows: captured state -> the site that consists of such states, and its row there.
+        device: of the tensors.
+    """
+
+    def __init__(self, rows: dict[Key, tuple[str, int]], device: torch.device) -> None:
+        self.rows, self.device = rows, device
+        self.tensors: dict[str, Tensor] = {}
+        self.held: set[Key] = set()
+
+    def clear(self, *, keep: bool) -> None:
+        """Forget the states of a pass; with `keep`, the next pass writes into the same tensors."""
+        self.held.clear()
+        if not keep:
+            self.tensors = {}
+
+    def put(self, key: Key, state: Tensor) -> bool:
+        """Copy a state into its row; False if it has none, is on another device, or is the first and not 3-d."""
+        if key not in self.rows or state.device != self.device:
+            return False
+        site, row = self.rows[key]
+        stack = self.tensors.get(site)
+        if state.ndim == 3 and (stack is None or stack.shape[1:] != state.shape or stack.dtype != state.dtype):
+            states = 1 + max(row for other, row in self.rows.values() if other == site)
+            stack = self.tensors[site] = state.new_empty(states, *state.shape)
+        if stack is None or state.numel() != stack[row].numel():
+            return False
+        stack[row] = state.view(stack.shape[1:])
+        self.held.add(key)
+        return True
+
+    def get(self, key: Key) -> Tensor | None:
+        """[B, T, D] a state of this pass; None if it was not taken."""
+        if key not in self.held:
+            return None
+        site, row = self.rows[key]
+        return self.tensors[site][row]
+
+    def whole(self, site: str) -> Tensor | None:
+        """[S, B, T, D] all states of a site; None unless all of them were taken."""
+        keys = {key for key, place in self.rows.items() if place[0] == site}
+        return self.tensors[site] if keys and keys <= self.held else None
+
+
+def stack_rows(captured: Collection[Key], sites: Collection[str], layers: int) -> dict[Key, tuple[str, int]]:
+    """The rows of `Stacks` for the sites that consist of captured states; sites that are sums of them are left out.
+
+    Args:
+        captured: all states that are captured.
+        sites: the requested sites.
+        layers: L.
+    """
+    rows = {("y", layer): ("residual", layer) for layer in range(1, layers + 1)}
+    rows["h0" if ("h0", 1) in captured else "x", 1] = ("residual", 0)
+    for site in ("attention_output", "value"):
+        rows |= {(site, layer): (site, layer - 1) for layer in range(1, layers + 1)}
+    whole = {
+        site
+        for site in sites
+        if all(key in captured for key, place in rows.items() if place[0] == site)
+        and any(place[0] == site for place in rows.values())
+    }
+    return {key: place for key, place in rows.items() if place[0] in whole}
 
 
 class Activations:
@@ -193,19 +266,19 @@ def capture(
             raise unknown("site", site, [*SITES, *COEFFICIENTS])
     activations = Activations(anatomy, sites)
     handles: list[RemovableHandle] = []
-    blocks = set(anatomy.blocks)
+    layers_of: dict[nn.Module, list[int]] = {}  # block -> its layers, several where they share it
+    for layer, block in enumerate(anatomy.blocks, start=1):
+        layers_of.setdefault(block, []).append(layer)
     try:
-        turns = _turns(anatomy)
-        points = list(_merged(_points(anatomy, set(sites))))
+        points = [(block, point) for block in layers_of for point in _points(anatomy, set(sites), layers_of[block][0])]
         if stacked is not None:
-            captured = {(point.name, layer) for point in points for layer in point.layers}
+            captured = {(point.name, layer) for block, point in points for layer in layers_of[block]}
             activations.stacks = Stacks(stack_rows(captured, sites, anatomy.num_layers), stacked)
-        for point in points:
-            layers = turns[point.layers[0]]
-            if grad and point.module not in blocks and _reentrant(anatomy.blocks[layers[0] - 1]):
+        for block, point in points:
+            if grad and point.module not in layers_of and _reentrant(block):
                 raise FulldepthError(REENTRANT.format(point.name))
-            handles.append(_hook(activations, point, layers, grad))
-        if len(turns) > len(blocks):
+            handles.append(_hook(activations, point, layers_of[block], grad))
+        if len(layers_of) < anatomy.num_layers:
             handles.append(anatomy.runner.register_forward_pre_hook(lambda *_: activations.begin()))
         yield activations
     finally:
@@ -220,11 +293,6 @@ def _reentrant(block: nn.Module) -> bool:
     return bool(active and getattr(function, "keywords", {}).get("use_reentrant"))
 
 
-CARRIED = {"attention": "attention_carried", "mlp": "mlp_input"}
-"""Branch -> site of the stream to which it is added."""
-Change = Callable[[Any], Tensor]
-
-
 class HookPoint(NamedTuple):
     """A place in the model where a state is captured."""
 
@@ -233,39 +301,24 @@ class HookPoint(NamedTuple):
     """Whether the module's input is captured; else its output."""
     name: str
     """Key in the recorded activations."""
-    layers: tuple[int, ...]
-    """The 1-based layers whose state it is."""
-    change: Change
+    change: Callable[[Any], Tensor]
     """Extracts the state from the module's input or output."""
 
 
-def _merged(points: Iterable[HookPoint]) -> Iterator[HookPoint]:
-    """The points without duplicates; points of shared blocks carry all their layers."""
-    merged: dict[tuple[int, bool, str], HookPoint] = {}
-    for point in points:
-        key = (id(point.module), point.before, point.name)
-        earlier = merged.get(key)
-        merged[key] = point if earlier is None else earlier._replace(layers=(*earlier.layers, *point.layers))
-    yield from merged.values()
-
-
-def _turns(anatomy: Anatomy) -> dict[int, list[int]]:
-    """1-based layer -> all layers that run the same block, in the order of its calls."""
-    layers_of: dict[int, list[int]] = {}
-    for layer, block in enumerate(anatomy.blocks, start=1):
-        layers_of.setdefault(id(block), []).append(layer)
-    return {layer: layers_of[id(block)] for layer, block in enumerate(anatomy.blocks, start=1)}
-
-
-def _points(anatomy: Anatomy, sites: set[str]) -> Iterator[HookPoint]:
-    """Hook points for the requested sites."""
-    for layer, block in enumerate(anatomy.blocks, start=1):
-        yield from _stream_points(anatomy, sites, layer, block)
-        yield from _branch_points(anatomy, sites, layer)
-        if "value" in sites:
-            value = _required(anatomy, layer, "value")
-            yield HookPoint(value, False, "value", (layer,), lambda output: anatomy.value_states(_tensor(output)))
-        yield from _coefficient_points(anatomy, sites, layer)
+def _points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[HookPoint]:
+    """Hook points for the requested sites in one layer."""
+    yield from _stream_points(anatomy, sites, layer, anatomy.blocks[layer - 1])
+    yield from _branch_points(anatomy, sites, layer)
+    if "value" in sites:
+        value = _required(anatomy, layer, "value")
+        yield HookPoint(value, False, "value", lambda output: anatomy.value_states(_tensor(output)))
+    for site in sites & ROLES.keys():
+        module = anatomy.part(layer, ROLES[site])
+        if module is not None:
+            change = _tensor if site == "routing" else partial(_mixing, module)
+            yield HookPoint(module, site != "routing", site, change)
+        elif not anatomy.layers_with(ROLES[site]):
+            _required(anatomy, layer, ROLES[site])
 
 
 def _stream_points(anatomy: Anatomy, sites: set[str], layer: int, block: nn.Module) -> Iterator[HookPoint]:
@@ -276,16 +329,25 @@ def _stream_points(anatomy: Anatomy, sites: set[str], layer: int, block: nn.Modu
 
     reader = anatomy.reader(layer)
     if layer == 1 and reader is not block:
-        yield HookPoint(block, True, "h0", (layer,), stream)
+        yield HookPoint(block, True, "h0", stream)
     reads_x = "attention_input" in sites or ("attention_carried" in sites and not anatomy.has_streams)
     if reads_x or (layer == 1 and reader is block) or _needs_sum(anatomy, sites):
-        yield HookPoint(reader, True, "x", (layer,), stream)
+        yield HookPoint(reader, True, "x", stream)
     if sites & {"residual", "final_normed"}:
-        yield HookPoint(block, False, "y", (layer,), stream)
-    if "attention_output" in sites and not _needs_sum(anatomy, sites):
-        yield HookPoint(*_attention_output(anatomy, layer), "attention_output", (layer,), stream)
-    if "mlp_input" in sites and not anatomy.has_streams:
-        yield HookPoint(_mlp_input(anatomy, layer, block), True, "mlp_input", (layer,), stream)
+        yield HookPoint(block, False, "y", stream)
+    design, before = anatomy.family.design, anatomy.part(layer, "mlp_norm")
+    if "attention_output" in sites and design != "parallel":
+        if anatomy.has_streams:
+            module = _required(anatomy, layer, "mlp_connection")
+        elif design == "post":  # the output of the norm after attention, else what the MLP sub-layer reads
+            module = _required(anatomy, layer, "attention_norm")
+        else:
+            module = before or _required(anatomy, layer, "mlp")
+        post = design == "post" and not anatomy.has_streams
+        yield HookPoint(module, not post, "attention_output", stream)
+    if "mlp_input" in sites and not anatomy.has_streams:  # the block itself if both branches add to x
+        module = block if design == "parallel" else (design == "pre" and before) or _required(anatomy, layer, "mlp")
+        yield HookPoint(module, True, "mlp_input", stream)
 
 
 def _branch_points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[HookPoint]:
@@ -300,30 +362,16 @@ def _branch_points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[Ho
         if site in sites or (kind == "attention" and _needs_sum(anatomy, sites)):
             module = anatomy.part(layer, site) if anatomy.family.sparse else _required(anatomy, layer, site)
             if module is not None:
-                yield HookPoint(module, False, site, (layer,), scaled)
+                yield HookPoint(module, False, site, scaled)
         if not anatomy.has_streams:
             continue
         # a connection returns: the branch's input, the streams without the branch, the branch's weight in each
         connection = _required(anatomy, layer, f"{kind}_connection")
         if site in sites:
-            yield HookPoint(connection, False, f"{site}_weight", (layer,), lambda value: value[2].sum(-1, keepdim=True))
-        carried = CARRIED[kind]
+            yield HookPoint(connection, False, f"{site}_weight", lambda value: value[2].sum(-1, keepdim=True))
+        carried = {"attention": "attention_carried", "mlp": "mlp_input"}[kind]
         if carried in sites:
-            yield HookPoint(connection, False, carried, (layer,), lambda value: anatomy.stream(value[1]))
-
-
-def _coefficient_points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[HookPoint]:
-    """Points of the mixing weights; at least one layer must have them."""
-    for site, role in ROLES.items():
-        if site not in sites:
-            continue
-        module = anatomy.part(layer, role)
-        if module is None and layer == anatomy.num_layers and not anatomy.layers_with(role):
-            _required(anatomy, layer, role)
-        if module is not None and site == "routing":
-            yield HookPoint(module, False, site, (layer,), _tensor)
-        elif module is not None:
-            yield HookPoint(module, True, site, (layer,), partial(_mixing, module))
+            yield HookPoint(connection, False, carried, lambda value: anatomy.stream(value[1]))
 
 
 def _mixing(connection: Any, value: Any) -> Tensor:
@@ -335,26 +383,6 @@ def _mixing(connection: Any, value: Any) -> Tensor:
 def _needs_sum(anatomy: Anatomy, sites: set[str]) -> bool:
     """Whether the model never computes x' (parallel residual), so that it must be summed here."""
     return "attention_output" in sites and anatomy.family.design == "parallel"
-
-
-def _attention_output(anatomy: Anatomy, layer: int) -> tuple[nn.Module, bool]:
-    """Module at which x' is captured, and whether as its input: the MLP sub-layer's input, or in post-norm blocks the
-    output of the norm after attention.
-    """
-    if anatomy.has_streams:
-        return _required(anatomy, layer, "mlp_connection"), True
-    if anatomy.family.design == "post":
-        return _required(anatomy, layer, "attention_norm"), False
-    reader = anatomy.part(layer, "mlp_norm") or _required(anatomy, layer, "mlp")
-    return reader, True
-
-
-def _mlp_input(anatomy: Anatomy, layer: int, block: nn.Module) -> nn.Module:
-    """The module whose input is the stream to which the MLP adds: the block itself if both branches add to x."""
-    if anatomy.family.design == "parallel":
-        return block
-    reader = anatomy.part(layer, "mlp_norm") if anatomy.family.design == "pre" else None
-    return reader or _required(anatomy, layer, "mlp")
 
 
 def _required(anatomy: Anatomy, layer: int, role: str) -> nn.Module:
@@ -376,10 +404,8 @@ def _hook(activations: Activations, point: HookPoint, layers: list[int], grad: b
             return
         if grad and not torch.is_grad_enabled():  # an evaluation during training
             return
-        layer = activations.turn(point, layers)
-        if layer in point.layers:
-            state = point.change(value)
-            activations.record(point.name, layer, state if grad else state.detach())
+        state = point.change(value)
+        activations.record(point.name, activations.turn(point, layers), state if grad else state.detach())
 
     if grad:  # torch.compile must not trace the hook
         record = torch.compiler.disable(record)
@@ -391,24 +417,16 @@ def _hook(activations: Activations, point: HookPoint, layers: list[int], grad: b
 class _Recorder:
     """Hook that hands a module's input or output on; pickles and copies of a hooked model record nothing."""
 
-    def __init__(self, record: Callable[[Any], None], *, before: bool) -> None:
+    def __init__(self, record: Callable[[Any], None] | None = None, *, before: bool = False) -> None:
         self.record, self.before = record, before
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], last: Any) -> None:
         """Record: `last` is the keyword arguments before a module, else its output."""
-        self.record((args[0] if args else _hidden(last)) if self.before else last)
+        if self.record is not None:
+            self.record((args[0] if args else _hidden(last)) if self.before else last)
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _inert, ()
-
-
-def _inert() -> Callable[..., None]:
-    """A hook that does nothing."""
-    return _nothing
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+    def __reduce__(self) -> tuple[type[_Recorder], tuple[()]]:
+        return _Recorder, ()
 
 
 def _hidden(kwargs: dict[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
-from fulldepth.execution.layer_arguments import Path, select_rows, tensors_in
 from fulldepth.execution.layer_cache import KeysWritten, LayerCache
 from fulldepth.execution.stream import check_close
 from fulldepth.hf import Anatomy, Classifier, is_offloaded
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a block besides the state: positional and keyword arguments (masks, position embeddings, ...)."""
+Path = tuple[Any, ...]
+"""Indices and keys that lead to a tensor in nested lists, tuples and dictionaries."""
 INPUTS = ("input_ids", "attention_mask", "token_type_ids", "pixel_values", "pixel_mask")
 """Entries of a batch that the model's body reads."""
 
@@ -58,6 +59,8 @@ class LayerRunner:
         self._cache: LayerCache | None = None
         self._start = 0
         self._blocks, self._module = list(anatomy.blocks), anatomy.body  # searched for in the model, so only once
+        self._options = frozenset(inspect.signature(anatomy.model.forward).parameters)
+        self._takes_positions = "position_ids" in inspect.signature(self._module.forward).parameters
         self._extras: dict[nn.Module, int | None] = {}
         """Block -> number of its outputs besides the state; None if it returns the state alone."""
         self._sample = {name: value[:1] for name, value in batch.items()}
@@ -127,11 +130,11 @@ class LayerRunner:
             rows: `[B]` bool.
             batch: the inputs of these sequences alone.
         """
-        found = {path for path, _ in tensors_in(self._arguments)}
+        found = {path for path, _ in _tensors_in(self._arguments)}
         if not found <= self._per_sequence.keys():
             self.begin(batch)
             return
-        self._arguments = select_rows(self._arguments, rows, {path for path in found if self._per_sequence[path]})
+        self._arguments = _select_rows(self._arguments, rows, {path for path in found if self._per_sequence[path]})
 
     @cached_property
     def _per_sequence(self) -> dict[Path, bool]:
@@ -144,7 +147,7 @@ class LayerRunner:
         sizes = []
         for count in (2, 3):
             self.begin({name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in self._sample.items()})
-            sizes.append({path: tensor.shape for path, tensor in tensors_in(self._arguments)})
+            sizes.append({path: tensor.shape for path, tensor in _tensors_in(self._arguments)})
         self._arguments, self._first, self._cache = before
         found: dict[Path, bool] = {}
         for path in sizes[0].keys() & sizes[1].keys():
@@ -251,15 +254,6 @@ class LayerRunner:
             raise FulldepthError(f"{type(self.anatomy.model).__name__} does not predict at every position.")
         return classifier
 
-    @cached_property
-    def _options(self) -> frozenset[str]:
-        """Names of the parameters of the model's forward."""
-        return frozenset(inspect.signature(self.anatomy.model.forward).parameters)
-
-    @cached_property
-    def _takes_positions(self) -> bool:
-        return "position_ids" in inspect.signature(self.anatomy.body.forward).parameters
-
     def _at_start(self) -> Any:
         """Let the cache report the position of the first token passed to `begin`."""
         return nullcontext() if self._cache is None else self._cache.starting_at(self._start)
@@ -305,7 +299,11 @@ class LayerRunner:
     def _prove(self, batch: Mapping[str, Tensor]) -> None:
         """Check the blocks, run one by one, against the states of the model's own pass."""
         kind = type(self.anatomy.model).__name__
-        hooks = [block.register_forward_hook(self._form) for block in dict.fromkeys(self._blocks)]
+
+        def form(module: nn.Module, args: Any, output: Any) -> None:
+            self._extras[module] = len(output) - 1 if isinstance(output, tuple | list) else None
+
+        hooks = [block.register_forward_hook(form) for block in dict.fromkeys(self._blocks)]
         try:
             with capture(self.anatomy, ["residual"]) as activations:
                 self._body(batch)
@@ -333,11 +331,38 @@ class LayerRunner:
             check_close(claim, self.anatomy.stream(after), own[layer], after.dtype, hint)
             states = self.anatomy.handed_on(after)
 
-    def _form(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._extras[module] = len(output) - 1 if isinstance(output, tuple | list) else None
-
 
 def positions(attention_mask: Tensor) -> Tensor:
     """[B, T] position of each token of `attention_mask: [B, T]`, counted without padding; 0 for padding."""
     counted = attention_mask.long().cumsum(-1) - 1
     return counted.masked_fill(attention_mask == 0, 0)
+
+
+def _tensors_in(arguments: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor with its place."""
+    if isinstance(arguments, Tensor):
+        yield path, arguments
+    elif isinstance(arguments, dict):
+        for key, value in arguments.items():
+            yield from _tensors_in(value, (*path, key))
+    elif isinstance(arguments, list | tuple):
+        for index, value in enumerate(arguments):
+            yield from _tensors_in(value, (*path, index))
+
+
+def _select_rows(arguments: Any, rows: Tensor, places: Collection[Path]) -> Any:
+    """A copy of nested arguments with the rows of the tensors at some places; a tensor that recurs is selected once."""
+    selected: dict[int, Tensor] = {}
+
+    def copy(value: Any, path: Path) -> Any:
+        if isinstance(value, Tensor) and path in places:
+            if id(value) not in selected:
+                selected[id(value)] = value[rows]
+            return selected[id(value)]
+        if isinstance(value, dict):
+            return {key: copy(inner, (*path, key)) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(copy(inner, (*path, index)) for index, inner in enumerate(value))
+        return value
+
+    return copy(arguments, ())
