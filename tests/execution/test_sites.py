@@ -190,24 +190,6 @@ def test_branches_and_stream_equal_the_block_taken_apart(name):
         torch.testing.assert_close(ends(total), y, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "tower"), [case for case in tiny_models.DESIGNS if case[0] not in ("falcon", "depth_llama-tree")]
-)
-@torch.no_grad()
-def test_residual_is_stock_hidden_states_before_the_final_norm(name, tower):
-    model = tiny_models.build(name)
-    batch = tiny_models.inputs(model, tower=tower)
-    _, states = captured(model, batch, ["residual"], tower)
-    runner = getattr(model, f"{tower}_model") if tower else model
-    for config in (model.config, getattr(model.config, "vision_config", None), runner.config):
-        if config is not None:
-            config.tie_last_hidden_states = False
-    output = runner(**batch, output_hidden_states=True)
-    expected = list(output.decoder_hidden_states if "decoder_hidden_states" in output else output.hidden_states)
-    expected = [state.sum(2) if state.ndim == 4 else state for state in expected]  # of streams, their sum
-    torch.testing.assert_close(states["residual"], expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("name", [name for name in BY_HAND if name != "falcon"])
 @torch.no_grad()
 def test_value_states_are_those_that_attention_is_given(name, monkeypatch):

@@ -51,74 +51,25 @@ Key = tuple[str, int]
 """Name of a captured state, and its 1-based layer."""
 
 
-class Stacks:
-    """One tensor `[S, B, T, D]` per site, overwritten by every pass, so that states are held once and not twice.
-
-    A state on another device is not taken; the caller keeps it.
-
-    Args:
-        rows: captured state -> the site that consists of such states, and its row there.
-        device: of the tensors.
-    """
-
-    def __init__(self, rows: dict[Key, tuple[str, int]], device: torch.device) -> None:
-        self.rows, self.device = rows, device
-        self.tensors: dict[str, Tensor] = {}
-        self.held: set[Key] = set()
-
-    def clear(self, *, keep: bool) -> None:
-        """Forget the states of a pass; with `keep`, the next pass writes into the same tensors."""
-        self.held.clear()
-        if not keep:
-            self.tensors = {}
-
-    def put(self, key: Key, state: Tensor) -> bool:
-        """Copy a state into its row; False if it has none, is on another device, or is the first and not 3-d."""
-        if key not in self.rows or state.device != self.device:
-            return False
-        site, row = self.rows[key]
-        stack = self.tensors.get(site)
-        if state.ndim == 3 and (stack is None or stack.shape[1:] != state.shape or stack.dtype != state.dtype):
-            states = 1 + max(row for other, row in self.rows.values() if other == site)
-            stack = self.tensors[site] = state.new_empty(states, *state.shape)
-        if stack is None or state.numel() != stack[row].numel():
-            return False
-        stack[row] = state.view(stack.shape[1:])
-        self.held.add(key)
-        return True
-
-    def get(self, key: Key) -> Tensor | None:
-        """[B, T, D] a state of this pass; None if it was not taken."""
-        if key not in self.held:
-            return None
-        site, row = self.rows[key]
-        return self.tensors[site][row]
-
-    def whole(self, site: str) -> Tensor | None:
-        """[S, B, T, D] all states of a site; None unless all of them were taken."""
-        keys = {key for key, place in self.rows.items() if place[0] == site}
-        return self.tensors[site] if keys and keys <= self.held else None
+STACKED = -1
+"""Version of a state that was copied into a stack."""
 
 
 def stack_rows(captured: Collection[Key], sites: Collection[str], layers: int) -> dict[Key, tuple[str, int]]:
-    """The rows of `Stacks` for the sites that consist of captured states; sites that are sums of them are left out.
+    """Captured state -> the requested site that consists of such states, and its row in the site's stack.
 
     Args:
         captured: all states that are captured.
-        sites: the requested sites.
+        sites: the requested sites; those that are sums of captured states have no stack.
         layers: L.
     """
     rows = {("y", layer): ("residual", layer) for layer in range(1, layers + 1)}
     rows["h0" if ("h0", 1) in captured else "x", 1] = ("residual", 0)
-    for site in ("attention_output", "value"):
-        rows |= {(site, layer): (site, layer - 1) for layer in range(1, layers + 1)}
-    whole = {
-        site
-        for site in sites
-        if all(key in captured for key, place in rows.items() if place[0] == site)
-        and any(place[0] == site for place in rows.values())
+    rows |= {
+        (site, layer): (site, layer - 1) for site in ("attention_output", "value") for layer in range(1, layers + 1)
     }
-    return {key: place for key, place in rows.items() if place[0] in whole}
+    missing = {site for key, (site, _) in rows.items() if key not in captured}
+    return {key: place for key, place in rows.items() if place[0] in sites and place[0] not in missing}
 
 
 class Activations:
@@ -132,13 +83,19 @@ class Activations:
         self._versions: dict[tuple[str, int], int] = {}
         self.repeated = False
         """Whether states of one pass replaced those of another one since `clear`."""
-        self.stacks = Stacks({}, torch.device("cpu"))
+        self.rows: dict[Key, tuple[str, int]] = {}
+        """As from `stack_rows`: states of these are copied into one tensor `[S, B, T, D]` per site, which every pass
+        overwrites, so that states are held once and not twice."""
+        self.device: torch.device | None = None
+        """Of the stacks; a state on another device stays where it is."""
+        self._stacks: dict[str, Tensor] = {}
 
     def clear(self, *, keep_stacks: bool = True) -> None:
         """Drop all states before the next pass; with `keep_stacks` it overwrites the tensors of `stacked`."""
         self._seen.clear()
         self.repeated = False
-        self.stacks.clear(keep=keep_stacks)
+        if not keep_stacks:
+            self._stacks = {}
 
     def begin(self) -> None:
         """Called at the start of a forward pass: resets the call counts of shared blocks."""
@@ -162,11 +119,19 @@ class Activations:
 
     def record(self, site: str, layer: int, state: Tensor) -> None:
         """Store one state of a 1-based layer."""
-        if self.stacks.put((site, layer), state):
-            return
-        self.repeated |= (site, layer) in self._seen
-        self._seen[site, layer] = state
-        self._versions[site, layer] = 0 if state.is_inference() else state._version
+        key = (site, layer)
+        if key in self.rows and state.device == self.device:
+            name, row = self.rows[key]
+            stack = self._stacks.get(name)
+            if state.ndim == 3 and (stack is None or stack.shape[1:] != state.shape or stack.dtype != state.dtype):
+                count = sum(place[0] == name for place in self.rows.values())
+                stack = self._stacks[name] = state.new_empty(count, *state.shape)
+            if stack is not None and state.numel() == stack[row].numel():
+                stack[row] = state.view(stack.shape[1:])
+                self._seen[key], self._versions[key] = stack[row], STACKED
+                return
+        self.repeated |= key in self._seen
+        self._seen[key], self._versions[key] = state, 0 if state.is_inference() else state._version
 
     def __getitem__(self, site: str) -> list[Tensor]:
         """States of a site in layer order.
@@ -185,8 +150,8 @@ class Activations:
             return [self._first(), *(self._read("y", layer) for layer in layers)]
         if site == "final_normed":
             return [self.anatomy.normalise(self._read("y", len(layers)))]
-        if site == "attention_output":
-            return [self._attention_output(layer) for layer in layers]
+        if site == "attention_output" and self.anatomy.family.design == "parallel":  # the model never computes it
+            return [self._read("x", layer) + self._branch("attention_branch", layer) for layer in layers]
         if site.endswith("_branch"):
             return [self._branch(site, layer) for layer in layers]
         carried = "attention_carried" if self.anatomy.has_streams else "x"  # the stream to which attention adds
@@ -199,14 +164,12 @@ class Activations:
 
     def _read(self, name: str, layer: int) -> Tensor:
         """One state, `[B, T, D]` even if the module works on `[B T, D]`; raises an error if it was overwritten."""
-        if (stacked := self.stacks.get((name, layer))) is not None:
-            return stacked
         if (name, layer) not in self._seen:
             if _reentrant(self.anatomy.blocks[layer - 1]):  # switched on after the model was hooked
                 raise FulldepthError(REENTRANT.format(name))
             raise FulldepthError(f"No activation was captured at {name} of layer {layer}; did the model run?")
         state = self._seen[name, layer]
-        if self._versions[name, layer] != (0 if state.is_inference() else state._version):
+        if self._versions[name, layer] not in (STACKED, 0 if state.is_inference() else state._version):
             raise FulldepthError(f"The model overwrote its own state at {name} of layer {layer} in place.")
         if state.ndim == 2 and name not in COEFFICIENTS:
             state = state.view(*self._first().shape[:2], -1)
@@ -214,7 +177,7 @@ class Activations:
 
     def _first(self) -> Tensor:
         """h_0: the input of the first block, which is its x unless the block sums several states to x."""
-        return self._read("h0" if ("h0", 1) in {*self._seen, *self.stacks.held} else "x", 1)
+        return self._read("h0" if ("h0", 1) in self._seen else "x", 1)
 
     def _branch(self, site: str, layer: int) -> Tensor:
         """A branch's contribution to the stream: with several streams, its output times the sum of their weights."""
@@ -225,16 +188,11 @@ class Activations:
             return branch
         return branch * self._read(f"{site}_weight", layer).to(branch.dtype)
 
-    def _attention_output(self, layer: int) -> Tensor:
-        """x': captured if the model computes it, else the sum x + A."""
-        if ("attention_output", layer) in self._seen:
-            return self._read("attention_output", layer)
-        return self._read("x", layer) + self._branch("attention_branch", layer)
-
     def stack(self, site: str, device: torch.device | None = None) -> Tensor:
         """[S, B, T, D] all states of a site on one device."""
-        if (whole := self.stacks.whole(site)) is not None and device in (None, whole.device):
-            return whole
+        keys = [key for key, place in self.rows.items() if place[0] == site and device in (None, self.device)]
+        if keys and all(key in self._seen and self._versions[key] == STACKED for key in keys):
+            return self._stacks[site]
         states = self[site]
         device = device or states[-1].device
         return torch.stack([state.to(device) for state in states])
@@ -273,7 +231,7 @@ def capture(
         points = [(block, point) for block in layers_of for point in _points(anatomy, set(sites), layers_of[block][0])]
         if stacked is not None:
             captured = {(point.name, layer) for block, point in points for layer in layers_of[block]}
-            activations.stacks = Stacks(stack_rows(captured, sites, anatomy.num_layers), stacked)
+            activations.rows, activations.device = stack_rows(captured, sites, anatomy.num_layers), stacked
         for block, point in points:
             if grad and point.module not in layers_of and _reentrant(block):
                 raise FulldepthError(REENTRANT.format(point.name))
@@ -423,17 +381,13 @@ class _Recorder:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], last: Any) -> None:
         """Record: `last` is the keyword arguments before a module, else its output."""
         if self.record is not None:
-            self.record((args[0] if args else _hidden(last)) if self.before else last)
+            if self.before and not args:  # the state among keyword arguments
+                first = next((value for value in last.values() if isinstance(value, Tensor)), None)
+                args = (last.get("hidden_states", first),)
+            self.record(args[0] if self.before else last)
 
     def __reduce__(self) -> tuple[type[_Recorder], tuple[()]]:
         return _Recorder, ()
-
-
-def _hidden(kwargs: dict[str, Any]) -> Any:
-    """The state among keyword arguments: `hidden_states`, or the first tensor."""
-    if "hidden_states" in kwargs:
-        return kwargs["hidden_states"]
-    return next(value for value in kwargs.values() if isinstance(value, Tensor))
 
 
 def _tensor(value: Any) -> Tensor:

@@ -81,7 +81,10 @@ class Runner:
             context: number of tokens of the prompt.
         """
         prompt, steps = ids[:, :context], ids[:, context:].split(1, dim=1)
-        positions = [self._position(context + number, ids) for number in range(len(steps))]
+        positions: list[dict[str, Tensor]] = [
+            {"position_ids": ids.new_full((len(ids), 1), context + number)} if self._takes_positions else {}
+            for number in range(len(steps))
+        ]
         with _without_collection():
             start = _seconds(ids.device)
             output = self.model(input_ids=prompt, **self._options)
@@ -91,10 +94,6 @@ class Runner:
                 output = self.model(input_ids=token, past_key_values=cache, **position, **self._options)
             end = _seconds(ids.device)
         return Trial(between - start, (end - between) / len(steps), output.past_key_values, output.logits[:, -1])
-
-    def _position(self, number: int, ids: Tensor) -> dict[str, Tensor]:
-        """The position of a decoded token, for models that take it."""
-        return {"position_ids": ids.new_full((len(ids), 1), number)} if self._takes_positions else {}
 
 
 def check_positions(anatomy: Anatomy, context: int, new_tokens: int) -> None:

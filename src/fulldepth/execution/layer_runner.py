@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
@@ -19,8 +20,6 @@ from fulldepth.hf import Anatomy, Classifier, is_offloaded
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a block besides the state: positional and keyword arguments (masks, position embeddings, ...)."""
-Path = tuple[Any, ...]
-"""Indices and keys that lead to a tensor in nested lists, tuples and dictionaries."""
 INPUTS = ("input_ids", "attention_mask", "token_type_ids", "pixel_values", "pixel_mask")
 """Entries of a batch that the model's body reads."""
 
@@ -63,7 +62,6 @@ class LayerRunner:
         self._takes_positions = "position_ids" in inspect.signature(self._module.forward).parameters
         self._extras: dict[nn.Module, int | None] = {}
         """Block -> number of its outputs besides the state; None if it returns the state alone."""
-        self._sample = {name: value[:1] for name, value in batch.items()}
         self._prove(batch)
 
     @torch.no_grad()
@@ -119,42 +117,14 @@ class LayerRunner:
             output = self._blocks[layers - 1](states, *args, **kwargs)
         return output[0] if isinstance(output, tuple | list) else output
 
-    @torch.no_grad()
-    def keep(self, rows: Tensor, batch: Mapping[str, Tensor]) -> None:
-        """Go on with some of the sequences passed to `begin`, without a cache: their masks and other arguments.
-
-        What `begin` computed is selected, not computed again, where it is known which arguments have an entry for each
-        sequence; else `begin` runs on these alone.
+    def keep(self, batch: Mapping[str, Tensor]) -> None:
+        """Go on with some of the sequences passed to `begin`, without a cache: with their masks and other arguments.
 
         Args:
-            rows: `[B]` bool.
             batch: the inputs of these sequences alone.
         """
-        found = {path for path, _ in _tensors_in(self._arguments)}
-        if not found <= self._per_sequence.keys():
+        if any(isinstance(argument, Tensor) for argument in tree_leaves(self._arguments)):
             self.begin(batch)
-            return
-        self._arguments = _select_rows(self._arguments, rows, {path for path in found if self._per_sequence[path]})
-
-    @cached_property
-    def _per_sequence(self) -> dict[Path, bool]:
-        """Place of each tensor in the arguments -> whether it has an entry for each sequence.
-
-        These are the tensors of two rows in a batch of two sequences and of three in one of three. Left out are tensors
-        whose shape changes in another way, such as the biases of all heads of all sequences.
-        """
-        before = self._arguments, self._first, self._cache
-        sizes = []
-        for count in (2, 3):
-            self.begin({name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in self._sample.items()})
-            sizes.append({path: tensor.shape for path, tensor in _tensors_in(self._arguments)})
-        self._arguments, self._first, self._cache = before
-        found: dict[Path, bool] = {}
-        for path in sizes[0].keys() & sizes[1].keys():
-            shapes = sizes[0][path], sizes[1][path]
-            if shapes[0] == shapes[1] or ((shapes[0][0], shapes[1][0]) == (2, 3) and shapes[0][1:] == shapes[1][1:]):
-                found[path] = shapes[0] != shapes[1]
-        return found
 
     def write(self, layers: Sequence[int], states: Tensor) -> bool:
         """Add keys and values of layers to the cache as if each read these states, and compute nothing else.
@@ -312,57 +282,23 @@ class LayerRunner:
             for hook in hooks:
                 hook.remove()
         try:
-            self._compare(batch, own)
+            states = self.begin(batch)
+            for layer in range(1, self.anatomy.num_layers + 1):
+                version = states._version
+                after = self.run(layer, states)
+                if states._version != version or after is states:
+                    raise FulldepthError(f"Layer {layer} of {kind} overwrites its input; states cannot be used twice.")
+                hint = ": it reads more than the layer before, or the model does something between its layers."
+                claim = f"Layer {layer} of {kind}, run by itself, misses the model's own state"
+                check_close(claim, self.anatomy.stream(after), own[layer], after.dtype, hint)
+                states = self.anatomy.handed_on(after)
         except (AttributeError, TypeError) as error:  # the model uses a block's other outputs
             raise FulldepthError(
                 f"{kind} uses what its blocks give beside the state ({error}); they cannot be run one by one."
             ) from error
-
-    def _compare(self, batch: Mapping[str, Tensor], own: Sequence[Tensor]) -> None:
-        """Compare the outputs of the blocks, run one by one, with the model's own states h_0 .. h_L."""
-        kind, states = type(self.anatomy.model).__name__, self.begin(batch)
-        for layer in range(1, self.anatomy.num_layers + 1):
-            version = states._version
-            after = self.run(layer, states)
-            if states._version != version or after is states:
-                raise FulldepthError(f"Layer {layer} of {kind} overwrites its input; states cannot be used twice.")
-            hint = ": it reads more than the layer before, or the model does something between its layers."
-            claim = f"Layer {layer} of {kind}, run by itself, misses the model's own state"
-            check_close(claim, self.anatomy.stream(after), own[layer], after.dtype, hint)
-            states = self.anatomy.handed_on(after)
 
 
 def positions(attention_mask: Tensor) -> Tensor:
     """[B, T] position of each token of `attention_mask: [B, T]`, counted without padding; 0 for padding."""
     counted = attention_mask.long().cumsum(-1) - 1
     return counted.masked_fill(attention_mask == 0, 0)
-
-
-def _tensors_in(arguments: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Every tensor with its place."""
-    if isinstance(arguments, Tensor):
-        yield path, arguments
-    elif isinstance(arguments, dict):
-        for key, value in arguments.items():
-            yield from _tensors_in(value, (*path, key))
-    elif isinstance(arguments, list | tuple):
-        for index, value in enumerate(arguments):
-            yield from _tensors_in(value, (*path, index))
-
-
-def _select_rows(arguments: Any, rows: Tensor, places: Collection[Path]) -> Any:
-    """A copy of nested arguments with the rows of the tensors at some places; a tensor that recurs is selected once."""
-    selected: dict[int, Tensor] = {}
-
-    def copy(value: Any, path: Path) -> Any:
-        if isinstance(value, Tensor) and path in places:
-            if id(value) not in selected:
-                selected[id(value)] = value[rows]
-            return selected[id(value)]
-        if isinstance(value, dict):
-            return {key: copy(inner, (*path, key)) for key, inner in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(copy(inner, (*path, index)) for index, inner in enumerate(value))
-        return value
-
-    return copy(arguments, ())

@@ -236,7 +236,17 @@ def find_head(anatomy: Anatomy, trace: Trace, last: Tensor, mask: Tensor | None)
             for step in frontier
             for name, function in (FUNCTIONS.items() if step.modules else ())
         ]
-        frontier = [step for before in frontier for step in _next(before, trace)]
+        frontier = [
+            _Step(
+                call.gave,
+                (*step.modules, call.path),
+                "inside" if step.pool == "token" and (step.state.ndim, call.gave.ndim) == (3, 2) else step.pool,
+                step.leading,
+            )
+            for step in frontier
+            for call in trace.readers(step.state)
+            if call.path not in step.modules
+        ]
         for step in frontier:
             for end in (step, *_pooled(step, mask, leading, late=True)):
                 head = _head(anatomy, end)
@@ -265,15 +275,6 @@ def _pooled(step: _Step, mask: Tensor | None, leading: Collection[int], *, late:
                 yield step._replace(state=pool(step.state, mask, way, count), pool=way, leading=count)
         if late:
             yield step._replace(state=pool(step.state, mask, "mean"), pool="mean-of-logits")
-
-
-def _next(step: _Step, trace: Trace) -> Iterator[_Step]:
-    """The output states of all modules that read this state."""
-    for call in trace.readers(step.state):
-        if call.path not in step.modules:
-            inside = step.pool == "token" and step.state.ndim == 3 and call.gave.ndim == 2
-            way: Pool = "inside" if inside else step.pool
-            yield _Step(call.gave, (*step.modules, call.path), way, step.leading)
 
 
 def _head(anatomy: Anatomy, step: _Step) -> Head | None:

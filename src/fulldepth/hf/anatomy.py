@@ -379,20 +379,15 @@ def first_broken_weight(model: nn.Module) -> str | None:
             if id(parameter) in checked or parameter.device.type == "meta" or not parameter.dtype.is_floating_point:
                 continue
             checked.add(id(parameter))
-            if _is_broken(parameter.detach(), name in prunable):
+            values = parameter.detach()
+            values = values.to_local() if isinstance(values, DTensor) else values
+            if type(values) is not Tensor and hasattr(values, "dequantize"):
+                values = values.dequantize()
+            if name in prunable:
+                values = values.masked_fill((values == -torch.inf) & (values > -torch.inf).any(-1, keepdim=True), 0.0)
+            if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
                 return f"{path}.{name}" if path else name
     return None
-
-
-def _is_broken(values: Tensor, prunable: bool) -> bool:
-    """Whether a weight is NaN or infinite; with `prunable`, single entries may be -inf."""
-    if isinstance(values, DTensor):
-        values = values.to_local()
-    if type(values) is not Tensor and hasattr(values, "dequantize"):
-        values = values.dequantize()
-    if prunable:
-        values = values.masked_fill((values == -torch.inf) & (values > -torch.inf).any(-1, keepdim=True), 0.0)
-    return not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all())
 
 
 def unused_positions(model: nn.Module) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -28,6 +28,7 @@ _CLASS = object()
 """Marks a function that a module inherits from its class."""
 _MODEL = 0
 """Layer number of replacements that belong to no layer."""
+PARTS = ("attention", "mlp", "attention_branch", "mlp_branch")
 BRANCH = {"attention": "b_att", "mlp": "b_mlp"}
 STREAM = {"attention": "s_att", "mlp": "s_mlp"}
 """Part -> factor of its branch; part -> factor of the stream that the branch is added to."""
@@ -53,10 +54,6 @@ class Wiring:
     mlp: Port
     outputs: int
     """Length of the tuple that the block returns; 0 for a tensor."""
-
-
-class _AllRecorded(Exception):  # noqa: N818
-    """Ends a pass after the last block of interest."""
 
 
 class Switches:
@@ -352,21 +349,11 @@ def _refuse(layer: int, skipped: bool, names: tuple[str, ...], *args: Any, **kwa
 
 
 def _wirings(anatomy: Anatomy) -> dict[int, Wiring]:
-    """The wiring of every layer, recorded while two tokens run through the first block of each kind."""
-    parts = {
-        layer: (block, anatomy.part(layer, "attention"), anatomy.part(layer, "mlp"))
-        for layer, block in enumerate(anatomy.blocks, start=1)
-    }
-    kinds = {layer: tuple(map(type, modules)) for layer, modules in parts.items()}
-    firsts = {kind: layer for layer, kind in reversed(kinds.items())}
-    calls: dict[int, list[tuple[nn.Module, Any, Any]]] = {layer: [] for layer in firsts.values()}
-    waiting = {anatomy.blocks[layer - 1] for layer in calls}
+    """The wiring of every layer, recorded while two tokens run through the model."""
+    calls: dict[int, list[tuple[nn.Module, Any, Any]]] = {}
 
     def record(layer: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        calls[layer].append((module, first_input(args, kwargs), output))
-        waiting.discard(module)
-        if not waiting:
-            raise _AllRecorded
+        calls.setdefault(layer, []).append((module, first_input(args, kwargs), output))
 
     embeddings: Any = anatomy.body.get_input_embeddings()  # type: ignore[operator]
     device = embeddings.weight.device
@@ -374,16 +361,12 @@ def _wirings(anatomy: Anatomy) -> dict[int, Wiring]:
     devices = [ids.device] if ids.device.type == "cuda" else []
     with ExitStack() as hooks, warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices):
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # under gradient checkpointing
-        for layer in calls:
-            branches = [anatomy.part(layer, role) for role in ("attention_branch", "mlp_branch")]
-            for module in {*anatomy.blocks[layer - 1].children(), *parts[layer], *branches}:
-                if module is not None:
-                    handle = module.register_forward_hook(partial(record, layer), with_kwargs=True)
-                    hooks.callback(handle.remove)
-        with suppress(_AllRecorded):
-            anatomy.body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    by_kind = {kind: _wiring(anatomy, layer, calls[layer]) for kind, layer in firsts.items()}
-    return {layer: by_kind[kind] for layer, kind in kinds.items()}
+        for layer, block in enumerate(anatomy.blocks, start=1):
+            parts: set[Any] = {block, *block.children(), *(anatomy.part(layer, role) for role in PARTS)} - {None}
+            for module in parts:
+                hooks.callback(module.register_forward_hook(partial(record, layer), with_kwargs=True).remove)
+        anatomy.body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    return {layer: _wiring(anatomy, layer, calls[layer]) for layer in calls}
 
 
 def _wiring(anatomy: Anatomy, layer: int, calls: list[tuple[nn.Module, Any, Any]]) -> Wiring:

@@ -68,8 +68,22 @@ def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
     anatomy = model if isinstance(model, Anatomy) else anatomy_candidates(model)[0]
     if not 1 <= layers <= anatomy.num_layers:
         raise _refusal(anatomy, layers, f"it has {anatomy.num_layers} layers")
-    if reason := _obstacle(anatomy):
-        raise _refusal(anatomy, layers, reason)
+    whole, order = anatomy.model, anatomy.order
+    obstacles = {
+        "it is an encoder-decoder": bool(getattr(whole.config, "is_encoder_decoder", False))
+        and anatomy.family.layers_entry is None,
+        f"its final norm also stands between layers ({anatomy.family.norm_between}), and a shorter model of its class "
+        "applies it twice where early exit reads the layer with it once": anatomy.norm_between,
+        "its layers share modules": bool(order) and order != tuple(range(len(anatomy.block_list))),
+        "some of its weights are offloaded; load it without a device map": is_offloaded(whole),
+        "its weights are sharded": uses_fsdp(whole),
+        "functions of its modules are replaced (switches in use); restore them first": any(
+            "forward" in vars(module) for module in whole.modules()
+        ),
+    }
+    for reason, holds in obstacles.items():
+        if holds:
+            raise _refusal(anatomy, layers, reason)
     config = _first_layers_config(anatomy, layers)
     try:
         with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
@@ -118,24 +132,6 @@ def _first_layers_config(anatomy: Anatomy, layers: int) -> PreTrainedConfig:
     except Exception as error:  # configurations check their entries when they are set
         raise _refusal(anatomy, layers, f"its configuration does not accept it: {error}") from error
     return config
-
-
-def _obstacle(anatomy: Anatomy) -> str | None:
-    """Why a model cannot be cut, whatever the number of layers."""
-    model, order = anatomy.model, anatomy.order
-    reasons = {
-        "it is an encoder-decoder": bool(getattr(model.config, "is_encoder_decoder", False))
-        and anatomy.family.layers_entry is None,
-        f"its final norm also stands between layers ({anatomy.family.norm_between}), and a shorter model of its class "
-        "applies it twice where early exit reads the layer with it once": anatomy.norm_between,
-        "its layers share modules": bool(order) and order != tuple(range(len(anatomy.block_list))),
-        "some of its weights are offloaded; load it without a device map": is_offloaded(model),
-        "its weights are sharded": uses_fsdp(model),
-        "functions of its modules are replaced (switches in use); restore them first": any(
-            "forward" in vars(module) for module in model.modules()
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _share(anatomy: Anatomy, cut: PreTrainedModel, layers: int) -> None:
