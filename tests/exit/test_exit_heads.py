@@ -204,7 +204,7 @@ def test_malformed_files_are_refused(run: Path, tmp_path: Path) -> None:
         r"these are for \[1, 2, 3\]": {**heads, "exit_heads.3.weight": heads[one].clone()},
         r"is \[4, 32\], and the model's own output \[3, 32\]": {**heads, two: torch.ones(4, 32)},
         "exit_heads.2.weight holds NaN": {**heads, two: heads[two] * torch.nan},
-        "exit_heads.1.weight is no matrix of floating-point": {**heads, one: heads[one].long()},
+        "exit_heads.1.weight; expected matrices": {**heads, one: heads[one].long()},
     }
     for message, tensors in cases.items():
         save_file(tensors, path)

@@ -59,7 +59,7 @@ class EarlyExit:
             rows, states = rows[stays], anatomy.select(states, stays)
             inputs = {name: value[stays] for name, value in inputs.items()}
             rule.keep(stays)
-            runner.keep(stays, inputs)
+            runner.keep(inputs)
         assert answers is not None  # every sample leaves after the last layer
         return answers, left
 

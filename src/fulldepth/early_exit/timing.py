@@ -17,8 +17,7 @@ from fulldepth.early_exit.readings import Readings
 from fulldepth.early_exit.running import EarlyExit
 from fulldepth.early_exit.subject import Subject
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.latency import order
-from fulldepth.execution.load import OtherLoad
+from fulldepth.execution.latency import OtherLoad, order
 from fulldepth.thresholds import BUSY
 from fulldepth.uncertainty import FEWEST_ROUNDS, Ratio, median_ratio
 

@@ -33,12 +33,21 @@ from fulldepth.hf import (
     publish,
     sample_inputs,
     save_exit_heads,
+    silent,
     truncated,
     unwrapped,
 )
-from fulldepth.hf.checkpoint_folder import check_target, count_parameters, folder_to_be, strip_foreign_code
-from fulldepth.hf.companions import copy_processor, generation_settings, save_tokenizer, without_bars
-from fulldepth.hf.older_names import publish_older_names, publish_older_tokenizer
+from fulldepth.hf.checkpoint_folder import (
+    check_target,
+    copy_processor,
+    count_parameters,
+    folder_to_be,
+    generation_settings,
+    publish_older_names,
+    publish_older_tokenizer,
+    save_tokenizer,
+    strip_foreign_code,
+)
 from fulldepth.progress import Watcher
 from fulldepth.settings import layer as layered
 from fulldepth.settings.exit import ExitSettings, file_size
@@ -203,7 +212,7 @@ def _write(
     """Write the checkpoint, and compare its logits in a fresh process."""
     cut = truncated(anatomy, layers)
     stock = type(cut).__module__.startswith("transformers.")
-    with generation_settings(cut, folder), without_bars():
+    with generation_settings(cut, folder), silent():
         cut.save_pretrained(folder)
     save_exit_heads(cut, folder)
     publish_older_names(folder)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fulldepth.early_exit import UNTIMED, Exit, SpeedUp, Subject
 from fulldepth.execution.decoding import BOUNDED_RULES, Decoder, Generation
-from fulldepth.execution.latency import order
-from fulldepth.execution.load import OtherLoad
+from fulldepth.execution.latency import OtherLoad, order
 from fulldepth.settings.exit import ExitSettings
 
 PLAIN = "plain"

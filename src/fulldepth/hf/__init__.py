@@ -3,10 +3,14 @@
 from fulldepth.hf.anatomy import (
     Anatomy,
     anatomy_candidates,
+    body_inputs,
     first_broken_weight,
+    logits_of,
     no_single_class,
+    sample_inputs,
     stacked_experts,
     task_of,
+    unused_positions,
 )
 from fulldepth.hf.detections import DetectionHeads
 from fulldepth.hf.distributed_checkpoint import (
@@ -20,26 +24,23 @@ from fulldepth.hf.distributed_checkpoint import (
     stored_shapes,
     write_shards,
 )
-from fulldepth.hf.exit_head_files import (
-    EXIT_HEADS,
-    add_stored_exit_heads,
-    find_exit_heads,
-    load_exit_heads,
-    restore_exit_heads,
-    save_exit_heads,
-)
 from fulldepth.hf.exit_heads import (
+    EXIT_HEADS,
     add_exit_heads,
+    add_stored_exit_heads,
     check_exit_heads,
     copy_to_exit_heads,
     exit_heads_of,
     exit_weights,
+    find_exit_heads,
     has_exit_heads,
+    load_exit_heads,
     outputs_by_layer,
+    restore_exit_heads,
+    save_exit_heads,
 )
-from fulldepth.hf.families import FAMILIES, rows_of
-from fulldepth.hf.family import Family, Head
-from fulldepth.hf.fewer_layers import renumber_layers, slice_lists
+from fulldepth.hf.families import FAMILIES, Family, Head, rows_of
+from fulldepth.hf.file_checks import available_memory
 from fulldepth.hf.finder import unwrapped
 from fulldepth.hf.fsdp import uses_fsdp
 from fulldepth.hf.gguf import find_gguf, packaged
@@ -47,19 +48,18 @@ from fulldepth.hf.heads import Classifier
 from fulldepth.hf.load import (
     Checkpoint,
     depth_of,
+    find_tokenizer,
     load_checkpoint,
     load_config,
     load_processor,
     load_tokenizer,
+    open_model,
+    open_tokenizer,
     pick_device,
     pick_dtype,
 )
-from fulldepth.hf.memory import available_memory
-from fulldepth.hf.modes import evaluating, frozen, silent
-from fulldepth.hf.offloading import device_of, in_memory, is_offloaded, loaded_weight
-from fulldepth.hf.opening import find_tokenizer, open_model, open_tokenizer
+from fulldepth.hf.modes import device_of, evaluating, frozen, in_memory, is_offloaded, loaded_weight, silent
 from fulldepth.hf.output_weights import OutputWeights, find_output_weights, scale_obstacle
-from fulldepth.hf.positions import unused_positions
 from fulldepth.hf.publishing import ModelCard, check_publishing, publish
 from fulldepth.hf.run_checkpoints import (
     UNFINISHED,
@@ -75,11 +75,10 @@ from fulldepth.hf.run_checkpoints import (
     settle_checkpoints,
     trained_steps,
 )
-from fulldepth.hf.sample import sample_inputs
-from fulldepth.hf.scalars import Scalars
+from fulldepth.hf.scalars import GRANULARITIES, Scalars
 from fulldepth.hf.stages import StagedAnatomy, StagedModel, StageHead, resolve_stages
-from fulldepth.hf.surgery import GRANULARITIES, Switches, skipping
-from fulldepth.hf.truncation import truncated
+from fulldepth.hf.surgery import Switches, skipping
+from fulldepth.hf.truncation import renumber_layers, slice_lists, truncated
 
 __all__ = [
     "EXIT_HEADS",
@@ -107,6 +106,7 @@ __all__ = [
     "anatomy_candidates",
     "available_memory",
     "begin_checkpoint",
+    "body_inputs",
     "check_exit_heads",
     "check_publishing",
     "checkpoint_of",
@@ -137,6 +137,7 @@ __all__ = [
     "load_processor",
     "load_tokenizer",
     "loaded_weight",
+    "logits_of",
     "missing_weights",
     "no_single_class",
     "notes_of",
@@ -148,7 +149,6 @@ __all__ = [
     "pick_dtype",
     "publish",
     "read_shards",
-    "remove_exit_heads",
     "renumber_layers",
     "resolve_stages",
     "restore_exit_heads",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
 from fulldepth.hf.exit_heads import layer_heads
-from fulldepth.hf.family import Pool
+from fulldepth.hf.families import Pool
 from fulldepth.hf.fsdp import GatheredModule, uses_fsdp
 
 

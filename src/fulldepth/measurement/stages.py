@@ -16,7 +16,6 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import Verified
 from fulldepth.execution.batching import batched, model_inputs
 from fulldepth.execution.stream import is_close
-from fulldepth.execution.trace import logits_of
 from fulldepth.fingerprint import Fingerprint
 from fulldepth.hf import (
     Checkpoint,
@@ -25,6 +24,7 @@ from fulldepth.hf import (
     StageHead,
     device_of,
     first_broken_weight,
+    logits_of,
     resolve_stages,
 )
 from fulldepth.hf.stages import STAGES

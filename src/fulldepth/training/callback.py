@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fulldepth.distributed import any_process, current
-from fulldepth.execution.load import OtherLoad
+from fulldepth.execution.latency import OtherLoad
 from fulldepth.execution.memory import reset_peak, run_peak
 from fulldepth.hf import begin_checkpoint, drop_checkpoints, seal
 from fulldepth.losses import Tally

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from fulldepth import figures
-from fulldepth.execution.latency import PHASES, Runner, Trial, time_in_rounds
-from fulldepth.execution.load import OtherLoad
+from fulldepth.execution.latency import PHASES, OtherLoad, Runner, Trial, time_in_rounds
 from fulldepth.reporting.payload import payload
 from fulldepth.skip.assessment.bench import bench
 from fulldepth.skip.assessment.bench_table import Cell, Measured, headline, table_of

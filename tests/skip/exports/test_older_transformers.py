@@ -12,7 +12,10 @@ import pytest
 import torch
 
 import tiny_models
-from fulldepth.hf.older_names import copy_tokenizer, older_names
+from fulldepth.hf.checkpoint_folder import (
+    copy_tokenizer,
+    older_names,
+)
 from fulldepth.skip.exports.export import export, load
 from skip import planned
 from skip.exports.test_export import ids, relative, tokenizer

@@ -23,10 +23,15 @@ from transformers.pytorch_utils import Conv1D
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.readers import prove
 from fulldepth.execution.stream import TOLERANCE, relative_error
-from fulldepth.hf import Anatomy, find_output_weights
-from fulldepth.hf.checkpoint_folder import check_target, folder_to_be, strip_foreign_code
-from fulldepth.hf.companions import generation_settings, save_tokenizer, without_bars
-from fulldepth.hf.older_names import publish_older_tokenizer
+from fulldepth.hf import Anatomy, find_output_weights, silent
+from fulldepth.hf.checkpoint_folder import (
+    check_target,
+    folder_to_be,
+    generation_settings,
+    publish_older_tokenizer,
+    save_tokenizer,
+    strip_foreign_code,
+)
 from fulldepth.skip.assessment.quantisers import packed_as_torchao
 from fulldepth.skip.exports.card import quantised_card
 from fulldepth.skip.exports.fold import (
@@ -142,7 +147,7 @@ class Saver:
             raise FulldepthError(f"{label}: folded, its logits miss the measured ones by {moved:.1e} of the largest.")
         with folder_to_be(target) as part:
             if source is None:
-                with generation_settings(written.model, part), without_bars(), packed_as_torchao(written.model):
+                with generation_settings(written.model, part), silent(), packed_as_torchao(written.model):
                     written.model.save_pretrained(part)
             else:
                 for path in sorted(path for pattern in WEIGHTS for path in source.glob(pattern)):

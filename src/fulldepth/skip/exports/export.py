@@ -24,10 +24,18 @@ from fulldepth.hf import (
     is_offloaded,
     load_checkpoint,
     publish,
+    silent,
 )
-from fulldepth.hf.checkpoint_folder import check_target, count_parameters, folder_to_be, strip_foreign_code
-from fulldepth.hf.companions import generation_settings, save_tokenizer, without_bars
-from fulldepth.hf.older_names import publish_older_names, publish_older_tokenizer
+from fulldepth.hf.checkpoint_folder import (
+    check_target,
+    count_parameters,
+    folder_to_be,
+    generation_settings,
+    publish_older_names,
+    publish_older_tokenizer,
+    save_tokenizer,
+    strip_foreign_code,
+)
 from fulldepth.results import versions
 from fulldepth.settings.search import known_format
 from fulldepth.skip.exports.card import card_of
@@ -170,7 +178,7 @@ def _write(
     folding = format.folding(stock, plan)
     ids = probes(anatomy)
     expected = scaled_logits(anatomy, plan, ids)
-    with generation_settings(stock.model, folder), without_bars():
+    with generation_settings(stock.model, folder), silent():
         notes = format.write(Draft(stock, plan, folding, folder, shard_size))
     if anatomy.config is not anatomy.model.config and stock.config is stock.model.config:
         notes.append(f"This is the language model of a {type(anatomy.model).__name__} alone; it reads no images.")
