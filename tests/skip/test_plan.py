@@ -204,7 +204,7 @@ def test_nothing_half_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     for target in (tmp_path, tmp_path / "plan.json" / "below"):
-        with pytest.raises(FulldepthError, match="Cannot write the plan"):
+        with pytest.raises(FulldepthError, match="Cannot write"):
             plan.changed(seed=1).save(target)
     with pytest.raises(FulldepthError, match="There is no plan"):
         Plan.load(tmp_path / "nothing")
