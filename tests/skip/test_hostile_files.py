@@ -15,17 +15,13 @@ import pytest
 import tiny_models
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
-from fulldepth.settings import layer
 from fulldepth.settings.search import SearchSettings
-from fulldepth.skip.assessment.curve import curve
 from fulldepth.skip.assessment.outcome import settings_of
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.responses import Responses
-from fulldepth.skip.run import search_into
+from fulldepth.skip.responses import Responses, stored_responses
 from fulldepth.skip.selection import search as searching
-from fulldepth.skip.stored_responses import stored_responses
 from hostile import damaged_json
-from skip import plain, planned, word_tokenizer
+from skip import plain, planned
 
 OPTIONS = {"batch_size": 4, "epochs": 1, "blocks": 2, "patience": 1}
 LAYERS, WIDTH = 4, 16
@@ -71,15 +67,13 @@ def stopping(after: int) -> Watcher:
     return Watcher(advance=advance)
 
 
-@pytest.mark.parametrize(("criterion", "after", "cases"), [("loss", 30, 150), ("scaled", 60, 60)])
-def test_damaged_progress_is_refused_in_words_or_does_not_matter(
-    quick: Any, tmp_path: Path, criterion: str, after: int, cases: int
-) -> None:
+def test_damaged_progress_is_refused_in_words_or_does_not_matter(quick: Any, tmp_path: Path) -> None:
+    criterion, cases = "scaled", 60
     with pytest.raises(Killed):
-        quick(tmp_path / "out", criterion=criterion, watcher=stopping(after))
+        quick(tmp_path / "out", criterion=criterion, watcher=stopping(60))
     path, rng, refused = tmp_path / "out" / "progress.json", random.Random(0), []
     document = json.loads(path.read_text())
-    assert len(document["log"]) > 5
+    assert len(document["steps"]) > 5
     for _ in range(cases):
         path.parent.mkdir(exist_ok=True)
         path.write_text(damaged_json(document, rng), encoding="utf-8", errors="replace")
@@ -94,24 +88,7 @@ def test_damaged_progress_is_refused_in_words_or_does_not_matter(
     for message in refused:
         assert str(path) in message
         assert len(message) < 1000
-        assert "Remove the file" in message or "another search" in message or "schema version" in message
-
-
-def test_a_damaged_plan_is_refused_in_words_or_is_a_plan(tmp_path: Path) -> None:
-    model, rng, path = tiny_models.build("llama"), random.Random(1), tmp_path / "plan.json"
-    plan = planned.plan(model, [2])
-    document = plan.changed(cost={**plan.cost, "settings": {"seed": 3, "epochs": 2, "given": None}}).document()
-    refused = []
-    for _ in range(600):
-        path.write_text(damaged_json(document, rng), encoding="utf-8", errors="replace")
-        try:
-            plan = Plan.load(path)
-            settings_of(plan, {})
-            plan.check_model(model)
-        except FulldepthError as error:
-            refused.append(str(error))
-    assert len(refused) > 200
-    assert all(len(message) < 1000 for message in refused)
+        assert "Remove the file" in message or "another search" in message
 
 
 def test_a_plan_grants_nothing() -> None:
@@ -121,16 +98,6 @@ def test_a_plan_grants_nothing() -> None:
     found = settings_of(plan, {})
     assert found == SearchSettings(blocks=1, seed=7)
     assert settings_of(plan, {"trust_remote_code": True}).trust_remote_code
-
-
-@pytest.mark.parametrize(
-    "setting",
-    ["blocks", "batch_size", "chunks", "sequence_length", "limit", "seed", "learning_rate", "epochs", "patience"],
-)
-def test_absurd_numbers_are_refused(setting: str) -> None:
-    for value in (10**30, -1, 1e300, float("inf")):
-        with pytest.raises(FulldepthError, match=setting):
-            layer(SearchSettings, {setting: value})
 
 
 def answers(text: str = "yes") -> Responses:
@@ -155,55 +122,3 @@ def test_responses_are_found_again_and_never_written_over(tmp_path: Path) -> Non
     with pytest.raises(FulldepthError, match="never written over"):
         stored_responses(tmp_path, {"count": 1}, answers)
     assert file.read_text() == "edited\n"
-
-
-def test_damaged_notes_of_responses_are_refused(tmp_path: Path) -> None:
-    stored_responses(tmp_path, {"count": 1, "seed": 0}, answers)
-    document, rng = json.loads((tmp_path / "responses.json").read_text()), random.Random(2)
-    refused = []
-    for _ in range(300):
-        (tmp_path / "responses.json").write_text(damaged_json(document, rng), encoding="utf-8", errors="replace")
-        try:
-            stored_responses(tmp_path, {"count": 1, "seed": 0}, lambda: pytest.fail("generated again"))
-        except FulldepthError as error:
-            refused.append(str(error))
-    assert len(refused) > 100
-    assert all("responses" in message and len(message) < 1000 for message in refused)
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint with its tokenizer, and pairs in a folder of their own."""
-    tiny_models.build("llama").save_pretrained(tmp_path / "model")
-    word_tokenizer.tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "out").mkdir()
-    rows = [{"prompt": word_tokenizer.words(n), "response": word_tokenizer.words(n, n + 1)} for n in range(12)]
-    (tmp_path / "out" / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path / "model"
-
-
-def test_prompts_are_not_written_over_by_the_responses_to_them(checkpoint: Path, tmp_path: Path) -> None:
-    data = tmp_path / "out" / "responses.jsonl"
-    before = data.read_bytes()
-    settings = SearchSettings(blocks=1, fit=False)
-    with pytest.raises(FulldepthError, match="which the generated responses would replace"):
-        search_into(checkpoint, str(data), tmp_path / "out", settings, responses=9, max_new_tokens=2)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["responses.jsonl"]
-    assert data.read_bytes() == before
-
-
-@pytest.mark.parametrize("name", ["results.json", "settings.yaml"])
-@pytest.mark.parametrize("resume", [False, True])
-def test_folders_of_other_commands_are_refused_before_anything_is_written(
-    checkpoint: Path, tmp_path: Path, name: str, resume: bool
-) -> None:
-    folder = tmp_path / "foreign"
-    folder.mkdir()
-    (folder / name).write_text("{}")
-    data = str(tmp_path / "out" / "responses.jsonl")
-    with pytest.raises(FulldepthError):
-        search_into(checkpoint, data, folder, SearchSettings(blocks=1, fit=False), resume=resume)
-    if name == "results.json":
-        with pytest.raises(FulldepthError):
-            curve(checkpoint, data, max_blocks=1, output=folder, resume=resume)
-    assert {path.name: path.read_text() for path in folder.iterdir()} == {name: "{}"}

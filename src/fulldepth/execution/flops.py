@@ -247,9 +247,7 @@ class Costs:
         """Whether a training step recomputes blocks in the backward pass; None: above `MAX_KEPT_BYTES`."""
         return shape.batch * shape.length * self.kept > MAX_KEPT_BYTES if checkpointing is None else checkpointing
 
-    def training(
-        self, variant: Variant, shape: Shape, *, divergence: bool = False, checkpointing: bool | None = None
-    ) -> float:
+    def training(self, variant: Variant, shape: Shape, *, checkpointing: bool | None = None) -> float:
         """A forward and a backward pass that trains scalars.
 
         Products with frozen weights count twice, because these have no gradient. Products of two activations (scores
@@ -258,9 +256,8 @@ class Costs:
         """
         head = shape.labelled * self.head
         scores = shape.batch * shape.length**2 * self.keys_read(variant)
-        base = self.whole(Variant(), shape) + head if divergence else 0.0
         passes = 3 if self.checkpoints(shape, checkpointing) else 2
-        return passes * (self.whole(variant, shape) - head) + scores + 3 * head + base
+        return passes * (self.whole(variant, shape) - head) + scores + 3 * head
 
     def candidates(self, skipped: Collection[int]) -> list[Variant]:
         """The variants that skip one more layer."""

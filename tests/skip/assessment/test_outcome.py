@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -15,7 +14,7 @@ from fulldepth.skip.assessment.outcome import analyse, settings_of
 from fulldepth.skip.assessment.outcome_headline import headline
 from fulldepth.skip.summary import lines
 from skip import plain, planned
-from tiny_models import LAYERS, WIDTH, build
+from tiny_models import LAYERS, build
 
 EXAMPLES = plain.examples(4, 6)
 
@@ -65,27 +64,6 @@ def test_rows_say_what_the_plan_says(tmp_path) -> None:
     assert again.meta["kind"] == "skip"
     assert again.meta["model"]["num_layers"] == LAYERS
     assert again.meta["warnings"] == []
-
-
-def test_scalars_of_every_channel_are_summed_up() -> None:
-    model = build("llama")
-    rng = np.random.default_rng(0)
-    flat = planned.scalars((3, 1), LAYERS)
-    values = {
-        layer: {name: rng.uniform(0.5, 1.5, WIDTH).astype(np.float32).tolist() for name in factors}
-        for layer, factors in flat.items()
-    }
-    results = analyse(model, healed_plan(model, scalars=values, data=EXAMPLES.meta), EXAMPLES)
-    rows = select(results, "scalar", layer=2, site="attention").set_index("statistic")
-    assert rows.value.to_dict() == pytest.approx(
-        {
-            "b": np.mean(values["2"]["b_att"]),
-            "b_std": np.std(values["2"]["b_att"]),
-            "s": np.mean(values["2"]["s_att"]),
-            "s_std": np.std(values["2"]["s_att"]),
-        }
-    )
-    assert set(rows["count"]) == {WIDTH}
 
 
 def test_a_plan_that_was_not_healed_says_so() -> None:
