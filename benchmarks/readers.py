@@ -26,24 +26,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from folding import plan_of
-from fulldepth.execution import readers
-from fulldepth.execution.readers import READERS
 from fulldepth.execution.stream import relative_error
 from fulldepth.hf import load_checkpoint
 from fulldepth.skip import export, load
 
-PROGRAMS = Path(readers.__file__).parent
-DRIVER = """
-import json, runpy, sys
-program, jobs = sys.argv[1:]
-main = runpy.run_path(program)["main"]
-for job in json.loads(jobs):
-    try:
-        main(*job)
-    except (Exception, SystemExit) as error:
-        print(json.dumps({"failed": " ".join(f"{type(error).__name__}: {error}".split())[:300]}), flush=True)
-"""
-
+PROGRAM = Path(__file__).with_name("other_readers.py")
 LAYERS, VOCABULARY, LENGTH = 6, 512, 24
 CHECKPOINT_BLOCKS = (8, 9, 11)
 """Early layers of trained models matter so much that rounding shows."""
@@ -159,7 +146,9 @@ def read_all(cases: Sequence[Case], name: str, interpreter: str, *further: str) 
             torch.save(case.ids, files[0])
             carried = ["carried"] * (name == "vllm" and case.name.startswith(("decilm", "fast")))
             jobs.append([str(case.folder.absolute()), *files, *further, *carried])
-        command = [interpreter, "-W", "ignore", "-P", "-c", DRIVER, str(PROGRAMS / READERS[name][0]), json.dumps(jobs)]
+        listed = Path(place, "jobs.json")
+        listed.write_text(json.dumps(jobs), encoding="utf-8")
+        command = [interpreter, "-W", "ignore", "-P", str(PROGRAM), name, str(listed)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
             lines = (line for line in process.stdout or () if line.startswith("{"))
             for case, job, line in zip(cases, jobs, lines, strict=False):

@@ -8,15 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from fulldepth import bars, console
-from fulldepth.cli.options import command, starting
+from fulldepth.cli.options import command
 from fulldepth.cli.skip import DATA, Data, Heldout, Model, PlanFile, Planned, RemoteCode, Results, skip
-from fulldepth.errors import unknown
 from fulldepth.settings import layer
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.search import SearchSettings
 
 GRID = "What is timed"
-METHODS = ("int8", "gptq", "awq")
 
 
 @command(
@@ -30,14 +28,6 @@ def curve_command(
     max_blocks: Annotated[
         int, typer.Option(help="Maximum number of blocks to remove.", rich_help_panel="The search")
     ] = 12,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help="Break point: nats above the first straight line that are accepted. [default: a kink outside the band "
-            "that the spread of the documents explains]",
-            rich_help_panel="The search",
-        ),
-    ] = None,
     heldout: Heldout = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted curve.")] = False,
 ) -> None:
@@ -58,7 +48,6 @@ def curve_command(
             model,
             data,
             max_blocks=max_blocks,
-            tolerance=tolerance,
             output=output,
             heldout=heldout,
             resume=resume,
@@ -124,14 +113,6 @@ def quantise_command(
     data: Data,
     output: Results,
     settings: dict[str, Any],
-    method: Annotated[
-        str,
-        typer.Option(
-            help="int8: weight-only, by torchao (fulldepth[quantise]). gptq, awq: 4 bits, calibrated (fulldepth[gptq], "
-            "fulldepth[awq]).",
-            autocompletion=starting(METHODS),
-        ),
-    ] = "int8",
     save: Annotated[
         Path | None,
         typer.Option(
@@ -148,7 +129,7 @@ def quantise_command(
     trust_remote_code: RemoteCode = False,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted second search.")] = False,
 ) -> None:
-    """Quantise a model before and after its blocks are removed, and list loss, size and speed of all in one table.
+    """Quantise a model to int8 before and after its blocks are removed; list loss, size and speed of all in one table.
 
     Skip, then quantise: the plan's model, quantised. Quantise, then skip: a new search on the quantised model, with the
     plan's settings.
@@ -156,8 +137,6 @@ def quantise_command(
     Example: `fulldepth skip quantise MODEL plan/plan.json --data pairs.jsonl --output int8/`
     """
     layer(SearchSettings, settings)  # finds wrong settings before torch is imported
-    if method not in METHODS:
-        raise unknown("quantisation", method, METHODS)
     console.loading()
     from fulldepth.results import PAGE
     from fulldepth.skip import quantise
@@ -167,7 +146,6 @@ def quantise_command(
             model,
             plan,
             data,
-            method=method,
             output=output,
             save=save,
             heldout=heldout,

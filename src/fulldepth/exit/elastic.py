@@ -241,7 +241,7 @@ def _prove(folder: Path, anatomy: Anatomy, cut: PreTrainedModel, reader: str) ->
     expected = output_of(cut(**inputs))
     if anatomy.task == "causal-lm":
         return prove(folder, inputs["input_ids"], expected, TOLERANCE[expected.dtype], reader)
-    got, report = read(folder, inputs, f"{reader} class")
+    got, report = read(folder, inputs, reader)
     error = relative_error(got, expected)
     if not error <= TOLERANCE[expected.dtype]:
         raise FulldepthError(

@@ -6,18 +6,17 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from fulldepth.settings.loading import Count, Length
+from fulldepth.settings.loading import Length
 from fulldepth.settings.search import ReadingSettings
 
 MOST_ROUNDS = 100_000
-Rounds = Annotated[NonNegativeInt, Field(le=MOST_ROUNDS)]
 
 
 class BenchSettings(ReadingSettings):
     """Settings of the timings, and of the data on which losses are computed."""
 
     options: ClassVar = {
-        "What is timed": ("batches", "contexts", "new_tokens", "repeats", "tasks", "task_limit", "seed"),
+        "What is timed": ("batches", "contexts", "new_tokens", "repeats", "seed"),
         "Data": ("sequence_length", "limit", "batch_size"),
         "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
     }
@@ -31,10 +30,5 @@ class BenchSettings(ReadingSettings):
     """Tokens decoded after the prompt, one at a time, while the cache grows."""
     repeats: Annotated[PositiveInt, Field(le=MOST_ROUNDS)] = 9
     """Rounds; every model is timed once in each. Ratios of times have an interval from 9 rounds on."""
-    warmup: Rounds = 1
+    warmup: Annotated[NonNegativeInt, Field(le=MOST_ROUNDS)] = 1
     """Runs of every model before the first round, not counted."""
-    tasks: list[str] | None = None
-    """Comma-separated tasks of lm-eval that every model is scored on, by name or as YAML files; needs
-    fulldepth[evaluate]."""
-    task_limit: Count | None = None
-    """Examples of each task, the first ones; None = all."""

@@ -10,7 +10,6 @@ from fulldepth.skip.assessment.bench import bench
 from fulldepth.skip.assessment.curve import Curve, curve
 from fulldepth.skip.assessment.outcome import analyse
 from fulldepth.skip.assessment.quantise import quantise
-from fulldepth.skip.assessment.quantisers import METHODS
 from fulldepth.skip.exports.export import Export, export, load
 from fulldepth.skip.exports.fold import fold
 from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan, draft_plan
@@ -26,7 +25,6 @@ quantize = quantise
 __all__ = [
     "CRITERIA",
     "GRANULARITIES",
-    "METHODS",
     "SEARCHES",
     "BenchSettings",
     "Curve",

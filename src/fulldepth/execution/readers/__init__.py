@@ -1,6 +1,6 @@
 """Loads a checkpoint in a fresh process without this package, and compares its logits.
 
-The programs beside this file import nothing of this package.
+The program beside this file imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -21,19 +21,9 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution.stream import TOLERANCE, relative_error
 from fulldepth.files import reading
 
-READERS = {
-    "stock": ("with_transformers.py", "stock"),
-    "carried": ("with_transformers.py", "carried"),
-    "stock class": ("with_own_class.py", "stock"),
-    "carried class": ("with_own_class.py", "carried"),
-    "mlx": ("with_mlx.py",),
-    "llama.cpp": ("with_llama_cpp.py",),
-    "vllm": ("with_vllm.py",),
-}
-"""Name -> program and its last arguments. `stock`: transformers alone; `carried`: transformers with the folder's code,
-without which loading must fail; `stock class`, `carried class`: the class that the configuration names, any inputs;
-`mlx`: mlx-lm; `llama.cpp`: llama-cpp-python, with the path of llama.cpp's converter as
-last argument; `vllm`: vLLM on the CPU."""
+READERS = ("stock", "carried")
+"""`stock`: transformers alone; `carried`: transformers with the folder's code, without which loading must fail."""
+PROGRAM = Path(__file__).with_name("with_transformers.py")
 
 
 class ReaderReport(pydantic.BaseModel):
@@ -49,39 +39,30 @@ class NotLoadedError(FulldepthError):
 
 
 def read(
-    folder: Path,
-    ids: Tensor | Mapping[str, Tensor],
-    reader: str,
-    *further: str,
-    device_map: str | None = None,
-    interpreter: str | Path | None = None,
+    folder: Path, inputs: Tensor | Mapping[str, Tensor], reader: str, device_map: str | None = None
 ) -> tuple[Tensor, ReaderReport]:
-    """Run a reader's program in a fresh process, without this package.
+    """Load a checkpoint in a fresh process, without this package.
 
     Args:
         folder: the checkpoint.
-        ids: `[B, T]` tokens; for `... class` keyword arguments of the model.
-        reader: a key of `READERS`.
-        further: last arguments of its program.
-        device_map: for a reader of transformers; None = one device.
-        interpreter: a Python that has the reader and torch; None = this one.
+        inputs: `[B, T]` tokens of a causal language model; for the class that the configuration names, whatever it is,
+            its keyword arguments.
+        reader: one of `READERS`.
+        device_map: of transformers; None = one device.
 
     Returns:
-        `[B, T, V]` logits, and the reader's report.
+        `[B, T, V]` logits (of a detector joined with the boxes; without a head the last hidden state), and the report.
 
     Raises:
         NotLoadedError: if it does not load.
     """
-    program, *arguments = READERS[reader]
-    if arguments and device_map is not None:
-        arguments.append(device_map)
     with tempfile.TemporaryDirectory() as work:
-        files = [str(Path(work) / name) for name in ("ids.pt", "logits.pt")]
-        saved = ids.cpu() if isinstance(ids, Tensor) else {name: value.cpu() for name, value in ids.items()}
+        files = [str(Path(work) / name) for name in ("inputs.pt", "logits.pt")]
+        saved = inputs.cpu() if isinstance(inputs, Tensor) else {name: value.cpu() for name, value in inputs.items()}
         torch.save(saved, files[0])
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(work) / "modules")}
-        python = [str(interpreter or sys.executable), "-W", "ignore", "-P", str(Path(__file__).with_name(program))]
-        command = [*python, str(folder.absolute()), *files, *arguments, *further]
+        command = [sys.executable, "-W", "ignore", "-P", str(PROGRAM), str(folder.absolute()), *files, reader]
+        command += [] if device_map is None else [device_map]
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
         process = subprocess.run(command, env=environment, check=False, cwd=work, **streams)
         if process.returncode:
@@ -102,8 +83,8 @@ def prove(
         ids: `[B, T]` tokens.
         expected: `[B, T, V]` logits of the healed model.
         allowed: largest error, relative to the largest logit.
-        reader: a key of `READERS`.
-        device_map: for a reader of transformers; None = one device.
+        reader: one of `READERS`.
+        device_map: of transformers; None = one device.
 
     Returns:
         The error, relative to the largest logit.
@@ -112,7 +93,7 @@ def prove(
         NotLoadedError: if the checkpoint does not load, or loads as another class.
         FulldepthError: if the logits differ by more than `allowed`, or differ with a cache.
     """
-    logits, report = read(folder, ids, reader, device_map=device_map)
+    logits, report = read(folder, ids, reader, device_map)
     error = relative_error(logits, expected)
     if not error <= allowed:
         raise FulldepthError(

@@ -1,11 +1,13 @@
-"""Standalone program: loads an export with transformers, without this package, and computes its logits.
+"""Standalone program: loads a checkpoint with transformers, without this package, and computes its output.
 
-    python -P with_transformers.py FOLDER IDS.pt LOGITS.pt stock|carried [DEVICE_MAP]
+    python -P with_transformers.py FOLDER INPUTS.pt OUTPUT.pt stock|carried [DEVICE_MAP]
 
-`stock`: without `trust_remote_code`, and the class must be transformers' own. `carried`: transformers must refuse the
-folder without `trust_remote_code`, and its own classes must refuse it too. The tokenizer must load. Writes the
-logits of the ids; the last line of the output is a JSON object with the class and the largest difference of logits with
-and without a cache, relative.
+`stock`: without `trust_remote_code`, and the class must be transformers' own. `carried`: with the code in the folder.
+Tokenizer and image processor must load. INPUTS.pt holds the ids for a causal language model, which transformers must
+refuse to load without the code that it carries; or the keyword arguments of the class that `config.json` names.
+Writes the logits (of a detector joined with the boxes; without a head the last hidden state). The last line of the
+printed text is a JSON object with the class and, of a causal language model, the largest difference of logits with and
+without a cache, relative; 0 for other classes.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import transformers  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 
-def load(folder: str, carried: bool, device_map: str | None) -> Any:
-    """The model; exits unless its weights and those of the folder are the same set."""
+def load_causal(folder: str, carried: bool, device_map: str | None) -> Any:
+    """A causal language model, loaded by an Auto class."""
     if carried:
         try:
             AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
@@ -35,15 +37,27 @@ def load(folder: str, carried: bool, device_map: str | None) -> Any:
     causal = type(AutoConfig.from_pretrained(folder, trust_remote_code=carried)) in AutoModelForCausalLM._model_mapping
     auto = AutoModelForCausalLM if carried or causal else transformers.AutoModelForImageTextToText
     placed: dict[str, Any] = {} if device_map is None else {"device_map": device_map, "offload_folder": "offloaded"}
-    loaded: Any = auto.from_pretrained(
-        folder, dtype="auto", trust_remote_code=carried, output_loading_info=True, **placed
-    )
-    model, info = loaded
+    model = load(auto, folder, trust_remote_code=carried, **placed)
+    if not carried and not type(model).__module__.startswith("transformers."):
+        raise SystemExit(f"{type(model).__name__} is no class of transformers")
+    return model
+
+
+def load_named(folder: str, carried: bool) -> Any:
+    """A model of the class that its configuration names."""
+    name = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+    named = transformers.AutoModel if carried else getattr(transformers, name, None)
+    if named is None:
+        raise SystemExit(f"{name} is no class of transformers")
+    return load(named, folder, trust_remote_code=carried)
+
+
+def load(auto: Any, folder: str, **options: Any) -> Any:
+    """The model; exits unless its weights and those of the folder are the same set."""
+    model, info = auto.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
     wrong = {name: sorted(map(str, keys))[:3] for name, keys in info.items() if keys}
     if wrong:
         raise SystemExit(f"the weights do not fit the class {type(model).__name__}: {wrong}")
-    if not carried and not type(model).__module__.startswith("transformers."):
-        raise SystemExit(f"{type(model).__name__} is no class of transformers")
     return model.eval()
 
 
@@ -76,17 +90,28 @@ def logits(model: Any, ids: torch.Tensor, cached: bool) -> torch.Tensor:
     return torch.cat(parts, dim=1)
 
 
-def main(folder: str, ids_file: str, logits_file: str, kind: str, device_map: str | None = None) -> None:
-    """Load the export, write its logits, print the report."""
+def output_of(outputs: Any) -> torch.Tensor:
+    """The logits or the last hidden state; of a detector joined with the boxes."""
+    first = next(outputs[key] for key in ("logits", "prediction_logits", "last_hidden_state") if key in outputs)
+    return torch.cat([first, *([outputs["pred_boxes"]] if "pred_boxes" in outputs else [])], -1)
+
+
+def main(folder: str, inputs_file: str, output_file: str, kind: str, device_map: str | None = None) -> None:
+    """Load the checkpoint, write its output, print the report."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model = load(folder, kind == "carried", device_map)
-    read_companions(folder, kind == "carried")
-    ids = torch.load(ids_file, weights_only=True)
-    expected = logits(model, ids, cached=False)
-    again = logits(model, ids, cached=True)
-    torch.save(expected, logits_file)
-    error = float((expected.double() - again.double()).abs().max() / expected.double().abs().max().clamp(min=1e-30))
+    inputs, carried, error = torch.load(inputs_file, weights_only=True), kind == "carried", 0.0
+    causal = isinstance(inputs, torch.Tensor)
+    model = load_causal(folder, carried, device_map) if causal else load_named(folder, carried)
+    read_companions(folder, carried)
+    if causal:
+        output = logits(model, inputs, cached=False)
+        again = logits(model, inputs, cached=True)
+        error = float((output.double() - again.double()).abs().max() / output.double().abs().max().clamp(min=1e-30))
+    else:
+        with torch.no_grad():
+            output = output_of(model(**inputs))
+    torch.save(output, output_file)
     print(json.dumps({"class": type(model).__name__, "cache_error": error}))
 
 

@@ -9,20 +9,19 @@ over the rounds i, with a 95 % interval from the order statistics (`uncertainty.
 rounds). An interval that holds 1 is no measurable difference. Over the whole grid, t is the geometric mean over its
 cells. If other programs used more than 10 % of the processor, times are not compared.
 
-Rows, by `model`, `batch` and `context`; `difference` is the value minus the original's:
-`prefill_time`, `decode_time` (of one token; median, min, max, s), `time_ratio` (sites `prefill` and `decode`; median,
-low, high; without batch and context: over the grid), `other_load` (share of the processor that other programs used),
-`peak_memory` (weights and all other live tensors),
-`parameter_bytes`, `kv_bytes_per_token` (of the cache after the last token), with data `loss` (`mean`: nats per
-token on the same held-out sequences for every model, `count` tokens; `difference_stderr`: standard error of the
-difference to the original over `count` documents), and with `tasks` `task_score` (site: the task; statistic: lm-eval's
-metric, and its `_stderr`).
+Rows, by `model`, `batch` and `context`: `prefill_time`, `decode_time` (of one token; median, s), `time_ratio` (sites
+`prefill` and `decode`; median, low, high; without batch and context: over the grid), `other_load` (share of the
+processor that other programs used), `peak_memory` (weights and all other live tensors), `parameter_bytes`,
+`kv_bytes_per_token` (of the cache after the last token), and with data `loss` (`mean`: nats per token on the same
+held-out sequences for every model, `count` tokens; `difference_stderr`: standard error of the difference to the
+original over `count` documents).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,22 +30,22 @@ from transformers import PreTrainedModel
 
 from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.harness import TaskScorer
+from fulldepth.execution import find_anatomy
 from fulldepth.execution.language_model import check_task
-from fulldepth.execution.latency import Runner, check_positions, machine, random_tokens, time_in_rounds
+from fulldepth.execution.latency import PHASES, Runner, check_positions, machine
 from fulldepth.execution.memory import cache_bytes, parameter_bytes, peak_bytes
-from fulldepth.hf import Anatomy, Checkpoint, anatomy_candidates, evaluating
+from fulldepth.hf import Anatomy, Checkpoint, anatomy_candidates, evaluating, open_model
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
-from fulldepth.results import Results, claimed, finite, provenance
+from fulldepth.results import Finding, Results, claimed, finite, provenance
 from fulldepth.settings import layer as layered
 from fulldepth.settings.bench import BenchSettings
-from fulldepth.skip.assessment.bench_entries import Entry, open_entries
-from fulldepth.skip.assessment.bench_table import Cell, Measured, headline, table_of
-from fulldepth.skip.assessment.heldout_loss import heldout_losses, vocabulary
+from fulldepth.skip.assessment.compared import Cell, Measured, heldout_losses, vocabulary
+from fulldepth.skip.exports.export import NOTES, load, read_notes
+from fulldepth.skip.exports.formats import FORMATS
 from fulldepth.skip.in_sample import overlap
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.selection.problem import read_data, tokenizer_of
+from fulldepth.skip.selection.problem import read_data
 
 
 def bench(
@@ -78,7 +77,7 @@ def bench(
         data: as for `search`: losses of all models are computed on its held-out fifth, the one that a search with the
             same seed scores blocks with. None = no losses, unless `heldout` is set.
         heldout: held-out data, used entirely in place of that fifth.
-        tokenizer: for data and tasks: a tokenizer, its folder or Hub name; None = the original's.
+        tokenizer: for data: a tokenizer, its folder or Hub name; None = the original's.
         batches: batch sizes.
         contexts: lengths of the prompt in tokens; None = 128 and 512, less if the model has fewer positions.
         new_tokens: number of decoded tokens.
@@ -102,51 +101,69 @@ def bench(
     watcher = watcher or Watcher()
     with ExitStack() as stack:
         stack.enter_context(claimed(output, overwrite))
-        entries = open_entries([original, *exports], settings)
+        entries = _opened([original, *exports], settings)
         for entry in entries:
             stack.enter_context(evaluating(entry.model))
-        read = partial(read_data, data=data, tokenizer=tokenizer, heldout=heldout)
-        reader = None if data is None and heldout is None else read
-        results = _bench(entries, settings, watcher, reader, tokenizer, shorten=contexts is None)
+        anatomy = check_task(anatomy_candidates(entries[0].model)[0])
+        if contexts is None and anatomy.max_positions is not None:
+            longest = max(1, anatomy.max_positions - settings.new_tokens)
+            shortened = list(dict.fromkeys(min(context, longest) for context in settings.contexts))
+            settings = settings.model_copy(update={"contexts": shortened})
+        _check(entries, anatomy, settings)
+        digest, examples = model_hash(entries[0].model), None
+        if data is not None or heldout is not None:
+            checkpoint = Checkpoint(entries[0].model, entries[0].name)
+            examples = read_data(checkpoint, anatomy, data, settings, tokenizer=tokenizer, heldout=heldout)
+        measured = _measure(entries, anatomy, examples, settings, watcher)
+        results = Results(measured.table(), _document(entries, digest, measured, settings, examples))
         if output is not None:
             results.save(output)
     return results
 
 
-def _bench(
-    entries: Sequence[Entry],
-    settings: BenchSettings,
-    watcher: Watcher,
-    reader: Callable[..., Examples] | None,
-    tokenizer: Any,
-    *,
-    shorten: bool,
-) -> Results:
-    """Results of loaded models; `reader` is `read_data` of the data, None if no losses are computed."""
-    first, models = entries[0], {entry.label: entry.model for entry in entries}
-    anatomy = check_task(anatomy_candidates(first.model)[0])
-    if shorten:
-        settings = _shortened(settings, anatomy.max_positions)
-    _check(entries, anatomy, settings)
-    first.hash = model_hash(first.model)
-    checkpoint, scorer = Checkpoint(first.model, first.name), None
-    examples = None if reader is None else reader(checkpoint, anatomy, settings=settings)
-    if settings.tasks:
-        tokenizer = tokenizer_of(checkpoint, settings, tokenizer)
-        scorer = TaskScorer(settings.tasks, tokenizer, settings.task_limit, max(settings.batches), settings.seed)
-    losses = None if examples is None else heldout_losses(models, examples.heldout, settings.batch_size, watcher)
-    measured = _measure(entries, anatomy, settings, watcher)
-    measured.losses = losses
-    if scorer is not None:
-        measured.scores = scorer.scores(models, watcher)
-    return Results(table_of(measured), _document(entries, measured, settings, examples))
+@dataclass(frozen=True)
+class Entry:
+    """A model of the benchmark."""
+
+    label: str
+    model: PreTrainedModel
+    name: str
+    notes: dict[str, Any]
+    """Notes of an export: `format`, `plan`, ...; empty for other models."""
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The plan that it was exported with; empty if there is none."""
+        return self.notes.get("plan") or {}
+
+    @property
+    def skipped_blocks(self) -> tuple[str, frozenset[int]] | None:
+        """Granularity and layers of the blocks of the original that it does not compute; None if not known."""
+        if self.notes:
+            blocks = frozenset(self.plan["blocks"])
+            return self.plan["granularity"], blocks - FORMATS[self.notes["format"]].computed(blocks)
+        skipped = {part: getattr(self.model.config, f"skipped_{part}", None) for part in ("attention", "mlp")}
+        parts = [(part, frozenset(layers)) for part, layers in skipped.items() if layers]
+        return parts[0] if len(parts) == 1 else None
 
 
-def _shortened(settings: BenchSettings, limit: int | None) -> BenchSettings:
-    """The default contexts, no longer than the model's positions allow."""
-    longest = max(settings.contexts) if limit is None else max(1, limit - settings.new_tokens)
-    contexts = list(dict.fromkeys(min(context, longest) for context in settings.contexts))
-    return settings.model_copy(update={"contexts": contexts})
+def _opened(models: Sequence[str | Path | PreTrainedModel], settings: BenchSettings) -> list[Entry]:
+    """Every model loaded, with distinct labels: the last parts of the names if they differ, else numbered names."""
+    opened: list[tuple[PreTrainedModel, str, dict[str, Any]]] = []
+    options = settings.model_dump(include={"dtype", "device", "revision", "trust_remote_code"})
+    for model in models:
+        if isinstance(model, str | Path) and (Path(model) / NOTES).is_file():
+            exported = load(model, dtype=settings.dtype, device=settings.device)
+            opened.append((exported, str(model), read_notes(Path(model))))
+        else:
+            checkpoint = open_model(model, **options)
+            opened.append((checkpoint.model, checkpoint.name, {}))
+    labels = [Path(name).name or name for _, name, _ in opened]
+    if len(set(labels)) < len(labels):
+        labels = [name for _, name, _ in opened]
+    if len(set(labels)) < len(labels):
+        labels = [f"{label} ({labels[: at + 1].count(label)})" for at, label in enumerate(labels)]
+    return [Entry(label, *each) for label, each in zip(labels, opened, strict=True)]
 
 
 def _check(entries: Sequence[Entry], anatomy: Anatomy, settings: BenchSettings) -> None:
@@ -163,57 +180,97 @@ def _check(entries: Sequence[Entry], anatomy: Anatomy, settings: BenchSettings) 
             )
 
 
-def _measure(entries: Sequence[Entry], anatomy: Anatomy, settings: BenchSettings, watcher: Watcher) -> Measured:
-    """Run the models, and measure times, memory and cache."""
-    runners = {entry.label: Runner(entry.model) for entry in entries}
+def _measure(
+    entries: Sequence[Entry], anatomy: Anatomy, examples: Examples | None, settings: BenchSettings, watcher: Watcher
+) -> Measured:
+    """Losses, then times, memory and cache in every cell."""
+    models = {entry.label: entry.model for entry in entries}
+    measured = Measured(list(models), {label: parameter_bytes(model) for label, model in models.items()})
+    if examples is not None:
+        measured.losses = heldout_losses(models, examples.heldout, settings.batch_size, watcher)
+    runners = {label: Runner(model) for label, model in models.items()}
     runs = {label: (runner, nullcontext) for label, runner in runners.items()}
-    sizes = {entry.label: parameter_bytes(entry.model) for entry in entries}
-    measured = Measured(list(runners), settings.new_tokens, sizes)
     cells = [Cell(batch, context) for batch in settings.batches for context in settings.contexts]
     watcher.begin("Benchmark", len(cells) * len(runs) * (settings.repeats + settings.warmup))
     for cell in cells:
-        ids = random_tokens(anatomy, cell.batch, cell.context + settings.new_tokens, settings.seed)
+        ids = measured.take_times(cell, runs, anatomy, settings, watcher)
         for label, runner in runners.items():
-            measured.peak[label, cell] = peak_bytes(runner.model, ids, partial(runner.run, ids, cell.context))
-            cache = runner.run(ids, cell.context).cache
-            measured.kv[label, cell] = cache_bytes(cache) / (cell.batch * ids.shape[1])
-        options = settings.model_dump(include={"repeats", "warmup", "seed"})
-        rounds = time_in_rounds(runs, ids, cell.context, **options, advance=watcher.advance)
-        measured.other_load[cell] = rounds.other_load
-        measured.times |= {(label, cell, phase): seconds for (label, phase), seconds in rounds.seconds.items()}
+            run = partial(runner.run, ids, cell.context)
+            peak, cache = peak_bytes(runner.model, ids, run), cache_bytes(run().cache)
+            measured.memory[label, cell] = peak, cache / ids.numel()
     return measured
 
 
 def _document(
-    entries: Sequence[Entry], measured: Measured, settings: BenchSettings, examples: Examples | None
+    entries: Sequence[Entry], digest: str, measured: Measured, settings: BenchSettings, examples: Examples | None
 ) -> dict[str, Any]:
     """The entries of `results.json`."""
     first, data = entries[0], {} if examples is None else examples.meta
-    described = [entry.describe(entry is first) for entry in entries]
+    described = [_described(entry, digest if entry is first else None) for entry in entries]
     document = {
         **provenance("bench", settings.model_dump(), seed=settings.seed, machine=machine(first.model.device)),
         "baseline": first.label,
         "model": described[0]["model"],
         "models": described,
         "data": data or None,
-        "warnings": [*_warnings(entries, settings), *data.get("warnings", [])],
-        "headline": headline(measured, {} if examples is None else _remarks(entries, examples)),
+        "warnings": [*_warnings(entries, digest, settings), *data.get("warnings", [])],
+        "headline": dict(_headline(entries, measured, examples)),
     }
     return dict(finite(document))
 
 
-def _warnings(entries: Sequence[Entry], settings: BenchSettings) -> Iterator[str]:
+def _described(entry: Entry, digest: str | None) -> dict[str, Any]:
+    """A model's entry in the document; only the original has a hash."""
+    model, plan = entry.model, entry.plan
+    depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    granularity, skipped = (None if digest else entry.skipped_blocks) or (None, None)
+    return {
+        "label": entry.label,
+        "baseline": digest is not None,
+        "model": {
+            "name": entry.name,
+            "class": type(model).__name__,
+            "num_layers": find_anatomy(model).num_layers if digest else depth if isinstance(depth, int) else None,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "hash": digest,
+        },
+        "format": entry.notes.get("format"),
+        "granularity": granularity,
+        "blocks": plan.get("blocks"),
+        "not_computed": None if skipped is None else sorted(skipped),
+        "data": {"hash": (plan.get("data") or {}).get("hash")},
+        "losses": plan.get("losses"),
+        "healed_loss": plan.get("healed_loss"),
+    }
+
+
+def _warnings(entries: Sequence[Entry], digest: str, settings: BenchSettings) -> Iterator[str]:
     """Warnings of unfair comparisons."""
     first = entries[0]
     for entry in entries[1:]:
         planned = entry.plan.get("model", {}).get("hash")
         if entry.model.dtype != first.model.dtype:
             yield f"{entry.label} computes in {entry.model.dtype}, the original in {first.model.dtype}."
-        elif settings.dtype == "auto" and planned not in (None, first.hash):
+        elif settings.dtype == "auto" and planned not in (None, digest):
             yield f"{entry.label} was made from other weights than those of {first.label}."
 
 
-def _remarks(entries: Sequence[Entry], examples: Examples) -> dict[str, str]:
-    """Label -> the sentence on held-out rows that also chose the blocks of an export."""
-    sentences = {entry.label: overlap(Plan.of(entry.plan), examples) for entry in entries[1:] if entry.plan}
-    return {label: sentence for label, sentence in sentences.items() if sentence}
+def _headline(entries: Sequence[Entry], measured: Measured, examples: Examples | None) -> Iterator[tuple[str, Finding]]:
+    """Findings by name for each export: the added loss, and for each phase the ratio of times."""
+    not_compared, cells = measured.busy(), len(measured.other_load)
+    if not_compared is not None:
+        yield "times", not_compared
+    where = f" over {cells} combinations of batch and context" if cells > 1 else ""
+    for entry in entries[1:]:
+        label = entry.label
+        if measured.losses is not None:
+            losses, added = measured.losses, measured.losses.added(label)
+            loss = f"held-out loss {losses.mean(label):.4f} nats, {added.text(entries[0].label)}"
+            sentence = f"{label}: {loss}; {losses.count} tokens."
+            if examples is not None and entry.plan and (remark := overlap(Plan.of(entry.plan), examples)):
+                sentence += f" {remark}"
+            yield f"loss_added {label}", added.finding(sentence)
+        for phase in PHASES if not_compared is None else ():
+            sentence = f"{label}, {phase} time{where}: {measured.ratio_text(label, phase)}."
+            yield f"{phase}_time_ratio {label}", Finding(measured.ratio(label, phase).value, "1", sentence)

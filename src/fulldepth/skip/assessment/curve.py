@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -27,27 +28,22 @@ from fulldepth.settings import Settings
 from fulldepth.settings import layer as layered
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.assessment.breakpoint import FEWEST, Breakpoint, find_breakpoint
-from fulldepth.skip.assessment.tables import joined
+from fulldepth.skip.assessment.compared import joined
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.selection.search import search_with
 from fulldepth.uncertainty import quantile, ratio_error
 
-MEASURES = {"loss": "nats", "kl": "nats", "greedy_agreement": "1"}
-"""Measure at every number of removed blocks -> its unit."""
-HIGHEST = {"greedy_agreement": 1.0}
-"""Measure -> its largest possible value. No measure but `loss_added` is below 0."""
-RESAMPLES = 1000
+MEASURES = {"loss": (0.0, math.inf, "nats"), "kl": (0.0, math.inf, "nats"), "greedy_agreement": (0.0, 1.0, "1")}
+"""Measure at every number of removed blocks -> its smallest and largest possible value, and its unit."""
 KIND = "curve"
 MOST_BLOCKS = 10_000
 
 
 class CurveLimits(Settings):
-    """Settings of a curve beside those of its search."""
+    """The setting of a curve beside those of its search."""
 
     max_blocks: Annotated[PositiveInt, Field(le=MOST_BLOCKS)]
-    tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
-    """Nats."""
 
 
 class Curve(NamedTuple):
@@ -81,7 +77,6 @@ def curve(
     data: Any,
     *,
     max_blocks: int = 12,
-    tolerance: float | None = None,
     output: str | Path | None = None,
     tokenizer: Any = None,
     heldout: Any = None,
@@ -102,7 +97,6 @@ def curve(
         model: checkpoint folder, Hub name, or a loaded model (restored on return).
         data: as for `search`.
         max_blocks: most blocks to remove; fewer, with a message, if the model has fewer.
-        tolerance: accepted nats above the first line, see `find_breakpoint`.
         output: folder for `plan.json` (with all blocks) and the results; None = not saved.
         tokenizer: as for `search`.
         heldout: as for `search`.
@@ -113,7 +107,7 @@ def curve(
     Raises:
         FulldepthError: as `search`.
     """
-    limits = layered(CurveLimits, {"max_blocks": max_blocks, "tolerance": tolerance})
+    layered(CurveLimits, {"max_blocks": max_blocks})
     watcher, settings = watcher or Watcher(), layered(SearchSettings, {"fit": False, **options})
     if settings.blocks is not None:
         raise FulldepthError("A curve has max_blocks, not blocks.")
@@ -121,14 +115,27 @@ def curve(
         process.first(partial(_check_folder, output, resume))
         owner = open_for(model, settings, process).model
         if settings.search != "given":
-            blocks = _num_blocks(owner, settings, max_blocks)
-            settings = layered(SearchSettings, settings.model_dump(), {"blocks": blocks})
-            if blocks < max_blocks:
-                watcher.say(f"The model has {blocks} blocks: the curve ends there, not at max_blocks = {max_blocks}.")
+            anatomy = check_task(find_anatomy(owner))
+            whole = settings.granularity == GRANULARITIES[-1]
+            most = anatomy.num_layers if whole else len(anatomy.layers_with(settings.granularity)) or max_blocks
+            settings = layered(SearchSettings, settings.model_dump(), {"blocks": min(max_blocks, most)})
+            if most < max_blocks:
+                watcher.say(f"The model has {most} blocks: the curve ends there, not at max_blocks = {max_blocks}.")
         with prepared(owner, data, settings, process, tokenizer=tokenizer, heldout=heldout) as problem:
             plan = search_with(problem, process, watcher, output=output, resume=resume)
             read = _read(problem, plan, process, watcher)
-        results = _results(plan, read, settings, limits, problem.scorer.costs.num_layers)
+        end = find_breakpoint(read.sums["loss"] / read.tokens[:, None], read.tokens, read.documents, seed=settings.seed)
+        table = _table(plan, read, end)
+        document = {
+            **provenance(KIND, {**settings.model_dump(), "max_blocks": max_blocks}, seed=settings.seed),
+            "model": {**plan.document()["model"], "num_layers": problem.scorer.costs.num_layers},
+            "data": plan.data,
+            "plan": plan.document(),
+            "break_point": asdict(end),
+            "warnings": plan.warnings,
+            "headline": _headline(plan, end, table),
+        }
+        results = Results(table, dict(finite(document)))
         if output is not None and process.is_main:
             results.save(output)
         process.wait()
@@ -142,14 +149,6 @@ def _check_folder(output: str | Path | None, resume: bool) -> None:
     folder = Path(output)
     if (folder / DOCUMENT).exists() and not (resume and Results.load(folder).meta.get("kind") == KIND):
         raise FulldepthError(f"{folder} already holds results. Choose another output folder.")
-
-
-def _num_blocks(owner: PreTrainedModel, settings: SearchSettings, max_blocks: int) -> int:
-    """The number of blocks to remove: `max_blocks`, or all that the model has."""
-    anatomy = check_task(find_anatomy(owner))
-    if settings.granularity == GRANULARITIES[-1]:  # whole layers
-        return min(max_blocks, anatomy.num_layers)
-    return min(max_blocks, len(anatomy.layers_with(settings.granularity))) or max_blocks
 
 
 class _Read(NamedTuple):
@@ -192,31 +191,6 @@ def _sums(problem: SearchProblem, batch: Batch, variants: Sequence[Variant]) -> 
     return {name: np.array([of[name] for of in sums], dtype=np.float64).T for name in MEASURES}
 
 
-def _results(plan: Plan, read: _Read, settings: SearchSettings, limits: CurveLimits, num_layers: int) -> Results:
-    """Table and document."""
-    losses = read.sums["loss"] / read.tokens[:, None]
-    end = find_breakpoint(
-        losses,
-        read.tokens,
-        read.documents,
-        tolerance=limits.tolerance,
-        resamples=RESAMPLES,
-        seed=settings.seed,
-    )
-    table = _table(plan, read, end)
-    resolved = {**settings.model_dump(), **limits.model_dump()}
-    document = {
-        **provenance(KIND, resolved, seed=settings.seed),
-        "model": {**plan.document()["model"], "num_layers": num_layers},
-        "data": plan.data,
-        "plan": plan.document(),
-        "break_point": end.document(),
-        "warnings": plan.warnings,
-        "headline": _headline(plan, end, table),
-    }
-    return Results(table, dict(finite(document)))
-
-
 def _table(plan: Plan, read: _Read, end: Breakpoint) -> pd.DataFrame:
     """Rows with the column `removed`."""
     documents, at = np.unique(read.documents, return_inverse=True)
@@ -224,25 +198,24 @@ def _table(plan: Plan, read: _Read, end: Breakpoint) -> pd.DataFrame:
     count, tokens, per_document = len(read.tokens), int(read.tokens.sum()), owns @ read.tokens[:, None]
     sums = {name: owns @ values for name, values in read.sums.items()}  # [D, K + 1]
     sums["loss_added"] = sums["loss"] - sums["loss"][:, :1]
-    tables = []
-    means = {name: values.sum(0) / tokens for name, values in sums.items()}
     reach = quantile(len(documents)) if len(documents) >= FEWEST else math.nan
-    errors = {name: reach * ratio_error(values, per_document) for name, values in sums.items()}
-    for number in range(len(plan.blocks) + 1):
-        layer = plan.blocks[number - 1] if number else None
+    tables = []
+    for number, layer in enumerate([None, *plan.blocks]):
         rows: list[tuple[Any, ...]] = []
-        for name in sums:
-            mean, error = means[name][number], errors[name][number]
-            lowest = -math.inf if name == "loss_added" else 0.0
-            interval = (("low", max(mean - error, lowest)), ("high", min(mean + error, HIGHEST.get(name, math.inf))))
-            for statistic, value in (("mean", mean), *(interval if math.isfinite(error) else ())):
-                rows.append((name, "model", layer, None, statistic, value, tokens, MEASURES.get(name, "nats")))
+        for name, values in sums.items():
+            lowest, highest, unit = MEASURES.get(name, (-math.inf, math.inf, "nats"))
+            mean = values[:, number].sum() / tokens
+            error = reach * ratio_error(values[:, number], per_document[:, 0])
+            statistics = {"mean": mean, "low": max(mean - error, lowest), "high": min(mean + error, highest)}
+            for statistic, value in statistics.items():
+                if statistic == "mean" or math.isfinite(error):
+                    rows.append((name, "model", layer, None, statistic, value, tokens, unit))
         tables.append(tabulate(rows, removed=number))
     if end.blocks is not None:
-        answer = (("value", end.blocks), ("low", end.low), ("high", end.high))
+        answer = {"value": end.blocks, "low": end.low, "high": end.high}
         rows = [
             ("break_point", "model", None, None, name, value, count, "layers")
-            for name, value in answer
+            for name, value in answer.items()
             if value is not None
         ]
         tables.append(tabulate(rows, removed=end.blocks))
@@ -253,35 +226,24 @@ def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, Fin
     """Findings: the break point, and the loss that all removed blocks add."""
     count, kind = len(plan.blocks), plan.granularity
     part = "layers" if kind == "layer" else f"{kind} blocks"
-    keep = (table.measure == "loss_added") & (table.removed == count)
-    rows = table[keep].set_index("statistic")["value"]
-    few = f"no interval: {end.documents} documents, and at least {FEWEST} are needed"
-    interval = f"95 %: {rows['low']:.4f} to {rows['high']:.4f}" if "low" in rows else few
+    rows = table[(table.measure == "loss_added") & (table.removed == count)].set_index("statistic")["value"]
+    few = f"{end.documents} held-out documents, and at least {FEWEST} are needed"
+    interval = f"95 %: {rows['low']:.4f} to {rows['high']:.4f}" if "low" in rows else f"no interval: {few}"
+    error = "" if end.excess_error is None else f" ± {end.excess_error:.4f}"
+    leaves = (
+        f"The loss leaves a straight line after {end.straight_until} removed {part}, by {end.excess:+.4f}{error} nats"
+    )
+    if end.confidence is None:
+        shape = f"No break point is stated: {few}."
+    elif end.blocks is not None:
+        sure = f"{end.confidence:.0%} of resamples agree; 95 % of the break points are {end.low} to {end.high}"
+        shape = f"Break point: {end.blocks} blocks. {leaves} ({sure})."
+    elif end.straight_until == count:
+        shape = f"No break point: the loss is a straight line up to {count} removed {part} ({end.documents} documents)."
+    else:
+        shape = f"No break point: {end.confidence:.0%} of resamples agree. {leaves}, without a kink."
     cost = f"{count} removed {part} add {rows['mean']:.4f} nats to the held-out loss ({interval}), not healed."
     return {
-        "break_point": Finding(end.blocks, "layers", _shape_sentence(end, part)),
+        "break_point": Finding(end.blocks, "layers", shape),
         "loss_added": Finding(float(rows["mean"]), "nats", cost),
     }
-
-
-def _shape_sentence(end: Breakpoint, part: str) -> str:
-    """How the straight part of the curve ends."""
-    if end.shape == "unknown":
-        return f"No break point is stated: {end.documents} held-out documents, and at least {FEWEST} are needed."
-    agree = f"{end.documents} documents, too few to say how sure this is"
-    spread = agree
-    if end.confidence is not None:
-        agree = f"{end.confidence:.0%} of resamples agree"
-        spread = f"{agree} on the number; 95% of those with one break at {end.low} to {end.high}"
-    straight = f"Up to {end.straight_until} removed {part} the loss changes in a straight line"
-    if end.shape == "line":
-        certainty = f"as far as {end.documents} held-out documents tell ({agree})"
-        return f"{straight} ({end.slope_before:+.4f} nats each), {certainty}."
-    error = "" if end.excess_error is None else f" (standard error {end.excess_error:.4f})"
-    departs = f"the next lies {end.excess:+.4f} nats off it{error}"
-    if end.blocks is None:
-        how = "gradually, or too noisily to see a kink" if end.shape == "gradual" else "downwards"
-        return f"{straight}; {departs}. The curve leaves the line {how}: no break point ({agree})."
-    slopes = f"{end.slope_before:+.4f} nats each, then {end.slope_after:+.4f}"
-    beyond = f", more than the tolerance of {end.tolerance:g}" if end.tolerance is not None else ""
-    return f"{straight} ({slopes}); {departs}{beyond} ({spread})."

@@ -1,37 +1,48 @@
 """`outcome`: a plan as a result folder, with an analysis of the modified model's states.
 
 Rows, with the columns `removed` (blocks) and `state` (`original`, `skipped`, `healed`, `scalars_only`): `loss` after
-every removal, healed, and of the control; the `scalar`s `b` and `s` of `attention` and `mlp`; `mmd` of every layer to
-the original, without and with the scalars; `spectral_norm` of the original's projections.
+every removal, healed, and of the control; `mmd` of every layer to the original, without and with the scalars.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
+import torch
+from torch import Tensor
+from torchmetrics import Metric
 from transformers import PreTrainedModel
 
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.flops import Variant
-from fulldepth.hf.scalars import FACTORS
+from fulldepth.execution.scoring import Batch
+from fulldepth.hf import device_of
+from fulldepth.hf.scalars import Scalars
+from fulldepth.hf.surgery import Switches
+from fulldepth.metrics import Mmd, Observation, Setup
+from fulldepth.metrics.base import Row
 from fulldepth.progress import Watcher
-from fulldepth.results import DOCUMENT, Results, finite, provenance, tabulate
+from fulldepth.results import DOCUMENT, Finding, Results, finite, provenance, tabulate
 from fulldepth.settings import layer as layered
 from fulldepth.settings.search import PLACES, SearchSettings
-from fulldepth.skip.assessment.analysis import RESERVOIR_TOKENS, discrepancies, spectral_norms
-from fulldepth.skip.assessment.outcome_headline import headline
-from fulldepth.skip.assessment.tables import joined
+from fulldepth.skip.assessment.compared import joined
+from fulldepth.skip.in_sample import in_sample
 from fulldepth.skip.plan import Plan, plan_scalars
 from fulldepth.skip.scored_batches import make_batches
 from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.summary import stopped_rounds
 
 KIND = "skip"
+RESERVOIR_TOKENS = 2048
+"""Most tokens that the discrepancy is computed from; exact if the data have no more."""
+UNKNOWN = "A plan keeps no losses of single documents; fulldepth skip bench --heldout states the error."
+KINDS = {"attention": ("attention block", "attention blocks"), "mlp": ("MLP", "MLPs"), "layer": ("layer", "layers")}
+"""Granularity -> a removed block, and several."""
 
 
 def analyse(
@@ -82,8 +93,9 @@ def settings_of(plan: Plan, options: Mapping[str, Any]) -> SearchSettings:
     the plan.
     """
     noted = plan.cost.get("settings")
-    stored = noted if isinstance(noted, dict) else {}
-    settings = {name: value for name, value in stored.items() if value is not None and name not in PLACES}
+    known = SearchSettings.model_fields.keys() - PLACES
+    stored = noted.items() if isinstance(noted, dict) else ()
+    settings = {name: value for name, value in stored if value is not None and name in known}
     if settings.get("given") is None:
         settings["blocks"] = len(plan.blocks)
     return layered(SearchSettings, {"granularity": plan.granularity, **settings}, dict(options))
@@ -100,14 +112,13 @@ def outcome(
         reservoir_tokens: most tokens that the discrepancy (MMD) is computed from.
         watcher: receives progress after every batch.
     """
-    watcher, scorer = watcher or Watcher(), problem.scorer
-    batches = make_batches(problem.examples.heldout, problem.settings.batch_size)
+    watcher, scorer, heldout = watcher or Watcher(), problem.scorer, problem.examples.heldout
+    batches = make_batches(heldout, problem.settings.batch_size)
     scalars = plan_scalars(plan, scorer.anatomy)
     states = {"skipped": None, **({} if scalars is None else {"healed": scalars})}
     watcher.begin("Analysis", len(states) * len(batches))
-    norms, unreadable = spectral_norms(scorer.switches)
-    count, tokens = len(plan.blocks), sum(example.predicted for example in problem.examples.heldout)
-    tables = [*_losses(plan, tokens), *_factors(plan)]
+    count, tokens = len(plan.blocks), sum(example.predicted for example in heldout)
+    tables = list(_losses(plan, tokens))
     for state, factors in states.items():
         rows = discrepancies(
             scorer.switches,
@@ -119,56 +130,114 @@ def outcome(
             watcher=watcher,
         )
         tables.append(tabulate(rows, removed=count, state=state))
-    tables.append(tabulate(norms, removed=None, state="original"))
-    table = joined(tables, removed="Int64", state="str")
-    return Results(table, _document(plan, problem, table, unreadable))
+    table, noted = joined(tables, removed="Int64", state="str"), plan.document()
+    document = {
+        **provenance(KIND, problem.settings.model_dump(), seed=plan.seed),
+        "model": {**noted["model"], "num_layers": scorer.costs.num_layers},
+        "data": plan.data,
+        "plan": noted,
+        "warnings": list(_warnings(plan, problem)),
+        "headline": headline(plan, table, scorer.costs.num_layers),
+    }
+    return Results(table, dict(finite(document)))
 
 
 def _losses(plan: Plan, tokens: int) -> Iterator[pd.DataFrame]:
     """The loss after every removal, healed, and of the control."""
-
-    def row(layer: int | None, value: float) -> list[Any]:
-        return [("loss", "model", layer, None, "mean", value, tokens, "nats")]
-
-    for removed, (layer, loss) in enumerate(zip([None, *plan.blocks], plan.losses, strict=True)):
-        yield tabulate(row(layer, loss), removed=removed, state="skipped" if removed else "original")
-    if plan.healed_loss is not None:
-        yield tabulate(row(plan.blocks[-1], plan.healed_loss), removed=len(plan.blocks), state="healed")
-    if plan.control_loss is not None:
-        yield tabulate(row(None, plan.control_loss.scalars_only), removed=0, state="scalars_only")
-
-
-def _factors(plan: Plan) -> Iterator[pd.DataFrame]:
-    """The scalars of every layer; for scalars per channel, mean and standard deviation over channels."""
-    sites = {"att": "attention", "mlp": "mlp"}
-    rows: list[tuple[Any, ...]] = []
-    fitted = {} if plan.healed_loss is None else plan.scalars
-    for layer, factors in sorted(fitted.items(), key=lambda item: int(item[0])):
-        for name in (name for name in FACTORS if name in factors):
-            kind, _, part = name.partition("_")
-            values = np.atleast_1d(np.array(factors[name], dtype=np.float64))
-            where = ("scalar", sites[part], int(layer), None)
-            rows.append((*where, kind, float(values.mean()), len(values), "1"))
-            if isinstance(factors[name], list):
-                rows.append((*where, f"{kind}_std", float(values.std()), len(values), "1"))
-    yield tabulate(rows, removed=len(plan.blocks), state="healed")
+    count = len(plan.blocks)
+    losses: list[tuple[int | None, float | None, int, str]] = [
+        *(
+            (layer, plan.losses[at], at, "skipped" if at else "original")
+            for at, layer in enumerate([None, *plan.blocks])
+        ),
+        (plan.blocks[-1], plan.healed_loss, count, "healed"),
+        (None, None if plan.control_loss is None else plan.control_loss.scalars_only, 0, "scalars_only"),
+    ]
+    for layer, loss, removed, state in losses:
+        if loss is not None:
+            row = ("loss", "model", layer, None, "mean", loss, tokens, "nats")
+            yield tabulate([row], removed=removed, state=state)
 
 
-def _document(plan: Plan, problem: SearchProblem, table: pd.DataFrame, unreadable: list[str]) -> dict[str, Any]:
-    """The entries of `results.json`."""
-    noted = plan.document()
-    document = {
-        **provenance(KIND, problem.settings.model_dump(), seed=plan.seed),
-        "model": {**noted["model"], "num_layers": problem.scorer.costs.num_layers},
-        "data": plan.data,
-        "plan": noted,
-        "warnings": list(_warnings(plan, problem, unreadable)),
-        "headline": headline(plan, table, problem.scorer.anatomy),
-    }
-    return dict(finite(document))
+@torch.inference_mode()
+def discrepancies(
+    switches: Switches,
+    batches: Sequence[Batch],
+    variant: Variant,
+    scalars: Scalars | None,
+    *,
+    reservoir_tokens: int = RESERVOIR_TOKENS,
+    seed: int = 0,
+    watcher: Watcher | None = None,
+) -> list[Row]:
+    """The rows of `metrics.Mmd`: squared MMD of layers 0..L between the modified and the unmodified model.
+
+    Every token of the batches counts except padding, as for a language model in `fulldepth measure`; the tokens are the
+    same for both models. Each batch runs through both models, so that only the states of one batch and of the sample
+    are in memory.
+
+    Args:
+        switches: entered, of a model in evaluation mode; nothing is skipped on return.
+        batches: held-out data.
+        variant: layers that the modified model skips.
+        scalars: its scalars, made for that variant; None = not healed.
+        reservoir_tokens: size of the random sample of tokens.
+        seed: of that sample.
+        watcher: receives progress after every batch.
+
+    Source: Hopscotch (arXiv 2506.03303), analysis of the hidden states.
+    """
+    watcher, anatomy = watcher or Watcher(), switches.anatomy
+    device = device_of(anatomy.model)
+    masks = [batch.inputs["attention_mask"].bool() for batch in batches]
+    tokens = sum(int(mask.sum()) for mask in masks)
+    measure = Mmd(
+        Setup(
+            num_layers=anatomy.num_layers,
+            width=anatomy.width,
+            sequence_length=max(mask.shape[1] for mask in masks),
+            num_sequences=sum(map(len, masks)),
+            num_tokens=tokens,
+            reservoir_tokens=min(reservoir_tokens, tokens),
+            seed=seed,
+            device=device,
+        )
+    )
+    reservoirs: list[Metric] = [measure.setup.reservoir(site) for site in measure.sites]
+    for metric in (measure, *reservoirs):  # under torchrun one process sees all the data: no sums are merged
+        metric.distributed_available_fn = lambda: False
+    first = 0
+    try:
+        with capture(anatomy, ["residual"]) as activations:
+
+            def states(batch: Batch, skipped: Variant, factors: Scalars | None) -> Tensor:
+                """[L+1, B, T, D] the residual stream of one pass."""
+                _set(switches, skipped, factors)
+                activations.clear()
+                anatomy.body(**body_inputs(anatomy, batch.to(device).inputs))
+                return activations.stack("residual", measure.setup.device)
+
+            for batch, mask in zip(batches, masks, strict=True):
+                reference = states(batch, Variant(), None)
+                own = states(batch, variant, scalars)
+                mask = mask.to(measure.setup.device)
+                numbers = torch.arange(first, first + len(mask), device=mask.device)
+                measure.update(Observation({"residual": own, "reference": reference}, mask, mask, numbers))
+                first += len(mask)
+                watcher.advance(1)
+    finally:
+        _set(switches, Variant(), None)
+    return measure.rows()
 
 
-def _warnings(plan: Plan, problem: SearchProblem, unreadable: list[str]) -> Iterator[str]:
+def _set(switches: Switches, variant: Variant, scalars: Scalars | None) -> None:
+    """Set skipped layers and scalars; scalars are removed first, because they match one set of layers only."""
+    switches.scalars = None
+    switches.skip(variant)
+    switches.scalars = scalars
+
+
+def _warnings(plan: Plan, problem: SearchProblem) -> Iterator[str]:
     """Warnings about the reliability of the numbers."""
     yield from plan.warnings
     if unsure := plan.unsure_rounds:
@@ -179,6 +248,74 @@ def _warnings(plan: Plan, problem: SearchProblem, unreadable: list[str]) -> Iter
     yield from (f"{line[0].upper()}{line[1:]}; a higher budget may change its pick." for line in stopped_rounds(plan))
     if problem.examples.meta.get("hash") != plan.data.get("hash"):
         yield "The states were compared on other data than those that the plan was searched with."
-    if unreadable:
-        count = len(unreadable)
-        yield f"{count} projections are offloaded or packed and have no spectral norm here (first: {unreadable[0]})."
+
+
+def headline(plan: Plan, table: pd.DataFrame, depth: int) -> dict[str, Finding]:
+    """The findings of a plan by name.
+
+    Args:
+        plan: the plan.
+        table: rows of `mmd`.
+        depth: number of layers of the model.
+    """
+    findings = {"loss_added": loss_added(plan, depth), "loss_healed": _healed(plan), "mmd": _discrepancy(plan, table)}
+    return {name: finding for name, finding in findings.items() if finding is not None}
+
+
+def nats(value: float) -> str:
+    """A loss with four decimals, or with two digits if it is below 0.001."""
+    return f"{value:.4f} nats" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e} nats"
+
+
+def loss_added(plan: Plan, depth: int) -> Finding:
+    """The added loss, not healed."""
+    base, last, count = plan.losses[0], plan.losses[-1], len(plan.blocks)
+    order = ", ".join(map(str, plan.blocks))
+    which = f"of layer {order}" if count == 1 else f"of layers {order}, in this order"
+    if plan.granularity == "layer":
+        which = f"{order}" if count == 1 else f"{order}, in this order"
+    change = f"adds {nats(last - base)} to" if last >= base else f"takes {nats(base - last)} off"
+    sentence = (
+        f"Removing {count} {KINDS[plan.granularity][count != 1]} ({which}; the model has {depth} layers) {change} the "
+        f"held-out loss, from {base:.4f} to {last:.4f}, not healed."
+    )
+    if stopped := stopped_rounds(plan):
+        sentence += f" The search was cut short ({'; '.join(stopped)})."
+    if caveat := in_sample(plan):
+        sentence += f" {caveat}"
+    return Finding(last - base, "nats", sentence, no_standard_error=UNKNOWN)
+
+
+def _healed(plan: Plan) -> Finding:
+    """The losses with scalars, without them, and of the control; no differences, as a plan has no errors of them."""
+    if plan.healed_loss is None or plan.control_loss is None:
+        return Finding(None, "nats", "No scalars were fitted: the model is not healed.")
+    base, last, healed = plan.losses[0], plan.losses[-1], plan.healed_loss
+    unhelped = "" if healed < last else " No epoch of training them lowered it."
+    sentence = (
+        f"Held-out loss with scalars: {healed:.4f}, without: {last:.4f}.{unhelped} Control, the same training without "
+        f"removal: {plan.control_loss.scalars_only:.4f}, without scalars: {base:.4f}. Differences without a standard "
+        "error are not interpreted; `fulldepth skip bench --heldout` measures exports with one."
+    )
+    return Finding(healed, "nats", sentence)
+
+
+def _discrepancy(plan: Plan, table: pd.DataFrame) -> Finding | None:
+    """MMD at the last layer without and with scalars."""
+    rows = table[table.measure == "mmd"]
+    if rows.empty:
+        return None
+    last = rows[rows.layer == rows.layer.max()].set_index("state")
+    before, count = float(last.loc["skipped", "value"]), int(last.loc["skipped", "count"])
+    scale = f"squared MMD over {count} held-out tokens, 0 = the same distribution"
+    if "healed" not in last.index:
+        sentence = f"The last layer's states differ from the original's by {before:.2e} ({scale}), not healed."
+        return Finding(before, "1", sentence)
+    after = float(last.loc["healed", "value"])
+    sentence = (
+        f"The last layer's states differ from the original's by {before:.2e} before and {after:.2e} after healing "
+        f"({scale})."
+    )
+    if plan.healed_loss is not None and after > before and plan.healed_loss < plan.losses[-1]:
+        sentence += " (They may scale the whole stream, which the final norm takes away and this measure does not.)"
+    return Finding(after, "1", sentence)

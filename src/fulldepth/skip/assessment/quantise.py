@@ -1,26 +1,25 @@
 """`quantise`: loss, size and time of quantisation and removal, alone and combined, in both orders.
 
-Five models: the original; skipped (a plan, with its scalars); quantised; quantised, then skipped (a new search and fit
-on the quantised model); skipped, then quantised (the original's plan and its scalars). Parts are skipped in place,
-scalars stay float32 and unquantised. The output is the results, the plan of the quantised model, and with `save`
-the quantised models as checkpoints (`saved.py`).
+Five models: the original; skipped (a plan, with its scalars); quantised to int8; quantised, then skipped (a new search
+and fit on the quantised model); skipped, then quantised (the original's plan and its scalars). Parts are skipped in
+place, scalars stay float32 and unquantised. The output is the results, the plan of the quantised model, and with `save`
+the quantised models as checkpoints (`int8.py`).
 
-Rows, with the columns `model` and `difference` (the value minus the original's): `loss` (mean nats over held-out
-tokens, healed if the plan is), `parameter_bytes` (in memory, without skipped parts, with scalars), `prefill_time` and
-`decode_time` (of one token; median, min, max, s), measured in rounds, each model once per round, in changing order, and
-`time_ratio` and `other_load` as of `bench`.
+Rows are those of `bench` without memory: `loss` (healed if the plan is), `parameter_bytes` (in memory, without skipped
+parts, with scalars), times and ratios of times of one batch and context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from torch import nn
 from transformers import PreTrainedModel
 
 from fulldepth import launch
@@ -29,37 +28,34 @@ from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.flops import Variant
-from fulldepth.execution.latency import PHASES, Runner, check_positions, machine, random_tokens, time_in_rounds
+from fulldepth.execution.latency import PHASES, Runner, check_positions, machine
+from fulldepth.execution.memory import parameter_bytes
 from fulldepth.execution.scoring import LOSS
-from fulldepth.hf import Anatomy, evaluating
+from fulldepth.hf import Anatomy, evaluating, skipping
 from fulldepth.progress import Watcher
-from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, finite, provenance
+from fulldepth.results import DOCUMENT, FRAMEWORKS, Finding, Results, finite, provenance
 from fulldepth.settings import layer as layered
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.search import SearchSettings
-from fulldepth.skip.assessment.calibrated import calibrated
+from fulldepth.skip.assessment.compared import Cell, HeldoutLosses, Measured, losses_of
+from fulldepth.skip.assessment.int8 import METHOD, Saver, check_torchao, int8
 from fulldepth.skip.assessment.outcome import settings_of
-from fulldepth.skip.assessment.quantise_table import (
-    FIRST,
-    ORIGINAL,
-    QUANTISED,
-    SECOND,
-    SKIPPED,
-    Combination,
-    headline,
-    table_of,
-)
-from fulldepth.skip.assessment.quantisers import PACKAGES, check_method, int8
-from fulldepth.skip.assessment.saved import Saver
 from fulldepth.skip.plan import FILE, Plan, plan_scalars
 from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.selection.search import search_with
 from fulldepth.uncertainty import FEWEST_ROUNDS
 
+ORIGINAL, SKIPPED, QUANTISED = "original", "skipped", "quantised"
+FIRST, SECOND = "quantised, then skipped", "skipped, then quantised"
 SEARCHED = "quantised"
 """Folder inside the output with the search on the quantised model."""
 MOVED = 1e-3
 """Relative difference from the plan's loss above which a warning is given."""
+PARTS = {
+    "attention": ("attention", "attention_norm", "attention_branch"),
+    "mlp": ("mlp", "mlp_norm", "mlp_branch"),
+}
+"""Granularity -> roles of the modules that are not needed."""
 
 
 def quantise(
@@ -67,7 +63,6 @@ def quantise(
     plan: Plan | str | Path,
     data: Any,
     *,
-    method: str = "int8",
     output: str | Path | None = None,
     save: str | Path | None = None,
     tokenizer: Any = None,
@@ -80,15 +75,14 @@ def quantise(
     watcher: Watcher | None = None,
     **options: Any,
 ) -> Results:
-    """Quantise a model before and after its blocks are removed, and measure every combination.
+    """Quantise a model to int8 before and after its blocks are removed, and measure every combination.
 
     Args:
         model: the checkpoint that the plan was made for, or the loaded model (not changed).
         plan: a plan, its file, or its folder.
         data: as for `search`; the data of the search give the same held-out tokens.
-        method: `int8` (torchao, weight-only), `gptq` or `awq` (4 bits, calibrated on the training part of the data).
         output: result folder; the plan of the quantised model is saved in its folder `quantised`. None = not saved.
-        save: folder to create for the checkpoints that `saved.py` describes; None = no weights are saved.
+        save: folder to create for the checkpoints that `int8.py` describes; None = no weights are saved.
         tokenizer: as for `search`; also saved with the checkpoints.
         heldout: as for `search`.
         batch: batch size of timed runs.
@@ -100,175 +94,212 @@ def quantise(
         **options: fields of `SearchSettings` that replace the plan's, for the search on the quantised model.
 
     Raises:
-        FulldepthError: if the plan is for another model, the packages of the method are missing or cannot quantise this
-            model here, its quantised weights cannot be saved, or a context with its new tokens exceeds its positions.
+        FulldepthError: if the plan is for another model, torchao is missing or cannot quantise this model, its
+            quantised weights cannot be saved, or a context with its new tokens exceeds its positions.
     """
-    check_method(method)
+    check_torchao()
     if launch.world() > 1:
         raise FulldepthError("Times are taken in one process: run `fulldepth skip quantise` without torchrun.")
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     settings = settings_of(plan, options)
     timed = {"batches": [batch], "contexts": [context], "new_tokens": new_tokens, "repeats": repeats}
     timing = layered(BenchSettings, {**timed, "seed": settings.seed})
-    run = _Run(method, plan, settings, timing, None if output is None else Path(output), resume, watcher or Watcher())
-    with run.process.holding(run.folder):
-        run.check_folder()
-        owner = open_for(model, settings, run.process).model
+    watcher, process, folder = watcher or Watcher(), Processes(), None if output is None else Path(output)
+    with process.holding(folder):
+        for name in (DOCUMENT, *(() if resume else (f"{SEARCHED}/{FILE}",))):
+            if folder is not None and (folder / name).exists():
+                raise FulldepthError(f"{folder} already holds {name}. Choose another output folder.")
+        owner = open_for(model, settings, process).model
         plan.check_model(owner)
         check_positions(find_anatomy(owner), context, new_tokens)
-        saver = None if save is None else run.saver(Path(save), owner, tokenizer, model)
+        saver = None
+        if save is not None:
+            source = model.name_or_path if isinstance(model, PreTrainedModel) else model
+            places = (settings.tokenizer, plan.data.get("tokenizer"), source, plan.model.name)
+            hub = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
+            saver = Saver(Path(save), find_anatomy(owner), plan, tokenizer, places, hub)
+            for note in saver.notes:
+                watcher.say(note)
+        opened = partial(prepared, settings=settings, process=process)
         with evaluating(owner):
-            combinations, examples = _measure(owner, data, run, saver, tokenizer=tokenizer, heldout=heldout)
-            _time(combinations, timing, run.watcher)
-        return run.results(combinations, examples, saver)
+            hashed = plan.model.hash  # as just checked
+            with opened(owner, data, tokenizer=tokenizer, heldout=heldout, hashed=hashed) as problem:
+                anatomy, examples = problem.scorer.anatomy, problem.examples
+                sums, batches = {ORIGINAL: _sums(problem), SKIPPED: _sums(problem, plan)}, problem.batches
+            watcher.say(f"Quantising ({METHOD}).")
+            quantised = int8(anatomy)
+            if saver is not None:  # before the second search, which takes longest
+                saver.save(QUANTISED, quantised)
+                saver.save_skipped(SECOND, quantised, plan)
+            searched = None if folder is None else folder / SEARCHED
+            again = opened(quantised.model, examples, tokenizer=None, heldout=None)
+            with process.holding(searched), again as problem:
+                second = search_with(problem, process, watcher, output=searched, resume=resume)
+                sums |= {QUANTISED: _sums(problem), FIRST: _sums(problem, second), SECOND: _sums(problem, plan)}
+            if saver is not None:
+                saver.save_skipped(FIRST, quantised, second)
+            combinations = {
+                ORIGINAL: Combination(anatomy),
+                SKIPPED: Combination(anatomy, plan),
+                QUANTISED: Combination(quantised),
+                FIRST: Combination(quantised, second),
+                SECOND: Combination(quantised, plan),
+            }
+            sizes = {name: each.bytes for name, each in combinations.items()}
+            measured = Measured(list(combinations), sizes, losses_of(sums, batches))
+            runs = {name: (Runner(each.anatomy.model), each.switched) for name, each in combinations.items()}
+            watcher.begin("Timing", len(runs) * (timing.warmup + timing.repeats))
+            measured.take_times(Cell(batch, context), runs, anatomy, timing, watcher)
+        results = Results(measured.table(), _document(combinations, measured, examples, settings, timing, saver))
+        if folder is not None:
+            results.save(folder)
+        return results
 
 
 @dataclass(frozen=True)
-class _Run:
-    """One call of `quantise`."""
+class Combination:
+    """One of the five models."""
 
-    method: str
-    plan: Plan
-    settings: SearchSettings
-    timing: BenchSettings
-    folder: Path | None
-    resume: bool
-    watcher: Watcher
-    process: Processes = field(default_factory=Processes)
+    anatomy: Anatomy
+    plan: Plan | None = None
+    """Its skipped blocks; None = none."""
 
-    def check_folder(self) -> None:
-        """Refuse to overwrite results or plans."""
-        for name in (DOCUMENT, *(() if self.resume else (f"{SEARCHED}/{FILE}",))):
-            if self.folder is not None and (self.folder / name).exists():
-                raise FulldepthError(f"{self.folder} already holds {name}. Choose another output folder.")
+    def switched(self) -> AbstractContextManager[Any]:
+        """Its blocks skipped, inside `with`."""
+        if self.plan is None:
+            return nullcontext()
+        scalars = plan_scalars(self.plan, self.anatomy)
+        return skipping(self.anatomy, self.plan.blocks, self.plan.granularity, scalars)
 
-    def saver(self, folder: Path, owner: PreTrainedModel, tokenizer: Any, model: Any) -> Saver:
-        """A `Saver`; refuses models that it cannot save."""
-        source = model.name_or_path if isinstance(model, PreTrainedModel) else model
-        places = (self.settings.tokenizer, self.plan.data.get("tokenizer"), source, self.plan.model.name)
-        hub = {"revision": self.settings.revision, "trust_remote_code": self.settings.trust_remote_code}
-        saver = Saver(folder, self.method, find_anatomy(owner), tokenizer, places, hub)
-        saver.check(self.plan)
-        for note in saver.notes:
-            self.watcher.say(note)
-        return saver
-
-    def results(self, combinations: Sequence[Combination], examples: Examples, saver: Saver | None) -> Results:
-        """The results, saved if there is a folder."""
-        results = Results(table_of(combinations), _document(combinations, examples, self, saver))
-        if self.folder is not None:
-            results.save(self.folder)
-        return results
-
-    def quantised(
-        self, anatomy: Anatomy, examples: Examples, plan: Plan | None = None, keep: Path | None = None
-    ) -> Anatomy:
-        """A quantised copy; calibration runs with the plan's blocks skipped."""
-        self.watcher.say(f"Quantising ({self.method}).")
-        if self.method == "int8":
-            return int8(anatomy)
-        return calibrated(anatomy, self.method, examples.train, plan, self.settings.seed, keep)
+    @property
+    def bytes(self) -> int:
+        """Bytes in memory of all weights that are not skipped, and of the scalars."""
+        scalars = plan_scalars(self.plan, self.anatomy)
+        extra = 0 if scalars is None else parameter_bytes(scalars)
+        return parameter_bytes(self.anatomy.model) - removed_bytes(self.anatomy, self.plan) + extra
 
 
-def _measure(
-    owner: PreTrainedModel, data: Any, run: _Run, saver: Saver | None, *, tokenizer: Any, heldout: Any
-) -> tuple[list[Combination], Examples]:
-    """Every model with its loss; for int8 two models are in memory, and blocks are skipped in place."""
-    plan = run.plan
-    opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": plan.model.hash}  # as `quantise` has checked
-    with prepared(owner, data, run.settings, run.process, **opened) as problem:
-        combinations = [_combination(problem, ORIGINAL), _combination(problem, SKIPPED, plan)]
-        anatomy, examples = problem.scorer.anatomy, problem.examples
-    quantised = _quantised(anatomy, examples, run, saver)
-    folder = None if run.folder is None else run.folder / SEARCHED
-    again = partial(prepared, data=examples, settings=run.settings, process=run.process, tokenizer=None, heldout=None)
-    with run.process.holding(folder), again(quantised.model) as problem:
-        second = search_with(problem, run.process, run.watcher, output=folder, resume=run.resume)
-        combinations += [_combination(problem, QUANTISED), _combination(problem, FIRST, second)]
-        if run.method == "int8":  # rounding does not depend on skipped blocks
-            combinations.append(_combination(problem, SECOND, plan))
-    if saver is not None:
-        saver.try_to_save(FIRST, quantised, second)
-    if run.method != "int8":
-        with again(run.quantised(anatomy, examples, plan).model) as problem:
-            combinations.append(_combination(problem, SECOND, plan))
-    return combinations, examples
+def removed_bytes(anatomy: Anatomy, plan: Plan | None) -> int:
+    """Bytes of the weights that a plan skips: those that `export` in the format `fast` omits."""
+    removed = nn.ModuleList()
+    if plan is None:
+        return 0
+    for layer in plan.blocks:
+        if plan.granularity == "layer":
+            removed.append(anatomy.blocks[layer - 1])
+            continue
+        shared = {anatomy.part(layer, f"{part}_norm") for part in PARTS if part != plan.granularity}
+        parts = (anatomy.part(layer, role) for role in PARTS[plan.granularity])
+        removed.extend(module for module in parts if module is not None and module not in shared)
+    return parameter_bytes(removed)
 
 
-def _quantised(anatomy: Anatomy, examples: Examples, run: _Run, saver: Saver | None) -> Anatomy:
-    """The quantised model, saved if there is a saver: before the second search, which takes longest."""
-    if saver is None:
-        return run.quantised(anatomy, examples)
-    with TemporaryDirectory() as folder:
-        source = None if run.method == "int8" else Path(folder) / "quantised"
-        quantised = run.quantised(anatomy, examples, keep=source)
-        saver.save(QUANTISED, quantised, source=source)
-    saver.try_to_save(SECOND, quantised, run.plan)
-    return quantised
-
-
-def _combination(problem: SearchProblem, name: str, plan: Plan | None = None) -> Combination:
-    """A model with its loss over all held-out tokens."""
-    scorer, batches = problem.scorer, problem.batches
-    variant = Variant(() if plan is None else plan.blocks)
-    scalars = plan_scalars(plan, scorer.anatomy)
-    sums = np.array([value for batch in batches for value in scorer.healed_sums(batch, variant, scalars)[LOSS]])
-    tokens = np.array([count for batch in batches for count in batch.tokens])
-    documents = np.array([document for batch in batches for document in batch.documents])
-    return Combination(name, scorer.anatomy, plan, sums, tokens, documents)
-
-
-def _time(combinations: Sequence[Combination], timing: BenchSettings, watcher: Watcher) -> None:
-    """Prefill and decoding of every model, once a round, in an order that changes from round to round."""
-    context = timing.contexts[0]
-    ids = random_tokens(combinations[0].anatomy, timing.batches[0], context + timing.new_tokens, timing.seed)
-    runs = {each.name: (Runner(each.anatomy.model), each.switched) for each in combinations}
-    watcher.begin("Timing", len(runs) * (timing.warmup + timing.repeats))
-    options = timing.model_dump(include={"repeats", "warmup", "seed"})
-    rounds = time_in_rounds(runs, ids, context, **options, advance=watcher.advance)
-    for each in combinations:
-        each.times |= {phase: rounds.seconds[each.name, phase] for phase in PHASES}
-        each.other_load = rounds.other_load
+def _sums(problem: SearchProblem, plan: Plan | None = None) -> np.ndarray:
+    """[N] summed loss of every held-out sequence, with a plan's blocks skipped and its scalars."""
+    variant, scalars = Variant(() if plan is None else plan.blocks), plan_scalars(plan, problem.scorer.anatomy)
+    parts = (problem.scorer.healed_sums(batch, variant, scalars)[LOSS] for batch in problem.batches)
+    return np.array([value for part in parts for value in part])
 
 
 def _document(
-    combinations: Sequence[Combination], examples: Examples, run: _Run, saver: Saver | None
+    combinations: dict[str, Combination],
+    measured: Measured,
+    examples: Examples,
+    settings: SearchSettings,
+    timing: BenchSettings,
+    saver: Saver | None,
 ) -> dict[str, Any]:
     """The entries of `results.json`."""
-    anatomy, plan = combinations[0].anatomy, run.plan
-    plans = {each.name: each.plan.document() for each in combinations if each.plan is not None}
+    anatomy, plan, second = combinations[ORIGINAL].anatomy, combinations[SKIPPED].plan, combinations[FIRST].plan
+    assert plan is not None
+    assert second is not None
     document = {
         **provenance(
             "quantise",
-            {**run.settings.model_dump(), "timing": run.timing.model_dump()},
-            packages=(*FRAMEWORKS, *PACKAGES[run.method]),
-            seed=run.settings.seed,
+            {**settings.model_dump(), "timing": timing.model_dump()},
+            packages=(*FRAMEWORKS, "torchao"),
+            seed=settings.seed,
             machine=machine(anatomy.model.device),
         ),
-        "method": run.method,
+        "method": METHOD,
         "baseline": ORIGINAL,
         "model": {**plan.document()["model"], "num_layers": anatomy.num_layers},
-        "models": [each.document() for each in combinations],
+        "models": [
+            {
+                "label": name,
+                "baseline": name == ORIGINAL,
+                "model": {
+                    "class": type(each.anatomy.model).__name__,
+                    "num_layers": each.anatomy.num_layers,
+                    "dtype": str(each.anatomy.model.dtype).removeprefix("torch."),
+                    "quantised": name not in (ORIGINAL, SKIPPED),
+                },
+                "granularity": None if each.plan is None else each.plan.granularity,
+                "blocks": None if each.plan is None else each.plan.blocks,
+                "healed": each.plan is not None and each.plan.healed_loss is not None,
+            }
+            for name, each in combinations.items()
+        ],
         "data": examples.meta,
-        "saved": [] if saver is None else [asdict(checkpoint) for checkpoint in saver.saved],
-        "plans": {SKIPPED: plans[SKIPPED], FIRST: plans[FIRST]},
-        "warnings": [*_warnings(combinations, plan, examples), *([] if saver is None else saver.notes)],
-        "headline": headline(combinations),
+        "saved": [] if saver is None else saver.saved,
+        "plans": {SKIPPED: plan.document(), FIRST: second.document()},
+        "warnings": [*_warnings(plan, second, measured, examples), *([] if saver is None else saver.notes)],
+        "headline": dict(headline(measured, {name: each.plan for name, each in combinations.items()})),
     }
     return dict(finite(document))
 
 
-def _warnings(combinations: Sequence[Combination], plan: Plan, examples: Examples) -> Iterator[str]:
+def _warnings(plan: Plan, second: Plan, measured: Measured, examples: Examples) -> Iterator[str]:
     """Warnings about the reliability of the numbers."""
+    assert measured.losses is not None
+    loss = measured.losses.mean(SKIPPED)
     if examples.meta.get("hash") != plan.data.get("hash"):
         yield "Losses were read on other data than those that the plan was searched with."
-    elif plan.healed_loss is not None and abs(combinations[1].loss - plan.healed_loss) > MOVED * plan.healed_loss:
+    elif plan.healed_loss is not None and abs(loss - plan.healed_loss) > MOVED * plan.healed_loss:
         yield (
-            f"The plan says a healed loss of {plan.healed_loss:.4f} nats, here it is {combinations[1].loss:.4f}: "
+            f"The plan says a healed loss of {plan.healed_loss:.4f} nats, here it is {loss:.4f}: "
             "the device or the precision differ."
         )
-    if any(combination.scalars is not None for combination in combinations):
+    if any(each.healed_loss is not None for each in (plan, second)):
         yield (
             "Times of skipped models include their scalars, computed apart from the weights as they are here; an "
             "export with folded scalars does not compute them."
         )
+
+
+def headline(measured: Measured, plans: dict[str, Plan | None]) -> Iterator[tuple[str, Finding]]:
+    """Findings by name: the difference between the orders, and cost and savings of every combination."""
+    first, second, losses = plans[FIRST], plans[SECOND], measured.losses
+    assert first is not None
+    assert second is not None
+    assert losses is not None
+    yield "order", order(losses, first, second)
+    not_compared = measured.busy()
+    if not_compared is not None:
+        yield "times", not_compared
+    for name in measured.labels[1:]:
+        added, plan = losses.added(name), plans[name]
+        healed = "" if plan is None else ", healed" if plan.healed_loss is not None else ", not healed"
+        size = measured.parameter_bytes[name] / measured.parameter_bytes[ORIGINAL]
+        loss = f"held-out loss {losses.mean(name):.4f} nats{healed}, {added.text('the original')}"
+        parts = [f"{name[0].upper()}{name[1:]}: {loss}", f"{size:.1%} of its parameter bytes"]
+        if not_compared is None:
+            parts += [f"{phase} time: {measured.ratio_text(name, phase)}" for phase in PHASES]
+        yield name, added.finding("; ".join(parts) + ".")
+
+
+def order(losses: HeldoutLosses, first: Plan, second: Plan) -> Finding:
+    """The loss of quantising first minus that of quantising last."""
+    gap = losses.added(FIRST, SECOND)
+    listed = [", ".join(map(str, plan.blocks)) for plan in (first, second)]
+    which = f"they remove layers {listed[0]} and {listed[1]}"
+    if set(first.blocks) == set(second.blocks):
+        which = f"both remove layers {', '.join(map(str, sorted(first.blocks)))}"
+    verdict = f"Quantising first: {gap.text('quantising last')}"
+    if gap.measurable:
+        better = "first" if gap.mean < 0 else "last"
+        verdict = f"Quantising {better} is better by {abs(gap.mean):.4f} nats ± {gap.error:.4f}"
+    ends = (
+        f"quantise, then skip ends at {losses.mean(FIRST):.4f} nats, skip, then quantise at {losses.mean(SECOND):.4f}"
+    )
+    return gap.finding(f"{verdict}; {ends}; {which}.")
