@@ -13,10 +13,11 @@ from families import zoo
 from families.own_heads import check_own_heads, loss_of
 from families.stock import Stock, stock
 from fulldepth import exit
-from fulldepth.early_exit import EarlyExit, Exit, open_checkpoint, prepare_subject
-from fulldepth.early_exit.costs import flops_of
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
+from fulldepth.exit.readings import Exit
+from fulldepth.exit.served import EarlyExit
+from fulldepth.exit.subject import open_checkpoint, prepare_subject
 from fulldepth.settings.exit import ExitSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -66,7 +67,7 @@ def check(subject: Stock) -> None:
     given = early.subject.sequences
     for batch in given.batches(4):
         inputs = early.subject.inputs(batch.inputs)
-        logits, _ = early.run(inputs, Exit("confidence", 1.0, 1, early.subject.num_layers))
+        logits, _ = early.run(inputs, Exit("confidence", 1.0, 1, early.subject.anatomy.num_layers))
         expected = subject.logits[batch.sequence]
         assert torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
     model, batch = subject.model, subject.batch()
@@ -91,19 +92,6 @@ def test_every_classifier_is_right_or_refused_as_stated(task: str, model_type: s
     for run in (fulldepth.measure, exit.sweep):
         with pytest.raises(FulldepthError, match=r"is refused|encoder-decoder"):
             run(subject.folder, subject.data)
-
-
-def test_operations_of_experts_do_not_depend_on_their_kernel(tmp_path: Path) -> None:
-    """torch's counter knows the products of the plain loop over experts, not the grouped ones."""
-    subject = stock(TEXTS, "mixtral", tmp_path)
-    settings = ExitSettings(batch_size=4)
-    early = EarlyExit(prepare_subject(open_checkpoint(subject.folder, settings), subject.data, settings))
-    inputs = early.subject.inputs(next(iter(early.subject.sequences.batches(4))).inputs)
-    counts = []
-    for kernel in ("eager", "grouped_mm"):
-        early.subject.anatomy.model.config._experts_implementation = kernel
-        counts.append(flops_of(early, inputs))
-    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(("model_type", "policy"), READ.items())

@@ -19,7 +19,6 @@ from fulldepth.figures import (
     displacement,
     early_exit,
     evaluation,
-    generation,
     geometry,
     healing,
     lens,
@@ -52,7 +51,6 @@ FIGURES: tuple[Figure, ...] = (
     *healing.FIGURES,
     *pareto.FIGURES,
     *early_exit.FIGURES,
-    *generation.FIGURES,
     *evaluation.FIGURES,
 )
 """All figures; those of one kind of results are in reading order."""

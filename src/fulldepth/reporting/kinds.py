@@ -7,7 +7,7 @@ A new kind of results needs one `PageKind` here, built from functions of its own
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fulldepth.figures.record import (
@@ -25,10 +25,8 @@ from fulldepth.figures.record import (
     Source,
 )
 from fulldepth.figures.skip_results import TOGETHER
-from fulldepth.reporting import evaluated, exits, generated, measured, skipping, skipping_tables, training
+from fulldepth.reporting import evaluated, exits, measured, skipping, skipping_tables, training
 from fulldepth.reporting.findings import Shown
-from fulldepth.reporting.lens import OF_GENERATION as LENS_OF_GENERATION
-from fulldepth.reporting.lens import LensTexts
 from fulldepth.reporting.measured import Meta, Pairs
 from fulldepth.reporting.sections import (
     OF_EVALUATION,
@@ -67,8 +65,6 @@ class PageKind:
     sections: Sequence[Section] = OF_MODELS
     lead: int | None = None
     """Maximum number of opening sentences; None = no limit."""
-    lens: LensTexts = field(default_factory=LensTexts)
-    """Texts around a lens grid of tokens."""
     opening: Callable[[Source], dict[str, Any] | None] = lambda _: None
     """The opening paragraph: `sentences` and the command to run `next`. Measurements have their own, see `story`."""
 
@@ -134,7 +130,7 @@ PAGES = {
     TOGETHER: _skip("Skipping report"),
     EXIT: PageKind(
         "Early exit",
-        exits.byline,
+        lambda source: measured.byline(source.meta, "judged"),
         exits.about,
         opening=exits.story,
         tables=exits.tables,
@@ -146,21 +142,19 @@ PAGES = {
         lambda source: measured.compared(source.meta, "models"),
         lambda source: measured.about_models(source.meta),
         measured.differences,
-        opening=exits.story_of_models,
-        models=exits.side_by_side,
+        models=measured.side_by_side,
         tables=exits.tables_of_models,
         sections=OF_EXIT,
     ),
     GENERATION: PageKind(
         "Generation",
-        generated.byline,
-        generated.about,
-        opening=generated.story,
-        tables=generated.tables,
+        lambda source: measured.byline(source.meta),
+        exits.about,
+        opening=exits.story,
+        tables=exits.tables_of_generation,
         about_title="What was generated",
         in_words="The findings in words",
         sections=OF_GENERATION,
-        lens=LENS_OF_GENERATION,
     ),
     EVALUATION: PageKind(
         "Evaluation by layer",

@@ -30,18 +30,6 @@ class LensTexts:
     )
     column: str = "position"
     target: str = "the true token"
-    exits: bool = False
-    """Whether the key explains outlined exits."""
-
-
-OF_GENERATION = LensTexts(
-    "Lens grid of the generation",
-    "What the model would say after every layer at each decoding step: columns are steps, rows are layers, the deepest "
-    "at the top. The head of a column is the token that the step reads.",
-    "step",
-    "the generated token",
-    exits=True,
-)
 
 
 OF_SAMPLES = LensTexts(
@@ -93,9 +81,9 @@ def kind_of(grid: Mapping[str, Any] | None) -> str:
 def pack(grid: Mapping[str, Any] | None, vocabulary: Vocabulary) -> list[dict[str, Any]]:
     """The samples of one lens grid; empty if there is none.
 
-    Each has `title`, `tokens` and `targets` (indices), `saturation` and `exits` (layers; null if unknown), and by layer
-    0..L the rows `top` (indices) and `probability` (thousandths; null where unknown). Samples of a classifier
-    have `group` and `picture` (index).
+    Each has `title`, `tokens` and `targets` (indices), `saturation` (layers; null if unknown), and by layer 0..L the
+    rows `top` (indices) and `probability` (thousandths; null where unknown). Samples of a classifier have `group` and
+    `picture` (index).
     """
     add = vocabulary.add if kind_of(grid) == TOKENS else vocabulary.add_prose
     return [
@@ -104,7 +92,6 @@ def pack(grid: Mapping[str, Any] | None, vocabulary: Vocabulary) -> list[dict[st
             "tokens": [add(token) for token in sample["tokens"]],
             "targets": [add(token) for token in sample["targets"]],
             "saturation": list(sample["saturation"]),
-            "exits": sample.get("exits"),
             "top": [[add(token) for token, _ in row] for row in sample["grid"]],
             "probability": [[_thousandths(value) for _, value in row] for row in sample["grid"]],
             **(_pictured(sample, vocabulary) if kind_of(grid) != TOKENS else {}),

@@ -51,7 +51,7 @@ def payload(results: Results, where: str = "") -> dict[str, Any]:
         "words": list(vocabulary.index),
         "pictures": list(vocabulary.pictures),
         "lens_texts": {
-            lens.TOKENS: asdict(page.lens),
+            lens.TOKENS: asdict(lens.LensTexts()),
             lens.SAMPLES: asdict(lens.OF_SAMPLES),
         },
         "measures": sorted({str(name) for name in table["measure"].unique()}),
