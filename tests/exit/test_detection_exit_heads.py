@@ -14,13 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fulldepth
-from exit.detector_world import LAYERS, objects, pictures, pixels, world
+from exit.detector_world import objects, pictures, pixels, world
 from exit.plain_detector import HEADS_FILE, answers, precision, set_loss
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import find_anatomy
-from fulldepth.exit import export_layers, sweep
-from fulldepth.exit.elastic import weight_bytes
-from fulldepth.hf import open_model
+from fulldepth.exit import export_layers
 
 NAMES = ["average_precision", "detection_loss"]
 Answers = tuple[Tensor, Tensor, list[dict[str, Tensor]]]
@@ -52,21 +49,8 @@ def check_measures(results: Any, logits: Tensor, boxes: Tensor, targets: list[di
             assert found == pytest.approx(values, abs=1e-6), (measure, layer)
 
 
-def test_measure_reads_each_layer_by_its_own_heads(places: tuple[Path, Path], plain: Answers) -> None:
-    checkpoint, data = places
-    logits, boxes, targets = plain
-    results = fulldepth.measure(checkpoint, data, measures=NAMES, dtype="float64")
-    assert results.meta["model"]["exit_heads"] == LAYERS - 1
-    check_measures(results, logits, boxes, targets)
-
-
-def test_leaving_early_is_refused_with_the_way_to_every_layers_precision(places: tuple[Path, Path]) -> None:
-    with pytest.raises(FulldepthError, match=r"is a detector.*fulldepth measure"):
-        sweep(*places)
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("layers", [1, 2])
 def test_an_exported_model_ends_in_the_heads_of_its_last_layer(
     places: tuple[Path, Path], plain: Answers, tmp_path: Path, layers: int
 ) -> None:
@@ -92,45 +76,19 @@ def test_an_exported_model_ends_in_the_heads_of_its_last_layer(
         assert all(torch.equal(weight, original[name]) for name, weight in kept.items())
 
 
-def test_a_memory_budget_counts_the_heads_that_are_kept(places: tuple[Path, Path], tmp_path: Path) -> None:
-    checkpoint, _ = places
-    sizes = weight_bytes(find_anatomy(open_model(checkpoint, exit_heads=True).model))
-    for layers, size in enumerate(sizes, start=1):
-        export_layers(checkpoint, tmp_path / str(layers), export_layers=layers)
-        stock = tf.DetrForObjectDetection.from_pretrained(tmp_path / str(layers))
-        heads = tmp_path / str(layers) / HEADS_FILE
-        own = load_file(heads).values() if heads.is_file() else ()
-        assert size == sum(weight.nbytes for weight in (*stock.parameters(), *own))
-
-
-def test_malformed_files_are_refused(places: tuple[Path, Path], tmp_path: Path) -> None:
+def test_malformed_box_heads_are_refused(places: tuple[Path, Path], tmp_path: Path) -> None:
     checkpoint, data = places
-    heads = load_file(checkpoint / HEADS_FILE)
+    heads, box = load_file(checkpoint / HEADS_FILE), "exit_box_heads.2.weight"
     shutil.copytree(checkpoint, tmp_path / "model")
-    path, box = tmp_path / "model" / HEADS_FILE, "exit_box_heads.2.weight"
-    classes = {name: weight for name, weight in heads.items() if "box" not in name}
     cases: dict[str, dict[str, Tensor]] = {
-        "exit_box_heads": classes,
+        "exit_box_heads": {name: weight for name, weight in heads.items() if "box" not in name},
         "exit_heads": {name: weight for name, weight in heads.items() if "box" in name},
-        "exit_box_heads.*": {**heads, "exit_box_heads.3.weight": heads[box].clone()},
-        "exit_heads.*": {
-            **heads,
-            "exit_heads.1.weight": heads["exit_heads.1.weight"][:3].clone(),
-        },
-        "exit_box_heads.*.*": {**heads, box: torch.ones(5, 32)},
-        "exit_box_heads.2.weight holds NaN or infinity": {**heads, box: heads[box] * torch.inf},
-        "exit_box_heads.2.weight": {**heads, box: heads[box].int()},
+        box: {**heads, box: torch.ones(5, 32)},
     }
     for part, tensors in cases.items():
-        save_file(tensors, path)
-        message = rf"Cannot (read|use) .*{HEADS_FILE}[:.] .*{part}"
-        with pytest.raises(FulldepthError, match=message):
+        save_file(tensors, tmp_path / "model" / HEADS_FILE)
+        with pytest.raises(FulldepthError, match=rf"{HEADS_FILE}[:.] .*{part}"):
             fulldepth.measure(tmp_path / "model", data, measures=NAMES)
-        with pytest.raises(FulldepthError, match=message):
-            open_model(tmp_path / "model", exit_heads=True)
-    path.write_bytes((checkpoint / HEADS_FILE).read_bytes()[:-20])
-    with pytest.raises(FulldepthError, match=r"Cannot (read|use)"):
-        fulldepth.measure(tmp_path / "model", data)
 
 
 def test_a_norm_between_the_layers_is_measured_but_not_cut(tmp_path: Path) -> None:

@@ -86,13 +86,13 @@ class Runner:
             for number in range(len(steps))
         ]
         with _without_collection():
-            start = _seconds(ids.device)
+            start = now(ids.device)
             output = self.model(input_ids=prompt, **self._options)
-            between = _seconds(ids.device)
+            between = now(ids.device)
             for token, position in zip(steps, positions, strict=True):
                 cache = output.past_key_values
                 output = self.model(input_ids=token, past_key_values=cache, **position, **self._options)
-            end = _seconds(ids.device)
+            end = now(ids.device)
         return Trial(between - start, (end - between) / len(steps), output.past_key_values, output.logits[:, -1])
 
 
@@ -164,7 +164,7 @@ def order(count: int, number: int, seed: int) -> list[int]:
     return turned if number % 2 == 0 else turned[:1] + turned[:0:-1]
 
 
-def _seconds(device: torch.device) -> float:
+def now(device: torch.device) -> float:
     """The time in seconds, after synchronising with the device."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

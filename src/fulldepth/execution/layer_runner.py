@@ -185,26 +185,8 @@ class LayerRunner:
         Raises:
             FulldepthError: if the model has no head that predicts at every position.
         """
-        return self._head(layer).tokens(self.anatomy.stream(states))
-
-    def finish_some(self, states: Tensor, tokens: Tensor, layer: int) -> Tensor:
-        """[B, K] logits of some tokens only, for the last of the positions of states `[B, T, D]` of any layer.
-
-        Args:
-            states: `[B, T, D]`.
-            tokens: `[B, K]`.
-            layer: as for `finish`.
-
-        Raises:
-            FulldepthError: if the head does not end in an ordinary linear layer.
-        """
-        if self._classifier.classes is None:
-            raise FulldepthError(
-                f"The head of {type(self.anatomy.model).__name__} is no ordinary linear layer, so it cannot be read "
-                "for some tokens alone; leave out lens_candidates."
-            )
-        head = self._head(layer)
-        return head.some(head.prepare(self.anatomy.stream(states[:, -1:]))[:, 0], tokens)
+        head = self._classifier.at(self.anatomy.num_layers if layer is None else layer)
+        return head.tokens(self.anatomy.stream(states))
 
     def new_cache(self) -> LayerCache:
         """An empty cache for this model.
@@ -213,9 +195,6 @@ class LayerRunner:
             FulldepthError: if the model keeps anything but keys and values of each layer.
         """
         return LayerCache(self.anatomy.config)
-
-    def _head(self, layer: int | None) -> Classifier:
-        return self._classifier.at(self.anatomy.num_layers if layer is None else layer)
 
     @cached_property
     def _classifier(self) -> Classifier:

@@ -16,7 +16,6 @@ import plotly.graph_objects as go
 from fulldepth.figures import (
     early_exit,
     evaluation,
-    generation,
     healing,
     layers,
     lens,
@@ -43,7 +42,6 @@ FIGURES: tuple[Figure, ...] = (
     *healing.FIGURES,
     *pareto.FIGURES,
     *early_exit.FIGURES,
-    *generation.FIGURES,
     *evaluation.FIGURES,
 )
 """All figures; those of one kind of results are in reading order."""

@@ -133,17 +133,6 @@ class Classifier:
         logits: Tensor = self.modules[-1](prepared)
         return self.capped(logits)
 
-    def some(self, prepared: Tensor, classes: Tensor) -> Tensor:
-        """[N, K] logits of K classes of each state; the head must have `classes`.
-
-        Args:
-            prepared: `[N, D']` prepared states.
-            classes: `[N, K]` indices.
-        """
-        last = self.modules[-1]
-        logits = torch.einsum("nkd,nd->nk", last.weight[classes], prepared)
-        return self.capped(logits if last.bias is None else logits + last.bias[classes])
-
     def capped(self, logits: Tensor) -> Tensor:
         """The head's scale and soft cap, applied to the product of its last layer; a new tensor if there are any."""
         if self.scale != 1.0:

@@ -25,7 +25,7 @@ from fulldepth.figures.record import (
     Source,
 )
 from fulldepth.figures.skip_results import TOGETHER
-from fulldepth.reporting import evaluated, exits, generated, measured, skipping, skipping_tables, story, training
+from fulldepth.reporting import evaluated, exits, measured, skipping, skipping_tables, story, training
 from fulldepth.reporting.findings import Shown
 from fulldepth.reporting.measured import Meta, Pairs
 from fulldepth.reporting.sections import (
@@ -131,7 +131,7 @@ PAGES = {
     TOGETHER: _skip("Skipping report"),
     EXIT: PageKind(
         "Early exit",
-        exits.byline,
+        lambda source: measured.byline(source.meta, "judged"),
         exits.about,
         opening=exits.story,
         tables=exits.tables,
@@ -143,17 +143,16 @@ PAGES = {
         lambda source: measured.compared(source.meta, "models"),
         lambda source: measured.about_models(source.meta),
         measured.differences,
-        opening=exits.story_of_models,
-        models=exits.side_by_side,
+        models=measured.side_by_side,
         tables=exits.tables_of_models,
         sections=OF_EXIT,
     ),
     GENERATION: PageKind(
         "Generation",
-        generated.byline,
-        generated.about,
-        opening=generated.story,
-        tables=generated.tables,
+        lambda source: measured.byline(source.meta),
+        exits.about,
+        opening=exits.story,
+        tables=exits.tables_of_generation,
         about_title="What was generated",
         in_words="The findings in words",
         sections=OF_GENERATION,

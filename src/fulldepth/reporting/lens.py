@@ -14,7 +14,7 @@ PROSE_LIMIT = 160
 """Maximum number of characters of a text, a class or a file name."""
 PICTURES_LIMIT = 2_000_000
 """Maximum number of characters of all pictures of a page; those beyond it are left out."""
-TOKENS, STEPS, SAMPLES = "tokens", "steps", "samples"
+TOKENS, SAMPLES = "tokens", "samples"
 """What a lens grid is of."""
 TEXTS = {
     TOKENS: {
@@ -23,13 +23,6 @@ TEXTS = {
         deepest at the top.""",
         "column": "position",
         "target": "the true token",
-    },
-    STEPS: {
-        "title": "Lens grid of the generation",
-        "intro": """What the model would say after every layer at each decoding step: columns are steps, rows are
-        layers, the deepest at the top. The head of a column is the token that the step reads.""",
-        "column": "step",
-        "target": "the generated token",
     },
     SAMPLES: {
         "title": "Samples by layer",
@@ -71,12 +64,12 @@ class Vocabulary:
         return self.pictures.setdefault(text, len(self.pictures))
 
 
-def pack(grid: Mapping[str, Any] | None, vocabulary: Vocabulary, kind: str = "") -> dict[str, Any]:
+def pack(grid: Mapping[str, Any] | None, vocabulary: Vocabulary) -> dict[str, Any]:
     """A lens grid for the page: what it is `of`, and its `samples`; none if there is no grid.
 
-    Each sample has `title`, `tokens` and `targets` (indices), `saturation` and `exits` (layers; null if unknown), and
+    Each sample has `title`, `tokens` and `targets` (indices), `saturation` (layers; null if unknown), and
     by layer 0..L the rows `top` (indices) and `probability` (thousandths; null where unknown). Samples of a classifier
-    have `group` and `picture` (index). `kind` is that of the document.
+    have `group` and `picture` (index).
     """
     samples = (grid or {}).get("samples") or []
     classes = (grid or {}).get("of") == SAMPLES and all(len(sample["tokens"]) == 1 for sample in samples)
@@ -87,7 +80,6 @@ def pack(grid: Mapping[str, Any] | None, vocabulary: Vocabulary, kind: str = "")
             "tokens": [add(token) for token in sample["tokens"]],
             "targets": [add(token) for token in sample["targets"]],
             "saturation": list(sample["saturation"]),
-            "exits": sample.get("exits"),
             "top": [[add(token) for token, _ in row] for row in sample["grid"]],
             "probability": [
                 [None if value is None else round(1000 * min(max(value, 0.0), 1.0)) for _, value in row]
@@ -100,4 +92,4 @@ def pack(grid: Mapping[str, Any] | None, vocabulary: Vocabulary, kind: str = "")
         for sample, own in zip(samples, packed, strict=True):
             own |= {"group": short(sample.get("group") or "", 80)}
             own |= {"picture": vocabulary.add_picture(sample.get("picture"))}
-    return {"of": SAMPLES if classes else STEPS if kind == "generation" else TOKENS, "samples": packed}
+    return {"of": SAMPLES if classes else TOKENS, "samples": packed}

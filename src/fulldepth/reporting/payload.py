@@ -43,7 +43,7 @@ def payload(results: Results, where: str = "") -> dict[str, Any]:
     grids = [
         {
             "label": short(model.get("label", "?"), 60),
-            **lens.pack(model.get("lens_grid"), vocabulary, str(meta.get("kind"))),
+            **lens.pack(model.get("lens_grid"), vocabulary),
         }
         for model in entry.get("models") or [entry]
     ]

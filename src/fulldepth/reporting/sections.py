@@ -144,13 +144,6 @@ OF_GENERATION = (
         "A token leaves after the first layer whose prediction the rule accepts.",
         after=True,
     ),
-    Section(
-        "speculation",
-        "Speculation",
-        "The first layers draft tokens, the whole model checks them. It pays where drafts are good and few layers "
-        "make them.",
-        after=True,
-    ),
     Section("statistics", "Statistics", after=True),
     Section("settings", "Settings", after=True),
 )

@@ -68,7 +68,7 @@ function lensCell(sample, layer, place, describe, children, first) {
   const probability = sample.probability[layer][position];
   const settled = sample.saturation[position] ?? Infinity;
   const shade = probability == null ? 0 : Math.round(probability / 100);
-  const marks = [layer >= settled ? "stays" : "", layer === settled ? "settled" : "", layer === sample.exits?.[position] && layer < sample.top.length - 1 ? "exit" : "", sample.top[layer][position] === sample.targets[position] && word(sample.targets[position]) ? "right" : ""];
+  const marks = [layer >= settled ? "stays" : "", layer === settled ? "settled" : "", sample.top[layer][position] === sample.targets[position] && word(sample.targets[position]) ? "right" : ""];
   return el("td", {
     class: marks.filter(Boolean).join(" "),
     style: `background:var(--ramp-${shade});color:var(--on-${shade})`,
@@ -81,11 +81,9 @@ function lensCell(sample, layer, place, describe, children, first) {
 
 function describeToken(sample, layer, position) {
   const texts = lensTexts();
-  const exit = sample.exits?.[position];
   return [
     `${layerNamed(layer)}, ${texts.column} ${position + 1}, after `, isolated(word(sample.tokens[position])), ": ",
     ...describePrediction(sample, layer, position),
-    exit == null || exit === sample.top.length - 1 ? "" : ` The step leaves after layer ${exit}.`,
   ];
 }
 
@@ -124,7 +122,6 @@ function lensKey(of) {
     el("span", {}, "Probability 0 ", ...shades, " 1"),
     sign("settled stays", "settles here"),
     sign("stays", `has settled: the ${tokens ? "top token" : "predicted class"} no longer changes`),
-    ...(of === "steps" ? [sign("exit", "the step leaves here")] : []),
     el("span", {}, el("span", { class: "token", style: "text-decoration:underline;text-underline-offset:3px" }, tokens ? "token" : "class"), ` is ${lensTexts().target}`),
     ...(tokens ? [el("span", {}, el("span", { class: "token" }, "·"), " space, ", el("span", { class: "token" }, "⏎"), " new line")] : [sign("wrong", "another class")]),
   ];

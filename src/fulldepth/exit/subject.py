@@ -30,9 +30,6 @@ from fulldepth.hf import (
 from fulldepth.settings.exit import ExitSettings
 
 CLASSIFIES = ("text-classification", "image-classification")
-PREDICTS = ("causal-lm", "masked-lm")
-BATCH = {True: 64, False: 8}
-"""Whether a model is a classifier -> sequences in a batch, unless set."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +50,6 @@ class Subject:
         return self.verified.anatomy
 
     @property
-    def num_layers(self) -> int:
-        """L."""
-        return self.anatomy.num_layers
-
-    @property
     def classifies(self) -> bool:
         """Whether the model predicts one class for a sequence or an image, so that samples that leave are removed from
         the batch, and time is measured.
@@ -68,10 +60,6 @@ class Subject:
         """A batch's inputs on the model's device and in its precision."""
         return model_inputs(inputs, self.device, self.checkpoint.model.dtype)
 
-    def describe(self) -> dict[str, Any]:
-        """The model's entry in `results.json`."""
-        return self.verified.describe(self.checkpoint)
-
 
 def open_checkpoint(model: str | Path | PreTrainedModel, settings: ExitSettings) -> Checkpoint:
     """The model as passed in, or loaded according to the settings.
@@ -79,11 +67,10 @@ def open_checkpoint(model: str | Path | PreTrainedModel, settings: ExitSettings)
     Raises:
         FulldepthError: if it cannot be loaded, or has NaN or infinite weights.
     """
-    if settings.min_layer > 1 and not isinstance(model, PreTrainedModel):
+    if settings.min_layer > 1 and not isinstance(model, PreTrainedModel):  # before weights are loaded
         _check_min_layer(settings, depth_of(checkpoint_of(model), settings.revision, settings.trust_remote_code))
     checkpoint = subjects.open_checkpoint(model, settings)
-    broken = first_broken_weight(checkpoint.model)
-    if broken:
+    if broken := first_broken_weight(checkpoint.model):
         raise FulldepthError(f"{checkpoint.name} has NaN or infinite weights (first: {broken}).")
     return checkpoint
 
@@ -95,56 +82,36 @@ def prepare_subject(checkpoint: Checkpoint, data: Any, settings: ExitSettings, t
         FulldepthError: if the model predicts no classes, the data do not fit it or have no labels, or its head cannot
             be verified.
     """
-    candidates = anatomy_candidates(checkpoint.model)
-    guess = candidates[0]
-    check_task(guess)
+    model, candidates = checkpoint.model, anatomy_candidates(checkpoint.model)
+    guess, kind = candidates[0], type(model).__name__
+    classifies = guess.task in CLASSIFIES
+    if not classifies and guess.task not in ("causal-lm", "masked-lm"):
+        raise FulldepthError(
+            f"{kind} predicts neither tokens nor a class, so no layer can be left early. Expected a language model, or "
+            "a classifier of texts or images."
+        )
+    if classifies and (reason := no_single_class(model.config)):
+        raise FulldepthError(f"{kind} {reason}; the rules of early exit compare the probabilities of classes.")
     tokenizer = subjects.tokenizer_for(checkpoint, guess, data, settings, tokenizer)
     sequences = subjects.sequences_for(checkpoint, guess, data, tokenizer, settings)
     if not sequences.num_targets:
-        raise FulldepthError(_nothing_to_predict(guess, sequences))
+        raise FulldepthError(
+            f"{sequences.name} has no labels, and {kind} predicts classes. Give texts with labels ({{'text': ..., "
+            "'label': ...}), or images in class folders."
+            if classifies
+            else f"{sequences.name} has no token to predict: {sequences.no_targets or 'its texts are too short'}."
+        )
     _check_min_layer(settings, guess.num_layers)
-    device = device_of(checkpoint.model)
-    first = subjects.small_batch(sequences)
-    verified = subjects.prove(candidates, first, device, checkpoint.model.dtype, optional=("branches",))
+    device, first = device_of(model), subjects.small_batch(sequences)
+    verified = subjects.prove(candidates, first, device, model.dtype, optional=("branches",))
     if verified.classifier is None:
-        raise FulldepthError(f"{type(checkpoint.model).__name__} has no head that could be applied to its layers.")
+        raise FulldepthError(f"{kind} has no head that could be applied to its layers.")
     sequences, note = batched(verified.anatomy, sequences, device)
-    batch_size = settings.batch_size or BATCH[guess.task in CLASSIFIES]
     warnings = (*checkpoint.warnings, *sequences.warnings, *(() if note is None else (note,)))
+    batch_size = settings.batch_size or (64 if classifies else 8)
     return Subject(checkpoint, verified, verified.classifier, sequences, device, batch_size, warnings)
 
 
 def _check_min_layer(settings: ExitSettings, depth: int | None) -> None:
     if depth is not None and settings.min_layer > depth:
         raise FulldepthError(f"min_layer is {settings.min_layer}, but the model has {depth} layers.")
-
-
-def check_task(anatomy: Anatomy) -> None:
-    """Refuse models that predict neither tokens nor one class.
-
-    Raises:
-        FulldepthError: with the reason.
-    """
-    name, config = type(anatomy.model).__name__, anatomy.model.config
-    if anatomy.task == "detection":
-        raise FulldepthError(
-            f"{name} is a detector, whose backbone and encoder run for every image, so leaving its decoder early saves "
-            "little and is not offered. fulldepth measure gives the average precision of every decoder layer."
-        )
-    if anatomy.task not in (*CLASSIFIES, *PREDICTS):
-        raise FulldepthError(
-            f"{name} predicts neither tokens nor a class, so no layer can be left early. Expected a language model, or "
-            "a classifier of texts or images."
-        )
-    if anatomy.task in CLASSIFIES and (reason := no_single_class(config)):
-        raise FulldepthError(f"{name} {reason}; the rules of early exit compare the probabilities of classes.")
-
-
-def _nothing_to_predict(anatomy: Anatomy, sequences: Sequences) -> str:
-    """The reason why the data have no targets."""
-    if anatomy.task in CLASSIFIES:
-        return (
-            f"{sequences.name} has no labels, and {type(anatomy.model).__name__} predicts classes. Give texts with "
-            "labels ({'text': ..., 'label': ...}), or images in class folders."
-        )
-    return f"{sequences.name} has no token to predict: {sequences.no_targets or 'its texts are too short'}."

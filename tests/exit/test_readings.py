@@ -1,4 +1,4 @@
-"""What is said of early exit: the floor under advice, intervals of drops, verdicts on times, parts of the data."""
+"""Rules, the choice of a threshold and what is said of it, against plain code and exhaustive search."""
 
 from __future__ import annotations
 
@@ -7,10 +7,93 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from early_exit.test_rules import readings, world
-from fulldepth.early_exit import Mean, SpeedUp, drop_sentence, no_advice, splits
+from exit import plain
+from fulldepth.errors import FulldepthError
+from fulldepth.execution.decoding import certainty
+from fulldepth.exit.readings import Exit, Readings, calibrated, candidates, no_advice, splits
+from fulldepth.exit.run import Row, drop_sentence
+from fulldepth.exit.served import SpeedUp
+from fulldepth.metrics.jackknife import Mean
 from fulldepth.uncertainty import median_ratio, quantile
+
+RULES = ("confidence", "margin", "entropy", "patience")
+
+
+def readings(logits, targets, per_sequence=1, clusters=None):
+    """The readings of `logits: [L+1, N, C]`."""
+    count = len(targets)
+    return Readings(
+        logits.argmax(-1),
+        {rule: torch.stack([certainty(layer, rule) for layer in logits]) for rule in RULES[:3]},
+        torch.arange(count) // per_sequence,
+        torch.arange(count) // per_sequence if clusters is None else clusters,
+        torch.stack([-layer.log_softmax(-1)[torch.arange(count), targets] for layer in logits]),
+        targets,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    layers=st.integers(1, 6),
+    classes=st.integers(2, 5),
+    scale=st.sampled_from([0.0, 1.0, 5.0, 1e3]),
+    rule=st.sampled_from(RULES),
+    threshold=st.one_of(st.sampled_from([1e-9, 0.5, 1.0, 1 / 3, 2 / 3]), st.floats(0.01, 1.0)),
+    data=st.data(),
+)
+def test_layers_are_those_of_a_plain_loop(seed, layers, classes, scale, rule, threshold, data):
+    logits = scale * torch.randn(layers, 9, classes, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    min_layer = data.draw(st.integers(1, layers))
+    values = torch.stack([certainty(layer, "margin" if rule == "patience" else rule) for layer in logits])
+    assert bool(((values >= -1e-12) & (values <= 1)).all())
+    got = Exit(rule, threshold, min_layer, layers).layers(values, logits.argmax(-1))
+    margins = [] if rule == "patience" else (values - threshold).abs().flatten().tolist()
+    if min(margins, default=1.0) > 1e-9:  # rounding decides nothing
+        expected = [plain.leave(logits[:, i].tolist(), rule, threshold, min_layer) for i in range(9)]
+        assert got.tolist() == expected
+    assert int(got.min()) >= min(min_layer, layers)
+    assert Exit(rule, 1.0, min_layer, layers).layers(values, logits.argmax(-1)).tolist() == [layers] * 9
+    lower = Exit(rule, threshold / 2, min_layer, layers).layers(values, logits.argmax(-1))
+    assert bool((lower <= got).all())
+
+
+def world(seed, count=400, layers=4, classes=3):
+    """Readings whose later layers are better and surer."""
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(classes, (count,), generator=generator)
+    signal = torch.nn.functional.one_hot(targets, classes).double()
+    noise = torch.randn(layers + 1, count, classes, dtype=torch.float64, generator=generator)
+    strength = torch.linspace(0.2, 2.5, layers + 1, dtype=torch.float64)[:, None, None]
+    return readings(strength * signal * 2 + noise, targets)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_threshold_is_the_lowest_that_keeps_the_accuracy(rule):
+    data = world(0)
+    target = 0.02
+    tried = sorted(candidates(data, rule, 1, [0.5, 0.9]), reverse=True)
+    drops = {t: Row.of(data, Exit(rule, t, 1, 4)).scores["drop"].value for t in tried}
+    fine = [t for index, t in enumerate(tried) if all(drops[u] <= target for u in tried[: index + 1])]
+    assert calibrated(data, rule, 1, [0.5, 0.9], target) == min(fine)
+    assert drops[1.0] == 0
+
+
+def test_no_threshold_is_chosen_where_none_keeps_the_accuracy():
+    """Every layer but the last is sure of a wrong class."""
+    targets = torch.zeros(50, dtype=torch.int64)
+    logits = torch.zeros(4, 50, 3, dtype=torch.float64)
+    logits[:3, :, 1], logits[3, :, 0] = 40.0, 40.0
+    assert calibrated(readings(logits, targets), "confidence", 1, [0.5, 0.99], 0.01) == 1.0
+
+
+def test_one_sequence_has_no_two_parts():
+    with pytest.raises(FulldepthError, match="two or more"):
+        splits(readings(torch.randn(3, 5, 3), torch.randint(3, (5,)), per_sequence=5), 0.5, 0)
+
 
 CLASSIFIER = SimpleNamespace(classifies=True)
 
@@ -32,18 +115,14 @@ def test_nothing_is_advised_at_chance():
     data = guesses(np.random.default_rng(1), 400, 0.61)
     target, right = data.target.numpy(), data.correct[-1].numpy()
     constant = target == np.bincount(target).argmax()
-    assert data.chance.value == pytest.approx(constant.mean())
+    assert float(data.frequent.mean()) == pytest.approx(constant.mean())
     assert data.lead.value == pytest.approx(right.mean() - constant.mean())
-    said = no_advice(CLASSIFIER, data)
-    assert said.startswith(f"The full model is right on {100 * right.mean():.1f} ± ")
-    assert said.endswith(
-        f"%, not measurably more than always answering the most frequent class ({constant.mean():.1%}): nothing is "
-        "advised."
-    )
-    tokens = no_advice(SimpleNamespace(classifies=False), data)
-    assert "always predicting the most frequent token" in tokens
+    for subject in (CLASSIFIER, SimpleNamespace(classifies=False)):
+        said = no_advice(subject, data)
+        assert f"{100 * right.mean():.1f} ± " in said
+        assert f"({constant.mean():.1%})" in said
     assert no_advice(CLASSIFIER, guesses(np.random.default_rng(1), 400, 0.9)) is None
-    assert "no standard error" in no_advice(CLASSIFIER, made(torch.ones(2, 2, dtype=torch.bool), torch.tensor([0, 1])))
+    assert no_advice(CLASSIFIER, made(torch.ones(2, 2, dtype=torch.bool), torch.tensor([0, 1])))  # no error
 
 
 def test_the_error_of_the_lead_is_paired_over_clusters():
@@ -57,13 +136,6 @@ def test_the_error_of_the_lead_is_paired_over_clusters():
     squares = [((lead - lead.mean())[clusters == c].sum()) ** 2 for c in np.unique(clusters)]
     count = len(squares)
     assert data.lead.error == pytest.approx((count / (count - 1) * sum(squares)) ** 0.5 / len(lead))
-
-
-def test_models_at_chance_are_rarely_advised():
-    """The model is as good as the constant prediction, so about 2.5 % are beyond 2 standard errors."""
-    rng = np.random.default_rng(5)
-    advised = sum(no_advice(CLASSIFIER, guesses(rng, 200, 0.6)) is None for _ in range(400))
-    assert advised <= 0.05 * 400
 
 
 def test_the_first_layer_that_is_enough_against_a_loop():
@@ -83,17 +155,15 @@ def test_the_first_layer_that_is_enough_against_a_loop():
         assert low <= plain <= high
 
 
-@pytest.mark.parametrize("order", ["sorted", "shuffled", "alternating"])
-def test_the_interval_of_a_drop_covers_the_truth(order):
+@pytest.mark.thorough
+def test_the_interval_of_a_drop_covers_the_truth():
     """30 documents of 12 tokens, with an effect of the document on the drop; in any order of the rows."""
     rng, covered, truth = np.random.default_rng(7), 0, 0.02
     for _ in range(400):
         lost = truth + rng.normal(0, 0.03, 30)  # of each document
         difference = (rng.random((30, 12)) < 0.05 + lost[:, None]).astype(float) - (rng.random((30, 12)) < 0.05)
-        clusters = np.repeat(rng.integers(0, 2**62, 30), 12)
-        rows = {"sorted": np.arange(360), "shuffled": rng.permutation(360), "alternating": np.arange(360).reshape(30, 12).T.ravel()}[order]  # fmt: skip  # noqa: E501
-        values, groups = torch.from_numpy(difference.ravel()[rows]), torch.from_numpy(clusters[rows])
-        low, high = Mean.of(values, groups).interval
+        clusters, rows = np.repeat(rng.integers(0, 2**62, 30), 12), rng.permutation(360)
+        low, high = Mean.of(torch.from_numpy(difference.ravel()[rows]), torch.from_numpy(clusters[rows])).interval
         covered += low <= truth <= high
     assert 0.9 <= covered / 400 <= 0.985
 
@@ -126,20 +196,19 @@ def test_parts_are_divided_by_the_hash_of_clusters():
 
 
 @pytest.mark.parametrize(
-    ("ratio", "rounds", "load", "verdict", "said"),
+    ("ratio", "rounds", "load", "verdict"),
     [
-        (1.5, 9, 0.0, "differs", "It is 1.50 times as fast as the full model (95 % interval 1."),
-        (1.0, 9, 0.0, "no-difference", "No measurable difference in time"),
-        (1.5, 8, 0.0, "few-rounds", "8 timed rounds are too few"),
-        (1.5, 9, 0.2, "busy", "The machine was busy (20% of its processor); times are not compared."),
+        (1.5, 9, 0.0, "differs"),
+        (1.0, 9, 0.0, "no-difference"),
+        (1.5, 8, 0.0, "few-rounds"),
+        (1.5, 9, 0.2, "busy"),
     ],
 )
-def test_times_differ_only_beyond_their_interval(ratio, rounds, load, verdict, said):
+def test_times_differ_only_beyond_their_interval(ratio, rounds, load, verdict):
     own = [1 + 0.01 * (at % 3 - 1) for at in range(rounds)]
     full = [ratio] * rounds
     speedup = SpeedUp.of(full, own, load)
     assert speedup.verdict == verdict == speedup.document()["timing"]
-    assert speedup.sentence().startswith(said)
+    assert ("1.50 times" in speedup.sentence()) == (verdict == "differs")
     assert speedup.document()["measured_speedup"] == median_ratio(full, own).value
     assert (speedup.document()["measured_speedup_interval"] is None) == (rounds < 9)
-    assert SpeedUp.of([], [], load) is None
