@@ -12,7 +12,6 @@ import torch
 import transformers as tf
 from PIL import Image
 
-import fulldepth.measurement.folder
 from fulldepth.data import train_tokenizer
 
 FEW = ["--max-sequences", "4", "--sequence-length", "12"]
@@ -228,17 +227,6 @@ def test_no_memory_or_disk(wrong, monkeypatch, error):
 def test_more_than_there_is_is_said_before_the_start(wrong, monkeypatch):
     monkeypatch.setattr("fulldepth.measurement.plan.available_memory", lambda device: 1000)
     wrong(says=["before the start", "--reservoir-tokens"])
-
-
-def test_debug_shows_where_an_error_came_from(main, model, output, monkeypatch, text_file):
-    def bug(*_, **__):
-        raise KeyError("a mistake of ours")
-
-    monkeypatch.setattr(fulldepth.measurement.folder, "measure_with", bug)
-    command = ["measure", model, "--data", text_file, "--output", output]
-    assert "a mistake of ours" in main(*command).err
-    with pytest.raises(KeyError, match="a mistake of ours"):
-        main(*command, "--debug")
 
 
 def test_interrupted(main, model, text_file, output, monkeypatch):

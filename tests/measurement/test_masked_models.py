@@ -6,7 +6,6 @@ import shutil
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import torch
 import transformers as tf
 
@@ -72,26 +71,6 @@ def test_only_the_lens_reads_masked_text(checkpoint, text_file, bert_tokenizer):
     assert results.meta["data"]["masked_share"] == 0.15
     assert "15 % of its tokens masked" in results.meta["token_policy"]["sentence"]
     assert "15 % of its tokens masked" in dict(about(results.meta))["Tokens"]
-
-
-@pytest.mark.parametrize(("names", "passes"), [(["displacement", "cka"], 1), (["displacement", "saturation"], 2)])
-def test_the_second_pass_is_run_and_timed_only_for_the_lens(checkpoint, text_file, bert_tokenizer, names, passes):
-    folder = checkpoint("bert")
-    model = tf.BertForMaskedLM.from_pretrained(folder).eval()
-    calls = []
-    handle = model.bert.encoder.layer[0].register_forward_hook(lambda *_: calls.append(1))
-    settings = {"sequence_length": T, "tokenizer": bert_tokenizer, "measures": names}
-    counts = []
-    for sequences in (2, 6):
-        calls.clear()
-        results = measure(model, text_file, max_sequences=sequences, batch_size=2, **settings)
-        counts.append(len(calls))
-    handle.remove()
-    assert counts[1] - counts[0] == passes * 2, "two more batches (the proof at load takes some passes, too)"
-    assert ("forward (masked)" in results.meta["timings"]["measures"]) == (passes == 2)
-    assert (results.meta["data"]["masked_share"] is None) == (passes == 1)
-    assert ("masked" in results.meta["token_policy"]["sentence"]) == (passes == 2)
-    assert (results.meta["lens_grid"] is None) == (passes == 1)
 
 
 def test_without_a_mask_token_only_the_lens_is_left_out(checkpoint, text_file, tokenizer, tmp_path):

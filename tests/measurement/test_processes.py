@@ -89,18 +89,6 @@ def test_uneven_number_of_batches_and_samples_that_overflow(trained, sentences, 
 
 
 @pytest.mark.thorough
-def test_one_batch_over_two_processes(trained, text_file, tmp_path):
-    """The second process sees no data at all."""
-    one, *_ = compare(trained, text_file, tmp_path, batch_size=8, max_sequences=6, sequence_length=16, words="the,and")
-    assert "coherence" in set(one.table.measure)
-
-
-@pytest.mark.thorough
-def test_a_classifier(checkpoint, picture_folder, tmp_path):
-    compare(checkpoint("vit"), picture_folder, tmp_path, batch_size=4)
-
-
-@pytest.mark.thorough
 def test_a_series(checkpoint, text_file, tmp_path):
     run = tmp_path / "run"
     run.mkdir()

@@ -213,15 +213,6 @@ def test_a_final_model_that_is_no_point_of_its_own(run_folder, checkpoint, text_
     assert [line for line in results.meta["warnings"] if "at the root" in line] == about_it
 
 
-def test_a_failed_overwrite_leaves_the_earlier_results(refused, output, run_folder, tmp_path):
-    before = times(output)
-    empty = tmp_path / "empty.txt"
-    empty.touch()
-    refused("measure", run_folder, "--data", empty, "--output", output, *FEW, "--overwrite", says=["empty.txt"])
-    assert times(output) == before
-    assert Results.load(output).is_series
-
-
 def test_results_inside_the_model_folder_are_not_part_of_the_model(checkpoint, run_folder, text_file, tmp_path):
     """`--output MODEL/depth` is a natural place; the results there must not make the next run another run."""
     for source in (checkpoint("llama"), run_folder):

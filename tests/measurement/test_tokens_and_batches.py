@@ -152,11 +152,3 @@ def test_a_capped_sample_does_not_depend_on_the_batches(trained, text_file):
     assert counts["cka", "biased"] == counts["cka", "debiased"] == counts["cosine", "mean_raw"] == 192
     assert counts["lens_loss", "mean"] == counts["lens_accuracy", "mean"] == 30
     assert counts["renyi_entropy", "mean:plain:1"] == 5
-
-
-@pytest.mark.parametrize("options", [{"sequence_length": 1}, {"sequence_length": 2}, {"max_sequences": 1}])
-def test_the_smallest_data_leave_out_what_they_cannot_carry(checkpoint, text_file, options):
-    results = measure(checkpoint("llama"), text_file, **({"max_sequences": 5, "sequence_length": 8} | options))
-    assert np.isfinite(results.values("displacement", "mean", "residual")).all()
-    left_out = {entry["measure"] for entry in results.meta["left_out"]}
-    assert ("coherence" in left_out) is (options != {"sequence_length": 2})

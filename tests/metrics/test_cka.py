@@ -51,20 +51,6 @@ def test_a_constant_layer_has_no_similarity(generator):
         assert value[0, 1].isnan()
 
 
-@pytest.mark.parametrize("world_name", ["world", "no_first"])
-def test_rows_against_the_textbook(world_name, request, any_split, expect):
-    world = request.getfixturevalue(world_name)
-    expected, layers = {}, range(world.layers + 1)
-    for view in ("", ":no-first") if world.first_tokens else ("",):
-        states = world.tokens(view=view)
-        for a in layers:
-            for b in layers:
-                for name, debiased in (("debiased", True), ("biased", False)):
-                    value = oracle(states[a], states[b], debiased)
-                    expected["residual", a, b, f"{name}{view}"] = (value, states.shape[1])
-    expect(any_split(Cka, world), expected)
-
-
 KEPT, SUMMED = {}, {"reservoir_tokens": 20}
 """Settings of worlds of 118 tokens and 4 layers of 7 channels: all tokens are kept, or their products are summed."""
 
