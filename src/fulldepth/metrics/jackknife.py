@@ -31,11 +31,6 @@ def error_of(influence: Tensor) -> Tensor:
     return torch.from_numpy(uncertainty.error_of(influence.cpu().numpy()))
 
 
-def standard_error(without: Tensor) -> Tensor:
-    """`[...]` float64: jackknife error of an estimate, from those without each group, `[G, ...]`."""
-    return error_of(jackknife_influence(without))
-
-
 def ratio_error(sums: Tensor, counts: Tensor) -> Tensor:
     """Standard error of `sums.sum(0) / counts.sum(0)`, from sums and counts per group, `[G, ...]` each."""
     return error_of(ratio_influence(sums, counts))

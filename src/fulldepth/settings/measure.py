@@ -22,7 +22,7 @@ class MeasureSettings(ReadingSettings):
         "What to measure": ("measures", "tokens", "words", "reference", "probe_data"),
         "Samples": (
             *("max_sequences", "sequence_length", "batch_size", "exact", "lens_tokens", "reservoir_tokens"),
-            *("entropy_sequences", "lens_precision", "lens_sites", "seed", "split", "truncate", "skip_bad", "pictures"),
+            *("entropy_sequences", "lens_sites", "seed", "split", "truncate", "skip_bad"),
             *("order", "bos", "one_per_row", "balanced"),
         ),
         "Loading the model": (
@@ -55,18 +55,11 @@ class MeasureSettings(ReadingSettings):
     all."""
     entropy_sequences: Count | None = 16
     """Sequences in the seeded sample used for the matrix entropies; None = all."""
-    lens_precision: Literal["model", "bfloat16"] = "model"
-    """Precision of the lens's products with the head. bfloat16 is about three times faster on CPUs that have it; its
-    error is measured on 128 positions and printed."""
     lens_sites: list[Literal["residual", "attention_output"]] = Field(default=["residual"], min_length=1)
     """Comma-separated places that the lens reads. residual: the embeddings and the output of every layer;
     attention_output: also the stream between attention and MLP of every layer, in twice the time."""
-    grid_samples: int | None = Field(default=None, ge=0, le=1000)
-    """Sequences shown in the lens grid; None = 3, of a classifier 10 and the easiest and hardest ones; a
-    detector has none."""
-    pictures: bool = True
-    """Keep thumbnails of the images shown (at most 64 pixels a side) and their file names in the results.
-    --no-pictures: results that will be shared hold neither."""
+    grid_samples: int = Field(default=3, ge=0, le=1000)
+    """Sequences shown in the lens grid of a model that predicts tokens."""
     tower: Literal["text", "vision", "encoder", "decoder"] | None = None
     """text or vision, encoder or decoder: measure this part of a model alone."""
     device_map: str | dict[str, Any] | None = None
