@@ -117,7 +117,7 @@ class EarlyExit:
                 rows, states = rows[stays], anatomy.select(states, stays)
                 inputs = {name: value[stays] for name, value in inputs.items()}
                 rule.keep(stays)
-                runner.keep(stays, inputs)
+                runner.keep(inputs)
         return answers, left
 
     def _logits(self, layer: int, states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
