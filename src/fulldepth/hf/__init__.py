@@ -35,7 +35,6 @@ from fulldepth.hf.exit_heads import (
     exit_heads_of,
     exit_weights,
     has_exit_heads,
-    outputs_by_layer,
 )
 from fulldepth.hf.families import FAMILIES, rows_of
 from fulldepth.hf.family import Family, Head
@@ -142,7 +141,6 @@ __all__ = [
     "notes_of",
     "open_model",
     "open_tokenizer",
-    "outputs_by_layer",
     "packaged",
     "pick_device",
     "pick_dtype",

@@ -108,9 +108,9 @@ def _pays(session: Session, draft: Callable[[], float], drafter: str) -> bool:
         return False
     stats.paid, stats.trial_seconds = seconds <= worth, max(0.0, seconds - worth)
     stats.reason = (
-        f"{'Drafting goes on' if stats.paid else 'Plain decoding'} after a trial: {rounds} rounds with drafts of "
-        f"{drafter} were {worth / max(seconds, 1e-9):.2f} times as fast as {len(steps)} plain steps. "
-        f"The trial cost {stats.trial_seconds:.2f} s."
+        f"{'Drafting goes on' if stats.paid else 'Plain decoding'} after a trial: drafts of {drafter} were "
+        f"{worth / seconds:.2f} times as fast as plain steps (rounds: {rounds}), which cost "
+        f"{stats.trial_seconds:.2f} s."
     )
     return stats.paid
 
