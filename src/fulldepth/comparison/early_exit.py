@@ -65,12 +65,10 @@ class Curve(NamedTuple):
 
 def curve_of(model: Entry) -> Curve | None:
     """The measured points of a model with the entries `full` and `exits`; None if it was not timed."""
-    full, needed = (model.get("full") or {}).get("accuracy"), ("rule", "threshold", "accuracy")
+    full, needed = (model.get("full") or {}).get("accuracy"), ("rule", "threshold", "accuracy", "exits")
     every = [one for one in model.get("exits") or [] if all(one.get(name) is not None for name in needed)]
     timed = [one for one in every if one.get("measured_speedup") and one.get("split", "report") == "report"]
-    known = [
-        one for one in every if one.get("split") == "calibration" and one.get("exits") and one.get("drop") is not None
-    ]
+    known = [one for one in every if one.get("split") == "calibration" and one.get("drop") is not None]
     if full is None or not timed:
         return None
     return Curve(full, sorted(timed, key=lambda one: one["threshold"]), known)
@@ -156,7 +154,7 @@ def speedups(models: Sequence[Entry]) -> dict[str, dict[str, Any]]:
 
 def findings(models: Sequence[Entry], rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Finding]:
     """One finding for each model: the speed-up at which it is as accurate as the full baseline."""
-    baseline = next((str(one["label"]) for one in models if one.get("baseline") and one["label"] in rows), "")
+    baseline = next((one["label"] for one in models if one.get("baseline") and one["label"] in rows), "")
     found = {}
     for label, row in rows.items() if baseline else ():
         level = f"the {rows[baseline]['full']:.1%} accuracy of {baseline} without early exit"

@@ -67,7 +67,7 @@ def _decode_with_drafts(session: Session, options: Options) -> None:
         early = given if isinstance(given, int) else max(1, round(SHARE * stats.num_layers))
         drafter = f"layers 1 to {early}"
     length = options.draft_length if isinstance(options.draft_length, int) else DRAFTS
-    stats.speculate_from, stats.draft_length = max(1, early), length
+    stats.speculate_from, stats.draft_length = early, length
     stats.reason = f"Up to {length} tokens a round are drafts of {drafter}, as asked."
     with nullcontext() if plan is None else Switches(session.runner.anatomy, plan.granularity) as switches:
         skipper = None if plan is None or switches is None else Skipper(switches, plan.layers, plan.scalars)
