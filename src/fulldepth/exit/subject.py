@@ -42,7 +42,7 @@ class Subject:
     sequences: Sequences
     device: torch.device
     batch_size: int
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...]
 
     @property
     def anatomy(self) -> Anatomy:

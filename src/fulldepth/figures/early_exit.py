@@ -188,7 +188,6 @@ def tradeoff(
                 error_y={
                     "array": [point.values.get(f"{scale.key}_stderr") or 0 for point in drawn],
                     "color": color,
-                    "thickness": 1.2,
                 },
                 customdata=[
                     [point.name, "in theory" if point.measured is None else "measured", point.early or 0]
@@ -265,7 +264,7 @@ def _histogram(name: str, its_points: Sequence[Point]) -> go.Figure | None:
         )
     return figure(
         traces,
-        alt=" ".join(f"{point.name}: {point.early or 0:.0%} leave early." for point in drawn[-3:]),
+        alt=" ".join(f"{point.name}: {point.early or 0:.0%} leave early." for point in drawn),
         xaxis=layer_axis(layers),
         yaxis=axis("Share", tickformat=".0%", rangemode="tozero"),
         variant=name,

@@ -35,7 +35,6 @@ from fulldepth.hf.exit_heads import (
     find_exit_heads,
     has_exit_heads,
     load_exit_heads,
-    outputs_by_layer,
     restore_exit_heads,
     save_exit_heads,
 )
@@ -143,7 +142,6 @@ __all__ = [
     "notes_of",
     "open_model",
     "open_tokenizer",
-    "outputs_by_layer",
     "packaged",
     "pick_device",
     "pick_dtype",

@@ -110,17 +110,6 @@ def exit_heads_of(model: nn.Module, kind: str = CLASSES) -> dict[int, nn.Module]
     return {int(layer): head for layer, head in (heads or {}).items()}
 
 
-def outputs_by_layer(anatomy: Anatomy) -> list[list[nn.Linear]]:
-    """[L] the last linear layers by which each layer is read, those of the model's own head for layer L; empty without
-    exit heads.
-    """
-    if not has_exit_heads(anatomy.model):
-        return []
-    outputs = output_layers(anatomy)
-    heads: list[Any] = [list(exit_heads_of(anatomy.model, kind).values()) for kind in outputs]
-    return [*map(list, zip(*heads, strict=True)), [own for _, _, own in outputs.values()]]
-
-
 def exit_weights(model: nn.Module) -> list[nn.Parameter]:
     """The weights of all exit heads."""
     return list(_named(model).values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from html import unescape
 from typing import Any
 
@@ -32,14 +31,15 @@ def story(source: Source) -> dict[str, Any] | None:
     """The opening paragraph: the sentences of the findings, and the export of the layers that are enough."""
     meta = source.meta
     headline = meta.get("headline") or {}
-    sentences = dict.fromkeys(str(entry["sentence"]) for entry in headline.values() if entry.get("sentence"))
+    told = [str(entry["sentence"]) for entry in headline.values() if entry.get("sentence")]
+    sentences = [one for one in told if not any(one != other and one in other for other in told)]
     depth = number((headline.get("effective_depth") or {}).get("value"))
     name, after = (meta.get("model") or {}).get("name"), None
     if name and depth is not None and depth < source.layers:
         count = f"{depth:.0f}"
         command = f"fulldepth exit {shlex.quote(short(name, 160))} --export-layers {count} --output first-{count}/"
         after = {"why": f"export the first {count} layers as a checkpoint:", "command": command}
-    return {"sentences": list(sentences), "next": after} if sentences else None
+    return {"sentences": sentences, "next": after} if sentences else None
 
 
 def tables(source: Source) -> dict[str, list[Table]]:
@@ -106,11 +106,6 @@ def _changed(point: Point) -> str:
     return minus(-100 * drop, "+.1f") + interval
 
 
-def _at(row: Mapping[str, Any], speedup: str) -> str:
-    """The accuracy at a speed-up."""
-    return _percent(number((row.get("at") or {}).get(speedup)))
-
-
 def tables_of_models(source: Source) -> dict[str, list[Table]]:
     """Accuracy at equal speed, and speed at equal accuracy; empty where nothing was timed."""
     speeds = source.meta.get("speedups") or {}
@@ -124,7 +119,7 @@ def tables_of_models(source: Source) -> dict[str, list[Table]]:
         "Full accuracy": lambda row: _percent(number(row.get("full"))),
         "Equal accuracy": lambda row: _times(number(row.get("speedup"))),
         "As the baseline": lambda row: _times(number(row.get("speedup_at_baseline"))),
-        **{f"At {one}×": partial(_at, speedup=one) for one in at},
+        **{f"At {one}×": lambda row, at=one: _percent(number((row.get("at") or {}).get(at))) for one in at},  # type: ignore[misc]
     }
     note = (
         "Equal accuracy: the measured speed-up of the threshold that was chosen for no loss of accuracy on the "

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from fulldepth.errors import FulldepthError
 from fulldepth.files import read_json, validated
-from fulldepth.results.exit_parts import Exit, Full, Generated, ScoredTask, Speed, Stopping
+from fulldepth.results.exit_parts import Exit, Full, Generated, ScoredTask, Speed
 from fulldepth.results.finding import Finding, Number
 from fulldepth.results.parts import Layer, Mapping, Part, Whole
 
@@ -198,7 +198,6 @@ class Compared(Plan):
     not_computed: list[Whole] | None = None
     exits: list[Exit] | None = None
     full: Full | None = None
-    stopping: list[Stopping] | None = None
     generation: list[Exit] | None = None
     tasks: dict[str, ScoredTask] | None = None
 

@@ -44,14 +44,6 @@ class Full(Part):
     no_advice: str | None = None
 
 
-class Stopping(Part):
-    """What stopping all samples after one layer loses against the full model."""
-
-    layer: Layer
-    drop: Number | None = None
-    drop_interval: Interval | None = None
-
-
 class Speed(Part):
     """Speed at equal accuracy and accuracy at equal speed, of one of several models."""
 
@@ -74,8 +66,6 @@ class GenerationStats(Part):
     prompt_positions: Counts | None = None
     layer_positions: Counts | None = None
     exits: Counts | None = None
-    speculate_from: Layer | None = None
-    acceptance: Share | None = None
 
 
 class Generated(Part):

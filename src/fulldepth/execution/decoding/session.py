@@ -52,7 +52,7 @@ class Stats:
     projected: list[int] = field(default_factory=list)
     """[L] positions of which a layer computed nothing but keys and values (policy `propagate`)."""
     speculate_from: int | None = None
-    """E: drafts come from the first E layers."""
+    """E: the layers that run once for drafts and their confirmation; 0 if a plan skips parts of the first."""
     draft_length: int | None = None
     """K: largest number of draft tokens in a round."""
     rounds: int = 0

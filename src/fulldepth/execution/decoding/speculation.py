@@ -67,7 +67,7 @@ def _decode_with_drafts(session: Session, options: Options) -> None:
         early = given if isinstance(given, int) else max(1, round(SHARE * stats.num_layers))
         drafter = f"layers 1 to {early}"
     length = options.draft_length if isinstance(options.draft_length, int) else DRAFTS
-    stats.speculate_from, stats.draft_length = max(1, early), length
+    stats.speculate_from, stats.draft_length = early, length
     stats.reason = f"Up to {length} tokens a round are drafts of {drafter}, as asked."
     with nullcontext() if plan is None else Switches(session.runner.anatomy, plan.granularity) as switches:
         skipper = None if plan is None or switches is None else Skipper(switches, plan.layers, plan.scalars)
@@ -108,9 +108,9 @@ def _pays(session: Session, draft: Callable[[], float], drafter: str) -> bool:
         return False
     stats.paid, stats.trial_seconds = seconds <= worth, max(0.0, seconds - worth)
     stats.reason = (
-        f"{'Drafting goes on' if stats.paid else 'Plain decoding'} after a trial: {rounds} rounds with drafts of "
-        f"{drafter} were {worth / max(seconds, 1e-9):.2f} times as fast as {len(steps)} plain steps. "
-        f"The trial cost {stats.trial_seconds:.2f} s."
+        f"{'Drafting goes on' if stats.paid else 'Plain decoding'} after a trial: drafts of {drafter} were "
+        f"{worth / seconds:.2f} times as fast as plain steps (rounds: {rounds}), which cost "
+        f"{stats.trial_seconds:.2f} s."
     )
     return stats.paid
 
