@@ -6,10 +6,8 @@ import json
 import subprocess
 import sys
 
-import pandas as pd
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import tiny_models
 from skip import word_tokenizer
@@ -102,29 +100,6 @@ def test_the_folded_export_has_the_plans_loss_in_stock_transformers(main, house,
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == pytest.approx(planned["healed_loss"], rel=1e-4)
-
-
-def test_bench_and_curve_write_results(main, house, planned, tmp_path):
-    code, _, err = main("skip", "apply", house / "plan", house / "model", "--format", "fast", "-o", tmp_path / "fast")
-    assert code == 0, err
-    grid = ["--batches", "2", "--contexts", "8,12", "--new-tokens", "3", "--repeats", "2"]
-    code, out, err = main(
-        "skip", "bench", house / "model", tmp_path / "fast", "-o", tmp_path / "bench", *grid, "--json"
-    )
-    assert code == 0, err
-    assert json.loads(out) == json.loads((tmp_path / "bench" / "results.json").read_text())["headline"]
-    table = pd.read_parquet(tmp_path / "bench" / "results.parquet")
-    sizes = table[table.measure == "parameter_bytes"].set_index("model")["value"]
-    stock = sum(p.numel() * 4 for p in AutoModelForCausalLM.from_pretrained(house / "model").parameters())
-    assert sizes["model"] == stock
-    assert sizes["fast"] < stock
-    code, out, err = main(
-        "skip", "curve", house / "model", "--data", house / "pairs.jsonl", "--max-blocks", "9", "-o", tmp_path / "curve"
-    )
-    assert code == 0, err
-    assert "break_point" in out
-    curve = pd.read_parquet(tmp_path / "curve" / "results.parquet")
-    assert curve.removed.max() == tiny_models.LAYERS, "as many as there are"
 
 
 SEARCHES = [

@@ -184,8 +184,7 @@ def reuse_points() -> None:
 
 def reuse_losses() -> None:
     """Plant: the losses that an interrupted search has stored are taken for those of any search."""
-    read_progress = loss_cache.read_progress
-    loss_cache.read_progress = lambda path, _: read_progress(path, json.loads(path.read_text())["of"])
+    loss_cache.differences = lambda before, current: ""
 
 
 def reuse_checkpoints() -> None:

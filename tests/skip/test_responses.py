@@ -132,29 +132,6 @@ def test_generation_defaults_of_the_checkpoint_are_set_aside():
     assert model.generation_config is own
 
 
-def test_empty_and_broken_off_responses_are_reported():
-    model, lines, parts = decoder("llama"), [], []
-    free = [alone(decoder("llama"), [*ids(*range(i, i + 2)), LINE], (), 4) for i in range(8)]
-    first = Counter(answer[0] for answer in free).most_common(1)[0][0]
-    assert 0 < sum(answer[0] == first for answer in free) < 8
-    model.generation_config.eos_token_id = first
-    watcher = Watcher(lines.append, lambda title, total: parts.append((title, total)), parts.append)
-    prompts = [words(i, i + 1) for i in range(8)]
-    found = generate_responses(model, tokenizer(), prompts, max_new_tokens=4, batch_size=3, watcher=watcher)
-    empty = [i for i, answer in enumerate(free, start=1) if answer[0] == first]
-    broken = [i for i, answer in enumerate(free, start=1) if first not in answer]
-    assert found.settings["empty"] == empty
-    assert [pair["prompt"] for pair in found.pairs] == [p + "\n" for i, p in enumerate(prompts, 1) if i not in empty]
-    assert lines[0].startswith(f"{len(empty)} of 8 responses are empty")
-    assert lines[1].startswith(f"{len(broken)} of 8 responses were cut off after 4 tokens")
-    assert [pair.get("cut_off", False) for pair in found.pairs] == [
-        i in broken for i in range(1, len(prompts) + 1) if i not in empty
-    ]
-    assert parts == [("Responses", 8), 3, 3, 2]
-    with pytest.raises(FulldepthError, match="gave an empty response to each of the 1 prompts"):
-        generate_responses(model, tokenizer(), [prompts[empty[0] - 1]], max_new_tokens=4)
-
-
 @pytest.mark.parametrize("template", [None, CHAT])
 def test_an_end_that_the_model_did_not_choose_has_no_loss(template):
     """Labels of the examples are exactly the tokens that the model generated, its end of turn included."""

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -16,10 +17,11 @@ from fulldepth.execution import verify
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.results import Results
 from fulldepth.settings.search import SearchSettings
-from fulldepth.skip.assessment.outcome import analyse
+from fulldepth.skip.assessment.outcome import analyse, settings_of
 from fulldepth.skip.plan import Plan
+from fulldepth.skip.responses import Responses, stored_responses
 from fulldepth.skip.run import search_into
-from skip import plain
+from skip import plain, planned
 from skip.word_tokenizer import tokenizer, words
 from tiny_models import build
 
@@ -133,3 +135,36 @@ def test_models_without_a_next_token_are_refused_before_anything_is_read(tmp_pat
     build("vit").save_pretrained(tmp_path / "model")
     with pytest.raises(FulldepthError, match="is no causal language model"):
         search_into(tmp_path / "model", "absent.jsonl", tmp_path / "out", SETTINGS)
+
+
+def test_a_plan_grants_nothing() -> None:
+    plan = planned.plan(build("llama"), [2])
+    stored = {"trust_remote_code": True, "tokenizer": "elsewhere", "revision": "theirs", "device": "meta", "seed": 7}
+    plan = plan.changed(cost={**plan.cost, "settings": stored})
+    found = settings_of(plan, {})
+    assert found == SearchSettings(blocks=1, seed=7)
+    assert settings_of(plan, {"trust_remote_code": True}).trust_remote_code
+
+
+def answers(text: str = "yes") -> Responses:
+    return Responses([{"prompt": "a", "response": text}], {"prompts": 1})
+
+
+def test_responses_are_found_again_and_never_written_over(tmp_path: Path) -> None:
+    notes, file = tmp_path / "responses.json", tmp_path / "responses.jsonl"
+    made = stored_responses(tmp_path, {"count": 1}, answers)
+    assert made == {"prompts": 1}
+    before = file.read_bytes()
+    assert stored_responses(tmp_path, {"count": 1}, lambda: pytest.fail("generated again")) == made
+    with pytest.raises(FulldepthError, match="other responses: count was 1, is 2"):
+        stored_responses(tmp_path, {"count": 2}, answers)
+    file.unlink()  # killed between the two files
+    assert stored_responses(tmp_path, {"count": 1}, answers) == made
+    assert file.read_bytes() == before
+    file.write_text("edited\n")
+    with pytest.raises(FulldepthError, match="has changed since it was generated"):
+        stored_responses(tmp_path, {"count": 1}, answers)
+    notes.unlink()
+    with pytest.raises(FulldepthError, match="never written over"):
+        stored_responses(tmp_path, {"count": 1}, answers)
+    assert file.read_text() == "edited\n"

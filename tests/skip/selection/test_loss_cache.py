@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from fulldepth.progress import Watcher
 from fulldepth.skip.plan import FILE, Plan
 from fulldepth.skip.selection import loss_cache
 from fulldepth.skip.selection.search import search
+from hostile import damaged_json
 from skip import plain
 from skip.searching import LAYERS, OPTIONS, STEPS, WEIGHTS, WIDTH
 
@@ -154,6 +156,26 @@ def test_progress_of_another_search_is_refused(model, examples, tmp_path):
         with pytest.raises(FulldepthError, match=words):
             search(one, data, output=folder, **(OPTIONS | {"resume": True} | options))
         assert (folder / PROGRESS).read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["greedy", "taylor"])
+def test_damaged_progress_is_refused_or_does_not_matter(model, examples, tmp_path, name):
+    options = {**OPTIONS, "search": name, "fit": False, "output": tmp_path / "out", "resume": True}
+    with pytest.raises(Killed):
+        search(model, examples, watcher=stopping(8), **options)
+    path, rng, refused = tmp_path / "out" / PROGRESS, random.Random(0), []
+    document = json.loads(path.read_text())
+    for _ in range(30):
+        path.write_text(damaged_json(document, rng), encoding="utf-8", errors="replace")
+        try:
+            plan = search(model, examples, **options)
+        except FulldepthError as error:
+            refused.append(str(error))
+        else:
+            assert len(plan.blocks) == OPTIONS["blocks"]
+            (path.parent / FILE).unlink()
+    assert len(refused) > 8
+    assert all(len(text) < 1000 and ("Remove the file" in text or "another search" in text) for text in refused)
 
 
 def test_a_finished_plan_is_neither_written_over_nor_found_again(model, examples, tmp_path):
