@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -152,7 +153,8 @@ def passing_after(calls: int, counter: Iterator[int], forward: Any) -> Any:
 
 
 def shortened(refusal: str) -> str:
-    """The first reason of a refusal."""
+    """The first reason of a refusal, without the size of a difference."""
+    refusal = re.sub(r" \(relative difference [^)]*\)| by \S+ \(relative\)", "", refusal)
     first = refusal.partition(". Describe it")[0].partition(". A network of several")[0].partition(" | ")[0]
     return one_line(first.rpartition(" design: ")[2].rstrip(". "), 200)
 

@@ -35,7 +35,11 @@ Variant = frozenset[int]
 
 def weight_products(module: nn.Module | None) -> float:
     """2 * inputs * outputs of a linear layer, also if packed by GPTQ or AWQ, or a router; 0 for other modules."""
-    if isinstance(module, nn.Linear | Conv1D) or _is_router(module):  # all hold one matrix
+    weight = getattr(module, "weight", None)
+    is_router = (
+        isinstance(getattr(module, "top_k", None), int) and isinstance(weight, nn.Parameter) and weight.ndim == 2
+    )
+    if isinstance(module, nn.Linear | Conv1D) or is_router:  # all hold one matrix
         return 2.0 * module.weight.numel()  # type: ignore[union-attr, operator]
     if hasattr(module, "qweight"):
         packed: Any = module
@@ -62,12 +66,6 @@ def token_products(root: nn.Module, outside: Collection[nn.Module | None] = ()) 
                 share = _visited(block, None, len(experts))
                 total -= (1 - share) * sum(weight_products(part) for part in experts.modules())
     return total
-
-
-def _is_router(module: nn.Module | None) -> bool:
-    """Whether a module holds the matrix by which it chooses `top_k` experts for a token."""
-    weight = getattr(module, "weight", None)
-    return isinstance(getattr(module, "top_k", None), int) and isinstance(weight, nn.Parameter) and weight.ndim == 2
 
 
 def _visited(block: nn.Module, experts: nn.Module | None, count: int) -> float:

@@ -242,17 +242,13 @@ class _Softmax:
         else:
             top = logits.amax(-1)
         self.top[rows] = top = torch.maximum(top, before)
-        self._sum(rows, logits, top, first=start == 0)
-
-    def _sum(self, rows: slice, logits: Tensor, top: Tensor, *, first: bool) -> None:
-        """Add the exponentials; they are shifted by the largest logit so far only where it is large."""
-        safe = bool((top.abs() <= SAFE_EXPONENT).all())  # also without any row
-        if safe and not bool(self.shift[rows].any()):
+        # Exponentials are shifted by the largest logit so far only where it is large, also without any row.
+        if bool((top.abs() <= SAFE_EXPONENT).all()) and not bool(self.shift[rows].any()):
             self.total[rows] += _exponential(logits).sum(-1)
             return
         shift = top.clamp(min=torch.finfo(top.dtype).min)
         part = _exponential(logits.sub_(shift[:, None])).sum(-1)
-        self.total[rows] = part if first else self.total[rows] * (self.shift[rows] - shift).exp() + part
+        self.total[rows] = part if start == 0 else self.total[rows] * (self.shift[rows] - shift).exp() + part
         self.shift[rows] = shift
 
     @property
