@@ -1,4 +1,4 @@
-"""Detection: average precision and set loss of every decoder layer."""
+"""Detection: average precision of every decoder layer."""
 
 from __future__ import annotations
 
@@ -13,22 +13,12 @@ PRECISIONS = (
     Line("average_precision", "AP75", "ap75", color=CATEGORICAL[1], dash="dash", form=".1%"),
     Line("average_precision", "AP, IoU 0.5 to 0.95", "ap", color=CATEGORICAL[2], dash="dot", form=".1%"),
 )
-LOSSES = (
-    Line("detection_loss", "Set loss", "mean"),
-    Line("detection_loss", "Classes (nats)", "class", color=CATEGORICAL[1], dash="dash"),
-    Line("detection_loss", "Distance of boxes", "l1", color=CATEGORICAL[2], dash="dot"),
-    Line("detection_loss", "1 − GIoU of boxes", "giou", color=CATEGORICAL[3], dash="dashdot"),
-)
 
 
 def _precision(source: Source) -> go.Figure | None:
     return over_layers(
         source.table, source.layers, PRECISIONS, alt=each_line(".1%"), yaxis=axis("Average precision", **SHARE)
     )
-
-
-def _loss(source: Source) -> go.Figure | None:
-    return over_layers(source.table, source.layers, LOSSES, alt=each_line(), yaxis=axis("Loss", **ZERO))
 
 
 FIGURES = (
@@ -62,25 +52,5 @@ FIGURES = (
             ),
         ),
         followed=True,
-    ),
-    Figure(
-        "detection_loss",
-        "predictions",
-        _loss,
-        title="Set loss per decoder layer",
-        subtitle="Loss of a detector that stops at this layer",
-        methods=(
-            Method(
-                "Set loss",
-                ("detection_loss",),
-                (
-                    "The loss that the detector was trained with, of every layer alone. Objects are matched to queries "
-                    "anew for each layer; queries without an object are to say that there is none."
-                ),
-                source="Carion et al., <cite>End-to-end object detection with Transformers</cite>, Eq. 2.",
-            ),
-        ),
-        curves=(Quantity("detection_loss", "mean", "Set loss", "Set loss"),),
-        secondary=True,
     ),
 )

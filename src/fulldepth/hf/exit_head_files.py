@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +99,6 @@ def restore_exit_heads(model: nn.Module, path: str | Path) -> None:
             weight.copy_(stored[name])
 
 
-def add_stored_exit_heads(model: PreTrainedModel, stored: Mapping[str, Iterable[int]]) -> None:
-    """Give a model on the meta device heads of the shapes that a checkpoint's weights have; without any, nothing."""
-    shapes = {name: shape for name, shape in stored.items() if NAME.fullmatch(name)}
-    if shapes:
-        empty = {name: torch.empty(*shape, device="meta") for name, shape in shapes.items()}
-        attach_exit_heads(model, _by_layer(empty), torch.device("meta"), model.dtype)
-
-
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:
     """The weights of a model's heads by their names in the file."""
     kinds = {kind: exit_heads_of(model, kind) for kind in (CLASSES, BOXES)}
@@ -149,7 +141,6 @@ def _read(path: str | Path) -> dict[str, Tensor]:
 
 __all__ = [
     "EXIT_HEADS",
-    "add_stored_exit_heads",
     "find_exit_heads",
     "load_exit_heads",
     "restore_exit_heads",

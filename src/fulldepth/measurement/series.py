@@ -13,7 +13,7 @@ import pydantic
 from fulldepth.data import Sequences, Source
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import find_checkpoints, has_weights, is_sharded, trained_steps
+from fulldepth.hf import find_checkpoints, has_weights, trained_steps
 from fulldepth.measurement.fingerprint import contents, fingerprints
 from fulldepth.measurement.run import measure_with
 from fulldepth.progress import Watcher, without_repeats
@@ -84,10 +84,6 @@ def series_points(
     its `trainer_state.json` names a later step than the last checkpoint's.
     """
     steps = find_checkpoints(run)
-    if shards := [place.name for _, place in steps if is_sharded(place)]:
-        raise FulldepthError(
-            f"{run} holds weights in shards ({shards[0]}). Put them together: fulldepth train export {run} --all."
-        )
     models = [contents(place) for _, place in steps]
     names = [place.name for _, place in steps]
     remarks: list[str] = []

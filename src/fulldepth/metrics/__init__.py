@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from fulldepth.metrics.average_precision import AveragePrecision, average_precision
-from fulldepth.metrics.base import Influence, Measure, Observation, Readout, Row, Setup
+from fulldepth.metrics.base import Detections, Influence, Measure, Observation, Readout, Row, Setup
 from fulldepth.metrics.cka import Cka, cka_matrix, linear_cka
 from fulldepth.metrics.coherence import Coherence, coherence
 from fulldepth.metrics.cosine import Cosine, cosine_matrix
 from fulldepth.metrics.cross import Cross, cross_similarity
-from fulldepth.metrics.detection_loss import DetectionLoss, SetLoss, detection_loss
-from fulldepth.metrics.detections import Detections
 from fulldepth.metrics.displacement import Displacement, displacement
 from fulldepth.metrics.effective_depth import EffectiveDepth, effective_depth
 from fulldepth.metrics.expected_retrieval import ExpectedRetrieval, expected_retrieval, head_shares
@@ -47,7 +45,6 @@ METRICS: dict[str, type[Measure]] = {
     "expected_retrieval": ExpectedRetrieval,
     "stream_mixing": StreamMixing,
     "average_precision": AveragePrecision,
-    "detection_loss": DetectionLoss,
 }
 """Measures by public name. Adding a measure takes one file, one line here and one test."""
 
@@ -58,7 +55,6 @@ __all__ = [
     "Coherence",
     "Cosine",
     "Cross",
-    "DetectionLoss",
     "Detections",
     "Displacement",
     "EffectiveDepth",
@@ -79,7 +75,6 @@ __all__ = [
     "Row",
     "Saturation",
     "Separability",
-    "SetLoss",
     "Setup",
     "SpectralNorm",
     "StreamMixing",
@@ -88,7 +83,6 @@ __all__ = [
     "coherence",
     "cosine_matrix",
     "cross_similarity",
-    "detection_loss",
     "displacement",
     "effective_depth",
     "expected_retrieval",

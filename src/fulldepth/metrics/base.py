@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from torch.nn.functional import one_hot
 
 from fulldepth.metrics.accumulator import CPU, Accumulator
 from fulldepth.metrics.angle import cosine
-from fulldepth.metrics.detections import Detections
 from fulldepth.metrics.reservoir import Reservoir
 from fulldepth.targets import IGNORE
 from fulldepth.uncertainty import deal
@@ -106,8 +105,6 @@ class Setup:
     """Look-alike words whose linear separability is measured."""
     projections: tuple[str, ...] = ()
     """Names of the weight matrices inside a block whose spectral norms are measured."""
-    set_loss: Any = None
-    """A detector's `SetLoss` options; None = DETR's."""
     seed: int = 0
     device: torch.device = CPU
     """Device of the accumulators."""
@@ -153,6 +150,19 @@ class Readout:
     """[M] int64: row in the batch of each position's sequence."""
     inner: Readout | None = None
     """The same after the attention of layers 1..L, [L, M], at the same positions; None if it was not read."""
+
+
+@dataclass(frozen=True)
+class Detections:
+    """Predictions of layers 1..L of a detector for a batch of images with Q queries each."""
+
+    logits: Tensor
+    """[L, B, Q, C+1]: classes, the last one "no object"."""
+    boxes: Tensor
+    """[L, B, Q, 4]: centre x, centre y, width and height as shares of the image, in [0, 1]."""
+    targets: Sequence[Mapping[str, Tensor]] | None = None
+    """True objects of each image: `class_labels` [n], `boxes` [n, 4] and perhaps `crowd` [n] bool; None for data
+    without boxes."""
 
 
 @dataclass(eq=False)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +23,14 @@ import fulldepth.architectures  # noqa: F401  # registers this package's models 
 from fulldepth import launch
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.hf import anatomy_candidates, find_gguf, load_checkpoint, load_config, rows_of, unused_positions
-from fulldepth.training.causality import reads_later_tokens
+from fulldepth.settings.train import ModelSettings, TrainSettings
 from fulldepth.training.heads import HEADS, with_new_head
 from fulldepth.training.initial import draw_weights
-from fulldepth.training.settings import ModelSettings, TrainSettings
 
 WEIGHTS = {"float32": torch.float32, "autocast": torch.float32, "bfloat16": torch.bfloat16}
 """Precision of a run -> type of its weights, gradients and optimiser states."""
 POSITIONS = "max_position_embeddings"
+FLAG = "is_decoder"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NOT_OPTIONS = {
     "self",
@@ -366,3 +369,38 @@ def _take_weights(
 def _reason(error: Exception) -> str:
     """The last line of an error message, where strict configurations state the cause."""
     return " ".join(str(error).strip().splitlines()[-1:])[:300].strip() if str(error).strip() else repr(error)
+
+
+def reads_later_tokens(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> bool:
+    """Whether the model would read the tokens that it is to predict.
+
+    Encoders with a causal head (BERT's relatives) mask later tokens only if `is_decoder` is true. Other classes never
+    read the option (GPT-NeoX), or set it themselves (decoders of BART's relatives).
+
+    Args:
+        config: of the model.
+        model_class: its class.
+    """
+    return getattr(config, FLAG, True) is False and _obeys_flag(model_class.__module__, model_class.__name__)
+
+
+@cache
+def _obeys_flag(module: str, name: str) -> bool:
+    """Whether the code of a class reads `config.is_decoder`, and the class does not set it."""
+    try:
+        code = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, SyntaxError):
+        return True
+    own = [node for node in code.body if isinstance(node, ast.ClassDef) and node.name == name]
+    return _uses(ast.walk(code), ast.Load) and not any(_uses(ast.walk(node), ast.Store) for node in own)
+
+
+def _uses(nodes: Iterable[ast.AST], context: type[ast.expr_context]) -> bool:
+    """Whether `config.is_decoder` is read or set."""
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr == FLAG
+        and isinstance(node.ctx, context)
+        and "config" in ast.unparse(node.value)
+        for node in nodes
+    )
