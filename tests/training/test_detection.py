@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from fulldepth.training.methods import resolved
+from fulldepth.training.settings import TrainSettings
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, DetrForObjectDetection
@@ -26,9 +28,7 @@ from fulldepth.results import Results
 from fulldepth.settings import layers as recipes
 from fulldepth.training import train
 from fulldepth.training.labelled import labelled_data
-from fulldepth.training.methods import resolved
 from fulldepth.training.model import build_config, meta_model
-from fulldepth.training.settings import TrainSettings
 from training.conftest import DETR
 
 RECIPE = {

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fulldepth.training.settings import TrainSettings
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
@@ -20,7 +21,6 @@ from fulldepth.errors import FulldepthError
 from fulldepth.settings.layers import layer as layered
 from fulldepth.training import train
 from fulldepth.training.plan import detector_lines
-from fulldepth.training.settings import TrainSettings
 from training.conftest import DETR
 
 RECIPE: dict[str, Any] = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as tf
 import yaml
+from fulldepth.training.settings import TrainSettings
 from scipy import stats
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -18,7 +19,6 @@ from fulldepth.settings import layer
 from fulldepth.training.folder import dump, open_run
 from fulldepth.training.model import build_config, build_model
 from fulldepth.training.plan import plan
-from fulldepth.training.settings import TrainSettings
 
 WIDTH, FFN, HEADS, KV_HEADS, HEAD, VOCAB = 64, 160, 4, 2, 16, 128
 SIZES = {"hidden_size": WIDTH, "intermediate_size": FFN, "num_hidden_layers": 3, "vocab_size": VOCAB}

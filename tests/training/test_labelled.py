@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fulldepth.training.optimiser import multistep
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 from sklearn.metrics import accuracy_score
@@ -33,7 +34,6 @@ from fulldepth.results import Results
 from fulldepth.settings import layer
 from fulldepth.training import TrainSettings, train
 from fulldepth.training.heads import with_new_head
-from fulldepth.training.optimiser import multistep
 
 VIT = {
     "task": "image-classification",

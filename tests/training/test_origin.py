@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from fulldepth.training.origin import check_origin
 from transformers import LlamaConfig
 
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.settings import layer, read
 from fulldepth.training import TrainSettings, train
-from fulldepth.training.origin import check_origin
 from fulldepth.training.resume import Origin, resume_notes
 from fulldepth.training.sft import rows_hash
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from fulldepth.training.sharding import Writing
 from safetensors.torch import load_file
 
 from fulldepth.errors import FulldepthError
@@ -24,7 +25,6 @@ from fulldepth.settings import layer, read
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.training import TrainSettings, export_run, train
 from fulldepth.training import export as exporting
-from fulldepth.training.sharding import Writing
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sharded_train import launch

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from fulldepth.training.settings import TrainSettings
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -23,7 +24,6 @@ from fulldepth.settings import layer
 from fulldepth.skip.exports.formats import as_stock
 from fulldepth.training.model import build_config, build_model
 from fulldepth.training.plan import plan
-from fulldepth.training.settings import TrainSettings
 
 BATCH, TIME, WIDTH, LAYERS, VOCAB = 4, 16, 32, 3, 64
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
