@@ -21,18 +21,13 @@ from fulldepth.execution import find_anatomy
 from fulldepth.exit import export_layers, sweep
 from fulldepth.hf import (
     EXIT_HEADS,
-    WEIGHT_SHARDS,
     exit_heads_of,
     load_exit_heads,
     open_model,
     save_exit_heads,
-    seal,
     truncated,
-    write_shards,
 )
 from fulldepth.losses import DepthTrainer, Objective, add_exit_heads
-from fulldepth.training.export import put_together
-from fulldepth.training.sharding import whole_tensors
 
 
 def images(count: int = 24) -> list[dict[str, Tensor]]:
@@ -215,21 +210,3 @@ def test_malformed_files_are_refused(run: Path, tmp_path: Path) -> None:
         with pytest.raises(FulldepthError, match="Cannot read"):
             load_exit_heads(model, path)
     assert not exit_heads_of(model)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_shards_are_put_together_with_their_heads(run: Path, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoint-6"
-    shutil.copytree(run / "checkpoint-6", checkpoint)
-    model = open_model(checkpoint, exit_heads=True).model
-    before = {path.name: load_file(path) for path in checkpoint.glob("*.safetensors")}
-    for name in before:
-        (checkpoint / name).unlink()
-    write_shards(checkpoint / WEIGHT_SHARDS, whole_tensors(model), None, background=False).result()
-    seal(checkpoint)
-    put_together(checkpoint)
-    after = {path.name: load_file(path) for path in checkpoint.glob("*.safetensors")}
-    assert sorted(after) == sorted(before) == [EXIT_HEADS, "model.safetensors"]
-    for name, tensors in before.items():
-        assert tensors.keys() == after[name].keys()
-        assert all(torch.equal(tensor, after[name][key]) for key, tensor in tensors.items())

@@ -19,7 +19,6 @@ import tiny_models
 from fulldepth import pages, reporting
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import WEIGHT_SHARDS, begin_checkpoint, is_sealed, seal, write_shards
 from fulldepth.measurement import series as measuring
 from fulldepth.measurement.folder import measure_into
 from fulldepth.results import Results
@@ -30,9 +29,8 @@ from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.run import search_into
 from fulldepth.skip.selection import loss_cache
-from fulldepth.training import TrainSettings, export_run, train
-from fulldepth.training.sharding import describe, whole_tensors
-from kills.moments import Content, differences, in_fork, moments, resumed
+from fulldepth.training import TrainSettings, train
+from kills.moments import Content, differences, moments, resumed
 from skip import planned, word_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
@@ -222,27 +220,3 @@ def test_progress_is_used_by_the_run_it_belongs_to_and_by_no_other(
     assert not isinstance(fresh, str), fresh
     assert list(differences(whole, fresh)), "the altered model gives other numbers"
     assert verdict(fresh, ended(state, homes["model"], before=plant)) == "wrong"
-
-
-def test_shards_that_are_put_together_survive_a_kill_at_any_moment(sources: Path, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    checkpoint = output / "checkpoint-2"
-
-    def prepare() -> None:
-        begin_checkpoint(checkpoint)
-        model = tiny_models.build("llama")
-        describe(model, checkpoint)
-        write_shards(checkpoint / WEIGHT_SHARDS, whole_tensors(model), None, background=False).result()
-        seal(checkpoint, {"elapsed": 1.5})
-
-    def work() -> None:
-        assert is_sealed(checkpoint)
-        export_run(output)
-
-    in_fork(prepare, tmp_path / "report")
-    before = len(list(checkpoint.iterdir()))
-    whole, copies = moments(output, tmp_path / "copies", work)
-    assert len(copies) > 5
-    assert len(whole) == before  # `weights` gone, `model.safetensors` new
-    wrong = {copy.name: found for copy in copies if (found := list(differences(whole, resumed(output, copy, work))))}
-    assert not wrong

@@ -23,7 +23,7 @@ from fulldepth.settings import assignments, layer
 from fulldepth.settings import train as light
 from fulldepth.settings.penalties import PENALTIES
 from fulldepth.training import TrainSettings
-from fulldepth.training.methods import make_objective, resolved
+from fulldepth.training.arguments import make_objective, resolved
 from tiny_models import BUILDERS
 
 

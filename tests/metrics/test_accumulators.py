@@ -14,7 +14,7 @@ from fulldepth.metrics import METRICS, Row, Setup
 from fulldepth.metrics.displacement import BINS
 
 HERE = Path(__file__).parent
-OF_BOXES = ("average_precision", "detection_loss")
+OF_BOXES = ("average_precision",)
 """Measures of detectors, which read predicted and true boxes instead of tokens."""
 NAMES = tuple(name for name in METRICS if name not in OF_BOXES)
 ISSUE = (

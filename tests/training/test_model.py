@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from fulldepth.training.causality import reads_later_tokens
-from fulldepth.training.settings import TrainSettings
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -20,7 +18,8 @@ from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
 from fulldepth.data import train_tokenizer
 from fulldepth.errors import FulldepthError
 from fulldepth.settings import layer
-from fulldepth.training.model import build_config, build_model, special_tokens
+from fulldepth.settings.train import TrainSettings
+from fulldepth.training.model import build_config, build_model, reads_later_tokens, special_tokens
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2}

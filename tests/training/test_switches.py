@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from fulldepth.training.settings import TrainSettings
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -21,6 +20,7 @@ import fulldepth
 from fulldepth.architectures import DepthLlamaConfig
 from fulldepth.errors import FulldepthError
 from fulldepth.settings import layer
+from fulldepth.settings.train import TrainSettings
 from fulldepth.skip.exports.formats import as_stock
 from fulldepth.training.model import build_config, build_model
 from fulldepth.training.plan import plan

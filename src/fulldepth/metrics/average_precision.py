@@ -133,7 +133,7 @@ class AveragePrecision(Measure):
         if detections is None or detections.targets is None:
             raise ValueError("this observation has no boxes; average_precision needs predicted and true ones")
         for row, (sequence, target) in enumerate(zip(observation.sequence.tolist(), detections.targets, strict=True)):
-            logits, boxes = (each[:, row].detach().float().cpu() for each in (detections.logits, detections.boxes))
+            logits, boxes = (each[:, row].detach().cpu() for each in (detections.logits, detections.boxes))
             self.images[sequence] = logits, boxes, {name: value.cpu() for name, value in target.items()}
 
     def compute(self) -> tuple[Tensor, Tensor, int]:
