@@ -12,6 +12,7 @@ from fulldepth.settings import read
 
 SMOKE = ("steps=2", "eval_every=2", "save_every=2", "global_batch_size=4")
 METHODS = ("aligned", "multi-exit")
+ALL = ("baseline", "cos-regularised", "jreg", *METHODS)
 RECIPES = {
     "tiny-vit": (
         ("baseline", "cos-regularised", "jreg", *METHODS),

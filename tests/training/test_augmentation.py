@@ -58,17 +58,6 @@ def test_boxes_follow_the_pixels_and_a_second_flip_undoes_the_first(index: int) 
     np.testing.assert_array_equal(np.asarray(twice.load()), np.asarray(picture.load()))
 
 
-def test_boxes_with_fractions_stay_inside_the_image() -> None:
-    random = np.random.default_rng(0)
-    for _ in range(200):
-        width = int(random.integers(1, 500))
-        x = float(random.uniform(0, width))
-        objects = Objects(width, 9, (0, 0), ((x, 1.5, width - x, 2.25), (0.0, 0.0, x, 9.0)), (False, False))
-        mirrored = objects.mirrored()
-        assert np.allclose(mirrored.boxes, ((0, 1.5, width - x, 2.25), (width - x, 0, x, 9)), atol=1e-9)
-        assert np.allclose(mirrored.mirrored().boxes, objects.boxes, atol=1e-9)
-
-
 def plain(**options: object) -> DetrImageProcessorPil:
     """A processor that pads, and changes no pixel."""
     return DetrImageProcessorPil(do_resize=False, do_normalize=False, do_rescale=False, **options)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pandas as pd
 import pytest
 import torch
 
-from fulldepth import files
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import is_sealed, seal
 from fulldepth.progress import Watcher
@@ -86,32 +83,6 @@ def test_foreign_checkpoints_are_renamed_and_half_written_ones_of_ours_go(recipe
     pd.testing.assert_frame_equal(
         *(table[~table.measure.isin(timed)].reset_index(drop=True) for table in (whole, again))
     )
-
-
-def test_only_the_last_checkpoints_are_kept_and_others_of_that_name_are_not_counted(
-    recipe: Any, tmp_path: Path
-) -> None:
-    path = recipe(**SHORT | {"save_every": 1}, keep_checkpoints=2)
-    train(settings(path), tmp_path / "run")
-    assert sorted(p.name for p in (tmp_path / "run").glob("*checkpoint*")) == ["checkpoint-3", "checkpoint-4"]
-    assert not list((tmp_path / "run").glob(".*"))
-
-
-def test_a_folder_that_another_process_holds_is_refused(recipe: Any, tmp_path: Path) -> None:
-    program = (
-        "import sys; from fulldepth import files\nwith files.locked(sys.argv[1]): print('in', flush=True); input()"
-    )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "in\n"
-    try:
-        with pytest.raises(FulldepthError, match="Another fulldepth process is writing into"):
-            train(settings(recipe(**SHORT)), tmp_path / "run")
-        assert [path.name for path in (tmp_path / "run").iterdir()] == [files.LOCK]
-    finally:
-        holder.communicate("\n")
 
 
 def test_damaged_settings_of_a_run_are_refused_in_words(recipe: Any, tmp_path: Path) -> None:

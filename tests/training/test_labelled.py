@@ -165,20 +165,6 @@ def test_a_multi_exit_run_goes_on_from_whole_heads_only(texts: Path, tmp_path: P
             train(settings, damaged(name, change), resume=True)
 
 
-def test_a_run_says_if_padding_changes_the_logits(tmp_path: Path) -> None:
-    rows = [{"text": "word " * length, "label": length % 2} for length in range(1, 21)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    xlnet = {"type": "xlnet", "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16}  # reads the last position
-    said = {
-        model["type"]: train(asked(text_recipe(path, model, "wordpiece:300")), tmp_path / model["type"]).meta[
-            "warnings"
-        ]
-        for model in (xlnet, BERT)
-    }
-    assert [name for name, lines in said.items() if any("when a text is padded" in line for line in lines)] == ["xlnet"]
-
-
 @pytest.mark.parametrize(("model", "tokenizer"), [(BERT, "wordpiece:300"), (GPT2, "bpe:300")], ids=["bert", "gpt2"])
 def test_loss_of_a_step_is_the_stock_models(texts: Path, tmp_path: Path, model: dict[str, Any], tokenizer: str) -> None:
     recipe = text_recipe(texts, model, tokenizer, micro_batch_size=4, weight_decay=0.0)
@@ -319,24 +305,6 @@ def test_bad_rows_are_skipped_and_counted_if_asked(tmp_path: Path, run: Run) -> 
     assert code == 0
     assert "2 bad rows are left out of a.jsonl" in warnings
     assert "1 text is too long and left out of a.jsonl: a.jsonl line 14 has 42 tokens" in warnings
-
-
-@pytest.mark.parametrize(
-    ("labels", "model", "expected"),
-    [
-        ("01", {"num_channels": 1}, "Images are read with 3 channels"),
-        ("0", {}, "A classifier needs at least two classes"),
-        ("01", {"num_labels": 3}, "has no row of 1 of the 3 classes (LABEL_2)"),
-    ],
-    ids=["channels", "one-class", "missing"],
-)
-def test_bad_image_sets_are_refused(
-    tmp_path: Path, run: Run, labels: str, model: dict[str, Any], expected: str
-) -> None:
-    recipe = VIT | {"model": VIT["model"] | model, "data": {"name": str(write_folder(tmp_path / "images", labels))}}
-    code, said = run(recipe)
-    assert code == 2
-    assert expected in said
 
 
 def test_a_multistep_schedule_divides_by_ten_at_each_milestone() -> None:

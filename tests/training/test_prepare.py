@@ -16,13 +16,12 @@ from typer.testing import CliRunner
 
 from fulldepth.cli import app
 from fulldepth.data import builtin_texts, units
-from fulldepth.data.cache import token_files, writers
+from fulldepth.data.cache import token_files
 from fulldepth.data.cache.encoder import Encoder
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.settings import assignments, layer, read
 from fulldepth.training import TrainSettings, prepare_text, train
-from fulldepth.training.text import run_tokenizer
 
 
 def settings_of(path: Path, *changes: str) -> TrainSettings:
@@ -57,30 +56,11 @@ def test_a_run_reads_what_was_prepared(recipe: Any, tmp_path: Path, monkeypatch:
     assert {name: content for name, content in tokens_in(cache).items() if "split" not in name} == whole
 
 
-def test_the_default_cache_is_shared(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = recipe()
-    monkeypatch.setenv("FULLDEPTH_CACHE", str(tmp_path / "own"))
-    assert prepare_text(settings_of(path)).folder.parent == tmp_path / "own" / "tokens"  # type: ignore[union-attr]
-    monkeypatch.delenv("FULLDEPTH_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    packed = prepare_text(settings_of(path))
-    assert packed.folder.parent == tmp_path / "xdg" / "fulldepth" / "tokens"  # type: ignore[union-attr]
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FulldepthError, match=r"Cannot write tokens to .*data.cache=FOLDER"):
-        prepare_text(settings_of(path, f"data.cache={tmp_path / 'file'}"))
-
-
 def test_what_cannot_be_prepared_says_why(recipe: Any) -> None:
     with pytest.raises(FulldepthError, match="fine-tunes on conversations"):
         prepare_text(settings_of(recipe(stage="sft")))
     with pytest.raises(FulldepthError, match="needs a tokenizer: tokenizer=builtin:2048"):
         prepare_text(settings_of(recipe(tokenizer=None)))
-
-
-def test_a_builtin_tokenizer_is_the_same_wherever_it_is_trained(recipe: Any, tmp_path: Path) -> None:
-    settings = settings_of(recipe(tokenizer="builtin:300"))
-    made = [Encoder(run_tokenizer(settings, tmp_path / name, Watcher())).fingerprint() for name in ("a", "a", "b")]
-    assert len(set(made)) == 1
 
 
 def test_all_of_a_text_or_as_much_as_a_run_reads(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,14 +124,3 @@ def test_processes_that_are_killed_leave_what_another_goes_on_with(big: Any, tmp
     two = prepare_text(big(tmp_path / "two"), whole=True, writers=1)
     assert two.hash == one.hash
     assert tokens_in(tmp_path / "one") == tokens_in(tmp_path / "two")
-
-
-@pytest.mark.slow
-def test_the_mistake_of_a_process_is_told(big: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "text" / "2.jsonl").write_text('{"text": "a"}\nnot JSON\n')
-    with pytest.raises(FulldepthError, match=r"2.jsonl line 2 is not valid JSON"):
-        prepare_text(big(tmp_path / "cache"), whole=True, writers=2)
-    (tmp_path / "text" / "2.jsonl").unlink()
-    monkeypatch.setattr(writers.sys, "executable", "/bin/false")
-    with pytest.raises(FulldepthError, match="A process that tokenises ended with 1"):
-        prepare_text(big(tmp_path / "cache"), whole=True, writers=2)

@@ -190,23 +190,3 @@ def test_bad_input_is_one_message_and_code_2(case: str, tmp_path: Path, monkeypa
     assert message in error, error
     assert "Traceback" not in error
     assert not list(tmp_path.rglob("checkpoint-*"))
-
-
-def test_a_micro_batch_that_does_not_divide_is_made_smaller_and_said(recipe: Any, tmp_path: Path) -> None:
-    found = {
-        size: train(settings(recipe(steps=2, eval_every=2, save_every=2, micro_batch_size=size)), tmp_path / str(size))
-        for size in (2, 3)
-    }
-    assert values(found[3], "validation_loss", 2) == values(found[2], "validation_loss", 2)
-    note = "A forward pass has 2 instead of 3 sequences: micro_batch_size divides a process's batch."
-    assert (found[3].meta["warnings"], found[2].meta["warnings"]) == ([note], [])
-
-
-def test_the_saved_settings_start_the_same_run_again(recipe: Any, tmp_path: Path) -> None:
-    path = recipe(steps=2, eval_every=2, save_every=2, method="jreg")
-    train(settings(path), tmp_path / "run")
-    saved = tmp_path / "run" / "settings.yaml"
-    assert yaml.safe_load(saved.read_text())["objective"]["jump"] == {"weight": 1.0, "alpha": 1.0}
-    again = train(settings(saved), tmp_path / "again")
-    first = Results.load(tmp_path / "run")
-    assert values(first, "validation_loss", 2) == values(again, "validation_loss", 2)

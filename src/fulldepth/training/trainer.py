@@ -261,13 +261,14 @@ class RunMixin(AnyTrainer):
         if not self.is_fsdp_enabled:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        states = self.optimizer.state_dict()
-        for moments in states["state"].values():
+        states, whole = self.optimizer.state_dict(), dict[int, dict[str, Any]]()
+        for index, moments in states["state"].items():
+            whole[index] = {}
             for name, value in moments.items():
-                whole = value.full_tensor() if isinstance(value, DTensor) else value
-                moments[name] = whole.cpu() if self.args.should_save else None
+                gathered = value.full_tensor() if isinstance(value, DTensor) else value
+                whole[index][name] = gathered.cpu() if self.args.should_save else None
         if self.args.should_save:
-            torch.save(states, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save({**states, "state": whole}, Path(output_dir) / OPTIMIZER_NAME)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
