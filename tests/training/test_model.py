@@ -164,7 +164,7 @@ def test_checkpoints_that_do_not_fit_are_refused(checkpoint: str, tmp_path) -> N
         made(asked(checkpoint=checkpoint, num_hidden_layers=5))
     with pytest.raises(FulldepthError, match=r"holds 9 weights .* no use for"):
         made(asked(checkpoint=checkpoint, num_hidden_layers=3))
-    with pytest.raises(FulldepthError, match=r"There is no folder .*nowhere"):
+    with pytest.raises(FulldepthError, match="nowhere"):
         made(asked(checkpoint=str(tmp_path / "nowhere")))
     memory = DepthLlamaConfig(**SIZES, vocab_size=VOCAB, memory="kv")
     DepthLlamaForCausalLM(memory).save_pretrained(tmp_path / "memory")

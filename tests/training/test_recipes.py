@@ -58,7 +58,7 @@ def hyper(layers: int, width: int, streams: int) -> int:
 TREE = 10  # norms: two for each of layers 1, 2, 4, 6, 8
 SMALL, LARGE = llama(12, 128, 344, 2048, tied=True), llama(16, 2048, 8192, 50257, tied=True)
 CR_BASE = llama(12, 768, 2048, 32000, tied=False)
-SERIAL = "cr-12l model.residual=serial model.tree={} objective.coherence=null objective.orthogonality=null"
+SERIAL = "cr-12l model.residual=serial model.tree=null objective.coherence=null objective.orthogonality=null"
 COUNTS = {
     **dict.fromkeys(["tiny-llama", "tiny-jreg"], SMALL),
     "tiny-tree-cr": SMALL + TREE * 128,

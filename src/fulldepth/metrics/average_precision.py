@@ -158,22 +158,19 @@ class AveragePrecision(Measure):
     def influences(self) -> list[Influence]:
         """On the three numbers of each layer 1..L."""
         _, values, count = self.compute()
-        return [
-            self.influence(name, values[:, layer - 1, index], layer)
-            for layer in range(1, self.setup.num_layers + 1)
-            for index, name in enumerate(self.statistics)
-            if count and len(values)
+        places = [
+            (layer, index) for layer in range(self.setup.num_layers) for index in range(3) if count and len(values)
         ]
+        return [self.influence(self.statistics[i], values[:, layer, i], layer + 1) for layer, i in places]
 
     def rows(self) -> list[Row]:
         """Three rows for each layer 1..L, and three for their errors if they are known; none without objects."""
         values, influences, count = self.compute()
         errors = error_of(influences) if len(influences) else torch.full_like(values, torch.nan)
-        return [
-            row
-            for layer in range(1, self.setup.num_layers + 1)
-            for index, name in enumerate(self.statistics)
-            for statistic, found in ((name, values), (f"standard_error_of_{name}", errors))
-            for row in self.rows_of({statistic: float(found[layer - 1, index])}, count, layer)
-            if count
-        ]
+        rows = []
+        for layer in range(self.setup.num_layers if count else 0):
+            found: dict[str, float] = {}
+            for name, value, error in zip(self.statistics, values[layer].tolist(), errors[layer].tolist(), strict=True):
+                found |= {name: value, f"standard_error_of_{name}": error}
+            rows += self.rows_of(found, count, layer + 1)
+        return rows

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
 from fulldepth import launch
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.hf import anatomy_candidates, find_gguf, load_checkpoint, load_config, rows_of, unused_positions
+from fulldepth.hf import anatomy_candidates, load_checkpoint, load_config, rows_of, unused_positions
 from fulldepth.settings.train import ModelSettings, TrainSettings
 from fulldepth.training.heads import HEADS, with_new_head
 from fulldepth.training.initial import draw_weights
@@ -69,7 +68,7 @@ def build_config(
         FulldepthError: for an unknown type or option, values that the class refuses, fewer embeddings than the
             tokenizer has tokens, fewer positions than a sequence has tokens, or a checkpoint of another type.
     """
-    base = None if model.checkpoint is None else _read(model.checkpoint)
+    base = None if model.checkpoint is None else load_config(model.checkpoint)
     kind = _kind(model, base, task)
     given = dict(model.model_extra or {})
     labels = {} if task == "causal-lm" or "num_labels" not in given else {"num_labels": given.pop("num_labels")}
@@ -85,13 +84,18 @@ def build_config(
         ids |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     try:
         if base is None:
-            sizes = _defaults(kind, vocab_size, positions) | given
+            known = _options(kind)
+            defaults = {"vocab_size": vocab_size, POSITIONS: positions}
+            sizes = {name: size for name, size in defaults.items() if size is not None and name in known} | given
             options = _no_tokens(kind, sizes.get("vocab_size")) | sizes | ids | given
             config = kind(**options)
             if positions is not None and POSITIONS in options and POSITIONS not in given:
                 config = kind(**options | {POSITIONS: positions + _unused_positions(config, task)})
         else:
-            config = _changed(base, kind, ids | given)
+            changes = {kind.attribute_map.get(name, name): value for name, value in (ids | given).items()}
+            own = ("model_type", "architectures", "auto_map", "_name_or_path")  # identify the checkpoint and its code
+            kept = {name: value for name, value in base.to_dict().items() if name not in own}
+            config = kind.from_dict(kept | changes)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise FulldepthError(f"These settings make no {kind.model_type}: {_reason(error)}") from error
     _check_sizes(config, task, vocab_size, positions)
@@ -178,7 +182,10 @@ def _without_values(model: PreTrainedModel) -> PreTrainedModel:
 
 def _from_config(config: PreTrainedConfig, settings: TrainSettings) -> PreTrainedModel:
     """The model with the initial weights of its class."""
-    attention = _attention(config, settings)
+    kind: Any = HEADS[settings.task].mapping.get(type(config), None)
+    kind = kind[0] if isinstance(kind, list | tuple) else kind
+    lacks = settings.attention == "sdpa" and not getattr(kind, "_supports_sdpa", True)  # PyTorch's fused attention
+    attention = "eager" if lacks else settings.attention
     try:
         model: PreTrainedModel = HEADS[settings.task].auto.from_config(
             config,
@@ -189,14 +196,6 @@ def _from_config(config: PreTrainedConfig, settings: TrainSettings) -> PreTraine
     except (ValueError, ImportError) as error:
         raise FulldepthError(f"Cannot build a {config.model_type}: {_reason(error)}") from error
     return model
-
-
-def _attention(config: PreTrainedConfig, settings: TrainSettings) -> str:
-    """The attention of the settings, or eager attention for classes without PyTorch's fused one."""
-    kind: Any = HEADS[settings.task].mapping.get(type(config), None)
-    kind = kind[0] if isinstance(kind, list | tuple) else kind
-    lacks = settings.attention == "sdpa" and not getattr(kind, "_supports_sdpa", True)
-    return "eager" if lacks else settings.attention
 
 
 def meta_model(config: PreTrainedConfig, task: str = "causal-lm") -> PreTrainedModel:
@@ -260,30 +259,10 @@ def _kind(model: ModelSettings, base: PreTrainedConfig | None, task: str) -> typ
     return kind
 
 
-def _read(checkpoint: str) -> PreTrainedConfig:
-    exists = Path(checkpoint).is_dir() or find_gguf(checkpoint) is not None
-    if not exists and (checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1):
-        raise FulldepthError(
-            f"There is no folder {checkpoint}. model.checkpoint is what training starts from: a folder with "
-            "config.json and weights, a GGUF file, or a Hub name (owner/name)."
-        )
-    try:
-        config: PreTrainedConfig = load_config(checkpoint)
-    except FulldepthError as error:
-        raise FulldepthError(f"{error} model.checkpoint=FOLDER names what training starts from.") from error
-    return config
-
-
 def _options(kind: type[PreTrainedConfig]) -> set[str]:
     """Names of the options of a configuration class."""
     named = {field.name for field in fields(kind)} | set(inspect.signature(kind.__init__).parameters)
     return {name for name in named | set(kind.attribute_map) if not name.startswith("_")} - NOT_OPTIONS
-
-
-def _defaults(kind: type[PreTrainedConfig], vocab_size: int | None, positions: int | None) -> dict[str, Any]:
-    """Sizes given by tokenizer and data, as far as the class has such options."""
-    sizes = {"vocab_size": vocab_size, POSITIONS: positions}
-    return {name: size for name, size in sizes.items() if size is not None and name in _options(kind)}
 
 
 def _no_tokens(kind: type[PreTrainedConfig], vocab_size: int | None) -> dict[str, None]:
@@ -294,15 +273,6 @@ def _no_tokens(kind: type[PreTrainedConfig], vocab_size: int | None) -> dict[str
         for name, token in defaults.items()
         if isinstance(token, int) and vocab_size is not None and token >= vocab_size
     }
-
-
-def _changed(base: PreTrainedConfig, kind: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrainedConfig:
-    """A checkpoint's configuration with some values replaced."""
-    changes = {kind.attribute_map.get(name, name): value for name, value in changes.items()}
-    own = ("model_type", "architectures", "auto_map", "_name_or_path")  # identify the checkpoint and its code
-    values = {name: value for name, value in base.to_dict().items() if name not in own}
-    changed: PreTrainedConfig = kind.from_dict(values | changes)
-    return changed
 
 
 def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, positions: int | None) -> None:
