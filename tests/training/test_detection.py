@@ -126,7 +126,7 @@ def test_unfit_settings_and_data_are_refused(tmp_path):
         with pytest.raises(FulldepthError, match=named):
             train(settings(**changes), tmp_path / "run")
     with pytest.raises(FulldepthError, match="crop"):
-        settings(augmentation={"crop": 4})
+        recipes.layer(TrainSettings, {"task": "detection", "augmentation": {"crop": 4}})
 
 
 def test_a_damaged_image_is_found_before_training_unless_skipped(tmp_path):

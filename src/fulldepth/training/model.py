@@ -68,7 +68,7 @@ def build_config(
         FulldepthError: for an unknown type or option, values that the class refuses, fewer embeddings than the
             tokenizer has tokens, fewer positions than a sequence has tokens, or a checkpoint of another type.
     """
-    base = None if model.checkpoint is None else load_config(model.checkpoint)
+    base = None if model.checkpoint is None else _start(model.checkpoint)
     kind = _kind(model, base, task)
     given = dict(model.model_extra or {})
     labels = {} if task == "causal-lm" or "num_labels" not in given else {"num_labels": given.pop("num_labels")}
@@ -257,6 +257,14 @@ def _kind(model: ModelSettings, base: PreTrainedConfig | None, task: str) -> typ
             "model.type to keep the checkpoint's."
         )
     return kind
+
+
+def _start(checkpoint: str) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = load_config(checkpoint)
+    except FulldepthError as error:
+        raise FulldepthError(f"{error} model.checkpoint=FOLDER names what training starts from.") from error
+    return config
 
 
 def _options(kind: type[PreTrainedConfig]) -> set[str]:
