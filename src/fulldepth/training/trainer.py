@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, TrainingArguments, default_data_collator
@@ -255,6 +255,21 @@ class RunMixin(AnyTrainer):
                 raise FulldepthError(f"fsdp is on, but {name} is not sharded: this version of accelerate copies it.")
             if parameter.requires_grad and id(parameter) not in stepped:
                 raise FulldepthError(f"fsdp is on, but the optimiser has lost {name} when the weights were sharded.")
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """As the Trainer; a sharded model is saved as one of its own class, with its code, and a tied weight once."""
+        if not (self.is_fsdp_enabled and self.args.should_save):
+            super()._save(output_dir, state_dict=state_dict)
+            return
+        model = self.plain_model
+        every, first = (dict(model.named_parameters(remove_duplicate=once)) for once in (False, True))
+        kept = {name: tensor for name, tensor in state_dict.items() if name in first or name not in every}
+        sharded = type(model)
+        model.__class__ = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
+        try:
+            super()._save(output_dir, state_dict=kept)
+        finally:
+            model.__class__ = sharded
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As the Trainer; the states of sharded weights are put together in the first process."""
