@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import is_sealed, seal
+from fulldepth.hf import is_sealed, notes_of, seal
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.settings import layer, read
@@ -186,7 +186,7 @@ def test_no_file_of_a_checkpoint_is_unpickled(stopped: tuple[Path, Path], tmp_pa
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
         before = (run / "checkpoint-2" / name).read_bytes()
         torch.save({"state": Evil()}, run / "checkpoint-2" / name)
-        seal(run / "checkpoint-2")
+        seal(run / "checkpoint-2", notes_of(run / "checkpoint-2"))
         if name == "training_args.bin":  # never read
             train(settings(path), run, resume=True)
         else:
