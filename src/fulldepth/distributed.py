@@ -128,12 +128,6 @@ def current() -> Processes:
     return Processes(distributed.get_rank(), distributed.get_world_size(), launch.local_rank())
 
 
-def cpu_group() -> Any:
-    """A new group of all processes with a CPU backend; None without a default process group."""
-    joined = distributed.is_available() and distributed.is_initialized()
-    return distributed.new_group(backend="gloo") if joined else None
-
-
 def add_up(tensor: Tensor) -> None:
     """Sum a tensor over processes in place; complex tensors are sent as pairs of real numbers."""
     if current().world > 1:

@@ -14,11 +14,16 @@ from fulldepth.results import Results
 from fulldepth.settings import read
 
 SMOKE = ("steps=2", "eval_every=2", "save_every=2", "global_batch_size=4")
-METHODS = ("baseline", "aligned", "cos-regularised", "multi-exit", "jreg")
+METHODS = ("aligned", "multi-exit")
+ALL = ("baseline", "cos-regularised", "jreg", *METHODS)
 RECIPES = {
-    "tiny-vit": (METHODS, "digits:builtin/test", ("data.validation_sequences=20",)),
-    "tiny-bert": (METHODS, "authors/test.tsv", ("data.validation_sequences=12", "tokenizer=wordpiece:300")),
-    "tiny-gpt2": (METHODS, "authors/test.tsv", ("data.validation_sequences=12", "tokenizer=bpe:300")),
+    "tiny-vit": (
+        ("baseline", "cos-regularised", "jreg", *METHODS),
+        "digits:builtin/test",
+        ("data.validation_sequences=20",),
+    ),
+    "tiny-bert": (("multi-exit",), "authors/test.tsv", ("data.validation_sequences=12", "tokenizer=wordpiece:300")),
+    "tiny-gpt2": (("aligned",), "authors/test.tsv", ("data.validation_sequences=12", "tokenizer=bpe:300")),
     "tiny-detr": (
         METHODS,
         shapes("64x6/validation"),

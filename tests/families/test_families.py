@@ -16,10 +16,11 @@ import fulldepth
 from families import verdicts, zoo
 from families.stock import Stock, stock, word_tokenizer
 from fulldepth import exit
-from fulldepth.early_exit import EarlyExit, Exit, open_checkpoint, prepare_subject
-from fulldepth.early_exit.costs import flops_of
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
+from fulldepth.exit.readings import Exit
+from fulldepth.exit.served import EarlyExit
+from fulldepth.exit.subject import open_checkpoint, prepare_subject
 from fulldepth.hf import copy_to_exit_heads, exit_weights, open_model, save_exit_heads, truncated
 from fulldepth.hf.exit_heads import output_layers
 from fulldepth.losses import Objective, add_exit_heads
@@ -202,17 +203,6 @@ def test_siglip_without_a_processor_is_measured_at_its_own_size(tmp_path: Path) 
         expected[:2].tolist(), rel=1e-5
     )
     assert results.meta["token_policy"]["name"] == "mean"
-
-
-def test_operations_of_experts_do_not_depend_on_their_kernel(tmp_path: Path) -> None:
-    """torch's counter knows the products of the plain loop over experts, not the grouped ones."""
-    early = early_exit(stock(TEXTS, "mixtral", tmp_path))
-    inputs = early.subject.inputs(next(iter(early.subject.sequences.batches(4))).inputs)
-    counts = []
-    for kernel in ("eager", "grouped_mm"):
-        early.subject.anatomy.model.config._experts_implementation = kernel
-        counts.append(flops_of(early, inputs))
-    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation import evaluate
 from fulldepth.execution.harness import answers
-from fulldepth.hf import WEIGHT_SHARDS, begin_checkpoint, is_sealed, seal, write_shards
 from fulldepth.measurement import series as measuring
 from fulldepth.measurement.folder import measure_into
 from fulldepth.results import Results
@@ -33,9 +32,9 @@ from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.run import search_into
 from fulldepth.skip.selection import loss_cache
-from fulldepth.training import TrainSettings, export_run, origin, train
-from fulldepth.training.sharding import describe, whole_tensors
-from kills.moments import Content, differences, in_fork, moments, resumed
+from fulldepth.training import TrainSettings, train
+from fulldepth.training import run as training_run
+from kills.moments import Content, differences, moments, resumed
 from skip import planned, word_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
@@ -189,7 +188,7 @@ def reuse_losses() -> None:
 
 def reuse_checkpoints() -> None:
     """Plant: a run goes on with whatever data there are."""
-    origin._compared = lambda *_: []
+    training_run.check_origin = lambda *_: None
 
 
 def reuse_answers() -> None:
@@ -288,27 +287,3 @@ def test_progress_is_used_by_the_run_it_belongs_to_and_by_no_other(
     content = fresh[other]
     assert not isinstance(content, str)
     assert verdict(content, ended(state, homes[other], before=plant)) == "wrong"
-
-
-def test_shards_that_are_put_together_survive_a_kill_at_any_moment(sources: Path, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    checkpoint = output / "checkpoint-2"
-
-    def prepare() -> None:
-        begin_checkpoint(checkpoint)
-        model = tiny_models.build("llama")
-        describe(model, checkpoint)
-        write_shards(checkpoint / WEIGHT_SHARDS, whole_tensors(model), None, background=False).result()
-        seal(checkpoint, {"elapsed": 1.5})
-
-    def work() -> None:
-        assert is_sealed(checkpoint)
-        export_run(output)
-
-    in_fork(prepare, tmp_path / "report")
-    before = len(list(checkpoint.iterdir()))
-    whole, copies = moments(output, tmp_path / "copies", work)
-    assert len(copies) > 5
-    assert len(whole) == before  # `weights` gone, `model.safetensors` new
-    wrong = {copy.name: found for copy in copies if (found := list(differences(whole, resumed(output, copy, work))))}
-    assert not wrong

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from fulldepth.metrics import METRICS, Row
 
 HERE = Path(__file__).parent
-OF_BOXES = ("average_precision", "detection_loss")
+OF_BOXES = ("average_precision",)
 """Measures of detectors, which read predicted and true boxes instead of tokens."""
 NAMES = tuple(name for name in METRICS if name not in OF_BOXES)
 TWINS = {"displacement", "cosine", "cka", "norm_ratio"}

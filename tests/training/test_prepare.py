@@ -13,10 +13,8 @@ from fulldepth.cli import app
 from fulldepth.data import token_cache
 from fulldepth.data.token_cache import Encoder
 from fulldepth.errors import FulldepthError
-from fulldepth.progress import Watcher
 from fulldepth.settings import assignments, layer, read
 from fulldepth.training import TrainSettings, prepare_text, train
-from fulldepth.training.text import run_tokenizer
 
 
 def settings_of(path: Path, *changes: str) -> TrainSettings:
@@ -51,30 +49,11 @@ def test_a_run_reads_what_was_prepared(recipe: Any, tmp_path: Path, monkeypatch:
     assert tokens_in(cache) == whole
 
 
-def test_the_default_cache_is_shared(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = recipe()
-    monkeypatch.setenv("FULLDEPTH_CACHE", str(tmp_path / "own"))
-    assert prepare_text(settings_of(path)).folder.parent == tmp_path / "own" / "tokens"  # type: ignore[union-attr]
-    monkeypatch.delenv("FULLDEPTH_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    packed = prepare_text(settings_of(path))
-    assert packed.folder.parent == tmp_path / "xdg" / "fulldepth" / "tokens"  # type: ignore[union-attr]
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FulldepthError, match=r"Cannot write tokens to .*data.cache=FOLDER"):
-        prepare_text(settings_of(path, f"data.cache={tmp_path / 'file'}"))
-
-
 def test_what_cannot_be_prepared_says_why(recipe: Any) -> None:
     with pytest.raises(FulldepthError, match="fine-tunes on conversations"):
         prepare_text(settings_of(recipe(stage="sft")))
     with pytest.raises(FulldepthError, match="needs a tokenizer: tokenizer=builtin:2048"):
         prepare_text(settings_of(recipe(tokenizer=None)))
-
-
-def test_a_builtin_tokenizer_is_the_same_wherever_it_is_trained(recipe: Any, tmp_path: Path) -> None:
-    settings = settings_of(recipe(tokenizer="builtin:300"))
-    made = [Encoder(run_tokenizer(settings, tmp_path / name, Watcher())).fingerprint() for name in ("a", "a", "b")]
-    assert len(set(made)) == 1
 
 
 def test_all_of_a_text_or_as_much_as_a_run_reads(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ matrix, too. Layer L keeps the model's own head.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -339,14 +339,6 @@ def restore_exit_heads(model: nn.Module, path: str | Path) -> None:
     with torch.no_grad():
         for name, weight in own.items():
             weight.copy_(stored[name])
-
-
-def add_stored_exit_heads(model: PreTrainedModel, stored: Mapping[str, Iterable[int]]) -> None:
-    """Give a model on the meta device heads of the shapes that a checkpoint's weights have; without any, nothing."""
-    shapes = {name: shape for name, shape in stored.items() if NAME.fullmatch(name)}
-    if shapes:
-        empty = {name: torch.empty(*shape, device="meta") for name, shape in shapes.items()}
-        _attach(model, empty, torch.device("meta"), model.dtype)
 
 
 def _read(path: str | Path) -> dict[str, Tensor]:

@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from fulldepth.errors import FulldepthError, is_out_of_memory, one_line, unknown
-from fulldepth.hf.distributed_checkpoint import is_sharded
 from fulldepth.hf.exit_heads import EXIT_HEADS, find_exit_heads, load_exit_heads
 from fulldepth.hf.file_checks import (
     MOST_EDGE,
@@ -321,10 +320,6 @@ def _check_folder(where: str) -> None:
         holds = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise FulldepthError(f"{where} has no config.json, so it is no checkpoint; it holds {holds}.")
     elif not any(folder.glob("*.safetensors")):
-        if is_sharded(folder):
-            raise FulldepthError(
-                f"{where} holds its weights in shards. Put them together: fulldepth train export {folder.absolute()}."
-            )
         pickles = [p.name for pattern in PICKLES for p in folder.glob(pattern)]
         files = f"only {', '.join(pickles[:3])}, which can run code when loaded" if pickles else "no weights at all"
         raise FulldepthError(f"{where} has {files}; expected *.safetensors. Convert with save_pretrained first.")

@@ -153,7 +153,7 @@ def _no_targets(verified: Verified, sequences: Sequences) -> str | None:
     if classifier is None:
         return f"{type(anatomy.model).__name__} has no language-model or classification head known here"
     if anatomy.task == "detection":
-        return "the queries of a detector have no target each: average_precision and detection_loss read them"
+        return "the queries of a detector have no target each: average_precision reads them"
     if anatomy.task == "representation":
         return "the head's targets are not in this data"
     if sequences.task != anatomy.task:

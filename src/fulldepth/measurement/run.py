@@ -33,7 +33,7 @@ from fulldepth.measurement.routers import nearest_tokens, shares_of_heads
 from fulldepth.measurement.stages import prepare_stages
 from fulldepth.measurement.subject import Subject, prepare_subject
 from fulldepth.measurement.towers import Extra, measure_each, measure_towers
-from fulldepth.metrics import Detections, Observation, Readout, SetLoss, Setup, SpectralNorm
+from fulldepth.metrics import Detections, Observation, Readout, Setup, SpectralNorm
 from fulldepth.metrics.cosine import SITE
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, finite, gathered, groups_entry, provenance, tabulate
@@ -236,7 +236,6 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
         entropy_sequences=settings.entropy_sequences or len(sequences),
         words=tuple(settings.words),
         projections=projection_names(anatomy),
-        set_loss=SetLoss.of(anatomy.model.config) if anatomy.task == "detection" else None,
         seed=settings.seed,
         device=device,
     )

@@ -16,7 +16,7 @@ from fulldepth.data import Sequences, Source, content_hash
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.files import reading
-from fulldepth.hf import find_checkpoints, has_weights, is_sharded, packaged, trained_steps
+from fulldepth.hf import find_checkpoints, has_weights, packaged, trained_steps
 from fulldepth.measurement.run import measure_with
 from fulldepth.progress import Watcher, without_repeats
 from fulldepth.results import COLUMNS, DOCUMENT, GROUPS, PAGE, TABLE, Results, joined
@@ -122,10 +122,6 @@ def series_points(
     its `trainer_state.json` names a later step than the last checkpoint's.
     """
     steps = find_checkpoints(run)
-    if shards := [place.name for _, place in steps if is_sharded(place)]:
-        raise FulldepthError(
-            f"{run} holds weights in shards ({shards[0]}). Put them together: fulldepth train export {run} --all."
-        )
     models = [contents(place) for _, place in steps]
     names = [place.name for _, place in steps]
     remarks: list[str] = []

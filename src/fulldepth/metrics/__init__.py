@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from fulldepth.metrics.average_precision import AveragePrecision, average_precision
-from fulldepth.metrics.base import Influence, Measure, Observation, Readout, Row, Setup
+from fulldepth.metrics.base import Detections, Influence, Measure, Observation, Readout, Row, Setup
 from fulldepth.metrics.cka import Cka, cka_matrix, linear_cka
 from fulldepth.metrics.coherence import Coherence, coherence
 from fulldepth.metrics.cosine import Cosine, Cross, cosine_matrix, cross_similarity
-from fulldepth.metrics.detection_loss import DetectionLoss, SetLoss, detection_loss
-from fulldepth.metrics.detections import Detections
 from fulldepth.metrics.displacement import Displacement, NormRatio, displacement, norm_ratio
 from fulldepth.metrics.jump_rate import JumpRate, jump_rate
 from fulldepth.metrics.lens import (
@@ -58,7 +56,6 @@ METRICS: dict[str, type[Measure]] = {
     "expected_retrieval": ExpectedRetrieval,
     "stream_mixing": StreamMixing,
     "average_precision": AveragePrecision,
-    "detection_loss": DetectionLoss,
 }
 """Measures by public name. Adding a measure takes one file, one line here and one test."""
 
@@ -69,7 +66,6 @@ __all__ = [
     "Coherence",
     "Cosine",
     "Cross",
-    "DetectionLoss",
     "Detections",
     "Displacement",
     "EffectiveDepth",
@@ -90,7 +86,6 @@ __all__ = [
     "Row",
     "Saturation",
     "Separability",
-    "SetLoss",
     "Setup",
     "SpectralNorm",
     "StreamMixing",
@@ -99,7 +94,6 @@ __all__ = [
     "coherence",
     "cosine_matrix",
     "cross_similarity",
-    "detection_loss",
     "displacement",
     "effective_depth",
     "expected_retrieval",

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from fulldepth.metrics.detections import Detections
 from fulldepth.metrics.jackknife import error_of, ratio_influence
 from fulldepth.metrics.reservoir import CPU, Accumulator, Reservoir
 from fulldepth.targets import IGNORE
@@ -129,8 +128,6 @@ class Setup:
     """Look-alike words whose linear separability is measured."""
     projections: tuple[str, ...] = ()
     """Names of the weight matrices inside a block whose spectral norms are measured."""
-    set_loss: Any = None
-    """A detector's `SetLoss` options; None = DETR's."""
     seed: int = 0
     device: torch.device = CPU
     """Device of the accumulators."""
@@ -176,6 +173,19 @@ class Readout:
     """[M] int64: row in the batch of each position's sequence."""
     inner: Readout | None = None
     """The same after the attention of layers 1..L, [L, M], at the same positions; None if it was not read."""
+
+
+@dataclass(frozen=True)
+class Detections:
+    """Predictions of layers 1..L of a detector for a batch of images with Q queries each."""
+
+    logits: Tensor
+    """[L, B, Q, C+1]: classes, the last one "no object"."""
+    boxes: Tensor
+    """[L, B, Q, 4]: centre x, centre y, width and height as shares of the image, in [0, 1]."""
+    targets: Sequence[Mapping[str, Tensor]] | None = None
+    """True objects of each image: `class_labels` [n], `boxes` [n, 4] and perhaps `crowd` [n] bool; None for data
+    without boxes."""
 
 
 @dataclass(eq=False)

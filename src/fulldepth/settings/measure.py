@@ -33,7 +33,7 @@ class MeasureSettings(ReadingSettings):
     measures: list[str] | None = None
     """Comma-separated names from displacement, jump_rate, coherence, cosine, cka, norm_ratio, lens_accuracy,
     lens_loss, saturation, effective_depth, nc1, renyi_entropy, separability, spectral_norm, mmd, retrieval_weight,
-    expected_retrieval, stream_mixing, average_precision, detection_loss; None = all that model
+    expected_retrieval, stream_mixing, average_precision; None = all that model
     and data allow."""
     batch_size: Count = 8
     """Sequences in one forward pass; does not affect results."""

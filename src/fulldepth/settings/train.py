@@ -267,8 +267,6 @@ class TrainSettings(Settings):
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: Count | None = None
     """Checkpoints to keep, the latest ones; None = all, so that the run can be measured as a series."""
-    save_in_background: bool = True
-    """With fsdp, write checkpoints while training continues; needs CPU memory for a copy of the shards."""
     log_every: Count = 10
     """Steps between the training losses that `report_to` receives; it receives every evaluation."""
     report_to: list[str] = Field(default_factory=list)

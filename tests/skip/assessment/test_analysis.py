@@ -7,12 +7,12 @@ import copy
 import numpy as np
 import pytest
 import torch
+from fulldepth.skip.assessment.analysis import discrepancies, spectral_norms
 
 from fulldepth import measure
 from fulldepth.execution.language_model import prove
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
-from fulldepth.skip.assessment.analysis import discrepancies, spectral_norms
 from fulldepth.skip.assessment.outcome import analyse
 from fulldepth.skip.exports.fold import fold
 from fulldepth.skip.scored_batches import make_batches

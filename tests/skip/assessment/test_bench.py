@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import scipy.stats
 import torch
+from fulldepth.skip.assessment.bench_entries import open_entries
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,6 @@ from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.results import Results
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.assessment.bench import bench
-from fulldepth.skip.assessment.bench_entries import open_entries
 from fulldepth.skip.exports.export import export
 from skip import plain
 from skip.planned import plan

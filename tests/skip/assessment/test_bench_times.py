@@ -8,12 +8,12 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from fulldepth.skip.assessment.bench_table import Cell, Measured, headline, table_of
 
 from fulldepth import figures
 from fulldepth.execution.latency import PHASES, OtherLoad, Runner, Trial, time_in_rounds
 from fulldepth.reporting.payload import payload
 from fulldepth.skip.assessment.bench import bench
-from fulldepth.skip.assessment.bench_table import Cell, Measured, headline, table_of
 from skip.word_tokenizer import tokenizer
 from tiny_models import build
 

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import scipy.stats
-
 from fulldepth.skip.assessment.heldout_loss import AddedLoss, HeldoutLosses
 
 

@@ -6,12 +6,12 @@ import re
 
 import pandas as pd
 import pytest
+from fulldepth.skip.assessment.outcome_headline import headline
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import anatomy_candidates
 from fulldepth.results import COLUMNS, Results
 from fulldepth.skip.assessment.outcome import analyse, settings_of
-from fulldepth.skip.assessment.outcome_headline import headline
 from fulldepth.skip.summary import lines
 from skip import plain, planned
 from tiny_models import LAYERS, build

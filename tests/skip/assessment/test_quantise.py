@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
+from fulldepth.skip.assessment.quantise_table import removed_bytes
+from fulldepth.skip.assessment.quantisers import int8
+from fulldepth.skip.assessment.saved import folded_int8
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
@@ -26,9 +29,6 @@ from fulldepth.results import COLUMNS, Results
 from fulldepth.skip.assessment import calibrated, calibration, quantisers
 from fulldepth.skip.assessment import quantise as quantise_module
 from fulldepth.skip.assessment.quantise import quantise
-from fulldepth.skip.assessment.quantise_table import removed_bytes
-from fulldepth.skip.assessment.quantisers import int8
-from fulldepth.skip.assessment.saved import folded_int8
 from fulldepth.skip.exports.export import export, load
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.selection.search import search

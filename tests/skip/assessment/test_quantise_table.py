@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fulldepth.skip.assessment.quantise_table import FIRST, ORIGINAL, SECOND, Combination, _order
 from scipy import stats
 
 from fulldepth.results import Finding
-from fulldepth.skip.assessment.quantise_table import FIRST, ORIGINAL, SECOND, Combination, _order
 
 
 def verdict(gap: np.ndarray, tokens: np.ndarray, documents: np.ndarray) -> Finding:
