@@ -105,14 +105,6 @@ def test_scores_their_errors_and_the_shallowest_layer_are_those_stated():
     assert unknown.shallowest is unknown.above_chance is None
 
 
-def test_scores_of_the_whole_model_alone_are_bars():
-    drawn = folders.evaluation(exit_layers=[30]).figures()
-    assert list(drawn) == ["task_scores"]
-    bars, chance = drawn["task_scores"].data
-    assert len(bars.x) == 4
-    assert list(chance.y) == [0.25, 0.5, 0.25]
-
-
 def test_sweeps_of_several_models_share_a_figure():
     plain, aligned = folders.classifier_exit(), folders.classifier_exit("runs/aligned", accuracy=0.9, share=0.99)
     results = compare([plain, aligned], names=["plain", "aligned"])

@@ -11,7 +11,7 @@ import pytest
 
 from figures import synthetic
 from fulldepth import figures
-from fulldepth.figures.formulas import mathml
+from fulldepth.figures.record import mathml
 from fulldepth.results import tabulate
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -72,7 +73,7 @@ def _streams(source: Source, statistic: str) -> go.Figure | None:
     )
 
 
-def _map(cells: Grid, names: Sequence[str], title: str, **about: str) -> go.Figure:
+def _map(cells: Grid, names: Sequence[str], title: str, **about: Any) -> go.Figure:
     """A map of layers (x) and rows (y); the range is 0 to the largest value, or symmetric if values are negative."""
     low, high = min(cells.finite), max(cells.finite)
     top = max(-low, high) or 1.0

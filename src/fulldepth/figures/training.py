@@ -140,6 +140,7 @@ def _of_runs(source: Source, measure: str, **rows: Any) -> list[Track]:
 
 def _losses(source: Source) -> Figures:
     """Validation and training loss: of one run in one figure, of several runs in two."""
+    drawings: dict[str, tuple[list[Track], dict[str, Any]]]
     if source.kind == TRAININGS:
         drawings = {
             "Validation": (_of_runs(source, "validation_loss"), {}),
