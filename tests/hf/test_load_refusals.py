@@ -137,7 +137,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "name"), BROKEN, ids=str)
+@pytest.mark.parametrize(("spoil", "name"), BROKEN, ids=[f"{at}-{name}" for at, (_, name) in enumerate(BROKEN)])
 def test_a_broken_checkpoint_is_refused_by_the_name_of_what_is_wrong(broken, spoil, name):
     spoil(broken)
     refused(load_checkpoint, broken, name)

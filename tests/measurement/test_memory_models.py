@@ -191,4 +191,4 @@ def test_the_command_needs_no_foreign_code(main, folder_of, text_file, tmp_path)
     assert outcome.code == 0, outcome
     results = Results.load(tmp_path / "out")
     assert {"retrieval_weight", "expected_retrieval"} <= set(results.table.measure)
-    assert {"retrieval_weight", "expected_retrieval", "self_retrieval"} <= set(results.figures())
+    assert {"retrieval_weight", "expected_retrieval"} <= set(results.figures())

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import Decoder, Generation
-from fulldepth.execution.latency import machine, order
-from fulldepth.execution.load import OtherLoad
+from fulldepth.execution.latency import OtherLoad, machine, order
 from fulldepth.exit.readings import Exit, Readings, calibrated, no_advice, read, splits
 from fulldepth.exit.served import SpeedUp, timed
 from fulldepth.exit.subject import Subject, open_checkpoint, prepare_subject

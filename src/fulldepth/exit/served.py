@@ -12,9 +12,8 @@ from torch import Tensor
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import ExitRule
-from fulldepth.execution.latency import now, order
+from fulldepth.execution.latency import OtherLoad, now, order
 from fulldepth.execution.layer_runner import LayerRunner
-from fulldepth.execution.load import OtherLoad
 from fulldepth.exit.readings import Exit, Readings
 from fulldepth.exit.subject import Subject
 from fulldepth.progress import Watcher
