@@ -87,7 +87,7 @@ def test_no_command_runs_code_of_a_checkpoint(
     def arrived(*_: object) -> None:
         raise ArrivedError
 
-    monkeypatch.setattr(quantising, "check_method", lambda _: None)
+    monkeypatch.setattr(quantising, "check_torchao", lambda: None)
     monkeypatch.setattr(quantising, "check_positions", arrived)
     model = str(house / kind)
     command = [word.format(model=model, home=house) for word in COMMANDS[name]]

@@ -16,11 +16,9 @@ import plotly.graph_objects as go
 from fulldepth.figures import (
     early_exit,
     evaluation,
-    healing,
     layers,
     lens,
     memory,
-    pareto,
     removal,
     similarity,
     training,
@@ -39,8 +37,6 @@ FIGURES: tuple[Figure, ...] = (
     *memory.FIGURES,
     *training.OF_RUNS,
     *removal.FIGURES,
-    *healing.FIGURES,
-    *pareto.FIGURES,
     *early_exit.FIGURES,
     *evaluation.FIGURES,
 )

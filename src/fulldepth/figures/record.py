@@ -12,9 +12,8 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.figures.benchmark import BenchmarkedModel, benchmarked_models
 from fulldepth.figures.curves import Curve, curve, num_layers
-from fulldepth.figures.skip_results import KINDS, TOGETHER, Part, layers_of, parts
+from fulldepth.figures.skip_results import KINDS, TOGETHER, Part, TimedModel, layers_of, parts, timed_models
 from fulldepth.figures.style import ZERO, Figures, categorical, label
 
 SINGLE, SERIES, COMPARISON = "single", "series", "comparison"
@@ -102,9 +101,9 @@ class Source:
         return parts(self.table, self.meta)
 
     @cached_property
-    def benchmarked(self) -> list[BenchmarkedModel]:
+    def timed(self) -> list[TimedModel]:
         """The models that these folders timed."""
-        return benchmarked_models(self.parts)
+        return timed_models(self.parts)
 
 
 @dataclass(frozen=True)

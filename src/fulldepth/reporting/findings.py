@@ -93,11 +93,8 @@ def cards(findings: Sequence[Shown]) -> list[dict[str, str]]:
     ]
 
 
-def sentences(findings: Sequence[Shown], most: int | None = None) -> tuple[list[str], list[str]]:
-    """The opening sentences and the folded ones.
-
-    No sentence is folded if there are at most `most`, or if all are marked as later.
-    """
+def sentences(findings: Sequence[Shown]) -> tuple[list[str], list[str]]:
+    """The opening sentences and the folded ones; none is folded if all are marked as later."""
     marked = [
         (shown.later, shown.prefix + short(shown.entry["sentence"], 600))
         for shown in findings
@@ -105,6 +102,4 @@ def sentences(findings: Sequence[Shown], most: int | None = None) -> tuple[list[
     ]
     texts = [text for _, text in marked]
     first = [text for later, text in marked if not later] or texts
-    if most is not None:
-        first = texts if len(texts) <= most else first[:most]
     return first, [text for text in texts if text not in first]

@@ -25,7 +25,7 @@ from fulldepth.figures.record import (
     Source,
 )
 from fulldepth.figures.skip_results import TOGETHER
-from fulldepth.reporting import evaluated, exits, measured, skipping, skipping_tables, story, training
+from fulldepth.reporting import evaluated, exits, measured, skipping, story, training
 from fulldepth.reporting.findings import Shown
 from fulldepth.reporting.measured import Meta, Pairs
 from fulldepth.reporting.sections import (
@@ -63,8 +63,6 @@ class PageKind:
     in_words: str = "The table in words"
     """Title of the folded sentences."""
     sections: Sequence[Section] = OF_MODELS
-    lead: int | None = None
-    """Maximum number of opening sentences; None = no limit."""
     opening: Callable[[Source], dict[str, Any] | None] = lambda _: None
     """The opening paragraph: `sentences`, and the command to run `next` with the reason `why`; None without one."""
 
@@ -75,14 +73,13 @@ def _skip(name: str) -> PageKind:
         skipping.byline,
         skipping.about,
         skipping.findings,
-        skipping.title,
-        skipping_tables.side_by_side,
+        lambda source: measured.title({"model": skipping.model(source)}),
+        skipping.side_by_side,
         skipping.tables,
         skipping.warnings,
-        skipping.left_out,
-        in_words="More in words",
+        opening=skipping.opening,
+        in_words="The findings in words",
         sections=OF_SKIPPING,
-        lead=6,
     )
 
 
@@ -124,7 +121,7 @@ PAGES = {
         about_title="What was trained",
         sections=OF_TRAINING,
     ),
-    "skip": _skip("Blocks that went"),
+    "skip": _skip("Removed blocks"),
     "curve": _skip("Removal curve"),
     "bench": _skip("Benchmark of exports"),
     "quantise": _skip("Skipping and quantisation"),

@@ -79,39 +79,14 @@ OF_TRAINING = (
 OF_SKIPPING = (
     Section(
         "blocks",
-        "Which blocks went",
-        "The model’s depth, layer by layer. A number says when a block went; below it stands the loss, in nats, "
-        "that its removal added to that before it. Nothing is healed here.",
+        "Removed blocks",
+        "The model’s depth, layer by layer. A number gives the order of removal; below it stands the loss, in nats, "
+        "that this removal added. Nothing is healed here.",
+        first=True,
     ),
-    Section(
-        "removal",
-        "What removal costs",
-        "Held-out data, read again after every removal: the loss, how far the predictions are from the "
-        "unmodified model’s, and how often both would say the same.",
-    ),
-    Section(
-        "healing",
-        "Scalars that heal",
-        "What was trained afterwards, and nothing else: how strongly each block adds to the stream, and how "
-        "strongly the stream passes it by.",
-    ),
-    Section(
-        "states",
-        "Inside the model",
-        "How far the states of each layer have moved from the original’s, and how large the weights of the removed "
-        "and of the kept blocks are.",
-    ),
-    Section(
-        "pareto",
-        "Quality against time",
-        "Every model that was timed, by its held-out loss.",
-    ),
-    Section(
-        "cost",
-        "Time, memory and size",
-        "Prompt (prefill) and token by token (decode) apart, each model beside the original in the same rounds.",
-    ),
-    Section("quantise", "With quantisation", "Skipping and quantising together, in both orders."),
+    Section("removal", "What removal costs", "Held-out data, read again after every removal."),
+    Section("states", "Inside the model", "How far the states of each layer have moved from the original’s."),
+    Section("pareto", "Quality against time", "Every model that was timed, by the held-out loss that it adds."),
     Section("settings", "Settings"),
 )
 OF_EXIT = (

@@ -1,29 +1,33 @@
-"""Benchmarks: bytes by shapes and files, logits without a cache, losses by stock passes."""
+"""Benchmarks: bytes by shapes and files, logits without a cache, losses by stock passes, clocks of known ratio."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import scipy.stats
 import torch
-from fulldepth.skip.assessment.bench_entries import open_entries
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from fulldepth import figures
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples, read_examples
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.latency import Runner, Trial
-from fulldepth.execution.memory import cache_bytes
-from fulldepth.figures.benchmark import benchmarked_models
-from fulldepth.figures.skip_results import parts
+from fulldepth.execution.latency import PHASES, OtherLoad, Runner, Trial, time_in_rounds
+from fulldepth.figures.skip_results import parts, timed_models
 from fulldepth.hf import anatomy_candidates, skipping
+from fulldepth.reporting.payload import payload
 from fulldepth.results import Results
 from fulldepth.settings.bench import BenchSettings
-from fulldepth.skip.assessment.bench import bench
+from fulldepth.skip.assessment.bench import _headline, _opened, bench
+from fulldepth.skip.assessment.compared import AddedLoss, Cell, HeldoutLosses, Measured
 from fulldepth.skip.exports.export import export
 from skip import plain
 from skip.planned import plan
@@ -35,8 +39,16 @@ KV = 2 * 2 * 8 * 4
 """Bytes of a token's keys and values in one layer of the tiny Llama: two, of 2 heads of 8 float32 numbers."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def unproven():
+    """Exports are not loaded in a fresh process: their own tests do that."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)
+        yield
+
+
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def folders(unproven, tmp_path_factory):
     """A checkpoint, and what two formats make of it without the attention of layers 1 and 3."""
     root = tmp_path_factory.mktemp("bench")
     build("llama").save_pretrained(root / "original")
@@ -101,29 +113,20 @@ def test_exports_are_loaded_as_the_original_is(folders, tmp_path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folders / "original").eval()
     export(plan(model, [3, 1], values=None), model, "decilm", tmp_path / "decilm", tokenizer=tokenizer())
     names = [folders / "original", folders / "folded", folders / "fast", tmp_path / "decilm"]
-    first, *others = open_entries(names, BenchSettings(dtype="bfloat16"))
+    first, *others = _opened(names, BenchSettings(dtype="bfloat16"))
     frequencies = first.model.model.rotary_emb.inv_freq
     assert frequencies.dtype == torch.float32
     for entry in others:
         assert entry.model.dtype == torch.bfloat16
         assert torch.equal(entry.model.model.rotary_emb.inv_freq, frequencies)
-    assert [sorted(entry.skipped_blocks.layers) for entry in others] == [[], [1, 3], [3]]
+    assert [sorted(entry.skipped_blocks[1]) for entry in others] == [[], [1, 3], [3]]
     names = others[-1].model.state_dict()
     assert [f"model.layers.{index}.self_attn.o_proj.weight" in names for index in range(3)] == [True, True, False]
 
 
-def test_differences_are_to_the_original(found) -> None:
-    table = found.table
-    base = table[table.model == "original"].set_index(["measure", "site", "statistic", "batch", "context"])["value"]
-    assert table[table.model == "original"]["difference"].isna().all()
-    for _, row in table[table.model == "fast"].iterrows():
-        key = (row.measure, row.site, row.statistic, row.batch, row.context)
-        expected = row["value"] - base[key] if key in base.index else float("nan")
-        assert row.difference == pytest.approx(expected, nan_ok=True)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_neox"])
-@pytest.mark.parametrize("skipped_blocks", [(), (1,), (1, 2, 3)])
+@pytest.mark.parametrize(
+    ("family", "skipped_blocks"), [("llama", ()), ("gpt2", (1,)), ("gemma2", (1, 2, 3)), ("gpt_neox", (1,))]
+)
 def test_decoding_stands_at_the_right_positions(family, skipped_blocks) -> None:
     model = build(family)
     ids = torch.randint(3, VOCAB, (2, 17), generator=torch.Generator().manual_seed(3))
@@ -131,13 +134,6 @@ def test_decoding_stands_at_the_right_positions(family, skipped_blocks) -> None:
         expected = model(input_ids=ids, use_cache=False).logits[:, -1]
         got = Runner(model).run(ids, 12).logits
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
-
-
-@pytest.mark.parametrize(("family", "heads", "width"), [("llama", 2, 8), ("gpt2", 4, 8), ("gpt_neox", 4, 8)])
-def test_cache_bytes_follow_from_shapes(family, heads, width) -> None:
-    ids = torch.randint(3, VOCAB, (3, 14))
-    held = cache_bytes(Runner(build(family)).run(ids, 10).cache)
-    assert held == 2 * LAYERS * 3 * 14 * heads * width * 4
 
 
 def test_models_take_turns(monkeypatch) -> None:
@@ -154,9 +150,9 @@ def test_models_take_turns(monkeypatch) -> None:
     monkeypatch.setattr(Runner, "run", run)
     results = bench(original, [other], batches=[1, 2], contexts=[5], new_tokens=2, repeats=3, warmup=1)
     for batch, start in ((1, 0), (2, 12)):
-        part = runs[start : start + 12]  # memory and cache of two models, a warm-up and three rounds of two
+        part = runs[start : start + 12]  # a warm-up and three rounds of two models, then their memory and cache
         assert {shape for _, shape, _ in part} == {(batch, 7)}
-        turns = [[(first, context) for first, _, context in part[n : n + 2]] for n in range(4, 12, 2)]
+        turns = [[(first, context) for first, _, context in part[n : n + 2]] for n in range(0, 8, 2)]
         assert all(sorted(turn) == [(False, 5), (True, 5)] for turn in turns)
         assert len({tuple(turn) for turn in turns}) == 2
     assert original.training
@@ -179,35 +175,33 @@ def test_what_makes_a_comparison_unfair_is_said(folders) -> None:
     assert any("torch.bfloat16" in line for line in results.meta["warnings"])
 
 
+def bigger():
+    model = build("llama")
+    model.resize_token_embeddings(VOCAB + 4)
+    return model
+
+
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("original", "exports", "options", "named"),
     [
-        ({"contexts": [62]}, "exceed the model's 64 positions"),
-        ({"repeats": 0}, "repeats"),
-        ({"batches": []}, "batches"),
-        ({"round": 3}, "round"),
+        ("llama", ["llama"], {"contexts": [62]}, "64 positions"),
+        ("llama", ["llama"], {"repeats": 0}, "repeats"),
+        ("llama", ["llama"], {"batches": []}, "batches"),
+        ("llama", ["llama"], {"round": 3}, "round"),
+        ("llama", [], {}, "one export or more"),
+        ("llama", "llama", {}, "one export or more"),
+        ("bert", ["llama"], {}, "causal language model"),
+        ("llama", [bigger], {}, "vocabulary"),
+        ("llama", ["/no/such/folder"], {}, "/no/such/folder"),
     ],
 )
-def test_nonsense_is_refused(options, words) -> None:
-    model = build("llama")
-    with pytest.raises(FulldepthError, match=words):
-        bench(model, [model], **{**SMALL, **options})
+def test_what_is_refused(original, exports, options, named) -> None:
+    def model(one):
+        return one() if callable(one) else one if one.startswith("/") else build(one)
 
-
-def test_models_that_cannot_be_compared_are_refused(folders) -> None:
-    model = build("llama")
-    with pytest.raises(FulldepthError, match="one export or more"):
-        bench(model, [])
-    with pytest.raises(FulldepthError, match="one export or more"):
-        bench(model, folders / "fast")
-    with pytest.raises(FulldepthError, match="no causal language model"):
-        bench(build("bert"), [model])
-    bigger = build("llama")
-    bigger.resize_token_embeddings(VOCAB + 4)
-    with pytest.raises(FulldepthError, match="not the same model"):
-        bench(model, [bigger], **SMALL)
-    with pytest.raises(FulldepthError, match="No such folder"):
-        bench(model, ["/no/such/folder"])
+    models = model(exports) if isinstance(exports, str) else [model(one) for one in exports]
+    with pytest.raises(FulldepthError, match=named):
+        bench(build(original), models, **{**SMALL, **options})
 
 
 def by_document(count: int) -> Examples:
@@ -252,17 +246,15 @@ def test_losses_are_those_of_stock_passes_on_the_same_sequences(folders, tmp_pat
         if name == "original":
             assert list(rows.index) == ["mean"]
             continue
-        assert rows["difference"]["mean"] == pytest.approx(rate, rel=1e-4)
         assert rows["value"]["difference_stderr"] == pytest.approx(error, rel=1e-4)
         assert rows["count"]["difference_stderr"] == len(by_group) == 4
         finding = results.headline[f"loss_added {name}"]
         assert finding["standard_error"] == pytest.approx(error, rel=1e-4)
-        # four documents: Student's t of three degrees
-        said = f"{rate:+.4f} against original" if abs(rate) > scipy.stats.t(3).ppf(0.975) * error else "no measurable"
-        assert said in finding["sentence"]
+        measurable = abs(rate) > scipy.stats.t(3).ppf(0.975) * error  # four documents: Student's t of three degrees
+        assert ("no measurable" not in finding["sentence"]) == measurable
     assert abs(value(results, "loss", "fast", "mean") - value(results, "loss", "original", "mean")) > 1e-4
     assert results.meta["data"]["hash"] == examples.meta["hash"]
-    shown = {one.name: one for one in benchmarked_models(parts(results.table, results.meta))}
+    shown = {one.name: one for one in timed_models(parts(results.table, results.meta))}
     assert shown["fast"].loss == value(results, "loss", "fast", "mean")  # not the plan's, which was made up
     assert shown["fast"].base == value(results, "loss", "original", "mean")
     assert not any(one.stated for one in shown.values())
@@ -292,6 +284,161 @@ def test_losses_are_read_from_files_as_a_search_reads_them(folders, tmp_path) ->
 
 def test_without_data_the_loss_is_stated_by_the_plan(found) -> None:
     assert "loss" not in set(found.table.measure)
-    shown = {one.name: one for one in benchmarked_models(parts(found.table, found.meta))}
+    shown = {one.name: one for one in timed_models(parts(found.table, found.meta))}
     assert shown["fast"].stated
     assert (shown["fast"].loss, shown["fast"].base) == (1.0, 1.0)
+
+
+CELL = Cell(1, 8)
+
+
+class Clock:
+    """Seconds of runs on one machine, whose speed changes while it runs."""
+
+    def __init__(self, kind: str, rounds: int, seed: int) -> None:
+        self.kind, self.rng, self.done = kind, np.random.default_rng(seed), 0
+        self.runs = 2 * rounds
+        self.slow = self.rng.integers(self.runs)
+
+    def seconds(self) -> float:
+        """Of the next run of a model that takes 1 s on a quiet machine."""
+        factor = {
+            "noise": 1.0,
+            "drift": 1 + 0.5 * self.done / self.runs,
+            "slow run": 4.0 if self.done == self.slow else 1.0,
+            "load in the middle": 1.6 if self.done >= self.runs // 2 else 1.0,
+        }[self.kind]
+        self.done += 1
+        return factor * float(self.rng.lognormal(0, 0.03))
+
+
+class FakeRunner:
+    """A model that takes `ratio` seconds of a clock."""
+
+    def __init__(self, clock: Clock, ratio: float) -> None:
+        self.clock, self.ratio = clock, ratio
+
+    def run(self, ids, context) -> Trial:
+        seconds = self.ratio * self.clock.seconds()
+        return Trial(seconds, seconds, None, torch.zeros(1))
+
+
+def simulated(kind: str, ratio: float, rounds: int, seed: int) -> Measured:
+    clock = Clock(kind, rounds, seed)
+    runs = {name: (FakeRunner(clock, value), nullcontext) for name, value in (("original", 1.0), ("other", ratio))}
+    timed = time_in_rounds(runs, None, 8, repeats=rounds, warmup=0, seed=seed, advance=lambda done: None)
+    times = {(name, CELL, phase): seconds for (name, phase), seconds in timed.seconds.items()}
+    return Measured(["original", "other"], {"original": 1, "other": 1}, None, times, {CELL: timed.other_load})
+
+
+@pytest.fixture
+def quiet(monkeypatch) -> None:
+    monkeypatch.setattr(OtherLoad, "__init__", lambda self: None)
+    monkeypatch.setattr(OtherLoad, "share", lambda self: 0.0)
+
+
+@pytest.mark.parametrize("draws", [100, pytest.param(3000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kind", ["noise", "drift", "slow run", "load in the middle"])
+def test_equal_models_do_not_differ_and_ten_per_cent_are_found(kind, draws, quiet) -> None:
+    same, slower, rounds = 0, 0, 9
+    for seed in range(draws):
+        same += "no measurable difference" not in said(simulated(kind, 1.0, rounds, seed))
+        slower += "no measurable difference" not in said(simulated(kind, 1.1, rounds, seed))
+    assert same / draws <= 0.05 + 2 * (0.05 * 0.95 / draws) ** 0.5
+    assert slower / draws >= 0.9
+
+
+def said(measured: Measured) -> str:
+    return measured.ratio_text("other", "prefill")
+
+
+def test_a_ratio_by_hand(quiet) -> None:
+    measured = simulated("noise", 1.0, 9, 0)
+    measured.times["original", CELL, "decode"] = [10.0] * 9
+    measured.times["other", CELL, "decode"] = [8.0, 8.2, 8.4, 8.6, 8.8, 9.0, 9.2, 9.4, 20.0]
+    rows = measured.table()
+    rows = rows[(rows.measure == "time_ratio") & (rows.site == "decode") & rows.batch.isna()]
+    # the second smallest and the second largest of nine: 1 - 2 (1 + 9) / 512 = 0.961
+    assert rows.set_index("statistic").value.to_dict() == pytest.approx({"median": 0.88, "low": 0.82, "high": 0.94})
+    other = Cell(4, 8)
+    measured.other_load[other] = 0.0
+    for name, seconds in (("original", 1.0), ("other", 0.9)):  # a round of a grid: the geometric mean of its cells
+        measured.times[name, CELL, "prefill"] = [seconds] * 9
+        measured.times[name, other, "prefill"] = [5 * seconds**3] * 9
+    assert measured.ratio("other", "prefill") == pytest.approx([0.9**2] * 3)
+
+
+def test_few_rounds_and_a_busy_machine_give_no_verdict(monkeypatch) -> None:
+    monkeypatch.setattr(OtherLoad, "share", lambda self: 0.0)
+    measured = simulated("noise", 1.0, 8, 0)
+    assert "9 rounds" in said(measured)
+    rows = measured.table()
+    assert set(rows[rows.measure == "time_ratio"].statistic) == {"median"}
+    monkeypatch.setattr(OtherLoad, "share", lambda self: 0.35)
+    measured = simulated("noise", 1.1, 9, 0)
+    assert "time_ratio" not in set(measured.table().measure)
+    entries = [SimpleNamespace(label=name) for name in measured.labels]
+    ((name, finding),) = _headline(entries, measured, None)
+    assert (name, finding.value) == ("times", None)
+    assert "35%" in finding.sentence
+
+
+@pytest.mark.parametrize("grid", [{"contexts": [8]}, {"contexts": [8, 16]}])
+def test_headline_table_and_figure_show_one_number(monkeypatch, quiet, grid) -> None:
+    original, other = build("llama"), build("llama", seed=1)
+    rng, run = np.random.default_rng(5), Runner.run
+
+    def noisy(self, ids, context) -> Trial:
+        trial = run(self, ids, context)
+        seconds = rng.lognormal(0, 0.3, 2) * (1 if self.model is original else 0.4)
+        return trial._replace(prefill=seconds[0], decode=seconds[1])
+
+    monkeypatch.setattr(Runner, "run", noisy)
+    heldout = [{"text": " ".join(["one two three"] * 4)}] * 4
+    results = bench(original, [other], heldout=heldout, tokenizer=tokenizer(), batches=[1], new_tokens=2, **grid)
+    assert results.meta["settings"]["repeats"] == 9
+    label = results.meta["models"][1]["label"]
+    made = payload(results)
+    columns = dict(zip(made["models"]["columns"], made["models"]["rows"][1][1:], strict=True))
+    for phase in PHASES:
+        finding = results.headline[f"{phase}_time_ratio {label}"]
+        shown = [f"{finding['value']:.3f}", *re.findall(r"interval ([\d.]+) to ([\d.]+)\)", finding["sentence"])[0]]
+        assert f"{phase} time" in finding["sentence"]
+        assert f": {shown[0]} times the original's" in finding["sentence"]
+        assert columns[f"{phase.capitalize()} time"] == "{}× ({} to {})".format(*shown)
+        figure = figures.build(results.table, results.meta)["pareto" if phase == "decode" else f"pareto:{phase}"]
+        (point,) = [one for one in figure.data if one.mode == "markers" and one.name == label]
+        assert [f"{number:.3f}" for number in (point.x[0], *point.customdata[0])] == shown
+
+
+def losses(gaps, tokens, documents) -> HeldoutLosses:
+    sums = {"original": np.zeros(len(gaps)), "other": np.asarray(gaps, dtype=float)}
+    return HeldoutLosses(sums, np.asarray(tokens, dtype=float), np.asarray(documents))
+
+
+def test_one_number_a_document_gives_the_error_of_their_mean() -> None:
+    effects = np.random.default_rng(0).normal(0.3, 1, 20)  # every window of a document has its document's loss
+    made = losses(np.repeat(effects, 5) * 7, [7] * 100, np.repeat(np.arange(20), 5)).added("other")
+    assert made.mean == pytest.approx(effects.mean())
+    assert made.error == pytest.approx(scipy.stats.sem(effects))
+    assert made.documents == 20
+    few = losses([1.0, 2.0, 3.0, 4.0], [5] * 4, np.arange(4) % 2).added("other")
+    assert math.isnan(few.error)
+    assert not few.measurable
+    assert "3 documents" in few.text("original")
+
+
+@pytest.mark.parametrize(
+    ("mean", "error", "documents", "measurable"),
+    [
+        (0.0201, 0.01, 30, True),
+        (0.0199, 0.01, 30, False),
+        (-0.0199, 0.01, 30, False),
+        (0.03, 0.01, 4, False),  # Student's t of three degrees: 3.18 errors
+        (0.04, 0.01, 4, True),
+        (0.0, 0.0, 30, False),
+    ],
+)
+def test_the_verdict_is_gated_by_two_errors(mean, error, documents, measurable) -> None:
+    assert AddedLoss(mean, error, documents).measurable is measurable
+    assert ("no measurable difference" in AddedLoss(mean, error, documents).text("original")) is not measurable

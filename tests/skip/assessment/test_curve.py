@@ -35,38 +35,21 @@ def noisy(mean, count, seed, spread=0.2, level=1.0):
     return mean + walk + generator.normal(0, level, (count, 1))
 
 
-@pytest.mark.parametrize("kink", [2, 4, 7, 11])
+@pytest.mark.parametrize("kink", [2, 4, 11])
 def test_a_closed_form_without_noise_is_found_exactly(kink) -> None:
     losses = hinge(kink) + np.linspace(0, 3, 6)[:, None]
     found = find_breakpoint(losses, np.ones(6))
-    assert (found.blocks, found.low, found.high, found.shape) == (kink, kink, kink, "kink")
+    assert (found.blocks, found.low, found.high, found.straight_until) == (kink, kink, kink, kink)
     assert found.confidence == 1
-    assert found.slope_before == pytest.approx(0.02)
-    assert found.slope_after == pytest.approx(0.3)
     assert found.excess == pytest.approx(0.28)
 
 
-@pytest.mark.parametrize("kink", [3, 7])
+@pytest.mark.parametrize("kink", [3, pytest.param(7, marks=pytest.mark.thorough)])
 def test_a_break_is_found_in_noise(kink) -> None:
-    hits, covered, sure = 0, 0, []
-    for seed in range(20):
-        found = find_breakpoint(noisy(hinge(kink), 300, seed), np.ones(300), seed=seed, resamples=200)
-        hits += found.blocks == kink
-        covered += found.low is not None and found.low <= kink <= found.high
-        sure.append(found.confidence)
-    assert hits >= 14
-    assert covered >= 18
-    assert 0.4 < np.mean(sure) <= 1
-
-
-def test_no_break_in_straight_lines_with_noise() -> None:
-    line = hinge(4, 0.1, 0.1)
-    found = [find_breakpoint(noisy(line, 100, s), np.ones(100), seed=s, resamples=200) for s in range(60)]
-    none = [one for one in found if one.blocks is None]
-    assert len(none) >= 57
-    assert all(one.slope_before == one.slope_after for one in none)
-    assert all(one.shares["none"] == one.confidence for one in none)
-    assert np.mean([one.confidence for one in none]) > 0.8
+    found = [find_breakpoint(noisy(hinge(kink), 300, s), np.ones(300), seed=s, resamples=200) for s in range(20)]
+    assert sum(one.blocks == kink for one in found) >= 14
+    assert sum(one.low is not None and one.low <= kink <= one.high for one in found) >= 18
+    assert 0.4 < np.mean([one.confidence for one in found]) <= 1
 
 
 SMOOTH = {
@@ -79,13 +62,14 @@ SMOOTH = {
 }
 
 
-@pytest.mark.parametrize("most", [3, 5, 7, 9, 12])
+@pytest.mark.parametrize("most", [3, 12])
 @pytest.mark.parametrize("name", SMOOTH)
 def test_a_smooth_curve_has_no_break_however_far_it_is_followed(name, most) -> None:
     curve_of = 2.0 + SMOOTH[name][: most + 1]
     exact = find_breakpoint(np.tile(curve_of, (8, 1)), np.ones(8), resamples=20)
     assert (exact.blocks, exact.confidence) == (None, 1)
-    assert exact.shape == ("concave" if name == "root" else "gradual")
+    assert exact.straight_until < most
+    assert (exact.excess < 0) == (name == "root")
     found = [find_breakpoint(noisy(curve_of, 200, s, 0.05), np.ones(200), seed=s, resamples=20) for s in range(40)]
     assert sum(one.blocks is not None for one in found) <= 4  # 5 % of 40, and chance
 
@@ -93,11 +77,10 @@ def test_a_smooth_curve_has_no_break_however_far_it_is_followed(name, most) -> N
 @pytest.mark.parametrize("spread", [0.0, 0.1])
 def test_the_answer_does_not_depend_on_how_far_the_curve_is_followed(spread) -> None:
     losses = noisy(hinge(4), 200, 3, spread)
-    found = [find_breakpoint(losses[:, : most + 1], np.ones(200), resamples=100) for most in (5, 6, 8, 10, 12)]
-    assert {(one.blocks, one.shape, one.straight_until, one.excess) for one in found} == {
-        (4, "kink", 4, found[0].excess)
-    }
-    assert find_breakpoint(losses[:, :5], np.ones(200), resamples=10).shape == "line"
+    found = [find_breakpoint(losses[:, : most + 1], np.ones(200), resamples=100) for most in (5, 8, 12)]
+    assert {(one.blocks, one.straight_until, one.excess) for one in found} == {(4, 4, found[0].excess)}
+    line = find_breakpoint(losses[:, :5], np.ones(200), resamples=10)
+    assert (line.blocks, line.straight_until) == (None, 4)
 
 
 @pytest.mark.parametrize(
@@ -110,47 +93,12 @@ def test_what_does_not_bend_upwards_has_no_break(mean) -> None:
     assert found.confidence == 1
 
 
-def test_the_excess_is_that_of_a_fit_to_the_weighted_mean() -> None:
-    generator = np.random.default_rng(5)
-    for seed in range(5):
-        weights = generator.integers(1, 40, 60).astype(float)
-        losses = noisy(0.02 * NUMBERS**2.2, 60, seed, spread=0.05)
-        found = find_breakpoint(losses, weights, resamples=10)
-        until = found.straight_until
-        line = np.polynomial.Polynomial.fit(
-            NUMBERS[: until + 1], np.average(losses, axis=0, weights=weights)[: until + 1], 1
-        )
-        mean = np.average(losses, axis=0, weights=weights)
-        assert found.excess == pytest.approx(mean[until + 1] - line(until + 1))
-        each = [
-            row[until + 1] - np.polynomial.Polynomial.fit(NUMBERS[: until + 1], row[: until + 1], 1)(until + 1)
-            for row in losses
-        ]
-        drawn_means = [
-            np.average(np.take(each, rows), weights=weights[rows])
-            for rows in np.random.default_rng(0).integers(0, 60, (4000, 60))
-        ]
-        assert found.excess_error == pytest.approx(np.std(drawn_means), rel=0.08)
-
-
-@pytest.mark.parametrize("tolerance", [0.0, 0.01, 0.05, 0.2])
-def test_a_tolerance_is_exceeded_first_where_plain_fits_say(tolerance) -> None:
-    mean = 2.0 + 0.004 * NUMBERS**2
-    excess = [
-        mean[k + 1] - np.polynomial.Polynomial.fit(NUMBERS[: k + 1], mean[: k + 1], 1)(k + 1) for k in range(1, 12)
-    ]
-    expected = next((k for k, value in enumerate(excess, 1) if value > tolerance), None)
-    found = find_breakpoint(np.tile(mean, (3, 1)), np.ones(3), tolerance=tolerance, resamples=10)
-    assert found.blocks == expected
-    assert found.shape == ("line" if expected is None else "tolerance")
-
-
-def test_seeds_and_small_samples() -> None:
+def test_seeds_decide_the_resamples() -> None:
     losses = noisy(hinge(6), 40, 3)
     assert find_breakpoint(losses, np.ones(40), seed=1) == find_breakpoint(losses, np.ones(40), seed=1)
-    other = find_breakpoint(losses, np.ones(40), seed=2)
-    assert find_breakpoint(losses, np.ones(40), seed=1).shares != other.shares
-    assert find_breakpoint(losses[:4], np.ones(4)).blocks is None
+    assert find_breakpoint(losses, np.ones(40), seed=1).confidence != (
+        find_breakpoint(losses, np.ones(40), seed=2).confidence
+    )
     assert find_breakpoint(losses[:, :2], np.ones(40)).blocks is None  # two points are a line
 
 
@@ -168,7 +116,7 @@ def false_bends(documents, share, draws):
     """Straight curves that are said to bend, upwards or downwards."""
     line = hinge(4, 0.1, 0.1)
     found = (find_breakpoint(*windowed(line, documents, share, seed), resamples=1) for seed in range(draws))
-    return sum(one.shape != "line" for one in found)
+    return sum(one.straight_until < len(NUMBERS) - 1 for one in found)
 
 
 @pytest.mark.parametrize("documents", [5, 20])
@@ -203,18 +151,14 @@ def test_errors_sum_by_document_whatever_the_order_and_the_labels() -> None:
     assert found.excess_error == pytest.approx((12 / 11 * squares) ** 0.5 / tokens.sum())
     order = np.random.default_rng(2).permutation(len(losses))
     again = find_breakpoint(losses[order], tokens[order], 9**17 + 7 * owner[order], resamples=10)
-    assert (again.excess_error, again.shape) == (pytest.approx(found.excess_error), found.shape)
-    assert again.shares == found.shares
+    assert again.excess_error == pytest.approx(found.excess_error)
+    assert (again.blocks, again.confidence) == (found.blocks, found.confidence)
 
 
 def test_few_documents_give_no_verdict() -> None:
     losses, tokens, owner = windowed(hinge(6), FEWEST - 1, 0.5, 0, 0.0)
     found = find_breakpoint(losses, tokens, owner)
-    assert (found.shape, found.blocks, found.confidence, found.excess_error, found.shares) == (
-        ("unknown", None, None, None, {})
-    )
-    found = find_breakpoint(losses, tokens, owner, tolerance=0.1)
-    assert (found.shape, found.blocks, found.confidence, found.low) == ("tolerance", 6, None, None)
+    assert (found.blocks, found.confidence, found.excess_error, found.documents) == (None, None, None, FEWEST - 1)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +246,7 @@ def test_the_break_point_is_that_of_the_sequences(drawn) -> None:
     expected = find_breakpoint(np.stack([column[:, 0] / tokens for column in columns], axis=1), tokens)
     said = results.meta["break_point"]
     assert said["blocks"] == expected.blocks
-    assert said["slope_before"] == pytest.approx(expected.slope_before, abs=1e-3)
+    assert said["confidence"] == expected.confidence
     assert said["straight_until"] == expected.straight_until
     assert results.headline["break_point"]["value"] == expected.blocks
     rows = results.table[results.table.measure == "break_point"]
@@ -339,31 +283,28 @@ def test_other_orders_and_parts() -> None:
     found = curve(build("gpt2"), pairs(12), tokenizer=tokenizer(), search="given", given=[3, 1], granularity="mlp")
     assert found.plan.blocks == [3, 1]
     assert found.results.table["removed"].max() == 2
-    assert "mlp blocks" in found.results.headline["loss_added"]["sentence"]
     found = curve(build("gpt2"), pairs(12), tokenizer=tokenizer(), search="last", max_blocks=1, granularity="layer")
     assert found.plan.blocks == [3]
     said: list[str] = []
     heard = Watcher(say=said.append)
     found = curve(build("gpt2"), pairs(12), tokenizer=tokenizer(), search="last", max_blocks=12, watcher=heard)
-    assert f"The model has {LAYERS} blocks: the curve ends there, not at max_blocks = 12." in said
+    assert any(f"has {LAYERS} blocks" in line for line in said)
     assert found.plan.blocks == list(range(LAYERS, 0, -1))  # all that there are
-    few = "2 held-out documents, and at least 5 are needed"
-    assert found.results.headline["break_point"]["sentence"] == f"No break point is stated: {few}."
-    assert "(no interval: 2 documents" in found.results.headline["loss_added"]["sentence"]
+    assert "2 held-out documents" in found.results.headline["break_point"]["sentence"]
+    assert "2 held-out documents" in found.results.headline["loss_added"]["sentence"]
     assert set(found.results.table.statistic) == {"mean"}
     assert found.results.figures()
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("family", "options", "named"),
     [
-        ({"max_blocks": 0}, "max_blocks"),
-        ({"blocks": 2}, "max_blocks, not blocks"),
-        ({"serch": "last"}, "serch"),
+        ("llama", {"max_blocks": 0}, "max_blocks"),
+        ("llama", {"blocks": 2}, "max_blocks"),
+        ("llama", {"serch": "last"}, "serch"),
+        ("bert", {}, "causal language model"),
     ],
 )
-def test_wrong_options_are_refused(options, words) -> None:
-    with pytest.raises(FulldepthError, match=words):
-        curve(build("llama"), pairs(6), tokenizer=tokenizer(), **options)
-    with pytest.raises(FulldepthError, match="no causal language model"):
-        curve(build("bert"), pairs(6), tokenizer=tokenizer())
+def test_what_is_refused(family, options, named) -> None:
+    with pytest.raises(FulldepthError, match=named):
+        curve(build(family), pairs(6), tokenizer=tokenizer(), **options)

@@ -259,8 +259,6 @@ def _warnings(entries: Sequence[Entry], digest: str, settings: BenchSettings) ->
 def _headline(entries: Sequence[Entry], measured: Measured, examples: Examples | None) -> Iterator[tuple[str, Finding]]:
     """Findings by name for each export: the added loss, and for each phase the ratio of times."""
     not_compared, cells = measured.busy(), len(measured.other_load)
-    if not_compared is not None:
-        yield "times", not_compared
     where = f" over {cells} combinations of batch and context" if cells > 1 else ""
     for entry in entries[1:]:
         label = entry.label
@@ -274,3 +272,5 @@ def _headline(entries: Sequence[Entry], measured: Measured, examples: Examples |
         for phase in PHASES if not_compared is None else ():
             sentence = f"{label}, {phase} time{where}: {measured.ratio_text(label, phase)}."
             yield f"{phase}_time_ratio {label}", Finding(measured.ratio(label, phase).value, "1", sentence)
+    if not_compared is not None:
+        yield "times", not_compared

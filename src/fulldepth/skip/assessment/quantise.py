@@ -275,8 +275,6 @@ def headline(measured: Measured, plans: dict[str, Plan | None]) -> Iterator[tupl
     assert losses is not None
     yield "order", order(losses, first, second)
     not_compared = measured.busy()
-    if not_compared is not None:
-        yield "times", not_compared
     for name in measured.labels[1:]:
         added, plan = losses.added(name), plans[name]
         healed = "" if plan is None else ", healed" if plan.healed_loss is not None else ", not healed"
@@ -286,6 +284,8 @@ def headline(measured: Measured, plans: dict[str, Plan | None]) -> Iterator[tupl
         if not_compared is None:
             parts += [f"{phase} time: {measured.ratio_text(name, phase)}" for phase in PHASES]
         yield name, added.finding("; ".join(parts) + ".")
+    if not_compared is not None:
+        yield "times", not_compared
 
 
 def order(losses: HeldoutLosses, first: Plan, second: Plan) -> Finding:
