@@ -74,7 +74,7 @@ def pack(grid: Mapping[str, Any] | None, vocabulary: Vocabulary) -> dict[str, An
     samples = (grid or {}).get("samples") or []
     classes = (grid or {}).get("of") == SAMPLES and all(len(sample["tokens"]) == 1 for sample in samples)
     add = vocabulary.add_prose if classes else vocabulary.add
-    packed = [
+    packed: list[dict[str, Any]] = [
         {
             "title": short(sample.get("title") or f"Sample {number}", 80),
             "tokens": [add(token) for token in sample["tokens"]],
