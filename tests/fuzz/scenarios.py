@@ -208,9 +208,6 @@ TRAIN = {
     "train export": Scenario(
         "train export run-part --output new --dtype bfloat16", "run-part", 3, writes="checkpoint", arguments=0.3
     ),
-    "train export in place": Scenario(
-        "train export run-part --step 2", "run-part", 1, grows=("run-part/checkpoint-2/*",), writes="nothing"
-    ),
     "train list": Scenario("train --list", "recipes/train.yaml", 0.3, writes="nothing", arguments=1.0),
 }
 EXIT = "--sequence-length 12 --max-sequences 4 --thresholds 0.5 --new-tokens 2 --prompts 1 --rounds 1"
