@@ -1,9 +1,9 @@
 """Tables of aligned training and its rivals: trains recipe x method x seed, measures each model and leaves it early.
 
     python benchmarks/aligned.py tiny-vit --seeds 0 1 2 --output aligned-runs/
-    python benchmarks/aligned.py tiny-vit data.name=cifar10.zip data.validation=cifar10.zip model.image_size=32 \
-        model.patch_size=4 --data cifar10.zip --output cifar-runs/
-    python benchmarks/aligned.py tiny-detr --output shapes-runs/
+    python benchmarks/aligned.py tiny-vit data.name=cifar10/ data.validation=cifar10/ model.image_size=32 \
+        model.patch_size=4 --data cifar10/ --output cifar-runs/
+    python examples/shapes.py shapes/ && python benchmarks/aligned.py tiny-detr --output shapes-runs/
 
 Every training, measurement and sweep is a process of its own (`fulldepth train`, `measure`, `exit`) with a folder of
 its own. What is complete is not repeated, and an interrupted training is resumed, so the script can be started again.
@@ -28,8 +28,8 @@ from fulldepth.settings.train import TrainSettings
 METHODS = ("baseline", "aligned", "cos-regularised", "multi-exit")
 DATA = {
     "digits:builtin/train": "digits:builtin/test",
-    "authors:builtin/train": "authors:builtin/test",
-    "shapes:64x4000/train": "shapes:builtin/validation",
+    "authors/train.tsv": "authors/test.tsv",
+    "shapes/instances_train.json": "shapes/instances_validation.json",
 }
 THRESHOLDS = "0.5,0.8,0.95"
 """For the curve of the page; the threshold of the table is chosen among all values."""

@@ -19,11 +19,11 @@ from fulldepth.distributed import Processes
 from fulldepth.execution import lens as lens_module
 from fulldepth.execution.batching import model_inputs
 from fulldepth.hf import open_tokenizer
-from fulldepth.measurement import MeasureSettings, passes
-from fulldepth.measurement.passes import run_pass, weigh
+from fulldepth.measurement import MeasureSettings
+from fulldepth.measurement import run as measuring
+from fulldepth.measurement.caveats import sampling
 from fulldepth.measurement.plan import Plan, make_plan
-from fulldepth.measurement.run import make_setup
-from fulldepth.measurement.sampling import sampling
+from fulldepth.measurement.run import make_setup, run_pass, weigh
 from fulldepth.measurement.subject import Subject, prepare_subject
 from fulldepth.results import tabulate
 from fulldepth.subjects import open_checkpoint
@@ -88,12 +88,13 @@ class Bench:
         plan = make_plan(names, setup, self.subject.verified, self.subject.sequences, has_reference=False)
         other: list[float] = []
         start = self.clock()
-        done = run_pass(self.subject, plan, settings, Processes(), advance=lambda _: other.append(next(meanwhile)))
-        weigh(self.subject, plan, Processes(), done.clock)
+        parts, process = measuring.Clock(), Processes()
+        run_pass(self.subject, plan, settings, process, parts, advance=lambda _: other.append(next(meanwhile)))
+        weigh(self.subject, plan, process, parts)
         table = tabulate([row for measure in plan.measures.values() for row in measure.rows()])
         seconds = self.clock() - start - sum(other)
-        sentence = sampling(self.subject, settings, setup, table, done.lens_error)["sentence"]
-        return seconds, other, done.clock.seconds, sentence
+        sentence = sampling(self.subject, settings, setup, table)["sentence"]
+        return seconds, other, parts.seconds, sentence
 
     def products(self) -> Iterator[float]:
         """Seconds of the products of every layer's positions with the head, in chunks of 128, batch by batch.
@@ -141,17 +142,10 @@ def rows(bench: Bench, model: str, what: list[str]) -> Iterator[tuple[str, str, 
         seconds, plain, parts, _ = bench.measured(["coherence"], bench.forward())
         yield "coherence, both sites (added)", f"+{(seconds - parts['forward']) / sum(plain):.2f}", "+0.10"
     if "lens" in what:
-        for precision, goal in (("model", "1.05"), ("bfloat16", "0.45")):
-            _, plain, parts, sentence = bench.measured(
-                LENS, bench.products(), lens_tokens=None, lens_precision=precision, grid_samples=0
-            )
-            name = f"lens, all positions, {precision if precision != 'model' else 'exact'}"
-            yield f"{name}, to its products with the head", f"{parts['lens (shared)'] / sum(plain):.2f}", goal
-            if precision == "model":
-                _, plain, parts, _ = bench.measured(LENS, bench.tiles(), lens_tokens=None, grid_samples=0)
-                yield f"{name}, to its own tiles", f"{parts['lens (shared)'] / sum(plain):.2f}", "-"
-            elif sentence:
-                yield f"({sentence})", "", ""
+        _, plain, parts, _ = bench.measured(LENS, bench.products(), lens_tokens=None, grid_samples=0)
+        yield "lens, to its products with the head", f"{parts['lens (shared)'] / sum(plain):.2f}", "1.05"
+        _, plain, parts, _ = bench.measured(LENS, bench.tiles(), lens_tokens=None, grid_samples=0)
+        yield "lens, to its own tiles", f"{parts['lens (shared)'] / sum(plain):.2f}", "-"
     if "default" in what:
         seconds, plain, _, sentence = bench.measured(None, bench.forward())
         goal = {8192: "3.5", 65536: "1.6"}.get(bench.count * LENGTH, "-")
@@ -179,7 +173,7 @@ def peak(model: str, what: str, tokens: int) -> None:
             plan: Plan = make_plan(
                 SIMILARITY, setup, bench.subject.verified, bench.subject.sequences, has_reference=False
             )
-            run_pass(bench.subject, plan, settings, Processes())
+            run_pass(bench.subject, plan, settings, Processes(), measuring.Clock())
             [measure.rows() for measure in plan.measures.values()]
             held = sum(plan.memory.values())
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -199,7 +193,7 @@ def table(model: str, tokens: int, threads: int, what: list[str], *, processor: 
     torch.set_num_threads(threads)
     clock = time.process_time if processor else time.perf_counter
     if processor:
-        passes.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore[assignment]
+        measuring.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore[assignment]
     bench = Bench(model, tokens, clock)
     kind = "processor time" if processor else "wall time"
     print(f"{model}, {bench.count} sequences of {LENGTH} tokens, batch {BATCH}, {threads} threads, {kind}\n")

@@ -55,6 +55,12 @@ def stored(name: str) -> Results:
     return Results.load(STORED / name)
 
 
+def _number(results: Results, measure: str, statistic: str) -> float:
+    """A number without a layer; NaN if the table lacks it."""
+    rows = results.table[(results.table["measure"] == measure) & (results.table["statistic"] == statistic)]
+    return float(rows["value"].iloc[0]) if len(rows) else math.nan
+
+
 def numbers(results: Results) -> dict[str, Any]:
     """What a row of the table shows: layers, median displacement, and (value, error) or (value, low, high) by name."""
     layers = int(results.meta["model"]["num_layers"])
@@ -65,9 +71,9 @@ def numbers(results: Results) -> dict[str, Any]:
             shown[name] = [headline[name]["value"], headline[name].get("standard_error")]
     for name, (measure, statistic) in STEPS.items():
         if name in headline:
-            shown[name] = [facts.number(measure, end + statistic) for end in ("", "low_of_", "high_of_")]
+            shown[name] = [_number(results, measure, end + statistic) for end in ("", "low_of_", "high_of_")]
     known = {name: [None if v is None or math.isnan(v) else v for v in values] for name, values in shown.items()}
-    return {"layers": layers, "median": facts.median, **known}
+    return {"layers": layers, "median": facts.median[0], **known}
 
 
 def row(title: str, text: str, shown: Mapping[str, Any]) -> str:
@@ -155,7 +161,7 @@ def first_paragraph() -> str:
         f"**SmolLM2-135M:** the displacement of {len(facts.idle)} of its {layers} layers is clearly below {IDLE} (an "
         f"angle of {degrees(IDLE):.0f} degrees), that of the last layer is "
         f"{_with_error(last, facts.errors.get(layers), 3)} ({degrees(last):.0f} degrees, "
-        f"{degrees(last) / degrees(facts.median):.1f} times the angle of the median layer), and "
+        f"{degrees(last) / degrees(facts.median[0]):.1f} times the angle of the median layer), and "
         f"{settled_late(facts, 1)} of the predictions become final only in that last layer. The "
         "[gallery](docs/gallery.md) has more models, beside the values that papers report."
     )

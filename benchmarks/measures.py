@@ -18,9 +18,8 @@ from fulldepth.distributed import Processes
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.batching import model_inputs
 from fulldepth.measurement import MeasureSettings
-from fulldepth.measurement.passes import Clock, observe, weigh
 from fulldepth.measurement.plan import make_plan
-from fulldepth.measurement.run import make_setup
+from fulldepth.measurement.run import Clock, make_setup, observe, weigh
 from fulldepth.measurement.subject import prepare_subject
 
 LENGTH = 256
@@ -57,7 +56,7 @@ def costs(model: str, tokens: int) -> dict[str, float]:
         with capture(it.anatomy, plan.sites) as activations:
             clock("body", lambda inputs=inputs: it.anatomy.body(**body_inputs(it.anatomy, inputs)))
             clock("stack", lambda: states.update({site: activations.stack(site) for site in plan.sites}))  # noqa: B023
-        observation = observe(it, batch, states, states["residual"], None)
+        observation = observe(it, batch, states, [], None)
         clock("tokens", lambda seen=observation: seen.tokens)
         clock("cosines", lambda seen=observation: seen.cosines)
         clock("reservoir", lambda seen=observation: setup.reservoir("residual").observe(seen, "residual"))

@@ -32,10 +32,9 @@ from fulldepth.distributed import Processes
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.batching import model_inputs
 from fulldepth.measurement import MeasureSettings
-from fulldepth.measurement.passes import Clock, feed, observe
+from fulldepth.measurement.lens import LensReader
 from fulldepth.measurement.plan import make_plan
-from fulldepth.measurement.reading import LensReader
-from fulldepth.measurement.run import make_setup
+from fulldepth.measurement.run import Clock, feed, make_setup, observe
 from fulldepth.measurement.subject import Subject, prepare_subject
 from fulldepth.metrics import displacement
 
@@ -121,7 +120,7 @@ class Ours:
                 states = {site: activations.stack(site) for site in plan.sites | {"residual"}}
             feed(
                 plan,
-                observe(it, batch, states, states["residual"], LensReader(it, self.settings, Processes())),
+                observe(it, batch, states, [states["residual"]], LensReader(it, self.settings, Processes())),
                 Clock(),
             )
         rows = [row for measure in plan.measures.values() for row in measure.rows()]

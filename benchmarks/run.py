@@ -20,10 +20,9 @@ import costs
 from fulldepth.distributed import Processes
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.batching import model_inputs
-from fulldepth.measurement.passes import Clock, feed, observe, run_pass, weigh
+from fulldepth.measurement.lens import LensReader
 from fulldepth.measurement.plan import make_plan
-from fulldepth.measurement.reading import LensReader
-from fulldepth.measurement.run import make_setup
+from fulldepth.measurement.run import Clock, feed, make_setup, observe, run_pass, weigh
 from fulldepth.metrics import cka_matrix, linear_cka, separability
 from subjects import BATCH, SIZES, subject
 
@@ -60,7 +59,7 @@ def against_forward(size: str, names: list[str], count: int) -> tuple[float, flo
             with clock("body"):
                 it.anatomy.body(**body_inputs(it.anatomy, inputs))
             states = {site: activations.stack(site) for site in plan.sites}
-        feed(plan, observe(it, batch, states, states["residual"], None), clock)
+        feed(plan, observe(it, batch, states, [], None), clock)
         measured += time.perf_counter() - start
     measured += timed(lambda: [measure.rows() for measure in plan.measures.values()])
     return plain, measured, clock.seconds["body"]
@@ -82,7 +81,9 @@ def lens(size: str, count: int) -> tuple[float, float]:
         rows = [layer.flatten(0, 1)[:-BATCH] for layer in states["residual"]]  # as many positions as have a target
         products += timed(lambda rows=rows: [head(part) for layer in rows for part in layer.split(128)])
         measured += timed(
-            lambda states=states, batch=batch: feed(plan, observe(it, batch, states, states["residual"], reader), clock)
+            lambda states=states, batch=batch: feed(
+                plan, observe(it, batch, states, [states["residual"]], reader), clock
+            )
         )
     return products, measured
 
@@ -126,7 +127,7 @@ def peak(size: str, what: str, count: int) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the preparation
     with torch.inference_mode():
         if what == "measure":
-            run_pass(it, plan, settings, Processes())
+            run_pass(it, plan, settings, Processes(), Clock())
             weigh(it, plan, Processes(), Clock())
             [measure.rows() for measure in plan.measures.values()]
         else:

@@ -219,6 +219,11 @@ def test_the_text_is_made_by_the_benchmark(tmp_path, monkeypatch) -> None:
     sys.modules.pop("gallery_text")
 
 
+def test_the_table_of_families_is_of_the_version_that_make_installs() -> None:
+    (stated,) = re.findall(r"classes of transformers ([\d.]+),", text("docs/families.md"))
+    assert f"transformers=={stated}\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
+
+
 def test_the_documentation_is_built_with_its_warnings() -> None:
     recipe = (ROOT / "Makefile").read_text(encoding="utf-8").split("\ndocs:")[1].split("\n\n")[0]
     assert "--strict" in recipe

@@ -88,15 +88,6 @@ def test_any_library_error_names_the_file_but_interruption_passes() -> None:
             raise error
 
 
-def test_a_folder_of_an_earlier_process_with_this_number_is_no_obstacle(tmp_path: Path) -> None:
-    """In a container every process may have the number 1."""
-    files.temporary_name(tmp_path / "model").mkdir()
-    (files.temporary_name(tmp_path / "model") / "half").touch()
-    with files.atomic_folder(tmp_path / "model") as part:
-        (part / "whole").touch()
-    assert [path.name for path in tmp_path.rglob("*")] == ["model", "whole"]
-
-
 def fail_while_writing(target: Path) -> None:
     with files.atomic(target) as part:
         part.write_text("new")

@@ -18,7 +18,7 @@ import fulldepth
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "fulldepth"
 
-NOUNS = {"architectures", "losses", "execution", "data", "results", "hf", "metrics", "subjects", "early_exit"}
+NOUNS = {"architectures", "losses", "execution", "data", "results", "hf", "metrics", "subjects"}
 VERBS = {"measurement", "comparison", "training", "skip", "exit", "evaluation"}
 COMPOSITIONS = {"demonstration", "reproduction"}
 """Verbs made of verbs: they see only what other verbs show in their `__init__`."""
@@ -47,7 +47,6 @@ ARROWS: dict[str, set[str]] = {
     "execution": {"hf", "metrics"},
     "losses": {"execution", "hf", "metrics"},
     "subjects": {"architectures", "data", "execution", "hf", "settings"},
-    "early_exit": {"data", "execution", "hf", "metrics", "settings", "subjects"},
     "results": {"figures", "pages"},
     "reporting": {"results", "figures"},
     **dict.fromkeys(VERBS, NOUNS | {"settings"}),
@@ -74,7 +73,7 @@ EVERYWHERE = {
 
 LAZY = {SOURCE / "__init__.py", *(SOURCE / "cli").glob("*.py")}
 """May import rooms of ours when called, so that `--help` and `import fulldepth` need no torch."""
-OPTIONAL = {"bitsandbytes", "gguf", "gptqmodel", "kornia", "lm_eval", "torchao", "trl"}
+OPTIONAL = {"bitsandbytes", "gguf", "gptqmodel", "kornia", "lm_eval", "pycocotools", "torchao", "trl"}
 """Extras that a user may not have: imported where they are used."""
 
 WITHOUT_TORCH = ["", ".cli", ".comparison", ".errors", ".figures", ".files", ".settings", ".reporting", ".results"]

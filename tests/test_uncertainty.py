@@ -42,18 +42,6 @@ def test_a_sample_depends_on_the_items_not_on_their_order(values, limit, random)
     assert sorted(items[i] for i in chosen) == sorted(shuffled[i] for i in sample(shuffled, limit, seed=7))
 
 
-def test_every_item_is_as_likely_in_a_sample_equal_ones_too():
-    items = [identity("a")] * 20 + [identity(n) for n in range(30)]
-    times = np.zeros(50)
-    for seed in range(2000):
-        times[sample(items, 10, seed)] += 1
-    # 400 expected, standard deviation 18
-    assert np.abs(times - 400).max() < 5 * 18
-    per_sample = [sum(i < 20 for i in sample(items, 10, seed)) for seed in range(2000)]
-    # hypergeometric: 10 of 50 with 20 equal ones
-    assert np.var(per_sample) == pytest.approx(scipy.stats.hypergeom(50, 20, 10).var(), rel=0.15)
-
-
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=200), st.randoms())
 def test_clusters_are_dealt_whole_evenly_and_by_identity(clusters, random):
     groups = deal(clusters)
@@ -98,15 +86,6 @@ def test_jackknife_and_ratio_influences_agree_and_subtract():
 
 def test_the_interval_of_few_groups_is_students():
     assert quantile(5) == pytest.approx(scipy.stats.t(4).ppf(0.975))
-
-
-def test_a_bootstrap_interval_of_a_mean_is_about_its_normal_one():
-    values = np.random.default_rng(2).normal(size=(32, 1))
-    low, high = bootstrap(lambda sums, counts: sums / counts, values, np.ones((32, 1)))
-    half = 1.96 * scipy.stats.sem(values[:, 0])
-    assert low[0] == pytest.approx(values.mean() - half, abs=0.15 * half)
-    assert high[0] == pytest.approx(values.mean() + half, abs=0.15 * half)
-    assert bootstrap(lambda sums: sums, values[:2]) is None
 
 
 def test_the_interval_of_a_crossing_in_loops():

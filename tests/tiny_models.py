@@ -168,12 +168,17 @@ def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tf.Pr
     return model.to(dtype).eval()
 
 
-CASES: list[tuple[str, str | None]] = [
-    *((name, None) for name in BUILDERS | UNLISTED if name != "clip"),
+DESIGNS: list[tuple[str, str | None]] = [
+    *(
+        (name, None)
+        for name in ("llama", "llama-classifier", "depth_llama-tree", "depth_llama-hyper", "gemma2", "gpt2")
+    ),
+    *((name, None) for name in ("gpt_neox", "cohere", "granite", "olmo2", "opt", "falcon", "bert", "bert-classifier")),
+    *((name, None) for name in ("roberta", "distilbert", "vit", "clip-classifier", "detr", "detr-auxiliary")),
     ("clip", "text"),
     ("clip", "vision"),
 ]
-"""Every model, with the tower to be chosen where it has two."""
+"""One model for each design, with the tower to be chosen where it has two; all types are in `families`."""
 
 
 def inputs(

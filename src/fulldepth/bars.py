@@ -66,29 +66,12 @@ def _bar(console: Console) -> Iterator[Watcher]:
             for earlier in tasks[:-MOST_BARS]:
                 progress.update(earlier, visible=False)
 
-        def advance(done: int) -> None:
-            progress.advance(tasks[-1], done)
-
-        def retitle(title: str) -> None:
-            progress.update(tasks[-1], description=title)
-
-        def say(line: str) -> None:
-            progress.console.print(line, **PLAIN)
-
-        yield Watcher(say, begin, advance, retitle)
-
-
-class Task:
-    """Progress of one task; the remaining time is that of the average step so far."""
-
-    def __init__(self, title: str, total: int, now: float) -> None:
-        self.title, self.total, self.start, self.done = title, total, now, 0
-
-    def text(self, now: float) -> str:
-        """Parts done, elapsed time, and remaining time, if it is known."""
-        elapsed, left = now - self.start, self.total - self.done
-        text = f"{self.done:,} of {self.total:,}, {_clock(elapsed)} elapsed"
-        return f"{text}, {_clock(elapsed * left / self.done)} left" if self.done and left > 0 else text
+        yield Watcher(
+            lambda line: progress.console.print(line, **PLAIN),
+            begin,
+            lambda done: progress.advance(tasks[-1], done),
+            lambda title: progress.update(tasks[-1], description=title),
+        )
 
 
 class LogLines:
@@ -101,8 +84,6 @@ class LogLines:
 
     def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self.write, self.clock = write, clock
-        self.task: Task | None = None
-        self._written = 0.0
 
     def watcher(self) -> Watcher:
         """The callbacks."""
@@ -110,27 +91,23 @@ class LogLines:
 
     def begin(self, title: str, total: int) -> None:
         """Start a task."""
-        self._written = self.clock()
-        self.task = Task(title, total, self._written)
+        self.title, self.total, self.done = title, total, 0
+        self._start = self._written = self.clock()
 
     def advance(self, done: int) -> None:
-        """Write a line if one is due, and at the end of a task that had lines."""
-        if self.task is None:
-            return
-        self.task.done += done
+        """Write a line if one is due, and at the end of a task that had lines; the remaining time is that of the
+        average step so far.
+        """
+        self.done += done
         now = self.clock()
-        elapsed, since = now - self.task.start, now - self._written
-        ends = done > 0 and self.task.done >= self.task.total and elapsed >= SECONDS
-        if ends or since >= max(SECONDS, GROWTH * elapsed):
-            self.write(f"{self.task.title}: {self.task.text(now)}")
+        elapsed, left = now - self._start, self.total - self.done
+        ends = done > 0 and left <= 0 and elapsed >= SECONDS
+        if ends or now - self._written >= max(SECONDS, GROWTH * elapsed):
+            clock, rest = (timedelta(seconds=round(span)) for span in (elapsed, elapsed * left / (self.done or 1)))
+            remaining = f", {rest} left" if self.done and left > 0 else ""
+            self.write(f"{self.title}: {self.done:,} of {self.total:,}, {clock} elapsed{remaining}")
             self._written = now
 
     def retitle(self, title: str) -> None:
         """Change the title of the task."""
-        if self.task is not None:
-            self.task.title = title
-
-
-def _clock(seconds: float) -> str:
-    """Seconds as 0:01:23."""
-    return str(timedelta(seconds=round(seconds)))
+        self.title = title

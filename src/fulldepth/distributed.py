@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,12 +92,8 @@ class Processes:
         """
         with ExitStack() as stack:
             if folder is not None:
-                self.first(partial(_hold, stack, folder))
+                self.first(lambda: stack.enter_context(locked(folder)))
             yield
-
-
-def _hold(stack: ExitStack, folder: str | Path) -> None:
-    stack.enter_context(locked(folder))
 
 
 @contextmanager
@@ -131,12 +126,6 @@ def current() -> Processes:
     if not (distributed.is_available() and distributed.is_initialized()):
         return Processes()
     return Processes(distributed.get_rank(), distributed.get_world_size(), launch.local_rank())
-
-
-def cpu_group() -> Any:
-    """A new group of all processes with a CPU backend; None without a default process group."""
-    joined = distributed.is_available() and distributed.is_initialized()
-    return distributed.new_group(backend="gloo") if joined else None
 
 
 def add_up(tensor: Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,11 @@ import pandas as pd
 import pytest
 
 import fulldepth
-import tiny_models
-from fulldepth import demonstration, measurement, reporting
+from fulldepth import measurement, reporting
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
-from fulldepth.results import DOCUMENT, PAGE, Results
-from skip.word_tokenizer import tokenizer
+from fulldepth.results import PAGE, Results
 
 FEW: dict[str, Any] = {"max_sequences": 4, "sequence_length": 16, "measures": ["displacement", "jump_rate"]}
 
@@ -61,17 +58,6 @@ def test_training_writes_the_page_and_refuses_a_second_run(trained: Path) -> Non
         fulldepth.train("tiny-llama", trained / "other", stepz=3)
 
 
-def test_one_measure_is_named_by_its_name() -> None:
-    model = tiny_models.build("gpt2")
-    found = fulldepth.measure(model, ["a b c d e f g h"] * 4, measures="displacement", tokenizer=tokenizer())
-    assert set(found.table.measure) == {"displacement"}
-    with pytest.raises(FulldepthError, match=r"several|Several") as refusal:
-        found.values("displacement", "mean")
-    advised = re.search(r"values\((.*)\)\.$", str(refusal.value))
-    assert advised is not None
-    assert advised[1] == "'displacement', 'mean', site='residual'"  # not the last layer after the final norm
-
-
 @pytest.mark.slow
 def test_a_run_folder_gives_a_series(trained: Path, tmp_path: Path) -> None:
     lines: list[str] = []
@@ -94,25 +80,6 @@ def test_a_run_folder_gives_a_series(trained: Path, tmp_path: Path) -> None:
         series.values("displacement", "mean", "residual", step=4),
         check_index=False,
     )
-
-
-def test_recipe_and_keywords_resolve_as_on_the_command_line(trained: Path, tmp_path: Path) -> None:
-    options = {"max_sequences": 3, "sequence_length": 16, "tokens": "no-first"}
-    results = fulldepth.measure(
-        trained / "run" / "checkpoint-4", trained / "text.jsonl", recipe="quick", output=tmp_path / "a", **options
-    )
-    settings = results.meta["settings"]
-    assert set(results.table.measure) == {"displacement", "jump_rate", "norm_ratio"}, "those of the recipe"
-    assert settings.items() >= options.items()
-    assert json.loads((tmp_path / "a" / DOCUMENT).read_text())["headline"] == results.headline
-    again = fulldepth.measure(
-        trained / "run" / "checkpoint-4", trained / "text.jsonl", recipe="quick", token_policy="all", output=None
-    )
-    assert again.meta["settings"]["tokens"] == "all"
-    with pytest.raises(FulldepthError, match="another run"):
-        fulldepth.measure(trained / "run" / "checkpoint-2", trained / "text.jsonl", output=tmp_path / "a", **FEW)
-    with pytest.raises(FulldepthError, match="Unknown setting 'sed'"):
-        fulldepth.measure("m", "d", sed=1)
 
 
 def test_a_loaded_model_is_measured_and_saved(trained: Path, tmp_path: Path) -> None:
@@ -147,18 +114,6 @@ def test_compare_and_report_take_paths_and_results(trained: Path, tmp_path: Path
     assert fulldepth.report(str(tmp_path / "cmp"), tmp_path / "elsewhere") == tmp_path / "elsewhere" / PAGE
     with pytest.raises(FulldepthError, match="already holds results"):
         fulldepth.compare([folder, four], output=tmp_path / "cmp")
-
-
-@pytest.mark.parametrize("train", [False, True])
-def test_demo_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, train: bool) -> None:
-    calls = []
-    monkeypatch.setattr(demonstration, "demo", lambda *a, **k: calls.append((a, k)) or {})
-    monkeypatch.setattr(demonstration, "train_demo", lambda *a, **k: calls.append((a, k)) or {})
-    fulldepth.demo(output=tmp_path, model="m", blocks=2, train=train, steps=30)
-    ((output,), named) = calls[0]
-    named.pop("watcher")
-    assert output == tmp_path
-    assert named == ({"steps": 30, "seed": 0} if train else {"model": "m", "blocks": 2, "seed": 0})
 
 
 def test_the_functions_are_plain_and_documented_with_an_example() -> None:

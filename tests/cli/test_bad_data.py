@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from drawn_shapes import write_shapes
 from fulldepth.data.digits import digit_rows
-from fulldepth.data.shapes import write_shapes
 from fulldepth.results import Results
 
 VIT = {"type": "vit", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -61,7 +61,7 @@ def texts(folder: Path) -> Path:
 
 
 def objects(folder: Path) -> Path:
-    return write_shapes(folder, "shapes:32x8/train")
+    return write_shapes(folder, "32x8/train")
 
 
 MAKE = {"images": images, "texts": texts, "objects": objects}

@@ -13,7 +13,7 @@ import torch
 
 import fulldepth
 from fulldepth import cli
-from fulldepth.demonstration import train_demo
+from fulldepth.demonstration import demo
 from fulldepth.errors import FulldepthError
 from fulldepth.measurement import MeasureSettings
 from fulldepth.settings import layers as recipes
@@ -143,9 +143,9 @@ def test_an_option_of_training_overrides_the_recipe_and_can_switch_off(main, mon
 def test_demo_help_gives_its_defaults(main):
     described = options_of(main("demo", "--help")[1])
     assert "[default: demo-run]" in described["--output"]
-    steps = inspect.signature(train_demo).parameters["steps"].default
-    assert f"[default: {steps}]" in described["--steps"]
-    assert inspect.signature(cli.demo_command).parameters["steps"].default == steps
+    blocks = inspect.signature(demo).parameters["blocks"].default
+    assert f"[default: {blocks}]" in described["--blocks"]
+    assert inspect.signature(cli.demo_command).parameters["blocks"].default == blocks
 
 
 def test_no_arguments_show_the_help(main):
@@ -187,7 +187,7 @@ def test_help_loads_no_heavy_library(arguments):
         (["measure", "m", "--data", "d"], ["--output"]),
         ([*MEASURE, "--seed", "x"], ["--seed", "integer"]),
         (["compare"], ["folders"]),
-        (["demo", "--steps", "many"], ["--steps", "integer"]),
+        (["demo", "--blocks", "many"], ["--blocks", "integer"]),
     ],
 )
 def test_wrong_usage_ends_with_2_and_a_hint(main, arguments, words):
@@ -205,7 +205,7 @@ def test_wrong_usage_ends_with_2_and_a_hint(main, arguments, words):
         (["report", "/absent/folder"], ["/absent/folder", "results.json"]),
         (["compare", "/absent/a", "/absent/b", "--output", "{out}"], ["/absent/a"]),
         (["compare", "/absent/a", "--output", "{out}"], ["two"]),
-        (["demo", "--train", "--steps", "3", "--output", "{out}"], ["20", "3"]),
+        (["demo", "--blocks", "31", "--output", "{out}"], ["30", "31"]),
         (["measure", "m", "--data", "d", "--output", "{out}", "--set", "sed=1"], ["sed", "'seed'"]),
     ],
 )

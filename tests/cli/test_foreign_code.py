@@ -13,7 +13,6 @@ import yaml
 
 import tiny_models
 from fulldepth.skip.assessment import quantise as quantising
-from fulldepth.skip.exports.export import export
 from skip import planned, word_tokenizer
 
 EVIL = """
@@ -110,14 +109,3 @@ def test_a_recipe_cannot_allow_code(main: Any, house: Path, tmp_path: Path, name
     assert code == 2
     assert "A file cannot allow code of a checkpoint to run" in err
     assert not (house / "ran").exists()
-
-
-def test_a_fast_export_names_its_own_code_and_no_other(house: Path, tmp_path: Path) -> None:
-    export(house / "plan.json", house / "known", "fast", tmp_path / "out")
-    assert not (house / "ran").exists()
-    named = {path.name for path in (tmp_path / "out").glob("*.json") if "auto_map" in path.read_text()}
-    assert named == {"config.json"}
-    code = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
-    assert all((tmp_path / "out" / f"{place.partition('.')[0]}.py").is_file() for place in code.values())
-    assert "evil" not in str(code)
-    assert not (tmp_path / "out" / "evil.py").exists()

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
-import yaml
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fulldepth
 import gguf_files
 from fulldepth.hf import load_tokenizer
-from fulldepth.skip import export, search
-from fulldepth.training import TrainSettings, train
 
 LENGTH = 32
 
@@ -45,63 +40,3 @@ def test_measured_alike(pair):
     ]
     assert values[0].index.equals(values[1].index)
     np.testing.assert_allclose(values[0], values[1], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_searched_and_exported_alike(pair, tmp_path):
-    options = {"blocks": 1, "limit": 10, "sequence_length": LENGTH, "fit": False, "device": "cpu"}
-    plans = [search(place, "corpus:builtin", **options) for place in pair]
-    assert plans[0].blocks == plans[1].blocks
-    assert plans[0].losses == pytest.approx(plans[1].losses, rel=1e-5)
-    export(plans[0], pair[0], "fast", tmp_path / "fast")
-    text = "<|im_start|>the 123 of<|im_end|>"
-    own, stock = AutoTokenizer.from_pretrained(tmp_path / "fast"), load_tokenizer(pair[0])
-    assert own.encode(text) == stock.encode(text)
-    assert own.chat_template == gguf_files.CHAT
-
-
-@pytest.mark.slow
-def test_trained_on_alike(pair, tmp_path):
-    losses = []
-    for number, place in enumerate(pair):
-        settings = TrainSettings.model_validate(
-            yaml.safe_load(f"""
-            model: {{checkpoint: {place}}}
-            tokenizer: {place}
-            sequence_length: {LENGTH}
-            global_batch_size: 4
-            steps: 3
-            warmup_steps: 1
-            eval_every: 3
-            save_every: 3
-            """)
-        )
-        results = train(settings, tmp_path / str(number))
-        table = results.table
-        losses.append(table[(table.measure == "validation_loss")]["value"].tolist())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert losses[0]
-
-
-def test_a_classifier_starts_from_either_alike(pair, tmp_path):
-    rows = [{"text": f"the {word} {number}", "label": label} for number in range(6) for label, word in enumerate("ab")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    states, losses = [], []
-    for number, place in enumerate(pair):
-        settings = {
-            "task": "text-classification",
-            "model": {"checkpoint": str(place)},
-            "data": {"name": str(tmp_path / "rows.jsonl"), "validation_sequences": 4},
-            "sequence_length": LENGTH,
-            "global_batch_size": 4,
-            "steps": 1,
-        }
-        run = train(TrainSettings.model_validate(settings), tmp_path / str(number))
-        table = run.table[run.table.measure == "validation_loss"]
-        losses.append(table.value.tolist())
-        trained = LlamaForSequenceClassification.from_pretrained(tmp_path / str(number) / "checkpoint-1")
-        states.append(trained.state_dict())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert states[0].keys() == states[1].keys()
-    for name, weight in states[0].items():
-        torch.testing.assert_close(weight, states[1][name], rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from fulldepth.demonstration import train_demo
+from fulldepth.demonstration import demo
 from fulldepth.errors import FulldepthError
 from fulldepth.files import locked
 from fulldepth.reporting import write
@@ -73,7 +73,7 @@ def test_two_commands_do_not_write_into_one_folder(main, tmp_path, monkeypatch):
             assert code == 2
             assert "Another fulldepth process is writing into" in err
         with pytest.raises(FulldepthError, match="Another fulldepth process"):
-            train_demo(out, steps=20)
+            demo(out)
     assert files(out) == before
     assert main("compare", a, b, "-o", out, "--overwrite")[0] == 0
     with locked(out):
@@ -88,10 +88,3 @@ def test_a_folder_that_was_interrupted_says_so(main, tmp_path):
         assert code == 2
         assert "do not belong together" in err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("steps", ["99999999999999999999", "19"])
-def test_the_demo_has_bounds(main, tmp_path, steps):
-    code, _, err = main("demo", "--train", "--steps", steps, "-o", tmp_path / "out")
-    assert code == 2
-    assert "at most 1,000,000" in err

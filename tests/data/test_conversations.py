@@ -1,7 +1,5 @@
 import json
-import sys
 
-import datasets
 import pandas as pd
 import pytest
 import torch
@@ -71,10 +69,6 @@ def test_pairs_of_every_naming(tmp_path, plain, templated):
     assert conversations(tmp_path / "b.parquet", templated).to_list() == [said("Add.\n\n1 1", "2"), said("Go.", "x")]
     problem = [said("a", "b")]
     assert conversations(problem).to_list() == problem
-    (tmp_path / "folder").mkdir()
-    jsonl(tmp_path / "folder" / "2.jsonl", {"prompt": "c", "response": "d"})
-    (tmp_path / "folder" / "1.tsv").write_text("prompt\tresponse\na\tb\n")
-    assert [row["completion"] for row in conversations(tmp_path / "folder")] == ["b", "d"]
 
 
 def test_chats(tmp_path, templated):
@@ -89,27 +83,6 @@ def test_chats(tmp_path, templated):
     assert conversations([shared]).to_list() == expected
     pd.DataFrame([shared]).to_parquet(tmp_path / "b.parquet")
     assert conversations(tmp_path / "b.parquet").to_list() == expected
-
-
-def test_more_rows_than_are_held_as_objects(monkeypatch):
-    monkeypatch.setattr(sys.modules[conversations.__module__], "CHUNK", 3)
-    rows = [{"prompt": f"p{i} ", "response": f"r{i}"} for i in range(10)]
-    found = conversations(rows)
-    assert found.to_list() == [{"prompt": f"p{i} ", "completion": f"r{i}"} for i in range(10)]
-
-
-def test_hub_data_set(monkeypatch):
-    asked = []
-
-    def load_dataset(name, configuration, split, streaming):
-        asked.append((name, configuration, split, streaming))
-        table = datasets.Dataset.from_list([{"messages": CHAT[i : i + 2]} for i in (1, 3)])
-        return datasets.DatasetDict(train=table) if split is None else table.to_iterable_dataset()
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert conversations("owner/name").to_list() == [{"messages": CHAT[1:3]}, {"messages": CHAT[3:5]}]
-    assert conversations("owner/name:x", split="test", limit=1).to_list() == [{"messages": CHAT[1:3]}]
-    assert asked == [("owner/name", None, None, False), ("owner/name", "x", "test", True)]
 
 
 BAD = [

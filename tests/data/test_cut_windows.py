@@ -23,16 +23,6 @@ def cut_windows(texts, tokenise, *, window, count, separator=None):
     return [each.ids for each in drawn.windows], drawn.left_over
 
 
-def test_packing_by_hand():
-    windows, left_over = cut_windows(["abc", "defg", "h"], letters, window=4, count=9, separator=0)
-    a, b, c, d, e, f, g, h = range(ord("a"), ord("i"))
-    assert windows == [[a, b, c, 0], [d, e, f, g]]
-    assert left_over == 2  # the separator and h
-    assert cut_windows(["ab"], letters, window=4, count=9)[0] == [[a, b]]
-    assert cut_windows(["ab", "", "cd"], letters, window=2, count=9)[0] == [[a, b], [c, d]]
-    assert h not in cut_windows(["abc", "defg", "h"], letters, window=4, count=1)[0][0]
-
-
 @given(
     st.lists(st.text(alphabet="abcxyz", max_size=30), max_size=12),
     st.integers(1, 9),
@@ -66,28 +56,11 @@ def test_packing_reads_no_further_than_needed():
     assert read == [0, 1, 2, 3]  # the fourth is looked at and left
 
 
-class Counting:
-    """A tokenizer that remembers how much text it was given."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.characters = tokenizer, 0
-
-    def __call__(self, text, **settings):
-        self.characters += len(text)
-        return self.tokenizer(text, **settings)
-
-
 @given(st.integers(1, 60), st.lists(st.integers(0, 400), max_size=3000))
 def test_leading_ids_are_those_of_the_whole_text(number_tokenizer, needed, numbers):
     ids = leading_ids(number_tokenizer, " ".join(f"w{n}" for n in numbers), needed)
     assert ids == [n + 2 for n in numbers][: len(ids)]
     assert len(ids) >= min(needed, len(numbers))
-
-
-def test_leading_ids_of_a_huge_text_read_only_its_beginning(number_tokenizer):
-    counting = Counting(number_tokenizer)
-    assert leading_ids(counting, "w1 w2 w3 w4 " * 500_000, 64)[:5] == [3, 4, 5, 6, 3]
-    assert counting.characters < 2000
 
 
 def test_leading_ids_agree_with_a_real_bpe_tokenizer():
@@ -124,10 +97,6 @@ def test_words_are_found_whole_longest_and_with_or_without_space():
         ("is this island, is york (new york", 2),
         ("is this island, is york (new york) is", 0),
     ]
-
-
-def test_a_word_the_tokenizer_cannot_write_is_never_found(number_tokenizer):
-    assert WordFinder(number_tokenizer, ["zebra", "w3"]).find([0, 5, 0]) == [-1, 1, -1]
 
 
 def word_piece():

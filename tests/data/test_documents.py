@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from fulldepth.data import builtin_texts, open_documents, pack, train_tokenizer
-from fulldepth.data.units import PIECE, text_pieces
+from fulldepth.data.documents import PIECE, text_pieces
 from fulldepth.errors import FulldepthError
 
 
@@ -40,15 +40,6 @@ def test_long_text_is_cut_at_empty_lines_and_nothing_is_lost():
         assert all(len(piece) >= PIECE for piece in pieces[:-1])
 
 
-def test_builtin_corpus_is_its_training_part_in_pieces():
-    train = open_documents("corpus:builtin")
-    assert (train.name, "".join(train)) == ("corpus:builtin/train", "".join(builtin_texts("train")))
-    assert train.length == len(list(train)) > 500
-    held_out = open_documents("corpus:builtin/heldout")
-    assert "".join(held_out) == "".join(builtin_texts("heldout"))
-    assert held_out.identity == open_documents("corpus:builtin", split="heldout").identity != train.identity
-
-
 def test_files_of_each_kind_and_folders_of_them(tmp_path):
     pd.DataFrame({"body": ["e", "f"], "text": ["c", "d"]}).to_parquet(tmp_path / "b.parquet")
     write(tmp_path / "a.txt", "\ufeffone\r\ntwo")
@@ -59,8 +50,6 @@ def test_files_of_each_kind_and_folders_of_them(tmp_path):
     whole = open_documents(tmp_path)
     assert list(whole) == list(whole) == ["one\ntwo", "c", "d", "g", "h", "i"]
     assert whole.length is None
-    read = [tmp_path / "a.txt", tmp_path / "b.parquet", *(tmp_path / "c").iterdir()]
-    assert whole.size == sum(len(file.read_bytes()) for file in read)
     table = open_documents(str(tmp_path / "b.parquet"), column="body")
     assert (table.name, table.length, list(table)) == ("b.parquet", 2, ["e", "f"])
     assert list(open_documents(["x\ud800", "y"])) == ["x\ufffd", "y"]
@@ -107,7 +96,7 @@ def test_hub_data_set(monkeypatch, streaming):
     documents = open_documents("owner/name", config="sample", column="content", streaming=streaming)
     assert (documents.name, documents.length) == ("owner/name:sample/train", None if streaming else 3)
     assert list(documents) == list(documents) == ["d", "e", "f"]
-    assert list(documents.units[0].read(2)) == ["f"]
+    assert list(documents.read(2)) == ["f"]
     assert documents.identity["revision"] == (None if streaming else "ab" * 20)
     assert list(open_documents("owner/name:sample", split="test", streaming=streaming)) == ["a", "b", "c"]
     assert asked == [("owner/name", "sample", None, streaming), ("owner/name", "sample", "test", streaming)]
@@ -128,31 +117,6 @@ def test_hub_that_stops_in_the_middle(monkeypatch):
     documents = open_documents("owner/name", split="train", streaming=True)
     with pytest.raises(FulldepthError, match=r"stopped after 1 documents: Server disconnected. Start again"):
         list(documents)
-
-
-def test_bad_names_and_objects(tmp_path):
-    def expect(message, data, **settings):
-        with pytest.raises(FulldepthError, match=message):
-            list(open_documents(data, **settings))
-
-    expect("no file or folder .*gone.txt", tmp_path / "gone.txt")
-    expect("no file or folder ./gone", "./gone")
-    expect("holds no .txt, .jsonl, .tsv, .parquet files. Found: nothing", tmp_path)
-    expect("a.csv has the suffix '.csv'", write(tmp_path / "a.csv", "a"))
-    expect("Unknown corpus 'corpus:builtn'. Did you mean 'corpus:builtin'", "corpus:builtn")
-    expect("Unknown part of the built-in corpus 'test'", "corpus:builtin/test")
-    expect("has no splits and no configurations. Leave out 'test'", write(tmp_path / "a.txt", "a"), split="test")
-    expect("type int", 3)
-    expect("texts only or mappings only, got int, str", ["a", 1])
-    expect("empty.txt is empty", write(tmp_path / "empty.txt", ""))
-    expect("byte 3 is NUL", write(tmp_path / "nul.txt", "a\nb\0"))
-    expect("'text' is empty .null.", write(tmp_path / "a.jsonl", lines({"text": "a"}, {"text": None})))
-    expect("line 2 has no 'text'. It has: 'x'", write(tmp_path / "b.jsonl", lines({"text": "a"}, {"x": "a"})))
-    expect("no column text or sentence. Got: 'prompt'.*Say which", write(tmp_path / "c.jsonl", lines({"prompt": "a"})))
-    pd.DataFrame({"x": [1]}).to_parquet(tmp_path / "d.parquet")
-    expect("d.parquet has no column text", tmp_path / "d.parquet")
-    expect("d.parquet, 'x' is of type int|row 1, 'x' is of type int", tmp_path / "d.parquet", column="x")
-    expect("Cannot read .*e.parquet", write(tmp_path / "e.parquet", "PAR1 not really"))
 
 
 def wikitext(count):
@@ -180,10 +144,10 @@ def test_an_article_is_a_document_and_is_held_out_whole(tmp_path, source):
     documents = open_documents(data, articles=True)
     found = list(documents)
     assert [" ".join(text.split()) for text in found] == [" ".join(text.split()) for text in articles]
-    assert list(documents.units[0].read(28)) == found[28:]
+    assert list(documents.read(28)) == found[28:]
     assert documents.identity != open_documents(data).identity
     tokenizer = train_tokenizer(articles, 500)
-    packed = pack(documents, tokenizer, sequence_length=16, cache=tmp_path / "cache", validation_share=0.2, writers=1)
+    packed = pack(documents, tokenizer, sequence_length=16, cache=tmp_path / "cache", validation_share=0.2)
     train, held_out = (
         set(re.findall(r"art\d+(?= )", tokenizer.decode([i for row in part for i in row["input_ids"]])))
         for part in (packed.train, packed.validation)
@@ -192,3 +156,25 @@ def test_an_article_is_a_document_and_is_held_out_whole(tmp_path, source):
     assert held_out
     assert not train & held_out
     assert packed.documents == 30
+
+
+REFUSED = [
+    ("a.jsonl", lines({"text": "a"}, {"text": None}), {}, "'text'"),
+    ("b.jsonl", lines({"text": "a"}, {"x": "a"}), {}, "b.jsonl line 2"),
+    ("c.jsonl", lines({"prompt": "a"}), {}, "c.jsonl line 1"),
+    ("a.txt", "a", {"split": "test"}, "'test'"),
+    ("empty.txt", "", {}, "empty.txt"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "options", "named"), REFUSED)
+def test_bad_files_are_refused(tmp_path, name, content, options, named):
+    with pytest.raises(FulldepthError, match=named):
+        list(open_documents(write(tmp_path / name, content), **options))
+
+
+def test_columns_of_another_kind_are_refused(tmp_path):
+    pd.DataFrame({"x": [1]}).to_parquet(tmp_path / "d.parquet")
+    for options in ({}, {"column": "x"}):
+        with pytest.raises(FulldepthError, match=r"d\.parquet"):
+            list(open_documents(tmp_path / "d.parquet", **options))

@@ -1,14 +1,15 @@
+import base64
 import io
-import zipfile
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageCms, PngImagePlugin
 
-from fulldepth.data import open_source, prepare
+from fulldepth.data import open_source, prepare, thumbnail
 from fulldepth.errors import FulldepthError
+from fulldepth.results import is_picture
 
 
 def picture(value, size=4):
@@ -53,18 +54,6 @@ def test_splits_and_classes(folder):
     assert pixel(open_source(folder, split="train").records[0]) == 80
     assert [r.label for r in open_source(folder, limit=3, order="first").records] == [0, 0, 0]
     assert open_source(folder, limit=3).class_names == ("bird", "cat", "dog")
-
-
-def test_zip_reads_like_the_folder(folder, tmp_path):
-    for top in ("", "around/"):
-        path = tmp_path / "pets.zip"
-        with zipfile.ZipFile(path, "w") as archive:
-            for file in folder.rglob("*.*"):
-                archive.write(file, top + str(file.relative_to(folder)))
-            archive.writestr("__MACOSX/train/dog/._0.png", b"not an image")
-        zipped, plain = open_source(path), open_source(folder)
-        assert zipped.class_names == plain.class_names
-        assert [(pixel(r), r.label) for r in zipped.records] == [(pixel(r), r.label) for r in plain.records]
 
 
 def test_class_folders_without_splits_and_no_classes_at_all(tmp_path):
@@ -121,34 +110,33 @@ def test_hash_and_sample_of_images(folder):
     assert data().hash != before
 
 
-def test_bad_images(folder, tmp_path):
-    whole = (folder / "test" / "cat" / "1.png").read_bytes()
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
-    buffer = io.BytesIO()
-    noise.save(buffer, "JPEG")
-    for name, content in [
-        ("a.png", b"no image"),
-        ("b.jpg", buffer.getvalue()[:-900]),
-        ("c.png", whole[:-30]),
-        ("d.jpg", b""),
-    ]:
-        broken = tmp_path / name.replace(".", "-")
-        broken.mkdir()
-        (broken / name).write_bytes(content)
-        with pytest.raises(FulldepthError, match=f"Cannot read the image .*{name}.*Expected a whole file, one of JPEG"):
-            prepare(open_source(broken), task="representation", processor=Processor())
-    (tmp_path / "eps").mkdir()
-    (tmp_path / "eps" / "a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
-    with pytest.raises(FulldepthError, match="cannot identify"):  # never handed to Ghostscript
-        open_source(tmp_path / "eps").records[0].image()
-    with pytest.raises(FulldepthError, match=r"no split 'validation'\. It has: test, train"):
-        open_source(folder, split="validation")
-    with pytest.raises(FulldepthError, match="rows row 1, 'image' is of type int, expected an image"):
-        open_source([{"image": 3}])
-    with pytest.raises(FulldepthError, match="cannot use pets/test: its kind is images"):
-        prepare(open_source(folder), task="causal-lm")
-    with pytest.raises(FulldepthError, match="no image processor"):
-        prepare(open_source(folder), task="representation")
+JPEG = io.BytesIO()
+Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(JPEG, "JPEG")
+BROKEN = {
+    "a.png": b"no image",
+    "b.jpg": JPEG.getvalue()[:-900],
+    "c.jpg": b"",
+    "eps.png": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",  # never handed to Ghostscript
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_damaged_images_are_named(tmp_path, name):
+    (tmp_path / name).write_bytes(BROKEN[name])
+    with pytest.raises(FulldepthError, match=name):
+        prepare(open_source(tmp_path), task="representation", processor=Processor())
+
+
+def test_images_that_do_not_fit_are_refused(folder):
+    for data, options, name in (
+        (folder, {"split": "validation"}, "'validation'"),
+        ([{"image": 3}], {}, "rows row 1"),
+    ):
+        with pytest.raises(FulldepthError, match=name):
+            open_source(data, **options)
+    for task, name in (("causal-lm", "pets/test"), ("representation", "image processor")):
+        with pytest.raises(FulldepthError, match=name):
+            prepare(open_source(folder), task=task)
 
 
 @pytest.mark.parametrize("entry", ["test/cat/gone.png", "test/wolf", "train/gone"])
@@ -179,30 +167,68 @@ def test_a_folder_of_texts_with_a_file_that_is_gone(tmp_path):
         open_source(tmp_path / "texts")
 
 
-def test_bad_zip_members(tmp_path):
-    path = tmp_path / "a.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("notes.txt", "no images")
-    with pytest.raises(FulldepthError, match=r"No images in a\.zip\. Found: \.txt\. Expected \.bmp"):
-        open_source(path)
-    buffer = io.BytesIO()
-    picture(3, size=64).save(buffer, "BMP")
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("x.bmp", buffer.getvalue())
-    damaged = bytearray(path.read_bytes())
-    damaged[3000] ^= 0xFF
-    path.write_bytes(damaged)
-    with pytest.raises(FulldepthError, match=r"Cannot read the image .*a\.zip/x\.bmp: Bad CRC"):
-        open_source(path).records[0].image()
+def test_a_folder_around_everything_is_ignored(folder, tmp_path):
+    save(tmp_path / "around" / "__MACOSX" / "train" / "dog" / "0.png", 3)
+    folder.rename(tmp_path / "around" / "pets")
+    assert len(open_source(tmp_path / "around" / "pets")) == 12
+    (tmp_path / "outer").mkdir()
+    (tmp_path / "around" / "pets").rename(tmp_path / "outer" / "pets")
+    assert [r.label for r in open_source(tmp_path / "outer").records] == [0] * 4 + [1] * 4 + [2] * 4
 
 
-def test_real_cifar10(shared_data):
-    source = open_source(shared_data / "cifar10" / "cifar10_images.zip")
-    assert len(source) == 10_000
-    assert source.class_names[:3] == ("airplane", "automobile", "bird")
-    data = prepare(source, task="image-classification", processor=Processor(), max_sequences=20)
-    (batch,) = data.batches(20)
-    assert batch.inputs["pixel_values"].shape == (20, 3, 32, 32)
-    assert batch.labels.bincount(minlength=10).sum() == 20
-    balanced = prepare(source, task="image-classification", processor=Processor(), max_sequences=20, balanced=True)
-    assert next(balanced.batches(20)).labels.bincount().tolist() == [2] * 10
+def decoded(address):
+    kind, _, content = address.partition(";base64,")
+    image = Image.open(io.BytesIO(base64.b64decode(content)))
+    assert image.format.lower() == kind.removeprefix("data:image/")
+    return image
+
+
+def test_a_digit_is_kept_pixel_by_pixel():
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    assert np.array_equal(np.asarray(decoded(thumbnail(Image.fromarray(pixels)))), pixels)
+
+
+@pytest.mark.parametrize("size", [(640, 480), (200, 2), (64, 65), (4000, 3000)])
+def test_the_longer_edge_has_at_most_64_pixels_and_the_file_is_small(size):
+    noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    address = thumbnail(Image.fromarray(noise))
+    image = decoded(address)
+    assert max(image.size) == 64
+    assert image.width / image.height == pytest.approx(size[0] / size[1], rel=0.05) or min(image.size) == 1
+    assert len(address) <= 8100
+    assert is_picture(address)
+
+
+def test_no_metadata_of_the_users_file_is_kept():
+    secret = "51.5007 N, photographed by Jane"
+    text = PngImagePlugin.PngInfo()
+    text.add_text("Author", secret)
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    exif = Image.Exif()
+    exif[270] = secret
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 60, 3), dtype=np.uint8)
+    for image in (Image.fromarray(pixels), Image.new("RGB", (60, 60), "red")):
+        for kind, options in (("PNG", {"pnginfo": text}), ("JPEG", {"comment": secret})):
+            buffer = io.BytesIO()
+            image.save(buffer, kind, exif=exif, icc_profile=profile, dpi=(300, 300), **options)
+            assert b"Jane" in buffer.getvalue()
+            small = decoded(thumbnail(Image.open(buffer)))
+            assert set(small.info) <= {"jfif", "jfif_version", "jfif_unit", "jfif_density"}
+            assert not small.getexif()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        3,
+        "https://example.org/a.png",
+        "data:image/svg+xml;base64,PHN2Zz4=",
+        "data:text/html;base64,PHN2Zz4=",
+        'data:image/png;base64,AAAA" onerror="alert(1)',
+        "data:image/png;base64,AAAA\n",
+        "data:image/png;base64," + "A" * 20_000,
+    ],
+)
+def test_nothing_else_is_a_picture(value):
+    assert not is_picture(value)

@@ -1,11 +1,7 @@
-"""Rows held out of labelled data, built-in labelled data, and archives that several processes read."""
+"""Rows held out of labelled data, and built-in labelled data."""
 
 from __future__ import annotations
 
-import multiprocessing
-import pickle
-import zipfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +9,6 @@ import pytest
 from scipy.stats import binomtest
 
 from fulldepth.data import Source, open_source, train_wordpiece
-from fulldepth.data.archives import Archive
 from fulldepth.data.labelled import check_rows, held_out, in_epochs, name_classes
 from fulldepth.data.sources import Record
 from fulldepth.errors import FulldepthError
@@ -56,20 +51,15 @@ def test_keys_hold_the_epoch() -> None:
     assert list(in_epochs([2, 0, 1, 1, 2, 0, 0], 3)) == [2, 0, 1, 4, 5, 3, 6]
 
 
-@pytest.mark.parametrize(("name", "sizes", "classes"), [("digits", (1442, 355), 10), ("authors", (2400, 600), 6)])
-def test_builtin_rows_are_split_within_each_class(name: str, sizes: tuple[int, int], classes: int) -> None:
-    parts = [open_source(f"{name}:builtin/{part}") for part in ("train", "test")]
-    assert tuple(len(part) for part in parts) == sizes
-    assert open_source(f"{name}:builtin").name == f"{name}:builtin/test"
-    assert open_source(f"{name}:builtin", held_out=False).name == f"{name}:builtin/train"
-    for part, size in zip(parts, sizes, strict=True):
-        counts = np.bincount([record.label for record in part.records if record.label is not None])
-        assert len(counts) == len(part.class_names) == classes
+def test_builtin_digits_are_split_within_each_class() -> None:
+    assert open_source("digits:builtin").name == "digits:builtin/test"
+    assert open_source("digits:builtin", held_out=False).name == "digits:builtin/train"
+    for part, size in (("train", 1442), ("test", 355)):
+        source = open_source(f"digits:builtin/{part}")
+        counts = np.bincount([record.label for record in source.records if record.label is not None])
+        assert len(counts) == len(source.class_names) == 10
         assert counts.max() - counts.min() <= 9
-        assert counts.sum() == size
-    if name == "authors":
-        first, second = ({record.text for record in part.records} for part in parts)
-        assert not first & second
+        assert counts.sum() == len(source) == size
 
 
 def test_wordpiece_frames_texts_and_pairs_as_bert_does() -> None:
@@ -78,24 +68,6 @@ def test_wordpiece_frames_texts_and_pairs_as_bert_does() -> None:
     assert tokenizer.convert_ids_to_tokens(one["input_ids"]) == ["[CLS]", "the", "film", "[SEP]"]
     assert two["token_type_ids"] == [0, 0, 0, 0, 1, 1, 1]
     assert tokenizer.pad_token_id == 0
-
-
-def _sizes(archive: Archive, names: list[str]) -> bool:
-    return all(archive.read(name) == name.encode() * 5000 for name in names * 20)
-
-
-def test_several_processes_read_one_archive(tmp_path: Path) -> None:
-    names = [f"{number}.bin" for number in range(10)]
-    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as file:
-        for name in names:
-            file.writestr(name, name.encode() * 5000)
-    archive = Archive(tmp_path / "a.zip")
-    assert _sizes(pickle.loads(pickle.dumps(archive)), names[:2])
-    if "fork" not in multiprocessing.get_all_start_methods():
-        pytest.skip("this system starts all processes anew")
-    context = multiprocessing.get_context("fork")
-    with context.Pool(3) as pool:
-        assert all(pool.starmap(_sizes, [(archive, names)] * 3))
 
 
 def test_a_wordpiece_tokenizer_follows_from_its_texts() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -26,12 +25,6 @@ FIXED_LARGE = [62537347, 24134831, 33077758]
 def test_every_epoch_has_every_item_once(size: int, seed: int, epoch: int) -> None:
     order = ShuffledSampler(size, seed=seed).indices(epoch * size, (epoch + 1) * size)
     assert np.array_equal(np.sort(order), np.arange(size))
-
-
-@pytest.mark.parametrize("size", [2**16, 2**20 + 1, 10**6])
-def test_large_sizes_are_bijections_too(size: int) -> None:
-    order = ShuffledSampler(size, seed=5).indices(0, size)
-    assert np.bincount(order, minlength=size).tolist() == [1] * size
 
 
 @given(st.data())
@@ -60,28 +53,10 @@ def test_a_loop_without_set_epoch_gets_another_order_in_every_pass() -> None:
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_the_far_end_of_a_large_data_set_costs_nothing() -> None:
-    sampler = ShuffledSampler(LARGE, seed=0, start=LARGE - 10)
-    tracemalloc.start()
-    assert len(list(sampler)) == 10
-    assert len(list(itertools.islice(iter(ShuffledSampler(LARGE)), 100_000))) == 100_000
-    assert tracemalloc.get_traced_memory()[1] < 16 << 20
-    tracemalloc.stop()
-
-
 def test_the_order_is_fixed_for_all_time() -> None:
     """A resumed run relies on it: a change needs another name (`ORDER`)."""
     assert ShuffledSampler(10, seed=0).indices(0, 20).tolist() == FIXED
     assert ShuffledSampler(LARGE, seed=7).indices(3, 6).tolist() == FIXED_LARGE
-
-
-def test_seeds_and_epochs_are_unrelated() -> None:
-    orders = [
-        ShuffledSampler(5000, seed=seed).indices(e * 5000, (e + 1) * 5000) for seed in (0, 1, 2) for e in (0, 1, 2)
-    ]
-    for one, two in itertools.combinations(orders, 2):
-        assert np.sum(one == two) <= stats.poisson.ppf(1 - 1e-6, 1)  # equal places of two random permutations
-        assert abs(stats.spearmanr(one, two).statistic) < 5 / np.sqrt(5000)
 
 
 def test_a_large_order_looks_random() -> None:

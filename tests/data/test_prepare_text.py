@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fulldepth.data import open_source, prepare
-from fulldepth.data.labels import balanced_sample
+from fulldepth.data.labelled import balanced_sample
 from fulldepth.errors import FulldepthError
 
 MERGES = [("w", str(i)) for i in range(9)]
@@ -42,13 +42,6 @@ def test_causal_windows_and_targets_token_by_token(number_tokenizer):
     assert batch.labels is None
 
 
-def test_a_short_text_is_one_short_window(number_tokenizer):
-    data = prepare(open_source([words(1, 2)]), task="causal-lm", tokenizer=number_tokenizer, sequence_length=64)
-    assert data.lengths == [2]
-    assert all_of(data)[0].inputs["input_ids"].tolist() == [[3, 4]]
-    assert data.warnings == []
-
-
 def test_tokenizer_without_eos_bos_or_pad(bare_tokenizer):
     source = open_source([words(0, 1, 2), words(3)])
     data = prepare(source, task="causal-lm", tokenizer=bare_tokenizer, sequence_length=4)
@@ -57,12 +50,6 @@ def test_tokenizer_without_eos_bos_or_pad(bare_tokenizer):
     (batch,) = all_of(padded)
     assert batch.inputs["input_ids"].tolist() == [[2, 3, 4], [5, 0, 0]]
     assert batch.attention_mask.tolist() == [[True] * 3, [True, False, False]]
-
-
-def test_bos_goes_before_every_document(bert_tokenizer):
-    source = open_source([words(0), words(1)])
-    data = prepare(source, task="causal-lm", tokenizer=bert_tokenizer, sequence_length=6)
-    assert all_of(data)[0].token_ids.tolist() == [[2, 5, 3, 2, 6, 3]]
 
 
 def test_pairs_have_targets_on_the_response_only(number_tokenizer):
@@ -79,13 +66,6 @@ def test_pairs_have_targets_on_the_response_only(number_tokenizer):
     assert data.num_targets == 5
     assert not data.equal_lengths
     assert data.warnings == ["1 blank records are left out."]
-
-
-def test_pairs_of_a_framed_tokenizer(bert_tokenizer):
-    rows = [{"prompt": words(1), "response": words(2)}]
-    (batch,) = all_of(prepare(open_source(rows), task="causal-lm", tokenizer=bert_tokenizer))
-    assert batch.token_ids.tolist() == [[2, 6, 7, 3]]
-    assert batch.targets.tolist() == [[-100, 7, -100, -100]]
 
 
 def test_pairs_too_long_are_refused_or_cut(number_tokenizer):
@@ -129,18 +109,6 @@ def test_masking_rate_targets_and_specials(bert_tokenizer):
     assert data.num_targets == masked
 
 
-def test_every_position_is_masked_somewhere(bert_tokenizer):
-    text = words(*(i % 500 for i in range(8 * 300)))
-    data = prepare(
-        open_source([text]), task="masked-lm", tokenizer=bert_tokenizer, sequence_length=10, max_sequences=300
-    )
-    hidden = torch.cat([batch.masked_inputs["input_ids"] == 4 for batch in data.batches(50)])
-    assert (hidden.sum(1) == 1).all()  # 15 % of 8, rounded
-    counts = hidden[:, 1:-1].sum(0)
-    low, high = binom.interval(1 - 1e-6, 300, 1 / 8)
-    assert ((counts >= low) & (counts <= high)).all()
-
-
 def test_masks_do_not_depend_on_the_other_sequences(bert_tokenizer):
     text = words(*(i % 500 for i in range(62 * 20)))
 
@@ -158,23 +126,6 @@ def test_masks_do_not_depend_on_the_other_sequences(bert_tokenizer):
 
     assert torch.equal(inputs(5), inputs(20)[:5])
     assert not torch.equal(inputs(5), inputs(5, seed=1))
-
-
-def test_masked_labelled_text_is_masked_one_by_one(bert_tokenizer):
-    rows = [{"text": words(1, 2, 3), "label": 1}, {"text": words(4), "label": 0}]
-    (batch,) = all_of(prepare(open_source(rows), task="masked-lm", tokenizer=bert_tokenizer))
-    assert batch.labels.tolist() == [1, 0]
-    assert (batch.masked_inputs["input_ids"] == 4).sum(1).tolist() == [1, 1]
-    assert batch.masked_inputs["input_ids"][1].tolist() == [2, 4, 3, 0, 0]
-    assert batch.inputs["input_ids"].tolist() == [[2, 6, 7, 8, 3], [2, 9, 3, 0, 0]]
-
-
-def test_words_are_found_in_the_text_as_it_is(bert_tokenizer):
-    source = open_source([words(*[3] * 60)])
-    data = prepare(source, task="masked-lm", tokenizer=bert_tokenizer, sequence_length=62, words=("w3",))
-    (batch,) = all_of(data)
-    assert (batch.masked_inputs["input_ids"] == 4).sum() == 9
-    assert batch.words[0].tolist() == [-1, *[0] * 60, -1]
 
 
 def test_hash_covers_the_text_and_its_masks(bert_tokenizer):
@@ -244,20 +195,6 @@ def test_texts_without_a_token_are_left_out_and_counted(dropping_tokenizer, task
         prepare(open_source(rows[1::2]), task=task, tokenizer=dropping_tokenizer)
 
 
-def test_responses_without_a_token_are_left_out_and_counted(dropping_tokenizer):
-    rows = [{"prompt": "w1", "response": text} for text in ("w2 w3", "???")]
-    data = prepare(open_source(rows), task="causal-lm", tokenizer=dropping_tokenizer)
-    assert len(data) == 1
-    assert data.warnings == ["1 response gives no token with this tokenizer and is left out."]
-
-
-def test_causal_labelled_text_keeps_labels(number_tokenizer):
-    rows = [{"text": words(1, 2), "label": 3}, {"text": words(4), "label": -1}]
-    (batch,) = all_of(prepare(open_source(rows), task="causal-lm", tokenizer=number_tokenizer))
-    assert batch.labels.tolist() == [3, -100]
-    assert batch.targets.tolist() == [[4, -100], [-100, -100]]
-
-
 def test_two_sentences_as_the_tokenizer_joins_them(bert_tokenizer):
     rows = [
         {"sentence1": words(1), "sentence2": words(2, 3), "label": 0},
@@ -281,30 +218,6 @@ def test_representation_cuts_a_long_plain_text_into_pieces(bert_tokenizer):
     assert (
         len(prepare(source, task="representation", tokenizer=bert_tokenizer, sequence_length=4, max_sequences=2)) == 2
     )
-
-
-def test_sequences_are_cut_to_the_models_positions(bert_tokenizer):
-    source = open_source([{"text": words(*range(50)), "label": 0}])
-    data = prepare(source, task="representation", tokenizer=bert_tokenizer, max_positions=8)
-    assert data.lengths == [8]
-
-
-@pytest.mark.parametrize("task", ["text-classification", "representation"])
-def test_plain_texts_stop_at_max_sequences(bert_tokenizer, task):
-    source = open_source([words(i) for i in range(9)])
-    data = prepare(source, task=task, tokenizer=bert_tokenizer, max_sequences=4)
-    chosen = all_of(data, 9)[0].token_ids[:, 1].tolist()
-    assert chosen == sorted(set(chosen))
-    assert len(chosen) == 4
-    assert set(chosen) < {*range(5, 14)}
-    data = prepare(source, task=task, tokenizer=bert_tokenizer, max_sequences=4, order="first")
-    assert all_of(data, 9)[0].token_ids[:, 1].tolist() == [5, 6, 7, 8]
-
-
-def test_both_texts_of_a_pair_are_language(number_tokenizer):
-    source = open_source([{"sentence1": words(1), "sentence2": words(2)}])
-    (batch,) = all_of(prepare(source, task="causal-lm", tokenizer=number_tokenizer))
-    assert batch.token_ids.tolist() == [[3, 1, 4]]
 
 
 @pytest.mark.parametrize("task", ["causal-lm", "masked-lm"])
@@ -383,45 +296,6 @@ def test_labels_follow_the_models_names(bert_tokenizer):
     assert other.warnings == ["The data's classes (Neg, pos) are not the model's (cat, dog); taken in order."]
 
 
-def expect(message, source, **arguments):
-    with pytest.raises(FulldepthError, match=message):
-        prepare(open_source(source), **arguments)
-
-
-def test_what_does_not_fit_is_refused(number_tokenizer, bert_tokenizer):
-    labelled = [{"text": words(1), "label": 4}]
-    pairs = [{"prompt": "w1", "response": "w2"}]
-    expect("Unknown task 'causal'.*Did you mean 'causal-lm'", ["w1"], task="causal")
-    expect("image-classification model cannot use texts.*text.*expected images", ["w1"], task="image-classification")
-    expect("its kind is pairs", pairs, task="masked-lm", tokenizer=bert_tokenizer)
-    expect("no tokenizer", ["w1"], task="causal-lm")
-    expect("every record is blank", ["  ", "\n"], task="causal-lm", tokenizer=number_tokenizer)
-    expect("at least 1, got 0", ["w1"], task="causal-lm", tokenizer=number_tokenizer, max_sequences=0)
-    expect(
-        "256 tokens are longer than the model's 128",
-        ["w1"],
-        task="causal-lm",
-        tokenizer=number_tokenizer,
-        max_positions=128,
-    )
-    expect("no room beside.*2 special", ["w1"], task="masked-lm", tokenizer=bert_tokenizer, sequence_length=2)
-    expect("no room beside.*2 special", labelled, task="representation", tokenizer=bert_tokenizer, sequence_length=1)
-    expect(
-        "labels up to 4, the model has 2 classes: LABEL_0, LABEL_1",
-        labelled,
-        task="text-classification",
-        tokenizer=bert_tokenizer,
-        label2id={"LABEL_0": 0, "LABEL_1": 1},
-    )
-
-
-def test_wrong_tokenizer_is_named_with_both_sizes(number_tokenizer):
-    arguments = dict(task="causal-lm", tokenizer=number_tokenizer, vocab_size=100)
-    with pytest.raises(FulldepthError, match=r"it has 502 tokens and gave the id 302.*vocabulary has 100"):
-        prepare(open_source(["w1 w300"]), **arguments)
-    assert "502 tokens, the model's vocabulary 100" in prepare(open_source(["w1"]), **arguments).warnings[0]
-
-
 def test_batch_arguments_are_checked(number_tokenizer):
     data = prepare(open_source(["w1"]), task="causal-lm", tokenizer=number_tokenizer)
     with pytest.raises(FulldepthError, match="batch size 0"):
@@ -430,9 +304,23 @@ def test_batch_arguments_are_checked(number_tokenizer):
         data.batches(1, rank=2, world=2)
 
 
-def test_a_line_of_a_megabyte_and_hostile_text(number_tokenizer):
-    source = open_source(["x" * 1_000_000, "\u202e</script>\0", "\ud800 w1"])
-    data = prepare(source, task="causal-lm", tokenizer=number_tokenizer, sequence_length=64)
-    assert data.lengths == [6]
-    (batch,) = all_of(data)
-    assert batch.token_ids.tolist() == [[0, 1, 0, 1, 0, 3]]  # unknown, end, unknown, end, unknown, w1
+LABELLED, PAIRS = [{"text": words(1), "label": 4}], [{"prompt": "w1", "response": "w2"}]
+REFUSED = [
+    (["w1"], {"task": "causal"}, "'causal'"),
+    (["w1"], {"task": "image-classification"}, "image-classification"),
+    (PAIRS, {"task": "masked-lm"}, "pairs"),
+    (["w1"], {"tokenizer": None}, "tokenizer"),
+    (["  ", "\n"], {}, "texts"),
+    (["w1"], {"max_sequences": 0}, "max_sequences"),
+    (["w1"], {"max_positions": 128}, "128"),
+    (["w1"], {"task": "masked-lm", "sequence_length": 2}, "sequence_length"),
+    (LABELLED, {"task": "representation", "sequence_length": 1}, "sequence_length"),
+    (LABELLED, {"task": "text-classification", "label2id": {"LABEL_0": 0, "LABEL_1": 1}}, "rows row 1"),
+    (["w1 w300"], {"vocab_size": 100}, "tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("data", "options", "name"), REFUSED)
+def test_what_does_not_fit_is_refused(bert_tokenizer, data, options, name):
+    with pytest.raises(FulldepthError, match=name):
+        prepare(open_source(data), **{"task": "causal-lm", "tokenizer": bert_tokenizer, **options})

@@ -1,7 +1,6 @@
 import json
 
 import datasets
-import pandas as pd
 import pytest
 
 from fulldepth.data import open_source
@@ -23,11 +22,6 @@ def test_txt_is_one_document(tmp_path):
     assert (source.name, source.kind) == ("a.txt", "text")
     assert [r.text for r in source.records] == ["one\n\ntwo\n"]
     assert open_source(str(path)).records[0].text == source.records[0].text
-
-
-def test_one_line_of_a_megabyte(tmp_path):
-    assert len(open_source(write(tmp_path / "a.txt", "x" * 2**20)).records[0].text) == 2**20
-    assert len(open_source(write(tmp_path / "a.jsonl", lines({"text": "x" * 2**20}))).records[0].text) == 2**20
 
 
 def test_folder_of_txt_in_the_order_of_names(tmp_path):
@@ -75,13 +69,6 @@ def test_tsv_with_the_line_ends_and_the_mark_of_windows(tmp_path):
     assert [(r.text, r.label) for r in open_source(path).records] == [("a b", 1), ("c", 0)]
 
 
-def test_parquet(tmp_path):
-    path = tmp_path / "a.parquet"
-    pd.DataFrame({"sentence": list("abc"), "label": [2, 0, 1], "more": [None] * 3}).to_parquet(path)
-    source = open_source(path, limit=2, order="first")
-    assert [(r.text, r.label) for r in source.records] == [("a", 2), ("b", 0)]
-
-
 def test_parquet_files_keep_the_names_of_their_classes(tmp_path):
     for name, classes in (("a", ["x", "y"]), ("b", ["x", "y"]), ("c", ["y", "x"])):
         features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=classes)})
@@ -126,20 +113,6 @@ def test_python_objects():
         open_source(splits, split="test")
 
 
-def test_hub_names_go_to_load_dataset(monkeypatch):
-    asked = []
-
-    def load_dataset(name, configuration, split, streaming):
-        asked.append((name, configuration, split, streaming))
-        table = datasets.Dataset.from_dict({"text": ["a", "b"]})
-        return datasets.DatasetDict(train=table, test=table.select([1])) if split is None else table
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert open_source("owner/name:config").name == "owner/name:config/test"
-    assert [r.text for r in open_source("name", split="train").records] == ["a", "b"]
-    assert asked == [("owner/name", "config", None, False), ("name", None, "train", False)]
-
-
 def test_hub_out_of_reach_says_what_was_tried(monkeypatch):
     def load_dataset(*_, **__):
         raise ConnectionError("Couldn't reach the Hub.")
@@ -160,64 +133,54 @@ def test_builtin_corpus_by_name():
 
 
 BAD_FILES = [
-    ("empty.txt", b"", "empty.txt is empty: it has 0 bytes"),
-    ("blank.txt", b" \n\n", "blank.txt is empty: it has 3 bytes"),
-    ("nul.txt", b"abc\0def", "nul.txt is not a text file: byte 3 is NUL"),
-    ("latin.txt", "caf\xe9 au lait".encode("latin-1"), r"byte 3 \(0xe9\) is not valid UTF-8"),
+    ("empty.txt", b"", "empty.txt"),
+    ("blank.txt", b" \n\n", "blank.txt"),
+    ("nul.txt", b"abc\0def", "byte 3"),
+    ("latin.txt", "caf\xe9 au lait".encode("latin-1"), r"byte 3 \(0xe9\)"),
     ("bom.txt", b"\xef\xbb\xbfab\xff", r"byte 5 \(0xff\)"),
-    ("a.jsonl", b'{"text": "a"}\n{"text": }\n', r"a.jsonl line 2 is not valid JSON: .* at column 10"),
-    ("b.jsonl", b'{"text": "a"}\n["text"]\n', "b.jsonl line 2 holds a JSON list, expected an object"),
-    ("c.jsonl", b'{"txt": "a", "id": 1}', "c.jsonl line 1 has none of the columns.*Got: 'txt', 'id'.*prompt"),
-    ("d.jsonl", b'{"text": "a"}\n{"label": 1}', "d.jsonl line 2 has no 'text'. It has: 'label'"),
-    ("e.jsonl", b'{"text": 5}', "e.jsonl line 1, 'text' is of type int, expected text"),
-    ("f.jsonl", b'{"text": null}', "'text' is empty .null., expected text"),
-    ("g.jsonl", b'{"text": "a", "label": 0.5}', "g.jsonl line 1: the label 0.5 is not a class"),
-    ("h.jsonl", b'{"text": "a", "label": "x"}\n{"text": "a", "label": 1}', "the label 'x' is not a class"),
-    ("i.jsonl", b"[" * 200_000, "i.jsonl line 1 cannot be read as JSON"),
-    ("j.jsonl", b'{"text": ' + b"1" * 5000 + b"}", "j.jsonl line 1 cannot be read as JSON"),
-    ("a.tsv", b"text\tlabel\na\t1\nb\n", "a.tsv line 3 has 1 cells, expected 2: 'text', 'label'"),
-    ("b.tsv", b"a\tb\n1\t2\n", "b.tsv line 2 has none of the columns.*Got: 'a', 'b'"),
-    ("c.tsv", b"text\tlabel\n", "c.tsv is empty"),
-    ("d.tsv", b"text\tlabel\tlabel\n1\t2\t3\n", "d.tsv line 1: two columns have the same name"),
-    ("k.jsonl", b'{"text": "a"}\n{"text": "a", "label": 1}', "k.jsonl line 2 has 'label', which the first row"),
-    ("a.parquet", b"PAR1 not really", "Cannot read .*a.parquet"),
-    ("a.pkl", b"\x80\x04.", "a.pkl has the suffix '.pkl'. Expected one of: .*jsonl"),
-    ("a.zip", b"PK not really", "Cannot read .*a.zip"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": }\n', "a.jsonl line 2.* column 10"),
+    ("b.jsonl", b'{"text": "a"}\n["text"]\n', "b.jsonl line 2"),
+    ("c.jsonl", b'{"txt": "a", "id": 1}', "c.jsonl line 1.*'txt', 'id'"),
+    ("d.jsonl", b'{"text": "a"}\n{"label": 1}', "d.jsonl line 2"),
+    ("e.jsonl", b'{"text": 5}', "e.jsonl line 1, 'text'"),
+    ("f.jsonl", b'{"text": null}', "f.jsonl line 1, 'text'"),
+    ("g.jsonl", b'{"text": "a", "label": 0.5}', "g.jsonl line 1.*0.5"),
+    ("h.jsonl", b'{"text": "a", "label": "x"}\n{"text": "a", "label": 1}', "'x'"),
+    ("i.jsonl", b"[" * 200_000, "i.jsonl line 1"),
+    ("j.jsonl", b'{"text": ' + b"1" * 5000 + b"}", "j.jsonl line 1"),
+    ("k.jsonl", b'{"text": "a"}\n{"text": "a", "label": 1}', "k.jsonl line 2"),
+    ("a.tsv", b"text\tlabel\na\t1\nb\n", "a.tsv line 3"),
+    ("b.tsv", b"a\tb\n1\t2\n", "b.tsv line 2.*'a', 'b'"),
+    ("c.tsv", b"text\tlabel\n", "c.tsv"),
+    ("d.tsv", b"text\tlabel\tlabel\n1\t2\t3\n", "d.tsv line 1"),
+    ("a.parquet", b"PAR1 not really", "a.parquet"),
+    ("a.pkl", b"\x80\x04.", "a.pkl"),
+    ("a.zip", b"PK not really", "a.zip.*Unpack"),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "message"), BAD_FILES, ids=[name for name, _, _ in BAD_FILES])
-def test_bad_files(tmp_path, name, content, message):
-    with pytest.raises(FulldepthError, match=message):
+@pytest.mark.parametrize(("name", "content", "place"), BAD_FILES, ids=[name for name, _, _ in BAD_FILES])
+def test_bad_files(tmp_path, name, content, place):
+    with pytest.raises(FulldepthError, match=place):
         open_source(write(tmp_path / name, content))
 
 
-def test_bad_names_and_objects(tmp_path):
-    def expect(message, data, **settings):
-        with pytest.raises(FulldepthError, match=message):
-            open_source(data, **settings)
-
-    expect("no file or folder .*gone.txt", tmp_path / "gone.txt")
-    expect("no file or folder ./gone", "./gone")
-    expect("holds no images and no .txt, .jsonl, .tsv, .parquet files. Found: nothing", tmp_path)
-    expect("Unknown corpus 'corpus:builtn'. Did you mean 'corpus:builtin'", "corpus:builtn")
-    expect("Unknown part of the built-in corpus 'test'", "corpus:builtin/test")
-    expect("type int", 3)
-    expect("rows is empty. Expected rows with the columns", [])
-    expect("texts only or mappings only, got int, str", ["a", 1])
-    expect("limit 0", ["a"], limit=0)
-    expect("a.txt has no splits", write(tmp_path / "a.txt", "a"), split="test")
-    expect("has no splits and no", tmp_path, split="test")
-    (tmp_path / "more").mkdir()
-    write(tmp_path / "more" / "bad.csv", "a")
-    expect("Found: .csv", tmp_path / "more")
+BAD_DATA = [
+    ("gone.txt", {}, "gone.txt"),
+    ("./gone", {}, "./gone"),
+    ("corpus:builtn", {}, "corpus:builtn"),
+    ("corpus:builtin/test", {}, "'test'"),
+    (3, {}, "int"),
+    ([], {}, "rows"),
+    (["a", 1], {}, "int, str"),
+    (["a"], {"limit": 0}, "limit 0"),
+    ("FOLDER", {}, ".csv"),
+    ("FOLDER", {"split": "test"}, "'test'"),
+]
 
 
-def test_real_glue_and_gsm8k(shared_data, tmp_path):
-    sst2 = open_source(shared_data / "glue" / "sst2" / "dev.tsv")
-    assert (len(sst2), sum(r.label for r in sst2.records)) == (872, 444)  # the published sizes
-    mrpc = write(tmp_path / "mrpc.tsv", (shared_data / "glue" / "mrpc" / "msr_paraphrase_test.txt").read_bytes())
-    source = open_source(mrpc)
-    assert (len(source), sum(r.label for r in source.records)) == (1725, 1147)
-    assert all(r.second for r in source.records)
-    assert len(open_source(shared_data / "gsm8k" / "test.jsonl")) == 1319
+@pytest.mark.parametrize(("data", "options", "name"), BAD_DATA)
+def test_bad_names_and_objects(tmp_path, data, options, name):
+    write(tmp_path / "bad.csv", "a")
+    with pytest.raises(FulldepthError, match=name):
+        open_source(tmp_path if data == "FOLDER" else data, **options)

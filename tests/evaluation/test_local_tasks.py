@@ -9,8 +9,7 @@ import pytest
 
 from evaluation import small_world
 from fulldepth.errors import FulldepthError
-from fulldepth.evaluation.local_tasks import LOCAL_TASKS, local_task
-from fulldepth.evaluation.tasks.hellaswag import query
+from fulldepth.evaluation.local_tasks import LOCAL_TASKS, hellaswag_query, local_task
 
 lm_eval = pytest.importorskip("lm_eval")
 LETTERS = "ABCDE"
@@ -114,8 +113,8 @@ def test_hellaswag_prompts_of_the_real_file_capitalise_the_unfinished_sentence(s
     """3,243 of HellaSwag's 10,042 validation rows are captions, whose last sentence is unfinished."""
     lines = (shared_data / "lm-eval/hellaswag_val.jsonl").read_text(encoding="utf-8").splitlines()
     contexts = [json.loads(line)["context"] for line in lines]
-    changed = [context for context in contexts if query(context) != context]
-    assert query(contexts[0]) == "Roof shingle removal: A man is sitting on a roof. He"
+    changed = [context for context in contexts if hellaswag_query(context) != context]
+    assert hellaswag_query(contexts[0]) == "Roof shingle removal: A man is sitting on a roof. He"
     assert len(contexts) == 10_042
     assert 3_200 < len(changed) <= 3_243
 

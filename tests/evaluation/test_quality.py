@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel
 
 from evaluation import small_world
 from evaluation.small_world import LAYERS
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation import evaluate
-from fulldepth.evaluation.text_quality import diversity, mean_of
+from fulldepth.evaluation.quality import diversity, mean_of
 
 PREFIX, NEW, PROMPTS = 8, 12, 6
 
@@ -30,15 +29,6 @@ def documents(path, numbers):
     texts = [f"{number:02} The {things[number % 10]} saw a river, a stone."[: PREFIX + NEW + 9] for number in numbers]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return str(path)
-
-
-@pytest.fixture
-def embedder(tmp_path):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    BertModel(BertConfig(vocab_size=259, max_position_embeddings=64, **sizes)).save_pretrained(tmp_path / "embedder")
-    small_world.tokenizer().save_pretrained(tmp_path / "embedder")
-    return str(tmp_path / "embedder")
 
 
 def test_diversity_is_the_product_of_the_shares_of_distinct_ngrams():
@@ -75,12 +65,12 @@ def nats(model, ids, start):
     ]
 
 
-def test_quality_of_data_and_of_generated_text_at_exit_layers(text, embedder, tmp_path):
+def test_quality_of_data_and_of_generated_text_at_exit_layers(text, tmp_path):
     model, judge, tokens = small_world.model(), small_world.model(seed=3), small_world.tokenizer()
     judge.save_pretrained(tmp_path / "judge")
     tokens.save_pretrained(tmp_path / "judge")
     options = {"prompts": PROMPTS, "prefix_tokens": PREFIX, "new_tokens": NEW, "seed": 7, "batch_size": 4}
-    judging = {"judge": str(tmp_path / "judge"), "embedder": embedder}
+    judging = {"judge": str(tmp_path / "judge")}
     results = evaluate(
         model, tokenizer=tokens, output=tmp_path / "out", generation_quality=text, exit_layers="2", **options, **judging
     )
@@ -103,10 +93,8 @@ def test_quality_of_data_and_of_generated_text_at_exit_layers(text, embedder, tm
         assert got.get(("full model", layer, "diversity")) == (
             pytest.approx(sum(known) / len(known)) if known else None
         )
-        cosines = [cosine(embedder, *pair) for pair in zip(prefixes, texts, strict=True) if pair[1].strip()]
-        assert got["full model", layer, "coherence"] == pytest.approx(sum(cosines) / len(cosines), rel=1e-4)
     assert got["full model", 2, "perplexity"] != got["full model", LAYERS, "perplexity"]
-    assert {"generated_perplexity", "generated_coherence"} <= set(results.headline)
+    assert "generated_perplexity" in results.headline
 
 
 def test_windows_are_a_sample_whatever_the_order_of_the_documents(tmp_path):
@@ -139,16 +127,6 @@ def mean_perplexity(model, sequences):
     return math.exp(sum(losses) / len(losses))
 
 
-def cosine(folder, prefix, text):
-    """Cosine of the means of the encoder's states, one text at a time."""
-    model, tokens = BertModel.from_pretrained(folder).eval(), small_world.tokenizer()
-    with torch.no_grad():
-        one, other = (
-            model(**tokens(t, return_tensors="pt")).last_hidden_state[0].double().mean(0) for t in (prefix, text)
-        )
-    return float(one @ other / (one.norm() * other.norm()))
-
-
 def test_refusals(text, tmp_path):
     model, options = small_world.model(), {"tokenizer": small_world.tokenizer()}
     with pytest.raises(FulldepthError, match="more than the model's 2048 positions"):
@@ -164,8 +142,3 @@ def test_refusals(text, tmp_path):
     sizes = {"prompts": 2, "prefix_tokens": PREFIX, "new_tokens": NEW, "exit_layers": "full"}
     with pytest.raises(FulldepthError, match=f"has {PREFIX + 2} positions, and a text has"):
         evaluate(model, generation_quality=text, judge=str(tmp_path / "judge"), **sizes, **options)
-    small_world.model().save_pretrained(tmp_path / "decoder")
-    with pytest.raises(FulldepthError, match="holds no tokenizer"):
-        evaluate(
-            model, generation_quality=text, embedder=str(tmp_path / "decoder"), prefix_tokens=4, new_tokens=4, **options
-        )

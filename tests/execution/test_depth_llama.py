@@ -96,32 +96,6 @@ def test_mixing(name):
         torch.testing.assert_close(given, trace.states[layer], **EXACT)
 
 
-@pytest.mark.parametrize(
-    ("name", "site", "role"), [("serial", "routing", "router"), ("tree", "mlp_mixing", "mlp_conn")]
-)
-def test_a_model_without_them_is_refused_by_name(name, site, role):
-    anatomy = anatomy_candidates(combinations.build(name))[0]
-    with pytest.raises(FulldepthError, match=f"has no known {role}"), capture(anatomy, [site]):
-        pass
-
-
-@pytest.mark.parametrize("name", ["tree-dynamic", "hyper", "kv"])
-def test_states_keep_their_graph_when_asked(name):
-    """The gradient of what a site holds is that of the same formula on the trace."""
-    model = combinations.build(name)
-    ids = combinations.tokens()
-    leaves = combinations.parameters(model)
-    trace = trace_of(model, leaves, ids)
-    anatomy = anatomy_candidates(model)[0]
-    with capture(anatomy, ["residual"], grad=True) as activations:
-        model(ids)
-        sum(state.square().sum() for state in activations["residual"]).backward()
-    sum(state.square().sum() for state in streams(trace, model.config)).backward()
-    for key, parameter in model.named_parameters():
-        if key in leaves and leaves[key].grad is not None:
-            torch.testing.assert_close(parameter.grad, leaves[key].grad, rtol=1e-7, atol=1e-7)
-
-
 @pytest.mark.parametrize("shape", [(2, 2), (1, 9, 2, 4), (2, 4, 2), (3, 3)])
 def test_a_router_of_other_sources_or_heads_is_refused(shape):
     with pytest.raises(FulldepthError, match=r"the router of layer \d gives .* expected \d sources and as many heads"):

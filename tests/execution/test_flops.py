@@ -19,7 +19,7 @@ EXPERTS = ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text"]
 """Experts on top of a router, beside a shared one, in some layers only, and on every token."""
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gpt_neox", "opt", "mistral", *EXPERTS])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", *EXPERTS])
 def test_both_counts_are_those_of_torch(name: str) -> None:
     model = zoo.build(name, "causal-lm") if name in EXPERTS else tm.build(name)
     model.set_attn_implementation("eager")

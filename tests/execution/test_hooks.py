@@ -10,7 +10,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution import SITES, Activations, body_inputs, capture
 from fulldepth.hf import anatomy_candidates
 
-NAMES = ["llama", "gemma2", "gpt2", "gpt_neox", "bert", "vit", "opt", "cohere", "detr"]
+NAMES = ["llama", "gpt_neox", "bert", "vit", "opt"]
 
 
 def anatomy_of(model):
@@ -61,36 +61,47 @@ def test_nothing_of_the_model_changes(name, training):
     assert torch.equal(model(**batch).logits, expected)
 
 
-def test_hooks_go_when_something_fails_inside():
-    model = tiny_models.build("llama")
+@pytest.mark.parametrize(
+    ("name", "sites", "error", "ids"),
+    [
+        ("llama", list(SITES), KeyError, None),
+        ("llama", ["residual"], IndexError, 10_000),
+        ("phi3", ["residual", "value"], FulldepthError, None),
+    ],
+)
+def test_hooks_go_when_something_fails(name, sites, error, ids):
+    """Inside `with`, in the model itself, and where capture cannot place them all."""
+    model = tiny_models.build(name)
     before = hooks(model)
-    during = []
 
     def fail():
-        with capture(anatomy_of(model), list(SITES)):
-            during.append(hooks(model))
-            raise KeyError("mine")
+        with capture(anatomy_of(model), sites):
+            assert hooks(model) != before
+            if ids is None:
+                raise KeyError("mine")
+            model(input_ids=torch.tensor([[ids]]))
 
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(error):
         fail()
-    assert during[0] != before
     assert hooks(model) == before
+    assert not any(any(kinds) for kinds in hooks(copy.deepcopy(model)).values())
 
 
-def test_hooks_go_when_the_model_itself_fails():
+def test_states_that_are_not_there_are_refused_by_name():
     model = tiny_models.build("llama")
-    before = hooks(model)
-    with pytest.raises(IndexError), capture(anatomy_of(model), ["residual"]):
-        model(input_ids=torch.tensor([[10_000]]))
-    assert hooks(model) == before
-
-
-def test_hooks_go_when_capture_cannot_place_them_all():
-    model = tiny_models.build("phi3")
-    before = hooks(model)
-    with pytest.raises(FulldepthError, match="no known value"), capture(anatomy_of(model), ["residual", "value"]):
+    with pytest.raises(FulldepthError, match="'residual'"), capture(anatomy_of(model), ["residuals"]):
         pass
-    assert hooks(model) == before
+    with capture(anatomy_of(model), ["residual", "value"]) as activations:
+        with pytest.raises(FulldepthError, match="x of layer 1"):
+            activations["residual"]
+        model(**tiny_models.inputs(model))
+        assert len(activations["residual"]) == 4
+        for site in ("mlp_branch", "attention_input"):
+            with pytest.raises(FulldepthError, match=site):
+                activations[site]
+        activations.clear()
+        with pytest.raises(FulldepthError, match="x of layer 1"):
+            activations["residual"]
 
 
 def test_hooks_of_others_stay_and_see_the_same():
@@ -106,77 +117,6 @@ def test_hooks_of_others_stay_and_see_the_same():
     handle.remove()
 
 
-def test_an_unknown_site_is_corrected():
-    model = tiny_models.build("llama")
-    with (
-        pytest.raises(FulldepthError, match=r"Unknown site 'residuals'\. Did you mean 'residual'"),
-        capture(anatomy_of(model), ["residuals"]),
-    ):
-        pass
-
-
-def test_a_site_that_was_not_asked_for_is_an_error():
-    model = tiny_models.build("llama")
-    with capture(anatomy_of(model), ["residual", "value"]) as activations:
-        model(**tiny_models.inputs(model))
-    with pytest.raises(FulldepthError, match=r"'mlp_branch' was not captured; captured: residual, value"):
-        activations["mlp_branch"]
-    with pytest.raises(FulldepthError, match="not captured"):
-        activations["attention_input"]
-
-
-def test_a_tape_is_empty_until_the_model_ran_and_after_it_is_cleared():
-    model = tiny_models.build("llama")
-    with capture(anatomy_of(model), ["residual"]) as activations:
-        with pytest.raises(FulldepthError, match="did the model run"):
-            activations["residual"]
-        model(**tiny_models.inputs(model))
-        assert len(activations["residual"]) == 4
-        activations.clear()
-        with pytest.raises(FulldepthError, match="did the model run"):
-            activations["residual"]
-
-
-@torch.no_grad()
-def test_a_second_pass_overwrites_the_first():
-    model = tiny_models.build("llama")
-    first, second = tiny_models.inputs(model, length=10), tiny_models.inputs(model, length=6, seed=9)
-    with capture(anatomy_of(model), ["residual"]) as fresh:
-        model(**second)
-    expected = [state.clone() for state in fresh["residual"]]
-    with capture(anatomy_of(model), ["residual"]) as activations:
-        model(**first)
-        kept = activations["residual"]
-        copies = [state.clone() for state in kept]
-        model(**second)
-        torch.testing.assert_close(activations["residual"], expected, rtol=0, atol=0)
-    torch.testing.assert_close(kept, copies, rtol=0, atol=0)
-
-
-@torch.no_grad()
-def test_captures_nest():
-    model = tiny_models.build("llama")
-    batch, other = tiny_models.inputs(model), tiny_models.inputs(model, seed=7)
-    before = hooks(model)
-    with capture(anatomy_of(model), ["residual"]) as outer:
-        with capture(anatomy_of(model), ["residual", "value"]) as inner:
-            model(**batch)
-            torch.testing.assert_close(inner["residual"], outer["residual"], rtol=0, atol=0)
-        model(**other)
-        assert not torch.equal(inner["residual"][1], outer["residual"][1])
-    assert hooks(model) == before
-
-
-@torch.no_grad()
-def test_two_models_may_be_captured_together():
-    one, two = tiny_models.build("llama"), tiny_models.build("llama", seed=5)
-    batch = tiny_models.inputs(one)
-    with capture(anatomy_of(one), ["residual"]) as first, capture(anatomy_of(two), ["residual"]) as second:
-        one(**batch)
-        two(**batch)
-    assert not torch.equal(first["residual"][3], second["residual"][3])
-
-
 def test_a_state_that_the_model_overwrites_is_never_handed_out():
     model = tiny_models.toy("in-place")
     with capture(anatomy_of(model), ["residual", "attention_input"]) as activations, torch.no_grad():
@@ -185,40 +125,6 @@ def test_a_state_that_the_model_overwrites_is_never_handed_out():
         activations["residual"]
     with pytest.raises(FulldepthError, match="in place"):
         activations["attention_input"]
-
-
-@torch.no_grad()
-def test_a_state_that_its_module_built_in_place_is_handed_out_in_every_mode():
-    """What was written *before* the hook saw it is no overwriting, nor is it in a later pass without versions."""
-    model = tiny_models.build("falcon")
-    batch = tiny_models.inputs(model)
-    with capture(anatomy_of(model), ["residual", "mlp_branch", "attention_output"]) as activations:
-        model(**batch)
-        expected = {site: [state.clone() for state in activations[site]] for site in activations.sites}
-        with torch.inference_mode():
-            model(**batch)
-            for site in activations.sites:
-                torch.testing.assert_close(activations[site], expected[site], rtol=0, atol=0)
-
-
-class BuildsInPlace(tiny_models.ToyBlock):
-    def forward(self, hidden_states):
-        out = super().forward(hidden_states)
-        return out.mul_(1.0)
-
-
-@torch.no_grad()
-def test_one_tape_serves_passes_with_and_without_version_counters():
-    model = tiny_models.toy()
-    for block in model.layers:
-        block.__class__ = BuildsInPlace
-    batch = tiny_models.inputs(model)
-    with capture(anatomy_of(model), ["residual"]) as activations:
-        model(**batch)
-        expected = [state.clone() for state in activations["residual"]]
-        with torch.inference_mode():
-            model(**batch)
-            torch.testing.assert_close(activations["residual"], expected, rtol=0, atol=0)
 
 
 # Gradients
@@ -267,34 +173,6 @@ def test_gradients_through_captured_states_are_autograds():
     assert len(expected) > 25
     assert got.keys() == expected.keys()
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["gpt_neox", "granite", "bert", "gemma2"])
-def test_every_site_stays_in_the_graph(name):
-    model = tiny_models.build(name)
-    anatomy = anatomy_of(model)
-    sites = [site for site in SITES if anatomy.has("value") or site != "value"]
-    with capture(anatomy, sites, grad=True) as activations:
-        model(**tiny_models.inputs(model))
-    for site in sites:
-        for state in activations[site]:
-            assert state.requires_grad
-            (slope,) = torch.autograd.grad(state.sum(), model.get_input_embeddings().weight, retain_graph=True)
-            assert torch.isfinite(slope).all()
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "bert"])
-def test_without_grad_the_states_are_detached_and_the_models_graph_is_whole(name):
-    model = tiny_models.build(name)
-    batch = tiny_models.inputs(model)
-    model(**batch).logits.square().mean().backward()
-    expected = gradients(model)
-    model.zero_grad()
-    with capture(anatomy_of(model), list(SITES)) as activations:
-        model(**batch).logits.square().mean().backward()
-    for site in set(SITES) - {"final_normed"}:
-        assert not any(state.requires_grad for state in activations[site]), site
-    torch.testing.assert_close(gradients(model), expected, rtol=0, atol=0)
 
 
 @pytest.fixture
@@ -362,15 +240,7 @@ def test_states_inside_reentrant_blocks_are_refused_rather_than_cut_off():
         states()
 
 
-def test_a_copy_of_the_model_has_no_hooks():
-    """`copy.deepcopy` inside a capture would take hooks along; after it, there are none to take."""
-    model = tiny_models.build("llama")
-    with capture(anatomy_of(model), ["residual"]):
-        pass
-    assert not any(any(kinds) for kinds in hooks(copy.deepcopy(model)).values())
-
-
-@pytest.mark.parametrize("name", [*NAMES, "depth_llama-tree", "depth_llama-hyper", "olmo2"])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "depth_llama-tree", "depth_llama-hyper", "bert"])
 @torch.no_grad()
 def test_states_that_are_copied_as_they_arise_are_the_same(name):
     """Two passes, the second over a smaller batch and then over the first one again: nothing of a pass stays behind."""

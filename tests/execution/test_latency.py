@@ -1,16 +1,88 @@
-"""The order in which models take turns."""
+"""The order in which models take turns, how busy other programs are, bytes of weights and caches by hand."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
 import pytest
+import torch
 
-from fulldepth.execution.latency import order
+from fulldepth.execution.latency import OtherLoad, Runner, order
+from fulldepth.execution.memory import AllocationTracker, cache_bytes, parameter_bytes, reset_peak, run_peak
+from tiny_models import VOCAB, build
 
 
-@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("count", [2, 3])
 def test_everybody_is_first_and_runs_once_a_round(count) -> None:
     rounds = [order(count, number, seed=4) for number in range(2 * count)]
     assert all(sorted(found) == list(range(count)) for found in rounds)
     assert sorted(found[0] for found in rounds[:count]) == list(range(count))
     assert len({tuple(found) for found in rounds}) >= count
     assert rounds == [order(count, number, seed=4) for number in range(2 * count)]
+
+
+def test_another_program_is_seen_and_our_own_work_is_not() -> None:
+    own = OtherLoad()
+    start, until = time.process_time(), time.perf_counter() + 1.0
+    while time.perf_counter() < until:
+        sum(range(1000))
+    worked = (time.process_time() - start) / psutil.cpu_count()  # our share of the machine, in one second
+    assert 0 <= own.share() <= 1.1 - worked
+    detached = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]]); print(p.pid)"
+    spin = "import time; t = time.time() + 1.5\nwhile time.time() < t: pass"
+    ended = subprocess.run([sys.executable, "-c", detached, spin], capture_output=True, text=True, check=True)
+    other = OtherLoad()
+    busy = psutil.Process(int(ended.stdout))  # its parent has ended: it is no child of this process
+    start = sum(busy.cpu_times()[:2])
+    time.sleep(0.8)
+    used, share = sum(busy.cpu_times()[:2]) - start, other.share()
+    assert share >= 0.5 * used / (psutil.cpu_count() * 0.8)
+
+
+def test_a_window_bounds_the_cache() -> None:
+    ids = torch.randint(3, VOCAB, (3, 30))
+    held = cache_bytes(Runner(build("gemma2")).run(ids, 25).cache)
+    assert held == 2 * 3 * 2 * 8 * 4 * (30 + 2 * 7)  # one full layer, two with a window of 8: the last 7 are kept
+
+
+def test_what_lives_is_counted_while_it_lives() -> None:
+    known = torch.zeros(100)
+    with AllocationTracker([known]) as tracker:
+        first = known + 1
+        known.add_(first)
+        view = first[:10]
+        del first
+        assert tracker.now == 400  # the view keeps it
+        second = torch.cat([known, known])
+        assert tracker.now == 1200
+        del view
+        third = second * 2
+        assert tracker.now == 1600
+        del second
+    del third
+    assert (tracker.now, tracker.peak) == (0, 1600)
+
+
+def test_tied_weights_count_once() -> None:
+    model = build("gpt2")
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    assert parameter_bytes(model) == 4 * numbers
+    assert parameter_bytes(model.bfloat16()) == 2 * numbers
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps a peak that can be reset")
+def test_the_peak_is_of_the_run_and_not_of_the_process() -> None:
+    size = 300 << 20
+    earlier = np.ones(size, np.uint8)
+    del earlier
+    reset_peak(torch.device("cpu"))
+    resident = psutil.Process().memory_info().rss
+    assert run_peak(torch.device("cpu")) < resident + size // 2  # what was freed before does not count
+    during = np.ones(size, np.uint8)
+    del during
+    assert run_peak(torch.device("cpu")) >= resident + size * 0.9

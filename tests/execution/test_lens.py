@@ -39,14 +39,6 @@ class Fake:
         return (states.to(self.weight.dtype) @ self.weight.T).to(self.dtype)
 
 
-def top_tokens(classifier, states):
-    """Top tokens at every position of `states: [L+1, P, D]`, none of which has a target."""
-    nowhere = torch.full((1, states.shape[1]), -100)
-    readout, top = read_and_show(classifier, states[:, None], nowhere, nowhere < 0)
-    assert readout.loss.shape == (len(states), 0)
-    return top
-
-
 def oracle(logits, targets):
     """[L+1, M] agreement, correctness and loss of full logits `[L+1, M, V]`, in plain float64 numpy."""
     logits = np.asarray(logits, dtype=np.float64)
@@ -86,44 +78,12 @@ def full(states, weight, targets):
 )
 def test_token_heads_against_full_logits(layers, batch, length, share, seed):
     states, weight, targets = invented(layers, batch, length, torch.Generator().manual_seed(seed), share=share)
-    classifier = Fake(weight)
-    readout = read_layers(classifier, states, targets, torch.ones_like(targets))
-    same(readout, full(states, weight, targets))
-    assert classifier.largest <= CPU_CHUNK
-
-
-@pytest.mark.parametrize("tokens", [1, CPU_CHUNK - 1, CPU_CHUNK, CPU_CHUNK + 1, 3 * CPU_CHUNK + 17])
-def test_chunk_boundaries_lose_nothing(tokens, generator):
-    states, weight, targets = invented(3, 1, tokens, generator, share=1.0)
-    classifier = Fake(weight)
-    same(read_layers(classifier, states, targets, torch.ones_like(targets)), full(states, weight, targets))
-    assert classifier.largest == min(tokens, CPU_CHUNK)
-
-
-def test_only_positions_with_a_target_are_read(generator):
-    states, weight, targets = invented(3, 4, 50, generator)
-    spoilt = states.clone()
-    spoilt[:, targets == -100] = float("nan")
+    spoilt = states.masked_fill((targets == -100)[..., None], float("nan"))
     classifier = Fake(weight)
     readout = read_layers(classifier, spoilt, targets, torch.ones_like(targets))
     same(readout, full(states, weight, targets))
-    assert readout.loss.shape == (3, int((targets != -100).sum()))
-
-
-def test_without_targets_there_is_nothing_to_read(generator):
-    states, weight, targets = invented(3, 2, 5, generator, share=0.0)
-    assert (targets == -100).all()
-    readout = read_layers(Fake(weight), states, targets, torch.ones_like(targets))
-    for column in (readout.agrees, readout.correct, readout.loss):
-        assert tuple(column.shape) == (3, 0)
-
-
-def test_the_states_are_left_as_they_were(generator):
-    states, weight, targets = invented(3, 2, 20, generator)
-    before = states.clone()
-    read_layers(Fake(weight), states, targets, torch.ones_like(targets))
-    top_tokens(Fake(weight), states[:, 0])
-    assert torch.equal(states, before)
+    assert classifier.largest <= CPU_CHUNK
+    assert readout.loss.shape == (layers, int((targets != -100).sum()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -163,41 +123,7 @@ def states_of(name, dtype=torch.float32, **shape):
         return model, batch, found, activations.stack("residual")
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "cohere", "granite", "bert", "detr"])
-@torch.no_grad()
-def test_every_layer_of_a_model_in_double_precision(name, generator):
-    """The same weights in float64, head written out by hand for each family."""
-    _, batch, found, states = states_of(name, batch=4, length=40)
-    double, *_ = states_of(name, torch.float64, batch=4, length=40)
-    targets = torch.randint(3 if name == "detr" else 96, states.shape[1:3], generator=generator)
-    targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
-    mask = batch.get("attention_mask", torch.ones_like(targets))
-    readout = read_layers(found.classifier, states, targets, mask)
-    heads = {
-        "llama": lambda h: double.lm_head(double.model.norm(h)),
-        "gemma2": lambda h: 3 * torch.tanh(double.lm_head(double.model.norm(h)) / 3),
-        "gpt2": lambda h: double.lm_head(double.transformer.ln_f(h)),
-        "cohere": lambda h: 0.25 * double.lm_head(double.model.norm(h)),
-        "granite": lambda h: double.lm_head(double.model.norm(h)) / 4,
-        "bert": lambda h: double.cls(h),
-        "detr": lambda h: double.class_labels_classifier(double.model.decoder.layernorm(h)),
-    }
-    where = targets != -100
-    logits = heads[name](states.double()[:, where])
-    same(readout, oracle(logits, targets[where].numpy()), rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_a_bfloat16_model_agrees_with_its_own_argmax(generator):
-    _, batch, found, states = states_of("llama", torch.bfloat16, batch=3, length=30)
-    targets = torch.randint(96, states.shape[1:3], generator=generator)
-    readout = read_layers(found.classifier, states, targets, batch["attention_mask"])
-    logits = torch.stack([found.classifier.tokens(layer.flatten(0, 1)) for layer in states])
-    assert logits.dtype == torch.bfloat16
-    same(readout, oracle(logits.double(), targets.flatten().numpy()), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("name", ["llama-classifier", "bert-classifier", "vit", "clip-classifier"])
+@pytest.mark.parametrize("name", ["llama-classifier", "vit"])
 @torch.no_grad()
 def test_sequence_heads_read_each_sequence_once(name, generator):
     model, batch, found, states = states_of(name, batch=6)
@@ -210,46 +136,27 @@ def test_sequence_heads_read_each_sequence_once(name, generator):
     same(readout, oracle(logits, targets[where].numpy()))
 
 
-def test_top_tokens_are_the_most_probable_ones(generator):
-    states, weight, _ = invented(4, 1, 33, generator)
-    got = top_tokens(Fake(weight), states[:, 0])
-    logits = (states[:, 0].double() @ weight.double().T).numpy()
-    p = np.exp(logits - logits.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    np.testing.assert_array_equal(got.token.numpy(), p.argmax(-1))
-    np.testing.assert_allclose(got.probability.numpy(), p.max(-1), rtol=1e-5)
-
-
-@torch.no_grad()
-def test_the_last_row_of_top_tokens_is_what_the_model_says():
-    model, batch, found, states = states_of("gemma2")
-    got = top_tokens(found.classifier, states[:, 0])
-    best = model(**batch).logits[0].softmax(-1).max(-1)
-    assert torch.equal(got.token[-1], best.indices)
-    torch.testing.assert_close(got.probability[-1], best.values)
-
-
-def test_top_tokens_of_half_precision_are_probabilities(generator):
-    states, weight, _ = invented(3, 1, 20, generator)
-    got = top_tokens(Fake(weight, torch.bfloat16), states[:, 0])
-    assert got.probability.dtype == torch.float32
-    assert ((got.probability > 0) & (got.probability <= 1)).all()
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "bert", "detr"])
 @torch.no_grad()
 def test_tiles_of_the_vocabulary_and_shown_positions_against_full_logits(name, generator, monkeypatch):
     """Tiles of 7 rows and a few classes; shown positions with and without a target; logits beyond the safe range."""
-    _, _, found, states = states_of(name, torch.float64, batch=4, length=40)
+    model, _, found, states = states_of(name, torch.float64, batch=4, length=40)
     monkeypatch.setattr(lens, "TILE_ROWS", 7)
     monkeypatch.setattr(lens, "TILE_ELEMENTS", 7 * 13)
-    targets = torch.randint(96, states.shape[1:3], generator=generator)
+    targets = torch.randint(3 if name == "detr" else 96, states.shape[1:3], generator=generator)
     targets[torch.rand(targets.shape, generator=generator) < 0.5] = -100
     shown = torch.rand(targets.shape, generator=generator) < 0.2
-    for scale in (1.0, 500.0)[: 1 if name == "gemma2" else 2]:  # a soft cap would make large logits equal
+    heads = {
+        "llama": lambda h: model.lm_head(model.model.norm(h)),
+        "gemma2": lambda h: 3 * torch.tanh(model.lm_head(model.model.norm(h)) / 3),
+        "granite": lambda h: model.lm_head(model.model.norm(h)) / 4,
+        "bert": lambda h: model.cls(h),
+        "detr": lambda h: model.class_labels_classifier(model.model.decoder.layernorm(h)),
+    }
+    for scale in (1.0, 500.0)[: 2 if name == "llama" else 1]:
         if scale != 1.0:
-            found.classifier.modules[-1].weight.mul_(scale)
-        logits = torch.stack([found.classifier.tokens(layer.flatten(0, 1)) for layer in states])
+            model.lm_head.weight.mul_(scale)
+        logits = heads[name](states).flatten(1, 2)
         readout, top = read_and_show(found.classifier, states, targets, shown)
         where = (targets != -100).flatten()
         same(readout, oracle(logits[:, where], targets.flatten()[where].numpy()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import tiny_models
 from skip.word_tokenizer import tokenizer, words
@@ -31,16 +30,10 @@ def texts():
     return [words(*generator.integers(0, 80, 24)) for _ in range(12)]
 
 
-@pytest.fixture(scope="session")
-def pictures(tmp_path_factory):
-    """Eight pictures in each of three class folders."""
-    root = tmp_path_factory.mktemp("pictures")
-    for index, label in enumerate(LABELS):
-        (root / label).mkdir()
-        for number in range(8):
-            pixels = np.random.default_rng([index, number]).integers(0, 255, (16, 16, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(root / label / f"{number}.png")
-    return root
+@pytest.fixture
+def without_fresh_process(monkeypatch):
+    """Leave out the check of an export in a process of its own, where the test loads the folder itself."""
+    monkeypatch.setattr("fulldepth.exit.elastic._prove", lambda *_: 0.0)
 
 
 def sharpened(name, factor, dtype=torch.float64):

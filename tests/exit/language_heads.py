@@ -23,13 +23,10 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "gemma2": LLAMA,
     "granite": LLAMA,
     "cohere": LLAMA,
-    "qwen2": LLAMA,
-    "gpt_neox": ("gpt_neox.layers", "gpt_neox.final_layer_norm"),
 }
 """Decoder -> its blocks and its final norm; GPT-2, llama-tied, Gemma 2 and Cohere tie their heads to the embeddings."""
 ENCODERS = {
     "bert": "bert.encoder.layer",
-    "roberta": "roberta.encoder.layer",
     "modernbert": "model.layers",
 }
 
@@ -104,13 +101,6 @@ class Plain:
         torch.testing.assert_close(read[-1], own, rtol=1e-9, atol=1e-9)
         return torch.stack(read)
 
-    def greedy(self, ids: list[int], new: int) -> list[int]:
-        """The model's own greedy continuation."""
-        ids, prompt = list(ids), len(ids)
-        for _ in range(new):
-            ids.append(int(self.layers(ids)[-1, -1].argmax()))
-        return ids[prompt:]
-
     def read(self, state: Tensor, index: int) -> Tensor:
         """[T, V] logits of the state after block `index`, by its matrix."""
         if self.name in ENCODERS:
@@ -129,8 +119,6 @@ class Plain:
         if self.name == "bert":
             inner, last = model.cls.predictions.transform, model.cls.predictions.decoder
             dense, norm = inner.dense, inner.LayerNorm
-        elif self.name == "roberta":
-            dense, norm, last = model.lm_head.dense, model.lm_head.layer_norm, model.lm_head.decoder
         else:
             dense, norm, last = model.head.dense, model.head.norm, model.decoder
             state = model.model.final_norm(state)

@@ -11,8 +11,10 @@ import tiny_models
 from exit import plain
 from exit.conftest import LABELS, sharpened, taught
 from fulldepth import exit
-from fulldepth.early_exit import EarlyExit, Exit, open_checkpoint, prepare_subject
 from fulldepth.errors import FulldepthError
+from fulldepth.exit.readings import Exit
+from fulldepth.exit.served import EarlyExit
+from fulldepth.exit.subject import open_checkpoint, prepare_subject
 from fulldepth.reporting.payload import payload
 from fulldepth.results import Results
 from fulldepth.settings.exit import ExitSettings
@@ -43,65 +45,52 @@ def check(results, samples, targets, min_layer):
 
 
 @torch.no_grad()
-def bert_samples(model, rows):
-    """Per text, the logits of stopping after layers 1..L: stock hidden states, pooler and classifier, alone."""
+def by_layer(model, rows):
+    """Per text, the logits of stopping after layers 1..L, from stock hidden states of this text alone; and targets."""
     samples = []
     for row in rows:
         inputs = tokenizer()(row["text"], return_tensors="pt", return_token_type_ids=True)
-        states = model.bert(**inputs, output_hidden_states=True).hidden_states
-        samples.append([model.classifier(model.bert.pooler(state))[0].tolist() for state in states[1:]])
+        if model.config.model_type == "bert":
+            states = model.bert(**inputs, output_hidden_states=True).hidden_states[1:]
+            samples.append([model.classifier(model.bert.pooler(state))[0].tolist() for state in states])
+            continue
+        before_norm = []
+        hook = model.transformer.ln_f.register_forward_pre_hook(lambda _, args, kept=before_norm: kept.append(args[0]))
+        states = model.transformer(inputs["input_ids"], output_hidden_states=True).hidden_states[1:-1]
+        hook.remove()  # transformers gives the last state after the norm
+        read = [model.score(model.transformer.ln_f(state))[0, -1] for state in (*states, before_norm[0])]
+        samples.append([logits.tolist() for logits in read])
     return samples, [LABELS.index(row["label"]) for row in rows]
 
 
-@pytest.mark.parametrize("min_layer", [1, 2])
-def test_a_classifier_of_texts(labelled, min_layer):
-    model = sharpened("bert-classifier", 2.0)
-    options = {"rule": RULES, "thresholds": THRESHOLDS, "min_layer": min_layer, "tokenizer": tokenizer()}
+@pytest.mark.parametrize(
+    ("name", "side", "min_layer"),
+    [("bert-classifier", "right", 1), ("gpt2-classifier", "right", 2), ("gpt2-classifier", "left", 1)],
+)
+def test_a_classifier_of_texts(labelled, name, side, min_layer):
+    """A decoder reads the last token that is not padding, on whichever side that is."""
+    model, tokens = sharpened(name, 2.0), tokenizer()
+    tokens.padding_side, model.config.pad_token_id = side, tokens.pad_token_id
+    options = {"rule": RULES, "thresholds": THRESHOLDS, "min_layer": min_layer, "tokenizer": tokens}
     results = exit.sweep(model, labelled, batch_size=7, rounds=1, **options)
-    check(results, *bert_samples(model, labelled), min_layer)
+    check(results, *by_layer(model, labelled), min_layer)
     assert all(row["measured_speedup"] > 0 and row["policy"] is None for row in results.meta["exits"])
     assert results.meta["full"]["seconds"] > 0
-    one = exit.sweep(model, labelled, batch_size=1, rounds=0, **options)
-    for own, other in zip(one.meta["exits"], results.meta["exits"], strict=True):
-        assert own["exits"] == other["exits"]
-        assert own["loss"] == pytest.approx(other["loss"], rel=1e-12)
 
 
 @torch.no_grad()
-def test_a_classifier_of_images(pictures, tmp_path):
-    model = sharpened("vit", 3.0)
-    model.save_pretrained(tmp_path)
-    results = exit.sweep(tmp_path, pictures, rule=RULES, thresholds=THRESHOLDS, rounds=1, dtype="float64")
-    subject = prepare_subject(open_checkpoint(model, ExitSettings()), _sequences(tmp_path, pictures), ExitSettings())
-    samples, targets = [], []
-    for index in range(len(subject.sequences)):
-        batch = subject.sequences.collate([index])
-        states = model.vit(batch.inputs["pixel_values"].double(), output_hidden_states=True).hidden_states
-        samples.append([model.classifier(model.vit.layernorm(state)[:, 0])[0].tolist() for state in states[1:]])
-        targets.append(int(batch.labels[0]))
-    check(results, samples, targets, 1)
-
-
-def _sequences(folder, data):
-    settings = ExitSettings()
-    return prepare_subject(open_checkpoint(str(folder), settings), str(data), settings).sequences
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_decoder_with_the_true_tokens(texts, name):
-    model = sharpened(name, 6.0)
+def test_a_decoder_with_the_true_tokens(texts):
+    model = sharpened("gpt2", 6.0)
     options = {"sequence_length": 8, "tokenizer": tokenizer(), "lens_tokens": None, "prompts": 0, "order": "first"}
     results = exit.sweep(model, texts, rule=RULES, thresholds=THRESHOLDS, **options)
-    body, norm = (model.model, model.model.norm) if name == "llama" else (model.transformer, model.transformer.ln_f)
+    body, norm = model.transformer, model.transformer.ln_f
     samples, targets = [], []
     joined = [t for text in texts for t in (*tokenizer()(text).input_ids, 2)][:-1]  # documents end with [EOS]
     for start in range(0, len(joined) // 8 * 8, 8):
         ids = torch.tensor([joined[start : start + 8]])
         states = list(body(ids, output_hidden_states=True).hidden_states)
-        blocks = model.model.layers if name == "llama" else model.transformer.h
         kept = []
-        hook = blocks[-1].register_forward_hook(
+        hook = body.h[-1].register_forward_hook(
             lambda m, a, o, kept=kept: kept.append(o[0] if isinstance(o, tuple) else o)
         )
         body(ids)
@@ -123,7 +112,7 @@ def test_samples_leave_where_they_leave_alone(labelled):
     subject = prepare_subject(open_checkpoint(model, settings), labelled, settings, tokenizer())
     early = EarlyExit(subject)
     targets = range(len(subject.sequences))
-    texts, _ = bert_samples(model, labelled)
+    texts, _ = by_layer(model, labelled)
     order = [int(subject.sequences.collate([index]).sequence[0]) for index in targets]
     for rule in RULES:
         when = Exit(rule, 0.6, 1, 3)
@@ -134,21 +123,7 @@ def test_samples_leave_where_they_leave_alone(labelled):
         assert sorted(together[1].tolist()) == sorted(plain.leave(texts[i], rule, 0.6, 1) for i in order)
 
 
-@pytest.mark.parametrize(
-    "name", ["roberta-classifier", "llama-classifier", "gpt2-classifier", "deit", "clip-classifier"]
-)
-def test_other_classifiers_run_and_are_timed(name, labelled, pictures, tmp_path):
-    model = tiny_models.build(name)
-    model.config.pad_token_id = tokenizer().pad_token_id  # by which decoders find the last token
-    data = labelled
-    if model.main_input_name == "pixel_values":
-        model.save_pretrained(tmp_path)
-        data = _sequences(tmp_path, pictures)
-    results = exit.sweep(model, data, tokenizer=tokenizer(), thresholds=[0.4, 0.9], rounds=1, batch_size=16)
-    assert all(sum(row["exits"]) == row["samples"] for row in results.meta["exits"])
-
-
-def test_the_sample_of_positions_and_masked_models(texts):
+def test_the_sample_of_positions_does_not_depend_on_batches(texts):
     model = tiny_models.build("llama")
     options = {"sequence_length": 8, "tokenizer": tokenizer(), "thresholds": [0.5], "prompts": 0}
     few = exit.sweep(model, texts, lens_tokens=50, batch_size=2, **options)
@@ -195,7 +170,6 @@ def test_results_are_saved_and_read(labelled, tmp_path):
     stored = Results.load(tmp_path / "out")
     assert stored.meta["kind"] == "exit"
     assert json.loads(json.dumps(results.meta["exits"])) == stored.meta["exits"]
-    assert "95% of the full model's 100.0% accuracy" in stored.headline["effective_depth"]["sentence"]
     assert stored.headline.keys() == {"effective_depth", "best_threshold", "speedup"}
     assert stored.headline["speedup"]["value"] is None  # one round
     assert {"accuracy", "loss", "seconds"} <= stored.meta["full"].keys()
@@ -216,7 +190,7 @@ def test_nothing_is_advised_of_a_model_at_chance(labelled, texts):
     assert told == {"sentences": [finding["sentence"]], "next": None}
     options = {"sequence_length": 8, "tokenizer": tokenizer(), "thresholds": [0.5], "prompts": 0}
     language = exit.sweep(tiny_models.build("llama"), texts, **options)
-    assert "predicting the most frequent token" in language.headline["accuracy"]["sentence"]
+    assert language.headline.keys() == {"accuracy"}
 
 
 def test_the_full_accuracy_and_chance_are_those_of_the_reported_part(labelled):
@@ -232,14 +206,19 @@ def test_the_full_accuracy_and_chance_are_those_of_the_reported_part(labelled):
     assert results.meta["stopping"][-1]["drop"] == 0
 
 
-def test_what_cannot_leave_early_is_refused(labelled, texts):
-    with pytest.raises(FulldepthError, match="has no labels, and BertForSequenceClassification predicts classes"):
-        exit.sweep(tiny_models.build("bert-classifier"), texts, tokenizer=tokenizer())
-    with pytest.raises(FulldepthError, match="predicts neither tokens nor a class"):
-        exit.sweep(tiny_models.build("bert-bare"), texts, tokenizer=tokenizer())
-    with pytest.raises(FulldepthError, match="min_layer is 4, but the model has 3 layers"):
-        exit.sweep(tiny_models.build("llama"), texts, tokenizer=tokenizer(), min_layer=4)
-    regression = tiny_models.build("bert-classifier")
-    regression.config.problem_type = "regression"
-    with pytest.raises(FulldepthError, match="does not predict one class out of several"):
-        exit.sweep(regression, labelled, tokenizer=tokenizer())
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("bert-classifier", {}, "has no labels"),
+        ("bert-bare", {}, "BertModel"),
+        ("detr", {}, "DetrForObjectDetection"),
+        ("llama", {"min_layer": 4}, "min_layer is 4"),
+        ("regression", {}, "BertForSequenceClassification"),
+    ],
+)
+def test_what_cannot_leave_early_is_refused(texts, name, options, message):
+    model = tiny_models.build("bert-classifier" if name == "regression" else name)
+    if name == "regression":
+        model.config.problem_type = "regression"
+    with pytest.raises(FulldepthError, match=message):
+        exit.sweep(model, texts, tokenizer=tokenizer(), **options)

@@ -1,10 +1,13 @@
-"""What fulldepth says of each tiny model, held against the hidden states that transformers itself gives."""
+"""What fulldepth says of each tiny model, held against what transformers itself gives: states, logits, first layers."""
 
 from __future__ import annotations
 
+import copy
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from families import zoo  # the tests' folder is on the path under pytest, not when this file runs as a program
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.execution import Verified, body_inputs, capture, verify
-from fulldepth.hf import anatomy_candidates
+from fulldepth.execution import Verified, body_inputs, capture, find_anatomy, verify
+from fulldepth.hf import anatomy_candidates, truncated
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
@@ -38,28 +41,28 @@ MASKED = """
     mobilebert modernbert mpnet mra nomic_bert nystromformer squeezebert tapas yoso
 """
 IMAGES_AND_TEXT = "aya_vision cohere2_vision paligemma"
-IMAGES = """
-    beit bit clip convnext cvt data2vec-vision deit dinov2 dinov2_with_registers focalnet hiera ijepa imagegpt levit
-    mobilevit poolformer pvt regnet resnet segformer siglip swiftformer swin vit vit_msn
-"""
-CLASSIFIERS = """
-    albert bert bloom canine deberta-v2 distilbert eurobert gemma2 gpt2 llama minicpm3 modernbert mpnet opt roberta t5
-    xlnet
-"""
+NO_TINY_MODEL = {
+    "text-classification": "cohere_compass_text esmc gpt_neo jamba layoutlmv2 layoutlmv3 lilt perceiver qwen3_5 "
+    "qwen3_5_text qwen3_next reformer zamba zamba2",
+    "image-classification": "dinat efficientnet perceiver pp_lcnet shieldgemma2 siglip2 timm_wrapper",
+}
+"""Classifiers that need other packages or millions of parameters, or whose stock class fails on the zoo's
+configuration; every other type of transformers is a case."""
 BARE = """
     aimv2 altclip audio-spectrogram-transformer blip clip_text_model clip_vision_model dinov3_vit dpr dpt hubert
     idefics3 internvl led llama4 llava m2m_100 mt5 paligemma pixtral qwen2_audio qwen3_vl siglip_vision_model
     smolvlm splinter switch_transformers visual_bert vit_mae wav2vec2 wav2vec2-bert wavlm yolos
 """
 LISTS = {
-    "causal-lm": CAUSAL,
-    "masked-lm": MASKED,
-    "image-text-to-text": IMAGES_AND_TEXT,
-    "image-classification": IMAGES,
-    "text-classification": CLASSIFIERS,
-    "representation": BARE,
+    "causal-lm": CAUSAL.split(),
+    "masked-lm": MASKED.split(),
+    "image-text-to-text": IMAGES_AND_TEXT.split(),
+    **{
+        task: [name for name in zoo.HEADS[task] if name not in absent.split()] for task, absent in NO_TINY_MODEL.items()
+    },
+    "representation": BARE.split(),
 }
-CASES = [(task, model_type) for task, names in LISTS.items() for model_type in names.split()]
+CASES = [(task, model_type) for task, names in LISTS.items() for model_type in names]
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,14 @@ class Verdict:
     verdict: str
     """`right`, `right, no lens` or `refused`."""
     branches: str
+    cut: str
+    """Whether its first layers are a model of the same class (`fulldepth exit --export-layers`)."""
     reason: str
 
     @property
     def row(self) -> str:
         """As a line of the page."""
-        cells = (f"`{self.model_type}`", f"`{self.class_name}`", self.verdict, self.branches, self.reason)
+        cells = (f"`{self.model_type}`", f"`{self.class_name}`", self.verdict, self.branches, self.cut, self.reason)
         return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
 
 
@@ -87,18 +92,19 @@ def stated(task: str, model_type: str) -> str:
     return row.removeprefix(begins).partition(" | ")[0]
 
 
-def examine(task: str, model_type: str) -> Verdict:
+def examine(task: str, model_type: str, model: tf.PreTrainedModel | None = None) -> Verdict:
     """Build a tiny model, let fulldepth prove it on one batch, and hold its states on another against stock ones.
 
     Raises:
-        AssertionError: if fulldepth accepts a stream that is not the stock one, or logits that are not the model's.
+        AssertionError: if fulldepth accepts a stream that is not the stock one, logits that are not the model's, or
+            first layers that give others than the whole model stopped there.
     """
     name = zoo.class_name(model_type, task)
-    model = zoo.build(model_type, task)
+    model = model or zoo.build(model_type, task)
     try:
         found = verify(anatomy_candidates(model), zoo.inputs(model, seed=1), optional=("head", "branches"))
     except FulldepthError as error:
-        return Verdict(model_type, name, "refused", "", shortened(str(error)))
+        return Verdict(model_type, name, "refused", "", "", shortened(str(error)))
     batch = zoo.inputs(model, seed=2)
     with torch.no_grad(), capture(found.anatomy, ["residual"]) as activations:
         found.anatomy.body(**body_inputs(found.anatomy, batch))
@@ -109,11 +115,46 @@ def examine(task: str, model_type: str) -> Verdict:
     predicts = task != "representation"
     verdict = "right" if found.classifier is not None or not predicts else "right, no lens"
     reason = found.unproven.get("head", "") if predicts else ""
-    return Verdict(model_type, name, verdict, "yes" if found.branches else "no", one_line(reason, 120))
+    return Verdict(
+        model_type, name, verdict, "yes" if found.branches else "no", first_layers(model, batch), one_line(reason, 120)
+    )
+
+
+@torch.no_grad()
+def first_layers(model: tf.PreTrainedModel, batch: dict[str, Tensor]) -> str:
+    """`yes` if the model can be cut to two layers, which then give what it gives without its later blocks."""
+    try:
+        anatomy = find_anatomy(model)
+        cut = truncated(anatomy, 2)
+    except FulldepthError:
+        return "no"
+    whole = copy.deepcopy(model)
+    counter = count(1)
+    for block in find_anatomy(whole).block_list:
+        block.forward = passing_after(2, counter, block.forward)
+    got, expected = (stock_output(each, batch) for each in (cut, whole))
+    for key in ("prediction_logits", "logits", "last_hidden_state"):
+        if key in expected:
+            assert torch.allclose(got[key], expected[key], rtol=1e-4, atol=1e-4 * float(expected[key].abs().max()))
+            return "yes"
+    raise AssertionError("nothing to compare")
+
+
+def passing_after(calls: int, counter: Iterator[int], forward: Any) -> Any:
+    """A block that gives the state that it is given, in its own form, after so many calls of all blocks."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        state, output = args[0] if args else kwargs["hidden_states"], forward(*args, **kwargs)
+        if next(counter) <= calls:
+            return output
+        return type(output)((state, *output[1:])) if isinstance(output, tuple | list) else state
+
+    return run
 
 
 def shortened(refusal: str) -> str:
-    """The first reason of a refusal."""
+    """The first reason of a refusal, without the size of a difference."""
+    refusal = re.sub(r" \(relative difference [^)]*\)| by \S+ \(relative\)", "", refusal)
     first = refusal.partition(". Describe it")[0].partition(". A network of several")[0].partition(" | ")[0]
     return one_line(first.rpartition(" design: ")[2].rstrip(". "), 200)
 
@@ -177,14 +218,14 @@ state of the residual stream equals the hidden states that transformers gives, o
 seen, and the lens of the last layer gives the model's own logits. *Right, no lens*: the stream is right, and the lens
 measures are left out, because part of the head is not a module or its task is unknown. *Refused*: nothing is measured;
 the reason is the one that `fulldepth measure` prints. The column *branches* says whether attention and MLP are measured
-one by one.
+one by one, the column *cut* whether the first layers are a model of the same class (`fulldepth exit --export-layers`).
 
 {{counts}}
 
 Made by `python tests/families/verdicts.py`; a test holds every row.
 
-| model type | class | verdict | branches | reason |
-|---|---|---|---|---|
+| model type | class | verdict | branches | cut | reason |
+|---|---|---|---|---|---|
 """
 
 

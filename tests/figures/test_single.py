@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from xml.etree import ElementTree
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from figures import synthetic
 from fulldepth import figures
+from fulldepth.figures.record import mathml
 from fulldepth.results import tabulate
 
 
 @pytest.fixture(scope="module")
-def results(synthetic):
+def results():
     return synthetic.language_model()
 
 
@@ -26,71 +29,59 @@ def traces(figure):
     return {trace.name: trace for trace in figure.data}
 
 
-def column(table, measure, statistic, site="residual", other=None):
-    rows = table[(table.measure == measure) & (table.statistic == statistic) & (table.site == site)]
-    if other is not None:
-        rows = rows[rows.other == other]
-    return rows.sort_values("layer")
-
-
 def test_the_reading_order(drawn):
-    expected = [
-        "displacement", "jump_rate", "cosine", "cka", "cosine_to_last", "cosine_spread", "cosine_against_cka",
-        "lens_accuracy", "lens_loss", "saturation", "effective_depth",
-        "coherence", "coherence_effective", "coherence_bins", "norm_ratio", "renyi_entropy",
-        "spectral_norm", "separability",
+    assert [name for name in drawn if ":" not in name] == [
+        "displacement", "jump_rate", "cosine", "cka", "cosine_to_last", "lens_accuracy", "lens_loss", "saturation",
+        "coherence", "coherence_effective", "norm_ratio", "renyi_entropy", "spectral_norm", "separability",
     ]  # fmt: skip
-    assert [name for name in drawn if ":" not in name] == expected
 
 
 @pytest.mark.parametrize(
-    ("figure", "trace", "measure", "statistic", "site", "other"),
+    ("figure", "trace", "measure", "statistic", "site"),
     [
-        ("displacement", "Mean", "displacement", "mean", "residual", None),
-        ("displacement:log", "Mean without first token", "displacement", "mean:no-first", "residual", None),
-        ("displacement:log", "Last layer after the final norm", "displacement", "mean", "final_normed", None),
-        ("jump_rate", "ζ", "jump_rate", "value", "residual", None),
-        ("cosine_to_last", "Centred, mean", "cosine", "mean", "residual", 12),
-        ("cosine_to_last", "Raw, mean", "cosine", "mean_raw", "residual", 12),
-        ("lens_accuracy", "Accuracy", "lens_accuracy", "mean", "residual", None),
-        ("lens_loss", "Loss", "lens_loss", "mean", "residual", None),
-        ("saturation", "Settle at this layer", "saturation", "share", "residual", None),
-        ("saturation", "Settled so far", "saturation", "cumulative", "residual", None),
-        ("coherence", "Attention sub-layer", "coherence", "mean_corrected", "attention", None),
-        ("coherence", "Whole layer", "coherence", "mean_corrected", "residual", None),
-        ("coherence_effective", "Whole layer", "coherence", "share_0.3_0.7", "residual", None),
-        ("coherence_bins", "0.7–0.8", "coherence", "bin_7", "residual", None),
-        ("coherence_bins:attention", "0.2–0.3", "coherence", "bin_2", "attention", None),
-        ("norm_ratio", "Without first token", "norm_ratio", "mean:no-first", "residual", None),
-        ("renyi_entropy", "Value states, α = 1", "renyi_entropy", "mean:plain:1", "value", None),
-        ("spectral_norm", "mlp.down_proj", "spectral_norm", "value", "mlp.down_proj", None),
-        ("separability", "Residual stream", "separability", "mean", "residual", None),
+        ("displacement", "Mean", "displacement", "mean", "residual"),
+        ("displacement:log", "Mean without first token", "displacement", "mean:no-first", "residual"),
+        ("displacement:log", "Last layer after the final norm", "displacement", "mean", "final_normed"),
+        ("jump_rate", "ζ", "jump_rate", "value", "residual"),
+        ("cosine_to_last", "Raw, mean", "cosine", "mean_raw", "residual"),
+        ("lens_accuracy", "Accuracy", "lens_accuracy", "mean", "residual"),
+        ("lens_loss", "Loss", "lens_loss", "mean", "residual"),
+        ("saturation", "Settle at this layer", "saturation", "share", "residual"),
+        ("saturation", "Settled so far", "saturation", "cumulative", "residual"),
+        ("coherence", "Attention sub-layer", "coherence", "mean_corrected", "attention"),
+        ("coherence_effective", "Whole layer", "coherence", "share_0.3_0.7", "residual"),
+        ("norm_ratio", "Without first token", "norm_ratio", "mean:no-first", "residual"),
+        ("renyi_entropy", "Value states, α = 1", "renyi_entropy", "mean:plain:1", "value"),
+        ("spectral_norm", "mlp.down_proj", "spectral_norm", "value", "mlp.down_proj"),
+        ("separability", "Residual stream", "separability", "mean", "residual"),
     ],
 )
-def test_a_line_is_the_table(results, drawn, figure, trace, measure, statistic, site, other):
-    rows = column(results.table, measure, statistic, site, other)
-    assert len(rows) > 0
+def test_a_line_is_the_table(results, drawn, figure, trace, measure, statistic, site):
+    table = results.table
+    rows = table[(table.measure == measure) & (table.statistic == statistic) & (table.site == site)].sort_values(
+        "layer"
+    )
+    if measure == "cosine":
+        rows = rows[rows.other == 12]
     line = traces(drawn[figure])[trace]
-    assert list(line.x) == rows.layer.tolist()
+    assert list(line.x) == rows.layer.tolist() != []
     assert list(line.y) == rows.value.tolist()
 
 
-def test_the_band_runs_from_p05_to_p95(results, drawn):
+def test_bands_and_error_bars(results, drawn):
+    low, high = (results.values("displacement", name, "residual").tolist() for name in ("p05", "p95"))
     upper, lower = drawn["displacement"].data[:2]
-    assert list(upper.y) == column(results.table, "displacement", "p95").value.tolist()
-    assert list(lower.y) == column(results.table, "displacement", "p05").value.tolist()
-    assert lower.fill == "tonexty"
-    assert [end for (end,) in lower.customdata] == list(upper.y)
+    assert (list(lower.y), list(upper.y), lower.fill) == (low, high, "tonexty")
+    spread = traces(drawn["separability"])["Residual stream"]
+    assert list(spread.error_y.array) == [0.04] * 13
+    assert spread.customdata[3] == ["Layer 3", "400", 0.04]
+    assert spread.hovertemplate == "%{y:.1%}  (n = %{customdata[1]}) ± %{customdata[2]:.1%}"
+    assert traces(drawn["displacement"])["Mean"].customdata[0] == ["Layer 1", "16,384"]
 
 
 @pytest.mark.parametrize(
     ("name", "measure", "statistic", "low"),
-    [
-        ("cosine", "cosine", "mean", -1),
-        ("cosine:mean_raw:no-first", "cosine", "mean_raw:no-first", -1),
-        ("cka", "cka", "debiased", 0),
-        ("cka:biased", "cka", "biased", 0),
-    ],
+    [("cosine:mean_raw:no-first", "cosine", "mean_raw:no-first", -1), ("cka", "cka", "debiased", 0)],
 )
 def test_a_map_is_the_table_with_a_fixed_range(results, drawn, name, measure, statistic, low):
     (cells,) = drawn[name].data
@@ -99,28 +90,15 @@ def test_a_map_is_the_table_with_a_fixed_range(results, drawn, name, measure, st
     expected[rows.layer.astype(int), rows.other.astype(int)] = rows.value
     np.testing.assert_array_equal(np.array(cells.z), expected)
     assert (cells.zmin, cells.zmax) == (low, 1)
-    assert drawn[name].layout.yaxis.autorange != "reversed"
-
-
-def test_a_map_completes_pairs_given_in_one_order():
-    rows = [("cka", "residual", a, b, "debiased", 1.0 - 0.1 * (b - a), 8, "1") for a in range(3) for b in range(a, 3)]
-    (cells,) = figures.build(tabulate(rows), {})["cka"].data
-    np.testing.assert_allclose(np.array(cells.z), [[1, 0.9, 0.8], [0.9, 1, 0.9], [0.8, 0.9, 1]])
-
-
-def test_counts_are_in_the_hover_boxes(drawn):
-    mean = traces(drawn["displacement"])["Mean"]
-    assert list(mean.customdata[0]) == ["Layer 1", "16,384"]
-    assert "n = %{customdata[1]}" in mean.hovertemplate
-    assert "n = 2,048" in drawn["cosine"].data[0].hovertemplate
-    settle = traces(drawn["saturation"])["Settle at this layer"]
-    assert settle.customdata[8][1].endswith(" of 16,320")
+    assert "n = 2,048" in cells.hovertemplate
+    half = figures.build(rows[rows.layer <= rows.other], {})  # a pair given in one order holds for both
+    np.testing.assert_array_equal(np.array(next(iter(half.values())).data[0].z), np.maximum(expected, expected.T))
 
 
 def test_axes_are_honest(drawn):
     for name in ("displacement", "jump_rate", "lens_accuracy", "lens_loss", "renyi_entropy", "spectral_norm"):
         assert drawn[name].layout.yaxis.rangemode == "tozero", name
-    for name in ("coherence", "saturation", "separability", "coherence_bins"):
+    for name in ("coherence", "saturation", "separability"):
         assert drawn[name].layout.yaxis.range[0] == 0, name
         assert 1 <= drawn[name].layout.yaxis.range[1] <= 1.05, name
     assert drawn["jump_rate"].layout.yaxis.ticksuffix == " %"
@@ -128,44 +106,25 @@ def test_axes_are_honest(drawn):
     assert "log scale" in drawn["norm_ratio"].layout.title.subtitle.text
 
 
-def test_effective_depth_by_tolerance(drawn):
-    (relative,) = drawn["effective_depth"].data  # the absolute depths are all L: nothing is good enough before it
-    assert (list(relative.x), list(relative.y)) == (["ε = 0.05"], [11])
-
-
 def test_the_summary_names_the_extremes(drawn):
-    assert drawn["displacement"].layout.meta["alt"] == (
-        "Mean displacement: lowest 0.019 at layer 10, highest 0.265 at layer 12."
-    )
-    assert "Half of all positions have settled by layer 9." in drawn["saturation"].layout.meta["alt"]
+    assert drawn["displacement"].layout.meta["alt"].startswith("Mean: lowest 0.0187 at layer 10, highest 0.2650 at la")
+    assert drawn["saturation"].layout.meta["alt"] == "Half of all positions have settled by layer 9."
 
 
-def test_labelled_data(synthetic):
-    results = synthetic.classifier()
-    drawn = results.figures()
-    assert "separability" not in drawn
-    (collapse,) = drawn["nc1"].data
-    np.testing.assert_allclose(collapse.y, [40 * math.exp(-layer) for layer in range(7)])
+def test_labelled_data_and_a_table_of_one_measure():
+    drawn = synthetic.classifier().figures()
+    np.testing.assert_allclose(drawn["nc1"].data[0].y, [40 * math.exp(-layer) for layer in range(7)])
     assert drawn["nc1"].layout.yaxis.type == "log"
-
-
-def test_only_what_the_table_has(synthetic):
-    drawn = synthetic.minimal().figures()
-    assert list(drawn) == ["displacement", "displacement:log"]
-    (mean,) = drawn["displacement"].data
-    np.testing.assert_allclose(mean.y, [0.1, 0.2, 0.3])
+    alone = synthetic.minimal().figures()
+    assert list(alone) == ["displacement", "displacement:log"]
     assert figures.build(tabulate([]), {}) == {}
 
 
-@pytest.mark.parametrize("measure", ["displacement", "cosine", "cka", "saturation", "coherence", "renyi_entropy"])
-def test_any_measure_may_be_missing(results, measure):
-    table = results.table[results.table.measure != measure]
-    drawn = figures.build(table, results.meta)
-    whole = results.figures()
-    assert set(drawn) < set(whole)
-    gone = set(whole) - set(drawn)
-    assert ("cosine_against_cka" in gone) is (measure in ("cosine", "cka")), "this figure needs both"
-    assert {name.split("_")[0].split(":")[0] for name in gone - {"cosine_against_cka"}} == {measure.split("_")[0]}
+@pytest.mark.parametrize("measure", ["displacement", "cosine", "saturation"])
+def test_any_measure_may_be_missing(results, drawn, measure):
+    left = figures.build(results.table[results.table.measure != measure], results.meta)
+    assert {name.split("_")[0].split(":")[0] for name in set(drawn) - set(left)} == {measure}
+    assert set(left) < set(drawn)
 
 
 def test_nan_leaves_a_gap_and_nothing_but_nan_leaves_no_figure(results):
@@ -174,19 +133,13 @@ def test_nan_leaves_a_gap_and_nothing_but_nan_leaves_no_figure(results):
     table.loc[(table.measure == "cka") & (table.layer == 2), "value"] = math.nan
     table.loc[table.measure == "norm_ratio", "value"] = math.nan
     table.loc[(table.measure == "lens_loss") & (table.layer == 0), "value"] = math.inf
+    table.loc[::7, "count"] = pd.NA
     drawn = figures.build(table, results.meta)
     assert traces(drawn["displacement"])["Mean"].y[4] is None
     assert list(drawn["cka"].data[0].z[2]) == [None] * 13
     assert drawn["lens_loss"].data[0].y[0] is None
     assert "norm_ratio" not in drawn
     assert "NaN" not in drawn["displacement"].to_json()
-
-
-@pytest.mark.parametrize("missing", ["count", "layer"])
-def test_missing_cells_do_not_break(results, missing):
-    table = results.table.copy()
-    table.loc[::3, missing] = pd.NA
-    assert len(figures.build(table, results.meta)) > 10
 
 
 def test_layer_one_does_not_flatten_the_rest():
@@ -206,7 +159,85 @@ def test_layer_one_does_not_flatten_the_rest():
     assert not even["displacement"].layout.annotations
 
 
-def test_depths_that_are_l_by_definition_are_no_figure():
-    rows = [("effective_depth", "residual", None, None, f"eps={eps}", 4.0, 8, "layers") for eps in (0.05, 0.1)]
-    assert "effective_depth" not in figures.build(tabulate(rows), {"model": {"num_layers": 4}})
-    assert "effective_depth" in figures.build(tabulate(rows), {"model": {"num_layers": 5}})
+def weight(layer, source):
+    return (1 + math.sin(layer + 3 * source)) / 2
+
+
+def retrieval(signed=False):
+    """Retrieval rows of layers 2..5; `signed`: masses that are no shares."""
+    return [
+        ("retrieval_weight", "routing", layer, source, statistic, factor * weight(layer, source), 960, "1")
+        for layer in range(2, 6)
+        for statistic, factor in (("share", 1.0), ("mean", -2.0 if signed else 1.0 + 1e-7))
+        for source in range(layer)
+    ] + [("expected_retrieval", "routing", layer, None, "value", 0.4 * layer, 960, "layers") for layer in range(2, 6)]
+
+
+def test_retrieval_is_a_triangle_and_signed_weights_are_a_second_reading():
+    drawn = figures.build(tabulate(retrieval()), {"model": {"num_layers": 5}})
+    assert list(drawn) == ["retrieval_weight", "expected_retrieval"]
+    (cells,) = drawn["retrieval_weight"].data
+    assert [list(row) for row in cells.z] == [[weight(r, m) if m < r else None for r in range(2, 6)] for m in range(5)]
+    assert (list(cells.x), list(cells.y)) == ([2, 3, 4, 5], ["emb", "1", "2", "3", "4"])
+    assert (cells.zmin, cells.zmax) == (0, max(weight(r, m) for r in range(2, 6) for m in range(r)))
+    expected, plain = drawn["expected_retrieval"].data
+    np.testing.assert_allclose(expected.y, [0.8, 1.2, 1.6, 2.0])
+    assert list(plain.y) == [1, 2, 3, 4]
+    drawn = figures.build(tabulate(retrieval(signed=True)), {})
+    (cells,) = drawn["retrieval_weight:mean"].data
+    assert cells.z[1][2] == -2 * weight(4, 1)
+    assert cells.zmin == -cells.zmax == min(-2 * weight(r, m) for r in range(2, 6) for m in range(r))
+    assert drawn["retrieval_weight"].layout.meta["variant"] == "Share of absolute weight"
+
+
+def test_streams_stand_in_order():
+    rows = [
+        ("stream_mixing", f"{branch}_stream_{i}", layer, None, statistic, shift + i - layer, 96, "1")
+        for shift, statistic in enumerate(("input", "kept", "given", "output"))
+        for branch in ("attention", "mlp")
+        for i in range(12)
+        for layer in range(1, 6)
+    ]
+    drawn = figures.build(tabulate(rows), {})
+    assert list(drawn) == ["stream_mixing", *(f"stream_mixing:{name}" for name in ("output", "kept", "given"))]
+    for name, shift in (("stream_mixing", 0), ("stream_mixing:output", 3)):
+        (cells,) = drawn[name].data
+        assert list(cells.y) == [f"{branch} {i}" for branch in ("Attention", "MLP") for i in range(12)]
+        np.testing.assert_allclose(cells.z, [[shift + i - r for r in range(1, 6)] for _ in "ab" for i in range(12)])
+        assert cells.zmin == -cells.zmax
+
+
+def test_images_stand_against_texts():
+    rows = [
+        (measure, "cross", image, text, statistic, 0.1 * image - 0.05 * text, 7, "1")
+        for measure, statistic in (("cosine", "matched"), ("retrieval", "text_to_image"))
+        for image in range(3)
+        for text in range(5)
+    ]
+    drawn = figures.build(tabulate(rows), {})
+    assert list(drawn) == ["cross", "cross:text_to_image"]
+    for name, low in (("cross", -1), ("cross:text_to_image", 0)):
+        (cells,) = drawn[name].data
+        np.testing.assert_allclose(cells.z, [[0.1 * a - 0.05 * b for b in range(5)] for a in range(3)])
+        assert (cells.zmin, cells.zmax) == (low, 1)
+
+
+@pytest.mark.parametrize(
+    ("formula", "expected"),
+    [
+        (r"\frac{a + b}{2}", "<mfrac><mrow><mi>a</mi><mo>+</mo><mi>b</mi></mrow><mn>2</mn></mfrac>"),
+        ("∑_i^L x", "<munderover><mo>∑</mo><mi>i</mi><mi>L</mi></munderover><mi>x</mi>"),
+        ("h^L_n", "<msubsup><mi>h</mi><mi>n</mi><mi>L</mi></msubsup>"),
+        (r"\bar{Ψ}_k", "<msub><mover><mi>Ψ</mi><mo>¯</mo></mover><mi>k</mi></msub>"),
+        (r"\{x < n\}", "<mo>{</mo><mi>x</mi><mo>&lt;</mo><mi>n</mi><mo>}</mo>"),
+        (r'E \thin t_"e"', '<mi>E</mi><mspace width="0.1em"></mspace><msub><mi>t</mi><mtext>e</mtext></msub>'),
+    ],
+)
+def test_formulas(formula, expected):
+    assert mathml(formula) == expected
+
+
+def test_every_note_is_well_formed():
+    for note in {note for record in figures.FIGURES for note in record.methods if note.formula}:
+        root = ElementTree.fromstring(f"<math>{mathml(note.formula)}</math>")
+        assert {"_", "^", "\\"}.isdisjoint("".join(root.itertext())), note.title

@@ -147,7 +147,7 @@ def setting(rng: random.Random) -> str:
 
 def head_of(argv: list[str]) -> list[str]:
     """The words that name the command."""
-    return argv[: 2 if argv[0] == "skip" else 1]
+    return argv[: 2 if argv[0] == "skip" or argv[:2] == ["train", "export"] else 1]
 
 
 def mutate(rng: random.Random, argv: list[str], help_text: str) -> tuple[list[str], str]:

@@ -1,4 +1,4 @@
-"""Mutations of binary formats that keep their frame intact: safetensors, parquet, archives and pictures."""
+"""Mutations of binary formats that keep their frame intact: safetensors, parquet and pictures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import pickle
 import random
 import struct
-import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -155,40 +154,6 @@ def parquet(rng: random.Random, content: bytes) -> tuple[bytes, str]:
     sink = io.BytesIO()
     pq.write_table(changes[words](), sink)
     return sink.getvalue(), words
-
-
-def archive(rng: random.Random, content: bytes) -> tuple[bytes, str]:
-    """Change an archive: names outside the folder, members that are no pictures, sizes that explode."""
-    with zipfile.ZipFile(io.BytesIO(content)) as file:
-        members = [(info.filename, file.read(info)) for info in file.infolist()]
-    i = rng.randrange(len(members))
-    name, picture = members[i]
-    renames = ["../outside.png", "/tmp/outside.png", "cat/../../outside.png", "", "cat/", "a" * 300 + "/x.png", "x.png"]
-    how = rng.choice(["rename", "bomb", "picture", "no members", "duplicate", "nested", "not deflated", "encrypted"])
-    sink = io.BytesIO()
-    with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED) as file:
-        if how == "rename":
-            members[i] = (rng.choice(renames), picture)
-            how = f"name {documents.brief(members[i][0])}"
-        elif how == "bomb":
-            members[i] = (name, b"\x00" * (64 << 20))
-        elif how == "picture":
-            members[i] = (name, PICTURES[(kind := rng.choice(sorted(PICTURES)))]())
-            how = f"member is {kind}"
-        elif how == "no members":
-            members = []
-        elif how == "duplicate":
-            members += members
-        elif how == "nested":
-            members[i] = (name + ".zip", content)
-        for member, data in members:
-            file.writestr(zipfile.ZipInfo(member), data, zipfile.ZIP_DEFLATED)
-    raw = sink.getvalue()
-    if how == "encrypted":
-        raw = raw.replace(b"PK\x01\x02\x14\x03\x14\x00\x00", b"PK\x01\x02\x14\x03\x14\x00\x01")
-    elif how == "not deflated":
-        raw = raw.replace(b"\x08\x00", b"\x63\x00")
-    return raw, f"archive: {how}"
 
 
 def _picture(mode: str, size: tuple[int, int], form: str = "PNG") -> Callable[[], bytes]:

@@ -185,6 +185,8 @@ class Fuzzer:
         _store(self.logs / "verdict.json", verdict)
         verdict["half"] = oracle.inspect(scenario, argv, code, before)
         _store(self.logs / "verdict.json", verdict)
+        verdict["stale"] = oracle.against_fresh(scenario, argv, changes, code, program)
+        _store(self.logs / "verdict.json", verdict)
         return code
 
     def _mutate(self, rng: random.Random, scenario: Scenario, argv: list[str]) -> tuple[list[str], str]:

@@ -19,7 +19,6 @@ SUFFIXES: dict[str, list[Bytes]] = {
     ".yaml": [documents.yaml_file],
     ".safetensors": [binaries.safetensors_header, binaries.safetensors_weights],
     ".parquet": [binaries.parquet],
-    ".zip": [binaries.archive],
     ".png": [binaries.picture],
     ".pt": [binaries.pickled],
     ".pth": [binaries.pickled],

@@ -8,7 +8,9 @@ import json
 import math
 import os
 import re
+import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +26,9 @@ LEFTOVER = re.compile(r"\.part$|\.tmp$|^tmp|\.incomplete$|^\..+\.\d+$")
 
 BROKEN = "broken link"
 """Begins the digest of a symbolic link to nothing, which a program may take for an absent file."""
+
+TIMED = {"throughput", "elapsed", "peak_memory", "other_load"}
+"""Measures that two runs of one command do not have in common."""
 
 Files = dict[str, str]
 """Path relative to the case -> digest of what is there."""
@@ -128,7 +133,7 @@ def judge(
         failures.append(Failure("foreign code", "code that a file carries was run without consent"))
     if "Out of memory" in message_of(stderr) and not any(words.startswith("arguments") for words in changes):
         failures.append(Failure("memory", "asked for more than the limit of address space"))
-    failures += [Failure("half", text) for text in verdict.get("half", [])]
+    failures += [Failure(kind, text) for kind in ("half", "stale") for text in verdict.get(kind, [])]
     return failures
 
 
@@ -227,9 +232,41 @@ def inspect(scenario: Scenario, argv: list[str], code: int, before: Files) -> li
         problems += _check_results(document, table)
     if code == 0:
         problems += _check_output(scenario, folder)
-    elif scenario.writes == "checkpoint" and folder.is_dir() and output not in {name.split("/")[0] for name in before}:
+    elif (
+        scenario.writes == "checkpoint"
+        and folder.is_dir()
+        and _normal(folder) not in {".", *(name.split("/")[0] for name in before)}
+    ):
         problems.append(f"{output} is there, though the command failed")
     return problems
+
+
+def against_fresh(
+    scenario: Scenario, argv: list[str], changes: list[str], code: int, run: Callable[[list[str]], int]
+) -> list[str]:
+    """Whether a resumed run has the numbers of a fresh one; run in the process of the command, after it.
+
+    Progress itself must be whole for that: only cases whose inputs were mutated are compared.
+    """
+    output = output_of(argv)
+    resumes = bool(scenario.grows) and scenario.writes in ("results", "plan", "run")
+    if not resumes or code or output is None or any(words.startswith(("arguments", f"{output}/")) for words in changes):
+        return []
+    fresh = Path("fresh")
+    ended = run([str(fresh) if word == output else word for word in argv if word != "--resume"])
+    try:
+        if ended:
+            return ["a fresh run refuses what the resumed one took"]
+        return [] if _numbers(Path(output)) == _numbers(fresh) else ["resumed numbers are not those of a fresh run"]
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _numbers(folder: Path) -> str:
+    import pandas as pd
+
+    table = pd.read_parquet(folder / "results.parquet")
+    return str(table[~table.measure.isin(TIMED)].to_csv(float_format=str, index=False))
 
 
 def _normal(path: Path) -> str:

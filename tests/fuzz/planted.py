@@ -95,6 +95,18 @@ def no_number() -> None:
     pd.read_parquet(table).assign(value=float("nan")).to_parquet(table)
 
 
+def other_data() -> None:
+    """Plant: the data change, and the losses of an interrupted search are taken for those of any search."""
+    import json
+
+    from fulldepth.skip.selection import loss_cache
+
+    pairs = Path("data/pairs.jsonl")
+    pairs.write_text("".join(reversed(pairs.read_text().splitlines(keepends=True))))
+    read_progress = loss_cache.read_progress
+    loss_cache.read_progress = lambda path, _: read_progress(path, json.loads(path.read_text())["of"])
+
+
 def fill_memory() -> None:
     len(bytearray(os.urandom(1 << 20)) * 400)
 
@@ -127,6 +139,7 @@ FAULTS: dict[str, Fault] = {
     "it writes a checkpoint that does not load": Fault(
         "half", "train settings", around(after=write("new/checkpoint-2/model.safetensors", "no"))
     ),
+    "it resumes from others' progress": Fault("stale", "search resume", around(other_data)),
     "it leaves a part": Fault("leftover", "report measure", around(write("out-a/.results.json.host-1.part", ""))),
     "it runs foreign code": Fault("foreign code", "report measure", around(write(OWNED, ""))),
 }

@@ -45,10 +45,15 @@ MEASURE = {
         f"measure bert --data data/labelled.tsv --output new {FAST}", "bert data/labelled.tsv", 2
     ),
     "measure images": Scenario("measure vit --data data/images --output new", "vit data/images", 2),
-    "measure zip": Scenario("measure vit --data data/images.zip --output new", "data/images.zip", 2),
     "measure shards": Scenario(f"measure sharded --data data/text.txt --output new {QUICK}", "sharded", 3),
     "measure recipe": Scenario(
         "measure model --data data/text.txt --output new --recipe recipes/measure.yaml", "recipes/measure.yaml", 2
+    ),
+    "measure recipe and flags": Scenario(
+        "measure model --data data/text.txt --output new --recipe recipes/measure.yaml --seed 4 --set tokens=no-first",
+        "recipes/measure.yaml",
+        1,
+        arguments=0.5,
     ),
     "measure reference": Scenario(
         f"measure model --data data/text.txt --output new --reference other {QUICK},mmd", "model other", 1
@@ -115,6 +120,14 @@ SKIPS = {
         "recipes/search.yaml data/text.jsonl",
         2,
         writes="plan",
+    ),
+    "search recipe and flags": Scenario(
+        "skip search model --data data/text.jsonl --recipe recipes/search.yaml --blocks 2 --output new "
+        "--set epochs=2 --limit 6",
+        "recipes/search.yaml",
+        1,
+        writes="plan",
+        arguments=0.5,
     ),
     "search resume": Scenario(
         f"{SEARCH} --blocks 2 --output plan-part --resume",
@@ -192,6 +205,9 @@ TRAIN = {
         1,
         writes="run",
     ),
+    "train export": Scenario(
+        "train export run-part --output new --dtype bfloat16", "run-part", 3, writes="checkpoint", arguments=0.3
+    ),
     "train list": Scenario("train --list", "recipes/train.yaml", 0.3, writes="nothing", arguments=1.0),
 }
 EXIT = "--sequence-length 12 --max-sequences 4 --thresholds 0.5 --new-tokens 2 --prompts 1 --rounds 1"
@@ -199,6 +215,14 @@ EXITS = {
     "exit": Scenario(f"exit model --data data/text.txt --output new {EXIT}", "model data/text.txt", 2, arguments=0.4),
     "exit again": Scenario(f"exit model --data data/text.txt --output out-a {EXIT}", "out-a", 0.5),
     "exit export": Scenario("exit model --export-layers 1 --output new", "model", 1, writes="checkpoint"),
+}
+GENERATE = "generate model --prompt w1 --raw --max-new-tokens 4"
+GENERATES = {
+    "generate": Scenario(f"{GENERATE} --output new", "model", 2, arguments=0.5),
+    "generate drafts": Scenario(f"{GENERATE} --speculate-from 1 --draft-length 2 --output new", "model", 1),
+    "generate plan": Scenario(f"{GENERATE} --plan plan/plan.json --draft-length 2 --output new", "plan/plan.json", 2),
+    "generate early": Scenario(f"{GENERATE} --threshold 0.1 --output new", "model", 1, arguments=0.5),
+    "generate again": Scenario(f"{GENERATE} --output out-a", "out-a", 0.5),
 }
 TASKS = "--task-data data --limit 2 --set bootstrap_iters=10"
 EVALUATE = {
@@ -208,6 +232,12 @@ EVALUATE = {
         2,
         arguments=0.3,
     ),
+    "evaluate resume": Scenario(
+        f"evaluate model --tasks arc_easy_local --batch-size 1 --output answers-left --resume {TASKS}",
+        "answers-left answers-left data/arc_easy_test.jsonl model",
+        3,
+        grows=("answers-left/*",),
+    ),
     "evaluate quality": Scenario(
         "evaluate model --generation-quality data/text.txt --prompts 2 --prefix-tokens 4 --new-tokens 4 --output new",
         "data/text.txt model",
@@ -215,9 +245,9 @@ EVALUATE = {
         arguments=0.3,
     ),
 }
-DEMO = {"demo": Scenario("demo --output new --steps 0", "", 1, writes="nothing", arguments=1.0)}
+DEMO = {"demo": Scenario("demo --output new --blocks 0", "", 1, writes="nothing", arguments=1.0)}
 
-SCENARIOS: dict[str, Scenario] = {**MEASURE, **PAGES, **SKIPS, **TRAIN, **EXITS, **EVALUATE, **DEMO}
+SCENARIOS: dict[str, Scenario] = {**MEASURE, **PAGES, **SKIPS, **TRAIN, **EXITS, **GENERATES, **EVALUATE, **DEMO}
 
 ALWAYS = ["model", "data", "tokens", "recipes"]
 """Parts of the world that every case has, mutated or not."""

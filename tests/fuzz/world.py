@@ -8,7 +8,6 @@ places by their share of a file, so a seed means the same in both, up to a byte 
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,9 +94,6 @@ def make(folder: Path) -> None:
         for i in range(3):
             picture = Image.new("RGB", (8, 8), (colour, 30 * i, 255 - colour))
             picture.save(folder / "data" / "images" / label / f"{i}.png")
-    with zipfile.ZipFile(folder / "data" / "images.zip", "w") as archive:
-        for path in sorted((folder / "data" / "images").rglob("*.png")):
-            archive.write(path, path.relative_to(folder / "data" / "images"))
     for name, text in (("train", TRAIN), ("measure", MEASURE), ("search", SEARCH)):
         (folder / "recipes" / f"{name}.yaml").write_text(text)
 
@@ -197,6 +193,11 @@ STEPS = [
         f"skip search model --data data/pairs.jsonl --blocks 1 --output answers-part {SKIP} "
         "--generate-responses 4 --max-new-tokens 4",
         stop=("progress.json", 2),
+    ),
+    Step(
+        "evaluate model --tasks arc_easy_local --batch-size 1 --output answers-left --task-data data --limit 2 "
+        "--set bootstrap_iters=10",
+        stop=("results.json", 1),
     ),
     Step("skip apply plan model --format folded --output folded"),
     Step("skip bench model folded --batches 1 --contexts 8 --new-tokens 2 --repeats 2 --output bench"),

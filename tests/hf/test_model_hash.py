@@ -2,8 +2,6 @@
 
 import copy
 import hashlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,11 +10,8 @@ from safetensors import safe_open
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from fulldepth.errors import FulldepthError
 from fulldepth.hf.model_hash import model_hash
-from tiny_models import BUILDERS, build
-
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox"]
+from tiny_models import build
 
 
 def part(content):
@@ -51,24 +46,18 @@ def tied(dtype=torch.float32):
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [*FAMILIES, "tied"])
-def test_hash_is_that_of_the_saved_file(tmp_path, name, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "gpt_neox", "tied"])
+def test_hash_is_that_of_the_saved_files(tmp_path, name, dtype, monkeypatch):
+    monkeypatch.setattr("fulldepth.hf.model_hash.CHUNK", 700)
     model = tied(dtype) if name == "tied" else build(name, dtype=dtype)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2 or name == "tied"
     expected = hash_of_files(tmp_path)
     assert model_hash(model) == expected
     assert model_hash(AutoModelForCausalLM.from_pretrained(tmp_path)) == expected
     assert model_hash(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)) == expected
     assert model_hash(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)) == expected
-
-
-def test_hash_of_a_sharded_checkpoint(tmp_path):
-    model = build("llama")
-    model.save_pretrained(tmp_path / "many", max_shard_size="10KB")
-    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
-    assert model_hash(AutoModelForCausalLM.from_pretrained(tmp_path / "many")) == model_hash(model)
-    assert hash_of_files(tmp_path / "many") == model_hash(model)
 
 
 def test_hash_is_not_moved_by_what_is_not_saved():
@@ -81,21 +70,9 @@ def test_hash_is_not_moved_by_what_is_not_saved():
     assert model_hash(copy.deepcopy(model)) == expected
 
 
-def test_hash_of_tied_weights_whose_tie_was_lost():
-    """Loading with `assign=True` leaves two equal tensors where there was one."""
-    model, other = tied(), tied()
-    other.lm_head.weight = torch.nn.Parameter(other.lm_head.weight.detach().clone())
-    assert other.lm_head.weight.data_ptr() != other.model.embed_tokens.weight.data_ptr()
-    assert model_hash(other) == model_hash(model)
-    with torch.no_grad():
-        other.lm_head.weight[0, 0] += 1
-    assert model_hash(other) != model_hash(model)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_hash_of_every_other_weight(name):
+def test_hash_of_every_other_weight():
     """One number anywhere, by one unit in the last place: another hash."""
-    model = build(name)
+    model = build("gpt2")
     seen = {model_hash(model)}
     saved = model.state_dict()
     for value in {id(v): v for v in saved.values()}.values():
@@ -130,25 +107,15 @@ def test_hash_of_names_and_shapes():
         model_hash(module(a=numbers)),
         model_hash(module(b=numbers)),
         model_hash(module(a=numbers.view(2, 3))),
-        model_hash(module(a=numbers.view(3, 2))),
         model_hash(module(a=numbers.long())),
-        model_hash(module(a=numbers.int())),
         model_hash(module(a=numbers[:3], b=numbers[3:])),
-        model_hash(module(a=numbers[:2], b=numbers[2:])),
         model_hash(module(a=numbers.bool())),
         model_hash(module(a=torch.complex(numbers, numbers))),
-        model_hash(module(a=torch.tensor(1.0))),
         model_hash(module(a=torch.zeros(0))),
     ]
     assert len(set(hashes)) == len(hashes)
     turned = numbers.view(2, 3).T  # not contiguous
     assert model_hash(module(a=turned)) == model_hash(module(a=turned.contiguous()))
-
-
-def test_hash_of_many_pieces(monkeypatch):
-    expected = model_hash(build("llama"))
-    monkeypatch.setattr("fulldepth.hf.model_hash.CHUNK", 7)
-    assert model_hash(build("llama")) == expected
 
 
 def test_hash_of_a_quantised_weight():
@@ -162,26 +129,3 @@ def test_hash_of_a_quantised_weight():
 
     assert linear(one, one) == linear(one.clone(), one.clone())
     assert len({linear(one, one), linear(one, other), linear(other, one)}) == 3
-
-
-def test_hash_of_weights_that_are_not_here():
-    with torch.device("meta"):
-        model = tied()
-    with pytest.raises(FulldepthError, match="is neither in memory"):
-        model_hash(model)
-
-
-def test_hash_in_another_process(tmp_path):
-    model = tied()
-    model.save_pretrained(tmp_path)
-    program = (
-        "import sys, transformers; from fulldepth.skip.plan import model_hash;"
-        f"print(model_hash(transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})))"
-    )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert found.stdout.split()[-1] == model_hash(model)
-
-
-def test_every_family_of_the_table_has_a_hash():
-    for name in BUILDERS:
-        assert model_hash(build(name)).startswith("sha256:")

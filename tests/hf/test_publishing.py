@@ -50,23 +50,8 @@ def test_an_export_is_published_with_its_losses_and_the_licence_of_the_original(
 
 
 @pytest.mark.parametrize(
-    ("source", "metadata"),
-    [
-        ("someone/model", {"base_model": "someone/model"}),
-        ("a folder that is gone", {}),
-        (None, {}),
-        ("package:nothing-of-this-name", {}),
-    ],
-)
-def test_only_a_hub_name_is_a_base_model(source, metadata):
-    card = HubCard(ModelCard("Title", "Method.", {}, "import torch", source=source).text())
-    written = card.data.to_dict()
-    assert {key: written[key] for key in ("base_model", "license", "language") if key in written} == metadata
-
-
-@pytest.mark.parametrize(
     "original",
-    ["---\nlicense: [1, 2]\nlanguage: {a: b}\n---\n", "---\n- a list\n---\n", "---\n: : :\n\t-\n---\n", "no metadata"],
+    ["---\nlicense: [1, 2]\nlanguage: {a: b}\n---\n", "---\n: : :\n\t-\n---\n", "no metadata"],
 )
 def test_a_broken_card_of_the_original_is_no_obstacle(original, tmp_path):
     (tmp_path / "README.md").write_text(original)

@@ -1,18 +1,13 @@
 """Scalars against the formulas written again in float64, and against other numbers than those they hold."""
 
-import copy
-import inspect
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import tiny_models as tm
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import capture, verify
+from fulldepth.execution import verify
 from fulldepth.hf import GRANULARITIES, Scalars, Switches, anatomy_candidates, skipping
 
 NAMES = ("b_att", "s_att", "b_mlp", "s_mlp")
@@ -118,8 +113,7 @@ def numbers(scalars):
     return {int(layer): {n: np.array(v) for n, v in values.items()} for layer, values in scalars.as_dict().items()}
 
 
-@pytest.mark.parametrize("width", [None, tm.WIDTH])
-@pytest.mark.parametrize("skipped", [set(), {1}, {2, 3}])
+@pytest.mark.parametrize(("skipped", "width"), [(set(), tm.WIDTH), ({1}, None), ({2, 3}, tm.WIDTH)])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_the_model_with_scalars_is_the_formula(name, skipped, width):
     model, ids = tm.build(name), tm.inputs(tm.build("llama"))["input_ids"]
@@ -159,77 +153,8 @@ def test_gradients_reach_the_scalars(name, width):
             assert parameter.grad[at].item() == pytest.approx(slope, rel=2e-3, abs=2e-5)
 
 
-GEMMA = ("input_layernorm", "self_attn", "post_attention_layernorm", "pre_feedforward_layernorm", ["mlp"])
-LLAMA = ("input_layernorm", "self_attn", None, "post_attention_layernorm", ["mlp"])
-NEOX = ("input_layernorm", "attention", None, "post_attention_layernorm", ["mlp"])
-ROWS = {
-    **dict.fromkeys(["llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "depth_llama"], LLAMA),
-    **dict.fromkeys(["gemma2", "gemma3"], (*GEMMA[:4], ["mlp", "post_feedforward_layernorm"])),
-    "olmo2": (None, "self_attn", "post_attention_layernorm", None, ["mlp", "post_feedforward_layernorm"]),
-    "gpt2": ("ln_1", "attn", None, "ln_2", ["mlp"]),
-    "gpt_neox": NEOX,
-    "gpt_neox-serial": NEOX,
-    "opt": ("self_attn_layer_norm", "self_attn", None, "final_layer_norm", ["fc1", "activation_fn", "fc2"]),
-    "cohere": ("input_layernorm", "self_attn", None, "input_layernorm", ["mlp"]),
-}
-"""Family -> its block in words: norm, attention and the norm on its output, norm, and what makes up the MLP."""
-PARALLEL = ("gpt_neox", "cohere")
-
-
-def rewritten(model, name, scalars, skipped, granularity):
-    """A copy whose blocks are written anew out of their own modules, with the scalars where the formula has them."""
-    other = copy.deepcopy(model)
-    before_attention, attention, after_attention, before_mlp, mlp = ROWS[name]
-    scale = getattr(model.config, "residual_multiplier", 1.0)
-    for layer, block in enumerate(anatomy_of(other).blocks, start=1):
-        signature = inspect.signature(type(block).forward)
-        f = {**dict.fromkeys(NAMES, torch.tensor(1.0)), **scalars.get(layer)}
-        left = () if layer not in skipped else {"attention": ("mlp",), "mlp": ("attention",), "layer": ()}[granularity]
-        left = ("attention", "mlp") if layer not in skipped else left
-
-        def forward(*args, block=block, signature=signature, f=f, left=left, **kwargs):
-            given = dict(signature.bind(block, *args, **kwargs).arguments)
-            given.update(given.pop("kwargs", {}))
-            x = given.pop("hidden_states")
-            given.pop("self"), given.pop("memory", None), given.pop("ancestor", None)
-
-            def through(state, names):
-                for module in names:
-                    state = state if module is None else block.get_submodule(module)(state)
-                return state
-
-            a = m = 0
-            if "attention" in left:
-                a = block.get_submodule(attention)(through(x, [before_attention]), **given)[0]
-                a = f["b_att"].double() * scale * through(a, [after_attention])
-            after = a + (f["s_att"].double() * x if "attention" in left else x)
-            if "mlp" in left:
-                m = f["b_mlp"].double() * scale * through(x if name in PARALLEL else after, [before_mlp, *mlp])
-            return m + (f["s_mlp"].double() * after if "mlp" in left else after)
-
-        block.forward = forward
-    return other
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_every_family_is_its_block_written_anew(name):
-    model = tm.build(name, dtype=torch.float64)
-    inputs = tm.inputs(model)
-    with torch.no_grad():
-        for granularity in GRANULARITIES:
-            with Switches(anatomy_of(model), granularity) as switches:
-                for skipped in (set(), {1}, {1, 2, 3}):
-                    scalars = random_scalars(skipped, granularity, width=tm.WIDTH)
-                    switches.scalars = scalars
-                    switches.skip(skipped)
-                    got = model(**inputs).logits
-                    stock = tm.build(name, dtype=torch.float64)
-                    expected = rewritten(stock, name, scalars, skipped, granularity)(**inputs).logits
-                    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [*ROWS, "falcon"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_neox", "granite", "opt", "falcon"])
 def test_factors_of_one_change_no_bit(name, dtype):
     model = tm.build(name, dtype=dtype)
     with torch.no_grad():
@@ -260,32 +185,9 @@ def test_float32_factors_heal_a_bfloat16_model_from_above():
     assert min(moved) == pytest.approx(-3e-3, rel=1e-3)
 
 
-def test_factors_are_not_rounded_to_the_models_dtype():
-    """In bfloat16 1.003 would be 1: what the first layer adds is `b A + (s - 1) x`, rounded once."""
-    model = tm.build("llama", dtype=torch.bfloat16)
-    anatomy, scalars = anatomy_of(model), Scalars(3)
-    b, s = 1.003, 0.9985
-    with torch.no_grad(), capture(anatomy, ["attention_input", "attention_branch"]) as activations:
-        model(**tm.inputs(model))
-        x, branch = (activations[site][0].double() for site in ("attention_input", "attention_branch"))
-        scalars.get(1)["b_att"].fill_(b)
-        scalars.get(1)["s_att"].fill_(s)
-        with skipping(anatomy, [], scalars=scalars):
-            model(**tm.inputs(model))
-        got = activations["attention_branch"][0]
-    assert got.dtype == torch.bfloat16
-    expected = (b * branch + (s - 1) * x).bfloat16()
-    assert (got == expected).double().mean() > 0.99
-    assert (got == branch).double().mean() < 0.9
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize(("name", "reentrant"), [("llama", True), ("gpt_neox", False)])
 def test_gradient_checkpointing_changes_nothing(name, reentrant):
     model = tm.build(name)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
     gradients = []
     for checkpointing in (False, True):
         if checkpointing:
@@ -299,113 +201,54 @@ def test_gradient_checkpointing_changes_nothing(name, reentrant):
     torch.testing.assert_close(*gradients)
 
 
-def test_dropout_of_the_branches_and_scalars_exclude_each_other():
-    model = tm.build("opt")
-    anatomy = anatomy_of(model)
-    model.train()
-    with Switches(anatomy) as switches:
-        switches.skip([1])
-        model(**tm.inputs(model))
-        switches.scalars = Scalars(3, [1])
-        with pytest.raises(FulldepthError, match="evaluation mode"):
-            model(**tm.inputs(model))
-        model.eval()(**tm.inputs(model))
-
-
-def test_scalars_for_another_set_are_refused_when_the_model_runs():
+def test_scalars_for_another_set_are_refused():
+    """When the model runs, since skipped layers and scalars are set one after the other; of another shape at once."""
     model = tm.build("llama")
     with Switches(anatomy_of(model)) as switches:
         switches.scalars = Scalars(3, [2])
-        with pytest.raises(FulldepthError, match="Layer 2 is not skipped, but its scalars are b_mlp, s_mlp"):
-            model(**tm.inputs(model))
-        switches.skip([2])
-        model(**tm.inputs(model))
-        switches.skip([3])
-        with pytest.raises(FulldepthError, match="Layer 2 is not skipped"):
-            model(**tm.inputs(model))
+        for skipped, works in (((), False), ([2], True), ([3], False)):
+            switches.skip(skipped)
+            if works:
+                model(**tm.inputs(model))
+            else:
+                with pytest.raises(FulldepthError, match="Layer 2"):
+                    model(**tm.inputs(model))
         switches.scalars = None
         model(**tm.inputs(model))
-        for scalars, message in (
-            (Scalars(4), "Scalars of 4 layers for a model of 3"),
-            (Scalars(3, granularity="mlp"), "granularity mlp, switches of attention"),
-            (Scalars(3, width=16), "16 channels for a model of 32"),
-        ):
-            with pytest.raises(FulldepthError, match=message):
+        for scalars in (Scalars(4), Scalars(3, granularity="mlp"), Scalars(3, width=16)):
+            with pytest.raises(FulldepthError, match="Scalars of"):
                 switches.scalars = scalars
-        assert switches.scalars is None
 
 
 # The numbers by themselves.
 
 
-def test_only_what_is_left_has_parameters():
-    for granularity, left in {"attention": NAMES[2:], "mlp": NAMES[:2], "layer": ()}.items():
-        scalars = Scalars(3, [2], granularity)
-        assert tuple(scalars.get(1)) == NAMES
-        assert tuple(scalars.get(2)) == left
-        assert len(list(scalars.parameters())) == 8 + len(left)
-        assert all(factor.dtype == torch.float32 and factor == 1 for factor in scalars.parameters())
-        assert list(scalars.as_dict()) == (["1", "3"] if granularity == "layer" else ["1", "2", "3"])
-    channels = Scalars(2, width=5)
-    assert {tuple(factor.shape) for factor in channels.parameters()} == {(5,)}
-    assert channels.as_dict()["2"]["s_mlp"] == [1.0] * 5
-
-
-@given(
-    num_layers=st.integers(1, 5),
-    granularity=st.sampled_from(GRANULARITIES),
-    width=st.sampled_from([None, 1, 3]),
-    data=st.data(),
+@pytest.mark.parametrize(
+    ("granularity", "left", "width"), [("attention", NAMES[2:], None), ("mlp", NAMES[:2], 5), ("layer", (), None)]
 )
-def test_a_dictionary_gives_the_same_scalars_back(num_layers, granularity, width, data):
-    skipped = data.draw(st.sets(st.integers(1, num_layers)))
-    scalars = random_scalars(skipped, granularity, width, num_layers=num_layers)
-    mapping = scalars.as_dict()
-    again = Scalars.from_dict(mapping, num_layers, granularity)
-    assert again.as_dict() == mapping
-    assert again.skipped == skipped
-    assert again.granularity == granularity
-    assert again.width == (width if mapping else None)
-    state = scalars.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
-
-
-WHOLE = dict.fromkeys(NAMES, 1.0)
+def test_a_dictionary_gives_the_same_scalars_back(granularity, left, width):
+    scalars = random_scalars({2}, granularity, width)
+    assert (tuple(scalars.get(1)), tuple(scalars.get(2))) == (NAMES, left)
+    assert {factor.dtype for factor in scalars.parameters()} == {torch.float32}
+    again = Scalars.from_dict(scalars.as_dict(), 3, granularity)
+    assert (again.as_dict(), again.skipped, again.width) == (scalars.as_dict(), {2}, width)
 
 
 @pytest.mark.parametrize(
-    ("mapping", "message"),
+    "second",
     [
-        ([], "are a list"),
-        ({"1": WHOLE}, "Layer 2 has the scalars none; expected b_att, s_att, b_mlp, s_mlp, or b_mlp, s_mlp where"),
-        ({"1": WHOLE, "2": WHOLE, "3": WHOLE}, "layer '3'; this model has the layers 1 to 2"),
-        ({"1": WHOLE, "0": WHOLE}, "layer '0'"),
-        ({"1": WHOLE, "2": {"b_att": 1.0, "s_att": 1.0}}, "Layer 2 has the scalars b_att, s_att; expected"),
-        ({"1": WHOLE, "2": {**WHOLE, "b": 1.0}}, "Layer 2 has the scalars"),
-        ({"1": WHOLE, "2": 3.0}, "Layer 2 has the scalars 3.0"),
-        ({"1": WHOLE, "2": {**WHOLE, "s_att": float("nan")}}, "s_att of layer 2 is nan; expected a finite"),
-        ({"1": WHOLE, "2": {**WHOLE, "s_att": 1e300}}, "expected a finite"),
-        ({"1": WHOLE, "2": {**WHOLE, "s_att": 10**400}}, "expected a finite"),
-        ({"1": WHOLE, "2": {**WHOLE, "s_att": "1"}}, "is '1'; expected a number"),
-        ({"1": WHOLE, "2": {**WHOLE, "s_att": True}}, "is True; expected a number"),
-        ({"1": WHOLE, "2": {**WHOLE, "s_att": []}}, "expected a number"),
-        ({"1": WHOLE, "2": {**WHOLE, "s_att": [1.0, 2.0]}}, "different shapes"),
+        None,
+        {},
+        {"b_att": 1.0, "s_att": 1.0},
+        {"b": 1.0},
+        3.0,
+        *({"s_att": value} for value in (np.nan, "1", [], [1.0])),
     ],
 )
-def test_a_dictionary_of_nonsense_is_refused(mapping, message):
-    with pytest.raises(FulldepthError, match=message):
-        Scalars.from_dict(mapping, 2)
-
-
-def test_nonsense_is_refused():
-    for arguments, message in (
-        ((0,), "number of layers is 0"),
-        ((3, [4]), "no layer 4"),
-        ((3, [], "attn"), "Unknown granularity 'attn'"),
-        ((3, [], "mlp", 0), "width is 0"),
-        ((3, "12"), "Layers are '12'"),
-    ):
-        with pytest.raises(FulldepthError, match=message):
-            Scalars(*arguments)
-    with pytest.raises(FulldepthError, match="no layer 4"):
-        Scalars(3).get(4)
+def test_a_dictionary_of_nonsense_is_refused(second):
+    whole = dict.fromkeys(NAMES, 1.0)
+    added = isinstance(second, dict) and len(second) == 1
+    mapping = {"1": whole} | ({} if second is None else {"2": whole | second if added else second})
+    for wrong, layers in ((mapping, 2), ([], 2), ({"1": whole, "2": whole}, 1)):
+        with pytest.raises(FulldepthError):
+            Scalars.from_dict(wrong, layers)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import lm_eval.tasks  # noqa: F401  # imported before the forks
 import pytest
 import torch
 import yaml
@@ -19,7 +20,8 @@ import tiny_models
 from fulldepth import pages, reporting
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import WEIGHT_SHARDS, begin_checkpoint, is_sealed, seal, write_shards
+from fulldepth.evaluation import evaluate
+from fulldepth.execution.harness import answers
 from fulldepth.measurement import series as measuring
 from fulldepth.measurement.folder import measure_into
 from fulldepth.results import Results
@@ -30,9 +32,9 @@ from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.run import search_into
 from fulldepth.skip.selection import loss_cache
-from fulldepth.training import TrainSettings, export_run, train
-from fulldepth.training.sharding import describe, whole_tensors
-from kills.moments import Content, differences, in_fork, moments, resumed
+from fulldepth.training import TrainSettings, train
+from fulldepth.training import run as training_run
+from kills.moments import Content, differences, moments, resumed
 from skip import planned, word_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
@@ -64,6 +66,15 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     known = [{"text": word_tokenizer.words(*range(n, n + 20))} for n in range(8)]
     (home / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in known))
+    questions = [
+        {
+            "question": word_tokenizer.words(n, n + 1),
+            "choices": [word_tokenizer.words(n + k) for k in (3, 5, 8)],
+            "gold": n % 3,
+        }
+        for n in range(6)
+    ]
+    (home / "arc_easy_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     planned.plan(model, [2]).save(home / "plan.json")
     text = [" ".join(part.split()) for part in builtin_texts("heldout")[0][:8_000].split("\n\n")]
     text = [part for part in text if len(part.split()) > 20]
@@ -72,8 +83,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {"type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
     recipe = {
         "model": {**config, "num_attention_heads": 2, "num_key_value_heads": 1},
-        "data": {"name": str(home / "text.jsonl"), "validation_share": 0.3, "validation_sequences": 2},
-        "tokenizer": str(home / "tokenizer"),
+        "data": {"name": "text.jsonl", "validation_share": 0.3, "validation_sequences": 2},
+        "tokenizer": "tokenizer",
         **{"steps": 2, "eval_every": 2, "save_every": 1, "keep_checkpoints": 1, "warmup_steps": 1},
         **{"global_batch_size": 2, "sequence_length": 16},
     }
@@ -84,7 +95,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "task": "text-classification",
         "method": "multi-exit",
         "model": {"type": "gpt2", "n_embd": 8, "n_layer": 3, "n_head": 2},
-        "data": {"name": str(home / "labelled.jsonl"), "validation_share": 0.3, "truncate": True},
+        "data": {"name": "labelled.jsonl", "validation_share": 0.3, "truncate": True},
         "tokenizer": "bpe:300",
     }
     (home / "classifier.yaml").write_text(yaml.safe_dump({**recipe, **classifier}))
@@ -93,11 +104,18 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def classifying(home: Path, output: Path) -> None:
     """A head for every layer, and a tokenizer that the run learns from its texts."""
+    os.chdir(home)
     train(layer(TrainSettings, read(home / "classifier.yaml", "train")), output, resume=True)
 
 
-def training(home: Path, output: Path) -> None:
-    train(layer(TrainSettings, read(home / "recipe.yaml", "train")), output, resume=True)
+def training(home: Path, output: Path, seed: int = 0) -> None:
+    os.chdir(home)  # the recipe names its files from there
+    train(layer(TrainSettings, read(home / "recipe.yaml", "train"), {"seed": seed}), output, resume=True)
+
+
+def evaluating(home: Path, output: Path, seed: int = 0) -> None:
+    files = {"task_data": [str(home)], "exit_layers": "2", "batch_size": 2, "bootstrap_iters": 10}
+    evaluate(home / "model", ["arc_easy_local"], output, resume=True, **files, limit=None if seed == 0 else 5)
 
 
 def series(home: Path, output: Path, seed: int = 0) -> None:
@@ -121,7 +139,17 @@ def applying(home: Path, output: Path) -> None:
         exporting.export(Plan.load(home), home / "model", "folded", output / "out")
 
 
-@pytest.mark.parametrize("command", [training, classifying, series, searching, responding, applying])
+@pytest.mark.parametrize(
+    "command",
+    [
+        training,
+        searching,
+        *(
+            pytest.param(rare, marks=pytest.mark.thorough)
+            for rare in (classifying, series, responding, applying, evaluating)
+        ),
+    ],
+)
 def test_a_run_killed_at_any_moment_comes_to_the_same_end(
     sources: Path, tmp_path: Path, command: Callable[[Path, Path], Any]
 ) -> None:
@@ -155,8 +183,23 @@ def reuse_points() -> None:
 
 def reuse_losses() -> None:
     """Plant: the losses that an interrupted search has stored are taken for those of any search."""
-    read_progress = loss_cache.read_progress
-    loss_cache.read_progress = lambda path, _: read_progress(path, json.loads(path.read_text())["of"])
+    loss_cache.differences = lambda before, current: ""
+
+
+def reuse_checkpoints() -> None:
+    """Plant: a run goes on with whatever data there are."""
+    training_run.check_origin = lambda *_: None
+
+
+def reuse_answers() -> None:
+    """Plant: the answers of an interrupted evaluation are taken for those of any evaluation."""
+    read_answers = answers.Answers._read
+
+    def careless(self: Any, path: Path) -> int:
+        self.identity = json.loads(path.read_text().partition("\n")[0])
+        return read_answers(self, path)
+
+    answers.Answers._read = careless  # type: ignore[method-assign]
 
 
 def altered(home: Path, folder: Path, change: str) -> Path:
@@ -166,20 +209,29 @@ def altered(home: Path, folder: Path, change: str) -> Path:
         tensors = load_file(path)
         name = next(name for name in tensors if name.endswith("layers.1.mlp.down_proj.weight"))
         save_file(tensors | {name: -3 * tensors[name]}, path, metadata={"format": "pt"})
-    for name in ("pairs.jsonl", "words.jsonl") if change == "data" else ():
-        rows = (folder / name).read_text().splitlines(keepends=True)
-        (folder / name).write_text("".join([*rows[2:], rows[0]]))
+    for path in folder.glob("*.jsonl") if change == "data" else ():
+        rows = path.read_text().splitlines(keepends=True)
+        path.write_text("".join([*rows[2:], rows[0]]))
+    if change == "model":
+        recipe = (folder / "recipe.yaml").read_text()
+        (folder / "recipe.yaml").write_text(recipe.replace("intermediate_size: 8", "intermediate_size: 12"))
     return folder
 
 
 def half_done(copies: list[Path]) -> Path:
     """The last copy with progress that is stored, whole, and not yet results."""
     for copy in reversed(copies):
-        stored = [path for pattern in ("progress.json", "steps/*/results.json") for path in copy.glob(pattern)]
-        if stored and not (copy / "results.json").exists() and not (copy / "plan.json").exists():
-            with suppress(ValueError, FulldepthError):
-                for path in stored:
-                    json.loads(path.read_text()) if path.name == "progress.json" else Results.load(path.parent)
+        finished = (copy / "plan.json", copy / "checkpoint-2" / "complete.json")
+        if ((copy / "results.json").exists() and not (copy / "checkpoint-1").exists()) or any(
+            p.exists() for p in finished
+        ):
+            continue
+        with suppress(ValueError, FulldepthError):
+            steps = [Results.load(path.parent) for path in copy.glob("steps/*/results.json")]
+            losses = [json.loads(path.read_text()) for path in copy.glob("progress.json")]
+            seals = [json.loads(path.read_text()) for path in copy.glob("checkpoint-1/complete.json")]
+            lines = [path.read_text().count("\n") for path in copy.glob("answers/*.jsonl")]
+            if steps or losses or seals or any(count > 2 for count in lines):
                 return copy
     raise AssertionError("no copy has progress")
 
@@ -191,11 +243,22 @@ def verdict(fresh: Content | None, again: Content | str) -> str:
     return "wrong" if fresh is None or list(differences(fresh, again)) else "same"
 
 
-@pytest.mark.parametrize(("command", "plant"), [(series, reuse_points), (searching, reuse_losses)])
+@pytest.mark.parametrize(
+    ("command", "plant", "outcome", "other"),
+    [
+        pytest.param(series, reuse_points, "refused", "model", marks=pytest.mark.thorough),
+        pytest.param(searching, reuse_losses, "refused", "model", marks=pytest.mark.thorough),
+        (training, reuse_checkpoints, "refused", "data"),
+        (evaluating, reuse_answers, "same", "model"),
+    ],
+)
 def test_progress_is_used_by_the_run_it_belongs_to_and_by_no_other(
-    sources: Path, tmp_path: Path, command: Callable[..., Any], plant: Callable[[], None]
+    sources: Path, tmp_path: Path, command: Callable[..., Any], plant: Callable[[], None], outcome: str, other: str
 ) -> None:
-    """Resume = fresh, content by content; a planted reuse of others' progress is found."""
+    """Resume = fresh, content by content: with other inputs a command refuses, or ends as a fresh one does.
+
+    A planted reuse of others' progress is found.
+    """
     output, empty = tmp_path / "out", tmp_path / "empty"
     output.mkdir()
     empty.mkdir()
@@ -216,33 +279,11 @@ def test_progress_is_used_by_the_run_it_belongs_to_and_by_no_other(
 
     assert verdict(whole, ended(state, sources)) == "same"
     homes = {change: altered(sources, tmp_path / change, change) for change in ("model", "data", "settings")}
-    for change, home in homes.items():
-        assert verdict(None, ended(state, home, seed=int(change == "settings"))) == "refused", change
-    fresh = ended(empty, homes["model"])
-    assert not isinstance(fresh, str), fresh
-    assert list(differences(whole, fresh)), "the altered model gives other numbers"
-    assert verdict(fresh, ended(state, homes["model"], before=plant)) == "wrong"
-
-
-def test_shards_that_are_put_together_survive_a_kill_at_any_moment(sources: Path, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    checkpoint = output / "checkpoint-2"
-
-    def prepare() -> None:
-        begin_checkpoint(checkpoint)
-        model = tiny_models.build("llama")
-        describe(model, checkpoint)
-        write_shards(checkpoint / WEIGHT_SHARDS, whole_tensors(model), None, background=False).result()
-        seal(checkpoint, {"elapsed": 1.5})
-
-    def work() -> None:
-        assert is_sealed(checkpoint)
-        export_run(output)
-
-    in_fork(prepare, tmp_path / "report")
-    before = len(list(checkpoint.iterdir()))
-    whole, copies = moments(output, tmp_path / "copies", work)
-    assert len(copies) > 5
-    assert len(whole) == before  # `weights` gone, `model.safetensors` new
-    wrong = {copy.name: found for copy in copies if (found := list(differences(whole, resumed(output, copy, work))))}
-    assert not wrong
+    fresh = {change: ended(empty, home, int(change == "settings")) for change, home in homes.items()}
+    for change, content in fresh.items():
+        assert not isinstance(content, str), content
+        assert list(differences(whole, content)), f"{change}: the altered inputs give other numbers"
+        assert verdict(content, ended(state, homes[change], int(change == "settings"))) == outcome, change
+    content = fresh[other]
+    assert not isinstance(content, str)
+    assert verdict(content, ended(state, homes[other], before=plant)) == "wrong"

@@ -23,7 +23,7 @@ from fulldepth.settings import assignments, layer
 from fulldepth.settings import train as light
 from fulldepth.settings.penalties import PENALTIES
 from fulldepth.training import TrainSettings
-from fulldepth.training.methods import make_objective, resolved
+from fulldepth.training.arguments import make_objective, resolved
 from tiny_models import BUILDERS
 
 
@@ -152,7 +152,7 @@ def test_terms_in_settings_are_checked_when_they_are_read() -> None:
         "objective.coherence.target=-1": r"coherence.target is -1; expected at least 0",
     }.items():
         with pytest.raises(FulldepthError, match=message):
-            settings(argument)
+            resolved(settings(argument))
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, float("nan")], (1, 2, -1)])

@@ -52,13 +52,6 @@ def bert_tokenizer(corpus):
     return made
 
 
-def _clip(tokenizer):
-    ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    text, vision = tiny_models.CLIP_TEXT | ids, tiny_models.VISION | {"projection_dim": 16}
-    torch.manual_seed(0)
-    return tf.CLIPModel(tf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).eval()
-
-
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory, tokenizer, bert_tokenizer):
     """(family, seed) -> folder with a tiny model of that family and a tokenizer that fits it."""
@@ -68,10 +61,8 @@ def checkpoint(tmp_path_factory, tokenizer, bert_tokenizer):
         if (family, seed) not in made:
             folder = tmp_path_factory.mktemp(family) / family
             chosen = bert_tokenizer if family.startswith(("bert", "roberta")) else tokenizer
-            model = _clip(chosen) if family == "clip" else tiny_models.build(family, seed)
-            if family == "clip":
-                chosen.save_pretrained(folder)
-            elif "input_ids" in model.main_input_name:
+            model = tiny_models.build(family, seed)
+            if "input_ids" in model.main_input_name:
                 model.resize_token_embeddings(len(chosen), mean_resizing=False)
                 chosen.save_pretrained(folder)
             model.save_pretrained(folder)
@@ -196,14 +187,3 @@ def refused(main):
         return outcome
 
     return run
-
-
-@pytest.fixture
-def rewrite():
-    """`rewrite(folder, key=value)`: change entries of a checkpoint's config.json."""
-
-    def change(folder, **entries):
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | entries))
-
-    return change

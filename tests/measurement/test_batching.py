@@ -65,12 +65,3 @@ def test_a_model_that_draws_random_numbers_is_refused() -> None:
     data = Sequences("noise", "images", "representation", "sha256:0", [0, 1], collate, [0, 0], 0)
     with pytest.raises(FulldepthError, match="draws random numbers"):
         fulldepth.measure(model, data, measures=["displacement"])
-
-
-def test_batches_of_one_length_hold_every_sequence_once() -> None:
-    data = texts([9, 16, 9, 12, 16, 7, 9])
-    data.batching = "equal"
-    groups = data.groups(2)
-    assert sorted(index for group in groups for index in group) == list(range(7))
-    assert all(len({data.lengths[index] for index in group}) == 1 for group in groups)
-    assert max(map(len, groups)) == 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -13,10 +11,9 @@ from tokenizers.processors import TemplateProcessing
 
 import tiny_models
 from fulldepth.data import train_tokenizer
-from fulldepth.errors import FulldepthError
 from fulldepth.measurement import measure
 from fulldepth.measurement.caveats import gaps, spans
-from fulldepth.results import Results, tabulate
+from fulldepth.results import tabulate
 
 FEW = {"max_sequences": 6, "sequence_length": 12}
 
@@ -59,12 +56,6 @@ def test_how_many_sequences_begin_with_bos(with_bos, corpus, texts, bos, count):
     said = "Every sequence begins" if count else "No sequence begins"
     assert policy["sentence"].endswith(f"{said} with the BOS token (<s>).")
     assert not of(found.meta["warnings"], "BOS token")
-
-
-def test_without_a_bos_token_nothing_is_said_of_it(llama, text_file, tokenizer):
-    policy = measure(llama, str(text_file), tokenizer=tokenizer, **FEW).meta["token_policy"]
-    assert policy["begin_with_bos"] is None
-    assert "BOS" not in policy["sentence"]
 
 
 @pytest.fixture(scope="module")
@@ -111,39 +102,6 @@ def test_a_model_with_a_class_token_counts_it(checkpoint, pictures, ragged_tsv, 
     assert plain.meta["token_policy"]["sentence"] == "Only the first token of each sequence counts."
 
 
-def test_few_tokens_and_a_single_sequence(llama, text_file, tokenizer, corpus):
-    one = measure(llama, str(text_file), tokenizer=tokenizer, max_sequences=1, sequence_length=1)
-    assert of(one.meta["warnings"], "Only one token counts, fewer than 1,000")
-    entry = one.headline["last_layer_displacement"]
-    assert entry["standard_error"] is None
-    reason = "the text is 1 document with windows in 1 block of 4,096 tokens; an error needs 3 documents or 8 blocks"
-    assert entry["no_standard_error"] == reason
-    pages = [corpus[n : n + 1000] for n in range(0, 20_000, 1000)]
-    many = measure(llama, pages, tokenizer=tokenizer, max_sequences=80, sequence_length=16, measures=["displacement"])
-    assert not of(many.meta["warnings"], "fewer than 1,000")
-    assert 0 < many.headline["last_layer_displacement"]["standard_error"] < 0.05
-
-
-def test_standard_errors_are_printed_and_on_the_page(main, checkpoint, documents_file, tmp_path):
-    out = tmp_path / "out"
-    command = ["measure", checkpoint("llama"), "--data", documents_file, "--output", out, "--max-sequences", 6]
-    outcome = main(*command, "--sequence-length", 32)
-    assert outcome.code == 0, outcome.err
-    headline = Results.load(out).headline
-    page = (out / "report.html").read_text()
-    assert headline.pop("cosine_cka_order")["no_standard_error"]  # of pairs of layers, which are not independent
-    for name, entry in headline.items():
-        if entry["value"] == 0 and entry["standard_error"] is None:
-            assert "so the sum is 0" in entry["no_standard_error"], name
-            continue
-        if entry["unit"] == "layers":
-            error = "{:.4g} to {:.4g}".format(*entry["interval"])
-        else:
-            error = f"± {entry['standard_error']:.2g}"
-        assert error in " ".join(outcome.out.split()), name
-        assert f'"error":{json.dumps(error)}' in page, name
-
-
 def test_weights_that_are_all_zero_are_named_with_what_they_undo(llama, text_file, tokenizer):
     with torch.no_grad():
         for parameter in llama.parameters():
@@ -175,12 +133,6 @@ def test_nothing_finite_is_refused_before_anything_is_written(refused, checkpoin
     assert not list(out.glob("*"))
 
 
-def test_one_token_repeated_is_said(llama, tokenizer, corpus):
-    found = measure(llama, [" the" * 80], tokenizer=tokenizer, **FEW)
-    assert of(found.meta["warnings"], "The data hold a single token, repeated")
-    assert not of(measure(llama, [corpus], tokenizer=tokenizer, **FEW).meta["warnings"], "The data hold")
-
-
 def test_gaps_are_named_by_layer_and_statistic():
     nan = float("nan")
     rows = [("nc1", "residual", n, None, "value", nan if n in (0, 1, 3) else 1.0, 4, "1") for n in range(5)]
@@ -204,12 +156,3 @@ def test_gaps_are_named_by_layer_and_statistic():
         "coherence has no number at layer 2: the states there do not vary along the sequence.",
     ]  # fmt: skip
     assert spans([0, 1, 2, 5, 7, 8]) == "layers 0-2, 5, 7-8"
-
-
-def test_a_table_of_nothing_is_refused(llama, text_file, tokenizer):
-    with torch.no_grad():
-        llama.model.embed_tokens.weight.zero_()
-        for parameter in llama.model.layers.parameters():
-            parameter.zero_()
-    with pytest.raises(FulldepthError, match="finite number"):
-        measure(llama, str(text_file), tokenizer=tokenizer, measures=["norm_ratio", "cosine"], **FEW)

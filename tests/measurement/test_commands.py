@@ -50,73 +50,7 @@ def test_what_is_printed(main, checkpoint, text_file, tmp_path):
     assert again.out == outcome.out
 
 
-def test_layers_of_settings(main, checkpoint, text_file, tmp_path):
-    """Defaults < recipe < options < --set, and the result carries what came of it."""
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("measures: [displacement, norm_ratio]\nmax_sequences: 7\nseed: 5\ntokens: no-first\n")
-    command = ["measure", checkpoint("llama"), "--data", text_file, "--output", tmp_path / "out", "--recipe", recipe]
-    outcome = main(*command, "--sequence-length", "12", "--seed", "6", "--set", "max_sequences=3", "--set", "seed=7")
-    assert outcome.code == 0, outcome.err
-    settings = Results.load(tmp_path / "out").meta["settings"]
-    wanted = {"max_sequences": 3, "seed": 7, "tokens": "no-first", "sequence_length": 12, "batch_size": 8}
-    assert settings.items() >= wanted.items()
-    assert set(Results.load(tmp_path / "out").table.measure) == {"displacement", "norm_ratio"}
-
-
-def test_shipped_recipe(main, checkpoint, text_file, tmp_path):
-    outcome = main(
-        "measure", checkpoint("gpt2"), "--data", text_file, "--output", tmp_path / "out", "--recipe", "quick"
-    )
-    assert outcome.code == 0, outcome.err
-    assert set(Results.load(tmp_path / "out").table.measure) == {"displacement", "jump_rate", "norm_ratio"}
-
-
-def test_report_needs_the_two_data_files_only(main, refused, checkpoint, text_file, tmp_path):
-    out = tmp_path / "out"
-    assert main("measure", checkpoint("llama"), "--data", text_file, "--output", out, *FEW).code == 0
-    page = (out / "report.html").read_bytes()
-    (out / "report.html").unlink()
-    outcome = main("report", out)
-    assert outcome.code == 0, outcome.err
-    assert (out / "report.html").read_bytes() == page
-    (out / "results.parquet").unlink()
-    refused("report", out, says=["results.parquet"])
-
-
-def test_compare(main, refused, checkpoint, text_file, tmp_path):
-    for seed, name in ((0, "a"), (1, "b")):
-        command = ["measure", checkpoint("llama", seed), "--data", text_file, "--output", tmp_path / name, *FEW]
-        assert main(*command).code == 0
-    folders, output = [tmp_path / "a", tmp_path / "b"], tmp_path / "both"
-    outcome = main("compare", *folders, "--output", output, "--names", "old,new")
-    assert outcome.code == 0, outcome.err
-    assert f"Page: {output / 'report.html'}" in outcome.out
-    both = Results.load(output)
-    assert both.is_comparison
-    one, other = (Results.load(folder).values("displacement", "mean", "residual") for folder in folders)
-    rows = both.table[(both.table.measure == "displacement") & (both.table.statistic == "mean")]
-    rows = rows[(rows.site == "residual") & (rows.model == "new")].set_index("layer")
-    assert rows.difference.to_dict() == pytest.approx((other - one).to_dict(), rel=1e-12)  # JREG, Eq. 7
-    before = (output / "results.json").read_bytes()
-    refused("compare", *folders, "--output", output, says=["already holds results", "--overwrite"])
-    assert (output / "results.json").read_bytes() == before
-    assert main("compare", *folders, "--output", output, "--overwrite").code == 0
-    refused("compare", *folders, "--output", tmp_path / "c", "--depth", "metres", says=["metres", "relative"])
-    refused("compare", *folders, "--output", tmp_path / "c", "--names", "one", says=["name"])
-    assert not (tmp_path / "c").exists()
-
-
-def test_models_of_other_precision_and_names_with_spaces(main, checkpoint, text_file, tmp_path):
-    model = tmp_path / "my model – 模型"
-    model.symlink_to(checkpoint("qwen3"), target_is_directory=True)
-    command = ["measure", model, "--data", text_file, "--output", tmp_path / "o u t", *FEW, "--dtype", "bfloat16"]
-    outcome = main(*command)
-    assert outcome.code == 0, outcome.err
-    assert Results.load(tmp_path / "o u t").meta["model"]["name"] == str(model)
-    assert Results.load(tmp_path / "o u t").meta["model"]["dtype"] == "bfloat16"
-
-
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_in_a_shell(checkpoint, text_file, tmp_path):
     """No colours, bars or warnings of the libraries in what a pipe gets."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -8,7 +8,6 @@ import shutil
 
 import datasets
 
-from fulldepth.data import open_source, prepare
 from fulldepth.errors import FulldepthError
 from fulldepth.measurement import MeasureSettings, measure_into
 from fulldepth.progress import Watcher
@@ -93,22 +92,3 @@ def test_python_objects_of_one_look_are_told_apart(checkpoint, corpus, tmp_path)
     measure_into(model, texts[:3], output / "list", SETTINGS)
     assert is_known(model, list(texts[:3]), output / "list")
     assert not is_known(model, texts[3:], output / "list")
-
-
-def test_prepared_sequences_are_told_apart(checkpoint, tokenizer, corpus, tmp_path):
-    settings = dict(task="causal-lm", tokenizer=tokenizer, sequence_length=12, max_sequences=4)
-    first, again, other = (prepare(open_source([text]), **settings) for text in (corpus, corpus, corpus[300:]))
-    measure_into(checkpoint("llama"), first, tmp_path, SETTINGS)
-    assert is_known(checkpoint("llama"), again, tmp_path)
-    assert not is_known(checkpoint("llama"), other, tmp_path)
-
-
-def test_an_image_replaced_at_equal_size_and_time(checkpoint, picture_folder, tmp_path):
-    folder = tmp_path / "pictures"
-    shutil.copytree(picture_folder, folder)
-    measure_into(checkpoint("vit"), str(folder), tmp_path / "out", SETTINGS)
-    assert is_known(checkpoint("vit"), str(folder), tmp_path / "out")
-    for path in folder.glob("LABEL_1/*.png"):  # one of them at least is drawn
-        content = path.read_bytes()
-        replaced(path, content[:-1] + bytes([content[-1] ^ 1]))
-    assert not is_known(checkpoint("vit"), str(folder), tmp_path / "out")

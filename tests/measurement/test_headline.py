@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from fulldepth.measurement.headline import Clusters, headline
 from fulldepth.metrics.jump_rate import describe_jump
 from fulldepth.results import tabulate
-from fulldepth.training.record import headline as training_headline
 
 RATES = (-3.0, -0.01, 0.0, 1e-12, 0.03, 0.049, 0.051, 0.94, 9.94, 9.951, 10.0, 55.5)
 
@@ -54,12 +52,6 @@ def test_a_jump_is_called_large_only_beyond_its_error(error, verdict):
     assert found.sentence.endswith(verdict)
 
 
-@pytest.mark.parametrize("value", [value for value in RATES if value >= 0])
-def test_training_tells_jumps_in_the_same_words(value):
-    rows = [("jump_rate", "residual", 4, None, "value", value, 100, "%")]
-    assert training_headline(tabulate(rows, step=10))["zeta_L"].sentence == describe_jump(value)
-
-
 @pytest.mark.parametrize(
     ("value", "verdict"),
     [(0.0, "little is kept"), (0.304, "little is kept"), (0.306, "effective work"), (0.557, "effective work"),
@@ -93,22 +85,6 @@ def test_standard_errors_or_why_there_is_none():
     assert stated == "the data are one document of 900 tokens"
 
 
-def test_few_documents_state_the_interval_of_student():
-    """Of 40 windows of 5 documents: t with 4 degrees of freedom, 2.776."""
-    numbers = {"displacement__mean": (4, 0.25, "1"), "displacement__standard_error": (4, 0.01, "1")}
-    few = said(sequences=40, clusters=5, of="document", **numbers)["last_layer_displacement"].sentence
-    assert few.endswith(" Its 95 % interval is ± 0.028, by Student's t over 5 documents.")
-    assert "Student" not in said(sequences=40, clusters=8, **numbers)["last_layer_displacement"].sentence
-
-
-def test_a_jump_that_is_clamped_beyond_its_error_has_no_error():
-    falls = said(jump_rate__value=(4, 0.0, "%"), jump_rate__standard_error=(4, 0.0, "%"))["zeta_L"]
-    assert falls.standard_error is None
-    assert "less than the one before by more than the error" in falls.no_standard_error
-    near = said(jump_rate__value=(4, 0.0, "%"), jump_rate__standard_error=(4, 0.3, "%"))["zeta_L"]
-    assert near.standard_error == 0.3
-
-
 def test_layers_have_intervals_and_the_first_layer_beyond_its_error():
     def step(value, low, high, name="effective_depth__relative_eps_EQ_0.05"):
         measure, statistic = name.split("__")
@@ -129,22 +105,6 @@ def test_layers_have_intervals_and_the_first_layer_beyond_its_error():
     settled = step(12, 11, 14, "saturation__median")
     assert settled.interval == (11, 14)
     assert settled.sentence == "Half of the predictions are settled by layer 12 of 30 (95 % interval 11 to 14)."
-
-
-def test_no_sentence_says_nan():
-    nan = math.nan
-    found = said(
-        displacement__mean=(4, 0.25, "1"),
-        jump_rate__value=(4, nan, "%"),
-        effective_depth__relative_eps_EQ_0=(None, 2.0, "layers"),
-        **{
-            "effective_depth__relative_eps_EQ_0.05": (None, 3.0, "layers"),
-            "effective_depth__eps_EQ_0.05": (None, nan, "layers"),
-        },
-        saturation__median=(None, nan, "layers"),
-    )
-    assert set(found) == {"last_layer_displacement", "effective_depth"}
-    assert not any("nan" in entry.sentence for entry in found.values())
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,6 @@ def test_it_reads_what_the_stock_model_has_after_attention(family, checkpoint, t
     plain = measure(folder, text_file, measures=LENS, **SIZES).table
     same = results.table[results.table.site != "attention_output"].reset_index(drop=True)
     assert same.astype(str).equals(plain.astype(str))
-    for name in ("lens_loss", "lens_accuracy"):
-        drawn = {trace.name: trace for trace in results.figures()[name].data}
-        expected = results.values(name, "mean", "attention_output")
-        np.testing.assert_allclose(np.array(drawn["After attention"].y, float), expected)
 
 
 def test_classifiers_are_read_there_too(checkpoint, ragged_tsv):
@@ -62,14 +58,9 @@ def test_classifiers_are_read_there_too(checkpoint, ragged_tsv):
 
 
 @pytest.mark.parametrize(
-    ("family", "measures", "reason"),
-    [
-        ("gpt_neox", LENS, "together"),
-        ("bert", LENS, "norms are on the stream"),
-        ("depth_llama-hyper", LENS, "2 streams"),
-        ("llama", ["displacement"], "none of the measures reads predictions"),
-    ],
+    ("family", "measures"),
+    [("gpt_neox", LENS), ("bert", LENS), ("depth_llama-hyper", LENS), ("llama", ["displacement"])],
 )
-def test_where_there_is_no_such_stream_it_is_refused(family, measures, reason, checkpoint, text_file):
-    with pytest.raises(FulldepthError, match=f"--lens-sites attention_output cannot be read: .*{reason}"):
+def test_where_there_is_no_such_stream_it_is_refused(family, measures, checkpoint, text_file):
+    with pytest.raises(FulldepthError, match="--lens-sites attention_output"):
         measure(checkpoint(family), text_file, measures=measures, lens_sites=BOTH, **SIZES)

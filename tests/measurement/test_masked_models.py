@@ -6,18 +6,14 @@ import shutil
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import torch
 import transformers as tf
 
-import tiny_models
-from fulldepth.data import open_source, prepare
-from fulldepth.hf.anatomy import Anatomy
-from fulldepth.hf.families import FAMILIES
 from fulldepth.measurement import measure
 from fulldepth.reporting.measured import about
-from measurement import contract, oracle
+from measurement import oracle
 
+LM = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}
 T, N = 16, 5
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
 SINGLE = {"rtol": 3e-6, "atol": 1e-7}
@@ -77,76 +73,14 @@ def test_only_the_lens_reads_masked_text(checkpoint, text_file, bert_tokenizer):
     assert "15 % of its tokens masked" in dict(about(results.meta))["Tokens"]
 
 
-@pytest.mark.parametrize(("names", "passes"), [(["displacement", "cka"], 1), (["displacement", "saturation"], 2)])
-def test_the_second_pass_is_run_and_timed_only_for_the_lens(checkpoint, text_file, bert_tokenizer, names, passes):
-    folder = checkpoint("bert")
-    model = tf.BertForMaskedLM.from_pretrained(folder).eval()
-    calls = []
-    handle = model.bert.encoder.layer[0].register_forward_hook(lambda *_: calls.append(1))
-    settings = {"sequence_length": T, "tokenizer": bert_tokenizer, "measures": names}
-    counts = []
-    for sequences in (2, 6):
-        calls.clear()
-        results = measure(model, text_file, max_sequences=sequences, batch_size=2, **settings)
-        counts.append(len(calls))
-    handle.remove()
-    assert counts[1] - counts[0] == passes * 2, "two more batches (the proof at load takes some passes, too)"
-    assert ("forward (masked)" in results.meta["timings"]["measures"]) == (passes == 2)
-    assert (results.meta["data"]["masked_share"] is None) == (passes == 1)
-    assert ("masked" in results.meta["token_policy"]["sentence"]) == (passes == 2)
-    assert (results.meta["lens_grid"] is None) == (passes == 1)
-
-
-def test_without_a_mask_token_only_the_lens_is_left_out(checkpoint, text_file, tokenizer, tmp_path, main):
+def test_without_a_mask_token_only_the_lens_is_left_out(checkpoint, text_file, tokenizer, tmp_path):
     folder = tmp_path / "bert"
     shutil.copytree(checkpoint("bert"), folder)
     tokenizer.save_pretrained(folder)
     results = measure(folder, text_file, **FEW)
     left_out = {entry["measure"]: entry["reason"] for entry in results.meta["left_out"]}
-    assert left_out.keys() >= contract.LM
-    assert all("no mask token" in left_out[name] for name in contract.LM)
+    assert left_out.keys() >= LM
+    assert all("no mask token" in left_out[name] for name in LM)
     assert results.meta["lens_grid"] is None
     ids = torch.tensor(tokenizer(text_file.read_text())["input_ids"][: N * T]).view(N, T)
     check_clean(results, hidden_states(tf.BertForMaskedLM.from_pretrained(folder, dtype=torch.float64).eval(), ids))
-    few = ["--max-sequences", "4", "--sequence-length", "12", "--measures", "displacement"]
-    assert main("measure", folder, "--data", text_file, "--output", tmp_path / "out", *few).code == 0
-
-
-def test_electras_discriminator_is_never_masked(checkpoint, text_file, bert_tokenizer):
-    torch.manual_seed(0)
-    config = tf.ElectraConfig(**tiny_models.ENCODER | {"vocab_size": len(bert_tokenizer)}, embedding_size=32)
-    model = tf.ElectraForPreTraining(config).double().eval()
-    results = measure(model, text_file, tokenizer=bert_tokenizer, **FEW)
-    assert results.meta["model"]["task"] == "representation"
-    assert results.meta["data"]["masked_share"] is None
-    assert {entry["measure"] for entry in results.meta["left_out"]} >= contract.LM
-    check_clean(results, hidden_states(model, clean_windows(bert_tokenizer, text_file)))
-
-
-@pytest.mark.parametrize(
-    ("model_class", "task"),
-    [
-        ("BertForPreTraining", "masked-lm"),
-        ("MobileBertForPreTraining", "masked-lm"),
-        ("ElectraForPreTraining", "representation"),
-        ("ElectraForMaskedLM", "masked-lm"),
-        ("FunnelForPreTraining", "representation"),
-        ("ViTMAEForPreTraining", "representation"),
-    ],
-)
-def test_pretraining_heads_are_masked_language_models_only_over_a_vocabulary(model_class, task):
-    """Discriminators and reconstruction of images carry the same ending."""
-    kind = getattr(tf, model_class)
-    with torch.device("meta"):
-        model = kind(kind.config_class())
-    assert Anatomy(model, FAMILIES["bert"][0]).task == task
-
-
-def test_data_prepared_for_another_task_have_no_lens(checkpoint, text_file, bert_tokenizer):
-    """Next tokens are no targets of a model that sees them."""
-    data = prepare(open_source(text_file), task="causal-lm", tokenizer=bert_tokenizer, sequence_length=T)
-    results = measure(checkpoint("bert"), data)
-    reasons = {entry["measure"]: entry["reason"] for entry in results.meta["left_out"]}
-    assert all("causal-lm" in reasons[name] and "masked-lm" in reasons[name] for name in contract.LM)
-    assert results.meta["lens_grid"] is None
-    assert "displacement" in set(results.table.measure)

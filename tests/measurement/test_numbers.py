@@ -45,17 +45,6 @@ def matrix(results, measure_name, statistic):
     return rows.pivot(index="layer", columns="other", values="value").to_numpy()
 
 
-def test_states_are_those_that_transformers_returns(llama):
-    _, states, _, model, ids = llama
-    model.config.tie_last_hidden_states = False  # else the last one is given after the final norm
-    with torch.no_grad():
-        hidden = model(input_ids=ids, output_hidden_states=True).hidden_states
-    np.testing.assert_allclose(np.stack([h.numpy() for h in hidden[:-1]]), states[:-1], **EXACT)
-    with torch.no_grad():
-        normed = model.model.norm(torch.from_numpy(states[-1]))
-    assert any(np.allclose(hidden[-1].numpy(), last, **EXACT) for last in (states[-1], normed.numpy()))
-
-
 @pytest.mark.parametrize(("suffix", "start"), [("", 0), (":no-first", 1)])
 def test_displacement_norms_and_cosines(llama, suffix, start):
     results, states, *_ = llama
@@ -151,24 +140,6 @@ def test_lens_grid_shows_what_stopping_at_each_layer_predicts(llama, tokenizer):
         assert sample["saturation"] == settled
 
 
-def test_entropy_of_states_and_of_grouped_values(llama):
-    results, states, inner, *_ = llama
-    assert inner["value"].shape[-1] == 16 < 32, "two key/value heads of eight for four query heads"
-    for site, where, first in (("residual", states, 0), ("value", inner["value"], 1)):
-        expected = [np.mean([oracle.entropy(z) for z in layer]) for layer in where]
-        found = results.values("renyi_entropy", "mean:plain:1", site)
-        assert found.index.tolist() == list(range(first, 4))
-        np.testing.assert_allclose(found, expected, rtol=1e-8)
-
-
-def test_spectral_norms(llama):
-    results, _, _, model, _ = llama
-    table = results.table[results.table.measure == "spectral_norm"]
-    for row in table.itertuples():
-        weight = model.get_submodule(f"model.layers.{row.layer - 1}.{row.site}").weight.detach().numpy()
-        assert row.value == pytest.approx(np.linalg.norm(weight, 2), rel=1e-9)
-
-
 def test_mmd_between_two_models_and_to_itself(trained, checkpoint, text_file, tokenizer):
     other, options = (
         checkpoint("llama", 1),
@@ -184,45 +155,6 @@ def test_mmd_between_two_models_and_to_itself(trained, checkpoint, text_file, to
     np.testing.assert_allclose(found.values("mmd", "value"), expected, rtol=1e-7)
     itself = measure(trained, text_file, measures=["mmd"], reference=str(trained), **options)
     np.testing.assert_allclose(itself.values("mmd", "value"), 0, atol=1e-12)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma3", "gpt_neox"])
-def test_other_families(checkpoint, text_file, tokenizer, family):
-    folder = checkpoint(family)
-    results = measure(folder, text_file, max_sequences=4, sequence_length=T, dtype="float64", order="first")
-    model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    ids = windows(tokenizer, text_file)[:4]
-    states, _ = oracle.taps(model, oracle.BLOCKS[family], {"input_ids": ids})
-    psi = oracle.psi(states[:-1], states[1:])
-    np.testing.assert_allclose(results.values("displacement", "mean", "residual"), psi.mean((1, 2)), **EXACT)
-    logits = oracle.exits(model, oracle.BLOCKS[family], {"input_ids": ids})[:, :, :-1]
-    loss = -np.take_along_axis(oracle.log_softmax(logits), ids[None, :, 1:, None].numpy(), -1).mean((1, 2, 3))
-    np.testing.assert_allclose(results.values("lens_loss", "mean"), loss, **SINGLE)
-
-
-def test_masked_model_is_read_where_a_token_is_masked(checkpoint, text_file, bert_tokenizer):
-    """The cross-entropy that transformers itself gives for the masked positions, and nothing at the others."""
-    folder = checkpoint("bert")
-    results = measure(folder, text_file, max_sequences=4, sequence_length=T, dtype="float64", order="first")
-    model = tf.BertForMaskedLM.from_pretrained(folder, dtype=torch.float64).eval()
-    samples = results.meta["lens_grid"]["samples"]
-    plain = bert_tokenizer(text_file.read_text(), add_special_tokens=False)["input_ids"]
-    special = {bert_tokenizer.cls_token_id, bert_tokenizer.sep_token_id}
-    inputs, targets = [], []
-    for index in range(4):
-        body = plain[index * (T - 2) : (index + 1) * (T - 2)]
-        whole = [bert_tokenizer.cls_token_id, *body, bert_tokenizer.sep_token_id]
-        if index < len(samples):  # the grid says where the masks are
-            masked = [token == "[MASK]" for token in samples[index]["tokens"]]
-            assert sum(masked) == round(0.15 * (T - 2))
-            assert not any(m for m, token in zip(masked, whole, strict=True) if token in special)
-            inputs.append([bert_tokenizer.mask_token_id if m else t for m, t in zip(masked, whole, strict=True)])
-            targets.append([t if m else -100 for m, t in zip(masked, whole, strict=True)])
-    three = measure(folder, text_file, max_sequences=3, sequence_length=T, dtype="float64", order="first")
-    with torch.no_grad():
-        loss = model(input_ids=torch.tensor(inputs), labels=torch.tensor(targets)).loss
-    assert three.values("lens_loss", "mean")[3] == pytest.approx(float(loss), rel=1e-6)
-    assert results.meta["sampling"]["lens_targets"] == 4 * 2
 
 
 def test_text_classifier(checkpoint, ragged_tsv, ragged_texts, bert_tokenizer):
@@ -244,22 +176,3 @@ def test_text_classifier(checkpoint, ragged_tsv, ragged_texts, bert_tokenizer):
     np.testing.assert_allclose(results.values("lens_accuracy", "mean"), accuracy, **EXACT)
     loss = -np.take_along_axis(oracle.log_softmax(logits), labels[None, :, None], -1).mean((1, 2))
     np.testing.assert_allclose(results.values("lens_loss", "mean"), loss, **SINGLE)
-
-
-def test_image_classifier(checkpoint, picture_folder):
-    folder = checkpoint("vit")
-    results = measure(folder, picture_folder, batch_size=5)
-    model = tf.ViTForImageClassification.from_pretrained(folder).eval()
-    resize = tf.ViTImageProcessorPil(size={"height": 16, "width": 16}, image_mean=[0.5] * 3, image_std=[0.5] * 3)
-    from PIL import Image
-
-    files = [(path, label) for label in range(3) for path in sorted((picture_folder / f"LABEL_{label}").iterdir())]
-    labels = np.array([label for _, label in files])
-    pixels = resize([Image.open(path).convert("RGB") for path, _ in files], return_tensors="pt")["pixel_values"]
-    states = oracle.taps(model, "vit.layers", {"pixel_values": pixels})[0][:, :, 0]
-    logits = oracle.exits(model, "vit.layers", {"pixel_values": pixels})
-    psi = oracle.psi(states[:-1], states[1:])
-    np.testing.assert_allclose(results.values("displacement", "mean", "residual"), psi.mean(1), atol=1e-6)
-    np.testing.assert_allclose(results.values("lens_accuracy", "mean"), (logits.argmax(-1) == labels).mean(1))
-    expected = [oracle.nc1(x, labels) for x in states[1:]]
-    np.testing.assert_allclose(results.values("nc1", "value")[1:], expected, rtol=1e-3)

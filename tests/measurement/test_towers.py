@@ -15,7 +15,6 @@ import fulldepth
 from fulldepth.data import open_source, train_tokenizer
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import load_processor
-from fulldepth.metrics import cross_similarity
 
 NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 LAYERS = {"vision": 3, "text": 2}
@@ -153,25 +152,6 @@ def test_across_modalities(results, expected):
     assert "cross:matched_cosine" in results.headline
 
 
-@pytest.mark.parametrize("tower", ["image", "text"])
-def test_within_a_modality(results, expected, tower):
-    features, states, _, _ = expected
-    table = results.table.set_index(["measure", "site", "statistic", "layer", "other"]).value
-    for site, vectors in ((tower, states[tower]), (f"{tower}:projected", features[tower])):
-        centred = unit(vectors - vectors.mean(1, keepdims=True))
-        raw = unit(vectors)
-        for i in range(len(vectors)):
-            if np.ptp(vectors[i], axis=0).max() < 1e-5:  # embeddings of one token have no direction after centring
-                continue
-            for j in range(i, len(vectors)):
-                assert table["cosine", site, "mean_raw", i, j] == pytest.approx(
-                    (raw[i] * raw[j]).sum(-1).mean(), abs=1e-5
-                )
-                assert table["cosine", site, "mean", i, j] == pytest.approx(
-                    (centred[i] * centred[j]).sum(-1).mean(), abs=1e-4
-                )
-
-
 def test_the_document_names_both_stacks(results):
     assert [(stack["name"], stack["num_layers"]) for stack in results.meta["stacks"]] == [("image", 3), ("text", 2)]
     assert {site.split(":")[0] for site in results.table.site} == {"image", "text", "cross"}
@@ -189,16 +169,6 @@ def test_captions_are_one_to_one(clip, folder, tmp_path):
     assert set(cross.value) == {1.0}, "equal texts are one text"
     with pytest.raises(FulldepthError, match="columns image and text"):
         fulldepth.measure(str(clip), [{"image": row["image"]} for row in rows], progress=False)
-
-
-def test_the_function_against_one_pair_at_a_time():
-    generator = torch.Generator().manual_seed(0)
-    image, text = (torch.randn(2, 5, 4, generator=generator, dtype=torch.float64) for _ in range(2))
-    numbers = cross_similarity(image, text)
-    value = torch.nn.functional.cosine_similarity(image[1], text[0], dim=-1).mean()
-    assert float(numbers.matched[1, 0]) == pytest.approx(float(value))
-    with pytest.raises(ValueError, match="features"):
-        cross_similarity(image, text[:, :3])
 
 
 def test_towers_that_pool_in_a_way_of_their_own_are_not_compared(clip, folder, tmp_path):

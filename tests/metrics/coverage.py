@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fulldepth.early_exit.mean import Mean
 from fulldepth.metrics import (
     Coherence,
     Displacement,
@@ -33,6 +32,7 @@ from fulldepth.metrics import (
     Saturation,
     Setup,
 )
+from fulldepth.metrics.jackknife import Mean
 from fulldepth.uncertainty import GROUPS, quantile
 
 ORDERS = ("sorted", "alternating", "shuffled", "windows")

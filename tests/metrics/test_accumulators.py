@@ -10,17 +10,12 @@ import pytest
 import torch
 from torchmetrics import Metric
 
-from fulldepth.metrics import METRICS, Row, Setup
-from fulldepth.metrics.displacement import BINS
+from fulldepth.metrics import METRICS, Row
 
 HERE = Path(__file__).parent
-OF_BOXES = ("average_precision", "detection_loss")
+OF_BOXES = ("average_precision",)
 """Measures of detectors, which read predicted and true boxes instead of tokens."""
 NAMES = tuple(name for name in METRICS if name not in OF_BOXES)
-ISSUE = (
-    "displacement jump_rate coherence cosine cka norm_ratio lens_accuracy lens_loss saturation effective_depth nc1 "
-    "renyi_entropy separability spectral_norm mmd retrieval_weight expected_retrieval stream_mixing"
-)
 TWINS = {"displacement", "cosine", "cka", "norm_ratio"}
 """Measures whose result without the first token stands beside the other."""
 
@@ -80,22 +75,6 @@ def held(metric):
     return sum(t.nbytes for state in states for t in (state if isinstance(state, list) else [state]))
 
 
-def test_the_registry_is_the_issue_and_each_measure_has_its_tests():
-    assert sorted(METRICS) == sorted((*ISSUE.split(), *OF_BOXES))
-    for name, measure in METRICS.items():
-        assert measure.name == name
-        assert "def test_" in (HERE / f"test_{name}.py").read_text(encoding="utf-8")
-    assert {path.stem for path in HERE.glob("test_*.py")} == {
-        *(f"test_{name}" for name in METRICS),
-        "test_accumulators",
-        "test_coverage",
-        "test_errors",
-        "test_memory",
-        "test_probe",
-        "test_reservoir",
-    }
-
-
 def test_every_row_has_its_measure_and_a_declared_unit(wordy_world, weights):
     rows = together(wordy_world.replace(options={"reservoir_tokens": 60}), weights)
     assert {row.measure for row in rows} == set(NAMES)
@@ -112,33 +91,6 @@ def test_every_row_has_its_measure_and_a_declared_unit(wordy_world, weights):
     assert {row.measure for row in rows if row.statistic.endswith(":no-first")} == TWINS
 
 
-def test_under_a_policy_without_first_tokens_there_is_no_twin(wordy_world, weights):
-    counted = wordy_world.counted.clone()
-    counted[:, 0] = False
-    rows = together(wordy_world.replace(counted=counted, first_tokens=False), weights)
-    assert not [row for row in rows if row.statistic.endswith(":no-first")]
-    twins = {(*row[:4], row.statistic.removesuffix(":no-first")): row for row in together(wordy_world, weights)}
-    for row in rows:
-        if row.measure in TWINS:
-            assert (row.value, row.count) == (pytest.approx(twins[row[:5]].value, abs=1e-6), twins[row[:5]].count)
-
-
-def test_the_last_token_alone_can_be_counted(ragged_world, weights, same_rows):
-    last = ragged_world.mask.sum(1) - 1
-    counted = torch.nn.functional.one_hot(last, 15).bool()
-    world = ragged_world.replace(counted=counted)
-    names = [name for name in NAMES if name != "coherence"]
-    rows = keyed(together(world, weights, names))
-    assert rows["displacement", "residual", 1, None, "mean"].count == 12
-    assert rows["cosine", "residual", 0, 3, "mean:no-first"].count == 12, "no sequence has one token only"
-    same_rows(keyed(together(world, weights, names, (5, 1, 4, 2))), rows, rtol=1e-5, atol=1e-6)
-
-
-def test_one_pass_for_all_says_what_each_says_alone(wordy_world, weights, same_rows):
-    alone = [row for name in NAMES for row in together(wordy_world, weights, (name,))]
-    same_rows(keyed(together(wordy_world, weights, split=(5, 1, 4, 2))), keyed(alone), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_is_bounded_and_said_beforehand(name, wordy_world, weights):
     wordy_world = wordy_world.replace(options={"reservoir_tokens": 60})
@@ -147,70 +99,6 @@ def test_memory_is_bounded_and_said_beforehand(name, wordy_world, weights):
     for _ in range(3):
         fill({name: metric}, wordy_world, weights, (5, 7))
     assert held(metric) == before == promised == metric.nbytes
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_torchmetrics_keeps_beside_the_states_is_small(name, wordy_world, weights):
-    """The storage behind every tensor of a metric, before an update, after it, and after a reset."""
-
-    def stored():
-        owners = [module for module in metric.modules() if isinstance(module, Metric)]
-        tensors = [t for owner in owners for t in (*owner.metric_state.values(), *owner._defaults.values())]
-        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values()), len(tensors)
-
-    metric = METRICS[name](wordy_world.setup())
-    fresh = {key: value.clone() for key, value in metric.metric_state.items()}
-    for step in (lambda: None, lambda: fill({name: metric}, wordy_world, weights, (12,)), metric.reset):
-        step()
-        total, count = stored()
-        shared = sum(reservoir.nbytes for reservoir in metric.setup.reservoirs.values())
-        assert metric.nbytes <= total <= metric.nbytes + shared + 16 * count
-    assert all(torch.equal(value, fresh[key]) for key, value in metric.metric_state.items())
-
-
-def test_bytes_held_by_closed_form():
-    """L = 4 layers, D = 32, K = 7 frequencies of T = 12 tokens, G = 32 groups; 8 bytes a number, 16 if complex."""
-    setup = Setup(
-        num_layers=4,
-        width=32,
-        value_width=16,
-        chained=False,
-        routed_heads=2,
-        num_streams=3,
-        sequence_length=12,
-        num_sequences=48,
-        num_tokens=500,
-        words=("a", "b", "c"),
-        projections=("q", "k"),
-        reservoir_tokens=100,
-        entropy_sequences=7,
-        head_shares=((0.5, 0.5),) * 4,
-    )
-    assert setup.groups == 32
-    cells, kept = 32 * 7, 500  # channels times frequencies; occurrences of a word
-    lens, per_layer = 8 * (4 + 2) * 32, 2 * 8 * 4
-    assert {name: METRICS[name](setup).nbytes for name in NAMES} == {
-        "displacement": 2 * 5 * (BINS + 2 * 32 + 1) * 8,
-        "jump_rate": per_layer * 32,
-        "coherence": cells * (2 * 4 * 16 + (5 + 4 + 4) * 8 + (4 * 16 + 5 * 8) * 16) + 8 * 16,
-        "cosine": 2 * 2 * 5**2 * 8,
-        "norm_ratio": 2 * per_layer * 32,
-        "lens_accuracy": lens,
-        "lens_loss": lens,
-        "saturation": 8 * 4 * 32,
-        "effective_depth": 8 * 5 * 32,
-        "renyi_entropy": 320 * 32,
-        "separability": 3 * (kept * (4 * (5 * 32 + 4 * 16) + 2 * 24) + 2 * 8),
-        "spectral_norm": 5 * 8 * 2 * 4,
-        "retrieval_weight": 8 * 4 * (2 * 2 * 4 + 1),
-        "expected_retrieval": per_layer,
-        "stream_mixing": 832,
-        # sums of products of 15 pairs of layers, and the first tokens of 48 sequences
-        "cka": setup.groups * 8 * (1 + 5 * 32 + 5 + 5 * 5 * 32 + 5 * 5 + 15 * 32 * 32)
-        + 5 * 32 * 8  # the centre
-        + 48 * 5 * 32 * 4,
-        **dict.fromkeys(("nc1", "mmd"), 0),
-    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -224,18 +112,6 @@ def test_a_reset_starts_afresh(name, wordy_world, weights):
         reservoir.reset()
     fill({name: metric}, wordy_world, weights, (12,))
     assert keyed(metric.rows()) == keyed(together(wordy_world, weights, (name,)))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_can_be_read_while_more_data_come(name, wordy_world, weights, same_rows):
-    metric = METRICS[name](wordy_world.setup())
-    for index, observation in enumerate(wordy_world.observations((6, 6))):
-        for matrix in weights[3 * index : 3 * index + 3] if name == "spectral_norm" else ():
-            metric.update(*matrix)
-        if name != "spectral_norm":
-            metric.update(observation)
-        rows = metric.rows()
-    same_rows(keyed(rows), keyed(together(wordy_world, weights, (name,))), rtol=1e-5, atol=1e-6)
 
 
 def batch_of(observation):

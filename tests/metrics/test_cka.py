@@ -3,14 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from scipy.stats import ortho_group
 
 from fulldepth import uncertainty
 from fulldepth.metrics import Cka, Observation, Setup, cka, cka_matrix, cross_products, linear_cka
 from fulldepth.metrics.cross_products import CrossProducts
-from fulldepth.metrics.hsic import hsic_of, hsic_of_views
+from fulldepth.metrics.hsic import hsic_of
 from fulldepth.metrics.reservoir import priority
 
 
@@ -45,47 +42,6 @@ def test_against_the_textbook(n, d, e, debiased, generator):
         assert float(linear_cka(a, b, debiased=debiased)) == pytest.approx(expected, rel=1e-9)
 
 
-def test_independent_features_are_unlike_only_for_the_debiased_estimate(generator):
-    for n, biased in ((64, 0.92), (1024, 0.43)):
-        x, y = torch.randn(2, n, 768, generator=generator)
-        assert float(linear_cka(x, y)) == pytest.approx(biased, abs=0.01)
-        assert abs(float(linear_cka(x, y, debiased=True))) < 0.05
-
-
-@pytest.mark.parametrize("debiased", [True, False])
-def test_a_large_common_mean_does_not_break_float32(debiased, generator):
-    x = torch.randn(128, 256, generator=generator)
-    y = x + 0.5 * torch.randn(128, 256, generator=generator)
-    expected = oracle(x, y, debiased)
-    assert float(linear_cka(x + 20, y + 20, debiased=debiased)) == pytest.approx(expected, abs=1e-5)
-    features = torch.stack([x, y]) + 20
-    assert float(cka_matrix(features, debiased=debiased)[0, 1]) == pytest.approx(expected, abs=1e-5)
-
-
-@given(st.integers(0, 2**32 - 1), st.booleans(), st.floats(1e-2, 1e2))
-def test_properties(seed, debiased, scale):
-    rng = np.random.default_rng(seed)
-    x = torch.tensor(rng.normal(size=(25, 4)))
-    y = x @ torch.tensor(rng.normal(size=(4, 6))) + torch.tensor(rng.normal(size=(25, 6)))
-    rotation = torch.tensor(ortho_group.rvs(6, random_state=rng))
-    value = float(linear_cka(x, y, debiased=debiased))
-    assert value <= 1 + 1e-9
-    assert debiased or value >= 0
-    assert float(linear_cka(x, x, debiased=debiased)) == pytest.approx(1, abs=1e-9)
-    assert float(linear_cka(y, x, debiased=debiased)) == pytest.approx(value, abs=1e-9)
-    assert float(linear_cka(x, scale * y @ rotation + 3, debiased=debiased)) == pytest.approx(value, abs=1e-9)
-    stretched = y * torch.tensor([100.0, 1, 1, 1, 1, 1])
-    assert abs(float(linear_cka(x, stretched, debiased=debiased)) - value) > 1e-6, "not free of every linear map"
-
-
-@pytest.mark.parametrize("debiased", [True, False])
-def test_the_matrix_is_every_pair(debiased, generator):
-    features = torch.randn(5, 30, 7, generator=generator).cumsum(0)
-    got = cka_matrix(features, debiased=debiased)
-    expected = [[oracle(a, b, debiased) for b in features.numpy()] for a in features.numpy()]
-    np.testing.assert_allclose(got, expected, rtol=1e-6)
-
-
 def test_a_constant_layer_has_no_similarity(generator):
     features = torch.randn(2, 30, 7, generator=generator)
     features[1] = 0.1
@@ -93,20 +49,6 @@ def test_a_constant_layer_has_no_similarity(generator):
         value = cka_matrix(features, debiased=debiased)
         assert value[0, 0].item() == pytest.approx(1)
         assert value[0, 1].isnan()
-
-
-@pytest.mark.parametrize("world_name", ["world", "no_first"])
-def test_rows_against_the_textbook(world_name, request, any_split, expect):
-    world = request.getfixturevalue(world_name)
-    expected, layers = {}, range(world.layers + 1)
-    for view in ("", ":no-first") if world.first_tokens else ("",):
-        states = world.tokens(view=view)
-        for a in layers:
-            for b in layers:
-                for name, debiased in (("debiased", True), ("biased", False)):
-                    value = oracle(states[a], states[b], debiased)
-                    expected["residual", a, b, f"{name}{view}"] = (value, states.shape[1])
-    expect(any_split(Cka, world), expected)
 
 
 KEPT, SUMMED = {}, {"reservoir_tokens": 20}
@@ -150,15 +92,6 @@ def test_all_tokens_count_in_any_order_against_the_textbook(options, first_token
     for observation in world.observations((7, 1, 9, 3), order=order):
         metric.update(observation)
     same_rows({row[1:5]: row for row in metric.rows()}, {row[1:5]: row for row in rows.values()}, rtol=1e-6, atol=1e-7)
-
-
-def test_tokens_of_one_sequence_do_not_count_for_more(generator):
-    """Tokens of a sequence are alike: the average over blocks of two sequences was 0.85, not 0.47."""
-    mean = torch.randn(2, 64, 1, 8, generator=generator)
-    mean[1] += mean[0]
-    states = mean + 0.3 * torch.randn(2, 64, 16, 8, generator=generator)
-    whole = float(linear_cka(states[0].flatten(0, 1), states[1].flatten(0, 1), debiased=True))
-    assert cka_of(states, reservoir_tokens=64)["debiased"][0, 0, 1] == pytest.approx(whole, abs=1e-6)
 
 
 def cka_of(states, clusters=(), **options):
@@ -225,32 +158,14 @@ def test_a_sample_where_sums_lack_memory(generator, monkeypatch):
     assert bool(((mean - whole).abs() < 3.5 * error).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("loud", [1, 165, 30000])
-def test_float32_products_with_outliers(loud, dtype, generator):
-    """A token of many times the median norm, a huge common mean, a small layer: within 1e-6 of plain float64."""
-    x = torch.randn(4, 200, 30, generator=generator).cumsum(0)
-    x[1:, 7] *= loud
-    x[2] += 20
-    x[3] *= 1e-6
-    x = x.to(dtype)
-    later = torch.arange(200) % 20 > 0
-    for view, chosen in zip(hsic_of_views(x, later), (torch.ones_like(later), later), strict=True):
-        states = x.double()[:, chosen]
-        for hsic, debiased in ((view.debiased, True), (view.biased, False)):
-            found = hsic.values / torch.outer(*[hsic.values.diagonal().sqrt()] * 2)
-            expected = [[oracle(a, b, debiased) for b in states] for a in states]
-            np.testing.assert_allclose(found, expected, atol=1e-6)
-
-
 def same_as_plain_float64(view, states, tolerance):
     for hsic, debiased in ((view.debiased, True), (view.biased, False)):
         found = hsic.values / torch.outer(*[hsic.values.diagonal().sqrt()] * 2)
         np.testing.assert_allclose(found, cka_matrix(states.double(), debiased), atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("loud", [1, 165, 30000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("loud", [165, 30000])
 def test_sums_in_float32_with_outliers(loud, dtype, generator):
     """Streamed sums, within 1e-6 of plain float64; tokens 30,000 times as long cost float32 products two digits."""
     x = torch.randn(4, 40, 25, 30, generator=generator).cumsum(0)
@@ -334,10 +249,3 @@ def test_coverage_of_the_interval():
 @pytest.mark.parametrize("options", [{}, {"reservoir_tokens": 20}])
 def test_coverage_of_the_interval_in_every_order(order, options):
     assert 0.90 <= coverage(order, 1000, **options) <= 0.98
-
-
-@pytest.mark.thorough
-def test_coverage_of_the_interval_of_a_sample(monkeypatch):
-    monkeypatch.setattr(cross_products, "SUMS_BYTES", 0)
-    monkeypatch.setattr(cka, "STORED", 0)
-    assert 0.90 <= coverage("windows", 1000, reservoir_tokens=300) <= 0.98

@@ -2,14 +2,12 @@
 
 import cmath
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import beta, kstest, ortho_group
 
 from fulldepth.metrics import Coherence, coherence
 from fulldepth.metrics.coherence import spectra
@@ -78,61 +76,6 @@ def test_against_explicit_sums(length, dtype, tolerance, generator):
     assert without.nanmean().item() == pytest.approx(expected[:, 1:].mean(), abs=tolerance)
 
 
-def test_one_sequence_has_no_coherence(generator):
-    h = torch.randn(1, 8, 3, generator=generator)
-    with pytest.raises(ValueError, match="sequence"):
-        coherence(h, h)
-
-
-def test_independent_noise_is_biased_by_one_over_n(generator):
-    n = 10
-    h_in, h_out = torch.randn(2, n, 33, 256, generator=generator, dtype=torch.float64)
-    biased = coherence(h_in, h_out, include_dc=False)[:, -16:]
-    assert biased.mean().item() == pytest.approx(1 / n, rel=0.05)
-    honest = coherence(h_in, h_out, include_dc=False, corrected=True)[:, -16:]
-    left_by_clipping = (1 - 1 / n) ** n / (n - 1)  # the integral of max(0, .) over Beta(1, n - 1)
-    assert honest.mean().item() == pytest.approx(left_by_clipping, rel=0.15)
-
-
-@pytest.mark.parametrize("n", [2, 8, 32])
-def test_what_clipping_leaves_of_the_bias(n, generator):
-    """Complex normal spectra that share nothing: the raw ratio is Beta(1, n - 1), the clipped correction is not 0."""
-    known = beta(1, n - 1)
-    closed = (1 - 1 / n) ** n / (n - 1)
-    assert known.expect(lambda c: (n * c - 1) / (n - 1), lb=1 / n) == pytest.approx(closed, rel=1e-6)
-    assert closed == pytest.approx({2: 0.25, 8: 0.049, 32: 0.012}[n], abs=5e-4), "as the docstring says"
-    x, y = torch.randn(2, n, 20_000, dtype=torch.complex128, generator=generator)
-    ratio = (x.conj() * y).sum(0).abs() ** 2 / ((x.abs() ** 2).sum(0) * (y.abs() ** 2).sum(0))
-    assert kstest(ratio.numpy(), known.cdf).pvalue > 1e-3
-    assert corrected(ratio.numpy(), n).mean() == pytest.approx(closed, rel=0.05)
-    assert ((n * ratio - 1) / (n - 1)).mean().item() == pytest.approx(0, abs=0.02), "unclipped there is no bias"
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(4, 11), st.floats(1, 100), st.floats(-50, 50))
-def test_properties(seed, length, scale, shift):
-    rng = np.random.default_rng(seed)
-    h_in = torch.tensor(rng.normal(size=(4, length, 3)))
-    h_out = h_in + torch.tensor(rng.normal(size=h_in.shape))
-    value = coherence(h_in, h_out)
-    assert ((value >= 0) & (value <= 1 + 1e-12)).all()
-    np.testing.assert_allclose(value[:, 0], 1, atol=1e-12, err_msg="phi(0) = 1")
-    np.testing.assert_allclose(coherence(h_in, h_in), 1, atol=1e-9)
-    np.testing.assert_allclose(coherence(h_out, h_in), value, atol=1e-9)
-    gains = torch.tensor(rng.uniform(0.5, 10, size=3))
-    np.testing.assert_allclose(coherence(h_in, scale * gains * h_out + shift), value, atol=1e-5)
-    moved = torch.roll(scale * h_in + shift, int(rng.integers(1, length)), dims=1)
-    np.testing.assert_allclose(coherence(h_in, moved), 1, atol=1e-5, err_msg="a fixed delay is only a phase")
-
-
-def test_it_sees_signs_and_channels(generator):
-    h_in, noise = torch.randn(2, 4, 9, 6, generator=generator, dtype=torch.float64)
-    h_out = h_in + noise
-    value = coherence(h_in, h_out)
-    rotation = torch.tensor(ortho_group.rvs(6, random_state=0))
-    assert (coherence(h_in, -h_out) - value).abs().max() > 1e-2
-    assert (coherence(h_in @ rotation, h_out @ rotation).mean() - value.mean()).abs() > 1e-3
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @given(seed=st.integers(0, 2**32 - 1), length=st.integers(2, 300))
 def test_a_constant_channel_has_no_coherence(seed, length, dtype):
@@ -142,13 +85,6 @@ def test_a_constant_channel_has_no_coherence(seed, length, dtype):
     value = coherence(h_in.to(dtype), h_out.to(dtype))
     assert value[1, 1:].isnan().all()
     assert not value[[0, 2]].isnan().any()
-
-
-def test_a_channel_that_hardly_varies_has_a_coherence(generator):
-    h_in, noise = torch.randn(2, 5, 64, 3, generator=generator)
-    h_out = h_in + noise
-    expected = coherence(h_in, h_out)
-    np.testing.assert_allclose(coherence(1000 + h_in, 3 + 1e-3 * h_out), expected, atol=1e-3)
 
 
 def test_rows_against_explicit_sums(even_world, same_rows, expect):
@@ -176,32 +112,6 @@ def test_attention_is_compared_with_what_it_read(even_world, generator, same_row
     rows = world.rows(Coherence)
     expect(rows, plain, rtol=1e-4, atol=1e-5)
     same_rows(world.rows(Coherence, (5, 1, 4, 2)), rows)
-
-
-def test_rows_leave_constant_channels_out(even_world):
-    residual = even_world.states["residual"].clone()
-    residual[1, :, :, 2] = 0.1
-    world = even_world.with_states(residual=residual)
-    rows, whole = world.rows(Coherence, (5, 7)), even_world.rows(Coherence)
-    cells = oracle(residual[0], residual[1])
-    cells[2, 1:] = np.nan
-    for name, value in statistics(cells, 12).items():
-        assert rows["residual", 1, None, name].value == pytest.approx(value, abs=1e-4), name
-    assert rows["residual", 1, None, "mean"].count < whole["residual", 1, None, "mean"].count
-    assert rows["residual", 3, None, "mean"].value == pytest.approx(whole["residual", 3, None, "mean"].value)
-
-
-def test_the_token_policy_does_not_cut_sequences(even_world, same_rows):
-    counted = even_world.counted.clone()
-    counted[:, 0] = False
-    cut = even_world.replace(counted=counted, first_tokens=False)
-    same_rows(cut.rows(Coherence), even_world.rows(Coherence))
-
-
-def test_one_sequence_in_all_is_refused(invented):
-    world = invented(lengths=(9,))
-    with pytest.raises(ValueError, match="sequence"):
-        world.rows(Coherence, (1,))
 
 
 def test_neither_padding_nor_another_length_enters_silently(world, even_world):
@@ -235,20 +145,6 @@ def test_spectra_in_float32_against_float64(dtype, generator):
     assert (np.abs(phi.numpy() - exact)[real] / size[real]).max() < 3e-5
     assert (np.abs(power.numpy() - size**2)[real] / size[real] ** 2).max() < 6e-5
     assert np.abs(phi.numpy())[~real].max() < 1e-14
-
-
-def test_cells_in_float32_are_those_of_float64(generator):
-    """Over sequences the difference of a cell stays below 6e-6."""
-    states = torch.randn(3, 8, 128, 12, generator=generator).cumsum(0)
-    states[1:, :, 0] *= 165
-    sums = [[spectra(layer) for layer in states.to(dtype)] for dtype in (torch.float32, torch.float64)]
-    cells = []
-    for spectrum_of in sums:
-        for (x, xx), (y, yy) in pairwise(spectrum_of):
-            cross = (x.conj() * y).sum(0)
-            cells.append(cross.abs().square() / (xx.sum(0) * yy.sum(0)))
-    assert (cells[0] - cells[2]).abs().max() < 6e-6
-    assert (cells[1] - cells[3]).abs().max() < 6e-6
 
 
 def test_channels_spread_over_threads_give_the_same_rows(invented, same_rows):

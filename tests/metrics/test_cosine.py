@@ -3,10 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy.spatial.distance import cosine as scipy_cosine_distance
-from scipy.stats import ortho_group
 from sklearn.metrics.pairwise import paired_cosine_distances
 
 from fulldepth.metrics import Cosine, cosine_matrix
@@ -31,25 +28,6 @@ def test_against_scipy(center, dtype, generator):
     np.testing.assert_allclose(cosine_matrix(features, center=center), expected, atol=2e-6)
 
 
-@given(st.integers(0, 2**32 - 1), st.floats(1e-2, 1e2))
-def test_properties(seed, scale):
-    rng = np.random.default_rng(seed)
-    features = torch.tensor(rng.normal(size=(3, 9, 4)).cumsum(0) + 1)
-    scales = torch.tensor([1.0, scale, 2.0])[:, None, None]
-    offsets = torch.tensor(rng.normal(size=(3, 1, 4)))
-    rotation = torch.tensor(ortho_group.rvs(4, random_state=rng))
-    for center in (True, False):
-        value = cosine_matrix(features, center=center)
-        assert (value.abs() <= 1 + 1e-12).all()
-        np.testing.assert_allclose(value.diagonal(), 1, atol=1e-9)
-        np.testing.assert_allclose(value, value.T, atol=1e-12)
-        np.testing.assert_allclose(cosine_matrix(scales * features, center=center), value, atol=1e-9)
-        np.testing.assert_allclose(cosine_matrix(features @ rotation, center=center), value, atol=1e-9)
-    np.testing.assert_allclose(cosine_matrix(features + offsets), cosine_matrix(features), atol=1e-9)
-    moved = cosine_matrix(features + offsets, center=False) - cosine_matrix(features, center=False)
-    assert moved.abs().max() > 1e-6, "only the centred form is free of shifts"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("world_name", ["world", "no_first"])
 def test_rows_against_scikit_learn(world_name, dtype, request, any_split, expect):
@@ -67,21 +45,6 @@ def test_rows_against_scikit_learn(world_name, dtype, request, any_split, expect
                 for share in (5, 25, 50, 75, 95) if b == last else ():
                     expected["residual", a, b, f"p{share:02}{view}"] = (np.percentile(centred, share), count)
     expect(any_split(Cosine, world, rtol=1e-5, atol=1e-6), expected, atol=2e-6)
-
-
-def test_a_zero_vector_has_no_raw_cosine(world):
-    residual = world.states["residual"].clone()
-    residual[1, 3, 5] = 0
-    world = world.with_states(residual=residual)
-    rows = world.rows(Cosine, (5, 7))
-    states = world.tokens()
-    total = states.shape[1]
-    has_direction = np.linalg.norm(states[1], axis=1) > 0
-    expected = per_token(states[:, has_direction], 1, 2, center=False).mean()
-    assert rows["residual", 1, 2, "mean_raw"].value == pytest.approx(expected, abs=1e-6)
-    assert rows["residual", 1, 2, "mean_raw"].count == total - 1
-    assert rows["residual", 2, 3, "mean_raw"].count == total
-    assert rows["residual", 1, 2, "mean"].value == pytest.approx(per_token(states, 1, 2, center=True).mean(), abs=1e-6)
 
 
 def test_beyond_the_reservoir_the_count_says_how_many_tokens_entered(world, same_rows):

@@ -29,15 +29,14 @@ def right(order):
     return min(held for held, _ in found.values()) >= LOWEST and 0.75 < min(sizes) <= max(sizes) < 1.35
 
 
-@pytest.mark.parametrize("order", ["sorted", "alternating", "windows"])
+@pytest.mark.parametrize("order", ["sorted", "windows"])
 def test_intervals_hold_the_truth_in_any_order_of_rows(order):
     assert right(order)
 
 
-@pytest.mark.parametrize("order", ["sorted", "alternating", "windows"])
-def test_groups_by_position_would_not(order, monkeypatch):
+def test_groups_by_position_would_not(monkeypatch):
     monkeypatch.setattr(base, "deal", lambda clusters: np.arange(len(clusters)) % 16)
-    assert not right(order)
+    assert not right("windows")
 
 
 @pytest.mark.thorough

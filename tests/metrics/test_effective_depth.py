@@ -1,7 +1,6 @@
 """Epsilon-effective depth (aligned training, Def. 1), against plain loops."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,21 +29,6 @@ def test_relative_to_the_last_layer(accuracy, eps):
     assert effective_depth(torch.tensor(accuracy), eps, relative=True) == depth(accuracy, (1 - eps) * accuracy[-1])
 
 
-@given(accuracies, st.floats(0, 1), st.floats(0, 1))
-def test_more_tolerance_never_needs_more_layers(accuracy, a, b):
-    for relative in (False, True):
-        loose, strict = (effective_depth(torch.tensor(accuracy), eps, relative) for eps in (max(a, b), min(a, b)))
-        assert 1 <= loose <= strict <= len(accuracy)
-
-
-def test_known_depths():
-    accuracy = torch.tensor([0.2, 0.5, 0.9, 0.8, 0.96])
-    assert effective_depth(accuracy, 0.05) == 5
-    assert effective_depth(accuracy, 0.1) == 3
-    assert effective_depth(accuracy, 0.01) == 5, "no layer reaches 0.99"
-    assert effective_depth(accuracy, 0.5, relative=True) == 2
-
-
 def test_rows_against_loops(world, any_split):
     known = world.targets != -100
     logits = 8 * world.logits.clone()
@@ -63,9 +47,3 @@ def test_rows_against_loops(world, any_split):
         bar = (1 - float(eps)) * (accuracy[-1] if kind == "relative_eps" else 1)
         assert row.value == depth(accuracy, bar), statistic
         assert row.count == int(known.sum())
-
-
-@pytest.mark.parametrize("eps", [-0.1, 1.1])
-def test_a_tolerance_outside_0_1_is_refused(eps):
-    with pytest.raises(ValueError, match="eps"):
-        effective_depth(torch.tensor([0.5]), eps)

@@ -25,15 +25,6 @@ def test_against_loops(kv_heads, heads, generator):
     np.testing.assert_allclose(found, [by_loops(w, shares.tolist()) for w in weights.tolist()], rtol=1e-12)
 
 
-def test_closed_forms():
-    shares = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    newest = torch.eye(6)[5].expand(2, 6)
-    assert float(expected_retrieval(newest, shares)) == pytest.approx(5)  # attention without a memory: r - 1
-    assert float(expected_retrieval(torch.full((2, 6), 1 / 6), shares)) == pytest.approx(2.5)
-    apart = torch.stack([torch.eye(6)[0], torch.eye(6)[5]])  # the first two query heads read the embeddings
-    assert float(expected_retrieval(apart, shares)) == pytest.approx(0.7 * 5)
-
-
 def test_heads_count_by_the_norm_of_their_slice(generator):
     w_o = torch.randn(6, 4 * 3, generator=generator)
     w_o[:, 3:6] *= 7
@@ -42,13 +33,6 @@ def test_heads_count_by_the_norm_of_their_slice(generator):
     ]
     np.testing.assert_allclose(head_shares(w_o, 4), np.array(norms) / math.fsum(norms), rtol=1e-12)
     assert float(head_shares(w_o, 4).sum()) == pytest.approx(1)
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match=r"w_o must be \[D, H d_h\] with H = 5 heads, got shape \(6, 12\)"):
-        head_shares(torch.ones(6, 12), 5)
-    with pytest.raises(ValueError, match=r"H a multiple of H_kv, got \(2, 3\) and \(5,\)"):
-        expected_retrieval(torch.ones(2, 3), torch.ones(5))
 
 
 @pytest.mark.parametrize("world_name", ["world", "no_first"])

@@ -34,22 +34,6 @@ def test_every_start_against_loops(psi):
     assert jump_rate(torch.tensor(psi)) == pytest.approx(100 * max(0, psi[-1] - psi[-2]), abs=1e-9)
 
 
-@given(profiles)
-def test_properties(psi):
-    rates = [jump_rate(torch.tensor(psi), start) for start in range(2, len(psi) + 1)]
-    assert all(earlier + 1e-9 >= later >= 0 for earlier, later in zip(rates, [*rates[1:], 0], strict=True))
-    assert jump_rate(torch.tensor(np.sort(psi)[::-1].copy()), 2) == 0, "a falling profile never jumps"
-    rising = np.sort(psi)
-    assert jump_rate(torch.tensor(rising), 2) == pytest.approx(100 * (rising[-1] - rising[0]), abs=1e-9)
-    assert jump_rate(torch.tensor(psi + 0.5), 2) == pytest.approx(rates[0], abs=1e-9)
-
-
-@pytest.mark.parametrize("start", [0, 1, 5, -4, -9])
-def test_a_start_without_a_layer_before_it_is_refused(start):
-    with pytest.raises(ValueError, match=str(start)):
-        jump_rate(torch.tensor([0.1, 0.2, 0.1, 0.3]), start)
-
-
 @pytest.mark.parametrize("world_name", ["world", "no_first"])
 def test_rows_follow_the_mean_displacements(world_name, request, any_split, expect):
     world = request.getfixturevalue(world_name)
@@ -59,13 +43,6 @@ def test_rows_follow_the_mean_displacements(world_name, request, any_split, expe
     rows = any_split(JumpRate, world, atol=1e-5)
     expect(rows, expected, atol=1e-4)
     assert all(row.unit == "%" for row in rows.values())
-
-
-def test_zero_vectors_are_left_out(world):
-    residual = world.states["residual"].clone()
-    residual[2, 3, 5] = 0
-    rows = world.with_states(residual=residual).rows(JumpRate)
-    assert all(np.isfinite(row.value) for row in rows.values())
 
 
 @pytest.mark.parametrize(("shift", "error"), [(0.5, True), (-0.5, True), (-9, False)])

@@ -8,7 +8,7 @@ from sklearn.metrics import balanced_accuracy_score
 
 import fulldepth
 import tiny_models
-from fulldepth.metrics.probe import probe_accuracy
+from fulldepth.metrics.separability import probe_accuracy
 
 
 def blobs(counts, seed):
@@ -29,25 +29,6 @@ def test_accuracy_is_scikit_learns_balanced_one():
     variance = sum(p * (1 - p) / n for p, n in zip(shares, (5, 30, 60), strict=True))
     assert error == pytest.approx(variance**0.5 / 3)
     assert 0.4 < value < 1
-
-
-def test_training_classes_are_subsampled_to_the_smallest_by_the_seed():
-    (x, y), test = blobs([10, 200], 0), blobs([50, 50], 1)
-    chosen = np.random.default_rng(4).choice(np.arange(10), 10, replace=False)  # the draw of the first class
-    draw = np.random.default_rng(4)
-    draw.choice(np.arange(10), 10, replace=False)
-    kept = np.sort(np.concatenate([chosen, draw.choice(np.arange(10, 210), 10, replace=False)]))
-    assert probe_accuracy(x, y, *test, seed=4) == probe_accuracy(x[kept], y[kept], *test)
-
-
-def test_wrong_input_is_refused_and_broken_features_are_nan():
-    (x, y), test = blobs([6, 6], 0), blobs([4, 4, 4], 1)
-    with pytest.raises(ValueError, match="of these classes alone"):
-        probe_accuracy(x, y, *test)
-    with pytest.raises(ValueError, match="expected features"):
-        probe_accuracy(x, y, x[:, :3], y)
-    x[0, 0] = torch.nan
-    assert np.isnan(probe_accuracy(x, y, x, y)).all()
 
 
 def test_measure_fits_on_the_data_and_scores_on_the_probe_data(tmp_path):

@@ -1,13 +1,11 @@
 """A capped sample that no batching, order or number of processes can change, and that is uniform."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binom, chisquare, kstest
+from scipy.stats import kstest
 
 from fulldepth.metrics.reservoir import Reservoir, priority
 
@@ -67,19 +65,6 @@ def test_priorities_are_uniform_for_every_seed(seed):
     assert abs(neighbours) < 4 / np.sqrt(29_700)
 
 
-def test_every_token_is_equally_likely_to_be_kept():
-    times = torch.zeros(40)
-    for seed in range(600):
-        times[offer(torch.arange(40), 10, seed=seed).compute().keys] += 1
-    assert chisquare(times).pvalue > 1e-3
-
-
-def test_seeds_are_independent():
-    one, two = (set(offer(torch.arange(2000), 500, seed=seed).compute().keys.tolist()) for seed in (1, 2))
-    common = len(one & two)
-    assert binom(500, 0.25).interval(0.9999)[0] < common < binom(500, 0.25).interval(0.9999)[1]
-
-
 def test_measures_that_share_a_reservoir_fill_it_once(world):
     reservoir = world.setup().reservoir("residual")
     for observation in world.observations((5, 7)):
@@ -91,26 +76,3 @@ def test_measures_that_share_a_reservoir_fill_it_once(world):
     assert [(k >> 24, k & (2**24 - 1)) for k in sample.keys.tolist()] == list(world.positions())
     np.testing.assert_array_equal(sample.features.transpose(0, 1), world.tokens().astype(np.float32))
     np.testing.assert_array_equal(sample.labels, [world.labels[n] for n, _ in world.positions()])
-
-
-def test_a_reset_forgets_everything(world):
-    reservoir = world.setup().reservoir("residual")
-    (observation,) = world.observations()
-    reservoir.observe(observation, "residual")
-    expected = copy.deepcopy(reservoir.compute())
-    reservoir.reset()
-    assert reservoir.seen == 0
-    reservoir.observe(observation, "residual")
-    again = reservoir.compute()
-    assert again.seen == expected.seen
-    assert torch.equal(again.features, expected.features)
-
-
-def test_it_holds_no_more_than_it_says():
-    small, large = (offer(torch.arange(n), 16, split=9) for n in (5, 5000))
-    assert small.nbytes == large.nbytes == 16 * (2 * 3 * 4 + 3 * 8) + 8  # and the counter
-
-
-def test_no_room_is_refused():
-    with pytest.raises(ValueError, match="0"):
-        Reservoir(0, (1,))

@@ -5,8 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fulldepth.metrics import RetrievalWeight, retrieval_share, retrieval_weight
 
@@ -41,37 +39,6 @@ def test_against_loops(kind, dtype, generator):
     np.testing.assert_allclose(retrieval_share(routing).sum(-1), 1, rtol=1e-12)
 
 
-def test_only_counted_tokens_are_averaged(generator):
-    routing = torch.randn(2, 5, 3, 4, generator=generator, dtype=torch.float64)
-    counted = torch.tensor([[True, False, True, False, False], [False, True, False, False, False]])
-    mass, share = by_loops([routing[b, t].tolist() for b, t in ((0, 0), (0, 2), (1, 1))])
-    np.testing.assert_allclose(retrieval_weight(routing, counted), mass, rtol=1e-12)
-    np.testing.assert_allclose(retrieval_share(routing, counted), share, rtol=1e-12)
-
-
-@given(st.integers(0, 2**32 - 1), st.floats(1e-3, 1e3))
-def test_properties(seed, scale):
-    rng = np.random.default_rng(seed)
-    weights = torch.tensor(rng.normal(size=(3, 4, 3)))
-    np.testing.assert_allclose(retrieval_share(-scale * weights), retrieval_share(weights), rtol=1e-9)
-    np.testing.assert_allclose(retrieval_weight(scale * weights), scale * retrieval_weight(weights), rtol=1e-9)
-    mixture = weights[..., 0].softmax(-1)
-    np.testing.assert_allclose(retrieval_share(mixture), retrieval_weight(mixture), rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("routing", "counted", "message"),
-    [
-        (torch.ones(3), None, r"routing must be .* got shape \(3,\)"),
-        (torch.ones(1, 1, 1, 1, 1), None, "routing must be"),
-        (torch.ones(2, 5, 3, 4), torch.ones(2, 4, dtype=torch.bool), r"counted must be \(2, 5\), got \(2, 4\)"),
-    ],
-)
-def test_refusals(routing, counted, message):
-    with pytest.raises(ValueError, match=message):
-        retrieval_weight(routing, counted)
-
-
 @pytest.mark.parametrize("world_name", ["world", "no_first"])
 def test_rows_against_loops(world_name, request, any_split, expect):
     world = request.getfixturevalue(world_name)
@@ -87,10 +54,3 @@ def test_rows_against_loops(world_name, request, any_split, expect):
                 expected[f"head_{head}", layer, layer - 1, statistic] = (heads[head, layer - 1], len(positions))
     assert {routing.ndim for routing in world.coefficients["routing"].values()} == {3, 4}
     expect(any_split(RetrievalWeight, world), expected)
-
-
-@pytest.mark.parametrize("shape", [(2, 4), (3, 3), (2, 4, 2), (12, 9, 2, 2)])
-def test_a_router_of_other_sources_or_heads_is_refused(world, shape):
-    world = world.replace(coefficients={"routing": {3: torch.ones(shape)}})
-    with pytest.raises(ValueError, match=r"the router of layer 3 gives \d heads and \d sources, expected 2 and 3"):
-        world.rows(RetrievalWeight)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from figures import synthetic as builders
 from fulldepth.reporting import write
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -25,13 +25,7 @@ ARGUMENTS = [
 @pytest.fixture(scope="session")
 def synthetic() -> ModuleType:
     """Builders of results, shared with the tests of the figures."""
-    path = Path(__file__).parents[1] / "figures" / "synthetic.py"
-    spec = importlib.util.spec_from_file_location("fulldepth_synthetic", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return builders
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import torch
 from figures import skip_folders as folders
 from fulldepth import cli
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.load import OtherLoad
+from fulldepth.execution.latency import OtherLoad
 from fulldepth.reporting import write, write_together
 from fulldepth.reporting.payload import payload
 from fulldepth.reporting.together import names, together

@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fulldepth.reporting.profile import profile
-from fulldepth.reporting.story import Facts, spans, story
+from fulldepth.reporting.story import Facts, profile, spans, story
 from fulldepth.results import tabulate
 from fulldepth.thresholds import degrees
 

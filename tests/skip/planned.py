@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import random
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import tiny_models
+from fulldepth.execution import find_anatomy
 from fulldepth.hf.model_hash import model_hash
+from fulldepth.skip.exports import fold
 from fulldepth.skip.plan import Plan
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_neox-serial"]
@@ -124,3 +127,11 @@ def without_last(model) -> Any:
     del layers(model)[-1]
     model.config.num_hidden_layers -= 1
     return model
+
+
+@contextmanager
+def folded(model, plan, most=None):
+    """A model with the folded weights of a plan inside `with`."""
+    folding = fold.prepare(find_anatomy(model), plan, most=most)
+    with fold.in_use(folding.changes.values()):
+        yield folding

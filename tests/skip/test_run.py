@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
-import torch
 
-import fulldepth.skip
 from fulldepth.data.examples import read_examples
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.results import Results
 from fulldepth.settings.search import SearchSettings
-from fulldepth.skip.assessment.curve import curve
-from fulldepth.skip.assessment.outcome import analyse
+from fulldepth.skip.assessment.outcome import analyse, settings_of
 from fulldepth.skip.plan import Plan
+from fulldepth.skip.responses import Responses, stored_responses
 from fulldepth.skip.run import search_into
-from skip import plain
+from skip import plain, planned
 from skip.word_tokenizer import tokenizer, words
 from tiny_models import build
 
@@ -76,33 +74,21 @@ def test_a_restart_makes_what_is_missing_and_nothing_else(checkpoint, tmp_path) 
     assert before.meta | {"created": ""} == after.meta | {"created": ""}
 
 
-def test_other_results_are_not_overwritten(checkpoint, tmp_path) -> None:
-    data, out = str(tmp_path / "pairs.jsonl"), tmp_path / "out"
-    search_into(str(checkpoint), data, out, SETTINGS)
-    with pytest.raises(FulldepthError, match=r"already holds a plan\.json"):
-        search_into(str(checkpoint), data, out, SETTINGS)
-    (out / "plan.json").unlink()
-    with pytest.raises(FulldepthError, match=r"already holds a results\.json"):
-        search_into(str(checkpoint), data, out, SETTINGS)
-    with pytest.raises(FulldepthError, match="holds other results"):
-        search_into(str(checkpoint), data, out, SearchSettings(blocks=1, fit=False), resume=True)
-
-
-def test_the_models_own_answers(checkpoint, tmp_path) -> None:
-    data, out = str(tmp_path / "pairs.jsonl"), tmp_path / "out"
-    plan = search_into(str(checkpoint), data, out, SETTINGS, responses=10, max_new_tokens=5)
-    made = [json.loads(line) for line in (out / "responses.jsonl").read_text().splitlines()]
-    model, words_of = build("llama"), tokenizer()
-    prompts = [pair["prompt"] + "\n" for pair in PAIRS]  # ten of them are drawn; no chat template: a line each
-    assert len(made) >= 8  # an empty answer is left out
-    for row in made:
-        assert row["prompt"] in prompts
-        ids = words_of(row["prompt"], return_tensors="pt").input_ids
-        for _ in range(5):  # greedy, without a cache
-            ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
-        assert row["response"].split() == words_of.decode(ids[0, -5:], skip_special_tokens=True).split()
-    assert plan.data["responses"]["max_new_tokens"] == 5
-    assert Results.load(out).meta["data"]["responses"] == plan.data["responses"]
+def test_other_files_are_not_written_over(checkpoint, tmp_path) -> None:
+    data, out = tmp_path / "out" / "responses.jsonl", tmp_path / "out"
+    out.mkdir()
+    data.write_text((tmp_path / "pairs.jsonl").read_text())
+    with pytest.raises(FulldepthError, match="would replace"):
+        search_into(str(checkpoint), str(data), out, SETTINGS, responses=9, max_new_tokens=2)
+    for name in ("plan.json", "results.json", "settings.yaml"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_text("{}")
+        for resume in (False, True):
+            with pytest.raises(FulldepthError):
+                search_into(str(checkpoint), str(data), folder, SETTINGS, resume=resume)
+        assert {path.name: path.read_text() for path in folder.iterdir()} == {name: "{}"}
+    assert [path.name for path in out.iterdir()] == ["responses.jsonl"]
 
 
 def test_a_model_is_read_hashed_and_proven_once(checkpoint, tmp_path, monkeypatch) -> None:
@@ -122,43 +108,22 @@ def test_a_model_is_read_hashed_and_proven_once(checkpoint, tmp_path, monkeypatc
             for name in [name for name, value in vars(module).items() if value is function]:
                 monkeypatch.setattr(module, name, counted(function))
     once, data = ["model_hash", "read_examples", "verify"], str(tmp_path / "pairs.jsonl")
-    plan = search_into(str(checkpoint), data, tmp_path / "out", SETTINGS)
+    search_into(str(checkpoint), data, tmp_path / "out", SETTINGS)
     assert sorted(calls) == once
     calls.clear()
-    analyse(str(checkpoint), plan, data)
+    plan = search_into(str(checkpoint), data, tmp_path / "answered", SETTINGS, responses=8, max_new_tokens=5)
     assert sorted(calls) == once
-    calls.clear()
-    curve(str(checkpoint), data, max_blocks=1, batch_size=4)
-    assert sorted(calls) == once
-    calls.clear()
-    search_into(str(checkpoint), data, tmp_path / "answered", SETTINGS, responses=8, max_new_tokens=5)
-    assert sorted(calls) == once
+    assert plan.data["responses"]["max_new_tokens"] == 5
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes_write_once(checkpoint, tmp_path) -> None:
     data = tmp_path / "pairs.jsonl"
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "fulldepth",
-        "skip",
-        "search",
-    ]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fulldepth"]
     given = [checkpoint, "--data", data, "--blocks", 2, "--batch-size", 4, "--set", "epochs=2", "-o", tmp_path / "two"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *command, *map(str, given)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-        timeout=300,
-    )
+    command = [*launch, "skip", "search", *map(str, given)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     plan = search_into(str(checkpoint), str(data), tmp_path / "one", SETTINGS)
     one, two = Results.load(tmp_path / "one"), Results.load(tmp_path / "two")
@@ -166,12 +131,40 @@ def test_two_processes_write_once(checkpoint, tmp_path) -> None:
     pd.testing.assert_frame_equal(one.table, two.table, rtol=1e-4, atol=1e-7)
 
 
-def test_no_public_name_is_hidden_by_a_file_of_the_same_name() -> None:
-    assert [name for name in fulldepth.skip.__all__ if inspect.ismodule(getattr(fulldepth.skip, name))] == []
-
-
-@pytest.mark.parametrize("name", ["bert-classifier", "vit", "detr"])
-def test_models_without_a_next_token_are_refused_before_anything_is_read(tmp_path, name):
-    build(name).save_pretrained(tmp_path / "model")
+def test_models_without_a_next_token_are_refused_before_anything_is_read(tmp_path):
+    build("vit").save_pretrained(tmp_path / "model")
     with pytest.raises(FulldepthError, match="is no causal language model"):
         search_into(tmp_path / "model", "absent.jsonl", tmp_path / "out", SETTINGS)
+
+
+def test_a_plan_grants_nothing() -> None:
+    plan = planned.plan(build("llama"), [2])
+    stored = {"trust_remote_code": True, "tokenizer": "elsewhere", "revision": "theirs", "device": "meta", "seed": 7}
+    plan = plan.changed(cost={**plan.cost, "settings": stored})
+    found = settings_of(plan, {})
+    assert found == SearchSettings(blocks=1, seed=7)
+    assert settings_of(plan, {"trust_remote_code": True}).trust_remote_code
+
+
+def answers(text: str = "yes") -> Responses:
+    return Responses([{"prompt": "a", "response": text}], {"prompts": 1})
+
+
+def test_responses_are_found_again_and_never_written_over(tmp_path: Path) -> None:
+    notes, file = tmp_path / "responses.json", tmp_path / "responses.jsonl"
+    made = stored_responses(tmp_path, {"count": 1}, answers)
+    assert made == {"prompts": 1}
+    before = file.read_bytes()
+    assert stored_responses(tmp_path, {"count": 1}, lambda: pytest.fail("generated again")) == made
+    with pytest.raises(FulldepthError, match="other responses: count was 1, is 2"):
+        stored_responses(tmp_path, {"count": 2}, answers)
+    file.unlink()  # killed between the two files
+    assert stored_responses(tmp_path, {"count": 1}, answers) == made
+    assert file.read_bytes() == before
+    file.write_text("edited\n")
+    with pytest.raises(FulldepthError, match="has changed since it was generated"):
+        stored_responses(tmp_path, {"count": 1}, answers)
+    notes.unlink()
+    with pytest.raises(FulldepthError, match="never written over"):
+        stored_responses(tmp_path, {"count": 1}, answers)
+    assert file.read_text() == "edited\n"

@@ -12,9 +12,8 @@ from transformers import BertConfig, BertForSequenceClassification
 import fulldepth
 from fulldepth.data import train_wordpiece
 from fulldepth.exit import sweep
-from fulldepth.settings.train import DataSettings
+from fulldepth.settings.train import DataSettings, TrainSettings
 from fulldepth.training.labelled import labelled_data
-from fulldepth.training.settings import TrainSettings
 
 ROWS = [{"text": f"film {i} number {i * 7 % 1000}", "label": int(i % 10 == 0)} for i in range(3000)]
 SAMPLE = 512

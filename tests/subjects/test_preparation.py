@@ -9,8 +9,8 @@ from PIL import Image
 
 import fulldepth
 import tiny_models
-from fulldepth import early_exit
 from fulldepth.errors import FulldepthError
+from fulldepth.exit import subject as early_exit
 from fulldepth.measurement.subject import prepare_subject
 from fulldepth.settings.exit import ExitSettings
 from fulldepth.settings.measure import MeasureSettings

@@ -56,14 +56,3 @@ def test_the_choice_follows_the_content_and_the_seed_and_not_the_order() -> None
 
     assert texts(rows, 0) == texts(others, 0) != texts(rows, 1)
     assert len(texts(rows, 0)) == 10
-
-
-def test_chats_that_begin_alike_are_compared_whole() -> None:
-    data = [chat("hello", "hello, what is it?", f"about {n}", f"{n}") for n in (1, 1, 2, 3)]
-    rows = conversations(data, Tokenizer())
-    held_out = held_out_rows(rows, 2, 0)
-    assert held_out is not None
-    contents = [str(row) for row in rows]
-    assert not {c for c, out in zip(contents, held_out, strict=True) if out} & {
-        c for c, out in zip(contents, held_out, strict=True) if not out
-    }

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fulldepth.data import ShuffledSampler
 from fulldepth.settings import layer, read
 from fulldepth.training import TrainSettings, train
-from fulldepth.training.loading import worker_count
-from fulldepth.training.run import PackedTrainer
+from fulldepth.training.trainer import RunTrainer, worker_count
 
 
 def settings(path: Path) -> TrainSettings:
@@ -27,14 +26,14 @@ def settings(path: Path) -> TrainSettings:
 def test_a_run_reads_the_order_in_full_batches_over_epochs(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
     seen: list[torch.Tensor] = []
     windows: list[Any] = []
-    compute = PackedTrainer.compute_loss
+    compute = RunTrainer.compute_loss
 
     def note(self: Any, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
         seen.append(inputs["input_ids"].clone())
         windows[:] = [self.train_dataset]
         return compute(self, model, inputs, *more, **options)
 
-    monkeypatch.setattr(PackedTrainer, "compute_loss", note)
+    monkeypatch.setattr(RunTrainer, "compute_loss", note)
     path = recipe(sequence_length=96, steps=40, global_batch_size=12, micro_batch_size=4, eval_every=40, save_every=40)
     train(settings(path), tmp_path / "run")
     (data,) = windows
@@ -48,7 +47,7 @@ def test_a_run_reads_the_order_in_full_batches_over_epochs(recipe: Any, tmp_path
 def test_workers_change_no_number_and_leave_sigterm_alone(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
     changes = {"steps": 12, "eval_every": 6, "save_every": 12, "model": {"attention_dropout": 0.1}}
     alone = train(settings(recipe(**changes, workers=0)), tmp_path / "alone")
-    step = PackedTrainer.training_step
+    step = RunTrainer.training_step
 
     def with_signal(self: Any, *arguments: Any) -> Any:
         if self.state.global_step == 2:  # as a scheduler does to every process of a job
@@ -56,7 +55,7 @@ def test_workers_change_no_number_and_leave_sigterm_alone(recipe: Any, tmp_path:
                 subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
         return step(self, *arguments)
 
-    monkeypatch.setattr(PackedTrainer, "training_step", with_signal)
+    monkeypatch.setattr(RunTrainer, "training_step", with_signal)
     shared = train(settings(recipe(**changes, workers=2)), tmp_path / "shared")
     timed = ("throughput", "elapsed", "peak_memory", "other_load")
     tables = [results.table[~results.table.measure.isin(timed)].reset_index(drop=True) for results in (alone, shared)]

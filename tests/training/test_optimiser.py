@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from fulldepth.errors import FulldepthError
 from fulldepth.settings import layer
+from fulldepth.settings.train import TrainSettings
 from fulldepth.training.model import build_config, build_model
-from fulldepth.training.optimiser import parameter_groups
 from fulldepth.training.plan import plan
-from fulldepth.training.settings import TrainSettings
+from fulldepth.training.trainer import parameter_groups
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 64}
 MODELS: dict[str, dict[str, Any]] = {
@@ -68,10 +67,3 @@ def test_frozen_parameters_are_left_out_whatever_decays() -> None:
     model.get_input_embeddings().requires_grad_(False)
     held = [p for group in parameter_groups(model, settings) for p in group["params"]]
     assert {id(p) for p in held} == {id(p) for p in model.parameters() if p.requires_grad}
-
-
-def test_a_model_without_a_decay_rule_of_its_own_has_no_empty_group() -> None:
-    settings = asked("llama", "all")
-    model = build_model(build_config(settings.model, positions=16), settings)
-    assert [group["name"] for group in parameter_groups(model, settings)] == ["decay"]
-    assert isinstance(model, nn.Module)

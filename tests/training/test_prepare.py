@@ -1,13 +1,8 @@
-"""`fulldepth data prepare`: the tokens of a run, made before it by any number of processes."""
+"""`fulldepth data prepare`: the tokens of a run, made before it."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from fulldepth.cli import app
-from fulldepth.data import builtin_texts, units
-from fulldepth.data.cache import token_files, writers
-from fulldepth.data.cache.encoder import Encoder
+from fulldepth.data import token_cache
+from fulldepth.data.token_cache import Encoder
 from fulldepth.errors import FulldepthError
-from fulldepth.progress import Watcher
 from fulldepth.settings import assignments, layer, read
 from fulldepth.training import TrainSettings, prepare_text, train
-from fulldepth.training.text import run_tokenizer
 
 
 def settings_of(path: Path, *changes: str) -> TrainSettings:
@@ -37,14 +29,14 @@ def tokens_in(cache: Path) -> dict[str, bytes]:
 def test_a_run_reads_what_was_prepared(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
     path = recipe(data={"cache": str(cache)})
-    outcome = CliRunner().invoke(app, ["data", "prepare", str(path), "steps=2", "--workers", "1"])
+    outcome = CliRunner().invoke(app, ["data", "prepare", str(path), "steps=2"])
     assert outcome.exit_code == 0
     (folder,) = cache.iterdir()
-    notes = [json.loads(p.read_text()) for p in folder.glob("0*.json")]
+    notes = [json.loads(p.read_text()) for p in folder.glob("*.json")]
     tokens, documents = (sum(note[name] for note in notes) for name in ("tokens", "documents"))
     last = " ".join(outcome.stdout.split())
     assert f"{tokens:,} tokens of {documents} documents are in {folder}; fulldepth train {path} finds" in last
-    whole = {name: content for name, content in tokens_in(cache).items() if "split" not in name}
+    whole = tokens_in(cache)
 
     def never(*_: Any) -> None:
         raise AssertionError("tokenised again")
@@ -54,20 +46,7 @@ def test_a_run_reads_what_was_prepared(recipe: Any, tmp_path: Path, monkeypatch:
         results = train(settings_of(path, "steps=2", "eval_every=2", change), tmp_path / f"run-{number}")
         assert results.meta["data"]["tokens"] == tokens
         assert not (tmp_path / f"run-{number}" / "tokens").exists()
-    assert {name: content for name, content in tokens_in(cache).items() if "split" not in name} == whole
-
-
-def test_the_default_cache_is_shared(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = recipe()
-    monkeypatch.setenv("FULLDEPTH_CACHE", str(tmp_path / "own"))
-    assert prepare_text(settings_of(path)).folder.parent == tmp_path / "own" / "tokens"  # type: ignore[union-attr]
-    monkeypatch.delenv("FULLDEPTH_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    packed = prepare_text(settings_of(path))
-    assert packed.folder.parent == tmp_path / "xdg" / "fulldepth" / "tokens"  # type: ignore[union-attr]
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FulldepthError, match=r"Cannot write tokens to .*data.cache=FOLDER"):
-        prepare_text(settings_of(path, f"data.cache={tmp_path / 'file'}"))
+    assert tokens_in(cache) == whole
 
 
 def test_what_cannot_be_prepared_says_why(recipe: Any) -> None:
@@ -77,81 +56,15 @@ def test_what_cannot_be_prepared_says_why(recipe: Any) -> None:
         prepare_text(settings_of(recipe(tokenizer=None)))
 
 
-def test_a_builtin_tokenizer_is_the_same_wherever_it_is_trained(recipe: Any, tmp_path: Path) -> None:
-    settings = settings_of(recipe(tokenizer="builtin:300"))
-    made = [Encoder(run_tokenizer(settings, tmp_path / name, Watcher())).fingerprint() for name in ("a", "a", "b")]
-    assert len(set(made)) == 1
-
-
 def test_all_of_a_text_or_as_much_as_a_run_reads(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fulldepth.training.text.SMALL_CORPUS", 1)
-    monkeypatch.setattr(units, "UNIT_BYTES", 2000)
-    monkeypatch.setattr(token_files, "SHARD_TOKENS", 500)
+    monkeypatch.setattr(token_cache, "FILE_TOKENS", 500)
+    monkeypatch.setattr(token_cache, "BATCH_DOCUMENTS", 4)
     settings = settings_of(recipe(data={"cache": str(tmp_path / "cache")}), "steps=20")
-    some = prepare_text(settings, writers=1)
+    some = prepare_text(settings)
     before = tokens_in(tmp_path / "cache")
-    every = prepare_text(settings, whole=True, writers=1)
-    again = prepare_text(settings, writers=1)
+    every = prepare_text(settings, whole=True)
+    again = prepare_text(settings)
     assert some.train.tokens == 20 * 4 * 24 < every.train.tokens
     assert before.items() <= tokens_in(tmp_path / "cache").items()
     assert some.hash == again.hash != every.hash
-
-
-@pytest.fixture
-def big(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`big(cache)`: settings of a run over a text of several units."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 30_000)
-    monkeypatch.setattr(token_files, "SHARD_TOKENS", 5_000)
-    text = tmp_path / "text"
-    text.mkdir()
-    for number, novel in enumerate(builtin_texts("heldout")):
-        (text / f"{number}.txt").write_text(novel[:150_000], encoding="utf-8")
-    return lambda cache: settings_of(recipe(data={"name": str(text), "cache": str(cache)}))
-
-
-@pytest.mark.slow
-def test_two_processes_write_what_one_does(big: Any, tmp_path: Path) -> None:
-    lines: list[str] = []
-    advanced: list[int] = []
-    one = prepare_text(big(tmp_path / "one"), whole=True, writers=1)
-    watcher = Watcher(say=lines.append, advance=advanced.append, begin=lambda title, total: lines.append(str(total)))
-    two = prepare_text(big(tmp_path / "two"), whole=True, writers=2, watcher=watcher)
-    assert two.hash == one.hash
-    assert tokens_in(tmp_path / "one") == tokens_in(tmp_path / "two")
-    assert [str(sum(advanced))] == lines
-
-
-PREPARE = """
-import sys
-from pathlib import Path
-from fulldepth.data import units
-from fulldepth.data.cache import token_files
-from fulldepth.training import TrainSettings, prepare_text
-units.UNIT_BYTES, token_files.SHARD_TOKENS = 30_000, 5_000
-prepare_text(TrainSettings.model_validate_json(Path(sys.argv[1]).read_text()), whole=True, writers=2)
-"""
-
-
-@pytest.mark.slow
-def test_processes_that_are_killed_leave_what_another_goes_on_with(big: Any, tmp_path: Path) -> None:
-    one = prepare_text(big(tmp_path / "one"), whole=True, writers=1)
-    (tmp_path / "settings.json").write_text(big(tmp_path / "two").model_dump_json())
-    process = subprocess.Popen([sys.executable, "-c", PREPARE, tmp_path / "settings.json"])
-    while process.poll() is None and len(list((tmp_path / "two").rglob("0*.json"))) < 3:
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    two = prepare_text(big(tmp_path / "two"), whole=True, writers=1)
-    assert two.hash == one.hash
-    assert tokens_in(tmp_path / "one") == tokens_in(tmp_path / "two")
-
-
-@pytest.mark.slow
-def test_the_mistake_of_a_process_is_told(big: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "text" / "2.jsonl").write_text('{"text": "a"}\nnot JSON\n')
-    with pytest.raises(FulldepthError, match=r"2.jsonl line 2 is not valid JSON"):
-        prepare_text(big(tmp_path / "cache"), whole=True, writers=2)
-    (tmp_path / "text" / "2.jsonl").unlink()
-    monkeypatch.setattr(writers.sys, "executable", "/bin/false")
-    with pytest.raises(FulldepthError, match="A process that tokenises ended with 1"):
-        prepare_text(big(tmp_path / "cache"), whole=True, writers=2)

@@ -20,7 +20,6 @@ from fulldepth.cli import main
 from fulldepth.data import open_documents, pack
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import publishing, seal
-from fulldepth.measurement import MeasureSettings, measure_into
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.settings import layer, read
@@ -114,35 +113,18 @@ def test_an_exported_checkpoint_is_uploaded(recipe: Any, tmp_path: Path, monkeyp
     hub.create_repo.return_value = "https://hub.invalid/me/small"
     monkeypatch.setattr(publishing, "HfApi", lambda: hub)
     monkeypatch.setattr(publishing, "get_token", lambda: "token")
-    with pytest.raises(FulldepthError, match="--push-to-hub needs --output"):
-        export_run(tmp_path / "run", push_to_hub="me/small")
     lines: list[str] = []
-    (folder,) = export_run(
-        tmp_path / "run", tmp_path / "model", push_to_hub="me/small", watcher=Watcher(say=lines.append)
-    )
+    folder = export_run(tmp_path / "run", tmp_path / "model", push_to_hub="me/small", watcher=Watcher(say=lines.append))
     assert hub.upload_folder.call_args.kwargs["folder_path"] == folder
     assert not (folder / "optimizer.pt").exists()
     assert (folder / "README.md").is_file()
     assert lines[-1] == "Published: https://hub.invalid/me/small"
-
-
-def test_a_run_can_be_measured_as_a_series(recipe: Any, tmp_path: Path) -> None:
-    path = recipe(model={"type": "depth_llama", "memory": "kv"})
-    results = train(settings(path), tmp_path / "run")
-    chosen = MeasureSettings(measures=["displacement", "lens_loss"], sequence_length=24)
-    series = measure_into(tmp_path / "run", str(settings(path).data.name), tmp_path / "measured", chosen)
-    assert sorted(set(series.table.step)) == [3, 6, 8]
-    assert len(values(results, "displacement", 8)) == 4
-
-
-def test_training_learns_and_the_penalty_does_what_it_says(recipe: Any, tmp_path: Path) -> None:
-    plain = train(settings(recipe(steps=30, eval_every=30, save_every=30)), tmp_path / "plain")
-    jreg = recipe(steps=30, eval_every=30, save_every=30, objective={"jump": 5.0})
-    turned = train(settings(jreg), tmp_path / "jreg")
-    for results in (plain, turned):
-        assert values(results, "validation_loss", 30)[0] < values(results, "validation_loss", 0)[0] - 0.3
-    assert values(plain, "validation_loss", 0) == values(turned, "validation_loss", 0)  # the same model, the same text
-    assert values(turned, "displacement", 30)[-1] < 0.5 * values(plain, "displacement", 30)[-1]
+    damaged = bytearray((tmp_path / "run" / "checkpoint-1" / "tokenizer.json").read_bytes())
+    damaged[500:504] = b"\xff\xfe\x00{"
+    (tmp_path / "run" / "checkpoint-1" / "tokenizer.json").write_bytes(damaged)
+    with pytest.raises(FulldepthError, match="checkpoint-1"):
+        export_run(tmp_path / "run", tmp_path / "damaged")
+    assert not (tmp_path / "damaged").exists()
 
 
 def test_memory_added_to_a_trained_llama_starts_where_it_stopped(recipe: Any, tmp_path: Path) -> None:
@@ -160,7 +142,7 @@ def test_memory_added_to_a_trained_llama_starts_where_it_stopped(recipe: Any, tm
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    from fulldepth.training import run as room
+    from fulldepth.training import text as room
 
     build = room.build_model
 
@@ -183,7 +165,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(recipe: Any, tmp_path: Path, mo
 
 
 BAD = {
-    "unknown recipe": (["tiny-lama"], "Did you mean 'tiny-llama'"),
+    "unknown recipe": (["tiny-lama"], "tiny-llama"),
+    "empty data": (["tiny-llama", "data.name=EMPTY"], "empty"),
     "unknown key": (["tiny-llama", "lerning_rate=1"], "learning_rate"),
     "unknown model key": (["tiny-llama", "model.hiden_size=8"], "hidden_size"),
     "unknown method": (["tiny-llama", "method=jerg"], "jreg"),
@@ -202,7 +185,8 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_message_and_code_2(case: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    arguments, message = BAD[case]
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
+    arguments, message = [*(a.replace("EMPTY", str(tmp_path / "empty.jsonl")) for a in BAD[case][0])], BAD[case][1]
     output = [] if case == "no output" else ["--output", str(tmp_path / "run")]
     monkeypatch.setattr(sys, "argv", ["fulldepth", "train", *arguments, *output])
     with pytest.raises(SystemExit) as leaving:
@@ -212,45 +196,3 @@ def test_bad_input_is_one_message_and_code_2(case: str, tmp_path: Path, monkeypa
     assert message in error, error
     assert "Traceback" not in error
     assert not list(tmp_path.rglob("checkpoint-*"))
-
-
-def test_a_micro_batch_that_does_not_divide_is_made_smaller_and_said(recipe: Any, tmp_path: Path) -> None:
-    found = {
-        size: train(settings(recipe(steps=2, eval_every=2, save_every=2, micro_batch_size=size)), tmp_path / str(size))
-        for size in (2, 3)
-    }
-    assert values(found[3], "validation_loss", 2) == values(found[2], "validation_loss", 2)
-    note = "A forward pass has 2 instead of 3 sequences: micro_batch_size divides a process's batch."
-    assert (found[3].meta["warnings"], found[2].meta["warnings"]) == ([note], [])
-
-
-@pytest.mark.parametrize("content", ["", '{"text": ""}\n'])
-def test_an_empty_corpus_is_refused(recipe: Any, tmp_path: Path, content: str) -> None:
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text(content, encoding="utf-8")
-    with pytest.raises(FulldepthError, match="empty"):
-        train(settings(recipe(data={"name": str(empty)})), tmp_path / "run")
-
-
-def test_list_and_dry_run(recipe: Any, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(sys, "argv", ["fulldepth", "train", "--list"])
-    with pytest.raises(SystemExit) as leaving:
-        main()
-    assert leaving.value.code == 0
-    listed = capsys.readouterr().out
-    assert all(name in listed for name in ("tiny-llama", "jreg-3.4b", "lime-depth-128"))
-    monkeypatch.setattr(sys, "argv", ["fulldepth", "train", str(recipe()), "--dry-run"])
-    with pytest.raises(SystemExit) as leaving:
-        main()
-    assert leaving.value.code == 0
-    assert "parameters" in capsys.readouterr().out
-
-
-def test_the_saved_settings_start_the_same_run_again(recipe: Any, tmp_path: Path) -> None:
-    path = recipe(steps=2, eval_every=2, save_every=2, method="jreg")
-    train(settings(path), tmp_path / "run")
-    saved = tmp_path / "run" / "settings.yaml"
-    assert yaml.safe_load(saved.read_text())["objective"]["jump"] == {"weight": 1.0, "alpha": 1.0}
-    again = train(settings(saved), tmp_path / "again")
-    first = Results.load(tmp_path / "run")
-    assert values(first, "validation_loss", 2) == values(again, "validation_loss", 2)

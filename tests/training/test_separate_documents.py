@@ -17,9 +17,9 @@ from fulldepth.errors import FulldepthError
 from fulldepth.results import Results
 from fulldepth.settings import layer, read
 from fulldepth.training import TrainSettings, train
-from fulldepth.training import run as room
-from fulldepth.training.loading import window_collator
-from fulldepth.training.separate_documents import require_separate_documents
+from fulldepth.training import text as room
+from fulldepth.training.text import require_separate_documents
+from fulldepth.training.trainer import window_collator
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 SMALL |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,12 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import fulldepth
-from fulldepth.architectures import DepthLlamaConfig
 from fulldepth.errors import FulldepthError
 from fulldepth.settings import layer
+from fulldepth.settings.train import TrainSettings
 from fulldepth.skip.exports.formats import as_stock
 from fulldepth.training.model import build_config, build_model
 from fulldepth.training.plan import plan
-from fulldepth.training.settings import TrainSettings
 
 BATCH, TIME, WIDTH, LAYERS, VOCAB = 4, 16, 32, 3, 64
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
@@ -169,24 +166,3 @@ def test_a_new_switch_starts_from_a_stock_checkpoint_and_keeps_its_own_start(tmp
         FulldepthError, match="is a gpt2, and the settings want a blend_llama, which a llama can become"
     ):
         config_of(asked({"checkpoint": str(tmp_path / "gpt2")}))
-
-
-def test_only_its_own_files_name_a_switch_or_the_classes_of_depth_llama() -> None:
-    """Nobody else imports its classes, or reads a field that a Llama's configuration lacks."""
-    own = {field.name for field in fields(DepthLlamaConfig)} - {field.name for field in fields(tf.LlamaConfig)}
-    found = []
-    for path in SOURCE.rglob("*.py"):
-        if SOURCE / "architectures" in path.parents:
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            name, read = None, False
-            if isinstance(node, ast.Name | ast.alias):
-                name = node.id if isinstance(node, ast.Name) else node.name
-            elif isinstance(node, ast.Attribute) and node.attr in own:
-                read = ast.unparse(node.value).endswith("config")
-            elif isinstance(node, ast.Call) and getattr(node.func, "id", None) == "getattr":
-                asked_for = node.args[1]
-                read = isinstance(asked_for, ast.Constant) and asked_for.value in own
-            if read or (name is not None and "DepthLlama" in name):
-                found.append(f"{path.relative_to(SOURCE)}:{node.lineno} {ast.unparse(node)}")
-    assert not found, "\n".join(found)

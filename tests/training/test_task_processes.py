@@ -1,4 +1,4 @@
-"""Classifiers and detectors: two processes, which copy or shard the weights, train and evaluate like one.
+"""Classifiers: two processes, which copy or shard the weights, train and evaluate like one.
 
 The two have 33 rows to validate on, in batches of 32: the second process gets one row.
 """
@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 
 from fulldepth.results import Results
 from fulldepth.training import train
-from training.conftest import DETR
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sharded_train import alone, launch
@@ -54,13 +53,6 @@ LANGUAGE = {
     "tokenizer": "builtin:300",
     "data": {"name": "corpus:builtin/train", "validation_sequences": 33},
 }
-DETECTION = {
-    "task": "detection",
-    "model": {**DETR, "num_queries": 8},
-    "initializer": {"distribution": "glorot"},
-    "data": {"name": "shapes:32x24/train", "validation": "shapes:32x33/validation", "image_size": 32},
-    "backbone_learning_rate": 1e-4,
-}
 STEPS = {
     "steps": 4,
     "global_batch_size": 8,
@@ -71,23 +63,16 @@ STEPS = {
     "save_every": 2,
 }
 RECIPES: dict[str, dict[str, Any]] = {
-    "vit-aligned": {**IMAGES, "method": "aligned", "micro_batch_size": 2},
     "vit-multi-exit": {**IMAGES, "method": "multi-exit", "micro_batch_size": 2},
     "bert-cos": {**BERT, "method": "cos-regularised", "objective": {"jump": 0.5}},
-    "bert-multi-exit": {**BERT, "method": "multi-exit"},
     "lm-multi-exit": {**LANGUAGE, "method": "multi-exit", "micro_batch_size": 2},
     "gpt2-aligned": {**GPT2, "method": "aligned", "objective": {"aligned": {"schedule": "always"}}},
-    "detr-baseline": {**DETECTION, "method": "baseline"},
-    "detr-aligned": {**DETECTION, "method": "aligned", "objective": {"similarity": 0.2}},
-    "detr-multi-exit": {**DETECTION, "method": "multi-exit", "objective": {"multi_exit": {"schedule": "alternate"}}},
 }
 COMPARED = (
     "train_loss",
     "validation_loss",
     "validation_accuracy",
     "lens_accuracy",
-    "average_precision",
-    "detection_loss",
     "displacement",
     "learning_rate",
     "penalty",
@@ -112,7 +97,7 @@ def table(folder: Path) -> dict[tuple[Any, ...], float]:
     rows = rows[rows.measure.isin(COMPARED)]
     keys = zip(rows.measure, rows.site, rows.statistic, rows.layer, rows.step, strict=True)
     values = dict(zip(keys, rows.value, strict=True))
-    read = rows[rows.measure.isin(("validation_loss", "lens_accuracy", "average_precision"))]
+    read = rows[rows.measure.isin(("validation_loss", "lens_accuracy"))]
     return values | {
         ("count", each.measure, each.layer, each.step): each._asdict()["count"] for each in read.itertuples()
     }
@@ -160,7 +145,7 @@ def test_two_processes_train_and_evaluate_like_one(runs: Path, name: str, kind: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vit-multi-exit", "detr-multi-exit"])
+@pytest.mark.parametrize("name", ["vit-multi-exit"])
 def test_a_multi_exit_run_is_resumed_with_its_heads(runs: Path, tmp_path: Path, name: str) -> None:
     """By two processes of the same kind, and the sharded checkpoint by one process."""
     for kind, by in (("copied", "copied"), ("sharded", "sharded"), ("sharded", "whole")):

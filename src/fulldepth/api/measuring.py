@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -83,69 +83,32 @@ def measure(
     Raises:
         FulldepthError: if model, data or settings are invalid, the anatomy is not proven, or `output` is taken.
     """
-    stated = {
+    given = {
         "measures": measures,
         "max_sequences": max_sequences,
         "sequence_length": sequence_length,
         "batch_size": batch_size,
         "tokens": token_policy,
-        "device": device,
-        "dtype": dtype,
+        "device": None if device is None else str(device),
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "tokenizer": str(tokenizer) if isinstance(tokenizer, str | Path) else None,
     }
-    resolved = _settings(recipe, stated, tokenizer, settings)
+    stated = {name: value for name, value in given.items() if value is not None}
+    resolved = layer(MeasureSettings, read(recipe, "measure") if recipe else {}, stated, nested(settings))
     own = None if isinstance(tokenizer, str | Path) else tokenizer
     with watching(progress, watcher) as shown:
-        if isinstance(model, str | Path) and own is None and stages is None:
-            return _measure_path(model, data, resolved, output, overwrite, series, shown)
-        if isinstance(model, str | Path) and series and find_checkpoints(model):
+        is_run = isinstance(model, str | Path) and series and bool(find_checkpoints(model))
+        if is_run and own is not None:
             raise FulldepthError("A series takes a tokenizer by its folder or Hub name, not as an object.")
-        return _measure_alone(model, data, resolved, own, output, overwrite, shown, stages=stages, head=head)
-
-
-def _settings(
-    recipe: str | Path | None, stated: Mapping[str, Any], tokenizer: Any, others: Mapping[str, Any]
-) -> MeasureSettings:
-    """The settings from recipe and arguments; those that are None are not given."""
-    given = {name: value for name, value in stated.items() if value is not None}
-    for name in ("device", "dtype"):
-        if name in given:
-            given[name] = str(given[name]).removeprefix("torch.")
-    if isinstance(tokenizer, str | Path):
-        given["tokenizer"] = str(tokenizer)
-    return layer(MeasureSettings, read(recipe, "measure") if recipe else {}, given, nested(others))
-
-
-def _measure_path(
-    model: str | Path,
-    data: Any,
-    settings: MeasureSettings,
-    output: str | Path | None,
-    overwrite: bool,
-    series: bool,
-    watcher: Watcher,
-) -> Results:
-    """Measure a checkpoint or a series; into a result folder with a page, if there is one."""
-    if output is None and not (series and find_checkpoints(model)):
-        return _measure_alone(model, data, settings, None, None, overwrite, watcher)
-    with TemporaryDirectory() if output is None else nullcontext(output) as folder:
-        return measure_into(model, data, folder, settings, overwrite=overwrite, series=series, watcher=watcher)
-
-
-def _measure_alone(
-    model: Any,
-    data: Any,
-    settings: MeasureSettings,
-    tokenizer: Any,
-    output: str | Path | None,
-    overwrite: bool,
-    watcher: Watcher,
-    **parts: Any,
-) -> Results:
-    """Measure one model, or the named parts of a module, and save the results."""
-    options: dict[str, Any] = settings.model_dump(exclude_unset=True)
-    named = options.pop("tokenizer", None)
-    with claimed(output, overwrite):
-        results = measurement.measure(model, data, tokenizer=tokenizer or named, watcher=watcher, **parts, **options)
-        if output is not None and launch.is_main():
-            results.save(output)
-    return results
+        if isinstance(model, str | Path) and own is None and stages is None and (is_run or output is not None):
+            with TemporaryDirectory() if output is None else nullcontext(output) as folder:
+                return measure_into(model, data, folder, resolved, overwrite=overwrite, series=series, watcher=shown)
+        options: dict[str, Any] = resolved.model_dump(exclude_unset=True)
+        named = options.pop("tokenizer", None)
+        with claimed(output, overwrite):
+            results = measurement.measure(
+                model, data, tokenizer=own or named, watcher=shown, stages=stages, head=head, **options
+            )
+            if output is not None and launch.is_main():
+                results.save(output)
+        return results

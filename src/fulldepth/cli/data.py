@@ -37,9 +37,6 @@ def prepare_command(
         ),
     ],
     settings: dict[str, Any],
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Number of tokenising processes. [default: one per core]")
-    ] = None,
     whole: Annotated[
         bool, typer.Option("--all", help="Tokenise all of the text, including what the run does not reach.")
     ] = False,
@@ -50,17 +47,16 @@ def prepare_command(
     tokens are stored in `data.cache`, else under `$FULLDEPTH_CACHE`, else under `~/.cache/fulldepth`. A run that needs
     more tokens extends them.
 
-    Run the same command on any number of machines that share that folder: each takes different units of the text. A
-    killed command resumes where it stopped.
+    A killed command resumes where it stopped.
 
-    Example: `fulldepth data prepare jreg-1b data.cache=/shared/tokens --workers 32`
+    Example: `fulldepth data prepare jreg-1b data.cache=/shared/tokens`
     """
     layer(TrainOptions, settings)  # finds wrong settings before torch is imported
     console.loading()
     from fulldepth.training import TrainSettings, prepare_text
 
     with bars.watching() as watcher:
-        packed = prepare_text(layer(TrainSettings, settings), whole=whole, writers=workers, watcher=watcher)
+        packed = prepare_text(layer(TrainSettings, settings), whole=whole, watcher=watcher)
     if console.is_main():
         for warning in packed.warnings:
             console.line(f"Note: {warning}")

@@ -31,7 +31,7 @@ def exit_command(
         str | None,
         typer.Option(
             "--data",
-            help="For classifiers rows with text + label, or a folder or .zip of images in class folders; for language "
+            help="For classifiers rows with text + label, or a folder of images in class folders; for language "
             "models text as for measure, a Hub data set, or corpus:builtin.",
         ),
     ] = None,
@@ -51,7 +51,13 @@ def exit_command(
     layers instead, checked in a fresh process: `fulldepth exit MODEL --export-layers 6 --output short/`
     """
     if settings.exports:
-        _export(model, data, output, settings, push_to_hub)
+        console.loading()
+        from fulldepth.exit import export_layers
+
+        given = {"data": data, "push_to_hub": push_to_hub, **settings.model_dump(exclude_unset=True)}
+        with bars.watching() as watcher:
+            exported = export_layers(model, output, watcher=watcher, **given)
+        console.checkpoint(exported, output, [("layers", f"{exported.layers} of {exported.num_layers}")])
         return
     if push_to_hub is not None:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in EXPORTS)
@@ -62,31 +68,8 @@ def exit_command(
 
     check_free(output, overwrite)  # before torch is imported
     console.loading()
-    from fulldepth.exit import sweep_with
+    from fulldepth.exit import sweep
 
     with bars.watching() as watcher:
-        results = sweep_with(model, data, settings, watcher, output=output, overwrite=overwrite)
+        results = sweep(model, data, output=output, overwrite=overwrite, watcher=watcher, settings=settings)
     console.finish(results, output / PAGE)
-
-
-def _export(model: str, data: str | None, output: Path, settings: ExitSettings, push_to_hub: str | None) -> None:
-    """Write a checkpoint with the first layers."""
-    if settings.effective_depth is not None and data is None:
-        raise FulldepthError("--effective-depth measures the accuracy of every layer, and needs --data.")
-    if output.exists():
-        raise FulldepthError(
-            f"{output} exists already; a checkpoint is never written over anything. Choose another name."
-        )
-    console.loading()
-    from fulldepth.exit import export_layers
-
-    with bars.watching() as watcher:
-        exported = export_layers(
-            model,
-            output,
-            data=data,
-            push_to_hub=push_to_hub,
-            watcher=watcher,
-            **settings.model_dump(exclude_unset=True),
-        )
-    console.checkpoint(exported, output, [("layers", f"{exported.layers} of {exported.num_layers}")])

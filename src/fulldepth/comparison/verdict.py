@@ -55,7 +55,6 @@ OTHER_REASONS = (
     ("the numbers of counted tokens differ", "sampling", "counted_tokens"),
     ("the token samples differ in size", "sampling", "reservoir_tokens"),
     ("the lens reads different numbers of positions", "sampling", "lens_positions"),
-    ("the lens multiplies in different precisions", "sampling", "lens_precision"),
     ("different numbers of sequences enter the entropies", "sampling", "entropy_sequences"),
     ("the versions of fulldepth differ", "versions", "fulldepth"),
 )

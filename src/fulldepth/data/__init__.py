@@ -1,19 +1,17 @@
 """Text, prompts with responses, labelled text and images, from files, the Hub, Python or the built-in corpus."""
 
 from fulldepth.data.arrays import prepare_arrays
-from fulldepth.data.cache.order import ORDER, ShuffledSampler
-from fulldepth.data.cache.windows import Packed, Windows, flatten_windows, pack
 from fulldepth.data.conversations import conversations
 from fulldepth.data.corpus import builtin_texts, train_tokenizer, train_wordpiece
 from fulldepth.data.documents import Documents, open_documents
-from fulldepth.data.images import image_content
-from fulldepth.data.labels import balanced_sample
-from fulldepth.data.masking import MASKED_SHARE
+from fulldepth.data.encoding import MASKED_SHARE
+from fulldepth.data.images import image_content, image_name, thumbnail
+from fulldepth.data.labelled import balanced_sample
+from fulldepth.data.order import ORDER, ShuffledSampler
+from fulldepth.data.packing import Packed, Windows, flatten_windows, pack
 from fulldepth.data.preparation import prepare
 from fulldepth.data.sequences import Batch, Sequences
-from fulldepth.data.shapes import write_shapes
 from fulldepth.data.sources import Record, Source, choose, content_hash, identities, open_source
-from fulldepth.data.thumbnails import image_name, thumbnail
 from fulldepth.data.tokens import decode_ids
 from fulldepth.data.translation import input_texts, prepare_translation
 
@@ -48,5 +46,4 @@ __all__ = [
     "thumbnail",
     "train_tokenizer",
     "train_wordpiece",
-    "write_shapes",
 ]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from fulldepth.data.batches import id_bytes
 from fulldepth.data.sequences import Batch, Picture, Sequences
 from fulldepth.errors import FulldepthError
 from fulldepth.fingerprint import Fingerprint
@@ -39,17 +40,16 @@ def prepare_arrays(data: Any, *, max_sequences: int = 256, seed: int = 0) -> Seq
     name = type(data).__name__ if not isinstance(data, tuple | list) else "arrays"
     data = data.dataset if isinstance(data, DataLoader) else data
     data = data.tensors if isinstance(data, TensorDataset) else data
-    if isinstance(data, np.ndarray | Tensor):
-        data = (data,)
-    if isinstance(data, tuple | list) and data and all(isinstance(part, np.ndarray | Tensor) for part in data):
-        inputs, labels = _of_arrays(data, max_sequences, seed)
+    parts = (data,) if isinstance(data, np.ndarray | Tensor) else data
+    if isinstance(parts, tuple | list) and parts and all(isinstance(part, np.ndarray | Tensor) for part in parts):
+        inputs, labels = _of_arrays(parts, max_sequences, seed)
     else:
         inputs, labels = _of_items(data, max_sequences, seed)
     if not len(inputs):
         raise FulldepthError(f"The data hold no sample. Expected {EXPECTED}.")
     fingerprint = Fingerprint("arrays", str(inputs.dtype), str(tuple(inputs.shape)))
     fingerprint.add(_bytes(inputs))
-    fingerprint.add(labels.numpy().astype("<i8").tobytes())
+    fingerprint.add(id_bytes(labels))
     known = labels[labels != IGNORE]
     return Sequences(
         name=name,

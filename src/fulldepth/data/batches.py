@@ -100,3 +100,8 @@ def padded_batch(examples: Sequence[Example], pad_id: int) -> dict[str, Tensor]:
 def padded(rows: Sequence[Tensor], value: int) -> Tensor:
     """[B, T] from rows of at most T numbers."""
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
+
+
+def id_bytes(ids: Tensor) -> bytes:
+    """Token ids as bytes, for a hash: little-endian int64 on every machine."""
+    return ids.numpy().astype("<i8").tobytes()

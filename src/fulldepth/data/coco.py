@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TypeGuard
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
+import pydantic
 from PIL import Image
+from pydantic import Field
 
 from fulldepth.data.images import Pick, StoredImage, stored_image
-from fulldepth.data.objects import Box, Objects, checked_box
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import read_json
 from fulldepth.uncertainty import identity
@@ -20,10 +23,49 @@ from fulldepth.uncertainty import identity
 MOST_BYTES = 1 << 30
 """Largest json file; COCO's own training file has 0.45 GB."""
 MOST_CATEGORIES = 10_000
-LARGEST_EDGE = 10**6
-REMEDY = "--skip-bad leaves such entries out and counts them."
+SLACK = 1.0
+"""Pixels by which a box may leave its image: annotation tools round."""
 SHOWN = 3
 """Defects that a warning quotes."""
+Edge = Annotated[int, Field(ge=1, le=10**6)]
+Box = tuple[float, float, float, float]
+"""x and y of the upper left corner, width, height, in pixels."""
+
+
+@dataclass(frozen=True)
+class Objects:
+    """The objects of one image of `width` x `height` pixels."""
+
+    width: int
+    height: int
+    classes: tuple[int, ...] = ()
+    boxes: tuple[Box, ...] = ()
+    crowd: tuple[bool, ...] = ()
+    """Whether the box holds a group of objects (COCO's `iscrowd`): it is no target, detections in it do not count."""
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+    @property
+    def relative(self) -> list[Box]:
+        """The boxes as (centre x, centre y, width, height), each divided by the image's width or height."""
+        across, down = self.width, self.height
+        return [((x + w / 2) / across, (y + h / 2) / down, w / across, h / down) for x, y, w, h in self.boxes]
+
+    @property
+    def targets(self) -> int:
+        """Number of objects to find: all but crowds."""
+        return sum(not crowd for crowd in self.crowd)
+
+    def numbered(self, numbers: Sequence[int | None]) -> Objects:
+        """The objects with other class indices, `numbers[i]` in place of i; those whose number is None are left out."""
+        entries = zip(map(numbers.__getitem__, self.classes), self.boxes, self.crowd, strict=True)
+        kept = [entry for entry in entries if entry[0] is not None]
+        return Objects(self.width, self.height, *zip(*kept, strict=True))
+
+    def mirrored(self) -> Objects:
+        """The objects of the image whose left and right are exchanged."""
+        return replace(self, boxes=tuple((self.width - x - w, y, w, h) for x, y, w, h in self.boxes))
 
 
 class Coco(NamedTuple):
@@ -37,21 +79,58 @@ class Coco(NamedTuple):
     warnings: list[str]
 
 
+class Entry(pydantic.BaseModel):
+    """An entry of a list of the json file; other keys are ignored."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+
+
+class ImageEntry(Entry):
+    """An image."""
+
+    id: int
+    file_name: str
+    width: Edge
+    height: Edge
+
+
+class Annotation(Entry):
+    """A box."""
+
+    image_id: int
+    category_id: int
+    bbox: Annotated[list[pydantic.FiniteFloat], Field(min_length=4, max_length=4)]
+    iscrowd: Literal[0, 1] = 0
+
+
+class Category(Entry):
+    """A class."""
+
+    id: int
+    name: str
+
+
+E = TypeVar("E", bound=Entry)
+
+
 @dataclass
 class Defects:
     """Defects of a file: the first one is an error, unless bad entries are skipped, which are then counted."""
 
     skip: bool
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
     first: list[str] = field(default_factory=list)
 
-    def note(self, kind: str, error: FulldepthError) -> None:
-        """Count a defect of an entry; raise it unless bad entries are skipped."""
-        if not self.skip:
-            raise FulldepthError(f"{error} {REMEDY}") from error
-        self.counts[kind] = self.counts.get(kind, 0) + 1
-        if len(self.first) < SHOWN:
-            self.first.append(str(error))
+    @contextmanager
+    def counted(self, kind: str) -> Iterator[None]:
+        """Count a defect that reading an entry meets; raise it unless bad entries are skipped."""
+        try:
+            yield
+        except FulldepthError as error:
+            if not self.skip:
+                raise FulldepthError(f"{error} --skip-bad leaves such entries out and counts them.") from error
+            self.counts[kind] += 1
+            self.first = [*self.first, str(error)][:SHOWN]
 
     def warnings(self, name: str) -> list[str]:
         """A sentence on all skipped entries; empty without any."""
@@ -86,105 +165,83 @@ def coco_rows(path: Path, *, skip_bad: bool = False, pick: Pick | None = None) -
             f"{path} is not in COCO's format for detection: expected an object with the lists images, annotations and "
             "categories."
         )
-    defects = Defects(skip_bad)
-    indices, classes = _categories(path.name, content["categories"])
-    images = _images(path, content["images"], defects)
+    defects, find = Defects(skip_bad), _finder(path)
+    names = _categories(path.name, content["categories"])
+    classes = {key: index for index, key in enumerate(names)}
+    images: dict[int, tuple[StoredImage, ImageEntry]] = {}
+    for position, value in enumerate(content["images"]):
+        with defects.counted("image"):
+            where, entry = _entry(path.name, "images", position, value, ImageEntry)
+            if entry.id in images:
+                raise FulldepthError(f"{where}: another image has the same id.")
+            stored = stored_image(find(where, entry.file_name), entry.file_name)
+            load = StoredImage(partial(_sized, stored, where, entry.width, entry.height), stored.content, stored.name)
+            images[entry.id] = load, entry
     if not images:
         first = f" without defects. The first: {defects.first[0]}" if defects.first else "."
         raise FulldepthError(f"{path} holds no images{first}")
-    objects = _annotations(path.name, content["annotations"], images, indices, defects)
-    chosen = list(images.items())
+    objects: defaultdict[int, list[tuple[int, Box, bool]]] = defaultdict(list)
+    for position, value in enumerate(content["annotations"]):
+        with defects.counted("annotation"):
+            where, given = _entry(path.name, "annotations", position, value, Annotation)
+            if given.image_id not in images:
+                raise FulldepthError(f"{where}: image_id {given.image_id} is not among the images.")
+            if given.category_id not in classes:
+                raise FulldepthError(f"{where}: category_id {given.category_id} is not among the categories.")
+            box = _inside(given.bbox, images[given.image_id][1], where)
+            objects[given.image_id].append((classes[given.category_id], box, bool(given.iscrowd)))
+    chosen = list(images.values())
     if pick is not None:
-        chosen = [chosen[i] for i in pick([identity(entry.load.name) for _, entry in chosen])]
-    rows = [{"image": entry.load, "objects": _objects(entry, objects.get(key, []))} for key, entry in chosen]
-    return Coco(path.name, rows, classes, defects.warnings(path.name))
+        chosen = [chosen[i] for i in pick([identity(load.name) for load, _ in chosen])]
+    rows = [
+        {"image": load, "objects": Objects(entry.width, entry.height, *zip(*objects[entry.id], strict=True))}
+        for load, entry in chosen
+    ]
+    return Coco(path.name, rows, tuple(names.values()), defects.warnings(path.name))
 
 
-class _Entry(NamedTuple):
-    """An image of the file."""
-
-    load: StoredImage
-    width: int
-    height: int
-
-
-class _Annotation(NamedTuple):
-    """A box with its class index."""
-
-    category: int
-    box: Box
-    crowd: bool
+def _entry(name: str, key: str, position: int, value: Any, kind: type[E]) -> tuple[str, E]:
+    """Location and content of an entry."""
+    where = f"{name} {key}[{position}]"
+    if isinstance(value, dict) and "id" in value:
+        where += f" (id {one_line(repr(value['id']), 40)})"
+    try:
+        return where, kind.model_validate(value)
+    except pydantic.ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        place = ".".join(map(str, problem["loc"])) or "the entry"
+        given = one_line(repr(problem["input"]), 80)
+        raise FulldepthError(f"{where}: {place} is {given}. {one_line(problem['msg'], 120)}.") from error
 
 
-def _objects(entry: _Entry, annotations: list[_Annotation]) -> Objects:
-    return Objects(
-        entry.width,
-        entry.height,
-        tuple(each.category for each in annotations),
-        tuple(each.box for each in annotations),
-        tuple(each.crowd for each in annotations),
-    )
-
-
-def _entries(name: str, key: str, values: list[Any], defects: Defects) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Location and content of the entries of a list that are objects; others are defects."""
-    for position, value in enumerate(values):
-        where = f"{name} {key}[{position}]"
-        if not isinstance(value, dict):
-            kind = key.removesuffix("s")
-            defects.note(kind, FulldepthError(f"{where} is {one_line(repr(value), 60)}, expected an object."))
-            continue
-        yield where if "id" not in value else f"{where} (id {one_line(repr(value['id']), 40)})", value
-
-
-def _categories(name: str, values: list[Any]) -> tuple[dict[int, int], tuple[str, ...]]:
-    """Class index of each category's id, and the names by index."""
+def _categories(name: str, values: list[Any]) -> dict[int, str]:
+    """Name of each category, in the order of their ids."""
     names: dict[int, str] = {}
     for position, value in enumerate(values):
-        where, entry = f"{name} categories[{position}]", value if isinstance(value, dict) else {}
-        key, title = entry.get("id"), entry.get("name")
-        title = one_line(title, 200) if isinstance(title, str) else ""
-        if not _is_id(key) or not title:
+        where, entry = _entry(name, "categories", position, value, Category)
+        title = one_line(entry.name, 200)
+        if not title or entry.id in names or title in names.values():
             raise FulldepthError(
-                f"{where} is {one_line(repr(value), 100)}, expected an object with an id (a whole number) and a name."
+                f"{where}: its name is empty, or another category has the same id or name ({one_line(title, 60)}). "
+                "Names are read up to 200 characters."
             )
-        if key in names or title in names.values():
-            raise FulldepthError(
-                f"{where} (id {key}): another category has the same id or name ({one_line(title, 60)}). Each needs its "
-                "own; names are read up to 200 characters."
-            )
-        names[key] = title
-    if not names or len(names) > MOST_CATEGORIES:
+        names[entry.id] = title
+    if not 1 <= len(names) <= MOST_CATEGORIES:
         raise FulldepthError(f"{name} has {len(names):,} categories, expected 1 to {MOST_CATEGORIES:,}.")
-    order = sorted(names)
-    return {key: index for index, key in enumerate(order)}, tuple(names[key] for key in order)
+    return dict(sorted(names.items()))
 
 
-def _images(path: Path, values: list[Any], defects: Defects) -> dict[int, _Entry]:
-    """The images by id."""
-    found: dict[int, _Entry] = {}
-    find = _finder(path)
-    for where, value in _entries(path.name, "images", values, defects):
-        try:
-            key = value.get("id")
-            if not _is_id(key):
-                raise FulldepthError(f"{where} needs an id, a whole number.")
-            if key in found:
-                raise FulldepthError(f"{where}: another image has the same id.")
-            width, height = _edge(value.get("width"), where), _edge(value.get("height"), where)
-            stored = stored_image(find(where, value.get("file_name")), str(value.get("file_name")))
-        except FulldepthError as error:
-            defects.note("image", error)
-            continue
-        loader = StoredImage(partial(_sized, stored, where, width, height), stored.content, stored.name)
-        found[key] = _Entry(loader, width, height)
-    return found
-
-
-def _edge(value: Any, where: str) -> int:
-    if not _is_id(value) or not 1 <= value <= LARGEST_EDGE:
-        raise FulldepthError(f"{where} needs its width and height in pixels, got {one_line(repr(value), 40)}.")
-    return value
+def _inside(box: list[float], image: ImageEntry, where: str) -> Box:
+    """A box, cut off at the edges of its image."""
+    x, y, width, height = box
+    left, top = max(x, 0.0), max(y, 0.0)
+    right, bottom = min(x + width, image.width), min(y + height, image.height)
+    outside = min(x, y) < -SLACK or x + width > image.width + SLACK or y + height > image.height + SLACK
+    if min(width, height) <= 0 or outside or right <= left or bottom <= top:
+        raise FulldepthError(
+            f"{where}: the box {box} has no area, or is not inside its image of {image.width} x {image.height} pixels."
+        )
+    return left, top, float(right - left), float(bottom - top)
 
 
 def _sized(stored: StoredImage, where: str, width: int, height: int) -> Image.Image:
@@ -198,15 +255,15 @@ def _sized(stored: StoredImage, where: str, width: int, height: int) -> Image.Im
     return image
 
 
-def _finder(path: Path) -> Callable[[str, Any], Path]:
+def _finder(path: Path) -> Callable[[str, str], Path]:
     """Function from (location, file name) to the image's file; it remembers the folder of the last one."""
     stem = path.stem.removeprefix("instances_")
     folders = [path.parent, path.parent / "images", path.parent / stem]
     folders += [path.parent.parent / stem, path.parent.parent / "images" / stem, path.parent.parent / "images"]
 
-    def find(where: str, name: Any) -> Path:
-        parts = PurePosixPath(name).parts if isinstance(name, str) else ()
-        if not parts or "\0" in str(name) or ".." in parts or PurePosixPath(str(name)).is_absolute():
+    def find(where: str, name: str) -> Path:
+        parts = PurePosixPath(name).parts
+        if not parts or "\0" in name or ".." in parts or PurePosixPath(name).is_absolute():
             raise FulldepthError(f"{where}: file_name is {one_line(repr(name), 80)}, expected a relative path.")
         for position, folder in enumerate(folders):
             if os.path.isfile(folder / name):  # False, where `Path.is_file` raises: names too long, folders locked
@@ -215,34 +272,3 @@ def _finder(path: Path) -> Callable[[str, Any], Path]:
         raise FulldepthError(f"{where}: there is no image file {one_line(name, 120)} in {path.parent} or near it.")
 
     return find
-
-
-def _annotations(
-    name: str, values: list[Any], images: Mapping[int, _Entry], indices: Mapping[int, int], defects: Defects
-) -> dict[int, list[_Annotation]]:
-    """The annotations by image id."""
-    found: dict[int, list[_Annotation]] = {}
-    for where, value in _entries(name, "annotations", values, defects):
-        try:
-            image, category, crowd = value.get("image_id"), value.get("category_id"), value.get("iscrowd", 0)
-            if not _is_id(image) or image not in images:
-                raise FulldepthError(f"{where}: image_id {_shown(image)} is not among the images.")
-            if not _is_id(category) or category not in indices:
-                raise FulldepthError(f"{where}: category_id {_shown(category)} is not among the categories.")
-            if crowd not in (0, 1):
-                raise FulldepthError(f"{where}: iscrowd is {one_line(repr(crowd), 40)}, expected 0 or 1.")
-            box = checked_box(value.get("bbox"), images[image].width, images[image].height, where)
-        except FulldepthError as error:
-            defects.note("annotation", error)
-            continue
-        found.setdefault(image, []).append(_Annotation(indices[category], box, bool(crowd)))
-    return found
-
-
-def _shown(key: Any) -> str:
-    """An id in a message."""
-    return f"{one_line(repr(key), 40)}{'' if _is_id(key) else ' (no whole number)'}"
-
-
-def _is_id(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -130,7 +130,7 @@ def conversation_prompts(rows: Rows, tokenizer: Any) -> Iterator[tuple[str, Prom
     for where, row in rows:
         shape = shape or _shape(row, where, tokenizer, answered=False)
         if shape.chat is not None:
-            messages = _chat(row, where, shape.chat)
+            messages = _messages(row, where, shape.chat)
             yield where, messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
         else:
             prompt = _prompt(row, where, shape)
@@ -157,21 +157,15 @@ def _shape(row: Mapping[str, Any], where: str, tokenizer: Any, *, answered: bool
 
 def _examples(row: Mapping[str, Any], where: str, shape: _Shape) -> list[dict[str, Any]]:
     """The examples of a row: one, or none."""
-    if shape.chat is None:
-        return _pair(row, where, shape)
-    messages = _chat(row, where, shape.chat)
-    answered = any(i and m["role"] == "assistant" and m["content"].strip() for i, m in enumerate(messages))
-    return [{"messages": messages}] if answered else []
-
-
-def _pair(row: Mapping[str, Any], where: str, shape: _Shape) -> list[dict[str, Any]]:
+    if shape.chat is not None:
+        messages = _messages(row, where, shape.chat)
+        return [{"messages": messages}] if _answered(messages[1:]) else []
     column = shape.pair[1]
     require_columns(row, shape.pair, where)
     prompt = _prompt(row, where, shape)
     if isinstance(row[shape.pair[0]], list):
-        completion = _messages(row[column], f"{where}, {column!r}")
-        answered = any(each["role"] == "assistant" and each["content"].strip() for each in completion)
-        return [{"prompt": prompt, "completion": completion}] if prompt and answered else []
+        completion = _messages(row, where, column)
+        return [{"prompt": prompt, "completion": completion}] if prompt and _answered(completion) else []
     response = text_value(row[column], f"{where}, {column!r}")
     if not response.strip():
         return []
@@ -180,11 +174,15 @@ def _pair(row: Mapping[str, Any], where: str, shape: _Shape) -> list[dict[str, A
     return [{"prompt": prompt if response[0].isspace() else _separated(prompt), "completion": response}]
 
 
+def _answered(messages: list[Message]) -> bool:
+    return any(message["role"] == "assistant" and message["content"].strip() for message in messages)
+
+
 def _prompt(row: Mapping[str, Any], where: str, shape: _Shape) -> Prompt:
     column = shape.pair[0]
     require_columns(row, [column], where)
     if isinstance(row[column], list):
-        return _messages(row[column], f"{where}, {column!r}")
+        return _messages(row, where, column)
     prompt = text_value(row[column], f"{where}, {column!r}")
     if shape.context is not None and row.get(shape.context):
         prompt += "\n\n" + text_value(row[shape.context], f"{where}, {shape.context!r}")
@@ -196,24 +194,23 @@ def _separated(prompt: str) -> str:
     return prompt if not prompt or prompt[-1].isspace() else prompt + "\n"
 
 
-def _chat(row: Mapping[str, Any], where: str, column: str) -> list[Message]:
+def _messages(row: Mapping[str, Any], where: str, column: str) -> list[Message]:
+    """The messages in a column of a row."""
     require_columns(row, [column], where)
-    return _messages(row[column], f"{where}, {column!r}")
-
-
-def _messages(value: Any, where: str) -> list[Message]:
+    value, messages = row[column], []
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
-        raise FulldepthError(f"{where} is of type {type(value).__name__}, expected a list of role and content.")
-    return [_message(message, f"{where}, message {number}") for number, message in enumerate(value, start=1)]
-
-
-def _message(message: Mapping[str, Any], where: str) -> Message:
-    keys = ("from", "value") if "from" in message and "value" in message else ("role", "content")
-    require_columns(message, keys, where)
-    role, content = (text_value(message[key], f"{where}, {key!r}") for key in keys)
-    if role not in ROLES:
-        raise unknown(f"role of {where}", role, ROLES)
-    return {"role": ROLES[role], "content": content}
+        raise FulldepthError(
+            f"{where}, {column!r} is of type {type(value).__name__}, expected a list of role and content."
+        )
+    for number, message in enumerate(value, start=1):
+        place = f"{where}, {column!r}, message {number}"
+        keys = ("from", "value") if "from" in message and "value" in message else ("role", "content")
+        require_columns(message, keys, place)
+        role, content = (text_value(message[key], f"{place}, {key!r}") for key in keys)
+        if role not in ROLES:
+            raise unknown(f"role of {place}", role, ROLES)
+        messages.append({"role": ROLES[role], "content": content})
+    return messages
 
 
 def _table(examples: list[dict[str, Any]]) -> datasets.Dataset:

@@ -13,7 +13,6 @@ from sklearn.datasets import load_digits
 from fulldepth.data.images import StoredImage
 from fulldepth.errors import unknown
 
-DIGITS = "digits:"
 PARTS = ("train", "test")
 CLASSES = tuple(str(digit) for digit in range(10))
 TEST_SHARE = 5

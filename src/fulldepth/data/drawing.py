@@ -12,6 +12,7 @@ Source: Efraimidis and Spirakis, "Weighted random sampling with a reservoir" (20
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -189,96 +190,74 @@ def draw_windows(
         least: tokens of a short window, at least.
     """
     pieces = pieces_of(*_measured(documents), piece or window, seed)
-    order = needed(pieces, count)
-    joined = _Joined(window, join, least)
-    if order is not None:
-        windows = _from_pieces(documents, pieces, tokenise, window, count, seed, joined)
+    if needed(pieces, count) is not None:
+        windows = _Cutter(documents, tokenise, window, count, seed, join, least).first_pieces(pieces)
         if len(windows) == count:
-            return Drawn([each for _, each in sorted(windows)], 0)
-    return _from_everything(documents, tokenise, window, count, seed, _Joined(window, join, least))
+            return Drawn(windows, 0)
+    return _Cutter(documents, tokenise, window, count, seed, join, least).everything()
 
 
-def _from_pieces(
-    documents: Sequence[tuple[int, str]],
-    pieces: Pieces,
-    tokenise: Tokenise,
-    window: int,
-    count: int,
-    seed: int,
-    joined: _Joined,
-) -> list[tuple[tuple[int, int], Window]]:
-    """((document, piece), window) of the first pieces in the order of their keys; too few if all pieces are used."""
-    windows: list[tuple[tuple[int, int], Window]] = []
-    totals = np.bincount(pieces.document)
-    for index in pieces.key.argsort(kind="stable").tolist():
-        if len(windows) == count:
-            break
-        document, number = int(pieces.document[index]), int(pieces.number[index])
-        total = int(totals[document])
-        name, text = documents[document]
-        start = _cut(text, number * len(text) // total)
-        stop = _cut(text, (number + 1) * len(text) // total)
-        ids = list(tokenise(Text(text[start:stop], start == 0, stop == len(text))))
-        place = document, number
-        if len(ids) >= window:
-            offset = identity(name, number, seed) % (len(ids) - window + 1)
-            block = start // (CHARACTERS * BLOCK)
-            windows.append((place, Window(ids[offset : offset + window], document, block)))
-        elif ids and (filled := joined.add(ids, document)) is not None:
-            windows.append(((filled.document, number), filled))
-    return windows
+@dataclass
+class _Cutter:
+    """Cuts documents into windows; joins short ones until they fill a window. Arguments as for `draw_windows`."""
 
+    documents: Sequence[tuple[int, str]]
+    tokenise: Tokenise
+    window: int
+    count: int
+    seed: int
+    join: Join | None
+    least: int
+    ids: list[int] = field(default_factory=list)
+    """Of the short documents that do not fill a window yet."""
+    document: int = 0
+    """The first of them."""
+    dropped: int = 0
 
-def _cut(text: str, place: int) -> int:
-    """The place behind the next space, within 64 characters, so that no word is cut; else the place itself."""
-    if place in (0, len(text)):
-        return place
-    space = next((index for index in range(place, min(place + 64, len(text))) if text[index].isspace()), None)
-    return place if space is None else space
+    def first_pieces(self, pieces: Pieces) -> list[Window]:
+        """The windows of the first pieces in the order of their keys, sorted by place; too few if all are used."""
+        windows: list[tuple[tuple[int, int], Window]] = []
+        totals = np.bincount(pieces.document)
+        for index in pieces.key.argsort(kind="stable").tolist():
+            if len(windows) == self.count:
+                break
+            document, number = int(pieces.document[index]), int(pieces.number[index])
+            total, (name, text) = int(totals[document]), self.documents[document]
+            start, stop = (_cut(text, part * len(text) // total) for part in (number, number + 1))
+            ids = list(self.tokenise(Text(text[start:stop], start == 0, stop == len(text))))
+            if len(ids) >= self.window:
+                offset = identity(name, number, self.seed) % (len(ids) - self.window + 1)
+                block = start // (CHARACTERS * BLOCK)
+                windows.append(((document, number), Window(ids[offset : offset + self.window], document, block)))
+            elif ids and (filled := self.add(ids, document)) is not None:
+                windows.append(((filled.document, number), filled))
+        return [each for _, each in sorted(windows)]
 
-
-def _from_everything(
-    documents: Sequence[tuple[int, str]],
-    tokenise: Tokenise,
-    window: int,
-    count: int,
-    seed: int,
-    joined: _Joined,
-) -> Drawn:
-    candidates: list[Window] = []
-    names: list[int] = []
-    left_over, join = 0, joined.join
-    for document, (name, text) in enumerate(documents):
-        ids = list(tokenise(Text(text)))
-        full = len(ids) // window * window
-        stop = len(ids) if join is None else full
-        for start in range(0, stop, window):
-            if min(window, len(ids) - start) >= joined.least:
-                candidates.append(Window(ids[start : start + window], document, start // BLOCK))
-                names.append(identity(name, start))
-        if join is not None and full:
-            left_over += len(ids) - full
-        elif join is not None and ids and (filled := joined.add(ids, document)) is not None:
-            candidates.append(filled)
-            names.append(identity(documents[filled.document][0], 0))
-    if not candidates and joined.ids:
-        return Drawn([Window(joined.ids, joined.document, 0)], 0)
-    chosen = sample(names, count, seed)
-    windows = sorted((candidates[index] for index in chosen), key=lambda each: each.document)  # stable
-    return Drawn(windows, left_over + joined.dropped + len(joined.ids))
-
-
-class _Joined:
-    """Short documents, joined until they fill a window."""
-
-    def __init__(self, window: int, join: Join | None, least: int) -> None:
-        self.window, self.join, self.least = window, join, least
-        self.ids: list[int] = []
-        self.document = 0
-        self.dropped = 0
+    def everything(self) -> Drawn:
+        """A sample of the windows into which all text is cut."""
+        candidates: list[Window] = []
+        names: list[int] = []
+        left_over, window = 0, self.window
+        for document, (name, text) in enumerate(self.documents):
+            ids = list(self.tokenise(Text(text)))
+            full = len(ids) // window * window
+            for start in range(0, len(ids) if self.join is None else full, window):
+                if min(window, len(ids) - start) >= self.least:
+                    candidates.append(Window(ids[start : start + window], document, start // BLOCK))
+                    names.append(identity(name, start))
+            if self.join is not None and full:
+                left_over += len(ids) - full
+            elif self.join is not None and ids and (filled := self.add(ids, document)) is not None:
+                candidates.append(filled)
+                names.append(identity(self.documents[filled.document][0], 0))
+        if not candidates and self.ids:
+            return Drawn([Window(self.ids, self.document, 0)], 0)
+        chosen = sample(names, self.count, self.seed)
+        windows = sorted((candidates[index] for index in chosen), key=lambda each: each.document)  # stable
+        return Drawn(windows, left_over + self.dropped + len(self.ids))
 
     def add(self, ids: list[int], document: int) -> Window | None:
-        """The window that a further document fills, if it does."""
+        """The window that a further short document fills, if it does."""
         if self.join is None:
             return Window(ids, document, 0) if len(ids) >= self.least else None
         if not self.ids:
@@ -289,6 +268,13 @@ class _Joined:
         full, rest = self.ids[: self.window], len(self.ids) - self.window
         self.ids, self.dropped = [], self.dropped + rest
         return Window(full, self.document, 0)
+
+
+def _cut(text: str, place: int) -> int:
+    """The place behind the next space, within 64 characters, so that no word is cut; else the place itself."""
+    if place in (0, len(text)):
+        return place
+    return next((index for index in range(place, min(place + 64, len(text))) if text[index].isspace()), place)
 
 
 def first_windows(
@@ -312,8 +298,8 @@ def first_windows(
         Full windows, or one short window if the whole text is shorter.
     """
     most = window * count
+    windows: list[Window] = []
     if join is None:
-        windows: list[Window] = []
         for document, text in enumerate(documents):
             ids = tokenise(text, most - window * len(windows))
             windows += [
@@ -333,15 +319,11 @@ def first_windows(
         starts.append(len(stream) - len(ids))
     del stream[most:]
     full = len(stream) // window * window if len(stream) >= window else window
-    places = range(0, min(full, len(stream)), window)
-    joined = [_place(stream[place : place + window], place, starts) for place in places]
-    return Drawn(joined, len(stream) - full if len(stream) >= window else 0)
-
-
-def _place(ids: list[int], place: int, starts: Sequence[int]) -> Window:
-    """A window at a place of the stream, in the document that its first token belongs to."""
-    document = max(0, int(np.searchsorted(starts, place, side="right")) - 1)
-    return Window(ids, document, max(0, place - starts[document]) // BLOCK)
+    for place in range(0, min(full, len(stream)), window):
+        document = max(0, int(np.searchsorted(starts, place, side="right")) - 1)  # that of the first token
+        block = max(0, place - starts[document]) // BLOCK
+        windows.append(Window(stream[place : place + window], document, block))
+    return Drawn(windows, max(0, len(stream) - full))
 
 
 def block_clusters(windows: Sequence[Window], identities: Sequence[int]) -> tuple[list[int], str, str | None]:

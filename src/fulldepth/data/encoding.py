@@ -8,16 +8,16 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fulldepth.data.batches import Example
-from fulldepth.data.drawing import Drawn, Text, block_clusters, draw_windows, first_windows
-from fulldepth.data.masking import mask_tokens
+from fulldepth.data.drawing import Text, block_clusters, draw_windows, first_windows
 from fulldepth.data.sources import Order, Record
 from fulldepth.data.tokens import Frame, check_positions, encode_texts, leading_ids, plain_ids
 from fulldepth.errors import FulldepthError
 from fulldepth.targets import IGNORE
 
+MASKED_SHARE = 0.15
+"""Share of the ordinary tokens that is masked, as in BERT; always by the mask token, never by a random one."""
 Bos = Literal["auto", "always", "never"]
 """Whether a window of text begins with the BOS token: as the tokenizer begins a text, always, or never."""
 
@@ -34,6 +34,11 @@ class Limits(NamedTuple):
     order: Order = "random"
     bos: Bos = "auto"
     one_per_row: bool = False
+    balanced: bool = False
+    vocab_size: int | None = None
+    pad_id: int | None = None
+    label2id: Mapping[str, int] | None = None
+    words: Sequence[str] = ()
 
     @property
     def longest(self) -> int:
@@ -82,17 +87,15 @@ def encode(name: str, kind: str, given: Records, task: str, tokenizer: Any, limi
         encoded = _windows(given, task, tokenizer, limits)
     else:
         encoded = _one_by_one(name, kind, given, task, tokenizer, limits)
-    examples = encoded.examples
-    if task == "causal-lm":
-        examples = [replace(example, labels=_causal_labels(example.input_ids)) for example in examples]
-    elif task == "masked-lm" and tokenizer.mask_token_id is not None:
-        examples = [_masked(example, index, tokenizer, limits.seed) for index, example in enumerate(examples)]
-    return encoded._replace(examples=examples)
-
-
-def _causal_labels(ids: Tensor) -> Tensor:
-    """[T] labels of a causal model: every token but the first, which has no context."""
-    return torch.cat([torch.full_like(ids[:1], IGNORE), ids[1:]])
+    if task != "masked-lm" or tokenizer.mask_token_id is None:
+        return encoded
+    masked = []
+    for index, example in enumerate(encoded.examples):
+        ids = example.input_ids.numpy()
+        special = np.isin(ids, tokenizer.all_special_ids)
+        masked_ids, labels = mask_tokens(ids, special, tokenizer.mask_token_id, seed=limits.seed, index=index)
+        masked.append(replace(example, masked_ids=torch.from_numpy(masked_ids), labels=torch.from_numpy(labels)))
+    return encoded._replace(examples=masked)
 
 
 def _windows(given: Records, task: str, tokenizer: Any, limits: Limits) -> Encoded:
@@ -111,12 +114,34 @@ def _windows(given: Records, task: str, tokenizer: Any, limits: Limits) -> Encod
         outer, inner = Frame(opening), Frame(frame.prefix if opening else (), frame.suffix)
     if length <= len(outer):
         raise FulldepthError(_no_room(length, outer))
-    drawn = _drawn(documents, task, tokenizer, limits, inner, length - len(outer), given.window)
+    separator = tokenizer.eos_token_id
+
+    def join(ids: list[int], following: Sequence[int]) -> list[int]:
+        between = [separator] if separator is not None and ids[-1] != separator else []
+        return [*ids, *between, *inner.prefix, *following]
+
+    def tokenise(text: Text) -> list[int]:
+        ids = plain_ids(tokenizer, text.text)
+        return [*ids, *(inner.suffix if text.ends and ids else ())]
+
+    def leading(text: str, needed: int) -> list[int]:
+        ids = leading_ids(tokenizer, text, needed)
+        return [*ids, *inner.suffix] if ids else []
+
+    options: dict[str, Any] = {
+        "window": length - len(outer),
+        "count": limits.max_sequences,
+        "join": None if task == "representation" else join,
+    }
+    if limits.order == "first":
+        drawn = first_windows((text for _, text in documents), leading, **options)
+    else:
+        drawn = draw_windows(documents, tokenise, seed=limits.seed, piece=given.window, **options)
     if drawn.left_over:
         warnings.append(f"{drawn.left_over} tokens at the ends of documents do not fill a sequence and are left out.")
     typed = _has_types(tokenizer, documents[0][1])
     wrapped = [outer.wrap(each.ids) for each in drawn.windows]
-    examples = [_example(ids, [0] * len(ids) if typed else None) for ids in wrapped]
+    examples = [_example(ids, task, [0] * len(ids) if typed else None) for ids in wrapped]
     clusters, unit, no_error = block_clusters(drawn.windows, [identity for identity, _ in documents])
     return Encoded(examples, warnings, clusters, unit, no_error)
 
@@ -128,44 +153,6 @@ def _opening(frame: Frame, tokenizer: Any, bos: Bos) -> tuple[tuple[int, ...], l
     if tokenizer.bos_token_id is None:
         return (), ["The tokenizer has no BOS token, so no sequence begins with it."]
     return (tokenizer.bos_token_id,), []
-
-
-def _drawn(
-    documents: Sequence[tuple[int, str]],
-    task: str,
-    tokenizer: Any,
-    limits: Limits,
-    inner: Frame,
-    window: int,
-    piece: int | None,
-) -> Drawn:
-    """The windows of `window` tokens, without their special tokens.
-
-    `inner` are those between documents that share a window, beside the end-of-text token.
-    """
-    separator = tokenizer.eos_token_id
-
-    def join(ids: list[int], following: Sequence[int]) -> list[int]:
-        between = [separator] if separator is not None and ids[-1] != separator else []
-        return [*ids, *between, *inner.prefix, *following]
-
-    def tokenise(text: Text) -> list[int]:
-        ids = plain_ids(tokenizer, text.text)
-        return [*ids, *(inner.suffix if text.ends and ids else ())]
-
-    texts = (text for _, text in documents)
-    options: dict[str, Any] = {"window": window, "count": limits.max_sequences}
-    joined = None if task == "representation" else join
-    if limits.order == "first":
-        return first_windows(
-            texts, lambda text, needed: _leading(tokenizer, text, needed, inner), join=joined, **options
-        )
-    return draw_windows(documents, tokenise, seed=limits.seed, piece=piece, join=joined, **options)
-
-
-def _leading(tokenizer: Any, text: str, needed: int, inner: Frame) -> list[int]:
-    ids = leading_ids(tokenizer, text, needed)
-    return [*ids, *inner.suffix] if ids else []
 
 
 def _one_by_one(name: str, kind: str, given: Records, task: str, tokenizer: Any, limits: Limits) -> Encoded:
@@ -189,14 +176,18 @@ def _one_by_one(name: str, kind: str, given: Records, task: str, tokenizer: Any,
     empty: list[int] = []
     for index, (record, text, label) in enumerate(zip(records, texts, given.labels, strict=True)):
         if record.second is not None:
-            joined, is_cut = _two(text, record.second, tokenizer, limits.longest)
+            joined = encode_texts(tokenizer, text, record.second)
+            is_cut = len(joined["input_ids"]) > limits.longest
+            if is_cut:  # the longer text, as the tokenizer does it
+                options = {"truncation": "longest_first", "max_length": limits.longest}
+                joined = encode_texts(tokenizer, text, record.second, **options)
             ids = joined["input_ids"]
-            examples.append(_example(ids, joined.get("token_type_ids"), label))
+            examples.append(_example(ids, task, joined.get("token_type_ids"), label))
         else:
             ids = leading_ids(tokenizer, text, room + 1)
             is_cut = len(ids) > room
             wrapped = frame.wrap(ids[:room])
-            examples.append(_example(wrapped, [0] * len(wrapped) if typed else None, label))
+            examples.append(_example(wrapped, task, [0] * len(wrapped) if typed else None, label))
         cut += [index] * is_cut
         empty += [index] * (not ids)
     warnings += _empty_warning(len(empty))
@@ -204,16 +195,12 @@ def _one_by_one(name: str, kind: str, given: Records, task: str, tokenizer: Any,
     if cut and not limits.truncate and kind == "labelled-text" and task == "text-classification":
         warnings.append(_too_long(name, records[cut[0]], len(cut), tokenizer, limits))
         left_out |= set(cut)
-    else:
-        warnings += _cut_warning(len(cut), limits)
+    elif cut:
+        verb = "text is" if len(cut) == 1 else "texts are"
+        warnings.append(f"{len(cut)} {verb} longer than {limits.longest} tokens and cut there.")
     kept = [index for index in range(len(examples)) if index not in left_out]
     unit = "document" if kind == "text" else "row"
     return Encoded([examples[i] for i in kept], warnings, [given.identities[i] for i in kept], unit)
-
-
-def _cut_warning(cut: int, limits: Limits) -> list[str]:
-    verb = "text is" if cut == 1 else "texts are"
-    return [f"{cut} {verb} longer than {limits.longest} tokens and cut there."] if cut else []
 
 
 def _empty_warning(count: int, noun: str = "text") -> list[str]:
@@ -235,15 +222,6 @@ def _too_long(name: str, first: Record, count: int, tokenizer: Any, limits: Limi
     if not limits.skip_bad:
         raise FulldepthError(f"{where} {remedy} (truncate), or leave them out (--skip-bad).")
     return f"{count} {'text is' if count == 1 else 'texts are'} too long and left out of {name}: {where}"
-
-
-def _two(first: str, second: str, tokenizer: Any, longest: int) -> tuple[Mapping[str, Any], bool]:
-    """Two texts as the tokenizer joins them, the longer one truncated if necessary; and whether it was."""
-    joined = encode_texts(tokenizer, first, second)
-    is_cut = len(joined["input_ids"]) > longest
-    if is_cut:
-        joined = encode_texts(tokenizer, first, second, truncation="longest_first", max_length=longest)
-    return joined, is_cut
 
 
 def _no_room(length: int, frame: Frame) -> str:
@@ -278,18 +256,38 @@ def _pairs(given: Records, tokenizer: Any, limits: Limits) -> Encoded:
     return Encoded(examples, warnings, clusters, "row")
 
 
-def _masked(example: Example, index: int, tokenizer: Any, seed: int) -> Example:
-    """The example with masked tokens and their labels."""
-    ids = example.input_ids.numpy()
-    special = np.isin(ids, tokenizer.all_special_ids)
-    masked_ids, labels = mask_tokens(ids, special, tokenizer.mask_token_id, seed=seed, index=index)
-    return replace(example, masked_ids=torch.from_numpy(masked_ids), labels=torch.from_numpy(labels))
-
-
 def _has_types(tokenizer: Any, text: str) -> bool:
     return "token_type_ids" in encode_texts(tokenizer, text[:8])
 
 
-def _example(ids: Sequence[int], types: Sequence[int] | None = None, class_index: int = IGNORE) -> Example:
+def _example(ids: Sequence[int], task: str, types: Sequence[int] | None = None, class_index: int = IGNORE) -> Example:
+    """A sequence; of a causal model every token but the first, which has no context, is predicted."""
     kinds = None if types is None else torch.tensor(types[: len(ids)], dtype=torch.int64)
-    return Example.of(ids, types=kinds, class_index=class_index)
+    predicted = (1, len(ids)) if task == "causal-lm" else (0, 0)
+    return Example.of(ids, *predicted, types=kinds, class_index=class_index)
+
+
+def mask_tokens(
+    ids: np.ndarray, special: np.ndarray, mask_id: int, *, seed: int, index: int, share: float = MASKED_SHARE
+) -> tuple[np.ndarray, np.ndarray]:
+    """Replace a share of the ordinary tokens by the mask token.
+
+    Args:
+        ids: `[T]` token ids.
+        special: `[T]` bool, positions that are never masked.
+        mask_id: id of the mask token.
+        seed: determines the positions together with `index`, independently of batching and order.
+        index: index of the sequence in the whole data set.
+        share: share of the ordinary tokens, rounded; at least one token if there is any.
+
+    Returns:
+        `[T]` ids with masks, and `[T]` targets: the true token where masked, -100 elsewhere.
+
+    Source: Devlin et al. 2019, section 3.1.
+    """
+    ordinary = np.flatnonzero(~special)
+    count = min(len(ordinary), max(1, round(share * len(ordinary))))
+    chosen = np.random.default_rng([seed, index]).choice(ordinary, count, replace=False)
+    masked_ids, targets = ids.copy(), np.full_like(ids, IGNORE)
+    targets[chosen], masked_ids[chosen] = ids[chosen], mask_id
+    return masked_ids, targets

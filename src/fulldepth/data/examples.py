@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
-import datasets
 import numpy as np
 
-from fulldepth.data.batches import Example
+from fulldepth.data.batches import Example, id_bytes
 from fulldepth.data.columns import TEXT_COLUMNS, Rows, column_texts, text_column
 from fulldepth.data.conversations import CUT_OFF, TABLES, is_conversation, read_conversations
 from fulldepth.data.documents import Documents, documents_of
@@ -42,8 +41,7 @@ class Examples:
     """`hash` of both parts, names, kinds, counts, `warnings`: plain values for a plan's `data`."""
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """Examples of one source."""
 
     name: str
@@ -88,7 +86,12 @@ def read_examples(
         FulldepthError: if there is nothing to read or to hold out, a row lacks prompt or response, pairs are too long
             (the message names them), tokens are not in the vocabulary, or there is no tokenizer.
     """
-    _check_settings(max_positions, sequence_length, limit)
+    for name, number, least in (("limit", limit, 1), ("sequence_length", sequence_length, 2)):
+        if number is not None and number < least:
+            raise FulldepthError(f"{name} must be at least {least}, got {number}.")
+    check_positions(sequence_length or 0, max_positions)
+    if tokenizer is None:
+        raise FulldepthError("The data are text, and the model has no tokenizer. Give one.")
     longest = sequence_length or max_positions
     window = sequence_length or min(DEFAULT_LENGTH, max_positions or DEFAULT_LENGTH)
     draw = _Draw(window, limit, seed)
@@ -96,12 +99,22 @@ def read_examples(
     first = second if second and data is None else _read(data, tokenizer, longest, draw)
     train = [] if first is second else first.examples
     if second is None:
-        train, heldout_examples = _split(first, seed)
-        second = _Part(f"a seeded fifth of {first.name}", first.kind, heldout_examples)
+        train, other = _split(first, seed)
+        second = _Part(f"a seeded fifth of {first.name}", first.kind, other)
     highest = max(int(example.input_ids.max()) for example in (*train, *second.examples))
-    warnings = [*check_vocabulary(highest, tokenizer, vocab_size), *_overlap(train, second.examples)]
+    warnings = check_vocabulary(highest, tokenizer, vocab_size)
+    trained, scored = (
+        [id_bytes(each.input_ids) + id_bytes(each.labels) for each in part] for part in (train, second.examples)
+    )
+    known = set(trained)
+    if both := sum(content in known for content in scored):
+        warnings.append(f"{both} of the {len(scored)} held-out examples are also among those to fit on.")
+    fingerprint = Fingerprint("fulldepth examples 1")  # over ids and labels of both parts, in order
+    for part in (trained, scored):
+        for content in (str(len(part)).encode(), *part):
+            fingerprint.add(content)
     meta = {
-        "hash": _hash(train, second.examples),
+        "hash": str(fingerprint),
         "name": first.name,
         "kind": first.kind,
         "train": _counts(train),
@@ -123,19 +136,10 @@ class _Draw(NamedTuple):
     seed: int
 
 
-def _check_settings(max_positions: int | None, sequence_length: int | None, limit: int | None) -> None:
-    for name, number, least in (("limit", limit, 1), ("sequence_length", sequence_length, 2)):
-        if number is not None and number < least:
-            raise FulldepthError(f"{name} must be at least {least}, got {number}.")
-    check_positions(sequence_length or 0, max_positions)
-
-
 def _read(data: Any, tokenizer: Any, longest: int | None, draw: _Draw) -> _Part:
     """All examples of one source."""
-    if tokenizer is None:
-        raise FulldepthError("The data are text, and the model has no tokenizer. Give one.")
-    if isinstance(data, str) and data == f"{CORPUS}builtin":
-        data = f"{CORPUS}builtin/heldout"  # as for `measure`: unseen by models trained on the corpus
+    if isinstance(data, str) and data == CORPUS:
+        data = f"{CORPUS}/heldout"  # as for `measure`: unseen by models trained on the corpus
     opened = None if isinstance(data, Documents) else open_data(data)
     if opened is None or opened.is_plain:
         documents = data if opened is None else documents_of(opened)
@@ -159,7 +163,7 @@ def _read(data: Any, tokenizer: Any, longest: int | None, draw: _Draw) -> _Part:
 
 def _rows(opened: Opened, columns: Sequence[str], draw: _Draw, *, texts: bool) -> Rows:
     """All rows, or the rows that the sample needs: of texts those that hold it."""
-    if draw.limit is None or isinstance(opened.table, datasets.IterableDataset):
+    if draw.limit is None or opened.is_stream:
         return islice(opened.rows(), draw.limit)
     if texts:
         rows = sampled_documents(opened, columns, draw.limit, draw.seed, draw.window)
@@ -243,10 +247,8 @@ def _split(part: _Part, seed: int) -> tuple[list[Example], list[Example]]:
         )
     order = np.random.default_rng(seed).permutation(documents).tolist()
     heldout = set(order[: max(1, round(len(documents) / HELDOUT_SHARE))])
-    return (
-        [example for example in part.examples if example.document not in heldout],
-        [example for example in part.examples if example.document in heldout],
-    )
+    train, other = ([e for e in part.examples if (e.document in heldout) == inside] for inside in (False, True))
+    return train, other
 
 
 def _counts(examples: Sequence[Example]) -> dict[str, int]:
@@ -256,23 +258,3 @@ def _counts(examples: Sequence[Example]) -> dict[str, int]:
         "tokens": sum(map(len, examples)),
         "predicted": sum(example.predicted for example in examples),
     }
-
-
-def _content(example: Example) -> bytes:
-    return b"".join(part.numpy().astype("<i8").tobytes() for part in (example.input_ids, example.labels))
-
-
-def _overlap(train: Sequence[Example], heldout: Sequence[Example]) -> list[str]:
-    contents = set(map(_content, train))
-    both = sum(_content(example) in contents for example in heldout)
-    return [f"{both} of the {len(heldout)} held-out examples are also among those to fit on."] if both else []
-
-
-def _hash(train: Sequence[Example], heldout: Sequence[Example]) -> str:
-    """Hash of the token ids and labels of both parts, in order."""
-    fingerprint = Fingerprint("fulldepth examples 1")
-    for part in (train, heldout):
-        fingerprint.add(str(len(part)).encode())
-        for example in part:
-            fingerprint.add(_content(example))
-    return str(fingerprint)

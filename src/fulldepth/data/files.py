@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from collections.abc import Callable, Container, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
@@ -63,12 +63,10 @@ def folder_files(folder: Path) -> Iterator[Path]:
                 raise FulldepthError(f"Cannot read {path}: {what}. Restore the file, or remove this one.")
 
 
-def text_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[str]:
-    r"""The lines of a UTF-8 file that begin at bytes `start` up to `stop`, each with its `\n`; no byte-order mark."""
-    if path.exists() and not path.is_file():
-        raise FulldepthError(f"Cannot read {path}: it is not a regular file.")
-    position, blank = start, start == 0 and stop is None
-    for line in reading_each(path, _byte_lines(path, start, stop)):
+def text_lines(path: Path) -> Iterator[str]:
+    r"""The lines of a UTF-8 file, each with its `\n`; no byte-order mark."""
+    position, blank = 0, True
+    for line in reading_each(path, _byte_lines(path)):
         text = _decode(line, path, position)
         position += len(line)
         blank = blank and not text.strip()
@@ -77,39 +75,15 @@ def text_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[
         raise FulldepthError(f"{path} is empty: it has {position} bytes and no text.")
 
 
-def _byte_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
-    """The lines of a file that begin in `start` up to `stop`, none longer than `LONGEST_LINE`."""
+def _byte_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, none longer than `LONGEST_LINE`."""
+    if path.exists() and not path.is_file():
+        raise FulldepthError(f"Cannot read {path}: it is not a regular file.")
     with path.open("rb") as file:
-        file.seek(start)
-        position = start
-        while (stop is None or position < stop) and (line := file.readline(LONGEST_LINE + 1)):
+        while line := file.readline(LONGEST_LINE + 1):
             if len(line) > LONGEST_LINE:
                 raise FulldepthError(f"Cannot read {path}: it has a line of more than {LONGEST_LINE >> 20} MiB.")
-            position += len(line)
             yield line
-
-
-def next_line(path: Path, byte: int) -> int:
-    """Position of the first line that begins at `byte` or later, or the end of the file."""
-    if byte <= 0:
-        return 0
-    line = next(reading_each(path, _byte_lines(path, byte - 1)), b"")
-    return byte - 1 + len(line)
-
-
-def next_paragraph(path: Path, byte: int, limit: int) -> int:
-    """Position after the first empty line from `byte` on, or after the line that reaches `limit` bytes.
-
-    The position depends only on the bytes from `byte - 1` on, and is non-decreasing in `byte`.
-    """
-    start = position = next_line(path, byte)
-    if start == 0:
-        return 0
-    for line in reading_each(path, _byte_lines(path, start)):
-        position += len(line)
-        if not line.strip() or position - start >= limit:
-            break
-    return position
 
 
 def _decode(line: bytes, path: Path, position: int) -> str:
@@ -134,12 +108,11 @@ def text_rows(path: Path) -> Rows:
     yield path.name, {"text": "".join(text_lines(path))}
 
 
-def jsonl_rows(path: Path, start: int = 0, stop: int | None = None) -> Rows:
-    """The objects of a `.jsonl` file on the lines that begin at bytes `start` up to `stop` (None = to the end)."""
-    after = f" after byte {start:,}" if start else ""
-    for number, line in enumerate(text_lines(path, start, stop), start=1):
+def jsonl_rows(path: Path) -> Rows:
+    """The objects on the lines of a `.jsonl` file."""
+    for number, line in enumerate(text_lines(path), start=1):
         if line.strip():
-            where = f"{path.name} line {number}{after}"
+            where = f"{path.name} line {number}"
             yield where, _json_row(line, where)
 
 
@@ -232,21 +205,10 @@ def parquet_classes(path: Path, column: str) -> tuple[str, ...]:
     return tuple(map(str, names)) if isinstance(names, list) else ()
 
 
-def parquet_groups(path: Path, column: str) -> list[int]:
-    """Uncompressed bytes of a column in each row group of a `.parquet` file, from its metadata."""
-    sizes = []
-    with reading(path), _open_parquet(path) as file:
-        for number in range(file.metadata.num_row_groups):
-            group = file.metadata.row_group(number)
-            chunks = [group.column(index) for index in range(group.num_columns)]
-            sizes.append(sum(max(0, c.total_uncompressed_size) for c in chunks if c.path_in_schema == column))
-    return sizes
-
-
 def parquet_lengths(path: Path, column: str) -> list[int]:
     """Bytes of the text in each row of a column of a `.parquet` file; no row becomes a Python object."""
     with reading(path):
-        return [size for batch in _parquet_batches(path, [column]) for size in lengths_of(batch.columns[0])]
+        return [size for _, batch in _parquet_batches(path, [column]) for size in lengths_of(batch[0])]
 
 
 def lengths_of(column: Any) -> list[int]:
@@ -260,26 +222,14 @@ def lengths_of(column: Any) -> list[int]:
     return [size or 0 for size in lengths.to_pylist()]
 
 
-def chosen_parquet_rows(path: Path, names: list[str], chosen: Sequence[int]) -> Rows:
-    """The chosen rows of a `.parquet` file, by their index, ascending; only their row groups are read."""
-    with reading(path), _open_parquet(path) as file:
-        ends = np.cumsum([file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)])
-    groups = np.searchsorted(ends, np.asarray(chosen, dtype=np.int64), side="right")
-    for group in np.unique(groups).tolist():
-        only = {index + 1 for index, own in zip(chosen, groups.tolist(), strict=True) if own == group}
-        yield from parquet_rows(path, names, range(group, group + 1), only)
-
-
-def parquet_rows(
-    path: Path, names: list[str] | None = None, groups: range | None = None, only: Container[int] | None = None
-) -> Rows:
-    """The rows of a `.parquet` file, optionally only some columns (`names`), row groups, and numbers of rows.
+def parquet_rows(path: Path, names: list[str] | None = None, chosen: Sequence[int] | None = None) -> Rows:
+    """The rows of a `.parquet` file, optionally only some columns (`names`), and of some indices, ascending.
 
     A file of a few kilobytes can represent terabytes, as repeated values are stored once. Repeated values therefore
     stay shared until their row is read, and the total decoded size is limited.
     """
-    number, budget = _rows_before(path, groups.start) if groups else 0, 0
-    for batch in reading_each(path, _parquet_batches(path, names, groups)):
+    only, budget = None if chosen is None else set(chosen), 0
+    for first, batch in reading_each(path, _parquet_batches(path, names, chosen)):
         budget = budget or SPARE_BYTES + EXPANSION * path.stat().st_size
         with reading(path):
             budget -= sum(map(_decoded_bytes, batch.columns))
@@ -288,14 +238,10 @@ def parquet_rows(
                 f"Cannot read {path}: its rows hold more than {SPARE_BYTES >> 30} GiB and {EXPANSION} times its size."
             )
         for index in range(batch.num_rows):
-            number += 1
-            if only is not None and number not in only:
-                continue
-            with reading(path):
-                row = {
-                    name: column[index].as_py() for name, column in zip(batch.schema.names, batch.columns, strict=True)
-                }
-            yield f"{path.name} row {number}", row
+            if only is None or first + index in only:
+                with reading(path):
+                    row = {name: column[index].as_py() for name, column in zip(batch.schema.names, batch, strict=True)}
+                yield f"{path.name} row {first + index + 1}", row
 
 
 def _open_parquet(path: Path, **options: Any) -> pyarrow.parquet.ParquetFile:
@@ -304,23 +250,27 @@ def _open_parquet(path: Path, **options: Any) -> pyarrow.parquet.ParquetFile:
     return pyarrow.parquet.ParquetFile(path, **options)
 
 
-def _rows_before(path: Path, group: int) -> int:
-    with reading(path), _open_parquet(path) as file:
-        return sum(file.metadata.row_group(number).num_rows for number in range(group))
-
-
-def _parquet_batches(path: Path, names: list[str] | None, groups: range | None = None) -> Iterator[pyarrow.RecordBatch]:
+def _parquet_batches(
+    path: Path, names: list[str] | None, chosen: Sequence[int] | None = None
+) -> Iterator[tuple[int, pyarrow.RecordBatch]]:
+    """Index of the first row and content of batches, of the row groups that hold one of the chosen rows."""
     with _open_parquet(path) as file:
         if len(set(file.schema_arrow.names)) < len(file.schema_arrow.names):
             raise FulldepthError(f"Cannot read {path}: two columns have the same name.")
         fields = [field for field in file.schema_arrow if names is None or field.name in names]
+        counts = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
     texts = [
         field.name for field in fields if pyarrow.types.is_string(field.type) or pyarrow.types.is_binary(field.type)
     ]
     rows = NESTED_BATCH_ROWS if any(pyarrow.types.is_nested(field.type) for field in fields) else BATCH_ROWS
+    stop = 0
     with _open_parquet(path, read_dictionary=texts) as file:
-        chosen = None if groups is None else list(groups)
-        yield from file.iter_batches(batch_size=rows, columns=names, row_groups=chosen)
+        for group, count in enumerate(counts):
+            first, stop = stop, stop + count
+            if chosen is None or bisect_left(chosen, first) < bisect_left(chosen, stop):
+                for batch in file.iter_batches(batch_size=rows, columns=names, row_groups=[group]):
+                    yield first, batch
+                    first += batch.num_rows
 
 
 def _decoded_bytes(column: pyarrow.Array) -> int:

@@ -1,23 +1,26 @@
-"""Images from files, archives, bytes or Python objects, decoded on use and within limits.
+"""Images from files, folders, bytes or Python objects, decoded on use and within limits; thumbnails of them.
 
 An image that is corrupt, truncated, too large or of an unsupported format is a `FulldepthError` that names it.
 """
 
 from __future__ import annotations
 
+import base64
 import io
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 from PIL import Image
 
-from fulldepth.data.columns import kind_of
+from fulldepth.data.columns import CAPTION_COLUMNS, kind_of, require_columns, text_value
+from fulldepth.data.files import ROWS, folder_files
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.files import read_bytes
+from fulldepth.files import read_bytes, reading
+from fulldepth.uncertainty import identity
 
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF")
 """Supported formats. For some others Pillow would run external programs."""
@@ -27,6 +30,17 @@ MOST_IMAGE_BYTES = 256 << 20
 MOST_PIXELS = 64 * 10**6
 MOST_RATIO = 200
 """Long edge over short edge."""
+SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
+METADATA = "metadata.jsonl"
+"""File of a folder of images that gives their captions, as Hugging Face's `imagefolder` reads it."""
+SPLITS = ("validation", "valid", "val", "dev", "test", "train")
+"""Names of splits, in order of preference if none is requested; the labels of `test` may be hidden."""
+SIDE = 64
+"""Most pixels of a thumbnail's longer edge."""
+MOST_BYTES = 6000
+"""Most bytes of a thumbnail as a file; its text is a third longer."""
+QUALITIES = (85, 60, 30, 10)
+"""Qualities of JPEG, tried in turn until the file is small enough."""
 
 ImageLoader = Callable[[], Image.Image]
 """Decodes an image to RGB; a `StoredImage` also gives the stored bytes without decoding."""
@@ -120,3 +134,110 @@ def decode_image(data: bytes, where: str) -> Image.Image:
         raise
     except Exception as error:  # decoders raise any exception on damaged files
         raise _unreadable(where, error) from error
+
+
+class Pictures(NamedTuple):
+    """The images of one split of a folder."""
+
+    name: str
+    rows: list[dict[str, Any]]
+    """`image` (a loader), `label` (class index, or None) and, in a folder with captions, `text` (None without one)."""
+    classes: tuple[str, ...]
+
+
+def has_images(path: Path) -> bool:
+    """Whether a folder or one of its sub-folders holds an image."""
+    with reading(path):
+        return any(file.suffix.lower() in SUFFIXES for file in folder_files(path))
+
+
+def folder_images(path: Path, split: str | None = None, *, held_out: bool = True, pick: Pick | None = None) -> Pictures:
+    """The images below a folder, `[train|validation|test/]class/file`; the classes are in sorted order of their names.
+
+    Without `split`, the first of `SPLITS` that exists (if not `held_out`, `train` before all others); `pick` chooses
+    images by the identities of their relative paths.
+
+    Raises:
+        FulldepthError: if there are no images, or not the split.
+    """
+    files = [PurePosixPath(file.relative_to(path).as_posix()) for file in folder_files(path)]
+    captions = _captions(path, files)
+    images, chosen = _arrange(path.name, files, split, held_out)
+    classes = tuple(sorted({label for _, label in images if label is not None}))
+    if pick is not None:
+        images = [images[i] for i in pick([identity(str(file)) for file, _ in images])]
+    rows: list[dict[str, Any]] = []
+    for file, label in images:
+        row = {"image": stored_image(path / file, str(file)), "label": None if label is None else classes.index(label)}
+        rows.append({**row, "text": captions.get(file)} if captions else row)
+    return Pictures(f"{path.name}/{chosen}" if chosen else path.name, rows, classes)
+
+
+def _captions(path: Path, files: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
+    """Image -> text, from every `metadata.jsonl` of a folder: rows with `file_name`, relative to it, and a caption."""
+    captions: dict[PurePosixPath, str] = {}
+    for file in sorted(file for file in files if file.name == METADATA):
+        for where, row in ROWS[".jsonl"](path / file):
+            column = next((name for name in CAPTION_COLUMNS if name in row), None)
+            if column is None:
+                continue
+            require_columns(row, ["file_name"], where)
+            image = file.parent / text_value(row["file_name"], f"{where}, 'file_name'")
+            captions[image] = text_value(row[column], f"{where}, {column!r}")
+    if missing := sorted(map(str, captions.keys() - set(files))):
+        raise FulldepthError(f"{METADATA} of {path.name} names {missing[0]}, which is not there.")
+    return captions
+
+
+def _arrange(
+    name: str, files: Sequence[PurePosixPath], split: str | None, held_out: bool
+) -> tuple[list[tuple[PurePosixPath, str | None]], str | None]:
+    """Sorted (file, class name) of the images among `files`, and the split they belong to, if there are splits."""
+
+    def folder(file: PurePosixPath, depth: int) -> str | None:
+        return file.parts[depth].lower() if len(file.parts) > depth + 1 else None
+
+    images = sorted(
+        f for f in files if f.suffix.lower() in SUFFIXES and not f.name.startswith(".") and "__MACOSX" not in f.parts
+    )
+    if not images:
+        have = one_line(", ".join(sorted({f.suffix or "(no suffix)" for f in files})) or "nothing", 200)
+        raise FulldepthError(f"No images in {name}. Found: {have}. Expected {', '.join(sorted(SUFFIXES))}.")
+    one = len({f.parts[0] for f in images}) == 1 and all(len(f.parts) > 2 for f in images)
+    depth = int(one and folder(images[0], 0) not in SPLITS)  # a single folder may contain everything
+    splits = {found for f in images if (found := folder(f, depth)) in SPLITS}
+    if split is None:
+        split = next((s for s in (SPLITS if held_out else ("train", *SPLITS)) if s in splits), None)
+    elif split not in splits:
+        raise FulldepthError(f"{name} has no split {split!r}. It has: {', '.join(sorted(splits)) or 'no splits'}.")
+    if split is not None:
+        images, depth = [f for f in images if folder(f, depth) == split], depth + 1
+    return [(f, f.parent.name if len(f.parts) > depth + 1 else None) for f in images], split
+
+
+def thumbnail(image: Image.Image) -> str:
+    """The image as a `data:` address, its longer edge at most `SIDE` pixels; smaller images keep their size.
+
+    PNG or JPEG, whichever is smaller. Only pixels are kept: no EXIF entries, comments or colour profiles.
+    """
+
+    def encoded(kind: str, **options: int) -> bytes:
+        buffer = io.BytesIO()
+        small.save(buffer, kind, optimize=True, **options)
+        return buffer.getvalue()
+
+    small = image.convert("RGB")
+    small.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+    small = Image.frombytes("RGB", small.size, small.tobytes())  # without the metadata, which Pillow would write
+    files = [("png", encoded("PNG"))]
+    for quality in QUALITIES:
+        files.append(("jpeg", encoded("JPEG", quality=quality)))
+        if len(files[-1][1]) <= MOST_BYTES:
+            break
+    kind, content = min(files, key=lambda file: len(file[1]))
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode('ascii')}"
+
+
+def image_name(load: ImageLoader) -> str:
+    """Name of the file of an image, within its folder; empty if it is in no file."""
+    return load.name if isinstance(load, StoredImage) else ""

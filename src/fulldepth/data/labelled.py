@@ -1,25 +1,27 @@
-"""Labelled rows to train classifiers and detectors on: checks of all rows, a held-out share, batches for the model."""
+"""Labels in a model's numbering, balanced samples, and rows to train on: checks, a held-out share, batches."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from fulldepth.data.batches import Example
+from fulldepth.data.coco import Objects
 from fulldepth.data.columns import LABEL_COLUMNS
 from fulldepth.data.images import image_content
-from fulldepth.data.labels import align_objects, numbering
 from fulldepth.data.sequences import Batch, Picture, collate_images, collate_texts
 from fulldepth.data.sources import SKIP, Record, Source, identities
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.uncertainty import sample
+from fulldepth.targets import IGNORE
+from fulldepth.uncertainty import distinct, ranks, sample
 
 MOST_READ = 200_000
 """Images up to which all are decoded before training; of more, damaged ones are found when they are read."""
@@ -27,13 +29,124 @@ MOST_NAMED = 3
 """Rows that a warning names."""
 KINDS = {"image-classification": "images", "text-classification": "labelled-text", "detection": "objects"}
 """Task -> kind of its sources."""
-NAMES = {
-    "images": "images",
-    "labelled-text": "labelled text",
-    "text": "texts without labels",
-    "objects": "images with boxes (a .json file in COCO's format, or shapes:builtin)",
-}
-"""Kind of a source -> what it holds, for messages."""
+
+
+class Labels(NamedTuple):
+    """Labels of all records: class indices (-100 = none), number of classes (None = no labels), names, warnings."""
+
+    ids: list[int]
+    num_classes: int | None
+    class_names: tuple[str, ...]
+    warnings: list[str]
+
+
+def numbering(classes: Mapping[int, str]) -> Callable[[str], int | None]:
+    """The class of a name: the one spelled alike, else one that differs in case only, else None.
+
+    Args:
+        classes: class -> name.
+    """
+    exact = {name: index for index, name in classes.items()}
+    folded = {name.casefold(): index for index, name in classes.items()}
+    return lambda name: exact.get(name, folded.get(name.casefold()))
+
+
+def align_labels(source: Source, task: str, label2id: Mapping[str, int] | None) -> Labels:
+    """The labels of all records; `FulldepthError` if a classifier has fewer classes than the data.
+
+    If all names occur in `label2id`, ignoring case where a name does not occur as it is written, they are numbered as
+    there; otherwise labels keep their numbers.
+    """
+    raw, names, warnings = [record.label for record in source.records], source.class_names, []
+    model = {int(index): name for name, index in (label2id or {}).items()}
+    classifier = task.endswith("-classification") and bool(model)
+    number_of = numbering(model)
+    to_id = [index for name in names if (index := number_of(name)) is not None]
+    if names and len(to_id) == len(names):
+        raw = [None if label is None else to_id[label] for label in raw]
+        names = tuple(model.get(index, str(index)) for index in range(max(model) + 1))
+    elif names and classifier and not all(name.startswith("LABEL_") for name in model.values()):
+        warnings = [
+            f"The data's classes ({_listed(names)}) are not the model's ({_listed(model.values())}); taken in order."
+        ]
+    present = [label for label in raw if label is not None]
+    if not present:
+        return Labels([IGNORE] * len(raw), None, (), warnings)
+    if classifier and max(present) > max(model):
+        where = source.records[raw.index(max(present))].where
+        raise FulldepthError(
+            f"{where}: {source.name} has labels up to {max(present)}, the model has {len(model)} classes: "
+            f"{_listed(model.values())}."
+        )
+    ids = [IGNORE if label is None else label for label in raw]
+    return Labels(ids, max(len(names), max(present) + 1), names, warnings)
+
+
+def align_objects(
+    source: Source, label2id: Mapping[str, int] | None, *, skip_bad: bool = False
+) -> tuple[list[Objects | None], Labels]:
+    """The objects of all records in the model's numbering of classes, and the classes.
+
+    If a class of the data has the name of one of the model's, classes follow the names, and objects of the others are
+    unknown; if none has, they are taken in order, with a warning.
+
+    Args:
+        source: from `open_source`.
+        label2id: the model's classes.
+        skip_bad: leave unknown objects out, and count them in the warnings.
+
+    Raises:
+        FulldepthError: without `skip_bad` for the first unknown object; if the data have more classes than the model.
+    """
+    names, model = source.class_names, {int(index): name for name, index in (label2id or {}).items()}
+    number_of = numbering(model)
+    numbers: list[int | None] = [number_of(name) for name in names]
+    if any(index is not None for index in numbers):
+        names, warnings = tuple(model.get(index, str(index)) for index in range(max(model) + 1)), []
+    else:
+        classes = [Record(label=index, where=f"category {name}") for index, name in enumerate(names)]
+        found = align_labels(replace(source, records=classes), "detection-classification", label2id)
+        numbers, names, warnings = [*found.ids], found.class_names, found.warnings
+    unknown = [
+        (record, index)
+        for record in source.records
+        for index in (record.objects.classes if record.objects is not None else ())
+        if numbers[index] is None
+    ]
+    if unknown:
+        record, index = unknown[0]
+        first = (
+            f"{record.where}: an object is a {one_line(source.class_names[index], 60)}, which is none of the "
+            f"{len(model)} classes ({_listed(model.values())})."
+        )
+        if not skip_bad:
+            raise FulldepthError(f"{first} --skip-bad leaves such objects out and counts them.")
+        count = f"{len(unknown)} object{' is' if len(unknown) == 1 else 's are'}"
+        warnings = [*warnings, f"{count} left out of {source.name}. The first: {first}"]
+    aligned = [None if record.objects is None else record.objects.numbered(numbers) for record in source.records]
+    return aligned, Labels([IGNORE] * len(aligned), None, names, warnings)
+
+
+def _listed(names: Iterable[str]) -> str:
+    """The first five of some names, for a message."""
+    first = list(islice(names, 6))
+    return one_line(", ".join(first[:5]) + (", ..." if len(first) > 5 else ""), 200)
+
+
+def balanced_sample(labels: Sequence[int], identities: Sequence[int], limit: int, seed: int) -> list[int]:
+    """Indices, ascending, of at most `limit` items: all if there are no more, else a seeded sample of classes in turn.
+
+    A mean over it is a mean over classes.
+    """
+    if len(labels) <= limit:
+        return list(range(len(labels)))
+    shuffled = ranks(distinct(identities), seed).argsort(kind="stable").tolist()
+    drawn: Counter[int] = Counter()
+    turn = {}
+    for index in shuffled:
+        turn[index] = drawn[labels[index]]
+        drawn[labels[index]] += 1
+    return sorted(sorted(shuffled, key=turn.__getitem__)[:limit])  # stable: within a turn, the shuffled order
 
 
 class Rows(NamedTuple):
@@ -83,8 +196,7 @@ def name_classes(source: Source, declared: int | None = None) -> tuple[str, ...]
 def check_kind(source: Source, task: str) -> None:
     """Refuse a source of another kind than the task trains on."""
     if source.kind != KINDS[task]:
-        wanted, has = NAMES[KINDS[task]], NAMES.get(source.kind, source.kind)
-        raise FulldepthError(f"task: {task} trains on {wanted}; {source.name} holds {has}.")
+        raise FulldepthError(f"task: {task} trains on {KINDS[task]}; {source.name} holds {source.kind}.")
 
 
 def check_rows(
@@ -104,20 +216,24 @@ def check_rows(
     """
     check_kind(source, task)
     read = (skip_bad or len(source) <= MOST_READ) if read is None else read
+    warnings: list[str] = []
     if source.kind == "objects":
-        source, warnings = _renumbered(source, classes, skip_bad)
-        records, digests, bad = _checked(source, lambda _: None, read=read, skip_bad=skip_bad)
-        rows = replace(source, records=records, class_names=tuple(classes))
-        return Rows(rows, digests, [*warnings, *_summary(source.name, bad)])
+        aligned, labels = align_objects(source, {name: i for i, name in enumerate(classes)}, skip_bad=skip_bad)
+        warnings = [*source.warnings, *labels.warnings]
+        records = [replace(record, objects=each) for record, each in zip(source.records, aligned, strict=True)]
+        source = replace(source, records=records)
     numbers = _numbers(source, classes)
 
     def label(record: Record) -> int | None:
+        if source.kind == "objects":
+            return None
         if record.label is None:
             raise FulldepthError(f"{record.where} has no label.")
         return _number(record, source.class_names, numbers, classes)
 
     records, digests, bad = _checked(source, label, read=read, skip_bad=skip_bad)
-    return Rows(replace(source, records=records, class_names=tuple(classes)), digests, _summary(source.name, bad))
+    rows = replace(source, records=records, class_names=tuple(classes))
+    return Rows(rows, digests, [*warnings, *_summary(source.name, bad)])
 
 
 def usable_rows(
@@ -190,8 +306,7 @@ def check_classes(rows: Rows, *, skip_bad: bool = False) -> list[str]:
     missing = [classes[number] for number in sorted(set(range(len(classes))) - set(rows.labels))]
     if not missing:
         return []
-    named = one_line(", ".join(missing[:MOST_NAMED]) + (", ..." if len(missing) > MOST_NAMED else ""), 200)
-    sentence = f"{rows.source.name} has no row of {len(missing)} of the {len(classes)} classes ({named})."
+    sentence = f"{rows.source.name} has no row of {len(missing)} of the {len(classes)} classes ({_listed(missing)})."
     if not skip_bad:
         raise FulldepthError(f"{sentence} Give rows of every class, or set data.skip_bad.")
     return [sentence]
@@ -211,13 +326,17 @@ def held_out(rows: Rows, most: int, seed: int) -> np.ndarray:
     Raises:
         FulldepthError: if all rows are equal.
     """
+
+    def drawn(digest: bytes) -> bytes:
+        return hashlib.sha256(seed.to_bytes(8, "little", signed=True) + digest).digest()
+
     groups: defaultdict[bytes, list[int]] = defaultdict(list)
     for index, digest in enumerate(rows.digests):
         groups[digest].append(index)
     labels = rows.labels
     remaining = Counter(labels)
     chosen = np.zeros(len(labels), bool)
-    for group in sorted(groups.values(), key=lambda rows_: _drawn(rows.digests[rows_[0]], seed)):
+    for group in sorted(groups.values(), key=lambda indices: drawn(rows.digests[indices[0]])):
         own = Counter(labels[i] for i in group)
         if chosen.sum() + len(group) <= most and all(remaining[label] > count for label, count in own.items()):
             chosen[group] = True
@@ -288,14 +407,6 @@ def in_epochs(positions: Iterable[int], size: int) -> Iterator[int]:
     return (index + position // size * size for position, index in enumerate(positions))
 
 
-def _renumbered(source: Source, classes: Sequence[str], skip_bad: bool) -> tuple[Source, list[str]]:
-    """A source whose boxes are in the numbering of the classes, and its warnings."""
-    label2id = {name: index for index, name in enumerate(classes)}
-    objects, labels = align_objects(source, label2id, skip_bad=skip_bad)
-    records = [replace(record, objects=each) for record, each in zip(source.records, objects, strict=True)]
-    return replace(source, records=records), [*source.warnings, *labels.warnings]
-
-
 def _numbers(source: Source, classes: Sequence[str]) -> list[int | None] | None:
     """Class of each of the source's own numbers, None for an unknown name; None = the numbers are the classes."""
     if not source.class_names or tuple(source.class_names) == tuple(classes[: len(source.class_names)]):
@@ -313,9 +424,9 @@ def _number(
         return None
     number = label if numbers is None else numbers[label] if label < len(numbers) else None
     if number is None or not 0 <= number < len(classes):
-        named = one_line(", ".join(classes[:5]) + (", ..." if len(classes) > 5 else ""), 200)
         raise FulldepthError(
-            f"{record.where}: its label ({_shown(names, label)}) is none of the {len(classes)} classes ({named})."
+            f"{record.where}: its label ({_shown(names, label)}) is none of the {len(classes)} classes "
+            f"({_listed(classes)})."
         )
     return number
 
@@ -333,10 +444,6 @@ def _digest(record: Record, read: bool) -> bytes:
         part = (text or "").encode("utf-8", "surrogatepass")
         sha.update(len(part).to_bytes(8, "little") + part)
     return sha.digest()
-
-
-def _drawn(digest: bytes, seed: int) -> bytes:
-    return hashlib.sha256(seed.to_bytes(8, "little", signed=True) + digest).digest()
 
 
 def _summary(name: str, bad: Sequence[str]) -> list[str]:

@@ -6,7 +6,9 @@ responses, and `examples` to token ids for the search.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -14,31 +16,34 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from PIL import Image
 
-from fulldepth.data import authors, digits
+from fulldepth.data import digits
 from fulldepth.data.coco import coco_rows
-from fulldepth.data.columns import IMAGE_COLUMNS, Rows
+from fulldepth.data.columns import IMAGE_COLUMNS, LABEL_COLUMNS, Rows
 from fulldepth.data.corpus import PARTS, builtin_texts
 from fulldepth.data.files import ROWS, folder_files, parquet_classes, parquet_rows, parquet_shape, path_of
-from fulldepth.data.hub import HUB_NAME, load_hub, stated_classes
-from fulldepth.data.image_folders import SPLITS, Pictures, folder_images, has_images, zip_images
-from fulldepth.data.images import ImageLoader, Pick, StoredImage, image_content, image_value
-from fulldepth.data.shapes import CLASSES as SHAPE_CLASSES
-from fulldepth.data.shapes import SHAPES, shapes_rows
+from fulldepth.data.images import (
+    SPLITS,
+    ImageLoader,
+    Pick,
+    StoredImage,
+    folder_images,
+    has_images,
+    image_content,
+    image_value,
+)
 from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.files import reading, reading_each
 
-CORPUS = "corpus:"
-DIGITS = digits.DIGITS
-BUILTIN: dict[str, tuple[str, tuple[str, ...], Callable[[str], Sequence[Any]], tuple[str, ...]]] = {
-    CORPUS: ("corpus", PARTS, builtin_texts, ()),
-    DIGITS: ("set of digits", digits.PARTS, digits.digit_rows, digits.CLASSES),
-    authors.AUTHORS: ("set of passages", authors.PARTS, authors.author_rows, ()),
+CORPUS, DIGITS = "corpus:builtin", "digits:builtin"
+BUILTIN: dict[str, tuple[tuple[str, ...], Callable[[str], Sequence[Any]], tuple[str, ...]]] = {
+    CORPUS: (PARTS, builtin_texts, ()),
+    DIGITS: (digits.PARTS, digits.digit_rows, digits.CLASSES),
 }
-"""Prefix of built-in data -> noun, parts (to train on, held out), function of the part, names of the classes."""
-DATASETS = datasets.Dataset | datasets.IterableDataset
-SPLIT_DATASETS = datasets.DatasetDict | datasets.IterableDatasetDict
+"""Built-in data -> parts (to train on, held out), function of the part, names of the classes."""
+TABLES = datasets.Dataset | datasets.IterableDataset | datasets.DatasetDict | datasets.IterableDatasetDict
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
+"""A Hub data set: `name` or `owner/name`, and a configuration after a colon where it has several."""
 Choice = Callable[[Iterable[str], str], Sequence[str]]
 """(names of the columns, location for messages) -> the columns to read."""
 
@@ -67,16 +72,16 @@ class Opened:
     """Sentences on entries that were skipped."""
 
     @property
-    def is_corpus(self) -> bool:
-        """Whether this is the built-in corpus, whose items are novels."""
-        return self.name.startswith(CORPUS)
-
-    @property
     def is_plain(self) -> bool:
         """Whether the data are texts without columns (for a folder, by its first file)."""
         if self.files:
             return self.files[0].suffix.lower() == ".txt"
         return self.table is None and bool(self.items) and isinstance(self.items[0], str)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the rows can only be read in their order, and may have no end."""
+        return isinstance(self.table, datasets.IterableDataset)
 
     def rows(self, choose: Choice | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(location, row) pairs, read anew by each call; a text is a row with `text`.
@@ -128,16 +133,16 @@ def open_data(
         data: a `.txt`, `.jsonl`, `.tsv` or `.parquet` file; a folder of them, sub-folders included, in the order of
             their paths; `corpus:builtin`, `corpus:builtin/train` or `corpus:builtin/heldout`; a Hub data set (`name` or
             `name:configuration`); a data set of `datasets`, or a mapping of its splits; a list of texts or of mappings;
-            `authors:builtin` (labelled passages); with `images`, `digits:builtin`, `shapes:builtin`, or a split.
+            with `images`, `digits:builtin`, or a split of it.
         config: configuration of a Hub data set.
         split: split of a data set or of a folder of images, part of the corpus; None: see `held_out`.
         limit: most rows to read: the first ones (of a Hub data set only these are downloaded); not of `images`.
         streaming: read a Hub data set as a stream instead of downloading it first.
         held_out: without `split`, take the validation or test split, or the corpus's held-out part, where there is one.
-        images: also accept a `.zip` or a folder of images, and a `.json` file in COCO's format.
+        images: also accept a folder of images, and a `.json` file in COCO's format.
         skip_bad: leave out bad entries of a file in COCO's format, and count them (`warnings`).
-        pick: chooses among images in folders, archives, files in COCO's format and `shapes:`, by the identities of
-            their paths; other data are opened whole. None = all.
+        pick: chooses among images in folders and files in COCO's format, by the identities of their paths; other data
+            are opened whole. None = all.
         suffixes: of the files to read.
 
     Raises:
@@ -146,7 +151,7 @@ def open_data(
     if limit is not None and limit < 1:
         raise FulldepthError(f"At least one row must be read, got the limit {limit}.")
     expected = _expected(suffixes, images=images)
-    if isinstance(data, DATASETS | SPLIT_DATASETS):
+    if isinstance(data, TABLES):
         name, table = _one_split("datasets.Dataset", data, split, held_out=held_out)
         return _opened_table(name, table, None, limit)
     if isinstance(data, Sequence) and not isinstance(data, str | bytes):
@@ -155,20 +160,50 @@ def open_data(
         kind = type(data).__name__
         raise FulldepthError(f"Cannot read data of type {kind}. Expected {expected}, or a list of texts or mappings.")
     name, path = str(data), path_of(str(data))
-    if (special := _special(name, path, split, limit, held_out, images, skip_bad, pick)) is not None:
-        return special
+    if name.partition(":")[0] in ("corpus", *(["digits"] if images else [])) and ":" in name:
+        return _opened_builtin(name, split, limit, held_out)
     if path.exists():
-        pictures = _pictures(path, split, held_out, pick) if images else None
-        if pictures is not None:
-            return Opened(pictures.name, items=pictures.rows, labels=pictures.classes)
-        if split is not None or config is not None:
+        found = _pictures(path, split, held_out, skip_bad, pick) if images else None
+        if found is None and (split is not None or config is not None):
             raise FulldepthError(f"{path} has no splits and no configurations. Leave out {split or config!r}.")
-        return Opened(path.name, tuple(_list_files(path, suffixes, images=images)), path, limit=limit)
+        return found or Opened(path.name, tuple(_list_files(path, suffixes, images=images)), path, limit=limit)
     if not _may_be_on_hub(name, path):
         raise FulldepthError(f"There is no file or folder {one_line(name)}. Expected {expected}.")
-    repository, full, table = load_hub(name, config, split, streaming or limit is not None, expected)
-    full, table = _one_split(full, table, split, held_out=held_out)
+    repository, config, full = _hub_parts(name, config)
+    with _loading(full, expected):
+        loaded = datasets.load_dataset(repository, config, split=split, streaming=streaming or limit is not None)
+    full = full if isinstance(loaded, dict) else f"{full}/{split}"
+    full, table = _one_split(full, loaded, split, held_out=held_out)
     return _opened_table(full, table, repository, limit)
+
+
+def _opened_list(data: Sequence[Any], limit: int | None) -> Opened:
+    if all(isinstance(item, Mapping) for item in data):
+        return Opened("rows", items=data, limit=limit)
+    if all(isinstance(item, str) for item in data):
+        return Opened("texts", items=data, limit=limit)
+    kinds = ", ".join(sorted({type(item).__name__ for item in data}))
+    raise FulldepthError(f"A list of data must hold texts only or mappings only, got {kinds}.")
+
+
+def _opened_builtin(name: str, split: str | None, limit: int | None, held_out: bool) -> Opened:
+    key, _, part = name.partition("/")
+    if key not in BUILTIN:
+        raise unknown("built-in data", name, BUILTIN)
+    parts, read, labels = BUILTIN[key]
+    part = part or split or parts[held_out]
+    return Opened(f"{key}/{part}", items=read(part), labels=labels, limit=limit)
+
+
+def _pictures(path: Path, split: str | None, held_out: bool, skip_bad: bool, pick: Pick | None) -> Opened | None:
+    """The images of a file in COCO's format, or of a folder; None if the path is neither."""
+    if path.suffix.lower() == ".json" and path.is_file():
+        coco = coco_rows(path, skip_bad=skip_bad, pick=pick)
+        return Opened(coco.name, items=coco.rows, labels=coco.classes, warnings=tuple(coco.warnings))
+    if not path.is_dir() or not has_images(path):
+        return None
+    pictures = folder_images(path, split, held_out=held_out, pick=pick)
+    return Opened(pictures.name, items=pictures.rows, labels=pictures.classes)
 
 
 def hub_classes(name: str, config: str | None = None) -> tuple[str, ...] | None:
@@ -181,51 +216,47 @@ def hub_classes(name: str, config: str | None = None) -> tuple[str, ...] | None:
         FulldepthError: if the information cannot be read.
     """
     path = path_of(name)
-    if name.startswith((*BUILTIN, SHAPES)) or path.exists() or not _may_be_on_hub(name, path):
+    if name.startswith(tuple(BUILTIN)) or path.exists() or not _may_be_on_hub(name, path):
         return None
-    return stated_classes(name, config, _expected(tuple(ROWS), images=True))
+    repository, config, full = _hub_parts(name, config)
+    with _loading(full, _expected(tuple(ROWS), images=True)):
+        features = datasets.load_dataset_builder(repository, config).info.features or {}
+    column = features.get(next((label for label in LABEL_COLUMNS if label in features), ""))
+    return tuple(column.names) if isinstance(column, datasets.ClassLabel) else ()
 
 
 def _may_be_on_hub(name: str, path: Path) -> bool:
     """Whether a name that is neither built in nor a path here can be a Hub data set's."""
-    return path.suffix.lower() not in (*ROWS, ".zip", ".json") and HUB_NAME.fullmatch(name) is not None
+    return path.suffix.lower() not in (*ROWS, ".json") and HUB_NAME.fullmatch(name) is not None
+
+
+def _hub_parts(name: str, config: str | None) -> tuple[str, str | None, str]:
+    """Repository and configuration of a Hub data set, and both together."""
+    repository, _, configuration = name.partition(":")
+    if config and configuration and config != configuration:
+        raise FulldepthError(f"Two configurations were asked for: {configuration!r} in {name}, and {config!r}.")
+    config = config or configuration or None
+    return repository, config, ":".join(filter(None, [repository, config]))
+
+
+@contextmanager
+def _loading(full: str, expected: str) -> Iterator[None]:
+    """Turn any exception of the network, or of readers of the repository's files, into a refusal."""
+    try:
+        yield
+    except Exception as error:
+        offline = " The Hub is switched off by HF_HUB_OFFLINE." if datasets.config.HF_HUB_OFFLINE else ""
+        raise FulldepthError(
+            f"{full} is no file or folder here, and loading it as a Hub data set failed: {one_line(error).rstrip('.')}."
+            f"{offline} Expected {expected}."
+        ) from error
 
 
 def _expected(suffixes: Sequence[str], *, images: bool) -> str:
     """What the data may be, for messages."""
-    pictures = "a folder or .zip of images, a .json file in COCO's format, " if images else ""
-    built_in = "corpus:builtin, digits:builtin, shapes:builtin" if images else "corpus:builtin"
+    pictures = "a folder of images, a .json file in COCO's format, " if images else ""
+    built_in = ", ".join(BUILTIN if images else [CORPUS])
     return f"a file ({', '.join(suffixes)}), a folder of them, {pictures}a Hub data set, {built_in}"
-
-
-def _special(
-    name: str,
-    path: Path,
-    split: str | None,
-    limit: int | None,
-    held_out: bool,
-    images: bool,
-    skip_bad: bool,
-    pick: Pick | None,
-) -> Opened | None:
-    """Built-in data and, for `images`, a file in COCO's format; None if it is none of them."""
-    kind = f"{name.partition(':')[0]}:"
-    if kind in BUILTIN and (images or kind != DIGITS):
-        return _opened_builtin(name, split, limit, held_out)
-    if images and name.startswith(SHAPES):
-        full, rows = shapes_rows(name, split, held_out=held_out, pick=pick)
-        return Opened(full, items=rows, labels=SHAPE_CLASSES)
-    if not (images and path.suffix.lower() == ".json" and path.is_file()):
-        return None
-    coco = coco_rows(path, skip_bad=skip_bad, pick=pick)
-    return Opened(coco.name, items=coco.rows, labels=coco.classes, warnings=tuple(coco.warnings))
-
-
-def _pictures(path: Path, split: str | None, held_out: bool, pick: Pick | None) -> Pictures | None:
-    """The images of a `.zip` or a folder; None if the path is neither or holds none."""
-    if path.is_dir():
-        return folder_images(path, split, held_out=held_out, pick=pick) if has_images(path) else None
-    return zip_images(path, split, held_out=held_out, pick=pick) if path.suffix.lower() == ".zip" else None
 
 
 def _list_files(path: Path, suffixes: Sequence[str], *, images: bool) -> list[Path]:
@@ -233,8 +264,8 @@ def _list_files(path: Path, suffixes: Sequence[str], *, images: bool) -> list[Pa
     if not path.is_dir():
         if path.suffix.lower() in suffixes:
             return [path]
-        expected = ", ".join([*suffixes, *([".zip"] if images else [])])
-        raise FulldepthError(f"{path} has the suffix {path.suffix!r}. Expected one of: {expected}.")
+        unpack = " Unpack the archive and give its folder." if path.suffix.lower() in (".zip", ".tar", ".gz") else ""
+        raise FulldepthError(f"{path} has the suffix {path.suffix!r}. Expected one of: {', '.join(suffixes)}.{unpack}")
     with reading(path):
         inside = [f for f in folder_files(path) if not any(p.startswith(".") for p in f.relative_to(path).parts)]
         files = sorted(f for f in inside if f.suffix.lower() in suffixes)
@@ -243,25 +274,6 @@ def _list_files(path: Path, suffixes: Sequence[str], *, images: bool) -> list[Pa
         kinds = ("images and no " if images else "") + ", ".join(suffixes)
         raise FulldepthError(f"The folder {path} holds no {kinds} files. Found: {have}.")
     return files
-
-
-def _opened_list(data: Sequence[Any], limit: int | None) -> Opened:
-    if all(isinstance(item, str) for item in data) and len(data):
-        return Opened("texts", items=data, limit=limit)
-    if all(isinstance(item, Mapping) for item in data):
-        return Opened("rows", items=data, limit=limit)
-    kinds = ", ".join(sorted({type(item).__name__ for item in data}))
-    raise FulldepthError(f"A list of data must hold texts only or mappings only, got {kinds}.")
-
-
-def _opened_builtin(name: str, split: str | None, limit: int | None, held_out: bool) -> Opened:
-    kind = f"{name.partition(':')[0]}:"
-    noun, parts, read, labels = BUILTIN[kind]
-    title, _, part = name.removeprefix(kind).partition("/")
-    if title != "builtin":
-        raise unknown(noun, name, [f"{kind}builtin", *(f"{kind}builtin/{part}" for part in parts)])
-    part = part or split or parts[held_out]
-    return Opened(f"{kind}builtin/{part}", items=read(part), labels=labels, limit=limit)
 
 
 def _opened_table(name: str, table: Any, repository: str | None, limit: int | None) -> Opened:
@@ -307,22 +319,17 @@ def _image_rows(name: str, table: datasets.Dataset, image: str, *others: str) ->
     """Rows whose images are read on use; the `others` are captions and labels."""
     values = {column: table[column] for column in others}
     for index in range(len(table)):
-        arguments = table, index, image
-        loader = StoredImage(partial(_table_image, *arguments), partial(_table_content, *arguments))
-        yield f"{name} row {index + 1}", {image: loader, **{column: values[column][index] for column in others}}
+        cell = partial(_cell, table, index, image)
+        stored = StoredImage(cell, partial(cell, image_content))
+        yield f"{name} row {index + 1}", {image: stored, **{column: values[column][index] for column in others}}
 
 
-def _table_image(table: datasets.Dataset, index: int, column: str) -> Image.Image:
-    return _table_loader(table, index, column)()
-
-
-def _table_content(table: datasets.Dataset, index: int, column: str) -> bytes:
-    return image_content(_table_loader(table, index, column))
-
-
-def _table_loader(table: datasets.Dataset, index: int, column: str) -> ImageLoader:
-    """Loader of the image of a row: stored, or decoded if the data set transforms its rows."""
+def _cell(
+    table: datasets.Dataset, index: int, column: str, use: Callable[[ImageLoader], Any] = lambda load: load()
+) -> Any:
+    """The image of a row, or what `use` makes of it: stored, or decoded if the data set transforms its rows."""
     where = f"in row {index + 1} of the data set"
     with reading(f"the image {where}"):
         value = table[index][column]
-    return image_value(value, where)
+    load = image_value(value, where)
+    return load() if use is None else use(load)

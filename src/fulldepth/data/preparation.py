@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulldepth.data.batches import Example
+from fulldepth.data.batches import Example, id_bytes
+from fulldepth.data.coco import Objects
 from fulldepth.data.encoding import Bos, Limits, Records, encode, windowed
-from fulldepth.data.labels import Labels, align_labels, align_objects, balanced_sample
-from fulldepth.data.objects import Objects
+from fulldepth.data.labelled import align_labels, align_objects, balanced_sample
 from fulldepth.data.sequences import Picture, Sequences, collate_images, collate_texts
-from fulldepth.data.sources import SKIP, Order, Record, Source, choose, content_hash, identities
+from fulldepth.data.sources import SKIP, Order, Source, choose, content_hash, identities
 from fulldepth.data.tokens import WordFinder, check_vocabulary
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.fingerprint import Fingerprint
@@ -87,17 +87,6 @@ def prepare(
     Raises:
         FulldepthError: if task, data and model do not match, or no sequence remains.
     """
-    _check_asked(source, task, max_sequences, sequence_length)
-    limits = Limits(max_sequences, sequence_length, max_positions, truncate, seed, skip_bad, order, bos, one_per_row)
-    if source.kind in ("objects", "images"):
-        return _images(source, task, processor, label2id, limits, balanced)
-    labels = align_labels(source, task, label2id)
-    if tokenizer is None:
-        raise FulldepthError(f"{source.name} is text, and the model has no tokenizer. Give one.")
-    return _texts(source, task, tokenizer, labels, limits, vocab_size, pad_id, words, balanced)
-
-
-def _check_asked(source: Source, task: str, max_sequences: int, sequence_length: int) -> None:
     if max_sequences < 1 or sequence_length < 1:
         given = f"{max_sequences} and {sequence_length}"
         raise FulldepthError(f"max_sequences and sequence_length must be at least 1, got {given}.")
@@ -106,28 +95,41 @@ def _check_asked(source: Source, task: str, max_sequences: int, sequence_length:
     if source.kind not in TASKS[task]:
         kinds = " or ".join(TASKS[task])
         raise FulldepthError(f"A {task} model cannot use {source.name}: its kind is {source.kind}, expected {kinds}.")
+    limits = Limits(
+        max_sequences,
+        sequence_length,
+        max_positions,
+        truncate,
+        seed,
+        skip_bad,
+        order,
+        bos,
+        one_per_row,
+        balanced,
+        vocab_size,
+        pad_id,
+        label2id,
+        words,
+    )
+    if source.kind in ("objects", "images"):
+        return _images(source, task, processor, limits)
+    return _texts(source, task, tokenizer, limits)
 
 
-def _chosen(labels: Sequence[int], names: Sequence[int], limits: Limits, balanced: bool) -> tuple[list[int], list[str]]:
+def _chosen(labels: Sequence[int], names: Sequence[int], limits: Limits) -> tuple[list[int], list[str]]:
     """Indices of the records to prepare, of these classes and identities, and a warning if they are balanced."""
-    if balanced and len(set(labels)) > 1:
+    if limits.balanced and len(set(labels)) > 1:
         chosen = balanced_sample(labels, names, limits.max_sequences, limits.seed)
         return chosen, [BALANCED] if len(chosen) < len(labels) else []
     return choose(names, limits.max_sequences, limits.seed, limits.order), []
 
 
-def _texts(
-    source: Source,
-    task: str,
-    tokenizer: Any,
-    labels: Labels,
-    limits: Limits,
-    vocab_size: int | None,
-    pad_id: int | None,
-    words: Sequence[str],
-    balanced: bool,
-) -> Sequences:
-    order = [index for index, record in enumerate(source.records) if _has_text(record, source.kind)]
+def _texts(source: Source, task: str, tokenizer: Any, limits: Limits) -> Sequences:
+    labels = align_labels(source, task, limits.label2id)
+    if tokenizer is None:
+        raise FulldepthError(f"{source.name} is text, and the model has no tokenizer. Give one.")
+    texts = ((r.prompt, r.response) if source.kind == "pairs" else (r.text,) for r in source.records)
+    order = [index for index, parts in enumerate(texts) if all(part is not None and part.strip() for part in parts)]
     if not order:
         raise FulldepthError(f"{source.name} has no text: every record is blank.")
     blank = len(source) - len(order)
@@ -138,7 +140,7 @@ def _texts(
     ]
     given = Records(list(source.records), identities(source), labels.ids, source.window).select(order)
     if not windowed(source.kind, task, limits.one_per_row):
-        chosen, note = _chosen(given.labels, given.identities, limits, balanced)
+        chosen, note = _chosen(given.labels, given.identities, limits)
         given, warnings = given.select(chosen), warnings + note
     encoded = encode(source.name, source.kind, given, task, tokenizer, limits)
     examples, cut = encoded.examples, encoded.warnings
@@ -146,9 +148,12 @@ def _texts(
         raise FulldepthError(" ".join([f"{source.name} gives no sequence with this tokenizer.", *cut]))
     fed = [e.input_ids if e.masked_ids is None else torch.cat([e.input_ids, e.masked_ids]) for e in examples]
     highest = max(int(ids.max()) for ids in fed)
-    examples, missing = _mark_words(examples, tokenizer, words)
-    warnings += cut + check_vocabulary(highest, tokenizer, vocab_size) + missing
-    targets = _targets(task, tokenizer)
+    examples, missing = _mark_words(examples, tokenizer, limits.words) if limits.words else (examples, [])
+    warnings += cut + check_vocabulary(highest, tokenizer, limits.vocab_size) + missing
+    masks = tokenizer.mask_token_id is not None
+    targets = {"causal-lm": next_targets, "masked-lm": torch.clone if masks else None}.get(task)
+    pads = (limits.pad_id, tokenizer.pad_token_id)  # padding is masked, but its id must exist in the model
+    pad = next((pad for pad in pads if pad is not None and 0 <= pad < (limits.vocab_size or pad + 1)), 0)
     classified = task == "text-classification"
     return Sequences(
         name=source.name,
@@ -157,52 +162,31 @@ def _texts(
         hash=_text_hash(task, examples, targets),
         text_hash=content_hash(source),
         examples=examples,
-        collate=partial(
-            collate_texts, examples, pad_id=_first_valid((pad_id, tokenizer.pad_token_id), vocab_size), targets=targets
-        ),
+        collate=partial(collate_texts, examples, pad_id=pad, targets=targets),
         lengths=[len(example) for example in examples],
         num_targets=sum(e.class_index != IGNORE if classified else e.predicted for e in examples),
         num_classes=labels.num_classes,
         class_names=labels.class_names,
         warnings=warnings,
-        no_targets=NO_MASK if task == "masked-lm" and tokenizer.mask_token_id is None else None,
+        no_targets=NO_MASK if task == "masked-lm" and not masks else None,
         clusters=encoded.clusters,
         unit=encoded.unit,
         no_error=encoded.no_error,
     )
 
 
-def _targets(task: str, tokenizer: Any) -> Callable[[Tensor], Tensor] | None:
-    """Function from labels to what the head predicts at each position; None if it predicts no tokens."""
-    if task == "causal-lm":
-        return next_targets
-    return torch.clone if task == "masked-lm" and tokenizer.mask_token_id is not None else None
-
-
-def _has_text(record: Record, kind: str) -> bool:
-    parts = (record.prompt, record.response) if kind == "pairs" else (record.text,)
-    return all(part is not None and part.strip() for part in parts)
-
-
-def _images(
-    source: Source,
-    task: str,
-    processor: Any,
-    label2id: Mapping[str, int] | None,
-    limits: Limits,
-    balanced: bool,
-) -> Sequences:
+def _images(source: Source, task: str, processor: Any, limits: Limits) -> Sequences:
     if processor is None:
         raise FulldepthError(
             f"{source.name} holds images, and the model has no image processor. Give images to a vision model."
         )
     objects: list[Objects | None] = []
     if source.kind == "objects":
-        objects, labels = align_objects(source, label2id, skip_bad=limits.skip_bad)
+        objects, labels = align_objects(source, limits.label2id, skip_bad=limits.skip_bad)
     else:
-        labels = align_labels(source, task, label2id)
+        labels = align_labels(source, task, limits.label2id)
     names = identities(source)
-    chosen, note = _chosen(labels.ids, names, limits, balanced)
+    chosen, note = _chosen(labels.ids, names, limits)
     pictures = []
     settings = processor.to_dict() if hasattr(processor, "to_dict") else type(processor).__name__
     fingerprint = Fingerprint(task, json.dumps(settings, sort_keys=True, default=str))
@@ -242,15 +226,8 @@ def _images(
     )
 
 
-def _first_valid(pads: Sequence[int | None], vocab_size: int | None) -> int:
-    """The first padding token that the model has, or 0: padding is masked, but its id must exist there."""
-    return next((pad for pad in pads if pad is not None and 0 <= pad < (vocab_size or pad + 1)), 0)
-
-
 def _mark_words(examples: list[Example], tokenizer: Any, words: Sequence[str]) -> tuple[list[Example], list[str]]:
     """The examples with `Example.words`, and a warning for each word that occurs nowhere."""
-    if not words:
-        return examples, []
     finder = WordFinder(tokenizer, words)
     marks = [finder.find(example.input_ids.tolist()) for example in examples]
     missing = sorted(set(range(len(words))).difference(*marks))
@@ -264,6 +241,6 @@ def _text_hash(task: str, examples: Sequence[Example], targets: Callable[[Tensor
         masked_ids = example.input_ids if example.masked_ids is None else example.masked_ids
         predicted = None if targets is None else targets(example.labels)
         for tensor in (example.input_ids, masked_ids, predicted, example.types):
-            fingerprint.add(b"" if tensor is None else tensor.numpy().astype("<i8").tobytes())
+            fingerprint.add(b"" if tensor is None else id_bytes(tensor))
         fingerprint.add(str(example.class_index).encode())
     return str(fingerprint)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
 
 from fulldepth.data.conversations import Message, Prompt
-from fulldepth.data.time_limit import TookTooLong, within
 from fulldepth.data.tokens import Frame, plain_ids
 from fulldepth.errors import FulldepthError, one_line
-
-TEMPLATE_SECONDS = 20.0
-"""Time limit for a chat template; usual ones take less than a millisecond."""
 
 
 def as_prompt(tokenizer: Any, prompt: Prompt) -> Prompt:
@@ -71,14 +66,9 @@ def encode_pair(
 
 
 def _render(tokenizer: Any, messages: list[Message], where: str, *, answer: bool) -> str:
-    options = {"tokenize": False, "add_generation_prompt": answer}
     try:
-        return within(TEMPLATE_SECONDS, partial(tokenizer.apply_chat_template, messages, **options))
-    except TookTooLong as error:
-        raise FulldepthError(
-            f"{where}: the tokenizer's chat template takes more than {TEMPLATE_SECONDS:g} seconds for the messages; it "
-            "may loop for ever. Use another chat template, or prompts and responses as text."
-        ) from error
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
+        return text
     except TemplateError as error:
         reason = one_line(str(error), 300)
         raise FulldepthError(f"{where}: the tokenizer's chat template refuses the messages: {reason}.") from error

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 
 from fulldepth.data.columns import clean_text
 from fulldepth.data.drawing import draw_documents
 from fulldepth.data.files import (
-    chosen_parquet_rows,
     lengths_of,
     parquet_lengths,
+    parquet_rows,
     parquet_shape,
     rows_of_lines,
     scan_lines,
     text_rows,
 )
-from fulldepth.data.images import StoredImage, image_content, image_value
+from fulldepth.data.images import StoredImage, image_content, image_name, image_value
 from fulldepth.data.opening import Opened, table_rows
 from fulldepth.files import reading
 from fulldepth.uncertainty import distinct, identity, ranks, sample
 
 Row = tuple[int, str, Mapping[str, Any]]
 """Identity, place and content of a row."""
+Read = Callable[[list[int]], Iterable[tuple[str, Mapping[str, Any]]]]
+"""(numbers, ascending) -> place and content of these rows."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,12 @@ class RowIndex:
     """`[N]`: of a line or an item its content, of a table its row number, of a text file its path."""
     sizes: NDArray[np.int64]
     """`[N]`, at least the characters of each row's text; 0 where no text is searched for."""
-    read: Callable[[list[int]], Iterable[tuple[str, Mapping[str, Any]]]]
-    """(numbers, ascending) -> place and content of these rows."""
+    read: Read
+
+    @classmethod
+    def of(cls, identities: ArrayLike, sizes: ArrayLike, read: Read) -> RowIndex:
+        """The rows of these identities, of which equal ones are told apart."""
+        return cls(distinct(identities), np.asarray(sizes, dtype=np.int64), read)
 
     def __len__(self) -> int:
         return len(self.identities)
@@ -95,45 +99,27 @@ def row_index(opened: Opened, columns: Sequence[str], *, texts: bool = False) ->
         return _joined([_of_file(file, file.relative_to(root).as_posix(), names, measured) for file in opened.files])
     if opened.table is not None:
         return _of_table(opened.name, opened.table, names, measured)
-    items = opened.items
-    identities = [_content(item, names, f"{opened.name} row {n}") for n, item in enumerate(items, start=1)]
-    sizes = [sum(map(len, _texts({"text": i} if isinstance(i, str) else i, columns))) if texts else 0 for i in items]
-
-    def read(chosen: list[int]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        for number in chosen:
-            item = items[number]
-            yield f"{opened.name} row {number + 1}", {"text": item} if isinstance(item, str) else item
-
-    return _index(identities, sizes, read)
-
-
-def _index(
-    identities: Sequence[int] | NDArray[np.uint64],
-    sizes: Sequence[int] | NDArray[np.int64],
-    read: Callable[[list[int]], Iterable[tuple[str, Mapping[str, Any]]]],
-) -> RowIndex:
-    return RowIndex(distinct(identities), np.asarray(sizes, dtype=np.int64), read)
-
-
-def _content(item: Any, names: Sequence[str], where: str) -> int:
-    """Identity of an item: its text, or the content of its columns."""
-    if isinstance(item, str):
-        return identity(clean_text(item))
-    values = [item[name] for name in names if name in item]
-    return identity(*(_value(value, where) for value in values))
+    places = [f"{opened.name} row {number}" for number in range(1, len(opened.items) + 1)]
+    items = [{"text": item} if isinstance(item, str) else item for item in opened.items]
+    identities = [
+        identity(*(_value(item[name], where) for name in names if name in item))
+        for where, item in zip(places, items, strict=True)
+    ]
+    sizes = [sum(map(len, _texts(item, measured))) for item in items]
+    return RowIndex.of(identities, sizes, lambda chosen: ((places[number], items[number]) for number in chosen))
 
 
 def _value(value: Any, where: str) -> str | bytes:
+    """What identifies a cell: its text, the name or content of its image, or what Python writes for it."""
     if isinstance(value, str):
         return clean_text(value)
     if isinstance(value, bytes):
         return value
-    if not isinstance(value, Path | Image.Image | StoredImage) and not (
-        isinstance(value, Mapping) and (value.get("bytes") or value.get("path"))
-    ):
+    stored = isinstance(value, Mapping) and (value.get("bytes") or value.get("path"))
+    if not stored and not isinstance(value, Path | Image.Image | StoredImage):
         return repr(value)
     load = image_value(value, where)
-    return load.name if isinstance(load, StoredImage) and load.name else image_content(load)
+    return image_name(load) or image_content(load)
 
 
 def _of_file(path: Path, name: str, names: list[str], measured: list[str]) -> RowIndex:
@@ -141,15 +127,13 @@ def _of_file(path: Path, name: str, names: list[str], measured: list[str]) -> Ro
     if suffix == ".txt":
         with reading(path):
             size = path.stat().st_size
-        return _index([identity(name)], [size], lambda _: text_rows(path))
+        return RowIndex.of([identity(name)], [size], lambda _: text_rows(path))
     if suffix == ".parquet":
         count = parquet_shape(path)[1]
-        sizes = np.zeros(count, np.int64)
-        for column in measured:
-            sizes += np.array(parquet_lengths(path, column))
-        return _index(_numbered(count, name), sizes, lambda chosen: chosen_parquet_rows(path, names, chosen))
+        sizes = sum((np.array(parquet_lengths(path, column)) for column in measured), np.zeros(count, np.int64))
+        return RowIndex.of(_numbered(count, name), sizes, lambda chosen: parquet_rows(path, names, chosen))
     lines = scan_lines(path)
-    return _index(np.array(lines.identities), lines.sizes, lambda chosen: rows_of_lines(path, lines, chosen))
+    return RowIndex.of(np.array(lines.identities), lines.sizes, lambda chosen: rows_of_lines(path, lines, chosen))
 
 
 def _numbered(count: int, name: str) -> NDArray[np.uint64]:
@@ -162,28 +146,23 @@ def _of_table(name: str, table: datasets.Dataset, names: list[str], measured: li
     with reading(name):
         for column in measured:
             batches = table.select_columns([column]).with_format("arrow").iter(1000)
-            sizes += np.array(
-                [size for batch in batches for chunk in batch[column].chunks for size in lengths_of(chunk)]
-            )
+            sizes += np.array([n for batch in batches for chunk in batch[column].chunks for n in lengths_of(chunk)])
 
     def read(chosen: list[int]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         rows = table_rows(name, table.select(chosen), lambda *_: names)
         return ((f"{name} row {number + 1}", row) for number, (_, row) in zip(chosen, rows, strict=True))
 
-    return _index(_numbered(len(table), ""), sizes, read)
+    return RowIndex.of(_numbered(len(table), ""), sizes, read)
 
 
 def _joined(parts: list[RowIndex]) -> RowIndex:
     """The rows of several files."""
-    ends = list(accumulate(len(part) for part in parts))
+    ends = np.cumsum([len(part) for part in parts])
 
     def read(chosen: list[int]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        of: dict[int, list[int]] = {}
-        for number in chosen:
-            part = bisect_right(ends, number)
-            of.setdefault(part, []).append(number - (ends[part] - len(parts[part])))
-        for part, numbers in of.items():
-            yield from parts[part].read(numbers)
+        for part, end in zip(parts, ends.tolist(), strict=True):
+            if inside := [number - end + len(part) for number in chosen if end - len(part) <= number < end]:
+                yield from part.read(inside)
 
     identities = np.concatenate([part.identities for part in parts])
-    return _index(identities, np.concatenate([part.sizes for part in parts]), read)
+    return RowIndex.of(identities, np.concatenate([part.sizes for part in parts]), read)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,7 +11,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from fulldepth.data.batches import Example, in_batches, padded, padded_batch
-from fulldepth.data.objects import Objects
+from fulldepth.data.coco import Objects
 from fulldepth.errors import FulldepthError
 from fulldepth.files import reading
 from fulldepth.targets import IGNORE
@@ -61,12 +60,8 @@ class Picture:
 
     def mirrored(self) -> Picture:
         """The image and its boxes, with left and right exchanged."""
-        objects = None if self.objects is None else self.objects.mirrored()
-        return replace(self, load=partial(_mirrored, self.load), objects=objects)
-
-
-def _mirrored(load: Callable[[], Image.Image]) -> Image.Image:
-    return ImageOps.mirror(load())
+        load, objects = self.load, None if self.objects is None else self.objects.mirrored()
+        return replace(self, load=lambda: ImageOps.mirror(load()), objects=objects)
 
 
 @dataclass

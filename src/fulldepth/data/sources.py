@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
-import datasets
-
+from fulldepth.data.coco import Objects
 from fulldepth.data.columns import (
     EXPECTED,
     LABEL_COLUMNS,
@@ -20,7 +20,6 @@ from fulldepth.data.columns import (
     text_value,
 )
 from fulldepth.data.images import ImageLoader, StoredImage, image_content, image_value
-from fulldepth.data.objects import Objects
 from fulldepth.data.opening import Opened, open_data
 from fulldepth.data.row_index import Row, sampled_documents, sampled_rows
 from fulldepth.data.sequences import Sequences
@@ -33,6 +32,8 @@ Order = Literal["random", "first"]
 AnyRow = tuple[int | None, str, Mapping[str, Any]]
 """Identity (None = that of the content), place and content of a row."""
 MOST_CLASSES = 10**6
+DIGITS = re.compile(r"-?\d+")
+"""A label that is a number."""
 MOST_CHARACTERS = 16
 """Characters of the first documents that are read for each token of the first windows; far more than text has."""
 SKIP = "--skip-bad leaves such rows out and counts them."
@@ -129,7 +130,7 @@ def open_source(
         raise FulldepthError(f"At least one row must be read, got the limit {limit}.")
     pick = None if limit is None else partial(choose, limit=limit, seed=seed, order=order)
     opened = open_data(data, config=config, split=split, held_out=held_out, images=True, skip_bad=skip_bad, pick=pick)
-    if isinstance(opened.table, datasets.IterableDataset) and limit is None:
+    if opened.is_stream and limit is None:
         raise FulldepthError(f"{opened.name} is streamed and may have no end: give a limit.")
     if opened.items and isinstance(opened.items[0], Mapping) and isinstance(opened.items[0].get("objects"), Objects):
         records = [Record(image=row["image"], objects=row["objects"], where=where) for where, row in opened.rows()]
@@ -155,14 +156,12 @@ def _sampled(
         return _source(opened, columns, every)
     names = [name for name in columns[1:] if name is not None]
     plain = window is not None and columns.kind == "text" and columns.label is None
-    if isinstance(opened.table, datasets.IterableDataset):
+    if opened.is_stream:
         warning = f"{opened.name} is a stream: its first {limit:,} rows are read, which are no sample of all."
         return _source(replace(opened, warnings=(*opened.warnings, warning)), columns, islice(every, limit))
     if order == "first":
-        characters = window * limit * MOST_CHARACTERS if window is not None and plain else None
-        return _source(
-            opened, columns, islice(every, limit) if characters is None else _until(every, columns, characters)
-        )
+        first = _until(every, columns, window * limit * MOST_CHARACTERS) if window and plain else islice(every, limit)
+        return _source(opened, columns, first)
     if window is not None and plain:
         rows: Iterable[Row] | None = sampled_documents(opened, names, limit, seed, window)
         source = _source(opened, columns, every if rows is None else rows)
@@ -196,42 +195,38 @@ def _source(
 
     A label in a row is refused if the first row has none, unless all labels are known to be `unlabelled`.
     """
-    values: list[tuple[Any, Any]] = []
+    images = columns.kind == "images"
+    records: list[Record] = []
     labels: list[tuple[str, Any]] = []
-    names: list[int | None] = []
     for name, where, row in rows:
         require_columns(row, (columns.first, columns.second, columns.label), where)
-        if columns.label is None and columns.kind != "pairs" and not unlabelled:
-            _refuse_late_label(row, where, opened.name)
-        read = image_value if columns.kind == "images" else text_value
+        late = next((column for column in LABEL_COLUMNS if column in row), None)
+        if late is not None and columns.label is None and columns.kind != "pairs" and not unlabelled:
+            raise FulldepthError(
+                f"{where} has {late!r}, which the first row of {opened.name} lacks. Give every row one; null = unknown."
+            )
+        read: Callable[[Any, str], Any] = image_value if images else text_value
         first = read(row[columns.first], f"{where}, {columns.first!r}")
         second = None if columns.second is None else row[columns.second]
-        if second is not None or (columns.second is not None and columns.kind != "images"):
+        if second is not None or (columns.second is not None and not images):
             second = text_value(second, f"{where}, {columns.second!r}")
-        values.append((first, second))
         labels.append((where, row[columns.label] if columns.label else None))
-        names.append(name)
-    places = [where for where, _ in labels]
-    entries = list(zip(values, places, names, strict=True))
+        if images:
+            name = _image_identity(name, first, where, opened)
+            records.append(Record(text=second, image=first, where=where, identity=name))
+        elif columns.kind == "pairs":
+            records.append(Record(prompt=first, response=second, where=where, identity=name))
+        else:
+            records.append(Record(text=first, second=second, where=where, identity=name))
     if columns.kind == "pairs":
-        pairs = [Record(prompt=one, response=two, where=at, identity=name) for (one, two), at, name in entries]
-        return Source(opened.name, "pairs", pairs, warnings=opened.warnings)
+        return Source(opened.name, "pairs", records, warnings=opened.warnings)
     everything = labels
     if sampled and any(isinstance(label, str) for _, label in labels):
         column = str(columns.label)
         everything = [(where, row.get(column)) for where, row in opened.rows(lambda *_: [column])]
     numbers, classes = _class_indices(labels, everything, opened.class_names(columns.label))
-    if columns.kind == "images":
-        records = [
-            Record(text=text, image=image, label=number, where=at, identity=_image_identity(name, image, at, opened))
-            for ((image, text), at, name), number in zip(entries, numbers, strict=True)
-        ]
-        return Source(opened.name, "images", records, classes, opened.warnings)
-    kind = "text" if all(number is None for number in numbers) else "labelled-text"
-    records = [
-        Record(text=text, second=second, label=number, where=at, identity=name)
-        for ((text, second), at, name), number in zip(entries, numbers, strict=True)
-    ]
+    records = [replace(record, label=number) for record, number in zip(records, numbers, strict=True)]
+    kind = columns.kind if images or all(number is None for number in numbers) else "labelled-text"
     return Source(opened.name, kind, records, classes, opened.warnings)
 
 
@@ -258,15 +253,6 @@ def _identity(record: Record) -> int:
     return identity(*(part or "" for part in (record.text, record.second, record.prompt, record.response)))
 
 
-def _refuse_late_label(row: Mapping[str, Any], where: str, name: str) -> None:
-    """Refuse a row with a label in data whose first row has none."""
-    late = next((column for column in LABEL_COLUMNS if column in row), None)
-    if late is not None:
-        raise FulldepthError(
-            f"{where} has {late!r}, which the first row of {name} lacks. Give every row one; null = unknown."
-        )
-
-
 def _class_indices(
     labels: Sequence[tuple[str, Any]], everything: Sequence[tuple[str, Any]], class_names: Sequence[str] = ()
 ) -> tuple[list[int | None], tuple[str, ...]]:
@@ -275,34 +261,29 @@ def _class_indices(
     Numbers stay as they are, negative ones (a hidden test label) become None; names are numbered in sorted order of
     `everything`, the labels of all rows. Space around a label does not count, and an empty one is None.
     """
-    labels, everything = ([(at, _stripped(label)) for at, label in given] for given in (labels, everything))
-    present = [(where, label) for where, label in everything if label is not None]
-    if all(isinstance(label, str) for _, label in present) and not all(_is_digits(label) for _, label in present):
-        names = tuple(sorted({label for _, label in present}))
+
+    def stripped(label: Any) -> Any:
+        return (clean_text(label).strip() or None) if isinstance(label, str) else label
+
+    labels, everything = ([(at, stripped(label)) for at, label in given] for given in (labels, everything))
+    present = [label for _, label in everything if label is not None]
+    if all(isinstance(label, str) for label in present) and not all(DIGITS.fullmatch(label) for label in present):
+        names = tuple(sorted(set(present)))
         index = {label: i for i, label in enumerate(names)}
         return [None if label is None else index[label] for _, label in labels], names
     classes = [None if label is None else _class_index(where, label) for where, label in labels]
     return [None if c is None or c < 0 else c for c in classes], tuple(class_names)
 
 
-def _stripped(label: Any) -> Any:
-    return (clean_text(label).strip() or None) if isinstance(label, str) else label
-
-
-def _is_digits(label: str) -> bool:
-    return label.removeprefix("-").isdecimal()
-
-
 def _class_index(where: str, label: Any) -> int:
-    digits = isinstance(label, str) and _is_digits(label) and len(label) < 20
+    digits = isinstance(label, str) and len(label) < 20 and DIGITS.fullmatch(label)
     if digits or isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
         index = int(label)
         if index < MOST_CLASSES:
             return index
-    shown = one_line(repr(label), 100)
     raise FulldepthError(
-        f"{where}: the label {shown} is not a class. Expected a whole number below {MOST_CLASSES:,} or, throughout, "
-        "names."
+        f"{where}: the label {one_line(repr(label), 100)} is not a class. Expected a whole number below "
+        f"{MOST_CLASSES:,} or, throughout, names."
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fulldepth.data.batches import Example, padded_batch
+from fulldepth.data.batches import Example, id_bytes, padded_batch
 from fulldepth.data.sequences import Batch, Sequences
 from fulldepth.data.sources import Order, Record, Source, choose, content_hash, identities
 from fulldepth.data.tokens import Frame, check_vocabulary, plain_ids
@@ -22,7 +22,7 @@ TASK = "seq2seq-lm"
 
 def input_texts(source: Source) -> Source:
     """The input texts of pairs, for an encoder alone."""
-    filled = replace(source, records=_filled(source))
+    filled = _filled(source)
     pairs = zip(filled.records, identities(filled), strict=True)
     records = [Record(text=record.prompt, where=record.where, identity=name) for record, name in pairs]
     return Source(source.name, "labelled-text", records, warnings=source.warnings)
@@ -57,9 +57,15 @@ def prepare_translation(
     Raises:
         FulldepthError: if the data hold no pairs, or the model names no start token.
     """
-    _check(source, tokenizer, start)
-    assert start is not None
-    filled = replace(source, records=_filled(source))
+    if source.kind != "pairs":
+        raise FulldepthError(
+            f"{source.name} holds {source.kind}, and an encoder-decoder reads an input and a target: give rows with "
+            "input + target or prompt + response. fulldepth makes no such pairs of plain text, because the rule "
+            "(which spans are hidden) belongs to the model's pre-training; the tower encoder alone can be measured."
+        )
+    if tokenizer is None or start is None:
+        raise FulldepthError("An encoder-decoder needs a tokenizer, and decoder_start_token_id in its configuration.")
+    filled = _filled(source)
     names = identities(filled)
     chosen = choose(names, max_sequences, seed, order)
     pairs = [(filled.records[i].prompt or "", filled.records[i].response or "") for i in chosen]
@@ -70,14 +76,23 @@ def prepare_translation(
     ids = [[plain_ids(tokenizer, text) for text in pair] for pair in pairs]
     cut = sum(len(part) > room for pair in ids for part in pair)
     inputs, targets = ([Example.of(frame.wrap(pair[side][:room])) for pair in ids] for side in (0, 1))
-    examples = [_shifted(example, start) for example in targets]
+    examples = [
+        replace(
+            each, input_ids=torch.cat([each.input_ids.new_tensor([start]), each.input_ids[:-1]]), labels=each.input_ids
+        )
+        for each in targets
+    ]  # what the decoder reads for a target, labelled with the target itself
+    fingerprint = Fingerprint(TASK)
+    for given, example in zip(inputs, examples, strict=True):
+        for tensor in (given.input_ids, example.input_ids, example.labels):
+            fingerprint.add(id_bytes(tensor))
     highest = max(int(example.input_ids.max()) for example in (*inputs, *examples))
     warnings = [f"{cut} texts are longer than {sequence_length} tokens and cut there."] if cut else []
     return Sequences(
         name=source.name,
         kind=source.kind,
         task=TASK,
-        hash=_hash(inputs, examples),
+        hash=str(fingerprint),
         text_hash=content_hash(source),
         examples=examples,
         collate=partial(_collate, inputs, examples, pad_id=tokenizer.pad_token_id or 0),
@@ -89,38 +104,12 @@ def prepare_translation(
     )
 
 
-def _hash(inputs: Sequence[Example], examples: Sequence[Example]) -> str:
-    fingerprint = Fingerprint(TASK)
-    for given, example in zip(inputs, examples, strict=True):
-        for tensor in (given.input_ids, example.input_ids, example.labels):
-            fingerprint.add(tensor.numpy().astype("<i8").tobytes())
-    return str(fingerprint)
-
-
-def _check(source: Source, tokenizer: Any, start: int | None) -> None:
-    """Refuse data without pairs, and a model that names no start token."""
-    if source.kind != "pairs":
-        raise FulldepthError(
-            f"{source.name} holds {source.kind}, and an encoder-decoder reads an input and a target: give rows with "
-            "input + target or prompt + response. fulldepth makes no such pairs of plain text, because the rule "
-            "(which spans are hidden) belongs to the model's pre-training; the tower encoder alone can be measured."
-        )
-    if tokenizer is None or start is None:
-        raise FulldepthError("An encoder-decoder needs a tokenizer, and decoder_start_token_id in its configuration.")
-
-
-def _filled(source: Source) -> list[Record]:
+def _filled(source: Source) -> Source:
     """The pairs of which neither text is blank."""
     records = [r for r in source.records if (r.prompt or "").strip() and (r.response or "").strip()]
     if not records:
         raise FulldepthError(f"{source.name} has no pair of two texts.")
-    return records
-
-
-def _shifted(target: Example, start: int) -> Example:
-    """What the decoder reads for a target, labelled with the target itself."""
-    ids = target.input_ids
-    return replace(target, input_ids=torch.cat([ids.new_tensor([start]), ids[:-1]]), labels=ids)
+    return replace(source, records=records)
 
 
 def _collate(inputs: Sequence[Example], targets: Sequence[Example], indices: Sequence[int], *, pad_id: int) -> Batch:

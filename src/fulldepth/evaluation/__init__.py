@@ -2,7 +2,7 @@
 
 from fulldepth.evaluation.local_tasks import LOCAL_TASKS
 from fulldepth.evaluation.run import evaluate
-from fulldepth.evaluation.suites import SUITES
+from fulldepth.evaluation.scoring import SUITES
 from fulldepth.settings.evaluate import EvaluateSettings
 
 __all__ = ["LOCAL_TASKS", "SUITES", "EvaluateSettings", "evaluate"]

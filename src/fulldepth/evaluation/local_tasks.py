@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import yaml
 
 from fulldepth.data.files import ROWS
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.evaluation.tasks import hellaswag
 
 FOLDER = Path(__file__).parent / "tasks"
 LOCAL_TASKS = tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
@@ -26,13 +26,15 @@ TEXT_COLUMNS = {
 }
 """Task -> columns that hold text; multiple-choice tasks also have `choices` and `gold`."""
 Row = Mapping[str, Any]
+UNFINISHED = re.compile(r"((?:[.?!][\"')]*|:)\s+)([^.?!]+)$")
+"""The sentence that the choices finish (HellaSwag's `ctx_b`): what stands after the last finished sentence."""
 
 
 class _Loader(yaml.SafeLoader):
     """Reads the package's own task files, which name one function."""
 
 
-_Loader.add_constructor("!function", lambda loader, node: hellaswag.process_docs)
+_Loader.add_constructor("!function", lambda loader, node: hellaswag_prompts)
 
 
 def local_task(name: str, folders: Sequence[str | Path]) -> dict[str, Any]:
@@ -122,3 +124,27 @@ def _is_text(value: Any) -> bool:
 
 def _bad(place: str, column: str, value: Any, expected: str) -> FulldepthError:
     return FulldepthError(f"{place}: {column} is {one_line(repr(value), 80)}; expected {expected}.")
+
+
+def hellaswag_prompts(dataset: Any) -> Any:
+    """HellaSwag with lm-eval's prompt as the column `query`, and cleaned choices."""
+    return dataset.map(
+        lambda row: {
+            "query": hellaswag_query(row["context"]),
+            "choices": [without_marks(choice) for choice in row["choices"]],
+        }
+    )
+
+
+def hellaswag_query(context: str) -> str:
+    """The prompt: `Activity: context`, with the unfinished sentence capitalised.
+
+    HellaSwag stores the context in two parts, of which lm-eval capitalises the second.
+    """
+    return without_marks(UNFINISHED.sub(lambda match: match[1] + match[2].capitalize(), context))
+
+
+def without_marks(text: str) -> str:
+    """The text without the marks of WikiHow's headings and steps."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fulldepth.early_exit import Mean
 from fulldepth.evaluation.scoring import Scored
 from fulldepth.execution.harness import Score
+from fulldepth.metrics.jackknife import Mean
 from fulldepth.results import Finding
 from fulldepth.uncertainty import GROUPS, advisable
 

@@ -2,17 +2,20 @@
 
 Rows of `generation_quality`, `layer` = exit layer. Site `data`: `accuracy` and `perplexity` of next tokens of the text
 data, at all exit layers. Site `full model`, of texts that the first layers generate by nucleus sampling: `perplexity`
-under the whole model, `diversity`, and with an embedder `coherence`. Site of the judge's name: `perplexity` under it.
+under the whole model, and `diversity`. Site of the judge's name: `perplexity` under it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -20,18 +23,59 @@ from transformers import PreTrainedModel
 from fulldepth.data import open_documents
 from fulldepth.data.drawing import Text, block_clusters, draw_windows, thinned
 from fulldepth.errors import FulldepthError
-from fulldepth.evaluation.judges import Embedder, Judge, continuation_log_probabilities
-from fulldepth.evaluation.subject import Subject, hash_tokenizer
-from fulldepth.evaluation.text_quality import Mean, coherence, diversity, mean_of, perplexity
+from fulldepth.evaluation.subject import Subject, check_is_decoder, hash_tokenizer
 from fulldepth.execution.harness import Answers, LayerReader
+from fulldepth.hf import anatomy_candidates, open_model, open_tokenizer
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.truncation import truncated
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding
 from fulldepth.settings.evaluate import QUALITY, EvaluateSettings, parse_layers
+from fulldepth.uncertainty import deal, ratio_error
 
 MEASURE, DATA, FULL = "generation_quality", "data", "full model"
 Row = tuple[Any, ...]
+NGRAMS = (2, 3, 4)
+
+
+class Judge:
+    """A causal language model that states how likely continuations are.
+
+    Args:
+        name: checkpoint.
+        settings: how it is loaded.
+
+    Raises:
+        FulldepthError: if it cannot be loaded, or is no causal language model.
+    """
+
+    def __init__(self, name: str, settings: EvaluateSettings) -> None:
+        self.name = name
+        self.checkpoint = open_model(name, device=settings.device, trust_remote_code=settings.trust_remote_code)
+        self.tokenizer = open_tokenizer(self.checkpoint, trust_remote_code=settings.trust_remote_code)
+        check_is_decoder(self.checkpoint.model)
+        self._most = anatomy_candidates(self.checkpoint.model)[0].max_positions
+
+    @torch.no_grad()
+    def log_probabilities(self, prefixes: Sequence[str], texts: Sequence[str]) -> list[float]:
+        """Of all tokens after the prefixes, in nats; prefix and continuation are tokenised together.
+
+        Raises:
+            FulldepthError: for a text of more tokens than the model has positions.
+        """
+        found: list[float] = []
+        model = self.checkpoint.model
+        for prefix, text in zip(prefixes, texts, strict=True):
+            ids = torch.tensor([self.tokenizer(prefix + text)["input_ids"]], device=model.device)
+            if self._most is not None and ids.shape[1] > self._most:
+                raise FulldepthError(
+                    f"{self.name} has {self._most:,} positions, and a text has {ids.shape[1]:,} tokens with its "
+                    "tokenizer; set fewer --prefix-tokens or --new-tokens."
+                )
+            start = max(1, len(self.tokenizer(prefix)["input_ids"]))
+            if start < ids.shape[1]:
+                found += continuation_log_probabilities(model(ids).logits, ids, start)[0].tolist()
+        return found
 
 
 class Quality:
@@ -42,7 +86,7 @@ class Quality:
         settings: with `generation_quality`, the text data.
 
     Raises:
-        FulldepthError: if data, judge or embedder cannot be read, the data are too short, or the model has too few
+        FulldepthError: if data or judge cannot be read, the data are too short, or the model has too few
             positions or blocks skipped in place.
     """
 
@@ -58,7 +102,6 @@ class Quality:
             )
         self.windows, self.clusters = self._windows()
         self.judge = None if settings.judge is None else Judge(settings.judge, settings)
-        self.embedder = None if settings.embedder is None else Embedder(settings.embedder, settings)
 
     def _windows(self) -> tuple[Tensor, list[int]]:
         """A uniform sample of windows of `prefix_tokens + new_tokens` tokens, `[N, T]`, and the cluster of each.
@@ -88,9 +131,9 @@ class Quality:
 
     @cached_property
     def content(self) -> list[Any]:
-        """What the numbers depend on beside settings and model: the text, and the models that judge it."""
-        judges = [judge for judge in (self.judge, self.embedder) if judge is not None]
-        hashes = [[model_hash(judge.checkpoint.model), hash_tokenizer(judge.tokenizer)] for judge in judges]
+        """What the numbers depend on beside settings and model: the text, and the model that judges it."""
+        judge = self.judge
+        hashes = [] if judge is None else [model_hash(judge.checkpoint.model), hash_tokenizer(judge.tokenizer)]
         return [self.windows.tolist(), hashes]
 
     def score(self, folder: Path | None, watcher: Watcher) -> list[Row]:
@@ -122,10 +165,6 @@ class Quality:
         for batch in self.windows.split(self.settings.batch_size):
             yield batch.to(self.subject.model.device)
 
-    def _logits(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.subject.model(ids).logits
-        return logits
-
     @torch.no_grad()
     def _data_rows(self) -> list[Row]:
         """Accuracy and perplexity of the data's next tokens at every exit layer, one pass a batch."""
@@ -135,8 +174,13 @@ class Quality:
         values, hits = [], []
         for ids in self._batches():
             row, position = torch.ones(ids[:, 1:].shape).nonzero().unbind(1)
-            run = partial(self._logits, ids)
-            value, hit = reader.read(run, row, position, ids[row, position + 1], dtype=torch.float32)
+            value, hit = reader.read(
+                lambda ids=ids: self.subject.model(ids).logits,  # type: ignore[misc]
+                row,
+                position,
+                ids[row, position + 1],
+                dtype=torch.float32,
+            )
             values.append(value)
             hits.append(hit)
         rows = []
@@ -148,22 +192,16 @@ class Quality:
     def _text_rows(self, layer: int) -> list[Row]:
         """Measures of the texts that the first layers generate."""
         texts, likelihoods = self._generated(layer)
-        prefixes = self._prefixes
         rows = [_row(FULL, layer, "perplexity", perplexity(likelihoods), len(likelihoods))] if likelihoods else []
-        if self.judge is not None and (judged := self.judge.log_probabilities(prefixes, texts)):
-            rows.append(_row(self.judge.name, layer, "perplexity", perplexity(judged), len(judged)))
-        rows += _mean_rows(layer, "diversity", mean_of(map(diversity, texts), self.clusters))
-        if self.embedder is not None:
-            written = [at for at, text in enumerate(texts) if text.strip()]
-            if written:
-                before, after = (self.embedder.embed([column[at] for at in written]) for column in (prefixes, texts))
-                clusters = [self.clusters[at] for at in written] if self.clusters else []
-                rows += _mean_rows(layer, "coherence", mean_of(coherence(before, after).tolist(), clusters))
+        if self.judge is not None:
+            prefixes = [self.subject.tokenizer.decode(ids) for ids in self.windows[:, : self.settings.prefix_tokens]]
+            if judged := self.judge.log_probabilities(prefixes, texts):
+                rows.append(_row(self.judge.name, layer, "perplexity", perplexity(judged), len(judged)))
+        if (mean := mean_of(map(diversity, texts), self.clusters)) is not None:
+            rows.append(_row(FULL, layer, "diversity", mean.value, mean.texts))
+            if mean.error is not None:
+                rows.append(_row(FULL, layer, "diversity_stderr", mean.error, mean.texts))
         return rows
-
-    @cached_property
-    def _prefixes(self) -> list[str]:
-        return [self.subject.tokenizer.decode(ids) for ids in self.windows[:, : self.settings.prefix_tokens]]
 
     @torch.no_grad()
     def _generated(self, layer: int) -> tuple[list[str], list[float]]:
@@ -179,7 +217,8 @@ class Quality:
                 sequences = self._continued(model, ids[:, :start])  # [B, prefix + new]
                 stated = continuation_log_probabilities(subject.model(sequences).logits, sequences, start)
                 for tokens, values in zip(sequences[:, start:], stated, strict=True):
-                    length = _length(tokens.tolist(), _ends(model))
+                    ended = [at + 1 for at, token in enumerate(tokens.tolist()) if token in _ends(model)]
+                    length = min(ended, default=len(tokens))
                     texts.append(subject.tokenizer.decode(tokens[:length], skip_special_tokens=True))
                     likelihoods += values[:length].double().tolist()
         return texts, likelihoods
@@ -216,19 +255,61 @@ def _row(site: str, layer: int, statistic: str, value: float, count: int) -> Row
     return MEASURE, site, layer, None, statistic, value, count, "1"
 
 
-def _mean_rows(layer: int, statistic: str, mean: Mean | None) -> list[Row]:
-    if mean is None:
-        return []
-    rows = [_row(FULL, layer, statistic, mean.value, mean.texts)]
-    return rows if mean.error is None else [*rows, _row(FULL, layer, f"{statistic}_stderr", mean.error, mean.texts)]
-
-
 def _ends(model: PreTrainedModel) -> list[int]:
     """Tokens that end a text."""
     ends: Any = getattr(model.generation_config, "eos_token_id", None)
     return [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [int(ends)]
 
 
-def _length(tokens: list[int], ends: list[int]) -> int:
-    """Number of tokens up to and with the first that ends the text."""
-    return next((at + 1 for at, token in enumerate(tokens) if token in ends), len(tokens))
+def continuation_log_probabilities(logits: Tensor, ids: Tensor, start: int) -> Tensor:
+    """[B, T - start] log-probabilities of the tokens from `start` on, from logits `[B, T, V]` and tokens `[B, T]`."""
+    log_probabilities = logits[:, start - 1 : -1].float().log_softmax(-1)
+    return log_probabilities.gather(2, ids[:, start:, None])[..., 0]
+
+
+class Mean(NamedTuple):
+    """A mean over texts."""
+
+    value: float
+    error: float | None
+    """Standard error over clusters; None if it is not known."""
+    texts: int
+
+
+def diversity(text: str) -> float | None:
+    r"""Share of n-grams of words that are not repeated, from 0 to 1.
+
+    .. math:: \prod_{n=2}^{4} \frac{|\text{unique n-grams}|}{|\text{total n-grams}|}
+
+    Words are separated by white space. None for a text of fewer than four words, which has no 4-grams.
+
+    Source: Aligned training, Eq. 22.
+    """
+    words = text.split()
+    if len(words) < max(NGRAMS):
+        return None
+    ngrams = [[tuple(words[at : at + size]) for at in range(len(words) - size + 1)] for size in NGRAMS]
+    return math.prod(len(set(of_size)) / len(of_size) for of_size in ngrams)
+
+
+def perplexity(log_probabilities: Iterable[float]) -> float:
+    """`exp` of the mean negative log-probability (nats) of tokens; infinite where float64 cannot hold it."""
+    mean = -fmean(log_probabilities)
+    return math.exp(mean) if mean < 700 else math.inf
+
+
+def mean_of(values: Iterable[float | None], clusters: Sequence[int]) -> Mean | None:
+    """Mean of the values that are not None, with its standard error over clusters; None if there are none.
+
+    Args:
+        values: of each text.
+        clusters: unit of independence of each text, such as its document; empty = no error is known.
+    """
+    texts = list(values)
+    known = [at for at, value in enumerate(texts) if value is not None]
+    numbers = np.array([texts[at] for at in known], np.float64)
+    if not known:
+        return None
+    group = deal([clusters[at] for at in known]) if clusters else np.zeros(len(known), np.int64)
+    error = float(ratio_error(np.bincount(group, numbers), np.bincount(group)))
+    return Mean(float(numbers.mean()), None if math.isnan(error) else error, len(known))

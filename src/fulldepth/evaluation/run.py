@@ -99,6 +99,7 @@ def _evaluated_once(
     stored = None if kept is None else _stored(kept, fingerprint)
     if stored is not None and kept is not None:
         stored.save_page(kept)
+        shutil.rmtree(kept / ANSWERS, ignore_errors=True)  # of a run that was killed before it did this
         return stored
     results = _evaluated(subject, tasks, quality, settings, folder, watcher)
     results.meta["fingerprint"] = fingerprint

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation.local_tasks import LOCAL_TASKS, local_task
 from fulldepth.evaluation.subject import Subject
-from fulldepth.evaluation.suites import SUITES
 from fulldepth.execution.harness import (
     Answers,
     Catalogue,
@@ -24,7 +23,6 @@ from fulldepth.execution.harness import (
     Loaded,
     Score,
     Unit,
-    UnitScores,
     layered_model,
     run_unit,
 )
@@ -39,6 +37,36 @@ SAMPLES = "samples_{}.jsonl"
 """File of a result folder with lm-eval's log of every example of a task."""
 EXIT_BOOTSTRAP = 1000
 """Most resamples for standard errors at exit layers before the last."""
+
+
+class Suite(NamedTuple):
+    """The tasks of a paper."""
+
+    tasks: tuple[str, ...]
+    """Names of tasks and groups of lm-eval."""
+    num_fewshot: int | None
+    """Solved examples in a prompt; None = each task's own number."""
+    source: str
+
+
+SUITES = {
+    "jreg-suite": Suite(
+        ("lambada_openai", "boolq", "arc_easy", "hellaswag", "piqa", "race", "social_iqa", "sciq", "swag"),
+        None,
+        "JREG, Sec. 5.2 and Table 3",
+    ),
+    "lime-suite": Suite(
+        ("arc_easy", "arc_challenge", "winogrande", "copa", "multirc", "rte", "hellaswag", "piqa"),
+        1,
+        "LIME, Table 1 (one-shot)",
+    ),
+    "hopscotch-suite": Suite(
+        ("gsm8k", "arc_challenge", "gpqa_main_zeroshot", "social_iqa", "pawsx"),
+        None,
+        "Hopscotch, poster, first table (gpqa: the main set without solved examples)",
+    ),
+}
+"""Name -> suite."""
 
 
 @dataclass
@@ -69,14 +97,6 @@ def units_of(names: list[str]) -> list[Unit]:
     return list(units.values())
 
 
-def _catalogue_of(units: list[Unit], settings: EvaluateSettings) -> Catalogue:
-    """Where the tasks are found; refuses unknown names and missing files."""
-    folders = settings.task_data or []
-    own = {unit.name: local_task(unit.name, folders) for unit in units if unit.name in LOCAL_TASKS}
-    known = [*LOCAL_TASKS, *SUITES]
-    return Catalogue([unit.name for unit in units], own, settings.include_path, known)
-
-
 def load_tasks(units: list[Unit], settings: EvaluateSettings) -> dict[str, Loaded]:
     """Name of each unit -> its tasks with their data; before a model is loaded.
 
@@ -84,7 +104,8 @@ def load_tasks(units: list[Unit], settings: EvaluateSettings) -> dict[str, Loade
         FulldepthError: if a name is unknown, a file is missing, a task is not valid or its data cannot be read, or
             arguments of generation are given and no task generates.
     """
-    catalogue = _catalogue_of(units, settings)
+    own = {unit.name: local_task(unit.name, settings.task_data or []) for unit in units if unit.name in LOCAL_TASKS}
+    catalogue = Catalogue([unit.name for unit in units], own, settings.include_path, [*LOCAL_TASKS, *SUITES])
     loaded = {}
     for unit in units:
         shots = unit.num_fewshot if settings.num_fewshot is None else settings.num_fewshot
@@ -177,19 +198,15 @@ def _score_unit(
             _log(logs, layer, result.samples)
         scored.scores.setdefault(layer, []).extend(result.scores)
         if number == 0:
-            _note(scored, result, layers)
+            scored.higher_is_better |= result.higher_is_better
+            scored.chance |= result.chance
+            scored.guesses |= result.guesses
+            scored.clusters |= result.clusters
+            scored.layers |= {score.task: layers for score in result.scores}
             if len(layers) > 1:
                 session.watcher.begin(f"{session.title}: metrics of exit layers", len(layers) - 1)
         elif not loaded.generates:
             session.watcher.advance(1)
-
-
-def _note(scored: Scored, result: UnitScores, layers: list[int]) -> None:
-    scored.higher_is_better |= result.higher_is_better
-    scored.chance |= result.chance
-    scored.guesses |= result.guesses
-    scored.clusters |= result.clusters
-    scored.layers |= {score.task: layers for score in result.scores}
 
 
 def _log(folder: Path, layer: int, samples: Mapping[str, list[dict[str, Any]]]) -> None:

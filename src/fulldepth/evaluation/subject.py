@@ -40,9 +40,12 @@ class SkipPlan(Protocol):
     """What is used of a plan of `fulldepth skip search` (`fulldepth.skip.Plan`)."""
 
     blocks: list[int]
-    granularity: str
     scalars: dict[str, Any]
     healed_loss: float | None
+
+    @property
+    def granularity(self) -> str:
+        """Skipped part of a layer."""
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Refuse a model that the plan was not made for."""

@@ -2,9 +2,9 @@
 
 from fulldepth.execution.hooks import COEFFICIENTS, SITES, Activations, capture
 from fulldepth.execution.lens import TopTokens, read_and_show, read_layers, read_sequences
-from fulldepth.execution.trace import body_inputs
 from fulldepth.execution.verify import Verified, find_anatomy, verify
 from fulldepth.execution.weights import feed_projections, plain_weight, projection_names
+from fulldepth.hf import body_inputs
 
 __all__ = [
     "COEFFICIENTS",

@@ -12,8 +12,7 @@ from torch import Tensor
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.hooks import capture
 from fulldepth.execution.stream import TOLERANCE, relative_error
-from fulldepth.execution.trace import body_inputs
-from fulldepth.hf import Anatomy, Classifier
+from fulldepth.hf import Anatomy, Classifier, body_inputs
 
 Batching = Literal["padded", "equal", "single"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.execution.layer_cache import KNOWN_LAYERS, LayerCache
+from fulldepth.execution.layer_cache import KNOWN_LAYERS
 from fulldepth.execution.layer_runner import LayerRunner, positions
 from fulldepth.execution.stream import check_close, is_close
 from fulldepth.execution.trace import reason_of
@@ -48,7 +48,11 @@ def decoding_runner(anatomy: Anatomy, batch: Mapping[str, Tensor]) -> LayerRunne
         runner.new_cache()
         pair = _pair(batch)
         for inputs in (pair, {name: tensor[:1] for name, tensor in pair.items()}):  # masks of ones may be dropped
-            _prove(runner, inputs)
+            expected = _decode(anatomy, inputs)
+            if not bool(torch.isfinite(expected).all()):
+                raise FulldepthError("its own logits are not finite for a sequence that is padded on the left")
+            for name, logits in _runs(runner, inputs).items():
+                check_close(f"{name} misses the model's own logits", logits, expected)
     except Exception as error:
         reason = _contradiction(anatomy, batch) or one_line(reason_of(error))
         raise FulldepthError(f"{kind} cannot be decoded layer by layer: {reason}") from error
@@ -65,15 +69,6 @@ def _contradiction(anatomy: Anatomy, batch: Mapping[str, Tensor]) -> str | None:
             cause = f" (its cache keeps a window of {window} positions, and its attention reads more)" if window else ""
             return f"its own decoding with a cache gives other logits than its forward pass over all tokens{cause}"
     return None
-
-
-def _prove(runner: LayerRunner, inputs: Mapping[str, Tensor]) -> None:
-    """Compare the logits of every run of the layers with those of the model's own decoding."""
-    expected = _decode(runner.anatomy, inputs)
-    if not bool(torch.isfinite(expected).all()):
-        raise FulldepthError("its own logits are not finite for a sequence that is padded on the left")
-    for name, logits in _runs(runner, inputs).items():
-        check_close(f"{name} misses the model's own logits", logits, expected)
 
 
 def _pair(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -131,37 +126,31 @@ def _runs(runner: LayerRunner, inputs: Mapping[str, Tensor]) -> dict[str, Tensor
     """Name of a run -> its logits `[N, V]`."""
     length, num_layers = inputs["input_ids"].shape[1], runner.anatomy.num_layers
     half, start = max(1, num_layers // 2), length - STEPS
-    early, late = range(1, half + 1), range(half + 1, num_layers + 1)
+    every, early, late = range(1, num_layers + 1), range(1, half + 1), range(half + 1, num_layers + 1)
     cache = runner.new_cache()
-    prefill = runner.finish(runner.run(range(1, num_layers + 1), _begin(runner, inputs, 0, start, cache)))
-    runs = {}
+
+    def run(layers: Sequence[int], begin: int, end: int) -> Tensor:
+        return runner.run(layers, runner.begin(_part(inputs, begin, end), cache))
+
+    def check(*expected: int) -> None:
+        if cache.lengths != [*expected]:
+            raise FulldepthError(
+                f"its layers leave {cache.lengths} positions in the cache where {[*expected]} were run: they share "
+                "keys and values, or keep them elsewhere"
+            )
+
+    prefill, runs = runner.finish(run(every, 0, start)), {}
     for name in ("running its last layers later", "running them again after taking tokens back"):
         states = []
         for at in range(start, length):
-            states.append(runner.run(early, _begin(runner, inputs, at, at + 1, cache)))
-            _check_lengths(cache, [at + 1] * half + [start] * len(late))
-        _begin(runner, inputs, start, length, cache)
+            states.append(run(early, at, at + 1))
+            check(*[at + 1] * half, *[start] * len(late))
+        runner.begin(_part(inputs, start, length), cache)
         logits = runner.finish(runner.run(late, torch.cat(states, dim=1)))
-        _check_lengths(cache, [length] * num_layers)
+        check(*[length] * num_layers)
         runs[name] = _real([prefill, logits], inputs)
         cache.crop(start)
-        _check_lengths(cache, [start] * num_layers)
-    steps = [
-        runner.finish(runner.run(range(1, num_layers + 1), _begin(runner, inputs, at, at + 1, cache)))
-        for at in range(start, length)
-    ]
+        check(*[start] * num_layers)
+    steps = [runner.finish(run(every, at, at + 1)) for at in range(start, length)]
     runs["running its layers one by one"] = _real([prefill, *steps], inputs)
     return runs
-
-
-def _begin(runner: LayerRunner, inputs: Mapping[str, Tensor], start: int, end: int, cache: LayerCache) -> Tensor:
-    return runner.begin(_part(inputs, start, end), cache)
-
-
-def _check_lengths(cache: LayerCache, expected: list[int]) -> None:
-    """Raise an error if the layers wrote other cache entries than their own."""
-    if cache.lengths != expected:
-        raise FulldepthError(
-            f"its layers leave {cache.lengths} positions in the cache where {expected} were run: they share keys and "
-            "values, or keep them elsewhere"
-        )

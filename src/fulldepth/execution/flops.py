@@ -35,7 +35,11 @@ Variant = frozenset[int]
 
 def weight_products(module: nn.Module | None) -> float:
     """2 * inputs * outputs of a linear layer, also if packed by GPTQ or AWQ, or a router; 0 for other modules."""
-    if isinstance(module, nn.Linear | Conv1D) or _is_router(module):  # all hold one matrix
+    weight = getattr(module, "weight", None)
+    is_router = (
+        isinstance(getattr(module, "top_k", None), int) and isinstance(weight, nn.Parameter) and weight.ndim == 2
+    )
+    if isinstance(module, nn.Linear | Conv1D) or is_router:  # all hold one matrix
         return 2.0 * module.weight.numel()  # type: ignore[union-attr, operator]
     if hasattr(module, "qweight"):
         packed: Any = module
@@ -62,12 +66,6 @@ def token_products(root: nn.Module, outside: Collection[nn.Module | None] = ()) 
                 share = _visited(block, None, len(experts))
                 total -= (1 - share) * sum(weight_products(part) for part in experts.modules())
     return total
-
-
-def _is_router(module: nn.Module | None) -> bool:
-    """Whether a module holds the matrix by which it chooses `top_k` experts for a token."""
-    weight = getattr(module, "weight", None)
-    return isinstance(getattr(module, "top_k", None), int) and isinstance(weight, nn.Parameter) and weight.ndim == 2
 
 
 def _visited(block: nn.Module, experts: nn.Module | None, count: int) -> float:
@@ -131,60 +129,41 @@ class TokenFlops:
 def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
     """Operations of one token in sequences of T tokens (of an image: of one of its T patches and special tokens).
 
+    The head of a classifier of texts or images runs once a sample, unless it reads the last position: then the model is
+    causal, and its stock class applies the head to all positions before it selects one. All other classifiers attend to
+    all positions.
+
     Args:
         model: with its weights or on the meta device.
         sequence_length: T.
     """
-    if task_of(model).endswith("-classification"):
-        return _classifier_flops(model, sequence_length)
     config = model.config.get_text_config()
-    head = model.get_output_embeddings()
-    outside = {head, *exit_heads_of(model).values()}
-    width = 4.0 * (getattr(config, "num_attention_heads", None) or 0) * head_channels(config)
-    windows = _windows(config)
-    extra = getattr(config, "extra_flops", None)
-    return TokenFlops(
-        linear=token_products(model, outside),
-        head=weight_products(head),
-        attention=width * sum(_mean_keys(sequence_length, window) for window in windows),
-        attention_full=width * sequence_length * len(windows),
-        extra=extra(sequence_length) if extra is not None else 0.0,
-    )
-
-
-def _classifier_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
-    """Operations of a classifier of texts or images, whose head runs once a sample.
-
-    Heads that read the last position belong to causal models, in which stock classes apply them to all positions before
-    they select one. All other models attend to all positions.
-    """
-    anatomy, config = anatomy_candidates(model)[0], model.config.get_text_config()
-    if anatomy.head is None:
-        raise FulldepthError(f"{type(model).__name__} has no head that is known.")
-    heads = anatomy.head_modules(anatomy.head)
+    heads, causal, pixels = [model.get_output_embeddings() or nn.Identity()], True, 0.0
+    classifies = task_of(model).endswith("-classification")
+    if classifies:
+        anatomy = anatomy_candidates(model)[0]
+        if anatomy.head is None:
+            raise FulldepthError(f"{type(model).__name__} has no head that is known.")
+        heads, causal = anatomy.head_modules(anatomy.head), anatomy.head.pool == "last"
+        size = getattr(config, "patch_size", None)
+        patches = (config.image_size // size) ** 2 if isinstance(size, int) else 0
+        kernels = sum(2.0 * part.weight.numel() for part in model.modules() if isinstance(part, nn.Conv2d))
+        pixels = kernels * patches / sequence_length
     outside = {part for module in (*heads, *exit_heads_of(model).values()) for part in module.modules()}
     pooled = sum(weight_products(part) for module in heads for part in module.modules())
-    causal = anatomy.head.pool == "last"
     width = 4.0 * (getattr(config, "num_attention_heads", None) or 0) * head_channels(config)
-    windows, size = _windows(config), getattr(config, "patch_size", None)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    windows = [getattr(config, "sliding_window", None) if "sliding" in kind else None for kind in kinds]
     full = width * sequence_length * len(windows)
-    patches = (config.image_size // size) ** 2 if isinstance(size, int) else 0
-    pixels = sum(2.0 * part.weight.numel() for part in model.modules() if isinstance(part, nn.Conv2d))
     extra = getattr(config, "extra_flops", None)
     return TokenFlops(
         linear=token_products(model, outside),
         head=pooled if causal else pooled / sequence_length,
         attention=width * sum(_mean_keys(sequence_length, window) for window in windows) if causal else full,
         attention_full=full,
-        extra=(extra(sequence_length) if extra is not None else 0.0) + pixels * patches / sequence_length,
-        pooled=pooled,
+        extra=(extra(sequence_length) if extra is not None else 0.0) + pixels,
+        pooled=pooled if classifies else None,
     )
-
-
-def _windows(config: PreTrainedConfig) -> list[int | None]:
-    """Maximum number of keys that each layer sees; None = all."""
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return [getattr(config, "sliding_window", None) if "sliding" in kind else None for kind in kinds]
 
 
 def _mean_keys(length: int, window: int | None) -> float:
@@ -266,9 +245,7 @@ class Costs:
         """Whether a training step recomputes blocks in the backward pass; None: above `MAX_KEPT_BYTES`."""
         return shape.batch * shape.length * self.kept > MAX_KEPT_BYTES if checkpointing is None else checkpointing
 
-    def training(
-        self, variant: Variant, shape: Shape, *, divergence: bool = False, checkpointing: bool | None = None
-    ) -> float:
+    def training(self, variant: Variant, shape: Shape, *, checkpointing: bool | None = None) -> float:
         """A forward and a backward pass that trains scalars.
 
         Products with frozen weights count twice, because these have no gradient. Products of two activations (scores
@@ -277,9 +254,8 @@ class Costs:
         """
         head = shape.labelled * self.head
         scores = shape.batch * shape.length**2 * self.keys_read(variant)
-        base = self.whole(Variant(), shape) + head if divergence else 0.0
         passes = 3 if self.checkpoints(shape, checkpointing) else 2
-        return passes * (self.whole(variant, shape) - head) + scores + 3 * head + base
+        return passes * (self.whole(variant, shape) - head) + scores + 3 * head
 
     def candidates(self, skipped: Collection[int]) -> list[Variant]:
         """The variants that skip one more layer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.execution.stacks import Stacks, stack_rows
 from fulldepth.hf import Anatomy
 
 SITES = {
@@ -48,6 +47,31 @@ ROLES = {"routing": "router", "attention_mixing": "attention_connection", "mlp_m
 """Site of coefficients -> role of the module that computes them."""
 
 
+Key = tuple[str, int]
+"""Name of a captured state, and its 1-based layer."""
+
+
+STACKED = -1
+"""Version of a state that was copied into a stack."""
+
+
+def stack_rows(captured: Collection[Key], sites: Collection[str], layers: int) -> dict[Key, tuple[str, int]]:
+    """Captured state -> the requested site that consists of such states, and its row in the site's stack.
+
+    Args:
+        captured: all states that are captured.
+        sites: the requested sites; those that are sums of captured states have no stack.
+        layers: L.
+    """
+    rows = {("y", layer): ("residual", layer) for layer in range(1, layers + 1)}
+    rows["h0" if ("h0", 1) in captured else "x", 1] = ("residual", 0)
+    rows |= {
+        (site, layer): (site, layer - 1) for site in ("attention_output", "value") for layer in range(1, layers + 1)
+    }
+    missing = {site for key, (site, _) in rows.items() if key not in captured}
+    return {key: place for key, place in rows.items() if place[0] in sites and place[0] not in missing}
+
+
 class Activations:
     """Activations of one forward pass by site: `activations["residual"]` is a list of tensors in layer order."""
 
@@ -59,13 +83,19 @@ class Activations:
         self._versions: dict[tuple[str, int], int] = {}
         self.repeated = False
         """Whether states of one pass replaced those of another one since `clear`."""
-        self.stacks = Stacks({}, torch.device("cpu"))
+        self.rows: dict[Key, tuple[str, int]] = {}
+        """As from `stack_rows`: states of these are copied into one tensor `[S, B, T, D]` per site, which every pass
+        overwrites, so that states are held once and not twice."""
+        self.device: torch.device | None = None
+        """Of the stacks; a state on another device stays where it is."""
+        self._stacks: dict[str, Tensor] = {}
 
     def clear(self, *, keep_stacks: bool = True) -> None:
         """Drop all states before the next pass; with `keep_stacks` it overwrites the tensors of `stacked`."""
         self._seen.clear()
         self.repeated = False
-        self.stacks.clear(keep=keep_stacks)
+        if not keep_stacks:
+            self._stacks = {}
 
     def begin(self) -> None:
         """Called at the start of a forward pass: resets the call counts of shared blocks."""
@@ -89,11 +119,19 @@ class Activations:
 
     def record(self, site: str, layer: int, state: Tensor) -> None:
         """Store one state of a 1-based layer."""
-        if self.stacks.put((site, layer), state):
-            return
-        self.repeated |= (site, layer) in self._seen
-        self._seen[site, layer] = state
-        self._versions[site, layer] = 0 if state.is_inference() else state._version
+        key = (site, layer)
+        if key in self.rows and state.device == self.device:
+            name, row = self.rows[key]
+            stack = self._stacks.get(name)
+            if state.ndim == 3 and (stack is None or stack.shape[1:] != state.shape or stack.dtype != state.dtype):
+                count = sum(place[0] == name for place in self.rows.values())
+                stack = self._stacks[name] = state.new_empty(count, *state.shape)
+            if stack is not None and state.numel() == stack[row].numel():
+                stack[row] = state.view(stack.shape[1:])
+                self._seen[key], self._versions[key] = stack[row], STACKED
+                return
+        self.repeated |= key in self._seen
+        self._seen[key], self._versions[key] = state, 0 if state.is_inference() else state._version
 
     def __getitem__(self, site: str) -> list[Tensor]:
         """States of a site in layer order.
@@ -112,8 +150,8 @@ class Activations:
             return [self._first(), *(self._read("y", layer) for layer in layers)]
         if site == "final_normed":
             return [self.anatomy.normalise(self._read("y", len(layers)))]
-        if site == "attention_output":
-            return [self._attention_output(layer) for layer in layers]
+        if site == "attention_output" and self.anatomy.family.design == "parallel":  # the model never computes it
+            return [self._read("x", layer) + self._branch("attention_branch", layer) for layer in layers]
         if site.endswith("_branch"):
             return [self._branch(site, layer) for layer in layers]
         carried = "attention_carried" if self.anatomy.has_streams else "x"  # the stream to which attention adds
@@ -126,14 +164,12 @@ class Activations:
 
     def _read(self, name: str, layer: int) -> Tensor:
         """One state, `[B, T, D]` even if the module works on `[B T, D]`; raises an error if it was overwritten."""
-        if (stacked := self.stacks.get((name, layer))) is not None:
-            return stacked
         if (name, layer) not in self._seen:
             if _reentrant(self.anatomy.blocks[layer - 1]):  # switched on after the model was hooked
                 raise FulldepthError(REENTRANT.format(name))
             raise FulldepthError(f"No activation was captured at {name} of layer {layer}; did the model run?")
         state = self._seen[name, layer]
-        if self._versions[name, layer] != (0 if state.is_inference() else state._version):
+        if self._versions[name, layer] not in (STACKED, 0 if state.is_inference() else state._version):
             raise FulldepthError(f"The model overwrote its own state at {name} of layer {layer} in place.")
         if state.ndim == 2 and name not in COEFFICIENTS:
             state = state.view(*self._first().shape[:2], -1)
@@ -141,7 +177,7 @@ class Activations:
 
     def _first(self) -> Tensor:
         """h_0: the input of the first block, which is its x unless the block sums several states to x."""
-        return self._read("h0" if ("h0", 1) in {*self._seen, *self.stacks.held} else "x", 1)
+        return self._read("h0" if ("h0", 1) in self._seen else "x", 1)
 
     def _branch(self, site: str, layer: int) -> Tensor:
         """A branch's contribution to the stream: with several streams, its output times the sum of their weights."""
@@ -152,16 +188,11 @@ class Activations:
             return branch
         return branch * self._read(f"{site}_weight", layer).to(branch.dtype)
 
-    def _attention_output(self, layer: int) -> Tensor:
-        """x': captured if the model computes it, else the sum x + A."""
-        if ("attention_output", layer) in self._seen:
-            return self._read("attention_output", layer)
-        return self._read("x", layer) + self._branch("attention_branch", layer)
-
     def stack(self, site: str, device: torch.device | None = None) -> Tensor:
         """[S, B, T, D] all states of a site on one device."""
-        if (whole := self.stacks.whole(site)) is not None and device in (None, whole.device):
-            return whole
+        keys = [key for key, place in self.rows.items() if place[0] == site and device in (None, self.device)]
+        if keys and all(key in self._seen and self._versions[key] == STACKED for key in keys):
+            return self._stacks[site]
         states = self[site]
         device = device or states[-1].device
         return torch.stack([state.to(device) for state in states])
@@ -193,19 +224,19 @@ def capture(
             raise unknown("site", site, [*SITES, *COEFFICIENTS])
     activations = Activations(anatomy, sites)
     handles: list[RemovableHandle] = []
-    blocks = set(anatomy.blocks)
+    layers_of: dict[nn.Module, list[int]] = {}  # block -> its layers, several where they share it
+    for layer, block in enumerate(anatomy.blocks, start=1):
+        layers_of.setdefault(block, []).append(layer)
     try:
-        turns = _turns(anatomy)
-        points = list(_merged(_points(anatomy, set(sites))))
+        points = [(block, point) for block in layers_of for point in _points(anatomy, set(sites), layers_of[block][0])]
         if stacked is not None:
-            captured = {(point.name, layer) for point in points for layer in point.layers}
-            activations.stacks = Stacks(stack_rows(captured, sites, anatomy.num_layers), stacked)
-        for point in points:
-            layers = turns[point.layers[0]]
-            if grad and point.module not in blocks and _reentrant(anatomy.blocks[layers[0] - 1]):
+            captured = {(point.name, layer) for block, point in points for layer in layers_of[block]}
+            activations.rows, activations.device = stack_rows(captured, sites, anatomy.num_layers), stacked
+        for block, point in points:
+            if grad and point.module not in layers_of and _reentrant(block):
                 raise FulldepthError(REENTRANT.format(point.name))
-            handles.append(_hook(activations, point, layers, grad))
-        if len(turns) > len(blocks):
+            handles.append(_hook(activations, point, layers_of[block], grad))
+        if len(layers_of) < anatomy.num_layers:
             handles.append(anatomy.runner.register_forward_pre_hook(lambda *_: activations.begin()))
         yield activations
     finally:
@@ -220,11 +251,6 @@ def _reentrant(block: nn.Module) -> bool:
     return bool(active and getattr(function, "keywords", {}).get("use_reentrant"))
 
 
-CARRIED = {"attention": "attention_carried", "mlp": "mlp_input"}
-"""Branch -> site of the stream to which it is added."""
-Change = Callable[[Any], Tensor]
-
-
 class HookPoint(NamedTuple):
     """A place in the model where a state is captured."""
 
@@ -233,39 +259,24 @@ class HookPoint(NamedTuple):
     """Whether the module's input is captured; else its output."""
     name: str
     """Key in the recorded activations."""
-    layers: tuple[int, ...]
-    """The 1-based layers whose state it is."""
-    change: Change
+    change: Callable[[Any], Tensor]
     """Extracts the state from the module's input or output."""
 
 
-def _merged(points: Iterable[HookPoint]) -> Iterator[HookPoint]:
-    """The points without duplicates; points of shared blocks carry all their layers."""
-    merged: dict[tuple[int, bool, str], HookPoint] = {}
-    for point in points:
-        key = (id(point.module), point.before, point.name)
-        earlier = merged.get(key)
-        merged[key] = point if earlier is None else earlier._replace(layers=(*earlier.layers, *point.layers))
-    yield from merged.values()
-
-
-def _turns(anatomy: Anatomy) -> dict[int, list[int]]:
-    """1-based layer -> all layers that run the same block, in the order of its calls."""
-    layers_of: dict[int, list[int]] = {}
-    for layer, block in enumerate(anatomy.blocks, start=1):
-        layers_of.setdefault(id(block), []).append(layer)
-    return {layer: layers_of[id(block)] for layer, block in enumerate(anatomy.blocks, start=1)}
-
-
-def _points(anatomy: Anatomy, sites: set[str]) -> Iterator[HookPoint]:
-    """Hook points for the requested sites."""
-    for layer, block in enumerate(anatomy.blocks, start=1):
-        yield from _stream_points(anatomy, sites, layer, block)
-        yield from _branch_points(anatomy, sites, layer)
-        if "value" in sites:
-            value = _required(anatomy, layer, "value")
-            yield HookPoint(value, False, "value", (layer,), lambda output: anatomy.value_states(_tensor(output)))
-        yield from _coefficient_points(anatomy, sites, layer)
+def _points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[HookPoint]:
+    """Hook points for the requested sites in one layer."""
+    yield from _stream_points(anatomy, sites, layer, anatomy.blocks[layer - 1])
+    yield from _branch_points(anatomy, sites, layer)
+    if "value" in sites:
+        value = _required(anatomy, layer, "value")
+        yield HookPoint(value, False, "value", lambda output: anatomy.value_states(_tensor(output)))
+    for site in sites & ROLES.keys():
+        module = anatomy.part(layer, ROLES[site])
+        if module is not None:
+            change = _tensor if site == "routing" else partial(_mixing, module)
+            yield HookPoint(module, site != "routing", site, change)
+        elif not anatomy.layers_with(ROLES[site]):
+            _required(anatomy, layer, ROLES[site])
 
 
 def _stream_points(anatomy: Anatomy, sites: set[str], layer: int, block: nn.Module) -> Iterator[HookPoint]:
@@ -276,16 +287,25 @@ def _stream_points(anatomy: Anatomy, sites: set[str], layer: int, block: nn.Modu
 
     reader = anatomy.reader(layer)
     if layer == 1 and reader is not block:
-        yield HookPoint(block, True, "h0", (layer,), stream)
+        yield HookPoint(block, True, "h0", stream)
     reads_x = "attention_input" in sites or ("attention_carried" in sites and not anatomy.has_streams)
     if reads_x or (layer == 1 and reader is block) or _needs_sum(anatomy, sites):
-        yield HookPoint(reader, True, "x", (layer,), stream)
+        yield HookPoint(reader, True, "x", stream)
     if sites & {"residual", "final_normed"}:
-        yield HookPoint(block, False, "y", (layer,), stream)
-    if "attention_output" in sites and not _needs_sum(anatomy, sites):
-        yield HookPoint(*_attention_output(anatomy, layer), "attention_output", (layer,), stream)
-    if "mlp_input" in sites and not anatomy.has_streams:
-        yield HookPoint(_mlp_input(anatomy, layer, block), True, "mlp_input", (layer,), stream)
+        yield HookPoint(block, False, "y", stream)
+    design, before = anatomy.family.design, anatomy.part(layer, "mlp_norm")
+    if "attention_output" in sites and design != "parallel":
+        if anatomy.has_streams:
+            module = _required(anatomy, layer, "mlp_connection")
+        elif design == "post":  # the output of the norm after attention, else what the MLP sub-layer reads
+            module = _required(anatomy, layer, "attention_norm")
+        else:
+            module = before or _required(anatomy, layer, "mlp")
+        post = design == "post" and not anatomy.has_streams
+        yield HookPoint(module, not post, "attention_output", stream)
+    if "mlp_input" in sites and not anatomy.has_streams:  # the block itself if both branches add to x
+        module = block if design == "parallel" else (design == "pre" and before) or _required(anatomy, layer, "mlp")
+        yield HookPoint(module, True, "mlp_input", stream)
 
 
 def _branch_points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[HookPoint]:
@@ -300,30 +320,16 @@ def _branch_points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[Ho
         if site in sites or (kind == "attention" and _needs_sum(anatomy, sites)):
             module = anatomy.part(layer, site) if anatomy.family.sparse else _required(anatomy, layer, site)
             if module is not None:
-                yield HookPoint(module, False, site, (layer,), scaled)
+                yield HookPoint(module, False, site, scaled)
         if not anatomy.has_streams:
             continue
         # a connection returns: the branch's input, the streams without the branch, the branch's weight in each
         connection = _required(anatomy, layer, f"{kind}_connection")
         if site in sites:
-            yield HookPoint(connection, False, f"{site}_weight", (layer,), lambda value: value[2].sum(-1, keepdim=True))
-        carried = CARRIED[kind]
+            yield HookPoint(connection, False, f"{site}_weight", lambda value: value[2].sum(-1, keepdim=True))
+        carried = {"attention": "attention_carried", "mlp": "mlp_input"}[kind]
         if carried in sites:
-            yield HookPoint(connection, False, carried, (layer,), lambda value: anatomy.stream(value[1]))
-
-
-def _coefficient_points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[HookPoint]:
-    """Points of the mixing weights; at least one layer must have them."""
-    for site, role in ROLES.items():
-        if site not in sites:
-            continue
-        module = anatomy.part(layer, role)
-        if module is None and layer == anatomy.num_layers and not anatomy.layers_with(role):
-            _required(anatomy, layer, role)
-        if module is not None and site == "routing":
-            yield HookPoint(module, False, site, (layer,), _tensor)
-        elif module is not None:
-            yield HookPoint(module, True, site, (layer,), partial(_mixing, module))
+            yield HookPoint(connection, False, carried, lambda value: anatomy.stream(value[1]))
 
 
 def _mixing(connection: Any, value: Any) -> Tensor:
@@ -335,26 +341,6 @@ def _mixing(connection: Any, value: Any) -> Tensor:
 def _needs_sum(anatomy: Anatomy, sites: set[str]) -> bool:
     """Whether the model never computes x' (parallel residual), so that it must be summed here."""
     return "attention_output" in sites and anatomy.family.design == "parallel"
-
-
-def _attention_output(anatomy: Anatomy, layer: int) -> tuple[nn.Module, bool]:
-    """Module at which x' is captured, and whether as its input: the MLP sub-layer's input, or in post-norm blocks the
-    output of the norm after attention.
-    """
-    if anatomy.has_streams:
-        return _required(anatomy, layer, "mlp_connection"), True
-    if anatomy.family.design == "post":
-        return _required(anatomy, layer, "attention_norm"), False
-    reader = anatomy.part(layer, "mlp_norm") or _required(anatomy, layer, "mlp")
-    return reader, True
-
-
-def _mlp_input(anatomy: Anatomy, layer: int, block: nn.Module) -> nn.Module:
-    """The module whose input is the stream to which the MLP adds: the block itself if both branches add to x."""
-    if anatomy.family.design == "parallel":
-        return block
-    reader = anatomy.part(layer, "mlp_norm") if anatomy.family.design == "pre" else None
-    return reader or _required(anatomy, layer, "mlp")
 
 
 def _required(anatomy: Anatomy, layer: int, role: str) -> nn.Module:
@@ -376,10 +362,8 @@ def _hook(activations: Activations, point: HookPoint, layers: list[int], grad: b
             return
         if grad and not torch.is_grad_enabled():  # an evaluation during training
             return
-        layer = activations.turn(point, layers)
-        if layer in point.layers:
-            state = point.change(value)
-            activations.record(point.name, layer, state if grad else state.detach())
+        state = point.change(value)
+        activations.record(point.name, activations.turn(point, layers), state if grad else state.detach())
 
     if grad:  # torch.compile must not trace the hook
         record = torch.compiler.disable(record)
@@ -391,31 +375,19 @@ def _hook(activations: Activations, point: HookPoint, layers: list[int], grad: b
 class _Recorder:
     """Hook that hands a module's input or output on; pickles and copies of a hooked model record nothing."""
 
-    def __init__(self, record: Callable[[Any], None], *, before: bool) -> None:
+    def __init__(self, record: Callable[[Any], None] | None = None, *, before: bool = False) -> None:
         self.record, self.before = record, before
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], last: Any) -> None:
         """Record: `last` is the keyword arguments before a module, else its output."""
-        self.record((args[0] if args else _hidden(last)) if self.before else last)
+        if self.record is not None:
+            if self.before and not args:  # the state among keyword arguments
+                first = next((value for value in last.values() if isinstance(value, Tensor)), None)
+                args = (last.get("hidden_states", first),)
+            self.record(args[0] if self.before else last)
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _inert, ()
-
-
-def _inert() -> Callable[..., None]:
-    """A hook that does nothing."""
-    return _nothing
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-def _hidden(kwargs: dict[str, Any]) -> Any:
-    """The state among keyword arguments: `hidden_states`, or the first tensor."""
-    if "hidden_states" in kwargs:
-        return kwargs["hidden_states"]
-    return next(value for value in kwargs.values() if isinstance(value, Tensor))
+    def __reduce__(self) -> tuple[type[_Recorder], tuple[()]]:
+        return _Recorder, ()
 
 
 def _tensor(value: Any) -> Tensor:

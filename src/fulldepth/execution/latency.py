@@ -1,4 +1,7 @@
-"""Latency of prefill and of a decoding step, for several models in alternation."""
+"""Latency of prefill and of a decoding step, for several models in alternation, and how busy other programs are.
+
+Times of busy machines are not compared (`thresholds.BUSY`).
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.load import OtherLoad
 from fulldepth.hf import Anatomy
 
 PHASES = ("prefill", "decode")
@@ -77,20 +81,19 @@ class Runner:
             context: number of tokens of the prompt.
         """
         prompt, steps = ids[:, :context], ids[:, context:].split(1, dim=1)
-        positions = [self._position(context + number, ids) for number in range(len(steps))]
+        positions: list[dict[str, Tensor]] = [
+            {"position_ids": ids.new_full((len(ids), 1), context + number)} if self._takes_positions else {}
+            for number in range(len(steps))
+        ]
         with _without_collection():
-            start = _seconds(ids.device)
+            start = now(ids.device)
             output = self.model(input_ids=prompt, **self._options)
-            between = _seconds(ids.device)
+            between = now(ids.device)
             for token, position in zip(steps, positions, strict=True):
                 cache = output.past_key_values
                 output = self.model(input_ids=token, past_key_values=cache, **position, **self._options)
-            end = _seconds(ids.device)
+            end = now(ids.device)
         return Trial(between - start, (end - between) / len(steps), output.past_key_values, output.logits[:, -1])
-
-    def _position(self, number: int, ids: Tensor) -> dict[str, Tensor]:
-        """The position of a decoded token, for models that take it."""
-        return {"position_ids": ids.new_full((len(ids), 1), number)} if self._takes_positions else {}
 
 
 def check_positions(anatomy: Anatomy, context: int, new_tokens: int) -> None:
@@ -161,7 +164,7 @@ def order(count: int, number: int, seed: int) -> list[int]:
     return turned if number % 2 == 0 else turned[:1] + turned[:0:-1]
 
 
-def _seconds(device: torch.device) -> float:
+def now(device: torch.device) -> float:
     """The time in seconds, after synchronising with the device."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
@@ -178,3 +181,39 @@ def _without_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+TICK = 0.02
+"""CPU seconds by which the counted times of one core can be wrong: two ticks of the kernel's clock."""
+
+
+class OtherLoad:
+    """Share of the machine's CPU time that processes outside the run have used since this was made.
+
+    A lower bound: what the resolution of the counters explains does not count, so a span of milliseconds is not busy.
+    """
+
+    def __init__(self) -> None:
+        self._start = _times()
+
+    def share(self) -> float:
+        """In [0, 1], of all cores; all processes of a distributed run must call this together."""
+        total, busy, own = (now - then for now, then in zip(_times(), self._start, strict=True))
+        other = busy - own - TICK * (psutil.cpu_count() or 1)
+        return min(1.0, max(0.0, other) / total) if total > 0 else 0.0
+
+
+def _times() -> tuple[float, float, float]:
+    """CPU seconds so far: of the machine, busy ones, those of the run's processes on it and their children."""
+    machine = psutil.cpu_times()._asdict()
+    total = sum(seconds for name, seconds in machine.items() if not name.startswith("guest"))
+    idle = machine["idle"] + machine.get("iowait", 0.0)
+    process = psutil.Process()
+    own = sum(process.cpu_times()[:4])  # user and system, also of children that have ended
+    for child in process.children(recursive=True):
+        try:
+            own += sum(child.cpu_times()[:2])
+        except psutil.Error:  # it has just ended
+            continue
+    here = platform.node()
+    return total, total - idle, sum(part for node, part in current().gather((here, own)) if node == here)

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
-from fulldepth.execution.layer_arguments import Path, select_rows, tensors_in
 from fulldepth.execution.layer_cache import KeysWritten, LayerCache
 from fulldepth.execution.stream import check_close
 from fulldepth.hf import Anatomy, Classifier, is_offloaded
@@ -58,9 +58,10 @@ class LayerRunner:
         self._cache: LayerCache | None = None
         self._start = 0
         self._blocks, self._module = list(anatomy.blocks), anatomy.body  # searched for in the model, so only once
+        self._options = frozenset(inspect.signature(anatomy.model.forward).parameters)
+        self._takes_positions = "position_ids" in inspect.signature(self._module.forward).parameters
         self._extras: dict[nn.Module, int | None] = {}
         """Block -> number of its outputs besides the state; None if it returns the state alone."""
-        self._sample = {name: value[:1] for name, value in batch.items()}
         self._prove(batch)
 
     @torch.no_grad()
@@ -116,42 +117,14 @@ class LayerRunner:
             output = self._blocks[layers - 1](states, *args, **kwargs)
         return output[0] if isinstance(output, tuple | list) else output
 
-    @torch.no_grad()
-    def keep(self, rows: Tensor, batch: Mapping[str, Tensor]) -> None:
-        """Go on with some of the sequences passed to `begin`, without a cache: their masks and other arguments.
-
-        What `begin` computed is selected, not computed again, where it is known which arguments have an entry for each
-        sequence; else `begin` runs on these alone.
+    def keep(self, batch: Mapping[str, Tensor]) -> None:
+        """Go on with some of the sequences passed to `begin`, without a cache: with their masks and other arguments.
 
         Args:
-            rows: `[B]` bool.
             batch: the inputs of these sequences alone.
         """
-        found = {path for path, _ in tensors_in(self._arguments)}
-        if not found <= self._per_sequence.keys():
+        if any(isinstance(argument, Tensor) for argument in tree_leaves(self._arguments)):
             self.begin(batch)
-            return
-        self._arguments = select_rows(self._arguments, rows, {path for path in found if self._per_sequence[path]})
-
-    @cached_property
-    def _per_sequence(self) -> dict[Path, bool]:
-        """Place of each tensor in the arguments -> whether it has an entry for each sequence.
-
-        These are the tensors of two rows in a batch of two sequences and of three in one of three. Left out are tensors
-        whose shape changes in another way, such as the biases of all heads of all sequences.
-        """
-        before = self._arguments, self._first, self._cache
-        sizes = []
-        for count in (2, 3):
-            self.begin({name: value.repeat(count, *[1] * (value.ndim - 1)) for name, value in self._sample.items()})
-            sizes.append({path: tensor.shape for path, tensor in tensors_in(self._arguments)})
-        self._arguments, self._first, self._cache = before
-        found: dict[Path, bool] = {}
-        for path in sizes[0].keys() & sizes[1].keys():
-            shapes = sizes[0][path], sizes[1][path]
-            if shapes[0] == shapes[1] or ((shapes[0][0], shapes[1][0]) == (2, 3) and shapes[0][1:] == shapes[1][1:]):
-                found[path] = shapes[0] != shapes[1]
-        return found
 
     def write(self, layers: Sequence[int], states: Tensor) -> bool:
         """Add keys and values of layers to the cache as if each read these states, and compute nothing else.
@@ -212,26 +185,8 @@ class LayerRunner:
         Raises:
             FulldepthError: if the model has no head that predicts at every position.
         """
-        return self._head(layer).tokens(self.anatomy.stream(states))
-
-    def finish_some(self, states: Tensor, tokens: Tensor, layer: int) -> Tensor:
-        """[B, K] logits of some tokens only, for the last of the positions of states `[B, T, D]` of any layer.
-
-        Args:
-            states: `[B, T, D]`.
-            tokens: `[B, K]`.
-            layer: as for `finish`.
-
-        Raises:
-            FulldepthError: if the head does not end in an ordinary linear layer.
-        """
-        if self._classifier.classes is None:
-            raise FulldepthError(
-                f"The head of {type(self.anatomy.model).__name__} is no ordinary linear layer, so it cannot be read "
-                "for some tokens alone; leave out lens_candidates."
-            )
-        head = self._head(layer)
-        return head.some(head.prepare(self.anatomy.stream(states[:, -1:]))[:, 0], tokens)
+        head = self._classifier.at(self.anatomy.num_layers if layer is None else layer)
+        return head.tokens(self.anatomy.stream(states))
 
     def new_cache(self) -> LayerCache:
         """An empty cache for this model.
@@ -241,24 +196,12 @@ class LayerRunner:
         """
         return LayerCache(self.anatomy.config)
 
-    def _head(self, layer: int | None) -> Classifier:
-        return self._classifier.at(self.anatomy.num_layers if layer is None else layer)
-
     @cached_property
     def _classifier(self) -> Classifier:
         classifier = Classifier(self.anatomy)
         if not classifier.per_token:
             raise FulldepthError(f"{type(self.anatomy.model).__name__} does not predict at every position.")
         return classifier
-
-    @cached_property
-    def _options(self) -> frozenset[str]:
-        """Names of the parameters of the model's forward."""
-        return frozenset(inspect.signature(self.anatomy.model.forward).parameters)
-
-    @cached_property
-    def _takes_positions(self) -> bool:
-        return "position_ids" in inspect.signature(self.anatomy.body.forward).parameters
 
     def _at_start(self) -> Any:
         """Let the cache report the position of the first token passed to `begin`."""
@@ -305,7 +248,11 @@ class LayerRunner:
     def _prove(self, batch: Mapping[str, Tensor]) -> None:
         """Check the blocks, run one by one, against the states of the model's own pass."""
         kind = type(self.anatomy.model).__name__
-        hooks = [block.register_forward_hook(self._form) for block in dict.fromkeys(self._blocks)]
+
+        def form(module: nn.Module, args: Any, output: Any) -> None:
+            self._extras[module] = len(output) - 1 if isinstance(output, tuple | list) else None
+
+        hooks = [block.register_forward_hook(form) for block in dict.fromkeys(self._blocks)]
         try:
             with capture(self.anatomy, ["residual"]) as activations:
                 self._body(batch)
@@ -314,27 +261,20 @@ class LayerRunner:
             for hook in hooks:
                 hook.remove()
         try:
-            self._compare(batch, own)
+            states = self.begin(batch)
+            for layer in range(1, self.anatomy.num_layers + 1):
+                version = states._version
+                after = self.run(layer, states)
+                if states._version != version or after is states:
+                    raise FulldepthError(f"Layer {layer} of {kind} overwrites its input; states cannot be used twice.")
+                hint = ": it reads more than the layer before, or the model does something between its layers."
+                claim = f"Layer {layer} of {kind}, run by itself, misses the model's own state"
+                check_close(claim, self.anatomy.stream(after), own[layer], after.dtype, hint)
+                states = self.anatomy.handed_on(after)
         except (AttributeError, TypeError) as error:  # the model uses a block's other outputs
             raise FulldepthError(
                 f"{kind} uses what its blocks give beside the state ({error}); they cannot be run one by one."
             ) from error
-
-    def _compare(self, batch: Mapping[str, Tensor], own: Sequence[Tensor]) -> None:
-        """Compare the outputs of the blocks, run one by one, with the model's own states h_0 .. h_L."""
-        kind, states = type(self.anatomy.model).__name__, self.begin(batch)
-        for layer in range(1, self.anatomy.num_layers + 1):
-            version = states._version
-            after = self.run(layer, states)
-            if states._version != version or after is states:
-                raise FulldepthError(f"Layer {layer} of {kind} overwrites its input; states cannot be used twice.")
-            hint = ": it reads more than the layer before, or the model does something between its layers."
-            claim = f"Layer {layer} of {kind}, run by itself, misses the model's own state"
-            check_close(claim, self.anatomy.stream(after), own[layer], after.dtype, hint)
-            states = self.anatomy.handed_on(after)
-
-    def _form(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._extras[module] = len(output) - 1 if isinstance(output, tuple | list) else None
 
 
 def positions(attention_mask: Tensor) -> Tensor:

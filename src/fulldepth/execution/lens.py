@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,22 +72,36 @@ def read_sequences(
         attention_mask: `[B, T]`, used by heads that pool.
         inner: as for `read_layers`; its top classes are not returned.
     """
-    origin, device = states.device, classifier.device or states.device
+    device = classifier.device or states.device
     targets, attention_mask = targets.to(device), attention_mask.to(device)
-    row = (targets != IGNORE).nonzero()[:, 0]  # [M]
-    layers = [layer.to(device) for part in (inner, states) if part is not None for layer in part]
-    number = 0 if inner is None else len(inner)
-    heads = [classifier.at(layer) for layer in (*range(1, number + 1), *range(len(states)))]
-    read = _reduce_sequences(heads, layers, targets, attention_mask)
-    readout = _as_readout([column.to(origin) for column in read[:3]], row.to(origin), number)
-    return readout, TopTokens(*(column[number:].to(origin) for column in read.top))
+    where = targets != IGNORE
+    layers, heads = _layers(classifier, states, inner)
+
+    def tiles(layer: int) -> Iterator[tuple[slice, int, Tensor]]:
+        logits = heads[layer].sequences(layers[layer].to(device)[where], attention_mask[where])
+        yield slice(0, len(logits)), 0, logits.clone()
+
+    precision = torch.promote_types(states.dtype, torch.float32)
+    columns = _reduce(tiles, len(layers), targets[where], int(where.sum()), precision)
+    return _readout(columns, slice(None), where.nonzero()[:, 0], states)
 
 
-def _as_readout(columns: Sequence[Tensor], row: Tensor, inner: int) -> Readout:
-    """`agrees`, `correct` and `loss`, whose first `inner` rows are those of further states, as a readout."""
-    agrees, correct, loss = columns
+def _layers(classifier: Classifier, states: Tensor, inner: Tensor | None) -> tuple[list[Tensor], list[Classifier]]:
+    """Further states and those of layers 0..L, and the head of each."""
+    further = [] if inner is None else list(inner)
+    heads = [classifier.at(layer) for layer in (*range(1, len(further) + 1), *range(len(states)))]
+    return [*further, *states], heads
+
+
+def _readout(columns: Sequence[Tensor], kept: Tensor | slice, row: Tensor, states: Tensor) -> tuple[Readout, TopTokens]:
+    """What `_reduce` read at some positions, those of further states apart, and the top classes."""
+    agrees, correct, loss, token, probability = (column.to(states.device) for column in columns)
+    inner, kept = len(agrees) - len(states), kept if isinstance(kept, slice) else kept.to(states.device)
+    agrees, correct, loss = (column[:, kept] for column in (agrees, correct, loss))
+    row = row.to(states.device)
     further = Readout(agrees[:inner], correct[:inner], loss[:inner], row) if inner else None
-    return Readout(agrees[inner:], correct[inner:], loss[inner:], row, further)
+    readout = Readout(agrees[inner:], correct[inner:], loss[inner:], row, further)
+    return readout, TopTokens(token[inner:], probability[inner:])
 
 
 def read_and_show(
@@ -109,80 +123,50 @@ def read_and_show(
         dtype: as for `read_layers`.
         inner: as for `read_layers`; its top tokens are not returned.
     """
-    origin, device = states.device, classifier.device or states.device
+    device = classifier.device or states.device
     targets, shown = targets.to(device), shown.to(device).flatten()
     has_target = (targets != IGNORE).flatten()
     where = torch.cat([shown.nonzero()[:, 0], (has_target & ~shown).nonzero()[:, 0]])  # shown positions first
-    chosen = [
-        layer.to(device).flatten(0, 1)[where] for part in (inner, states) if part is not None for layer in part
-    ]  # of [N, D]
-    number = 0 if inner is None else len(inner)
-    heads = [classifier.at(layer) for layer in (*range(1, number + 1), *range(len(states)))]
-    read = _reduce(heads, chosen, targets.flatten()[where], int(shown.sum()), dtype)
+    layers, heads = _layers(classifier, states, inner)
+    count = int(shown.sum())
+
+    def tiles(layer: int) -> Iterator[tuple[slice, int, Tensor]]:
+        chosen = layers[layer].to(device).flatten(0, 1)[where]  # [N, D]
+        return _tiles(heads[layer], heads[layer].prepare(chosen), count, dtype)
+
+    columns = _reduce(tiles, len(layers), targets.flatten()[where], count)
     back = where.argsort()  # into the order of the batch
     kept = back[has_target[where[back]]]
-    columns = (column[:, kept] for column in (read.agrees, read.correct, read.loss))
-    row = (targets != IGNORE).nonzero()[:, 0]  # [M]
-    readout = _as_readout([column.to(origin) for column in columns], row.to(origin), number)
-    return readout, TopTokens(*(column[number:].to(origin) for column in read.top))
-
-
-def _reduce_sequences(
-    classifiers: Sequence[Classifier], states: Sequence[Tensor], targets: Tensor, attention_mask: Tensor
-) -> _Columns:
-    """For sequence heads, which have few classes: all layers at once."""
-    where = targets != IGNORE
-    logits = torch.stack(
-        [head.sequences(layer[where], attention_mask[where]) for head, layer in zip(classifiers, states, strict=True)]
-    )
-    index = torch.stack([targets[where], logits[-1].argmax(-1)], dim=1)
-    everything = slice(0, len(index))
-    read = []
-    for layer in logits:
-        softmax = _Softmax(index, len(index), layer.dtype)
-        softmax.add(everything, 0, layer.clone())
-        read.append((softmax.hits, softmax.loss, softmax.best, softmax.probability))
-    hits, loss, token, probability = (torch.stack(column) for column in zip(*read, strict=True))
-    correct, agrees = hits.unbind(-1)
-    return _Columns(agrees, correct, loss, TopTokens(token, probability))
-
-
-class _Columns(NamedTuple):
-    """What the lens reads at `N` positions, `[L+1, N]` each."""
-
-    agrees: Tensor
-    correct: Tensor
-    loss: Tensor
-    top: TopTokens
-    """Of token heads, of the first positions only, `[L+1, P]`."""
+    return _readout(columns, kept, (targets != IGNORE).nonzero()[:, 0], states)
 
 
 def _reduce(
-    classifiers: Sequence[Classifier],
-    states: Sequence[Tensor],
+    tiles: Callable[[int], Iterator[tuple[slice, int, Tensor]]],
+    layers: int,
     targets: Tensor,
     shown: int,
-    dtype: torch.dtype | None,
-) -> _Columns:
-    """For token heads: the last layer first, because the others are compared with it.
+    precision: torch.dtype = torch.float32,
+) -> tuple[Tensor, ...]:
+    """Agreement, correctness and loss `[layers, N]`, and top class and its probability `[layers, shown]`.
+
+    The last layer is read first, because the others are compared with it.
 
     Args:
-        classifiers: final norm and head of each of the states.
-        states: `[N, D]` each, the last layer's last.
-        targets: `[N]`; positions without a target only give top tokens.
-        shown: number of positions, from the first, whose top tokens are wanted.
-        dtype: precision of the products; None = the model's.
+        tiles: of the logits of a layer, as from `_tiles`.
+        layers: their number.
+        targets: `[N]`; positions without a target only give top classes.
+        shown: number of positions, from the first, whose top classes are wanted.
+        precision: of the loss.
     """
-    layers, tokens, device = len(states), len(targets), targets.device
+    tokens, device = len(targets), targets.device
     hits = torch.empty(layers, tokens, 2, dtype=torch.bool, device=device)
-    loss = torch.empty(layers, tokens, dtype=torch.float32, device=device)
+    loss = torch.empty(layers, tokens, dtype=precision, device=device)
     token = torch.empty(layers, shown, dtype=torch.int64, device=device)
     probability = torch.empty(layers, shown, dtype=torch.float32, device=device)
     index = torch.stack([targets.clamp(min=0), torch.zeros_like(targets)], dim=1)
     for layer in reversed(range(layers if tokens else 0)):
-        last, head = layer == layers - 1, classifiers[layer]
-        softmax: _Softmax | None = None
-        for rows, start, logits in _tiles(head, head.prepare(states[layer]), shown, dtype):
+        last, softmax = layer == layers - 1, None
+        for rows, start, logits in tiles(layer):
             softmax = softmax or _Softmax(index, tokens if last else shown, logits.dtype)
             softmax.add(rows, start, logits)
         assert softmax is not None
@@ -190,7 +174,7 @@ def _reduce(
         token[layer], probability[layer] = softmax.best[:shown], softmax.probability[:shown]
         if last:
             index[:, 1], hits[layer, :, 1] = softmax.best, True
-    return _Columns(hits[..., 1], hits[..., 0], loss, TopTokens(token, probability))
+    return hits[..., 1], hits[..., 0], loss, token, probability
 
 
 def _tiles(
@@ -221,8 +205,7 @@ def _tiles(
 def _rows(tokens: int, shown: int, chunk: int) -> Iterator[slice]:
     """Chunks of rows, the first `shown` ones in chunks of their own."""
     for first, end in ((0, shown), (shown, tokens)):
-        for start in range(first, end, chunk):
-            yield slice(start, min(start + chunk, end))
+        yield from (slice(start, min(start + chunk, end)) for start in range(first, end, chunk))
 
 
 class _Softmax:
@@ -259,17 +242,13 @@ class _Softmax:
         else:
             top = logits.amax(-1)
         self.top[rows] = top = torch.maximum(top, before)
-        self._sum(rows, logits, top, first=start == 0)
-
-    def _sum(self, rows: slice, logits: Tensor, top: Tensor, *, first: bool) -> None:
-        """Add the exponentials; they are shifted by the largest logit so far only where it is large."""
-        safe = bool((top.abs() <= SAFE_EXPONENT).all())  # also without any row
-        if safe and not bool(self.shift[rows].any()):
+        # Exponentials are shifted by the largest logit so far only where it is large, also without any row.
+        if bool((top.abs() <= SAFE_EXPONENT).all()) and not bool(self.shift[rows].any()):
             self.total[rows] += _exponential(logits).sum(-1)
             return
         shift = top.clamp(min=torch.finfo(top.dtype).min)
         part = _exponential(logits.sub_(shift[:, None])).sum(-1)
-        self.total[rows] = part if first else self.total[rows] * (self.shift[rows] - shift).exp() + part
+        self.total[rows] = part if start == 0 else self.total[rows] * (self.shift[rows] - shift).exp() + part
         self.shift[rows] = shift
 
     @property

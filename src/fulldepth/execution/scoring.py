@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -136,7 +137,7 @@ class Scorer:
 
     @torch.no_grad()
     def healed_sums(
-        self, batch: Batch, variant: Variant, scalars: Scalars | Mapping[str, Any] | None, *, divergence: bool = False
+        self, batch: Batch, variant: Variant, scalars: Scalars | Mapping[str, Any] | None
     ) -> dict[str, list[float]]:
         """The result of `sums` for one variant with scalars (None: without).
 
@@ -144,18 +145,16 @@ class Scorer:
             batch: B sequences.
             variant: the variant.
             scalars: scalars trained for it, as a module or as plain values.
-            divergence: also return the divergence from the unmodified model.
         """
         if isinstance(scalars, Mapping):
             scalars = Scalars.from_dict(scalars, self.costs.num_layers, self.granularity)
         batch = batch.to(self.device)
-        base = self.states(batch, BASE) if divergence else None
-        sums = self.state_sums(self.states(batch, variant, scalars), batch, base)
+        sums = self.state_sums(self.states(batch, variant, scalars), batch)
         self.plain()
         return sums
 
     def state_sums(
-        self, states: Tensor, batch: Batch, base: Tensor | None = None, kinds: Sequence[str] | None = None
+        self, states: Tensor, batch: Batch, base: Tensor | None = None, kinds: Sequence[str] = (LOSS,)
     ) -> dict[str, list[float]]:
         """Kind -> B sums over the labelled positions of each sequence, from last states.
 
@@ -165,7 +164,6 @@ class Scorer:
             base: `[R, D]` last states of the unmodified model.
             kinds: `loss`, and with a base `kl` and `greedy_agreement` (1 where the most likely token is the same).
         """
-        kinds = kinds or ((LOSS,) if base is None else (LOSS, DIVERGENCE))
         return self._sums(states, batch, kinds, None if base is None else self._predicted(base))
 
     def plain(self) -> None:
@@ -192,40 +190,29 @@ class Scorer:
         self.switches.skip(variant)
         self.switches.scalars = scalars
         again = torch.is_grad_enabled() and self.costs.checkpoints(batch.shape, checkpointing)
-        run = self._checkpointed if again else self.runner.run
+        run = self.runner.run
+        if again:  # the rerun is complete, so that hooks that unload its weights run too
+            run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False, early_stop=False)
         for layer in range(1, self.costs.num_layers + 1):
             if self.granularity != "layer" or layer not in variant:
                 states = run(layer, states)
         return states[batch.where.to(states.device)]
-
-    def _checkpointed(self, layer: int, states: Tensor) -> Tensor:
-        """Run a block with checkpointing; the rerun is complete, so that hooks that unload its weights run too."""
-        after: Tensor = checkpoint(
-            self.runner.run, layer, states, use_reentrant=False, preserve_rng_state=False, early_stop=False
-        )
-        return after
 
     def predictions(self, rows: Tensor) -> Tensor:
         """[R, V] log-probabilities from last states `[R, D]`, float32 (float64 for float64 models)."""
         logits = self.classifier.tokens(rows)
         return functional.log_softmax(logits.float() if logits.dtype.itemsize < 4 else logits, dim=-1)
 
-    def objective(self, rows: Tensor, targets: Tensor, base: Tensor | None) -> Tensor:
-        """Summed loss of last states `[R, D]` or, given the base's last states, their summed divergence from the base.
+    def objective(self, rows: Tensor, targets: Tensor) -> Tensor:
+        """Summed loss of last states `[R, D]`; logits are computed in parts, and recomputed in the backward pass."""
 
-        Logits are computed in parts, and recomputed in the backward pass.
-        """
+        def loss(part: Tensor, targets: Tensor) -> Tensor:
+            return _read(LOSS, self.predictions(part), targets, None).sum().to(self.device)
+
         total: Tensor = torch.zeros((), dtype=torch.float32, device=self.device)
         for at, part in self._parts(rows):
-            total = total + checkpoint(
-                self._summed, part, targets[at], None if base is None else base[at], use_reentrant=False
-            )
+            total = total + checkpoint(loss, part, targets[at], use_reentrant=False)
         return total
-
-    def _summed(self, rows: Tensor, targets: Tensor, base: Tensor | None) -> Tensor:
-        with torch.no_grad():
-            reference = None if base is None else self.predictions(base)
-        return _read(DIVERGENCE, self.predictions(rows), targets, reference).sum().to(self.device)
 
     def _sums(
         self, rows: Tensor, batch: Batch, kinds: Sequence[str], references: Iterable[Tensor] | None

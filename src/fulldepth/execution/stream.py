@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.trace import Call, Trace, equal
 from fulldepth.hf import Anatomy, Classifier, Head
-from fulldepth.hf.family import FUNCTIONS, Pool
+from fulldepth.hf.families import FUNCTIONS, Pool
 from fulldepth.hf.finder import STACKS
 from fulldepth.hf.heads import pool
 
@@ -132,15 +132,12 @@ def _check_beginning(anatomy: Anatomy, trace: Trace, calls: list[Call]) -> None:
         if call.module in inside or (stack is not None and id(call.module) not in stack):
             continue
         alike = call.gave.shape == call.given.shape == calls[0].given.shape
-        if type(call.module) in kinds or (position < first and alike and _is_list_member(anatomy, call.path)):
+        above = anatomy.model.get_submodule(call.path.rpartition(".")[0])
+        if type(call.module) in kinds or (position < first and alike and isinstance(above, nn.ModuleList)):
             raise SeveralStagesError(
                 f"{anatomy.family.blocks} is only a part of the stack: {call.path} ({type(call.module).__name__}) "
                 "changes the stream too"
             )
-
-
-def _is_list_member(anatomy: Anatomy, path: str) -> bool:
-    return isinstance(anatomy.model.get_submodule(path.rpartition(".")[0]), nn.ModuleList)
 
 
 def _check_shapes(calls: list[Call], path: str, positions: tuple[int, ...] | None, dimensions: int) -> None:
@@ -194,7 +191,9 @@ def prove_end(anatomy: Anatomy, trace: Trace, last: Tensor) -> Anatomy:
         if gives_end and narrows:
             return anatomy
         if gives_end or (narrows and any(is_close(after.gave, end) for after in trace.readers(call.gave))):
-            return replace(anatomy, family=replace(anatomy.family, final_norm=_from_body(anatomy, call.path)))
+            body = next(name for name, module in anatomy.model.named_modules() if module is anatomy.body)
+            norm = call.path.removeprefix(f"{body}.") if body else call.path
+            return replace(anatomy, family=replace(anatomy.family, final_norm=norm))
     raise FulldepthError("neither the last block's output nor its final norm is the model's last hidden state")
 
 
@@ -210,12 +209,6 @@ def _end(anatomy: Anatomy, trace: Trace) -> Tensor:
     if not ends:
         raise FulldepthError("no module around the blocks gives a last hidden state, so it is not known where they end")
     return ends[0]
-
-
-def _from_body(anatomy: Anatomy, path: str) -> str:
-    """Convert a path relative to the model to one relative to the body."""
-    prefix = next(name for name, module in anatomy.model.named_modules() if module is anatomy.body)
-    return path.removeprefix(f"{prefix}.") if prefix else path
 
 
 def find_head(anatomy: Anatomy, trace: Trace, last: Tensor, mask: Tensor | None) -> Head | None:
@@ -238,10 +231,24 @@ def find_head(anatomy: Anatomy, trace: Trace, last: Tensor, mask: Tensor | None)
     leading = {1, 1 + (getattr(anatomy.config, "num_register_tokens", None) or 0)}
     for _ in range(LONGEST_HEAD):
         frontier += [pooled for step in frontier for pooled in _pooled(step, mask, leading)]
-        frontier += [applied for step in frontier if step.modules for applied in _applied(step)]
-        frontier = [step for before in frontier for step in _next(before, trace)]
+        frontier += [
+            step._replace(state=function()(step.state), modules=(*step.modules, name))
+            for step in frontier
+            for name, function in (FUNCTIONS.items() if step.modules else ())
+        ]
+        frontier = [
+            _Step(
+                call.gave,
+                (*step.modules, call.path),
+                "inside" if step.pool == "token" and (step.state.ndim, call.gave.ndim) == (3, 2) else step.pool,
+                step.leading,
+            )
+            for step in frontier
+            for call in trace.readers(step.state)
+            if call.path not in step.modules
+        ]
         for step in frontier:
-            for end in (step, *_pooled(step, mask, leading), *_late(step, mask)):
+            for end in (step, *_pooled(step, mask, leading, late=True)):
                 head = _head(anatomy, end)
                 if head is None or end.state.shape != trace.logits.shape:
                     continue
@@ -260,33 +267,14 @@ class _Step(NamedTuple):
     leading: int = 1
 
 
-def _pooled(step: _Step, mask: Tensor | None, leading: Collection[int]) -> Iterator[_Step]:
-    """A state of all positions, pooled in every way of `POOLS`."""
+def _pooled(step: _Step, mask: Tensor | None, leading: Collection[int], *, late: bool = False) -> Iterator[_Step]:
+    """A state of all positions, pooled in every way of `POOLS`; with `late` also averaged behind the modules."""
     if step.pool == "token" and step.state.ndim == 3:
         for way in POOLS:
             for count in leading if way in PATCHES else (1,):
                 yield step._replace(state=pool(step.state, mask, way, count), pool=way, leading=count)
-
-
-def _late(step: _Step, mask: Tensor | None) -> Iterator[_Step]:
-    """A state of all positions, averaged behind the modules."""
-    if step.pool == "token" and step.state.ndim == 3:
-        yield step._replace(state=pool(step.state, mask, "mean"), pool="mean-of-logits")
-
-
-def _applied(step: _Step) -> Iterator[_Step]:
-    """A state after each function that needs no module of the model."""
-    for name, kind in FUNCTIONS.items():
-        yield step._replace(state=kind()(step.state), modules=(*step.modules, name))
-
-
-def _next(step: _Step, trace: Trace) -> Iterator[_Step]:
-    """The output states of all modules that read this state."""
-    for call in trace.readers(step.state):
-        if call.path not in step.modules:
-            inside = step.pool == "token" and step.state.ndim == 3 and call.gave.ndim == 2
-            way: Pool = "inside" if inside else step.pool
-            yield _Step(call.gave, (*step.modules, call.path), way, step.leading)
+        if late:
+            yield step._replace(state=pool(step.state, mask, "mean"), pool="mean-of-logits")
 
 
 def _head(anatomy: Anatomy, step: _Step) -> Head | None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fulldepth.errors import FulldepthError, is_out_of_memory, one_line
-from fulldepth.hf import Anatomy
+from fulldepth.hf import Anatomy, body_inputs, logits_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,16 +58,6 @@ def equal(state: Tensor, other: Tensor) -> bool:
     return is_view or torch.equal(state.to(other.device), other)
 
 
-def body_inputs(anatomy: Anatomy, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of the body, without a decoder's cache, which would only take memory."""
-    if anatomy.family.tower == "vision" and "pixel_values" in inputs:
-        inputs = {"pixel_values": inputs["pixel_values"]}  # a whole CLIP also takes text
-    if anatomy.family.tower == "encoder":
-        return dict(inputs)
-    decodes = anatomy.task in ("causal-lm", "seq2seq-lm") or getattr(anatomy.config, "use_cache", None) is True
-    return {**inputs, "use_cache": False} if decodes and anatomy.family.modality == "text" else dict(inputs)
-
-
 @torch.no_grad()
 def follow(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Trace:
     """Run a model once and record the inputs and outputs of its modules.
@@ -82,11 +73,18 @@ def follow(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Trace:
     trace = Trace(None if ids is None else (ids.shape[0], ids.shape[1]))
     alone = anatomy.family.tower and anatomy.head is None  # a whole CLIP needs both inputs
     runner = anatomy.runner if alone else anatomy.model
+
+    def record(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        named = (*args[:1], kwargs.get("hidden_states"), *args, *kwargs.values())
+        given, gave = next((value for value in named if isinstance(value, Tensor)), None), _main_state(output)
+        if given is not None and gave is not None:
+            trace.calls.append(Call(path, module, given, gave))
+
     with ExitStack() as hooks:
         for path, module in anatomy.model.named_modules():
-            if _is_followed(path):
-                handle = module.register_forward_hook(_recorder(trace, path), with_kwargs=True)
-                hooks.callback(handle.remove)
+            *above, last = path.split(".")
+            if last.isdigit() or not any(name.isdigit() for name in above):  # members of lists, and all outside blocks
+                hooks.callback(module.register_forward_hook(partial(record, path), with_kwargs=True).remove)
         output = run(runner, body_inputs(anatomy, inputs))
     trace.logits = logits_of(output) if runner is anatomy.model else None
     return trace
@@ -116,19 +114,7 @@ def reason_of(error: Exception) -> str:
     return str(error) if isinstance(error, FulldepthError) else f"{type(error).__name__}: {one_line(error)}"
 
 
-def logits_of(output: Any) -> Tensor | None:
-    """The logits in a model's output; None without a head."""
-    entries = (output.get(name) for name in ("prediction_logits", "logits")) if isinstance(output, Mapping) else ()
-    return next((logits for logits in entries if isinstance(logits, Tensor)), None)
-
-
-def first_state(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The state in a module's arguments: the first one, `hidden_states`, or the first tensor among the others."""
-    named = (args[:1] or (None,))[0], kwargs.get("hidden_states"), *args, *kwargs.values()
-    return next((value for value in named if isinstance(value, Tensor)), None)
-
-
-def main_state(output: Any) -> Tensor | None:
+def _main_state(output: Any) -> Tensor | None:
     """The state in a module's output: a tensor, the first of a tuple, or the last hidden state; None for logits."""
     while not isinstance(output, Tensor):
         if isinstance(output, Mapping) and output:
@@ -140,21 +126,3 @@ def main_state(output: Any) -> Tensor | None:
         else:
             return None
     return output
-
-
-def _is_followed(path: str) -> bool:
-    """Whether a module's calls are recorded: modules outside blocks, and every member of a list.
-
-    `layers.3` and `stages.0.blocks.1` are; `layers.3.mlp` is not.
-    """
-    *above, last = path.split(".")
-    return last.isdigit() or not any(name.isdigit() for name in above)
-
-
-def _recorder(trace: Trace, path: str) -> Callable[..., None]:
-    def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        given, gave = first_state(args, kwargs), main_state(output)
-        if given is not None and gave is not None:
-            trace.calls.append(Call(path, module, given, gave))
-
-    return record

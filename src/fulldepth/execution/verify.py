@@ -23,14 +23,16 @@ from fulldepth.execution.stream import (
     prove_stream,
     relative_error,
 )
-from fulldepth.execution.trace import Trace, body_inputs, follow, logits_of, reason_of, run
+from fulldepth.execution.trace import Trace, follow, reason_of, run
 from fulldepth.hf import (
     Anatomy,
     Checkpoint,
     Classifier,
     anatomy_candidates,
+    body_inputs,
     check_exit_heads,
     evaluating,
+    logits_of,
     no_single_class,
     rows_of,
     sample_inputs,
@@ -117,7 +119,7 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
     trace = _followed(candidates[0], inputs)
     failures: dict[str, str] = {}
     staged = False
-    best: Verified | None = None
+    found: list[Verified] = []
     for anatomy in candidates:
         try:
             verified = _verify(anatomy, trace, inputs, optional)
@@ -127,16 +129,14 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
             continue
         if not verified.unproven:
             return verified
-        if best is None or _proven(verified) > _proven(best):
-            best = verified
-    if best is not None:
-        return best
-    reasons = list(failures.values())
-    more = f" | and {len(reasons) - MOST_REASONS} more" if len(reasons) > MOST_REASONS else ""
+        found.append(verified)
+    if found:
+        return max(found, key=lambda each: (each.branches, "head" not in each.unproven, "value" not in each.unproven))
+    reasons = [one_line(reason, 220) for reason in failures.values()]
+    more = [f"and {len(reasons) - MOST_REASONS} more"] if len(reasons) > MOST_REASONS else []
     raise FulldepthError(
         f"{type(candidates[0].model).__name__} is refused, because its anatomy could not be proven. "
-        + " | ".join(one_line(reason, 220) for reason in reasons[:MOST_REASONS])
-        + more
+        + " | ".join(reasons[:MOST_REASONS] + more)
         + (STAGES if staged and candidates[0].family.modality == "images" else DESCRIBE)
     )
 
@@ -170,11 +170,6 @@ def find_anatomy(model: PreTrainedModel, tower: str | None = None) -> Anatomy:
         return guess
     with evaluating(model):
         return verify(candidates, sample_inputs(guess), optional=("head", "branches")).anatomy
-
-
-def _proven(verified: Verified) -> tuple[bool, bool, bool]:
-    """Sort key: the verified parts of a candidate, most important first."""
-    return verified.branches, "head" not in verified.unproven, "value" not in verified.unproven
 
 
 def _verify(anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any], optional: Collection[str]) -> Verified:
@@ -226,7 +221,13 @@ def _prove_head(
     classifier = Classifier(anatomy)
     if mask is not None:
         mask = classifier.sample_mask(inputs, mask)
-    return anatomy, _check_classifier(classifier, trace.logits, last, mask)
+    got = predict(classifier, last, mask)
+    if got.shape != trace.logits.shape:
+        raise FulldepthError(
+            f"the head gives logits of shape {tuple(got.shape)}, the model {tuple(trace.logits.shape)}"
+        )
+    check_close("the head applied to h_L misses the model's own logits", got, trace.logits, last.dtype)
+    return anatomy, classifier
 
 
 def _check_causal(anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any]) -> None:
@@ -341,12 +342,3 @@ def check_routing(routing: Mapping[int, Tensor]) -> int:
                 "and as many heads in every layer"
             )
     return max(heads, default=0)
-
-
-def _check_classifier(classifier: Classifier, expected: Tensor, last: Tensor, mask: Tensor | None) -> Classifier:
-    """Check the classifier, applied to the last layer, against the model's logits."""
-    got = predict(classifier, last, mask)
-    if got.shape != expected.shape:
-        raise FulldepthError(f"the head gives logits of shape {tuple(got.shape)}, the model {tuple(expected.shape)}")
-    check_close("the head applied to h_L misses the model's own logits", got, expected, last.dtype)
-    return classifier

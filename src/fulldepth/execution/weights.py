@@ -40,16 +40,15 @@ def feed_projections(measure: SpectralNorm, anatomy: Anatomy, rank: int = 0, wor
         The names of projections that cannot be read.
     """
     unreadable: list[str] = []
-    measure.update_all(_readable(anatomy, rank, world, unreadable))
+
+    def readable() -> Iterator[tuple[str, int, Tensor]]:
+        alone = ((site, layer, module.get_parameter("weight")) for site, layer, module in anatomy.projections())
+        for index, (site, layer, parameter) in enumerate(chain(alone, anatomy.expert_projections())):
+            weight = _plain(parameter)
+            if weight is None:
+                unreadable.append(site)
+            elif index % world == rank:
+                yield site, layer, weight
+
+    measure.update_all(readable())
     return unreadable
-
-
-def _readable(anatomy: Anatomy, rank: int, world: int, unreadable: list[str]) -> Iterator[tuple[str, int, Tensor]]:
-    """This process's projections with layer and weight; appends the names of those that cannot be read."""
-    alone = ((site, layer, module.get_parameter("weight")) for site, layer, module in anatomy.projections())
-    for index, (site, layer, parameter) in enumerate(chain(alone, anatomy.expert_projections())):
-        weight = _plain(parameter)
-        if weight is None:
-            unreadable.append(site)
-        elif index % world == rank:
-            yield site, layer, weight

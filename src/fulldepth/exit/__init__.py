@@ -3,7 +3,7 @@
 from fulldepth.execution.decoding import Decoder, DraftPlan, Generation, generate
 from fulldepth.exit.elastic import LayersExport, export_layers
 from fulldepth.exit.generation import Written, generate_texts
-from fulldepth.exit.run import sweep, sweep_with
+from fulldepth.exit.run import sweep
 from fulldepth.settings.exit import ExitSettings
 
 __all__ = [
@@ -17,5 +17,4 @@ __all__ = [
     "generate",
     "generate_texts",
     "sweep",
-    "sweep_with",
 ]

@@ -5,23 +5,22 @@ Source: "Representation progression and aligned training", Sec. 1 and 4.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from fulldepth.early_exit import no_advice, open_checkpoint, prepare_subject
-from fulldepth.early_exit import read as read_layers
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.readers import prove, read
 from fulldepth.execution.stream import TOLERANCE, relative_error
-from fulldepth.exit.record import qualities
+from fulldepth.exit.readings import no_advice
+from fulldepth.exit.readings import read as read_layers
+from fulldepth.exit.subject import open_checkpoint, prepare_subject
 from fulldepth.hf import (
     Anatomy,
     Checkpoint,
@@ -29,16 +28,24 @@ from fulldepth.hf import (
     check_publishing,
     evaluating,
     exit_heads_of,
-    outputs_by_layer,
     publish,
     sample_inputs,
     save_exit_heads,
+    silent,
     truncated,
     unwrapped,
 )
-from fulldepth.hf.checkpoint_folder import check_target, count_parameters, folder_to_be, strip_foreign_code
-from fulldepth.hf.companions import copy_processor, generation_settings, save_tokenizer, without_bars
-from fulldepth.hf.older_names import publish_older_names, publish_older_tokenizer
+from fulldepth.hf.checkpoint_folder import (
+    check_target,
+    copy_processor,
+    count_parameters,
+    folder_to_be,
+    generation_settings,
+    publish_older_names,
+    publish_older_tokenizer,
+    save_tokenizer,
+    strip_foreign_code,
+)
 from fulldepth.progress import Watcher
 from fulldepth.settings import layer as layered
 from fulldepth.settings.exit import ExitSettings, file_size
@@ -105,11 +112,11 @@ def export_layers(
     settings, watcher, target = layered(ExitSettings, options), watcher or Watcher(), Path(output)
     if not settings.exports:
         raise FulldepthError("Set export_layers, memory_budget or effective_depth, which choose the number of layers.")
+    if settings.effective_depth is not None and data is None:
+        raise FulldepthError("effective_depth measures the accuracy of every layer, and needs data (--data).")
     check_publishing(push_to_hub)
     check_target(target)
-    if isinstance(model, torch.nn.Module):
-        model = unwrapped(model)
-    checkpoint = open_checkpoint(model, settings)
+    checkpoint = open_checkpoint(unwrapped(model) if isinstance(model, nn.Module) else model, settings)
     with evaluating(checkpoint.model):
         anatomy = find_anatomy(checkpoint.model)
         layers, reason = _choose(checkpoint, anatomy, settings, data, tokenizer, watcher)
@@ -134,67 +141,43 @@ def _choose(
     Raises:
         FulldepthError: if it is out of range, no layer fits into the memory, or data are missing.
     """
-    num_layers = anatomy.num_layers
-    if settings.export_layers is not None:
-        if settings.export_layers > num_layers:
+    num_layers, share = anatomy.num_layers, 1 - (settings.effective_depth or 0)
+    if (layers := settings.export_layers) is not None:
+        if layers > num_layers:
             raise FulldepthError(
-                f"{type(checkpoint.model).__name__} has {num_layers} layers, so its first {settings.export_layers} "
-                "cannot be exported."
+                f"{type(checkpoint.model).__name__} has {num_layers} layers, so its first {layers} cannot be exported."
             )
-        return settings.export_layers, f"The first {settings.export_layers} of {num_layers} layers."
+        return layers, f"The first {layers} of {num_layers} layers."
     if settings.memory_budget is not None:
         budget = file_size(settings.memory_budget)
-        sizes = weight_bytes(anatomy)
-        fitting = [layers for layers, size in enumerate(sizes, start=1) if size <= budget]
-        if not fitting:
+        layers = bisect_right(range(1, num_layers + 1), budget, key=lambda count: _bytes(anatomy, count))
+        size = f"{_bytes(anatomy, max(1, layers)) / 1e6:.1f} MB"
+        if not layers:
             raise FulldepthError(
-                f"One layer with embeddings and head takes {sizes[0] / 1e6:.1f} MB of weights in "
+                f"One layer with embeddings and head takes {size} of weights in "
                 f"{str(checkpoint.model.dtype).removeprefix('torch.')}, more than {settings.memory_budget}. Load the "
                 "model in another precision (--dtype), or raise the budget."
             )
-        layers = fitting[-1]
         return layers, (
-            f"The first {layers} of {num_layers} layers: the most whose weights ({sizes[layers - 1] / 1e6:.1f} MB) fit "
-            f"into {settings.memory_budget}. Their quality was not measured."
+            f"The first {layers} of {num_layers} layers: the most whose weights ({size}) fit into "
+            f"{settings.memory_budget}. Their quality was not measured."
         )
-    if data is None or settings.effective_depth is None:
-        raise FulldepthError("effective_depth measures the accuracy of every layer, and needs data.")
     subject = prepare_subject(checkpoint, data, settings, tokenizer)
-    watcher.begin(f"Reading the layers of {Path(checkpoint.name).name}", len(subject.sequences))
-    readings = read_layers(subject, (), tokens=settings.lens_tokens, seed=settings.seed, advance=watcher.advance)
-    quality = qualities(readings)
+    readings = read_layers(subject, (), settings, watcher)
     if reason := no_advice(subject, readings):
         raise FulldepthError(f"{reason} Give other data, or choose the layers with --export-layers.")
-    plain, low, layers = readings.depth(1 - settings.effective_depth)
+    plain, low, layers = readings.depth(share)
+    kept, full = (readings.accuracy(readings.all_at(layer)) for layer in (layers, num_layers))
     return layers, (
-        f"The first {layers} of {num_layers} layers: the fewest shown to keep at least "
-        f"{1 - settings.effective_depth:.0%} of the full model's accuracy on {subject.sequences.name} "
-        f"({quality[layers - 1]:.1%} and {quality[-1]:.1%}; by the estimates alone {plain}, 95 % interval {low} to "
-        f"{layers})."
+        f"The first {layers} of {num_layers} layers: the fewest shown to keep at least {share:.0%} of the full model's "
+        f"accuracy on {subject.sequences.name} ({kept:.1%} and {full:.1%}; by the estimates alone {plain}, 95 % "
+        f"interval {low} to {layers})."
     )
 
 
-def weight_bytes(anatomy: Anatomy) -> list[int]:
-    """[L] bytes of the weights of a model with the first 1..L layers; tied and shared weights count once.
-
-    In a multi-exit model the head of layer E takes the place of the model's own, and the heads before it count too.
-    """
-    model = anatomy.model
-    heads = outputs_by_layer(anatomy) or [[]] * anatomy.num_layers
-    inside = {module for part in (*anatomy.blocks, *chain(*heads)) for module in part.modules()}
-    counted = _bytes(module for module in model.modules() if module not in inside)
-    sizes = []
-    for block, own in zip(anatomy.blocks, heads, strict=True):
-        counted |= _bytes((*block.modules(), *own))
-        sizes.append(sum(counted.values()))
-    biases = [linear.bias for linear in (heads[-1] if len(sizes) > 1 else []) if linear.bias is not None]
-    extra = sum(bias.nbytes for bias in biases)  # of the model's own head, whose bias a cut model has as zeros
-    return [*(size + extra for size in sizes[:-1]), sizes[-1]]
-
-
-def _bytes(modules: Iterable[nn.Module]) -> dict[int, int]:
-    """Identity of each weight that the modules hold themselves -> its bytes."""
-    return {id(p): p.nbytes for module in modules for p in module.parameters(recurse=False)}
+def _bytes(anatomy: Anatomy, layers: int) -> int:
+    """Bytes of the weights of a model with the first layers, with the exit heads that it keeps."""
+    return sum(weight.nbytes for weight in truncated(anatomy, layers).parameters())
 
 
 def _write(
@@ -203,7 +186,7 @@ def _write(
     """Write the checkpoint, and compare its logits in a fresh process."""
     cut = truncated(anatomy, layers)
     stock = type(cut).__module__.startswith("transformers.")
-    with generation_settings(cut, folder), without_bars():
+    with generation_settings(cut, folder), silent():
         cut.save_pretrained(folder)
     save_exit_heads(cut, folder)
     publish_older_names(folder)
@@ -229,7 +212,11 @@ def _prove(folder: Path, anatomy: Anatomy, cut: PreTrainedModel, reader: str) ->
         FulldepthError: if the checkpoint does not load there, or computes other logits.
     """
     inputs = sample_inputs(anatomy)
-    expected = output_of(cut(**inputs))
+    output = cut(**inputs)
+    states = (output[name] for name in ("logits", "prediction_logits", "last_hidden_state") if name in output)
+    expected = next(states)
+    if "pred_boxes" in output:
+        expected = torch.cat([expected, output["pred_boxes"]], -1)  # as in the program of `readers`
     if anatomy.task == "causal-lm":
         return prove(folder, inputs["input_ids"], expected, TOLERANCE[expected.dtype], reader)
     got, report = read(folder, inputs, reader)
@@ -240,20 +227,6 @@ def _prove(folder: Path, anatomy: Anatomy, cut: PreTrainedModel, reader: str) ->
             "of the largest."
         )
     return error
-
-
-def output_of(output: Mapping[str, Any]) -> Tensor:
-    """The logits of a model's output (of a detector with the boxes, joined), or its last hidden state.
-
-    Raises:
-        FulldepthError: if it has neither.
-    """
-    if "pred_boxes" in output:
-        return torch.cat([output["logits"], output["pred_boxes"]], -1)  # as in the program of `readers`
-    for name in ("logits", "prediction_logits", "last_hidden_state"):
-        if isinstance(value := output.get(name), Tensor):
-            return value
-    raise FulldepthError(f"The model gives neither logits nor a last hidden state, only {', '.join(output)}.")
 
 
 def _card(checkpoint: Checkpoint, anatomy: Anatomy, report: LayersExport) -> ModelCard:

@@ -1,4 +1,4 @@
-"""`generate_texts`: prompts to texts, with statistics and a lens grid as results of the kind `generation`."""
+"""`generate_texts`: prompts to texts, with statistics as results of the kind `generation`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TextStreamer
 
 from fulldepth.data import decode_ids
 from fulldepth.data.rendering import encode_prompt
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.decoding import Decoder, DraftPlan, Generation, Options, Stats, decoder_of
+from fulldepth.execution.decoding import DraftPlan, Generation, Options, Stats, decoder_of
 from fulldepth.execution.latency import machine
-from fulldepth.exit.generation_grid import lens_grid
 from fulldepth.hf import Checkpoint, checkpoint_of, depth_of, device_of, open_model, open_tokenizer
-from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, claimed, provenance
 from fulldepth.results.finding import Finding
@@ -37,7 +34,7 @@ class Written:
     """New text of each prompt."""
     generation: Generation
     results: Results
-    """Kind `generation`; with a lens grid if a folder was written."""
+    """Kind `generation`."""
 
 
 def generate_texts(
@@ -48,7 +45,6 @@ def generate_texts(
     output: str | Path | None = None,
     overwrite: bool = False,
     plan: Callable[[PreTrainedModel], Any] | None = None,
-    streams: bool = False,
     show: Callable[[str, bool], None] | None = None,
     watcher: Watcher | None = None,
     settings: GenerateSettings | None = None,
@@ -63,8 +59,7 @@ def generate_texts(
         output: result folder, which also gets the page; None = nothing is written.
         overwrite: replace results in the output folder.
         plan: gives the skip plan whose model drafts, from the loaded model; None = the first layers draft.
-        streams: whether `show` receives text while it is generated; for one prompt.
-        show: called with new text, and whether it is the last.
+        show: called with new text while it is generated, and whether it is the last; for one prompt.
         watcher: receives messages.
         settings: None = `options` on top of the defaults.
         **options: entries of `GenerateSettings`.
@@ -78,48 +73,44 @@ def generate_texts(
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if not prompts or any(not prompt.strip() for prompt in prompts):
         raise FulldepthError("A prompt is empty; give some text to continue.")
-    if streams and len(prompts) > 1:
-        raise FulldepthError("One prompt at a time can be streamed; leave out --stream, or the other prompts.")
     with claimed(output, overwrite):
-        checkpoint = _opened(model, settings, drafts_by_plan=plan is not None)
-        tokenizer = open_tokenizer(
-            checkpoint,
-            tokenizer if tokenizer is not None else settings.tokenizer,
-            revision=settings.revision,
-            trust_remote_code=settings.trust_remote_code,
-        )
+        named: dict[str, Any] = settings.model_dump(include={"revision", "trust_remote_code"})
+        layers: dict[str, Any] = settings.model_dump(include={field.name for field in fields(Options)})
+        if not isinstance(model, PreTrainedModel):  # options that do not fit are refused before weights are loaded
+            depth = depth_of(checkpoint_of(model), settings.revision, settings.trust_remote_code)
+            if depth is not None:
+                Options(num_layers=depth, plan=None if plan is None else DraftPlan([]), **layers)
+        opening = {"dtype": settings.dtype, "device": settings.device, **named}
+        checkpoint = open_model(model, exit_heads=plan is None, **opening)
+        tokenizer = open_tokenizer(checkpoint, settings.tokenizer if tokenizer is None else tokenizer, **named)
         encoded = [_encode(tokenizer, prompt, settings.chat, number) for number, prompt in enumerate(prompts, start=1)]
         decoder = decoder_of(checkpoint.model)
-        if not streams:
+        if show is None:
             watcher.begin("Generating", settings.max_new_tokens)
-        advance = (lambda done: None) if streams else watcher.advance
-        generation = _generate(decoder, encoded, tokenizer, settings, plan, show if streams else None, advance)
-        width = max(map(len, encoded))
-        counts = generation.stats.new_tokens
-        added = [generation.sequences[row, width : width + counts[row]].tolist() for row in range(len(prompts))]
-        texts = [decode_ids(tokenizer, ids, skip_special_tokens=True) for ids in added]
-        grid = None if output is None else lens_grid(decoder, tokenizer, encoded, added, generation.stats)
-        results = _results(checkpoint, prompts, texts, generation.stats, settings, grid)
+        width, device = max(map(len, encoded)), device_of(checkpoint.model)
+        padding = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
+        ids = torch.tensor([[padding] * (width - len(row)) + row for row in encoded], device=device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in encoded], device=device)
+        generation = decoder.generate(
+            ids,
+            mask,
+            max_new_tokens=settings.max_new_tokens,
+            do_sample=settings.samples,
+            temperature=(settings.temperature or 1.0) if settings.samples else 1.0,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            seed=settings.seed,
+            progress=watcher.advance if show is None else lambda done: None,
+            streamer=None if show is None else _Streamer(tokenizer, show),
+            plan=None if plan is None else plan(checkpoint.model),
+            **layers,
+        )
+        new = zip(generation.sequences[:, width:].tolist(), generation.stats.new_tokens, strict=True)
+        texts = [decode_ids(tokenizer, row[:count], skip_special_tokens=True) for row, count in new]
+        results = _results(checkpoint, prompts, texts, generation.stats, settings)
         if output is not None:
             results.save(output)
     return Written(list(prompts), texts, generation, results)
-
-
-def _layer_options(settings: GenerateSettings) -> dict[str, Any]:
-    """The entries of `Options` that are settings."""
-    names = {field.name for field in fields(Options)} - {"num_layers", "plan"}
-    return {name: getattr(settings, name) for name in names}
-
-
-def _opened(model: str | Path | PreTrainedModel, settings: GenerateSettings, *, drafts_by_plan: bool) -> Checkpoint:
-    """The model; options that do not fit its configuration are refused before weights are loaded."""
-    if isinstance(model, PreTrainedModel):
-        return open_model(model)
-    depth = depth_of(checkpoint_of(model), settings.revision, settings.trust_remote_code)
-    if depth is not None:
-        Options(num_layers=depth, plan=DraftPlan([]) if drafts_by_plan else None, **_layer_options(settings))
-    options = settings.model_dump(include={"dtype", "device", "revision", "trust_remote_code"})
-    return open_model(model, exit_heads=not drafts_by_plan, **options)
 
 
 def _encode(tokenizer: Any, prompt: str, chat: bool | None, number: int) -> list[int]:
@@ -135,78 +126,42 @@ def _encode(tokenizer: Any, prompt: str, chat: bool | None, number: int) -> list
     return ids
 
 
-def _generate(
-    decoder: Decoder,
-    encoded: Sequence[Sequence[int]],
-    tokenizer: Any,
-    settings: GenerateSettings,
-    plan: Callable[[PreTrainedModel], Any] | None,
-    show: Callable[[str, bool], None] | None,
-    advance: Callable[[int], None],
-) -> Generation:
-    """Decode the prompts as one batch, padded on the left."""
-    width, device = max(map(len, encoded)), device_of(decoder.anatomy.model)
-    padding = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
-    ids = torch.full((len(encoded), width), padding, device=device)
-    mask = torch.zeros_like(ids)
-    for row, tokens in enumerate(encoded):
-        ids[row, width - len(tokens) :] = torch.tensor(tokens, device=device)
-        mask[row, width - len(tokens) :] = 1
-    temperature = settings.temperature or 1.0
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if settings.samples else {}
-    return decoder.generate(
-        ids,
-        mask,
-        max_new_tokens=settings.max_new_tokens,
-        seed=settings.seed,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        progress=advance,
-        streamer=None if show is None else _Streamer(tokenizer, show),
-        **({} if plan is None else {"plan": plan(decoder.anatomy.model)}),
-        **sampling,
-        **_layer_options(settings),
-    )
-
-
-class _Streamer:
-    """Receives tokens as transformers' streamers do, and shows the text that they add."""
+class _Streamer(TextStreamer):
+    """Shows text as tokens add it, word by word."""
 
     def __init__(self, tokenizer: Any, show: Callable[[str, bool], None]) -> None:
-        self._tokenizer, self._show = tokenizer, show
-        self._ids: list[int] = []
-        self._shown = 0
-        self._is_prompt = True
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._show = show
 
-    def put(self, tokens: Tensor) -> None:
-        """Receive the prompt, then tokens."""
-        if self._is_prompt:
-            self._is_prompt = False
-            return
-        self._ids += tokens.flatten().tolist()
-        text = self._text()
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character whose last bytes are missing
-            self._show(text[self._shown :], False)
-            self._shown = len(text)
-
-    def end(self) -> None:
-        """Show what is left."""
-        self._show(self._text()[self._shown :], True)
-
-    def _text(self) -> str:
-        return str(self._tokenizer.decode(self._ids, skip_special_tokens=True))
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Pass new text on."""
+        self._show(text, stream_end)
 
 
 def _results(
-    checkpoint: Checkpoint,
-    prompts: Sequence[str],
-    texts: list[str],
-    stats: Stats,
-    settings: GenerateSettings,
-    grid: dict[str, Any] | None,
+    checkpoint: Checkpoint, prompts: Sequence[str], texts: list[str], stats: Stats, settings: GenerateSettings
 ) -> Results:
     """Document and table."""
     model = checkpoint.model
+    seconds = stats.prompt_seconds + stats.seconds
+    sentence = f"{stats.tokens:,} tokens in {seconds:.2f} s. {stats.reason}"
+    findings = {"tokens": Finding(stats.tokens, "tokens", sentence)}
+    if stats.tokens_per_second is not None:
+        sentence = f"{stats.tokens_per_second:.1f} tokens a second after {stats.prompt_seconds:.2f} s for the prompts."
+        findings["tokens_per_second"] = Finding(stats.tokens_per_second, "1", sentence)
+    if stats.acceptance is not None:
+        sentence = (
+            f"{stats.accepted:,} of {stats.drafted:,} drafts were confirmed, in {stats.rounds:,} rounds of "
+            f"{stats.tokens_per_round:.2f} tokens."
+        )
+        findings["acceptance"] = Finding(stats.acceptance, "1", sentence)
+    if stats.theoretical_speedup is not None:
+        left = sum((stats.exits or [])[:-1])
+        sentence = (
+            f"{left:,} of {stats.tokens:,} tokens left early. {stats.layers_computed:.1f} of {stats.num_layers} layers "
+            "were computed for a position on average, prompts included."
+        )
+        findings["theoretical_speedup"] = Finding(stats.theoretical_speedup, "1", sentence)
     document = {
         **provenance("generation", settings.model_dump(), seed=settings.seed, machine=machine(device_of(model))),
         "model": {
@@ -217,61 +172,15 @@ def _results(
             "num_layers": stats.num_layers,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "revision": checkpoint.revision,
-            "hash": None if grid is None else model_hash(model),
         },
-        "timings": {"forward": stats.seconds, "total": stats.prompt_seconds + stats.seconds},
+        "timings": {"forward": stats.seconds, "total": seconds},
         "warnings": list(checkpoint.warnings),
-        "headline": _headline(stats),
+        "headline": {name: finding.document() for name, finding in findings.items()},
         "generation": {"prompts": list(prompts), "texts": texts, "stats": stats.as_dict()},
-        "lens_grid": grid,
-        "speculation": _speculation(stats),
     }
     rows: list[Any] = [
-        ("layer_positions", "residual", layer, None, "count", count, stats.tokens, "1")
-        for layer, count in enumerate(stats.layer_positions, start=1)
-    ]
-    rows += [
-        ("exit", "residual", layer, None, "count", count, stats.tokens, "tokens")
-        for layer, count in enumerate(stats.exits or [], start=1)
+        (measure, "residual", layer, None, "count", count, stats.tokens, unit)
+        for measure, counts, unit in (("layer_positions", stats.layer_positions, "1"), ("exit", stats.exits, "tokens"))
+        for layer, count in enumerate(counts or [], start=1)
     ]
     return Results(tabulate(rows), dict(finite(document)))
-
-
-def _speculation(stats: Stats) -> dict[str, Any] | None:
-    """The entry on speculation; None if it was not asked for."""
-    if stats.speculate_from is None and not stats.candidates:
-        return None
-    entries = stats.candidates
-    if stats.speculate_from is not None and not entries:
-        used = {"layer": stats.speculate_from, "draft_length": stats.draft_length, "acceptance": stats.acceptance}
-        entries = [used | {"tokens_per_round": stats.tokens_per_round, "predicted_speedup": None}]
-    return {
-        "speculate_from": stats.speculate_from,
-        "draft_length": stats.draft_length,
-        "chosen_by": stats.chosen_by,
-        "paid": stats.paid,
-        "reason": stats.reason,
-        "acceptance": entries,
-        "layer_positions": stats.layer_positions,
-    }
-
-
-def _headline(stats: Stats) -> dict[str, Any]:
-    """The numbers that matter, each with a sentence."""
-    found = {
-        "tokens": Finding(stats.tokens, "tokens", f"New tokens of {stats.sequences} sequences. {stats.reason}"),
-        "tokens_per_second": Finding(
-            stats.tokens_per_second, "1", f"After the pass of the prompts, which took {stats.prompt_seconds:.2f} s."
-        ),
-    }
-    if stats.acceptance is not None:
-        sentence = f"Share of {stats.drafted:,} drafts that the full model confirmed, in {stats.rounds:,} rounds."
-        found["acceptance"] = Finding(stats.acceptance, "1", sentence)
-    if stats.theoretical_speedup is not None:
-        found["theoretical_speedup"] = Finding(
-            stats.theoretical_speedup,
-            "1",
-            f"{stats.layers_computed:.1f} of {stats.num_layers} layers were computed for a position on average, "
-            "prompts included.",
-        )
-    return {name: finding.document() for name, finding in found.items()}

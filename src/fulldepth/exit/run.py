@@ -2,43 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from fulldepth.early_exit import (
-    Exit,
-    LayerNumber,
-    Readings,
-    Row,
-    Subject,
-    batches_of,
-    calibrated,
-    document,
-    open_checkpoint,
-    outcome,
-    prepare_subject,
-    read,
-    splits,
-    with_times,
-)
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.latency import machine
-from fulldepth.exit.generated import generation_rows, runs_of
-from fulldepth.exit.record import headline
+from fulldepth.execution.decoding import Decoder, Generation
+from fulldepth.execution.latency import OtherLoad, machine, order
+from fulldepth.exit.readings import Exit, Readings, calibrated, no_advice, read, splits
+from fulldepth.exit.served import SpeedUp, timed
+from fulldepth.exit.subject import Subject, open_checkpoint, prepare_subject
 from fulldepth.hf import evaluating, unwrapped
+from fulldepth.metrics.jackknife import Mean
 from fulldepth.progress import Watcher
-from fulldepth.results import Results, claimed, finite, provenance, tabulate
+from fulldepth.results import Finding, Results, claimed, finite, provenance, tabulate
 from fulldepth.settings import layer as layered
-from fulldepth.settings.exit import ExitSettings, Rule
+from fulldepth.settings.exit import ExitSettings
 
 MOST_GENERATED = 3
 """Thresholds of each rule with which text is generated beside the sweep of a language model."""
+RELATIVE = 0.05
+"""Tolerance of the headline's effective depth, relative to the last layer's accuracy."""
+CHEAP = 0.01
+"""Loss of accuracy up to which a given threshold is advised."""
+UNTIMED = {"measured_speedup": None, "measured_speedup_interval": None, "timing": None, "seconds": None}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rule and threshold on some samples."""
+
+    exit: Exit
+    layers: Tensor
+    """[N] layer after which each sample leaves."""
+    scores: dict[str, Mean]
+    """`accuracy`, `loss`, `agreement` (with the full model's predictions) and `drop` of accuracy (paired)."""
+    split: str = "report"
+    """`calibration` or `report`."""
+    calibrated: bool = False
+    """Whether the threshold was chosen for a target accuracy."""
+    speedup: SpeedUp | None = None
+    """The measured speed-up; None where it was not timed."""
+
+    @classmethod
+    def of(cls, readings: Readings, exit: Exit, split: str = "report", calibrated: bool = False) -> Row:
+        """What a rule and threshold give on samples; at least one sample."""
+        layers = readings.layers(exit)
+        return cls(exit, layers, readings.scores(layers), split, calibrated)
+
+    @property
+    def exits(self) -> Tensor:
+        """[L] number of samples that leave after layers 1..L."""
+        return self.layers.bincount(minlength=self.exit.num_layers + 1)[1:]
+
+    @property
+    def theory(self) -> float:
+        r"""Layers of the full model over layers that are run, :math:`\sum_i L m_i / \sum_i i m_i`, in [1, L].
+
+        :math:`m_i` samples leave after layer i. Source: "Representation progression and aligned training", Sec. 4.
+        """
+        return self.exit.num_layers / float(self.layers.double().mean())
+
+    def document(self, policy: str | None) -> dict[str, Any]:
+        """The entry in `results.json`."""
+        return {
+            **{name: getattr(self.exit, name) for name in ("rule", "threshold", "min_layer")},
+            "policy": policy,
+            "split": self.split,
+            "calibrated": self.calibrated,
+            "samples": len(self.layers),
+            "exits": self.exits.tolist(),
+            **_stated(self.scores),
+            "drop_interval": self.scores["drop"].interval,
+            "theoretical_speedup": self.theory,
+            **(UNTIMED if self.speedup is None else self.speedup.document()),
+        }
 
 
 def sweep(
@@ -47,12 +93,9 @@ def sweep(
     *,
     output: str | Path | None = None,
     overwrite: bool = False,
-    rule: Rule | Sequence[Rule] = "confidence",
-    thresholds: Sequence[float] | None = None,
-    min_layer: int = 1,
-    target_accuracy_drop: float | None = None,
     tokenizer: Any = None,
     watcher: Watcher | None = None,
+    settings: ExitSettings | None = None,
     **options: Any,
 ) -> Results:
     """Leave a model early, over rules and thresholds: accuracy, loss, agreement, exits per layer, and speed.
@@ -66,14 +109,13 @@ def sweep(
         data: labelled texts or images for classifiers, texts for language models; as for `measure`.
         output: result folder, which also gets the page; None = nothing is written.
         overwrite: replace results in the output folder.
-        rule: one or several of `confidence`, `margin`, `entropy` and `patience`; see `fulldepth.early_exit.rules`.
-        thresholds: above 0 and at most 1, which is the full model; None = 0.5 to 1.
-        min_layer: first layer after which a sample may leave.
-        target_accuracy_drop: also choose a threshold for every rule, on one part of the data, and report it on the
-            other.
         tokenizer: a tokenizer, its folder or Hub name; None = the checkpoint's.
         watcher: receives messages and progress.
-        **options: any other field of `ExitSettings` (`max_sequences`, `batch_size`, `rounds`, `lens_tokens`, ...).
+        settings: None = `options` on top of the defaults.
+        **options: fields of `ExitSettings`: `rule` (one or several of `confidence`, `margin`, `entropy` and `patience`,
+            see `fulldepth.exit.readings`), `thresholds` (above 0 and at most 1, which is the full model), `min_layer`
+            (first layer after which a sample may leave), `target_accuracy_drop` (also choose a threshold for every
+            rule, on one part of the data, and report it on the other), `max_sequences`, `batch_size`, `rounds`, ...
 
     Returns:
         Results of the kind `exit`: `.meta["exits"]`, `.headline`, and `lens_loss` and `lens_accuracy` of every layer.
@@ -82,120 +124,246 @@ def sweep(
         FulldepthError: if model, data or options are invalid, the data have no labels for a classifier, or the
             model's layers cannot be run one by one, or the folder holds other results.
     """
-    given: dict[str, Any] = {"rule": [rule] if isinstance(rule, str) else list(rule), "min_layer": min_layer}
-    given |= {} if thresholds is None else {"thresholds": list(thresholds)}
-    given |= {"target_accuracy_drop": target_accuracy_drop, **options}
-    for name in ("device", "dtype"):
-        if given.get(name) is not None:
-            given[name] = str(given[name]).removeprefix("torch.")
-    folder: dict[str, Any] = {"output": output, "overwrite": overwrite}
-    return sweep_with(model, data, layered(ExitSettings, given), watcher or Watcher(), tokenizer=tokenizer, **folder)
-
-
-def sweep_with(
-    model: str | Path | PreTrainedModel,
-    data: Any,
-    settings: ExitSettings,
-    watcher: Watcher,
-    *,
-    output: str | Path | None = None,
-    overwrite: bool = False,
-    tokenizer: Any = None,
-) -> Results:
-    """`sweep` with its settings resolved."""
-    with claimed(output, overwrite):
-        results = _swept(model, data, settings, watcher, tokenizer)
+    start, watcher = perf_counter(), watcher or Watcher()
+    plain = (torch.dtype, torch.device)
+    options = {k: str(v).removeprefix("torch.") if isinstance(v, plain) else v for k, v in options.items()}
+    settings = settings or layered(ExitSettings, options)
+    if isinstance(model, torch.nn.Module):
+        model = unwrapped(model)
+    with claimed(output, overwrite), evaluating(model) if isinstance(model, PreTrainedModel) else nullcontext():
+        subject = prepare_subject(open_checkpoint(model, settings), data, settings, tokenizer)
+        for warning in subject.warnings:
+            watcher.say(warning)
+        loaded = perf_counter()
+        readings = read(subject, settings.rule, settings, watcher)
+        read_at = perf_counter()
+        rows, parts = _rows(readings, settings)
+        report, seconds = parts["report"], None
+        if subject.classifies and settings.rounds:
+            exits = {row.exit: row.layers for row in rows if row.split == "report"}
+            speedups, seconds = timed(subject, exits, report, settings, watcher)
+            rows = [replace(row, speedup=speedups[row.exit]) if row.split == "report" else row for row in rows]
+        content = {
+            **provenance("exit", settings.model_dump(), seed=settings.seed, machine=machine(subject.device)),
+            **_document(subject, parts, rows, seconds),
+            **(_generated(subject, rows, settings, watcher) if subject.anatomy.task == "causal-lm" else {}),
+            "headline": _headline(subject, report, rows, settings),
+        }
+        content["timings"] = {"load": loaded - start, "forward": read_at - loaded, "total": perf_counter() - start}
+        results = Results(tabulate(_table(readings)), finite(content))
         if output is not None:
             results.save(output)
     return results
 
 
-def _swept(
-    model: str | Path | PreTrainedModel, data: Any, settings: ExitSettings, watcher: Watcher, tokenizer: Any
-) -> Results:
-    """The results, not saved."""
-    start = perf_counter()
-    if isinstance(model, torch.nn.Module):
-        model = unwrapped(model)
-    with evaluating(model) if isinstance(model, PreTrainedModel) else nullcontext():
-        subject = prepare_subject(open_checkpoint(model, settings), data, settings, tokenizer)
-        for warning in subject.warnings:
-            watcher.say(warning)
-        loaded = perf_counter()
-        name = Path(subject.checkpoint.name).name
-        watcher.begin(f"Reading the layers of {name}", len(subject.sequences))
-        readings = read(
-            subject, settings.rule, tokens=settings.lens_tokens, seed=settings.seed, advance=watcher.advance
-        )
-        read_at = perf_counter()
-        rows, parts = _rows(subject, readings, settings)
-        seconds = None
-        if subject.classifies and settings.rounds:
-            watcher.begin("Timing early exit", settings.rounds * batches_of(subject, parts["report"]))
-            timing: dict[str, Any] = {"rounds": settings.rounds, "seed": settings.seed, "advance": watcher.advance}
-            rows, seconds = with_times(subject, rows, parts["report"], **timing)
-        generation = _generated(subject, rows, settings, watcher) if subject.anatomy.task == "causal-lm" else None
-    table = tabulate([row for entry in readings.by_layer() for row in _table_rows(entry, len(readings.sequence))])
-    content = {
-        **provenance("exit", settings.model_dump(), seed=settings.seed, machine=machine(subject.device)),
-        **document(subject, parts, rows, seconds),
-        **({} if generation is None else generation),
-        "timings": {"load": loaded - start, "forward": read_at - loaded, "total": perf_counter() - start},
-        "headline": headline(subject, parts["report"], rows, settings),
-    }
-    return Results(table, finite(content))
-
-
-def _rows(subject: Subject, readings: Readings, settings: ExitSettings) -> tuple[list[Row], dict[str, Readings]]:
+def _rows(readings: Readings, settings: ExitSettings) -> tuple[list[Row], dict[str, Readings]]:
     """Every rule with every threshold, and the calibrated ones; on both parts where a threshold is chosen."""
-    target, layers = settings.target_accuracy_drop, subject.num_layers
-    parts: dict[str, Readings] = {"report": readings}
+    target, parts = settings.target_accuracy_drop, {"report": readings}
     if target is not None:
         parts = splits(readings, settings.calibration_share, settings.seed)
     rows = []
     for rule in settings.rule:
-        for threshold in sorted(set(settings.thresholds)):
-            exit = Exit(rule, threshold, settings.min_layer, layers)
-            rows += [Row(outcome(part, exit), split, classifies=subject.classifies) for split, part in parts.items()]
+        thresholds = [(threshold, False) for threshold in sorted(set(settings.thresholds))]
         if target is not None:
             best = calibrated(parts["calibration"], rule, settings.min_layer, settings.thresholds, target)
-            exit = Exit(rule, best, settings.min_layer, layers)
-            rows += [Row(outcome(part, exit), split, True, None, subject.classifies) for split, part in parts.items()]
+            thresholds.append((best, True))
+        for threshold, chosen in thresholds:
+            exit = Exit(rule, threshold, settings.min_layer, readings.num_layers)
+            rows += [Row.of(part, exit, split, chosen) for split, part in parts.items()]
     return rows, parts
 
 
-def _generated(
-    subject: Subject, rows: Sequence[Row], settings: ExitSettings, watcher: Watcher
-) -> dict[str, Any] | None:
-    """The entry `generation`, or a warning if the decoder cannot be run token by token; None if not asked for."""
+def _table(readings: Readings) -> list[tuple[Any, ...]]:
+    """`lens_loss` and `lens_accuracy` of layers 0..L, as `measure` writes them."""
+    rows: list[tuple[Any, ...]] = []
+    for measure, values, unit in (("lens_loss", readings.loss, "nats"), ("lens_accuracy", readings.correct, "1")):
+        for layer, of_layer in enumerate(values):
+            mean = Mean.of(of_layer, readings.cluster)
+            for statistic, value in (("mean", mean.value), ("standard_error", mean.error)):
+                if value is not None:
+                    rows.append((measure, "residual", layer, None, statistic, value, len(of_layer), unit))
+    return sorted(rows, key=lambda row: row[2])
+
+
+def _document(
+    subject: Subject, parts: Mapping[str, Readings], rows: Sequence[Row], seconds: float | None
+) -> dict[str, Any]:
+    """The entries of `results.json` about model, data and exits."""
+    report = parts["report"]
+    full = report.scores(report.all_at(report.num_layers))
+    drops = {layer: report.shortfall(layer) for layer in range(1, report.num_layers + 1)}
+    policy = "recompute" if subject.anatomy.task == "causal-lm" else None  # whose states all layers computed
+    return {
+        "model": subject.verified.describe(subject.checkpoint),
+        "data": subject.sequences.describe() | {"samples": {name: len(p.sequence) for name, p in parts.items()}},
+        "batch_size": subject.batch_size,
+        "full": {
+            **_stated({name: full[name] for name in ("accuracy", "loss")}),
+            "seconds": seconds,
+            "chance": float(report.frequent.mean()),
+            "no_advice": no_advice(subject, report),
+        },
+        "stopping": [
+            {"layer": layer, "drop": drop.value, "drop_interval": drop.interval} for layer, drop in drops.items()
+        ],
+        "exits": [row.document(policy) for row in rows],
+        "warnings": list(subject.warnings),
+    }
+
+
+def _stated(scores: Mapping[str, Mean]) -> dict[str, float | None]:
+    return {
+        key: value
+        for name, mean in scores.items()
+        for key, value in ((name, mean.value), (f"{name}_stderr", mean.error))
+    }
+
+
+def _generated(subject: Subject, rows: Sequence[Row], settings: ExitSettings, watcher: Watcher) -> dict[str, Any]:
+    """The entry `generation`, or a warning if the decoder cannot be run token by token; empty if not asked for.
+
+    Of each rule at most `MOST_GENERATED` thresholds below 1: the one for the target accuracy, and the highest.
+    """
     if not settings.prompts:
-        return None
-    exits = generated_exits([row for row in rows if row.split == "report"])
-    watcher.begin("Generating with early exit", runs_of(exits, settings))
+        return {}
+    exits: list[Exit] = []
+    below = [row for row in rows if row.split == "report" and row.exit.threshold < 1]
+    for rule in dict.fromkeys(settings.rule):
+        ranked = sorted(below, key=lambda row: (not row.calibrated, -row.exit.threshold))
+        exits += list(dict.fromkeys(row.exit for row in ranked if row.exit.rule == rule))[:MOST_GENERATED]
+    exits.sort(key=lambda exit: (exit.rule, exit.threshold))
     try:
-        return {"generation": generation_rows(subject, exits, settings, watcher.advance)}
+        return {"generation": generation_rows(subject, exits, settings, watcher)}
     except FulldepthError as error:
         message = f"Nothing was generated with early exit: {error}"
         watcher.say(message)
         return {"warnings": [*subject.warnings, message]}
 
 
-def generated_exits(rows: Sequence[Row]) -> list[Exit]:
-    """At most `MOST_GENERATED` thresholds of each rule below 1: the one for the target accuracy, and the highest."""
-    exits: list[Exit] = []
-    for rule in dict.fromkeys(row.outcome.exit.rule for row in rows):
-        ranked = sorted(
-            (row for row in rows if row.outcome.exit.rule == rule and row.outcome.exit.threshold < 1),
-            key=lambda row: (not row.calibrated, -row.outcome.exit.threshold),
-        )
-        exits += list(dict.fromkeys(row.outcome.exit for row in ranked))[:MOST_GENERATED]
-    return sorted(exits, key=lambda exit: (exit.rule, exit.threshold))
+def generation_rows(
+    subject: Subject, exits: Sequence[Exit], settings: ExitSettings, watcher: Watcher
+) -> list[dict[str, Any]]:
+    """One entry of `generation` in `results.json` for every rule, threshold and policy.
+
+    The beginnings of the first sequences are the prompts, of one length: at most half of a sequence. All runs are
+    greedy and without end tokens, so that every run decodes the same number of tokens. Times are of the tokens after
+    the first, in rounds of changing order.
+
+    Raises:
+        FulldepthError: if the model cannot be decoded layer by layer.
+    """
+    decoder, limit = Decoder(subject.checkpoint.model), subject.anatomy.max_positions
+    batch = subject.sequences.collate(range(min(settings.prompts, len(subject.sequences))))
+    width = int(batch.inputs["attention_mask"].sum(1).min()) // 2
+    width = max(1, width if limit is None else min(width, limit - settings.new_tokens))
+    prompts = batch.inputs["input_ids"][:, :width].to(subject.device)
+    runs: list[dict[str, Any]] = [
+        {"rule": exit.rule, "threshold": exit.threshold, "min_layer": exit.min_layer, "policy": policy}
+        for exit, policy in product(exits, settings.policy)
+    ]
+    rounds, load = max(1, settings.rounds), OtherLoad()
+    watcher.begin("Generating with early exit", rounds * (1 + len(runs)))
+    made: dict[int, Generation] = {}  # run 0 is plain
+    seconds: list[list[float]] = [[] for _ in range(1 + len(runs))]
+    for number in range(rounds):
+        for run in order(len(seconds), number, settings.seed):
+            made[run] = decoder.generate(
+                prompts,
+                torch.ones_like(prompts),
+                max_new_tokens=settings.new_tokens,
+                eos_token_id=subject.anatomy.vocab_size or 1 << 30,  # no token: nothing ends early
+                pad_token_id=0,
+                **(runs[run - 1] if run else {}),
+            )
+            seconds[run].append(made[run].stats.seconds)
+            watcher.advance(1)
+    share, plain = load.share(), made[0].sequences[:, width:]
+    entries = []
+    for run, options in enumerate(runs, start=1):
+        stats, speedup = made[run].stats, SpeedUp.of(seconds[0], seconds[run], share) if settings.rounds else None
+        agreement = float((made[run].sequences[:, width:] == plain).double().mean())
+        counts = {"exits": stats.exits, "tokens": plain.numel(), "agreement": agreement}
+        speeds = {"layers_computed": stats.layers_computed, "theoretical_speedup": stats.theoretical_speedup}
+        entries.append({**options, **counts, **speeds, **(UNTIMED if speedup is None else speedup.document())})
+    return entries
 
 
-def _table_rows(entry: LayerNumber, count: int) -> list[tuple[Any, ...]]:
-    """Rows as `measure` writes them."""
-    measure, statistic, layer, mean, unit = entry
-    rows: list[tuple[Any, ...]] = [(measure, "residual", layer, None, statistic, mean.value, count, unit)]
-    if mean.error is not None:
-        rows.append((measure, "residual", layer, None, "standard_error", mean.error, count, unit))
-    return rows
+def _headline(subject: Subject, readings: Readings, rows: Sequence[Row], settings: ExitSettings) -> dict[str, Any]:
+    """The findings: depth that the accuracy needs, the chosen thresholds or the best of those given, and its speed."""
+    full, findings = readings.full, {}
+    if reason := no_advice(subject, readings):
+        return {"accuracy": Finding(full.value, "1", reason, standard_error=full.error).document()}
+    plain, low, depth = readings.depth(1 - RELATIVE)
+    share = f"{1 - RELATIVE:.0%} of the full model's {full.value:.1%} accuracy"
+    sentence = (
+        f"No layer before the last is shown to keep {share}."
+        if depth == readings.num_layers
+        else f"Stopping every sample after layer {depth} of {readings.num_layers} keeps at least {share}: "
+        f"{drop_sentence(readings.shortfall(depth))}."
+    )
+    estimate = f" By the estimates alone layer {plain} does." if plain != depth else ""
+    sentence += f"{estimate} 95 % interval: layers {low} to {depth}."
+    findings["effective_depth"] = Finding(depth, "layers", sentence)
+    report, target = [row for row in rows if row.split == "report"], settings.target_accuracy_drop
+    below, chosen = [row for row in report if row.exit.threshold < 1], [row for row in report if row.calibrated]
+    for row in chosen:
+        suffix = "" if len(chosen) == 1 else f"_{row.exit.rule}"
+        rule, points = row.exit.rule, f"{100 * (target or 0):g} points"
+        sentence = f"No threshold below 1 of the rule {rule} loses at most {points} on the calibration part."
+        if row.exit.threshold < 1:
+            lead = f"{rule.capitalize()} {row.exit.threshold:.4g}, chosen for at most {points} on other data"
+            sentence = _did(subject, row, lead)
+            findings[f"speedup{suffix}"] = _speedup(subject, row)
+        findings[f"chosen_threshold{suffix}"] = Finding(row.exit.threshold, "1", sentence)
+    if target is None and below:
+        good = [row for row in below if (ends := row.scores["drop"].interval) is not None and ends[1] <= CHEAP]
+        row = max(good or below, key=lambda row: row.theory if good else -row.theory)
+        lead = "The given threshold with the fewest layers among those shown to lose at most one point"
+        if not good:
+            lead = "No given threshold is shown to lose at most one point; the one with the most layers"
+        sentence = _did(subject, row, f"{lead}: {row.exit.rule} {row.exit.threshold:g}", CHEAP)
+        findings["best_threshold"] = Finding(row.exit.threshold if good else None, "1", sentence)
+        findings["speedup"] = _speedup(subject, row)
+    return {name: finding.document() for name, finding in findings.items()}
+
+
+def _did(subject: Subject, row: Row, lead: str, tolerance: float = 0.0) -> str:
+    """What a threshold costs and saves."""
+    layers, what = row.exit.num_layers, "samples" if subject.classifies else "tokens"
+    return (
+        f"{lead}. {drop_sentence(row.scores['drop'], tolerance)}, to {row.scores['accuracy'].value:.1%}; "
+        f"{row.scores['agreement'].value:.1%} of the full model's predictions; {what} leave after "
+        f"{layers / row.theory:.1f} of {layers} layers on average. {_speedup(subject, row).sentence}"
+    )
+
+
+def _speedup(subject: Subject, row: Row) -> Finding:
+    """The measured speed-up, or the theoretical one where nothing was timed."""
+    if row.speedup is None:
+        bound = "" if subject.classifies else ", if later tokens needed none of the layers that were left out"
+        return Finding(row.theory, "1", f"That is {row.theory:.2f} times fewer layers{bound}.")
+    if row.speedup.verdict != "differs":
+        return Finding(None, "1", row.speedup.sentence())
+    allows = f"The number of layers allows {row.theory:.2f}."
+    return Finding(row.speedup.ratio.value, "1", f"{row.speedup.sentence()} {allows}")
+
+
+def drop_sentence(drop: Mean, tolerance: float = 0.0) -> str:
+    """How much accuracy is lost, with its 95 % interval.
+
+    "No measurable drop" needs an interval that holds 0; "no drop above" one that ends below the tolerance.
+
+    Args:
+        drop: of the full model's accuracy, paired.
+        tolerance: above 0, the loss up to which early exit is said to cost nothing.
+    """
+    points = 100 * drop.value
+    if drop.interval is None:
+        return f"Accuracy drop {points:+.2g} points (the data give no interval)"
+    low, high = (100 * end for end in drop.interval)
+    ends = f"95 % interval {low:.1f} to {high:.1f}"
+    if drop.interval[1] <= tolerance:
+        return f"No drop of accuracy above {100 * tolerance:g} points ({ends})"
+    if low <= 0 <= high:
+        return f"No measurable drop of accuracy ({points:.1f} points, {ends})"
+    return f"Accuracy drop {points:.1f} points ({ends})"

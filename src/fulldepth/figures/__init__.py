@@ -6,49 +6,38 @@ the notes on how to read it use that record.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.figures import (
-    checkpoints,
-    coherence,
-    detection,
-    displacement,
     early_exit,
     evaluation,
-    generation,
-    geometry,
+    layers,
     lens,
     memory,
     removal,
     similarity,
-    towers,
-    training_run,
-    training_runs,
+    training,
 )
-from fulldepth.figures.checkpoints import followed
 from fulldepth.figures.comparison import overlays
 from fulldepth.figures.record import COMPARISON, SERIES, SINGLE, TRAINING, Figure, Method, Quantity, Source
+from fulldepth.figures.style import Figures
+from fulldepth.figures.training import followed
 
 FIGURES: tuple[Figure, ...] = (
-    *training_run.FIGURES,
-    *training_runs.FIGURES,
-    *checkpoints.FIGURES,
-    *displacement.FIGURES,
+    *training.FIGURES,
+    *layers.DISPLACEMENT,
     *similarity.FIGURES,
-    *towers.FIGURES,
     *lens.FIGURES,
-    *detection.FIGURES,
-    *coherence.FIGURES,
-    *geometry.FIGURES,
+    *layers.FIGURES,
     *memory.FIGURES,
-    *checkpoints.OF_TRAINING,
+    *training.OF_RUNS,
     *removal.FIGURES,
     *early_exit.FIGURES,
-    *generation.FIGURES,
     *evaluation.FIGURES,
 )
 """All figures; those of one kind of results are in reading order."""
@@ -59,34 +48,24 @@ def records(kind: str) -> list[Figure]:
 
     A series has the figures of a single model, drawn at its last step, and figures over steps.
     """
-    if kind == SERIES:
-        return [*records(SINGLE), *_of_kind(SERIES)]
-    return _of_kind(kind)
-
-
-def _of_kind(kind: str) -> list[Figure]:
-    return [one for record in FIGURES for one in (record, *_derived(record)) if kind in one.kinds]
+    own = [one for record in FIGURES for one in (record, *_derived(record)) if kind in one.kinds]
+    return [*records(SINGLE), *own] if kind == SERIES else own
 
 
 def _derived(record: Figure) -> Iterator[Figure]:
     """Figures of a record's curves compared between models and, if `followed`, over training."""
 
-    def draw(source: Source) -> dict[str, go.Figure]:
-        return overlays(source, record.quantities(source.table))
-
-    def differences(source: Source) -> dict[str, go.Figure]:
-        return overlays(source, record.quantities(source.table), "difference")
-
-    def over_steps(source: Source) -> dict[str, go.Figure]:
-        return followed(source, record.quantities(source.table))
+    def of_curves(draw: Callable[..., Figures], *more: str) -> Callable[[Source], Figures]:
+        return lambda source: draw(source, record.quantities(source.table), *more)
 
     if record.curves:
-        yield record.beside(record.name, draw, COMPARISON)
-        yield record.beside(f"difference_{record.name}", differences, COMPARISON)
+        yield record.beside(record.name, of_curves(overlays), COMPARISON)
+        yield record.beside(f"difference_{record.name}", of_curves(overlays, "difference"), COMPARISON)
     if record.followed:
+        steps = record.beside(f"steps_{record.name}", of_curves(followed), TRAINING)
         folded = record.secondary or record.section != "displacement"
-        yield record.beside(f"steps_{record.name}", over_steps, SERIES, section="training", secondary=folded)
-        yield record.beside(f"steps_{record.name}", over_steps, TRAINING)
+        yield replace(steps, kinds=(SERIES,), section="training", secondary=folded)
+        yield steps
 
 
 def build(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
@@ -127,7 +106,9 @@ def _of_stacks(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Fig
             base, _, variant = name.partition(":")
             own = f"{base}:{title}" + (f" {variant}" if variant else "")
             drawn.setdefault(base, {})[own] = figure.update_layout(meta=about)
-    across = {name: figure for record in towers.FIGURES for name, figure in record.drawn(Source(table, rest)).items()}
+    across = {
+        name: figure for record in similarity.ACROSS for name, figure in record.drawn(Source(table, rest)).items()
+    }
     return {**across, **{name: figure for variants in drawn.values() for name, figure in variants.items()}}
 
 

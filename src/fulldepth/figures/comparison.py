@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import plotly.graph_objects as go
 
-from fulldepth.figures.draw import add_level, line, set_first_apart
+from fulldepth.figures.curves import Curve, curve
+from fulldepth.figures.draw import add_level, line, set_first_apart, with_errors
 from fulldepth.figures.record import Quantity, Source, readings
 from fulldepth.figures.style import Figures, axis, extremes, figure, layer_axis
 
@@ -21,20 +22,21 @@ def overlays(source: Source, quantities: Iterable[Quantity], column: str = "valu
 def _overlay(quantity: Quantity, source: Source, column: str) -> go.Figure | None:
     relative = source.meta.get("depth") == "relative"
     difference = column == "difference"
-    traces, words = [], []
+    traces, told, bars = [], [], False
     form = f"+{quantity.form}" if difference else quantity.form
     for run in source.compared if difference else source.runs:
         if values := quantity.curve(run.table, run.layers, column):
             trace = line(values, run.name, form=form, depth=run.layers if relative else None, **run.style)
+            errors = Curve([], [], [])
             if difference and ERROR in run.table.columns:
-                errors = [error or 0.0 for error in quantity.curve(run.table, run.layers, ERROR).values]
-                if any(errors):
-                    trace.error_y = {"array": [2 * error for error in errors], "thickness": 1, "width": 3}
+                errors = quantity.curve(run.table, run.layers, ERROR)
+            elif quantity.spread and not difference:
+                errors = curve(run.table, quantity.measure, quantity.spread, quantity.site)
+            bars |= with_errors(trace, values, errors, quantity.form, 2 if difference else 1)
             traces.append(trace)
-            words.append(extremes(run.name, values.layers, values.values))
+            told.append(extremes(run.name, values.layers, values.values))
     if not traces:
         return None
-    depth = max(run.layers for run in source.runs)
     settings = quantity.settings
     if difference:
         settings = {key: settings[key] for key in ("tickformat", "ticksuffix") if key in settings}
@@ -42,9 +44,10 @@ def _overlay(quantity: Quantity, source: Source, column: str) -> go.Figure | Non
     drawn = figure(
         traces,
         title=f"{quantity.title}: difference from {source.baseline}" if difference else f"{quantity.title} per layer",
-        subtitle=_subtitle(traces) if difference else "One line a model",
-        alt=" ".join(words),
-        xaxis=layer_axis(depth, first=first, relative=relative),
+        subtitle=("Value minus the baseline’s at the same depth" if difference else "One line a model")
+        + bars * ("; bars: two standard errors of the difference" if difference else "; bars: one standard error"),
+        alt=" ".join(told),
+        xaxis=layer_axis(max(run.layers for run in source.runs), first=first, relative=relative),
         yaxis=axis(f"Δ {quantity.axis}" if difference else quantity.axis, **settings),
         variant=quantity.variant,
         showlegend=True,
@@ -53,8 +56,3 @@ def _overlay(quantity: Quantity, source: Source, column: str) -> go.Figure | Non
     if not relative:
         drawn = set_first_apart(drawn, [run.name for run in source.runs])
     return add_level(drawn, 0) if difference else drawn
-
-
-def _subtitle(traces: list[go.Scatter]) -> str:
-    bars = "; bars: two standard errors of the difference" if any(trace.error_y.array for trace in traces) else ""
-    return f"Value minus the baseline’s at the same depth{bars}"

@@ -1,4 +1,4 @@
-"""Extracts curves and matrices from the tidy table; missing rows give nothing, NaN gives a gap."""
+"""Extracts curves from the tidy table; missing rows give nothing, NaN gives a gap."""
 
 from __future__ import annotations
 
@@ -30,18 +30,6 @@ class Curve:
         """`[[layer name, count], ...]` for hover boxes."""
         names = ["Embeddings" if layer == 0 else f"Layer {layer}" for layer in self.layers]
         return [[name, count] for name, count in zip(names, self.counts, strict=True)]
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """One statistic over pairs of layers, symmetric. False if no pair has a finite value."""
-
-    layers: list[int]
-    values: list[list[float | None]]
-    counts: list[list[str]]
-
-    def __bool__(self) -> bool:
-        return any(value is not None for row in self.values for value in row)
 
 
 def number(value: Any) -> float | None:
@@ -85,19 +73,6 @@ def curve(
         [number(value) for value in rows[column]],
         [counted(count) for count in rows["count"]],
     )
-
-
-def matrix(table: pd.DataFrame, measure: str, statistic: str, column: str = "value", site: str = "residual") -> Matrix:
-    """A statistic over all pairs of layers. A pair given in one order holds for both."""
-    rows = select(table, measure, statistic, site).dropna(subset=["layer", "other"])
-    pairs: dict[tuple[int, int], tuple[float | None, str]] = {}
-    for layer, other, value, count in zip(rows["layer"], rows["other"], rows[column], rows["count"], strict=True):
-        cell = (number(value), counted(count))
-        pairs[int(layer), int(other)] = cell
-        pairs.setdefault((int(other), int(layer)), cell)
-    layers = sorted({layer for layer, _ in pairs})
-    grid = [[pairs.get((row, column), (None, "?")) for column in layers] for row in layers]
-    return Matrix(layers, [[value for value, _ in row] for row in grid], [[count for _, count in row] for row in grid])
 
 
 def num_layers(table: pd.DataFrame, model: Mapping[str, Any] | None) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.figures.curves import Curve, Matrix, curve
+from fulldepth.figures.curves import Curve, counted, curve, number
 from fulldepth.figures.record import Source
 from fulldepth.figures.style import (
     CATEGORICAL,
@@ -24,6 +24,7 @@ from fulldepth.figures.style import (
     figure,
     layer_axis,
     layer_name,
+    minus,
     translucent,
 )
 
@@ -31,6 +32,8 @@ COLOR_BAR = {
     "thickness": 10, "len": 1, "outlinewidth": 0, "xpad": 8, "ticklen": 3, "nticks": 6,
     "tickfont": {"size": 11, "color": MUTED},
 }  # fmt: skip
+TOLD = 2
+"""Lines that an alternative text describes."""
 APART = 2.0
 """Ratio to the largest value of the other layers from which the first layer is beyond the scale."""
 BARE = {"ticks": "", "showgrid": False, "showline": False}
@@ -64,16 +67,13 @@ class Line:
             table = table[(table["state"] == self.state).fillna(False).astype(bool)]
         return curve(table, self.measure, self.statistic, self.site, other)
 
-    def drawn(self, values: Curve, spread: Curve | None = None) -> go.Scatter | go.Bar:
-        """The trace of these values."""
+    def drawn(self, values: Curve, errors: Curve) -> go.Scatter | go.Bar:
+        """The trace of these values, with their error bars."""
         if self.bar:
             trace = bars(values, self.name, self.color, self.form)
         else:
             trace = line(values, self.name, self.color, self.dash, self.form)
-        if spread:
-            widths = dict(zip(spread.layers, spread.values, strict=True))
-            heights = [widths.get(layer) or 0 for layer in values.layers]
-            trace.error_y = {"array": heights, "color": self.color, "thickness": 1.5, "width": 3}
+        with_errors(trace, values, errors, self.form)
         return trace.update(**self.trace)
 
 
@@ -81,19 +81,26 @@ Drawn = Sequence[tuple[Line, Curve]]
 """The lines of a figure that have values."""
 
 
-def first_line(title: str, form: str = ".3f") -> Callable[[Drawn], str]:
-    """Alternative text: at which layers the first line is lowest and highest. `form` is a Python number format."""
-
-    def words(drawn: Drawn) -> str:
-        values = drawn[0][1] if drawn else Curve([], [], [])
-        return extremes(title, values.layers, values.values, form)
-
-    return words
+def each_line(form: str = "", name: Callable[[Line], str] = lambda line: line.name) -> Callable[[Drawn], str]:
+    """Alternative text: at which layers each line is lowest and highest. `form` is a Python number format."""
+    return lambda drawn: " ".join(
+        extremes(name(line), values.layers, values.values, form or line.form.replace("~", "")) for line, values in drawn
+    )
 
 
-def each_line(form: str = ".3f", name: Callable[[Line], str] = lambda line: line.name) -> Callable[[Drawn], str]:
-    """Alternative text: at which layers each line is lowest and highest."""
-    return lambda drawn: " ".join(extremes(name(line), values.layers, values.values, form) for line, values in drawn)
+def with_errors(trace: go.Scatter | go.Bar, values: Curve, errors: Curve, form: str, times: float = 1.0) -> bool:
+    """Add bars of `times` the standard errors to a trace, and the errors to its hover box; False without errors.
+
+    `form` is the d3 number format of the values.
+    """
+    widths = dict(zip(errors.layers, errors.values, strict=True))
+    own = [widths.get(layer) or 0.0 for layer in values.layers]
+    if not any(own):
+        return False
+    trace.error_y = {"array": [times * width for width in own], "thickness": 1.2, "width": 3}
+    trace.customdata = [[*row, width] for row, width in zip(values.custom, own, strict=True)]
+    trace.hovertemplate += f" ± %{{customdata[2]:{form}}}"
+    return True
 
 
 def over_layers(
@@ -101,8 +108,8 @@ def over_layers(
     layers: int,
     lines: Iterable[Line],
     *,
-    alt: Callable[[Drawn], str],
     yaxis: dict[str, Any] | Callable[[list[float | None]], dict[str, Any]],
+    alt: Callable[[Drawn], str] | None = None,
     first: int = 1,
     other: int | None = None,
     read: Callable[[Curve], Curve] = lambda values: values,
@@ -118,8 +125,9 @@ def over_layers(
         table: rows of one model at one step.
         layers: L.
         lines: what is drawn; those without a finite value are left out.
-        alt: see `figure`; called with the lines that are drawn.
         yaxis: settings of the value axis, or a function of all drawn values that returns them.
+        alt: see `figure`; called with the lines that are drawn. None = where the first `TOLD` of them are lowest and
+            highest.
         first: the first layer of the axis.
         other: the second layer if the rows are pairs.
         read: applied to every curve before it is drawn.
@@ -132,47 +140,38 @@ def over_layers(
     drawn = [(line, values) for line in lines if (values := line.curve(table, other))]
     traces = [*behind]
     for line, values in drawn:
-        spread = curve(table, line.measure, line.spread, line.site) if line.spread else None
-        traces.append(line.drawn(read(values), spread))
+        traces.append(line.drawn(read(values), curve(table, line.measure, line.spread, line.site)))
     if not traces:
         return None
     if callable(yaxis):
         yaxis = yaxis([value for trace in traces for value in trace.y])
-    result = figure([*traces, *after], alt=alt(drawn), xaxis=layer_axis(layers, first=first), yaxis=yaxis, **layout)
+    told = alt(drawn) if alt else each_line()(drawn[:TOLD])
+    result = figure([*traces, *after], alt=told, xaxis=layer_axis(layers, first=first), yaxis=yaxis, **layout)
     return result if level is None else add_level(result, level, dash)
 
 
-def set_first_apart(drawn: go.Figure, names: Iterable[str], form: str = ".3g") -> go.Figure:
+def set_first_apart(drawn: go.Figure, names: Collection[str]) -> go.Figure:
     """Let the value axis cover all layers but the first one drawn, if that one would flatten the others.
 
-    The first layer's value is written at the top; `meta["apart"]` states layer and lines, so that the page can keep
-    both right at other steps. Nothing changes if the first layer is at most `APART` times the largest of the others.
+    The first layer's value is written at the top. Nothing changes if it is at most `APART` times the largest of the
+    others.
 
     Args:
         drawn: a figure over layers.
         names: the lines that the axis is made for.
-        form: Python number format of the value that is written.
     """
-    wanted = set(names)
-    points = [
-        (at, value)
-        for trace in drawn.data
-        if trace.name in wanted
-        for at, value in zip(trace.x, trace.y, strict=True)
-        if value is not None
-    ]
+    lines = [trace for trace in drawn.data if trace.name in names]
+    points = [(at, y) for trace in lines for at, y in zip(trace.x, trace.y, strict=True) if y is not None]
     layer = min((at for at, _ in points), default=0)
     first = [value for at, value in points if at == layer]
     rest = [value for at, value in points if at != layer]
     if not rest or max(map(abs, first)) <= APART * max(map(abs, rest)):
         return drawn
-    low, high = scale_without(rest)
-    note = {
-        "x": layer, "y": 1, "yref": "paper", "xanchor": "left", "yanchor": "top", "xshift": 14, "showarrow": False,
-        "text": f"\u2191 {layer_name(int(layer))}: {first[0]:{form}}", "font": {"size": 11, "color": MUTED},
-    }  # fmt: skip
-    meta = {**drawn.layout.meta, "apart": {"layer": layer, "lines": sorted(wanted)}}
-    return drawn.update_layout(meta=meta, yaxis_range=[low, high], annotations=[*drawn.layout.annotations, note])
+    drawn.add_annotation(
+        text=f"\u2191 {layer_name(int(layer))}: {first[0]:.3g}", x=layer, y=1, yref="paper", xanchor="left",
+        yanchor="top", xshift=14, showarrow=False, font={"size": 11, "color": MUTED},
+    )  # fmt: skip
+    return drawn.update_layout(yaxis_range=scale_without(rest))
 
 
 def scale_without(rest: Sequence[float]) -> tuple[float, float]:
@@ -265,83 +264,101 @@ def bars(curve: Curve, name: str, color: str, form: str = ".4f", **extra: Any) -
     )
 
 
-def heat(trace: Mapping[str, Any], *, signed: bool, alt: str, difference: bool = False, **layout: Any) -> go.Figure:
-    """A heat map with the common colours and colour bar.
+@dataclass(frozen=True)
+class Grid:
+    """Cells of a map: rows from the bottom up, columns from the left. False if no cell has a finite value."""
+
+    rows: list[int]
+    columns: list[int]
+    values: list[list[float | None]]
+    counts: list[list[str]]
+
+    def __bool__(self) -> bool:
+        return bool(self.finite)
+
+    @property
+    def finite(self) -> list[float]:
+        """Every finite value."""
+        return [value for row in self.values for value in row if value is not None]
+
+
+def grid(table: pd.DataFrame, rows: Iterable[Any], columns: Iterable[Any], column: str = "value") -> Grid:
+    """The cells of a table's rows; `rows` and `columns` place each of them, and of equal places the last counts."""
+    cells = {
+        (int(row), int(at)): (number(value), counted(count))
+        for row, at, value, count in zip(rows, columns, table[column], table["count"], strict=True)
+    }
+    down, across = (sorted({place[part] for place in cells}) for part in (0, 1))
+    values, counts = ([[cells.get((row, at), (None, "?"))[part] for at in across] for row in down] for part in (0, 1))
+    return Grid(down, across, values, counts)  # type: ignore[arg-type]
+
+
+def heat(
+    cells: Grid,
+    *,
+    where: str,
+    quantity: str,
+    low: float,
+    high: float,
+    xaxis: dict[str, Any],
+    yaxis: dict[str, Any],
+    names: Sequence[str] | None = None,
+    difference: bool = False,
+    alt: str = "",
+    **layout: Any,
+) -> go.Figure:
+    """A heat map with the common colours: sequential from zero, or neutral at zero if `low` is negative.
 
     Args:
-        trace: `x`, `y`, `z`, range and hover box of the map.
-        signed: whether to use the diverging colour scale.
+        cells: the values.
+        where: begin of the hover box, with `%{x}` and `%{y}`.
+        quantity: name of the number, for the hover box.
+        low: value of the first colour.
+        high: value of the last colour.
+        xaxis: settings of the x axis.
+        yaxis: settings of the y axis.
+        names: of the rows; None = their numbers.
         difference: whether to use the colour scale of differences.
-        alt: see `figure`.
+        alt: see `figure`; empty = the smallest and the largest value.
         layout: passed on to `figure`.
     """
-    gap = 1 if max(len(trace["x"]), len(trace["y"])) <= 40 else 0
+    gap = 1 if max(len(cells.columns), len(cells.rows)) <= 40 else 0
+    counts = {count for row in cells.counts for count in row}
     shown = go.Heatmap(
-        colorscale=DIFFERENCE_SCALE if difference else SIGNED_SCALE if signed else UNIT_SCALE,
+        x=cells.columns,
+        y=names or cells.rows,
+        z=cells.values,
+        customdata=cells.counts,
+        zmin=low,
+        zmax=high,
+        colorscale=DIFFERENCE_SCALE if difference else SIGNED_SCALE if low < 0 else UNIT_SCALE,
         xgap=gap,
         ygap=gap,
         hoverongaps=False,
         colorbar=COLOR_BAR,
-        **trace,
+        hovertemplate=f"{where}<br>{quantity} <b>%{{z:.4f}}</b><br>"
+        f"n = {counts.pop() if len(counts) == 1 else '%{customdata}'}<extra></extra>",
     )
-    return figure([shown], alt=alt, height=480, hovermode="closest", **layout)
-
-
-def layer_map(cells: Matrix, *, quantity: str, signed: bool, alt: str, extent: float = 0.0, **about: Any) -> go.Figure:
-    """A square map over pairs of layers with a fixed range: of values [-1, 1] when signed, else [0, 1].
-
-    Args:
-        cells: the values; layer 0 is at the lower left, so that depth grows upwards and to the right.
-        quantity: name of the number, for the colour bar and the hover box.
-        signed: whether the number may be negative.
-        alt: see `figure`.
-        extent: for differences, which have a colour scale of their own, the largest absolute value of that scale.
-        about: passed on to `figure` (title, subtitle, variant, beside).
-    """
-    settings = {**axis("Layer"), "constrain": "domain", **map_ticks(cells.layers[-1], first=0)}
-    counts = {count for row in cells.counts for count in row}
-    observed = counts.pop() if len(counts) == 1 else "%{customdata}"
-    return heat(
-        {
-            "x": cells.layers,
-            "y": cells.layers,
-            "z": cells.values,
-            "customdata": cells.counts if counts else None,
-            "zmin": -extent or (-1 if signed else 0),
-            "zmax": extent or 1,
-            "hovertemplate": f"Layers %{{y}} and %{{x}}<br>{quantity} <b>%{{z:.4f}}</b><br>n = {observed}"
-            "<extra></extra>",
-        },
-        signed=signed,
-        difference=bool(extent),
-        alt=alt,
-        xaxis=settings,
-        yaxis={**settings, "scaleanchor": "x"},
-        **about,
+    return figure(
+        [shown],
+        alt=alt or f"From {minus(min(cells.finite), '.2f')} to {minus(max(cells.finite), '.2f')}.",
+        xaxis={**BARE, **xaxis},
+        yaxis={**BARE, **yaxis},
+        height=480,
+        hovermode="closest",
+        **layout,
     )
 
 
-def map_ticks(layers: int, first: int = 1) -> dict[str, Any]:
-    """Settings of the axis of a heat map over layers."""
+def map_axis(title: str, layers: int, first: int = 0) -> dict[str, Any]:
+    """Settings of the axis of a map over layers."""
     named = layer_axis(layers, first=first)
-    return {"tickvals": named["tickvals"], "ticktext": named["ticktext"], **BARE}
+    return axis(title, tickvals=named["tickvals"], ticktext=named["ticktext"], constrain="domain")
 
 
-def shade_key(title: str, shades: Sequence[str], low: float, high: float, stepped: bool = False) -> go.Scatter:
-    """An invisible trace with a colour bar, for traces that differ in shade.
-
-    Args:
-        title: of the bar.
-        shades: colours from the lowest to the highest.
-        low: value of the lower end.
-        high: value of the upper end.
-        stepped: whether each shade fills an equal part of the bar instead of blending into the next.
-    """
-    count = len(shades)
-    if stepped:
-        scale = [[(i + end) / count, shade] for i, shade in enumerate(shades) for end in (0, 1)]
-    else:
-        scale = [[i / (count - 1), shade] for i, shade in enumerate(shades)]
+def shade_key(title: str, shades: Sequence[str], low: float, high: float) -> go.Scatter:
+    """An invisible trace with a colour bar from `low` to `high`, for traces that differ in shade."""
+    scale = [[i / (len(shades) - 1), shade] for i, shade in enumerate(shades)]
     bar = {"title": {"text": title, "font": {"size": 11, "color": MUTED}}, **COLOR_BAR}
     marker = {"color": [low], "cmin": low, "cmax": high, "colorscale": scale, "colorbar": bar, "showscale": True}
     return legend_entry(None, marker=marker, showlegend=False)

@@ -1,20 +1,18 @@
-"""Early exit: quality against speed-up, and the layers after which samples or tokens leave."""
+"""Early exit: accuracy against speed-up, and the layers after which samples or tokens leave."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
 from fulldepth.figures import lens
 from fulldepth.figures.comparison import overlays
 from fulldepth.figures.curves import number
-from fulldepth.figures.draw import legend_entry
-from fulldepth.figures.exit_methods import RULES, SPEEDUP
-from fulldepth.figures.exit_points import ERROR, Point, by_series, points
-from fulldepth.figures.record import EXIT, EXITS, GENERATION, SINGLE, Figure, Source, readings
+from fulldepth.figures.record import EXIT, EXITS, GENERATION, SINGLE, Figure, Method, Source, readings
 from fulldepth.figures.style import (
     CATEGORICAL,
     INK,
@@ -29,258 +27,216 @@ from fulldepth.figures.style import (
     minus,
 )
 
-LABELLED = 8
-"""Number of points up to which each is labelled with its threshold."""
 MOST_BARS = 4
-"""Maximum number of thresholds in one histogram."""
-WIDE = 4.0
-"""Speed-up from which the axis is logarithmic."""
-TICKS = (0.1, 0.2, 0.5, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
-"""Ticks of a logarithmic axis."""
+"""Number of thresholds in one histogram, besides those that were chosen."""
+SPEEDUP = Method(
+    "Speed-up of early exit",
+    (),
+    (
+        "In theory, time is proportional to the layers that are run: m<sub>i</sub> samples or tokens leave after layer "
+        "i of L. While a text is generated, later tokens need the layers that earlier ones left out, so there theory "
+        "counts the layer positions that were computed, prompts included. What is measured is the time of the full "
+        "model over the time with early exit, on the same data in interleaved rounds: the median of the rounds’ "
+        "ratios, and a difference only where its 95 % interval does not hold 1. It includes what the rule itself "
+        "costs: a final norm and a product with the head for each layer at which it decides."
+    ),
+    formula=r"\frac{∑_i L m_i}{∑_i i m_i}",
+    source="Jiang et al., <cite>Tracing Representation Progression</cite>, Sec. 5.",
+)
+RULES = Method(
+    "Rules and thresholds",
+    (),
+    (
+        "Confidence: the probability of the top prediction exceeds the threshold. Margin: its lead over the second "
+        "does. Entropy: one minus the entropy of the prediction over its maximum does. Patience: the number of layers "
+        "in a row with the same top prediction, divided by L, does. At threshold 1 every sample takes all layers. A "
+        "threshold for a target accuracy is chosen on one part of the data (divided by the hash of each document, row "
+        "or image) and reported on the other."
+    ),
+)
 
 
 @dataclass(frozen=True)
-class Group:
-    """Points that one line connects."""
+class Point:
+    """Early exit at one threshold: when it stops, what that costs, and the time that it saves."""
 
-    name: str
-    color: str
-    points: Sequence[Point]
-    full: Mapping[str, Any]
-    """Numbers of the model without early exit."""
+    rule: str
+    threshold: float | None
+    policy: str
+    """How the cache is filled; empty for models without one."""
+    calibrated: bool
+    counts: tuple[int, ...]
+    """Number of samples or tokens that leave after each of the layers 1..L; empty if unknown."""
+    values: Mapping[str, float | None]
+    """Name -> number of the entry in the document."""
+    theory: float | None
+    """Speed-up if layers were all that takes time."""
+    measured: float | None
+    timing: str
+    """What the times say: `differs`, `no-difference`, `few-rounds` or `busy`; empty if nothing was timed."""
+    drop_interval: tuple[float, float] | None
+    """95 % interval of the drop of accuracy."""
+
+    @property
+    def name(self) -> str:
+        """Rule and threshold: `confidence 0.9`."""
+        return self.rule if self.threshold is None else f"{self.rule} {self.threshold:.4g}"
+
+    @property
+    def speedup(self) -> float | None:
+        """The measured speed-up, in theory where it was not measured."""
+        return self.theory if self.measured is None else self.measured
+
+    @property
+    def early(self) -> float | None:
+        """Share that leaves before the last layer."""
+        return 1 - self.counts[-1] / sum(self.counts) if sum(self.counts) else None
+
+    @property
+    def mean_layer(self) -> float | None:
+        """Mean layer after which samples or tokens leave."""
+        total = sum(self.counts)
+        return sum(at * count for at, count in enumerate(self.counts, start=1)) / total if total else None
 
 
-@dataclass(frozen=True)
-class Scale:
-    """A number on the vertical axis of quality against speed-up."""
+def points(entries: Iterable[Mapping[str, Any]] | None) -> list[Point]:
+    """The points on the reported part of the data, not those on which a threshold was chosen; in order."""
+    made = [_point(entry) for entry in entries or () if entry.get("split") != "calibration"]
+    return sorted(made, key=lambda point: (point.rule, point.policy, point.threshold or 0.0))
+
+
+def _point(entry: Mapping[str, Any]) -> Point:
+    low, high = (number(end) for end in entry.get("drop_interval") or (None, None))
+    means = ("accuracy", "loss", "agreement", "drop")
+    names = (*means, *(f"{name}_stderr" for name in means), "layers_computed")
+    return Point(
+        rule=label(entry.get("rule") or "threshold", 24),
+        threshold=number(entry.get("threshold")),
+        policy=label(entry.get("policy") or "", 24),
+        calibrated=bool(entry.get("calibrated")),
+        counts=tuple(int(count) for count in entry.get("exits") or ()),
+        values={name: number(entry.get(name)) for name in names},
+        theory=number(entry.get("theoretical_speedup")),
+        measured=number(entry.get("measured_speedup")),
+        timing=str(entry.get("timing") or ""),
+        drop_interval=None if low is None or high is None else (low, high),
+    )
+
+
+def _by_series(every: Sequence[Point]) -> dict[str, list[Point]]:
+    """Rule and policy -> points by threshold."""
+    groups = groupby(every, key=lambda point: ", ".join(filter(None, (point.rule, point.policy))))
+    return {name: list(group) for name, group in groups}
+
+
+class Scale(NamedTuple):
+    """A number on the vertical axis of a trade-off."""
 
     key: str
     title: str
     form: str
     """d3 number format."""
-    words: str
-    """Python number format."""
-
-    def settings(self) -> dict[str, Any]:
-        """Of the axis."""
-        return {"tickformat": ".1~%"} if self.form.endswith("%") else {}
 
 
-ACCURACY = Scale("accuracy", "Accuracy", ".1%", ".1%")
-LOSS = Scale("loss", "Loss (nats)", ".4f", ".3f")
-AGREEMENT = Scale("agreement", "Agreement with the full model", ".1%", ".1%")
-SCALES = (ACCURACY, LOSS, AGREEMENT)
-
-
-def groups_of(source: Source) -> list[Group]:
-    """One group for each rule and policy, or for each model and those that it has."""
-    models = source.meta.get("models") if source.kind == EXITS else None
-    entries = [("", source.meta)] if models is None else [(label(one.get("label", "?"), 40), one) for one in models]
-    groups: list[Group] = []
-    for name, entry in entries:
-        series = by_series(points(entry.get("exits")))
-        for rule, its_points in series.items():
-            named = ", ".join(filter(None, (name, rule if len(series) > 1 or not name else "")))
-            color = categorical(len(groups))["color"]
-            groups.append(Group(named, color, its_points, entry.get("full") or {}))
-    return groups
+SCALES = (
+    Scale("accuracy", "Accuracy", ".1%"),
+    Scale("loss", "Loss (nats)", ".4f"),
+    Scale("agreement", "Agreement with the full model", ".1%"),
+)
 
 
 def _tradeoffs(source: Source) -> Figures:
-    several = source.kind == EXITS
-    return readings((scale.key, tradeoff(groups_of(source), scale, several=several)) for scale in SCALES)
+    """Of each rule and policy; of several models, of each model and rule."""
+    models = [("", source.meta)] if source.kind == EXIT else []
+    models += [(label(one.get("label", "?"), 40), one) for one in source.meta.get("models") or []]
+    groups, full = {}, []
+    for name, entry in models:
+        full.append({"agreement": 1.0, **(entry.get("full") or {})})
+        for rule, its_points in _by_series(points(entry.get("exits"))).items():
+            groups[", ".join(filter(None, (name, rule)))] = its_points
+    return readings((scale.key, tradeoff(groups, full, scale)) for scale in SCALES)
 
 
 def _of_generation(source: Source) -> Figures:
-    series = by_series(points(source.meta.get("generation") if source.kind == EXIT else None))
-    groups = [
-        Group(name, categorical(index)["color"], its_points, {"agreement": 1.0})
-        for index, (name, its_points) in enumerate(series.items())
-    ]
-    return readings([("", tradeoff(groups, AGREEMENT, title="Agreement against speed-up while generating"))])
+    runs = source.meta.get("generation")
+    groups = _by_series(points(runs if isinstance(runs, list) else None))
+    title = "Agreement against speed-up while generating"
+    return readings([("", tradeoff(groups, [{"agreement": 1.0}], SCALES[-1], title))])
 
 
-def tradeoff(groups: Sequence[Group], scale: Scale, title: str = "", *, several: bool = False) -> go.Figure | None:
-    """Quality against speed-up: a line of thresholds for each group, measured and in theory; None without points.
-
-    Of several models that were timed, only what was measured is drawn.
-    """
-    drawn = [(group, _drawable(group, scale)) for group in groups]
-    drawn = [(group, its_points) for group, its_points in drawn if its_points]
-    if not drawn:
+def tradeoff(
+    groups: Mapping[str, Sequence[Point]], full: Sequence[Mapping[str, Any]], scale: Scale, title: str = ""
+) -> go.Figure | None:
+    """A number against speed-up: a line of thresholds for each group, and the full models; None without points."""
+    traces, chosen, words = [], [], []
+    for index, (name, every) in enumerate(groups.items()):
+        drawn = [one for one in every if one.values.get(scale.key) is not None and one.speedup is not None]
+        if not drawn:
+            continue
+        color, heights = categorical(index)["color"], [point.values[scale.key] or 0.0 for point in drawn]
+        chosen += [(point.speedup, point.values[scale.key]) for point in drawn if point.calibrated]
+        low, height = drawn[0], minus(heights[0], scale.form.replace("4", "3"))
+        words.append(f"{name}: {low.speedup:.2f}×, {height} at the lowest threshold.")
+        traces.append(
+            go.Scatter(
+                x=[point.speedup for point in drawn],
+                y=heights,
+                name=name,
+                mode="lines+markers",
+                line={"color": color, "width": 2},
+                marker={"color": color, "size": 8},
+                error_y={
+                    "array": [point.values.get(f"{scale.key}_stderr") or 0 for point in drawn],
+                    "color": color,
+                },
+                customdata=[
+                    [point.name, "in theory" if point.measured is None else "measured", point.early or 0]
+                    for point in drawn
+                ],
+                hovertemplate=f"%{{customdata[0]}}: {scale.title.lower()} <b>%{{y:{scale.form}}}</b><br>%{{x:.2f}}× "
+                "%{customdata[1]}<br>%{customdata[2]:.1%} leave early<extra>%{fullData.name}</extra>",
+            )
+        )
+    if not traces:
         return None
-    labelled = sum(len(its_points) for _, its_points in drawn) <= LABELLED
-    timed = any(point.measured is not None for _, its_points in drawn for point in its_points)
-    traces: list[Any] = []
-    for group, its_points in drawn:
-        lines = _lines(group, its_points, scale, timed, labelled)
-        traces += lines[1:] if several and timed else lines
-    if timed and not several:
-        traces.append(legend_entry("in theory", marker={"symbol": "circle-open", "color": MUTED, "size": 8}))
-    traces += _chosen([point for _, its_points in drawn for point in its_points], scale)
-    traces += _full(drawn, scale)
-    how = "Filled: measured; open: if layers were all that takes time" if timed else "In theory: nothing was timed"
-    how = "Measured beside each full model (square)" if several and timed else how
-    shown = figure(
+    whole = [(1.0, value) for one in full if (value := number(one.get(scale.key))) is not None]
+    for name, places, symbol, size in (
+        ("full model", whole, "square", 10),
+        ("chosen on other data", chosen, "circle-open", 17),
+    ):
+        marker = {"color": INK, "symbol": symbol, "size": size}
+        x, y = [place for place, _ in places], [height for _, height in places]
+        traces += [go.Scatter(x=x, y=y, name=name, mode="markers", marker=marker, hoverinfo="skip")] if places else []
+    timed = any(point.measured is not None for every in groups.values() for point in every)
+    variant = scale.title.removesuffix(" (nats)")
+    drawn_figure = figure(
         traces,
-        title=title or f"{scale.title.removesuffix(' (nats)')} against speed-up",
-        subtitle=f"{'Lower' if scale.key == 'loss' else 'Higher'} right is better. {how}",
-        alt=_in_words(drawn, scale),
-        xaxis=_across([point for _, its_points in drawn for point in its_points]),
-        yaxis=axis(scale.title, **scale.settings()),
-        variant=scale.title.removesuffix(" (nats)"),
+        title=title or f"{variant} against speed-up",
+        subtitle=f"{'Lower' if scale.key == 'loss' else 'Higher'} right is better. "
+        f"{'Measured in time' if timed else 'In theory, by layers: nothing was timed'}",
+        alt=" ".join(words),
+        xaxis=axis("Speed-up over the full model", ticksuffix="×"),
+        yaxis=axis(scale.title, **({"tickformat": ".1~%"} if scale.form.endswith("%") else {})),
+        variant=variant,
         hovermode="closest",
         height=380,
         showlegend=True,
     )
-    return shown.add_vline(1, line={"color": MUTED, "width": 1, "dash": "dot"})
-
-
-def _across(every: Sequence[Point]) -> dict[str, Any]:
-    """The axis of speed-ups; logarithmic where some are so large that those near 1 would fall together."""
-    title, values = (
-        "Speed-up over the full model",
-        [one for point in every for one in (point.theory, point.measured) if one],
-    )
-    if max(values) < WIDE or min(values) < TICKS[0]:
-        return axis(title, ticksuffix="×")
-    return axis(title, type="log", tickvals=list(TICKS), ticktext=[f"{tick:g}×" for tick in TICKS])
-
-
-def _drawable(group: Group, scale: Scale) -> list[Point]:
-    return [point for point in group.points if point.values.get(scale.key) is not None and point.speedup is not None]
-
-
-def _lines(group: Group, its_points: Sequence[Point], scale: Scale, timed: bool, labelled: bool) -> list[go.Scatter]:
-    """The thresholds of a group: a line through the measured points, and the same in theory."""
-    heights = [point.values[scale.key] for point in its_points]
-    errors = [point.values.get(scale.key + ERROR) for point in its_points]
-    shared: dict[str, Any] = {
-        "customdata": [[point.name, *_layers(point)] for point in its_points],
-        "legendgroup": group.name,
-        "name": group.name,
-    }
-    hover = (
-        f"%{{customdata[0]}}: {scale.title.lower()} <b>%{{y:{scale.form}}}</b><br>%{{x:.2f}}× {{how}}"
-        "<br>%{customdata[1]}<extra>%{fullData.name}</extra>"
-    )
-    theory = go.Scatter(
-        x=[point.theory for point in its_points],
-        y=heights,
-        mode="lines+markers",
-        line={"color": group.color, "width": 1, "dash": "dot"},
-        marker={"color": group.color, "size": 8, "symbol": "circle-open", "line": {"width": 1.5}},
-        hovertemplate=hover.replace("{how}", "in theory"),
-        showlegend=not timed,
-        **shared,
-    )
-    if not timed:
-        return [theory]
-    bars = {"array": [error or 0 for error in errors], "color": group.color, "thickness": 1.2, "width": 4}
-    measured = go.Scatter(
-        x=[point.measured for point in its_points],
-        y=heights,
-        mode="lines+markers+text" if labelled else "lines+markers",
-        text=["" if point.threshold is None else f"{point.threshold:.4g}" for point in its_points],
-        textposition="bottom left",
-        textfont={"size": 11, "color": MUTED},
-        line={"color": group.color, "width": 2},
-        marker={"color": group.color, "size": 8},
-        hovertemplate=hover.replace("{how}", "measured"),
-        **({"error_y": bars} if any(errors) else {}),
-        **shared,
-    )
-    return [theory, measured]
-
-
-def _layers(point: Point) -> list[str]:
-    """The layers that were run, in words."""
-    mean, early = point.mean_layer, point.early
-    if mean is None or early is None:
-        return ["layers unknown"]
-    return [f"{mean:.1f} of {len(point.counts)} layers on average, {early:.1%} leave early"]
-
-
-def _chosen(every: Sequence[Point], scale: Scale) -> list[go.Scatter]:
-    """A ring around the calibrated threshold."""
-    chosen = [point for point in every if point.calibrated]
-    if not chosen:
-        return []
-    return [
-        go.Scatter(
-            x=[point.speedup for point in chosen],
-            y=[point.values[scale.key] for point in chosen],
-            name="chosen on other data",
-            mode="markers",
-            marker={"color": INK, "size": 17, "symbol": "circle-open", "line": {"width": 1.5}},
-            hoverinfo="skip",
-        )
-    ]
-
-
-def _full(drawn: Sequence[tuple[Group, Sequence[Point]]], scale: Scale) -> list[go.Scatter]:
-    """The models without early exit."""
-    heights = {
-        group.name: value
-        for group, _ in drawn
-        if (value := number(group.full.get(scale.key, _perfect(scale)))) is not None
-    }
-    if not heights:
-        return []
-    one = len(set(heights.values())) == 1
-    shades = {group.name: INK if one else group.color for group, _ in drawn}
-    values = dict.fromkeys((height, shades[name]) for name, height in heights.items())
-    return [
-        go.Scatter(
-            x=[1.0] * len(values),
-            y=[height for height, _ in values],
-            name="full model",
-            mode="markers",
-            marker={"color": [shade for _, shade in values], "size": 10, "symbol": "square"},
-            hovertemplate=f"full model: <b>%{{y:{scale.form}}}</b><extra></extra>",
-        )
-    ]
-
-
-def _perfect(scale: Scale) -> float | None:
-    """Agreement of a model with itself."""
-    return 1.0 if scale is AGREEMENT else None
-
-
-def _in_words(drawn: Sequence[tuple[Group, Sequence[Point]]], scale: Scale) -> str:
-    """The point of the lowest threshold of each group."""
-    texts = []
-    for group, its_points in drawn:
-        point = min(its_points, key=lambda one: one.threshold or 0.0)
-        value = minus(point.values[scale.key] or 0.0, scale.words)
-        how = "" if point.measured is not None else " in theory"
-        texts.append(
-            f"{group.name}: at {point.threshold:.4g}, the lowest, {point.speedup:.2f}×{how}, {value}."
-            if point.threshold is not None
-            else f"{group.name}: {point.speedup:.2f}×{how}, {value}."
-        )
-    return " ".join(texts)
-
-
-def _histograms(source: Source) -> Figures:
-    return _exits(points(source.meta.get("exits")))
+    return drawn_figure.add_vline(1, line={"color": MUTED, "width": 1, "dash": "dot"})
 
 
 def _histograms_of_generation(source: Source) -> Figures:
     """Of the runs of a sweep, or of the one generation."""
     generation = source.meta.get("generation")
     if isinstance(generation, Mapping):
-        settings, stats = source.meta.get("settings") or {}, generation.get("stats") or {}
-        threshold = settings.get("threshold")
-        entry = {**{key: settings.get(key) for key in ("rule", "policy")}, "exits": stats.get("exits")}
-        if isinstance(threshold, int | float) and not isinstance(threshold, bool):
-            entry["threshold"] = threshold
-        generation = [entry]
-    return _exits(points(generation))
+        settings = source.meta.get("settings") or {}
+        named = {name: settings.get(name) for name in ("rule", "policy", "threshold")}
+        generation = [{**named, "exits": (generation.get("stats") or {}).get("exits")}]
+    return _histograms(points(generation))
 
 
-def _exits(every: Sequence[Point]) -> Figures:
-    return readings((name, _histogram(name, its_points)) for name, its_points in by_series(every).items())
+def _histograms(every: Sequence[Point]) -> Figures:
+    return readings((name, _histogram(name, its_points)) for name, its_points in _by_series(every).items())
 
 
 def _histogram(name: str, its_points: Sequence[Point]) -> go.Figure | None:
@@ -289,12 +245,13 @@ def _histogram(name: str, its_points: Sequence[Point]) -> go.Figure | None:
     drawn = [point for point in drawn if point.early] or drawn  # one at which nothing leaves hides the others
     if not drawn:
         return None
-    drawn = _some(drawn)
+    kept = {round(at * (len(drawn) - 1) / (MOST_BARS - 1)) for at in range(MOST_BARS)}
+    drawn = [point for index, point in enumerate(drawn) if index in kept or point.calibrated]
     layers = len(drawn[0].counts)
-    shades = [SEQUENTIAL[3 + round(7 * at / max(len(drawn) - 1, 1))] for at in range(len(drawn))]
     traces = []
-    for point, shade in zip(drawn, [CATEGORICAL[0]] if len(drawn) == 1 else shades, strict=True):
+    for index, point in enumerate(drawn):
         total = sum(point.counts)
+        shade = SEQUENTIAL[3 + round(7 * index / (len(drawn) - 1))] if len(drawn) > 1 else CATEGORICAL[0]
         traces.append(
             go.Bar(
                 x=list(range(1, layers + 1)),
@@ -305,12 +262,9 @@ def _histogram(name: str, its_points: Sequence[Point]) -> go.Figure | None:
                 hovertemplate="%{y:.1%}  (%{customdata})",
             )
         )
-    words = [
-        f"{point.name}: {point.early:.0%} leave early{_most(point)}." for point in drawn[-3:] if point.early is not None
-    ]
     return figure(
         traces,
-        alt=" ".join(words),
+        alt=" ".join(f"{point.name}: {point.early or 0:.0%} leave early." for point in drawn),
         xaxis=layer_axis(layers),
         yaxis=axis("Share", tickformat=".0%", rangemode="tozero"),
         variant=name,
@@ -320,28 +274,10 @@ def _histogram(name: str, its_points: Sequence[Point]) -> go.Figure | None:
     )
 
 
-def _some(every: list[Point]) -> list[Point]:
-    """Up to `MOST_BARS` points, with the chosen one, from the lowest threshold to the highest."""
-    if len(every) <= MOST_BARS:
-        return every
-    kept = {round(at * (len(every) - 1) / (MOST_BARS - 1)) for at in range(MOST_BARS)}
-    chosen = {index for index, point in enumerate(every) if point.calibrated}
-    middle = [index for index in sorted(kept - chosen) if 0 < index < len(every) - 1]
-    kept = (kept - set(middle[: len(chosen - kept)])) | chosen
-    return [every[index] for index in sorted(kept)[-MOST_BARS:]]
-
-
-def _most(point: Point) -> str:
-    early = point.counts[:-1]
-    return f", most after layer {max(range(len(early)), key=early.__getitem__) + 1}" if sum(early) else ""
-
-
-def _of_layers() -> tuple[Figure, ...]:
+def _stopping() -> tuple[Figure, ...]:
     """The figures of a model that stops all samples at one layer: of one model, and of several."""
     shared = {"section": "stopping", "secondary": False}
-    every = lens.FIGURES
-    names = ("lens_accuracy", "lens_loss")
-    records = [one for one in every if one.name in names and SINGLE in one.kinds]
+    records = [one for one in lens.FIGURES if one.name in ("lens_accuracy", "lens_loss") and SINGLE in one.kinds]
     alone = [one.beside(one.name, one.draw, EXIT, **shared) for one in records]
     return (*alone, *(one.beside(one.name, _overlaid(one), EXITS, **shared) for one in records))
 
@@ -351,17 +287,11 @@ def _overlaid(record: Figure) -> Callable[[Source], Figures]:
 
 
 FIGURES = (
-    Figure(
-        "exit_tradeoff",
-        "exits",
-        _tradeoffs,
-        kinds=(EXIT, EXITS),
-        methods=(SPEEDUP, RULES),
-    ),
+    Figure("exit_tradeoff", "exits", _tradeoffs, kinds=(EXIT, EXITS), methods=(SPEEDUP, RULES)),
     Figure(
         "exit_histogram",
         "exits",
-        _histograms,
+        lambda source: _histograms(points(source.meta.get("exits"))),
         kinds=(EXIT,),
         title="Where it stops",
         subtitle="Share that leaves after each layer; the rest runs through all of them",
@@ -375,5 +305,5 @@ FIGURES = (
         title="Where tokens stop",
         subtitle="Share of the generated tokens that leave after each layer",
     ),
-    *_of_layers(),
+    *_stopping(),
 )

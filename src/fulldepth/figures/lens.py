@@ -1,28 +1,22 @@
-"""Lens: accuracy and loss of the last layer's classifier at every layer, saturation, effective depth."""
+"""Predictions of every layer: accuracy and loss of the lens, saturation, probes, average precision."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.figures.curves import Curve, curve, number, select
-from fulldepth.figures.draw import Line, each_line, first_line, of_layers, over_layers, set_first_apart
-from fulldepth.figures.record import COMPARISON, Figure, Method, Quantity, Source
-from fulldepth.figures.style import CATEGORICAL, SHARE, ZERO, axis, extremes, figure, label
+from fulldepth.figures.curves import Curve, number, select
+from fulldepth.figures.draw import Line, of_layers, over_layers, set_first_apart
+from fulldepth.figures.record import Figure, Method, Quantity, Source
+from fulldepth.figures.style import CATEGORICAL, SHARE, ZERO, axis, label
 
-TOLERANCES = {
-    "eps=": ("ε", "Accuracy ≥ 1 − ε"),
-    "relative_eps=": ("relative ε", "Accuracy ≥ (1 − ε) of the last layer’s"),
-}
-"""Prefix of the statistic -> symbol, meaning."""
+TOLERANCES = {"eps=": "ε", "relative_eps=": "relative ε"}
+"""Prefix of a statistic of `effective_depth` -> symbol."""
+PERCENT = {**ZERO, "tickformat": ".0%"}
 SATURATION = (
     Line("saturation", "Settle at this layer", "share", form=".1%", bar=True),
     Line("saturation", "Settled so far", "cumulative", color=CATEGORICAL[1], form=".1%"),
 )
-
 PROBES = (
     Line("probe_accuracy", "Linear probe, second set", form=".2%", spread="standard_error"),
     Line("lens_accuracy", "The model’s own head, measured data", color=CATEGORICAL[1], dash="dash", form=".2%"),
@@ -30,25 +24,10 @@ PROBES = (
 
 
 def _saturation(source: Source) -> go.Figure | None:
-    share, cumulative = (line.curve(source.table) for line in SATURATION)
-    half = median_layer(cumulative)
-    settled = f" Half of all positions have settled by layer {half:.0f}." if half is not None else ""
-    drawn = over_layers(
-        source.table,
-        source.layers,
-        SATURATION,
-        alt=lambda _: extremes("Share of positions that settle", share.layers, share.values, ".1%") + settled,
-        yaxis=axis("Share of positions", **SHARE),
-    )
-    counts = curve(source.table, "saturation", "count")
-    if share and counts and drawn is not None:
-        exact = dict(zip(counts.layers, counts.values, strict=True))
-        custom = [
-            [name, f"{exact.get(layer) or 0:,.0f} of {positions}"]
-            for layer, (name, positions) in zip(share.layers, share.custom, strict=True)
-        ]
-        drawn.data[0].update(customdata=custom, hovertemplate="%{y:.1%}  (%{customdata[1]})")
-    return drawn
+    half = median_layer(SATURATION[1].curve(source.table))
+    settled = f"Half of all positions have settled by layer {half:.0f}." if half is not None else ""
+    scale = axis("Share of positions", **SHARE)
+    return over_layers(source.table, source.layers, SATURATION, alt=lambda _: settled, yaxis=scale)
 
 
 def _loss(source: Source) -> go.Figure | None:
@@ -56,7 +35,6 @@ def _loss(source: Source) -> go.Figure | None:
         source.table,
         source.layers,
         [Line("lens_loss", "Loss"), _after_attention("lens_loss")],
-        alt=first_line("Cross-entropy in nats", ".2f"),
         yaxis=axis("Loss (nats)", **ZERO),
         first=0,
     )
@@ -67,8 +45,8 @@ def _probes(source: Source) -> go.Figure | None:
     """Probes beside the model's own head; None without probes."""
     if not PROBES[0].curve(source.table):
         return None
-    scale = axis("Accuracy", **ZERO, tickformat=".0%")
-    return over_layers(source.table, source.layers, PROBES, alt=each_line(".1%"), yaxis=scale, first=0)
+    scale = axis("Accuracy", **PERCENT)
+    return over_layers(source.table, source.layers, PROBES, yaxis=scale, first=0)
 
 
 def _after_attention(measure: str, form: str = ".4f") -> Line:
@@ -82,84 +60,26 @@ def median_layer(cumulative: Curve) -> float | None:
     return next((float(layer) for layer, share in pairs if share is not None and share >= 0.5), None)
 
 
-def _effective_depth(source: Source) -> go.Figure | None:
-    traces, texts = [], []
-    for color, (prefix, (symbol, meaning)) in zip(CATEGORICAL, TOLERANCES.items(), strict=False):
-        depths = tolerances(source.table, prefix)
-        if all(depth >= source.layers for depth in depths.values()):
-            continue  # L says only that no layer before the last is good enough
-        bars = {f"ε = {eps}": depth for eps, depth in depths.items()}
-        traces.append(_depth_bars(meaning, bars, color, source.layers))
-        texts += [f"{depth:.0f} of {source.layers} at {symbol} = {eps}" for eps, depth in depths.items()]
-    return _depths(traces, source.layers, f"Layers needed: {', '.join(texts)}.")
-
-
-def _depth_of_models(source: Source) -> go.Figure | None:
-    traces = []
-    for run in source.runs:
-        depths = {
-            f"{symbol} = {eps}": depth
-            for prefix, (symbol, _) in TOLERANCES.items()
-            for eps, depth in tolerances(run.table, prefix).items()
-        }
-        traces.append(_depth_bars(run.name, depths, run.style["color"], run.layers))
-    texts = [f"{trace.name}: {', '.join(f'{depth:.0f}' for depth in trace.y)} layers" for trace in traces if trace.y]
-    return _depths(traces, max((run.layers for run in source.runs), default=1), "; ".join(texts) + ".", showlegend=True)
-
-
-def _depth_bars(name: str, depths: Mapping[str, float], color: str, layers: int) -> go.Bar:
-    return go.Bar(
-        x=list(depths),
-        y=list(depths.values()),
-        name=name,
-        marker={"color": color},
-        hovertemplate=f"%{{y:.0f}} of {layers} layers",
-    )
-
-
-def _depths(traces: Sequence[go.Bar], layers: int, alt: str, **layout: Any) -> go.Figure | None:
-    drawn = [trace for trace in traces if trace.y]
-    if not drawn:
-        return None
-    return figure(
-        drawn,
-        alt=alt,
-        xaxis=axis("Tolerance", type="category"),
-        yaxis=axis("Layers", range=[0, layers * 1.05]),
-        barmode="group",
-        **layout,
-    )
-
-
 def tolerances(table: pd.DataFrame, prefix: str) -> dict[str, float]:
-    """Tolerance (as written, ascending) -> effective depth, of the statistics that start with `prefix`."""
+    """Tolerance (as written) -> effective depth, of the statistics that start with `prefix`."""
     rows = select(table, "effective_depth")
-    depths = {}
-    for statistic, value in zip(rows["statistic"], rows["value"], strict=True):
-        depth = number(value)
-        if str(statistic).startswith(prefix) and depth is not None:
-            depths[str(statistic).removeprefix(prefix)] = depth
-    return {label(eps, 12): depths[eps] for eps in sorted(depths, key=_as_number)}
+    return {
+        label(str(statistic).removeprefix(prefix), 12): depth
+        for statistic, value in zip(rows["statistic"], rows["value"], strict=True)
+        if str(statistic).startswith(prefix) and (depth := number(value)) is not None
+    }
 
 
-def _as_number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return float("inf")
-
-
+TRACING = "Jiang et al., <cite>Tracing Representation Progression</cite>"
 PER_LAYER = Method(
     "Accuracy and loss per layer",
     ("lens_accuracy", "lens_loss"),
-    (
-        "The model’s own final norm and head applied to the state of every layer; layers of a multi-exit model before "
-        "the last are read by heads of their own. Accuracy is the share of positions whose top prediction is the true "
-        "token or class; loss is the cross-entropy in nats, that is, the loss of a model that stops at this layer. The "
-        "last layer’s values are the model’s own. “After attention”, if drawn, is the same in the middle of the layer, "
-        "before its MLP is added."
-    ),
-    source="Jiang et al., <cite>Tracing Representation Progression</cite>, Eq. 2; Shibata et al., App. K.",
+    """The model’s own final norm and head applied to the state of every layer; layers of a multi-exit model before the
+    last are read by heads of their own. Accuracy is the share of positions whose top prediction is the true token or
+    class; loss is the cross-entropy in nats, that is, the loss of a model that stops at this layer. The last layer’s
+    values are the model’s own. “After attention”, if drawn, is the same in the middle of the layer, before its MLP is
+    added.""",
+    source=f"{TRACING}, Eq. 2; Shibata et al., App. K.",
 )
 FIGURES = (
     Figure(
@@ -168,18 +88,23 @@ FIGURES = (
         of_layers(
             Line("lens_accuracy", "Accuracy", form=".2%"),
             _after_attention("lens_accuracy", ".2%"),
-            alt=first_line("Accuracy", ".1%"),
-            yaxis=axis("Accuracy", **ZERO, tickformat=".0%"),
+            yaxis=axis("Accuracy", **PERCENT),
             first=0,
         ),
         title="Accuracy per layer",
         subtitle="Final norm and head applied to every layer; share of correct top predictions",
-        methods=(PER_LAYER,),
-        curves=(
-            Quantity(
-                "lens_accuracy", "mean", "Accuracy", "Accuracy", form=".2%", settings={**ZERO, "tickformat": ".0%"}
+        methods=(
+            PER_LAYER,
+            Method(
+                "Effective depth",
+                ("effective_depth",),
+                """The first layer whose accuracy is at least 1 − ε; L if there is none. For models that are far from
+                perfect the relative reading says more: the first layer that reaches 1 − ε of the last layer’s
+                accuracy.""",
+                source=f"{TRACING}, Def. 1.",
             ),
         ),
+        curves=(Quantity("lens_accuracy", "mean", "Accuracy", "Accuracy", form=".2%", settings=PERCENT),),
         followed=True,
     ),
     Figure(
@@ -192,25 +117,14 @@ FIGURES = (
             Method(
                 "Linear probes",
                 ("probe_accuracy",),
-                (
-                    "Logistic regression on the frozen features of each layer, fitted to the measured data and scored "
-                    "on a second set: the mean over classes of the share that is right. The model’s own head is read "
-                    "on the measured data. A probe far above it says that a layer holds the classes in directions "
-                    "that the head does not read."
-                ),
-                source="Jiang et al., <cite>Tracing Representation Progression</cite>, App. B.4.",
+                """Logistic regression on the frozen features of each layer, fitted to the measured data and scored on
+                a second set: the mean over classes of the share that is right. The model’s own head is read on the
+                measured data. A probe far above it says that a layer holds the classes in directions that the head
+                does not read.""",
+                source=f"{TRACING}, App. B.4.",
             ),
         ),
-        curves=(
-            Quantity(
-                "probe_accuracy",
-                "mean",
-                "Linear probes",
-                "Accuracy",
-                form=".2%",
-                settings={**ZERO, "tickformat": ".0%"},
-            ),
-        ),
+        curves=(Quantity("probe_accuracy", "mean", "Linear probes", "Accuracy", form=".2%", settings=PERCENT),),
     ),
     Figure(
         "lens_loss",
@@ -233,12 +147,10 @@ FIGURES = (
             Method(
                 "Saturation",
                 ("saturation",),
-                (
-                    "The first layer from which a position’s top prediction stays what it is at the end, right or "
-                    "wrong. Bars: share of positions that settle at each layer. Line: share that has settled so far."
-                ),
-                formula=r"s_n = min \{ l : g(h_n^l) = … = g(h_n^L) \}",
-                source="Jiang et al., <cite>Tracing Representation Progression</cite>, Sec. 2.2.",
+                """The first layer from which a position’s top prediction stays what it is at the end, right or wrong.
+                Bars: share of positions that settle at each layer. Line: share that has settled so far.""",
+                r"s_n = min \{ l : g(h_n^l) = … = g(h_n^L) \}",
+                f"{TRACING}, Sec. 2.2.",
             ),
         ),
         curves=(
@@ -248,32 +160,29 @@ FIGURES = (
         ),
     ),
     Figure(
-        "effective_depth",
+        "average_precision",
         "predictions",
-        _effective_depth,
-        title="Effective depth",
-        subtitle="First layer whose accuracy is good enough, for several tolerances",
+        of_layers(
+            Line("average_precision", "AP50", "ap50", form=".1%"),
+            Line("average_precision", "AP75", "ap75", color=CATEGORICAL[1], dash="dash", form=".1%"),
+            Line("average_precision", "AP, IoU 0.5 to 0.95", "ap", color=CATEGORICAL[2], dash="dot", form=".1%"),
+            yaxis=axis("Average precision", **SHARE),
+        ),
+        title="Average precision per decoder layer",
+        subtitle="Each layer read by the model’s final norm, class head and box head; multi-exit models have own heads",
         methods=(
             Method(
-                "Effective depth",
-                ("effective_depth",),
-                (
-                    "The first layer whose accuracy is at least 1 − ε; L if there is none. For models that are far "
-                    "from perfect the relative reading says more: the first layer that reaches 1 − ε of the last "
-                    "layer’s accuracy."
-                ),
-                source="Jiang et al., <cite>Tracing Representation Progression</cite>, Def. 1.",
+                "Average precision",
+                ("average_precision",),
+                """Every query gives one detection: its most probable class, with that probability as score. A
+                detection is right if it overlaps a free object of its class by at least the threshold (intersection
+                over union). AP50 has the threshold 0.5, AP is the mean over 0.5, 0.55, …, 0.95.""",
+                source="Lin et al., <cite>Microsoft COCO</cite>, its evaluation code.",
             ),
         ),
-        secondary=True,
-    ),
-    Figure(
-        "effective_depth",
-        "predictions",
-        _depth_of_models,
-        kinds=(COMPARISON,),
-        title="Effective depth",
-        subtitle="First layer whose accuracy is good enough, for several tolerances",
-        secondary=True,
+        curves=(
+            Quantity("average_precision", "ap50", "Average precision (AP50)", "AP50", form=".1%", settings=PERCENT),
+        ),
+        followed=True,
     ),
 )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from html import escape
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.figures.curves import Curve, curve, num_layers
-from fulldepth.figures.formulas import mathml
 from fulldepth.figures.skip_results import KINDS, TOGETHER, Part, TimedModel, layers_of, parts, timed_models
 from fulldepth.figures.style import ZERO, Figures, categorical, label
 
@@ -125,10 +126,65 @@ class Quantity:
     """Suffix of the figure's name, `figure:key`, for all quantities of a figure but the first."""
     variant: str = ""
     """Name of the variant if a figure has several."""
+    spread: str = ""
+    """Statistic of the standard errors of the values."""
 
     def curve(self, table: pd.DataFrame, layers: int, column: str = "value") -> Curve:
         """The curve of a table of one model at one step."""
         return curve(table, self.measure, self.statistic, self.site, layers if self.to_last else None, column)
+
+
+TOKEN = re.compile(r'\\[a-z]+|\\[{}]|"[^"]*"|[^\W\d_][^\W_]*|\d+|\S')
+SPACES = {r"\thin": "0.1em", r"\space": "0.2em", r"\quad": "0.8em"}
+SCRIPTS = {"_": "msub", "^": "msup", "^_": "msubsup"}
+LIMITS = {"_": "munder", "^": "mover", "^_": "munderover"}
+
+
+def mathml(formula: str) -> str:
+    r"""The MathML elements inside `math` for a formula.
+
+    Words are identifiers, text in quotes is upright, `_` and `^` set scripts (limits of a sum), braces group; `\{` and
+    `\}` are literal braces. Supported are `\frac{a}{b}`, `\bar{a}` and the spaces `\thin`, `\space` and `\quad`. All
+    other characters are kept.
+    """
+    return "".join(_row(TOKEN.findall(formula)[::-1]))
+
+
+def _row(tokens: list[str], end: str = "") -> list[str]:
+    """The elements up to `end`; `tokens` is a stack, the next one last."""
+    elements = []
+    while tokens and tokens[-1] != end:
+        elements.append(_with_scripts(tokens))
+    if end:
+        tokens.pop()
+    return elements
+
+
+def _with_scripts(tokens: list[str]) -> str:
+    base, scripts = _element(tokens), {}
+    while tokens and tokens[-1] in SCRIPTS:
+        mark = tokens.pop()
+        scripts[mark] = _element(tokens)
+    if not scripts:
+        return base
+    tag = (LIMITS if base == "<mo>∑</mo>" else SCRIPTS)["".join(sorted(scripts, key="^_".index))]
+    return f"<{tag}>{base}{scripts.get('_', '')}{scripts.get('^', '')}</{tag}>"
+
+
+def _element(tokens: list[str]) -> str:
+    token = tokens.pop()
+    if token == "{":
+        elements = _row(tokens, "}")
+        return elements[0] if len(elements) == 1 else f"<mrow>{''.join(elements)}</mrow>"
+    if token == r"\frac":
+        return f"<mfrac>{_element(tokens)}{_element(tokens)}</mfrac>"
+    if token == r"\bar":
+        return f"<mover>{_element(tokens)}<mo>¯</mo></mover>"
+    if token in SPACES:
+        return f'<mspace width="{SPACES[token]}"></mspace>'
+    tag = "mtext" if token[0] == '"' else "mn" if token.isdigit() else "mi" if token[0].isalpha() else "mo"
+    text = escape(token.strip('"').removeprefix("\\"))
+    return f"<{tag}>{text}</{tag}>"
 
 
 @dataclass(frozen=True)
@@ -140,7 +196,7 @@ class Method:
     text: str
     """HTML, inside a paragraph."""
     formula: str = ""
-    """Formula in the notation of `formulas.mathml`."""
+    """Formula in the notation of `mathml`."""
     source: str = ""
     """HTML: the source of the formula."""
 
@@ -149,9 +205,8 @@ class Method:
         """The folded note."""
         formula = f'<math display="block">{mathml(self.formula)}</math>\n' if self.formula else ""
         source = f'\n<p class="source">{self.source}</p>' if self.source else ""
-        needed = f' data-measures="{" ".join(self.measures)}"' if self.measures else ""
-        opening = f'<details class="method"{needed}>'
-        return f"{opening}<summary>{self.title}</summary>\n{formula}<p>{self.text}</p>{source}</details>"
+        about = f"<summary>{self.title}</summary>\n{formula}<p>{self.text}</p>{source}"
+        return f'<details class="method">{about}</details>'
 
 
 Draw = Callable[[Source], "go.Figure | Mapping[str, go.Figure] | None"]

@@ -12,48 +12,29 @@ import plotly.graph_objects as go
 Figures = dict[str, go.Figure]
 """Name -> figure. `name:variant` is a variant of the figure `name`."""
 
-CATEGORICAL = ("#215db0", "#dd7250", "#24ab92", "#804d88", "#978400", "#b3495e")
+
+def _colours(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+CATEGORICAL = _colours("#215db0 #dd7250 #24ab92 #804d88 #978400 #b3495e")
 """Line colours. Any two differ by at least 17 in CIELAB with normal, deuteranopic and protanopic vision."""
 DASHES = ("solid", "dash", "dot", "dashdot")
-SEQUENTIAL = (
-    "#f0f2f4", "#cae0ef", "#a5ceec", "#83bae7", "#65a6de", "#4d92d2",
-    "#3b7ec1", "#346aa9", "#2d5790", "#264577", "#1d345f",
-)  # fmt: skip
+SEQUENTIAL = _colours("#f0f2f4 #cae0ef #a5ceec #83bae7 #65a6de #4d92d2 #3b7ec1 #346aa9 #2d5790 #264577 #1d345f")
 """Equal steps of CIELAB lightness, 95 to 22: small values are close to the page's colour, large ones stand out."""
-OPPOSITE = (
-    "#f0f2f4", "#efdbc8", "#ecc4a1", "#e7ad7d", "#df955d", "#d47f43",
-    "#c46a2f", "#ae5a2a", "#964b27", "#7f3d22", "#692f1d",
-)  # fmt: skip
+OPPOSITE = _colours("#f0f2f4 #efdbc8 #ecc4a1 #e7ad7d #df955d #d47f43 #c46a2f #ae5a2a #964b27 #7f3d22 #692f1d")
 """The same for values below zero; starts at the same neutral colour."""
-ABOVE = (
-    "#f0f2f4", "#aceabb", "#88d99e", "#65c783", "#41b56b", "#13a255",
-    "#038d47", "#00783c", "#006430", "#005125", "#003e1b",
-)  # fmt: skip
+ABOVE = _colours("#f0f2f4 #aceabb #88d99e #65c783 #41b56b #13a255 #038d47 #00783c #006430 #005125 #003e1b")
 """Differences above zero: green, so that a map of differences is not taken for a map of values."""
-BELOW = (
-    "#f0f2f4", "#f3d0ff", "#eab4fe", "#da9cf2", "#ca86e5", "#b770d4",
-    "#a45cc2", "#8f4aac", "#7a3a95", "#642c7c", "#4e2062",
-)  # fmt: skip
+BELOW = _colours("#f0f2f4 #f3d0ff #eab4fe #da9cf2 #ca86e5 #b770d4 #a45cc2 #8f4aac #7a3a95 #642c7c #4e2062")
 """Differences below zero: purple."""
 INK, MUTED, GRID, AXIS, PAPER = "#1c2127", "#5a6472", "#e5e8ec", "#aab2bc", "#ffffff"
 
-_SEQUENTIAL_DARK = (
-    "#252627", "#2c3544", "#304663", "#335781", "#356a9d", "#3a7db5",
-    "#4490ca", "#5ba4d7", "#73b8e4", "#8bcbf1", "#a4dfff",
-)  # fmt: skip
-_OPPOSITE_DARK = (
-    "#252627", "#453028", "#633b28", "#804626", "#9b5423", "#b36425",
-    "#c77730", "#d48d4c", "#e1a466", "#eeba80", "#fbd09a",
-)  # fmt: skip
-_ABOVE_DARK = (
-    "#252627", "#023e1c", "#005125", "#006330", "#00773b", "#008b46",
-    "#1e9e55", "#3cb267", "#59c57c", "#78d794", "#99e9ae",
-)  # fmt: skip
-_BELOW_DARK = (
-    "#252627", "#472854", "#5d346f", "#734089", "#894ea2", "#9f5eb9",
-    "#b36fcf", "#c782e2", "#d997f3", "#e9aefe", "#f1caff",
-)  # fmt: skip
-_CATEGORICAL_DARK = ("#70abf9", "#f39d34", "#64ccc0", "#aa70b8", "#dcc86c", "#e46d8b")
+_SEQUENTIAL_DARK = _colours("#252627 #2c3544 #304663 #335781 #356a9d #3a7db5 #4490ca #5ba4d7 #73b8e4 #8bcbf1 #a4dfff")
+_OPPOSITE_DARK = _colours("#252627 #453028 #633b28 #804626 #9b5423 #b36425 #c77730 #d48d4c #e1a466 #eeba80 #fbd09a")
+_ABOVE_DARK = _colours("#252627 #023e1c #005125 #006330 #00773b #008b46 #1e9e55 #3cb267 #59c57c #78d794 #99e9ae")
+_BELOW_DARK = _colours("#252627 #472854 #5d346f #734089 #894ea2 #9f5eb9 #b36fcf #c782e2 #d997f3 #e9aefe #f1caff")
+_CATEGORICAL_DARK = _colours("#70abf9 #f39d34 #64ccc0 #aa70b8 #dcc86c #e46d8b")
 
 
 def translucent(colour: str, alpha: float = 0.16) -> str:
@@ -217,18 +198,16 @@ def figure(
 
 
 def extremes(title: str, layers: Sequence[int], values: Sequence[float | None], form: str = ".3f") -> str:
-    """A sentence on where a curve over layers is lowest and highest, and at how many layers it has no value."""
-    points = [(value, layer) for value, layer in zip(values, layers, strict=True) if value is not None]
+    """A sentence on where a curve over layers is lowest and highest."""
+    points = [
+        (value, layer_name(layer).lower()) for value, layer in zip(values, layers, strict=True) if value is not None
+    ]
     if not points:
         return f"{title}: no finite value."
-    (low, at_low), (high, at_high) = min(points), max(points)
-    where = [layer_name(layer).lower() for layer in (at_low, at_high)]
-    missing = len(values) - len(points)
-    gap = f" No value at {missing} of {len(values)} layers." if missing else ""
+    (low, at_low), (high, at_high) = (end(points, key=lambda point: point[0]) for end in (min, max))
     if minus(low, form) == minus(high, form):
-        layers_with_it = "every layer that has one" if missing else "every layer"
-        return f"{title}: {minus(low, form)} at {where[0] if len(points) == 1 else layers_with_it}.{gap}"
-    return f"{title}: lowest {minus(low, form)} at {where[0]}, highest {minus(high, form)} at {where[1]}.{gap}"
+        return f"{title}: {minus(low, form)} at {at_low if len(points) == 1 else 'every layer'}."
+    return f"{title}: lowest {minus(low, form)} at {at_low}, highest {minus(high, form)} at {at_high}."
 
 
 def minus(value: float, form: str) -> str:

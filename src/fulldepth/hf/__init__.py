@@ -3,43 +3,31 @@
 from fulldepth.hf.anatomy import (
     Anatomy,
     anatomy_candidates,
+    body_inputs,
     first_broken_weight,
+    logits_of,
     no_single_class,
+    sample_inputs,
     stacked_experts,
     task_of,
+    unused_positions,
 )
 from fulldepth.hf.detections import DetectionHeads
-from fulldepth.hf.distributed_checkpoint import (
-    OPTIMIZER_SHARDS,
-    WEIGHT_SHARDS,
-    aliases,
-    first_failure,
-    is_sharded,
-    missing_weights,
-    read_shards,
-    stored_shapes,
-    write_shards,
-)
-from fulldepth.hf.exit_head_files import (
-    EXIT_HEADS,
-    add_stored_exit_heads,
-    find_exit_heads,
-    load_exit_heads,
-    restore_exit_heads,
-    save_exit_heads,
-)
 from fulldepth.hf.exit_heads import (
+    EXIT_HEADS,
     add_exit_heads,
     check_exit_heads,
     copy_to_exit_heads,
     exit_heads_of,
     exit_weights,
+    find_exit_heads,
     has_exit_heads,
-    outputs_by_layer,
+    load_exit_heads,
+    restore_exit_heads,
+    save_exit_heads,
 )
-from fulldepth.hf.families import FAMILIES, rows_of
-from fulldepth.hf.family import Family, Head
-from fulldepth.hf.fewer_layers import renumber_layers, slice_lists
+from fulldepth.hf.families import FAMILIES, Family, Head, rows_of
+from fulldepth.hf.file_checks import available_memory
 from fulldepth.hf.finder import unwrapped
 from fulldepth.hf.fsdp import uses_fsdp
 from fulldepth.hf.gguf import find_gguf, packaged
@@ -47,19 +35,18 @@ from fulldepth.hf.heads import Classifier
 from fulldepth.hf.load import (
     Checkpoint,
     depth_of,
+    find_tokenizer,
     load_checkpoint,
     load_config,
     load_processor,
     load_tokenizer,
+    open_model,
+    open_tokenizer,
     pick_device,
     pick_dtype,
 )
-from fulldepth.hf.memory import available_memory
-from fulldepth.hf.modes import evaluating, frozen, silent
-from fulldepth.hf.offloading import device_of, in_memory, is_offloaded, loaded_weight
-from fulldepth.hf.opening import find_tokenizer, open_model, open_tokenizer
+from fulldepth.hf.modes import device_of, evaluating, frozen, in_memory, is_offloaded, loaded_weight, silent
 from fulldepth.hf.output_weights import OutputWeights, find_output_weights, scale_obstacle
-from fulldepth.hf.positions import unused_positions
 from fulldepth.hf.publishing import ModelCard, check_publishing, publish
 from fulldepth.hf.run_checkpoints import (
     UNFINISHED,
@@ -68,6 +55,7 @@ from fulldepth.hf.run_checkpoints import (
     drop_checkpoints,
     find_checkpoints,
     has_weights,
+    is_renamed,
     is_sealed,
     notes_of,
     seal,
@@ -75,19 +63,16 @@ from fulldepth.hf.run_checkpoints import (
     settle_checkpoints,
     trained_steps,
 )
-from fulldepth.hf.sample import sample_inputs
-from fulldepth.hf.scalars import Scalars
+from fulldepth.hf.scalars import GRANULARITIES, Scalars
 from fulldepth.hf.stages import StagedAnatomy, StagedModel, StageHead, resolve_stages
-from fulldepth.hf.surgery import GRANULARITIES, Switches, skipping
-from fulldepth.hf.truncation import truncated
+from fulldepth.hf.surgery import Switches, skipping
+from fulldepth.hf.truncation import renumber_layers, slice_lists, truncated
 
 __all__ = [
     "EXIT_HEADS",
     "FAMILIES",
     "GRANULARITIES",
-    "OPTIMIZER_SHARDS",
     "UNFINISHED",
-    "WEIGHT_SHARDS",
     "Anatomy",
     "Checkpoint",
     "Classifier",
@@ -102,11 +87,10 @@ __all__ = [
     "StagedModel",
     "Switches",
     "add_exit_heads",
-    "add_stored_exit_heads",
-    "aliases",
     "anatomy_candidates",
     "available_memory",
     "begin_checkpoint",
+    "body_inputs",
     "check_exit_heads",
     "check_publishing",
     "checkpoint_of",
@@ -123,32 +107,28 @@ __all__ = [
     "find_output_weights",
     "find_tokenizer",
     "first_broken_weight",
-    "first_failure",
     "frozen",
     "has_exit_heads",
     "has_weights",
     "in_memory",
     "is_offloaded",
+    "is_renamed",
     "is_sealed",
-    "is_sharded",
     "load_checkpoint",
     "load_config",
     "load_exit_heads",
     "load_processor",
     "load_tokenizer",
     "loaded_weight",
-    "missing_weights",
+    "logits_of",
     "no_single_class",
     "notes_of",
     "open_model",
     "open_tokenizer",
-    "outputs_by_layer",
     "packaged",
     "pick_device",
     "pick_dtype",
     "publish",
-    "read_shards",
-    "remove_exit_heads",
     "renumber_layers",
     "resolve_stages",
     "restore_exit_heads",
@@ -163,12 +143,10 @@ __all__ = [
     "skipping",
     "slice_lists",
     "stacked_experts",
-    "stored_shapes",
     "task_of",
     "trained_steps",
     "truncated",
     "unused_positions",
     "unwrapped",
     "uses_fsdp",
-    "write_shards",
 ]

@@ -13,10 +13,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
-from fulldepth.hf.families import rows_of
-from fulldepth.hf.family import FUNCTIONS, Family, Head
+from fulldepth.hf.families import FUNCTIONS, Family, Head, rows_of
 from fulldepth.hf.finder import STACKS, body_of, find_families, refuse_other_inputs, unwrapped
-from fulldepth.hf.positions import unused_positions
 
 TASKS = {
     "ForCausalLM": "causal-lm",
@@ -336,7 +334,10 @@ def anatomy_candidates(
             f"{type(model).__name__} has no {wanted} where models of type {model.config.model_type} have them; "
             "describe the anatomy in the settings."
         )
-    return [Anatomy(model, replace(row, design="pre") if _has_switched_design(model, row) else row) for row in present]
+    switched = (row.design_switch and getattr(model.config, row.design_switch, True) is False for row in present)
+    return [
+        Anatomy(model, replace(row, design="pre") if pre else row) for row, pre in zip(present, switched, strict=True)
+    ]
 
 
 def _located(model: PreTrainedModel, row: Family) -> Family | None:
@@ -345,10 +346,6 @@ def _located(model: PreTrainedModel, row: Family) -> Family | None:
         return row
     parts = (name for name, part in model.named_children() if hasattr(part, str(row.body)))
     return next((replace(row, body=f"{name}.{row.body}") for name in parts), None)
-
-
-def _has_switched_design(model: PreTrainedModel, family: Family) -> bool:
-    return family.design_switch is not None and getattr(model.config, family.design_switch, True) is False
 
 
 def _described(anatomy: Anatomy) -> Anatomy:
@@ -382,17 +379,52 @@ def first_broken_weight(model: nn.Module) -> str | None:
             if id(parameter) in checked or parameter.device.type == "meta" or not parameter.dtype.is_floating_point:
                 continue
             checked.add(id(parameter))
-            if _is_broken(parameter.detach(), name in prunable):
+            values = parameter.detach()
+            values = values.to_local() if isinstance(values, DTensor) else values
+            if type(values) is not Tensor and hasattr(values, "dequantize"):
+                values = values.dequantize()
+            if name in prunable:
+                values = values.masked_fill((values == -torch.inf) & (values > -torch.inf).any(-1, keepdim=True), 0.0)
+            if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
                 return f"{path}.{name}" if path else name
     return None
 
 
-def _is_broken(values: Tensor, prunable: bool) -> bool:
-    """Whether a weight is NaN or infinite; with `prunable`, single entries may be -inf."""
-    if isinstance(values, DTensor):
-        values = values.to_local()
-    if type(values) is not Tensor and hasattr(values, "dequantize"):
-        values = values.dequantize()
-    if prunable:
-        values = values.masked_fill((values == -torch.inf) & (values > -torch.inf).any(-1, keepdim=True), 0.0)
-    return not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all())
+def unused_positions(model: nn.Module) -> int:
+    """Rows of the table of positions before the first token's: in RoBERTa and its kin positions start after the index
+    of the padding token; 0 in other models.
+    """
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and type(module) is nn.Embedding and module.padding_idx is not None:
+            return module.padding_idx + 1
+    return 0
+
+
+def sample_inputs(anatomy: Anatomy) -> dict[str, Tensor]:
+    """Two short sequences of tokens, or two images of noise, on the device of the model's first weights."""
+    placed = (weight.device for weight in anatomy.model.parameters() if weight.device.type != "meta")
+    device = next(placed, torch.device("cpu"))
+    if anatomy.family.modality == "text":
+        tokens = torch.arange(16, device=device).view(2, 8) % (anatomy.vocab_size or 2)
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    size = getattr(anatomy.config, "image_size", 224)
+    height, width = (size, size) if isinstance(size, int) else size
+    channels = getattr(anatomy.config, "num_channels", 3)
+    noise = torch.linspace(-1, 1, 2 * channels * height * width, device=device, dtype=anatomy.model.dtype)
+    return {"pixel_values": noise.sin().view(2, channels, height, width)}
+
+
+def body_inputs(anatomy: Anatomy, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of the body, without a decoder's cache, which would only take memory."""
+    if anatomy.family.tower == "vision" and "pixel_values" in inputs:
+        inputs = {"pixel_values": inputs["pixel_values"]}  # a whole CLIP also takes text
+    if anatomy.family.tower == "encoder":
+        return dict(inputs)
+    decodes = anatomy.task in ("causal-lm", "seq2seq-lm") or getattr(anatomy.config, "use_cache", None) is True
+    return {**inputs, "use_cache": False} if decodes and anatomy.family.modality == "text" else dict(inputs)
+
+
+def logits_of(output: Any) -> Tensor | None:
+    """The logits in a model's output; None without a head."""
+    entries = (output.get(name) for name in ("prediction_logits", "logits")) if isinstance(output, Mapping) else ()
+    return next((logits for logits in entries if isinstance(logits, Tensor)), None)

@@ -1,18 +1,40 @@
-"""The folder of an export: written under a temporary name, and without references to foreign code."""
+"""Files of an export beside its weights: a folder that appears when it is complete, tokenizer, processor, older names.
+
+transformers 5 writes rotary positions as `rope_parameters` alone. Earlier versions, which many servers still run, read
+`rope_theta`, `rope_scaling` and similar entries; where these are missing they use defaults without a message, and
+compute another model.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from transformers import GenerationConfig, PreTrainedModel
 
+from fulldepth.architectures.skipped import older_rope
 from fulldepth.errors import FulldepthError
-from fulldepth.files import atomic_folder, remove_leftovers
+from fulldepth.files import atomic_folder, read_json, remove_leftovers
+from fulldepth.hf.file_checks import PROCESSOR_FILES, stored_file
+from fulldepth.hf.gguf import find_gguf
+from fulldepth.hf.load import find_tokenizer, load_tokenizer
+
+TOKENIZER_FILES = (
+    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json", "spiece.model", "sentencepiece.bpe.model"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+"""Files that transformers reads tokenizers from."""
+RENAMED = {"qwen3_moe": {"num_local_experts": "num_experts"}}
+"""`model_type` -> entries of its configuration and their older names."""
+TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
+"""Class of transformers 5 -> its earlier name, which transformers 5 also accepts."""
 
 
 def check_target(target: Path) -> None:
@@ -77,3 +99,111 @@ def count_parameters(folder: Path) -> int:
         with safe_open(path, framework="pt") as file:
             count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     return count
+
+
+@contextmanager
+def generation_settings(model: PreTrainedModel, folder: Path) -> Iterator[None]:
+    """Write the generation settings unchanged: transformers loads some that it refuses to save with a model."""
+    settings = getattr(model, "generation_config", None)  # only models that generate have them
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        if settings is None:
+            del model.generation_config
+        else:
+            model.generation_config = settings
+    if settings is not None:
+        settings.to_json_file(folder / "generation_config.json")
+
+
+def save_tokenizer(
+    tokenizer: Any, places: Iterable[Any], folder: Path, *, revision: str | None, trust_remote_code: bool
+) -> list[str]:
+    """Save the tokenizer, or copy the files of the first place that has one; returns notes.
+
+    Raises:
+        FulldepthError: if `tokenizer` is a name under which there is none.
+    """
+    if tokenizer is not None and not isinstance(tokenizer, str | Path):
+        tokenizer.save_pretrained(folder)
+        return []
+    for source in (tokenizer,) if tokenizer is not None else places:
+        name = find_tokenizer(source) or str(source) if isinstance(source, str | Path) and str(source) else ""
+        if name and find_gguf(name) is not None:
+            with suppress(FulldepthError):  # the GGUF file may hold none
+                load_tokenizer(name).save_pretrained(folder)
+                return []
+        elif name and copy_tokenizer(name, folder, revision):
+            return []
+    if tokenizer is not None:
+        load_tokenizer(tokenizer, revision=revision, trust_remote_code=trust_remote_code).save_pretrained(folder)
+        return []
+    return ["No tokenizer was given, and none was found with the checkpoint."]
+
+
+def copy_processor(source: str, folder: Path, revision: str | None = None) -> bool:
+    """Copy a checkpoint's image processor unchanged; returns whether it has one.
+
+    Args:
+        source: the checkpoint: a folder, or a Hub name whose files are in the local cache.
+        folder: destination.
+        revision: branch, tag or commit, for a Hub name.
+    """
+    paths = [path for name in PROCESSOR_FILES if (path := stored_file(source, name, revision)) is not None]
+    for path in paths:
+        shutil.copyfile(path, folder / path.name)
+    return bool(paths)
+
+
+def publish_older_names(folder: Path) -> None:
+    """Add the older names to a checkpoint's `config.json`, where transformers 5 reads the same from both."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    for config in (values, *(part for part in values.values() if isinstance(part, dict))):
+        config |= older_names(config)
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def older_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries with their names before transformers 5: rotary positions, type of the weights, number of experts."""
+    names: dict[str, Any] = {}
+    if isinstance(config.get("dtype"), str):
+        names["torch_dtype"] = config["dtype"]
+    if config.get("model_type") == "gpt2" and "n_positions" in config:
+        names["n_ctx"] = config["n_positions"]  # read by mlx-lm and llama.cpp's converter
+    kind = str(config.get("model_type")).removeprefix("fulldepth_skipped_")
+    names |= {older: config[name] for name, older in RENAMED.get(kind, {}).items() if name in config}
+    return names | older_rope(kind, config)
+
+
+def copy_tokenizer(source: str, folder: Path, revision: str | None = None) -> bool:
+    """Copy a checkpoint's tokenizer files unchanged; returns whether it has any.
+
+    Args:
+        source: the checkpoint: a folder, or a Hub name whose files are in the local cache.
+        folder: destination.
+        revision: branch, tag or commit, for a Hub name.
+    """
+    paths = {name: path for name in TOKENIZER_FILES if (path := stored_file(source, name, revision)) is not None}
+    for name, path in paths.items():
+        shutil.copyfile(path, folder / name)
+    return bool(paths)
+
+
+def publish_older_tokenizer(folder: Path) -> None:
+    """Name the tokenizer's class and its additional special tokens as all versions of transformers do."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    values = read_json(path)
+    if not isinstance(values, dict):
+        return
+    changed = dict(values)
+    if (kind := changed.get("tokenizer_class")) in TOKENIZER_CLASSES:
+        changed["tokenizer_class"] = TOKENIZER_CLASSES[kind]
+    if isinstance(further := changed.get("extra_special_tokens"), list):
+        changed["additional_special_tokens"] = further
+        del changed["extra_special_tokens"]
+    if changed != values:
+        path.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

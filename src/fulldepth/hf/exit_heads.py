@@ -9,22 +9,29 @@ matrix, too. Layer L keeps the model's own head.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from fulldepth.errors import FulldepthError
-from fulldepth.hf.anatomy import Anatomy
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.files import reading
+from fulldepth.hf.anatomy import Anatomy, anatomy_candidates
+from fulldepth.hf.file_checks import stored_file
 
 CLASSES, BOXES = "exit_heads", "exit_box_heads"
 """Modules of the model that hold the heads: `exit_heads.LAYER.weight` in its state dict and in the file."""
-LANGUAGE = ("causal-lm", "masked-lm")
-"""Tasks whose head may be tied to the embeddings."""
-Weights = dict[str, dict[int, Tensor]]
-"""`CLASSES` (and `BOXES`) -> 1-based layer -> matrix."""
+EXIT_HEADS = "exit_heads.safetensors"
+"""File beside `model.safetensors`; stock transformers does not read it."""
+NAME = re.compile(rf"({CLASSES}|{BOXES})\.[1-9]\d{{0,3}}\.weight")
+"""Kind and layer."""
 Output = tuple[nn.Module, str, nn.Linear]
 """Last module of a head, the path in it of its last linear layer (empty: the module itself), and that layer."""
 
@@ -78,10 +85,6 @@ def output_layers(anatomy: Anatomy) -> dict[str, Output]:
     return found
 
 
-def _is_known(anatomy: Anatomy) -> bool:
-    return anatomy.head is not None or type(anatomy.model.get_output_embeddings()) is nn.Linear
-
-
 def _output(kind: str, name: str, module: nn.Module, width: int | None) -> Output:
     layers = [(path, part) for path, part in module.named_modules() if type(part) is nn.Linear]
     if not layers or (width is not None and layers[-1][1].out_features != width):
@@ -107,20 +110,18 @@ def exit_heads_of(model: nn.Module, kind: str = CLASSES) -> dict[int, nn.Module]
     return {int(layer): head for layer, head in (heads or {}).items()}
 
 
-def outputs_by_layer(anatomy: Anatomy) -> list[list[nn.Linear]]:
-    """[L] the last linear layers by which each layer is read, those of the model's own head for layer L; empty without
-    exit heads.
-    """
-    if not has_exit_heads(anatomy.model):
-        return []
-    outputs = output_layers(anatomy)
-    heads: list[Any] = [list(exit_heads_of(anatomy.model, kind).values()) for kind in outputs]
-    return [*map(list, zip(*heads, strict=True)), [own for _, _, own in outputs.values()]]
-
-
 def exit_weights(model: nn.Module) -> list[nn.Parameter]:
     """The weights of all exit heads."""
-    return [head.weight for kind in (CLASSES, BOXES) for head in exit_heads_of(model, kind).values()]  # type: ignore[misc]
+    return list(_named(model).values())
+
+
+def _named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of a model's heads by their names in its state dict and in the file."""
+    return {
+        f"{kind}.{layer}.weight": head.weight  # type: ignore[misc]
+        for kind in (CLASSES, BOXES)
+        for layer, head in exit_heads_of(model, kind).items()
+    }
 
 
 def layer_heads(anatomy: Anatomy, kind: str = CLASSES) -> dict[int, nn.Module]:
@@ -158,7 +159,8 @@ def _misfit(anatomy: Anatomy) -> str | None:
     model, last = anatomy.model, anatomy.num_layers - 1
     if not has_exit_heads(model):
         return None
-    outputs = {kind: own for kind, (_, _, own) in output_layers(anatomy).items()} if _is_known(anatomy) else {}
+    known = anatomy.head is not None or type(model.get_output_embeddings()) is nn.Linear
+    outputs = {kind: own for kind, (_, _, own) in output_layers(anatomy).items()} if known else {}
     for kind in {CLASSES: None, **outputs}:
         if (layers := list(exit_heads_of(model, kind))) != [*range(1, last + 1)]:
             return f"layers 1 to {last} need {kind}, and these are for {layers}."
@@ -196,33 +198,36 @@ def add_exit_heads(anatomy: Anatomy, seed: int = 0) -> None:
         return torch.randn(shape, generator=generator, device="cpu") * (std if isinstance(std, float) else 0.02)
 
     weights = {
-        kind: {layer: drawn(own) for layer in range(1, anatomy.num_layers)} for kind, (_, _, own) in outputs.items()
+        f"{kind}.{layer}.weight": drawn(own)
+        for kind, (_, _, own) in outputs.items()
+        for layer in range(1, anatomy.num_layers)
     }
     own = outputs[CLASSES][2].weight
-    attach_exit_heads(anatomy.model, weights, own.device, own.dtype)
+    _attach(anatomy.model, weights, own.device, own.dtype)
     for weight in exit_weights(anatomy.model):
         weight.requires_grad_(own.requires_grad)
 
 
-def attach_exit_heads(model: PreTrainedModel, weights: Weights, device: torch.device, dtype: torch.dtype) -> None:
-    """Make heads modules of a model, in place of those that it has.
-
-    Raises:
-        FulldepthError: if there are none, because the model has one layer.
-    """
-    if not weights.get(CLASSES):
+def _attach(model: PreTrainedModel, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
+    """Make heads modules of a model, in place of those that it has; refuses a model of one layer, which has none."""
+    if not weights:
         raise FulldepthError(f"{type(model).__name__} has one layer, which keeps the model's own head.")
-    remove_exit_heads(model)
-    left_out = set(model._keys_to_ignore_on_save or ())
-    for kind, of_layers in weights.items():
-        heads = nn.ModuleDict()
-        for layer, weight in sorted(of_layers.items()):
-            head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-            head.weight = nn.Parameter(weight.to(device, dtype))
-            heads[str(layer)] = head
-        setattr(model, kind, heads.train(model.training))
-        left_out |= {f"{kind}.{name}" for name in heads.state_dict()}
-    model._keys_to_ignore_on_save = left_out
+    _remove(model)
+    for name in sorted(weights, key=lambda name: int(name.split(".")[1])):
+        kind, layer, _ = name.split(".")
+        if not hasattr(model, kind):
+            setattr(model, kind, nn.ModuleDict())
+        head = nn.Linear(weights[name].shape[1], weights[name].shape[0], bias=False, device="meta")
+        head.weight = nn.Parameter(weights[name].to(device, dtype))
+        getattr(model, kind)[layer] = head.train(model.training)
+    model._keys_to_ignore_on_save = {*(model._keys_to_ignore_on_save or ()), *weights}
+
+
+def _remove(model: PreTrainedModel) -> None:
+    """Take the heads away from a model; nothing happens without any."""
+    model._keys_to_ignore_on_save = set(model._keys_to_ignore_on_save or ()) - _named(model).keys()
+    for kind in {CLASSES, BOXES} & model._modules.keys():
+        delattr(model, kind)
 
 
 def copy_to_exit_heads(anatomy: Anatomy) -> None:
@@ -231,17 +236,6 @@ def copy_to_exit_heads(anatomy: Anatomy) -> None:
         for kind, (_, _, own) in output_layers(anatomy).items():
             for head in exit_heads_of(anatomy.model, kind).values():
                 head.weight.copy_(own.weight)  # type: ignore[operator]
-
-
-def remove_exit_heads(model: PreTrainedModel) -> None:
-    """Take the heads away from a model; nothing happens without any."""
-    if has_exit_heads(model):
-        delattr(model, CLASSES)
-        if hasattr(model, BOXES):
-            delattr(model, BOXES)
-        prefixes = (f"{CLASSES}.", f"{BOXES}.")
-        kept = (name for name in model._keys_to_ignore_on_save or () if not name.startswith(prefixes))
-        model._keys_to_ignore_on_save = set(kept)
 
 
 def cut_exit_heads(anatomy: Anatomy, cut: Anatomy) -> None:
@@ -254,19 +248,20 @@ def cut_exit_heads(anatomy: Anatomy, cut: Anatomy) -> None:
         return
     check_exit_heads(anatomy)
     last = cut.num_layers
-    kept: Weights = {}
+    kept: dict[str, Tensor] = {}
     for kind, (_, _, output) in output_layers(cut).items():
-        heads = {layer: head.weight for layer, head in exit_heads_of(anatomy.model, kind).items()}
-        kept[kind] = {layer: heads[layer] for layer in range(1, last)}  # type: ignore[misc]
-        if last in heads:
-            output.weight = heads[last]  # type: ignore[assignment]
-            if output.bias is not None:
-                output.bias = nn.Parameter(torch.zeros_like(output.bias), requires_grad=output.bias.requires_grad)
-    if last < anatomy.num_layers and anatomy.task in LANGUAGE:
+        for layer, head in exit_heads_of(anatomy.model, kind).items():
+            weight: Any = head.weight
+            if layer < last:
+                kept[f"{kind}.{layer}.weight"] = weight
+            elif layer == last:
+                output.weight = weight
+                if output.bias is not None:
+                    output.bias = nn.Parameter(torch.zeros_like(output.bias), requires_grad=output.bias.requires_grad)
+    if last < anatomy.num_layers and anatomy.task in ("causal-lm", "masked-lm"):
         _untie(cut.model)
     if last > 1:
-        weight = output.weight
-        attach_exit_heads(cut.model, kept, weight.device, weight.dtype)
+        _attach(cut.model, kept, output.weight.device, output.weight.dtype)
 
 
 def _untie(model: PreTrainedModel) -> None:
@@ -280,19 +275,86 @@ def _untie(model: PreTrainedModel) -> None:
     }
 
 
-__all__ = [
-    "BOXES",
-    "CLASSES",
-    "add_exit_heads",
-    "attach_exit_heads",
-    "check_exit_heads",
-    "copy_to_exit_heads",
-    "cut_exit_heads",
-    "exit_heads_of",
-    "exit_weights",
-    "has_exit_heads",
-    "layer_heads",
-    "output_layers",
-    "outputs_by_layer",
-    "remove_exit_heads",
-]
+def save_exit_heads(model: nn.Module, folder: str | Path, tensors: dict[str, Tensor] | None = None) -> None:
+    """Write a model's heads beside its checkpoint; nothing is written without any.
+
+    Args:
+        model: the model.
+        folder: of the checkpoint.
+        tensors: name -> weight, where the model's own are sharded; None = the model's own.
+
+    Raises:
+        FulldepthError: if the heads do not fit the model.
+    """
+    own = _named(model)
+    if not own:
+        return
+    if tensors is None:
+        check_exit_heads(*anatomy_candidates(model))  # type: ignore[arg-type]
+    source: Any = own if tensors is None else tensors
+    stored = {name: source[name].detach().to("cpu", copy=True).contiguous() for name in own}
+    # One entry only: safetensors writes several in random order, and equal heads must be equal files.
+    save_file(stored, str(Path(folder) / EXIT_HEADS), metadata={"format": "pt"})
+
+
+def find_exit_heads(name: str | Path, revision: str | None = None) -> Path | None:
+    """The file of exit heads of a checkpoint (a folder, or a Hub name in the local cache); None without one."""
+    return stored_file(str(name), EXIT_HEADS, revision)
+
+
+def load_exit_heads(model: PreTrainedModel, path: str | Path) -> None:
+    """Give a loaded model the heads in a file, in place of those that it has.
+
+    Args:
+        model: the model.
+        path: the file, or the checkpoint's folder.
+
+    Raises:
+        FulldepthError: if the file is damaged or holds anything but one finite matrix for each of layers 1..L-1 (of a
+            detector, two), or they do not fit the model.
+    """
+    stored = _read(path)
+    _attach(model, stored, model.device, model.dtype)
+    try:
+        check_exit_heads(*anatomy_candidates(model))
+    except FulldepthError as error:
+        _remove(model)
+        raise FulldepthError(f"Cannot use {path}. {error}") from error
+
+
+def restore_exit_heads(model: nn.Module, path: str | Path) -> None:
+    """Fill the heads that a model has from a file, in place, so that its optimiser keeps them.
+
+    Raises:
+        FulldepthError: if the file is damaged, or holds other heads than the model has.
+    """
+    stored, own = _read(path), _named(model)
+    shapes, wanted = ({name: list(weight.shape) for name, weight in each.items()} for each in (stored, own))
+    if shapes != wanted:
+        name = min(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
+        found = shapes.get(name, "missing")
+        raise FulldepthError(
+            f"Cannot use {path}: {name} is {found}; the model needs {wanted.get(name, 'no such head')}."
+        )
+    with torch.no_grad():
+        for name, weight in own.items():
+            weight.copy_(stored[name])
+
+
+def _read(path: str | Path) -> dict[str, Tensor]:
+    """Name -> finite matrix in a file."""
+    path = Path(path) / EXIT_HEADS if Path(path).is_dir() else Path(path)
+    stored: dict[str, Tensor] = {}
+    with reading(path), safe_open(str(path), framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (not a mapping)
+            stored[name] = weight = file.get_tensor(name)
+            if not NAME.fullmatch(name) or weight.ndim != 2 or not weight.is_floating_point():
+                raise FulldepthError(
+                    f"Cannot read {path}: it holds {one_line(name, 80)}; expected matrices {CLASSES}.LAYER.weight, and "
+                    f"of a detector {BOXES}.LAYER.weight."
+                )
+            if not bool(torch.isfinite(weight).all()):
+                raise FulldepthError(f"Cannot read {path}: {name} holds NaN or infinity.")
+    if not any(name.startswith(f"{CLASSES}.") for name in stored):
+        raise FulldepthError(f"Cannot read {path}: it holds no {CLASSES}.LAYER.weight.")
+    return stored

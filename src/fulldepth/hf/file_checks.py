@@ -9,29 +9,30 @@ from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+import psutil
 import torch
-from safetensors import SafetensorError, safe_open
+from huggingface_hub import try_to_load_from_cache
+from safetensors import safe_open
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.files import read_document, read_json, reading
+from fulldepth.files import read_json, reading
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-MODEL_FILES = ("generation_config.json",)
-ADAPTER = "adapter_config.json"
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
 )
 """JSON files that loading a tokenizer reads."""
 TOKENIZER_TEXTS = ("vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja")
 """Other files that loading a tokenizer reads."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Files that transformers reads image processors from."""
+
+CONTAINER = Path("/sys/fs/cgroup")
+"""Holds a container's `memory.max` (bytes, or `max` without a limit), `memory.current` and `memory.stat`."""
+GIB = 1 << 30
 
 MOST_EXPANSION = 1000
 """Most characters that the rules of a tokenizer may make of one; eight rules of eight characters make 16 million."""
@@ -54,10 +55,7 @@ ELEMENTS_PER_BYTE = 4
 """Most weights in a stored byte: quantised to two bits."""
 SPARE_MODULES, MODULES_PER_TENSOR = 10_000, 200
 
-FLOATS = {"F64", "F32", "F16", "BF16"}
-"""Stored types of ordinary weights; names starting with F8, F6 and F4 are also floating point."""
-
-UNREAD = (r"(^|\.)position_ids$",)
+UNREAD = r"(^|\.)position_ids$"
 """Integer tensors in old checkpoints that models no longer read."""
 
 
@@ -72,15 +70,6 @@ class Weights(NamedTuple):
     """Elements of all tensors."""
     loads_as: torch.dtype | None = None
     """Precision that `auto` loads the weights in; None = as they are stored."""
-
-    def loaded_bytes(self, dtype: torch.dtype | str) -> int:
-        """Bytes of the loaded weights in a precision; `auto` = the stored one."""
-        loaded = dtype if isinstance(dtype, torch.dtype) else self.loads_as
-        return self.size if loaded is None else self.elements * loaded.itemsize
-
-    def integers(self) -> dict[str, str]:
-        """The tensors whose type is not floating point."""
-        return {name: kind for name, kind in self.dtypes.items() if kind not in FLOATS and not kind.startswith("F")}
 
 
 def locate(where: str, name: str, revision: str | None = None) -> Path | None:
@@ -108,6 +97,18 @@ def locate(where: str, name: str, revision: str | None = None) -> Path | None:
     return Path(path_in_cache) if path_in_cache else None
 
 
+def stored_file(source: str, name: str, revision: str | None) -> Path | None:
+    """The path of a checkpoint's file: in its folder, or in the Hub's local cache; None if there is none."""
+    if Path(source).is_dir():
+        path = Path(source) / name
+        return path if path.is_file() else None
+    try:
+        cached = try_to_load_from_cache(source, name, revision=revision)
+    except ValueError:  # not the name of a repository
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
 def is_folder(where: str) -> bool:
     """Whether a checkpoint is a local folder, not a Hub name.
 
@@ -133,7 +134,7 @@ def check_config(where: str, revision: str | None = None) -> dict[str, Any]:
             for transformers to load.
     """
     path = locate(where, CONFIG, revision)
-    config = {} if path is None else _read_object(path, MOST_CONFIG_BYTES)
+    config = {} if path is None else _read_object(path)
     check_numbers(path, config)
     for key, value in _scalars(config):
         if key.endswith("_implementation") and isinstance(value, str) and set(value) & set("/:@"):
@@ -152,46 +153,43 @@ def check_model_files(where: str, revision: str | None = None) -> Weights:
             plain `*.safetensors` files of this folder, a weight file is absent, irregular or damaged, or two of them
             contain the same tensor.
     """
-    if path := locate(where, ADAPTER, revision):
+    if path := locate(where, "adapter_config.json", revision):
         raise FulldepthError(
             f"{path} belongs to an adapter, which transformers adds to the model only where peft is installed. Merge "
             "it into the model (merge_and_unload of peft, then save_pretrained), or remove the adapter's files."
         )
-    for name in MODEL_FILES:
-        if path := locate(where, name, revision):
-            check_numbers(path, _read_object(path, MOST_CONFIG_BYTES))
-    if is_folder(where) and (shards := sorted(p.name for p in Path(where).glob("shard-*.safetensors"))):
-        raise FulldepthError(f"{where} is a distributed checkpoint ({shards[0]}); expected {WEIGHTS} or {INDEX}.")
-    if single := locate(where, WEIGHTS, revision):
-        paths = [single]
+    if path := locate(where, "generation_config.json", revision):
+        check_numbers(path, _read_object(path))
+    if locate(where, WEIGHTS, revision):
+        names = [WEIGHTS]
     elif index := locate(where, INDEX, revision):
-        located = {name: locate(where, name, revision) for name in read_index(index)}
-        if missing := [name for name, path in located.items() if path is None]:
-            raise FulldepthError(f"{index} names {one_line(missing[0], 200)}, which is missing.")
-        paths = [path for path in located.values() if path is not None]
+        names = _indexed(index)
     else:
         raise FulldepthError(f"{where} has no file named {WEIGHTS} or {INDEX}.")
     dtypes: dict[str, str] = {}
-    elements = 0
-    for path in paths:
-        stored, count = _read_header(where, path)
-        elements += count
-        if both := sorted(stored.keys() & dtypes.keys()):
-            raise FulldepthError(f"{path} holds {one_line(both[0], 200)!r}, which another file of {where} also holds.")
-        dtypes |= stored
-    return Weights(dtypes, sum(path.stat().st_size for path in paths), elements)
+    size = elements = 0
+    for name in names:
+        path = locate(where, name, revision)
+        if path is None:
+            raise FulldepthError(f"{where} lacks {one_line(name, 200)}, which {INDEX} names.")
+        with reading(path), safe_open(path, framework="pt") as file:
+            for tensor in file.keys():  # noqa: SIM118
+                if tensor in dtypes:
+                    raise FulldepthError(
+                        f"{path} holds {one_line(tensor, 200)!r}, which another file of {where} also holds."
+                    )
+                stored = file.get_slice(tensor)
+                dtypes[tensor] = stored.get_dtype()
+                elements += prod(stored.get_shape())
+        size += path.stat().st_size
+    return Weights(dtypes, size, elements)
 
 
-def read_index(path: Path) -> list[str]:
-    """Sorted names of the weight files in an index.
-
-    Raises:
-        FulldepthError: if the index is damaged, or a name is not a plain `NAME.safetensors`.
-    """
-    index = read_document(path, dict[str, Any])
-    files = index.get("weight_map")
-    if not isinstance(index.get("metadata"), dict) or not isinstance(files, dict) or not files:
-        raise FulldepthError(f"Cannot read {path}: it must hold the mappings `metadata` and `weight_map`.")
+def _indexed(path: Path) -> list[str]:
+    """Sorted names of the weight files in an index; refuses all but plain `NAME.safetensors`."""
+    files = _read_object(path).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise FulldepthError(f"Cannot read {path}: it must hold the mapping `weight_map`.")
     for tensor, name in files.items():
         plain = isinstance(name, str) and name.isprintable() and PurePosixPath(name).name == name and "\\" not in name
         if not plain or not name.endswith(".safetensors") or name.startswith("."):
@@ -200,20 +198,6 @@ def read_index(path: Path) -> list[str]:
                 "a *.safetensors file in the same folder."
             )
     return sorted(set(files.values()))
-
-
-def _read_header(where: str, path: Path) -> tuple[dict[str, str], int]:
-    """Name -> type of every tensor in a weight file, and the number of their elements."""
-    with reading(path):
-        try:
-            with safe_open(path, framework="pt") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-                dtypes = {name: tensor.get_dtype() for name, tensor in slices.items()}
-                return dtypes, sum(prod(tensor.get_shape()) for tensor in slices.values())
-        except SafetensorError as error:
-            raise FulldepthError(
-                f"The weights in {where} are broken or cut short: {path.name}: {one_line(error)}."
-            ) from error
 
 
 def check_stored_types(where: str, weights: Weights, model: PreTrainedModel, unexpected: Iterable[str]) -> None:
@@ -229,21 +213,16 @@ def check_stored_types(where: str, weights: Weights, model: PreTrainedModel, une
         FulldepthError: with the name of the first such tensor. Tensors that are integers in the model, and those that
             it does not read, are accepted.
     """
-    integers = [name for name, tensor in model.state_dict().items() if not tensor.is_floating_point()]
-    integers += [name for name, tensor in model.named_buffers() if not tensor.is_floating_point()]
-    unread = [*UNREAD, *(model._keys_to_ignore_on_load_unexpected or ())]
-    for name, kind in sorted(weights.integers().items()):
-        if any(_is_same(name, other) for other in (*integers, *unexpected)) or any(re.search(p, name) for p in unread):
-            continue
-        raise FulldepthError(
-            f"{one_line(name, 200)} is stored as {kind} in {where}, but {type(model).__name__} needs floating point. "
-            "The file is damaged, or the checkpoint is quantised and its config.json does not say so."
-        )
-
-
-def _is_same(name: str, other: str) -> bool:
-    """Whether two names of a tensor are equal up to a prefix."""
-    return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
+    own = dict(model.named_buffers()) | model.state_dict()
+    accepted = [*(name for name, tensor in own.items() if not tensor.is_floating_point()), *unexpected]
+    unread = [UNREAD, *(model._keys_to_ignore_on_load_unexpected or ())]
+    for name, kind in sorted(weights.dtypes.items()):
+        same = any(f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}") for other in accepted)
+        if not (kind.startswith(("F", "BF")) or same or any(re.search(pattern, name) for pattern in unread)):
+            raise FulldepthError(
+                f"{one_line(name, 200)} is stored as {kind} in {where}, but {type(model).__name__} needs floating "
+                "point. The file is damaged, or the checkpoint is quantised and its config.json does not say so."
+            )
 
 
 def check_tokenizer_files(where: str, revision: str | None = None) -> str | None:
@@ -302,16 +281,16 @@ def check_processor_files(where: str, revision: str | None = None) -> None:
         path = locate(where, name, revision)
         if path is None:
             continue
-        document = _read_object(path, MOST_CONFIG_BYTES)
+        document = _read_object(path)
         check_numbers(path, document)
         for key, value in _scalars(document):
             if key in EDGES and isinstance(value, int | float) and not 1 <= value <= MOST_EDGE:
                 raise FulldepthError(f"{path}: {key} is {value}. Expected 1 to {MOST_EDGE} pixels.")
 
 
-def _read_object(path: Path, most_bytes: int) -> dict[str, Any]:
+def _read_object(path: Path, most: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
     """The JSON object in a file; NaN and infinities are allowed, because transformers writes them."""
-    document = read_json(path, most=most_bytes, allow_constants=True)
+    document = read_json(path, most=most, allow_constants=True)
     if not isinstance(document, dict):
         raise FulldepthError(f"Cannot read {path}: expected a JSON object, got a {type(document).__name__}.")
     return document
@@ -382,3 +361,41 @@ def bounded_construction(where: str, weights: Weights) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes free on a device; the file cache and what torch's allocator holds unused count as free."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit, used = (int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+        statistics = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
+        return min(free, limit - used + int(statistics.get("inactive_file", 0)))
+    except (OSError, ValueError):  # no container, or one without a limit
+        return free
+
+
+def check_memory(where: str, weights: Weights, dtype: torch.dtype | str, device: torch.device) -> None:
+    """Refuse a checkpoint whose weights exceed the free memory, before any weight is read.
+
+    Args:
+        where: the checkpoint.
+        weights: from its headers.
+        dtype: to load it in; `auto` = the stored one.
+        device: target device; the CPU's memory is checked too, because weights are loaded through it.
+
+    Raises:
+        FulldepthError: with the bytes needed and free.
+    """
+    loaded = dtype if isinstance(dtype, torch.dtype) else weights.loads_as
+    needed = weights.size if loaded is None else weights.elements * loaded.itemsize
+    for target in {torch.device("cpu"), device}:
+        free = available_memory(target)
+        if needed > free:
+            raise FulldepthError(
+                f"The weights of {where} take {needed / GIB:,.1f} GiB ({needed:,} bytes), but only "
+                f"{free / GIB:,.1f} GiB ({free:,} bytes) are free on {target}. Load it with --dtype bfloat16, or "
+                "spread it with --device-map auto."
+            )

@@ -16,8 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.hf.families import BERT, SKIPPED, rows_of
-from fulldepth.hf.family import Family
+from fulldepth.hf.families import BERT, SKIPPED, Family, rows_of
 
 ATTENTION = re.compile(r"attn|attention|mixer", re.I)
 MLP = re.compile(r"mlp|feed_?forward|ffn|^ff$|moe|dense_h_to_4h", re.I)
@@ -152,16 +151,12 @@ def refuse_other_inputs(model: PreTrainedModel) -> None:
 def body_of(model: PreTrainedModel) -> nn.Module:
     """The model without its head, by transformers' convention; the model itself where it has no such part."""
     names = [model.base_model_prefix, "model"] if "For" in type(model).__name__ else [model.base_model_prefix]
-    parts = (getattr(model, name, None) for name in names if name)
-    return next(
-        (part for part in parts if isinstance(part, nn.Module) and _reads(part, str(model.main_input_name))), model
-    )
-
-
-def _reads(part: nn.Module, name: str) -> bool:
-    """Whether a part reads the model's inputs; some classes give their encoder the name of the body."""
-    parameters = signature(part.forward).parameters
-    return name in parameters or "hidden_states" not in parameters
+    for part in (getattr(model, name, None) for name in names if name):
+        if isinstance(part, nn.Module):  # some classes give their encoder the name of the body
+            parameters = signature(part.forward).parameters
+            if model.main_input_name in parameters or "hidden_states" not in parameters:
+                return part
+    return model
 
 
 def _proposals(model: PreTrainedModel, path: str, blocks: nn.ModuleList, sparse: bool) -> Iterator[Family]:
@@ -195,7 +190,8 @@ def _proposals(model: PreTrainedModel, path: str, blocks: nn.ModuleList, sparse:
     if attention is None or mlp is None:
         yield family
         return
-    before_mlp = _between(norms, attention, mlp)
+    before = [name for name in norms if "post" in name or not ATTENTION.search(name)] if len(norms) > 1 else []
+    before_mlp = before[-1] if before else None
     posts = [name for name in norms if "post" in name]
     after_attention = next((n for n in posts if ATTENTION.search(n)), None)
     after_mlp = next((n for n in posts if MLP.search(n)), None)
@@ -206,11 +202,3 @@ def _proposals(model: PreTrainedModel, path: str, blocks: nn.ModuleList, sparse:
     yield replace(family, mlp_norm=before_mlp, design="parallel")
     if len(norms) == 2:
         yield replace(family, design="post", attention_norm=norms[0], mlp_norm=norms[1])
-
-
-def _between(norms: list[str], attention: str | None, mlp: str | None) -> str | None:
-    """The likeliest norm before the MLP: the last one whose name does not refer to attention."""
-    candidates = [name for name in norms if not (ATTENTION.search(name) and "post" not in name)]
-    if attention is None or mlp is None or not candidates:
-        return None
-    return candidates[-1] if len(norms) > 1 else None

@@ -2,27 +2,34 @@
 
 transformers converts the metadata of a GGUF file to a configuration and a tokenizer, and dequantises its weights. It
 ignores entries and tensors that it does not know. This module copies ignored entries into the configuration; where that
-has no option for them, and where tensors would be ignored, the file is refused.
+has no option for them, and where tensors would be ignored, the file is refused. The package `gguf` does not check
+counts (on a damaged file it may loop 2^60 times), so the header is read here first.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
-from contextlib import redirect_stderr
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from io import StringIO
-from math import prod
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from fulldepth.errors import FulldepthError, names_of, one_line
 from fulldepth.files import reading
-from fulldepth.hf.file_checks import check_numbers
-from fulldepth.hf.gguf_header import Header, in_parts, read_header, without_absent_ids
+from fulldepth.hf.file_checks import Weights, check_numbers
 
 SUFFIX, PACKAGE = ".gguf", "package:"
 PART = re.compile(r".+-\d{5}-of-(\d{5})\.gguf")
@@ -57,6 +64,147 @@ DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "
 """Pre-tokenizers that split numbers into single digits and then apply GPT-2's rule."""
 GPT2_RULE = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling")
 """Pre-tokenizers equal to GPT-2's rule, which is transformers' default for unknown ones."""
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Number of a metadata type -> its `struct` format."""
+STRING, ARRAY = 8, 9
+ABSENT = (-1, 2**32 - 1)
+"""Ids of special tokens that do not exist."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """The metadata and the tensor table of a GGUF file."""
+
+    path: Path
+    metadata: dict[str, Any]
+    """Arrays are tuples; strings in arrays are bytes."""
+    shapes: dict[str, tuple[int, ...]]
+    """Name -> shape of each tensor, in torch's order."""
+    size: int
+    """Bytes of metadata and tensor table, from the start of the file."""
+
+    @property
+    def architecture(self) -> str:
+        """Such as `llama`."""
+        return str(self.metadata.get("general.architecture", ""))
+
+    @property
+    def entries(self) -> dict[str, Any]:
+        """The metadata of the architecture, without its name in front."""
+        prefix = f"{self.architecture}."
+        return {key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)}
+
+    @property
+    def weights(self) -> Weights:
+        """As `check_model_files` returns it for safetensors; all tensors are floating point after dequantisation."""
+        elements = sum(map(math.prod, self.shapes.values()))
+        return Weights(dict.fromkeys(self.shapes, "F32"), self.path.stat().st_size, elements, torch.float32)
+
+
+def read_header(path: Path) -> Header:
+    """Read the metadata and the tensor table of a GGUF file; repeated reads are cached.
+
+    Raises:
+        FulldepthError: if the package `gguf` is missing, or the file is truncated, damaged, or not GGUF version 2 or 3.
+    """
+    if find_spec("gguf") is None:
+        raise FulldepthError(f"{path} is a GGUF file, which needs the package gguf: pip install 'fulldepth[gguf]'.")
+    with reading(path):
+        status = path.stat()
+    return _read(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path, size: int, mtime: int) -> Header:
+    with reading(path), path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+        return _Reader(path, data).header()
+
+
+class _Reader:
+    """Reads a GGUF file front to back; every count ends with the file."""
+
+    def __init__(self, path: Path, data: mmap) -> None:
+        self.path, self.data, self.position = path, data, 0
+
+    def header(self) -> Header:
+        magic, (version,) = self._bytes(4), self._numbers("I")
+        if magic != b"GGUF" or version not in (2, 3):
+            raise FulldepthError(
+                f"{self.path} is no GGUF file of version 2 or 3 in little-endian order: it starts with {magic!r} and "
+                f"{version}."
+            )
+        tensors, entries = self._numbers("Q", 2)
+        metadata = {self._string().decode(): self._value(*self._numbers("I")) for _ in range(entries)}
+        if metadata.get("split.count", 1) not in (0, 1):
+            raise _in_parts(self.path, metadata["split.count"])
+        shapes = {}
+        for _ in range(tensors):
+            name = self._string().decode()
+            shapes[name] = self._numbers("Q", *self._numbers("I"))[::-1]
+            self._numbers("IQ")  # the tensor's type and place, which `gguf` checks
+        return Header(self.path, metadata, shapes, self.position)
+
+    def _bytes(self, count: int) -> bytes:
+        if count > len(self.data) - self.position:
+            raise FulldepthError(
+                f"{self.path} is damaged or cut short: {count:,} bytes are to follow byte {self.position:,} of "
+                f"{len(self.data):,}."
+            )
+        self.position += count
+        return self.data[self.position - count : self.position]
+
+    def _numbers(self, form: str, count: int = 1) -> tuple[Any, ...]:
+        form = f"<{count}{form}"
+        return struct.unpack(form, self._bytes(struct.calcsize(form)))
+
+    def _string(self) -> bytes:
+        return self._bytes(*self._numbers("Q"))
+
+    def _value(self, kind: int) -> Any:
+        if kind in SCALARS:
+            return self._numbers(SCALARS[kind])[0]
+        if kind == STRING:
+            return self._string().decode()
+        if kind == ARRAY:
+            inner, count = self._numbers("I") + self._numbers("Q")
+            if inner in SCALARS:
+                return self._numbers(SCALARS[inner], count)
+            if inner == STRING:
+                return tuple(self._string() for _ in range(count))
+        raise FulldepthError(f"{self.path} is damaged: metadata of the unknown type {kind}.")
+
+
+def _in_parts(path: Path, parts: int) -> FulldepthError:
+    """The error for one of several files that hold one model."""
+    return FulldepthError(
+        f"{path} is one of the {parts} parts of a model, which transformers cannot read one by one. Join them with "
+        f"llama.cpp (`llama-gguf-split --merge FIRST-PART MERGED{path.suffix}`) and name the merged file."
+    )
+
+
+@contextmanager
+def _without_absent_ids(path: Path) -> Iterator[Path]:
+    """The file, or a temporary copy of its metadata without the special tokens that are marked as absent.
+
+    Converters mark a token that the vocabulary lacks with the id -1 (unsigned: 2**32 - 1), which transformers looks up.
+    The copy is as long as the file, but its tensors are not stored.
+    """
+    header = read_header(path)
+    absent = [key for key, value in header.metadata.items() if key.endswith("_token_id") and value in ABSENT]
+    if not absent:
+        yield path
+        return
+    with reading(path), path.open("rb") as file:
+        content = file.read(header.size)
+    for key in absent:
+        named = struct.pack("<Q", len(key)) + key.encode()
+        content = content.replace(named, named[:-2] + b"no", 1)  # a key that nobody reads
+    with TemporaryDirectory(prefix="fulldepth-") as folder:
+        copy = Path(folder) / path.name
+        copy.write_bytes(content)
+        with copy.open("r+b") as file:
+            file.truncate(path.stat().st_size)
+        yield copy
 
 
 def find_gguf(name: str | Path) -> Path | None:
@@ -111,16 +259,13 @@ def _only_one(name: str, paths: Iterable[Path]) -> Path | None:
     candidates = sorted(paths)
     parts = {path: int(match[1]) for path in candidates if (match := PART.fullmatch(path.name)) and int(match[1]) > 1}
     whole = [path for path in candidates if path not in parts]
-    if not whole and _of_one_model(parts):
-        raise in_parts(candidates[0], parts[candidates[0]])
+    names = {(path.parent, path.name[: -len("-00001-of-00002.gguf")]) for path in parts}
+    if not whole and len(names) == 1:
+        raise _in_parts(candidates[0], parts[candidates[0]])
     candidates = whole or candidates
     if len(candidates) > 1:
         raise FulldepthError(f"{name} holds several models; name one of them: {names_of(p.name for p in candidates)}.")
     return candidates[0] if candidates else None
-
-
-def _of_one_model(parts: Iterable[Path]) -> bool:
-    return len({(path.parent, path.name[: -len("-00001-of-00002.gguf")]) for path in parts}) == 1
 
 
 def load_gguf_config(path: Path) -> Any:
@@ -132,7 +277,7 @@ def load_gguf_config(path: Path) -> Any:
     """
     header = read_header(path)
     check_numbers(path, header.entries)
-    with without_absent_ids(path) as source:
+    with _without_absent_ids(path) as source:
         config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
     config.name_or_path = str(path.parent)
     for auto in (AutoModelForCausalLM, AutoModel):
@@ -157,39 +302,32 @@ def _apply_entries(header: Header, config: Any) -> None:
         if value is None:
             continue
         if hasattr(config, option):
-            if not _close(getattr(config, option), value):
+            own = getattr(config, option)
+            if not (isinstance(own, int | float) and math.isclose(own, value, rel_tol=1e-6)):
                 setattr(config, option, value)
         elif name in SCALES:
             raise _refused(header.path, f"{name} = {value}")
-    _apply_rotary(header.path, entries, config)
     if (header.architecture, config.num_hidden_layers) in SCALED_BY_WIDTH:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    _apply_rotary(header.path, entries, config)
 
 
 def _apply_rotary(path: Path, entries: dict[str, Any], config: Any) -> None:
-    """Copy base and width of the rotary embedding into the configuration.
-
-    Raises:
-        FulldepthError: if it has no options for them.
-    """
+    """Copy base and width of the rotary embedding into the configuration; refuses one without options for them."""
     rotary = getattr(config, "rope_parameters", None)
     if rotary is None:
         if "rope.freq_base" in entries:
             raise _refused(path, "rotary position embeddings")
         return
     rotary = rotary.get("full_attention", rotary)  # models with sliding windows have one entry for each kind of layer
-    if (base := entries.get("rope.freq_base")) is not None:
-        rotary["rope_theta"] = base
-    width, head = entries.get("rope.dimension_count"), getattr(config, "head_dim", None)
-    head = head or config.hidden_size // config.num_attention_heads
+    if "rope.freq_base" in entries:
+        rotary["rope_theta"] = entries["rope.freq_base"]
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = entries.get("rope.dimension_count")
     if width is not None and round(rotary.get("partial_rotary_factor", 1.0) * head) != width:
         if "partial_rotary_factor" not in rotary:
             raise _refused(path, f"rope.dimension_count = {width} of {head} channels")
         rotary["partial_rotary_factor"] = width / head
-
-
-def _close(first: Any, second: Any) -> bool:
-    return isinstance(first, int | float) and abs(first - second) <= 1e-6 * abs(second)
 
 
 def _refused(path: Path, entry: str) -> FulldepthError:
@@ -211,9 +349,13 @@ def load_gguf_model(path: Path, config: Any, loader: Any, **options: Any) -> tup
     Raises:
         FulldepthError: if the file holds scaled rotary frequencies, or weights that the model does not use.
     """
+    from gguf import GGUFReader  # noqa: PLC0415
+
     header = read_header(path)
-    scaled = FREQUENCIES in header.tensors and not _all_ones(header)
-    if scaled or any(name in header.tensors for name in FACTORS):
+    scaled = FREQUENCIES in header.shapes and any(
+        tensor.name == FREQUENCIES and (tensor.data != 1).any() for tensor in GGUFReader(path).tensors
+    )
+    if scaled or any(name in header.shapes for name in FACTORS):
         raise _refused(path, "scaled rotary frequencies")
     with redirect_stderr(StringIO()):  # hides a progress bar that no option turns off
         model, info = loader.from_pretrained(
@@ -227,7 +369,7 @@ def load_gguf_model(path: Path, config: Any, loader: Any, **options: Any) -> tup
             **options,
         )
     unread = {FREQUENCIES} | ({HEAD} if config.tie_word_embeddings else set())
-    stored = sum(prod(tensor.shape) for name, tensor in header.tensors.items() if name not in unread)
+    stored = sum(math.prod(shape) for name, shape in header.shapes.items() if name not in unread)
     taken = sum(parameter.numel() for parameter in model.parameters())
     if stored != taken and not info["missing_keys"] and not info["mismatched_keys"]:
         raise FulldepthError(
@@ -240,13 +382,6 @@ def load_gguf_model(path: Path, config: Any, loader: Any, **options: Any) -> tup
     return model, info
 
 
-def _all_ones(header: Header) -> bool:
-    from gguf import GGUFReader  # noqa: PLC0415
-
-    frequencies = next(tensor.data for tensor in GGUFReader(header.path).tensors if tensor.name == FREQUENCIES)
-    return bool((frequencies == 1).all())
-
-
 def load_gguf_tokenizer(path: Path) -> Any:
     """The tokenizer in a GGUF file, with its chat template and special tokens.
 
@@ -256,7 +391,7 @@ def load_gguf_tokenizer(path: Path) -> Any:
     metadata = read_header(path).metadata
     if "tokenizer.ggml.tokens" not in metadata:
         raise FulldepthError(f"{path} holds no tokenizer; name one with --tokenizer.")
-    with without_absent_ids(path) as source:
+    with _without_absent_ids(path) as source:
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
     tokenizer.name_or_path = str(path.parent)
     rule = metadata.get("tokenizer.ggml.pre")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
 from fulldepth.hf.exit_heads import layer_heads
-from fulldepth.hf.family import Pool
+from fulldepth.hf.families import Pool
 from fulldepth.hf.fsdp import GatheredModule, uses_fsdp
 
 
@@ -132,17 +132,6 @@ class Classifier:
         """[..., V] logits of prepared states."""
         logits: Tensor = self.modules[-1](prepared)
         return self.capped(logits)
-
-    def some(self, prepared: Tensor, classes: Tensor) -> Tensor:
-        """[N, K] logits of K classes of each state; the head must have `classes`.
-
-        Args:
-            prepared: `[N, D']` prepared states.
-            classes: `[N, K]` indices.
-        """
-        last = self.modules[-1]
-        logits = torch.einsum("nkd,nd->nk", last.weight[classes], prepared)
-        return self.capped(logits if last.bias is None else logits + last.bias[classes])
 
     def capped(self, logits: Tensor) -> Tensor:
         """The head's scale and soft cap, applied to the product of its last layer; a new tensor if there are any."""

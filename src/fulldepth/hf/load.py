@@ -6,13 +6,12 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import (
     AutoConfig,
@@ -25,22 +24,22 @@ from transformers import (
 )
 
 from fulldepth.errors import FulldepthError, is_out_of_memory, one_line, unknown
-from fulldepth.hf.distributed_checkpoint import is_sharded
+from fulldepth.hf.exit_heads import EXIT_HEADS, find_exit_heads, load_exit_heads
 from fulldepth.hf.file_checks import (
     MOST_EDGE,
     PROCESSOR_FILES,
     bounded_construction,
     check_config,
+    check_memory,
     check_model_files,
     check_processor_files,
     check_stored_types,
     check_tokenizer_files,
     is_folder,
 )
-from fulldepth.hf.gguf import find_gguf, load_gguf_config, load_gguf_model, load_gguf_tokenizer, packaged
-from fulldepth.hf.gguf_header import read_header
-from fulldepth.hf.memory import check_memory
-from fulldepth.hf.modes import silent
+from fulldepth.hf.gguf import find_gguf, load_gguf_config, load_gguf_model, load_gguf_tokenizer, packaged, read_header
+from fulldepth.hf.modes import device_of, silent
+from fulldepth.hf.run_checkpoints import checkpoint_of
 from fulldepth.processor import check_bfloat16
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -84,7 +83,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         picked = torch.device(device)
-        check_float64(picked)
+        _check_float64(picked)
         torch.zeros(1, device=picked).item()  # a device that holds nothing fails here
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:200]
@@ -92,7 +91,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     return picked
 
 
-def check_float64(device: torch.device) -> None:
+def _check_float64(device: torch.device) -> None:
     """Refuse a device without float64, which is Apple's MPS, and say what works there."""
     if device.type == "mps":
         raise FulldepthError(
@@ -110,7 +109,7 @@ def pick_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
     return DTYPES[dtype]
 
 
-def check_is_name(model: object) -> None:
+def _check_is_name(model: object) -> None:
     """Refuse an object that is neither a folder nor a name, such as a model inside a wrapper."""
     if not isinstance(model, str | Path):
         raise FulldepthError(
@@ -149,7 +148,7 @@ def load_checkpoint(
         FulldepthError: if the checkpoint has no safetensors weights, is broken, or lacks weights that the model needs,
             or this processor cannot compute in its precision.
     """
-    check_is_name(name)
+    _check_is_name(name)
     where = packaged(str(name))
     gguf = find_gguf(where)
     if gguf is None:
@@ -175,27 +174,18 @@ def load_checkpoint(
                 options |= {"revision": revision, "use_safetensors": True, **REPORTED, **changed}
                 model, info = loader.from_pretrained(where, trust_remote_code=trust_remote_code, **options)
     model.name_or_path = model.config.name_or_path = str(name)
-    fresh, warnings = _take_fresh(model, info, may_lack), _check_fit(where, type(model).__name__, info)
+    fresh = {name for name in info["missing_keys"] if may_lack is not None and may_lack(model, name)}
+    other = {key for key in info["mismatched_keys"] if may_lack is not None and may_lack(model, key[0])}
+    info["missing_keys"] = set(info["missing_keys"]) - fresh
+    info["mismatched_keys"] = set(info["mismatched_keys"]) - other
+    warnings = _check_fit(where, type(model).__name__, info)
     if gguf is None and getattr(model.config, "quantization_config", None) is None:
         check_stored_types(where, weights, model, info["unexpected_keys"])
     if target is not None and target.type == "cpu" and model.dtype == torch.bfloat16:
         check_bfloat16()
     if target is not None and not getattr(model, "is_quantized", False):
         model.to(target)
-    return Checkpoint(model.eval(), str(name), revision, tuple(warnings), fresh)
-
-
-def _take_fresh(
-    model: PreTrainedModel, info: dict[str, Any], may_lack: Callable[[PreTrainedModel, str], bool] | None
-) -> frozenset[str]:
-    """Take the weights that may be missing out of transformers' report; their names."""
-    if may_lack is None:
-        return frozenset()
-    fresh = {name for name in info["missing_keys"] if may_lack(model, name)}
-    other = {key for key in info["mismatched_keys"] if may_lack(model, key[0])}
-    info["missing_keys"] = set(info["missing_keys"]) - fresh
-    info["mismatched_keys"] = set(info["mismatched_keys"]) - other
-    return frozenset(fresh | {key[0] for key in other})
+    return Checkpoint(model.eval(), str(name), revision, tuple(warnings), frozenset(fresh | {key[0] for key in other}))
 
 
 def _check_fit(where: str, model: str, info: dict[str, Any]) -> list[str]:
@@ -298,55 +288,38 @@ def load_processor(
 
 def _model_class(where: str, config: Any, trust_remote_code: bool) -> Any:
     """The class that the checkpoint was saved from."""
-    names = getattr(config, "architectures", None) or []
-    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        value = one_line(repr(names), 100)
-        raise FulldepthError(f"`architectures` in {where}/config.json is {value}; expected a list of class names.")
-    stock = getattr(transformers, names[0], None) if names else None
+    names = getattr(config, "architectures", None)
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str):
+        raise FulldepthError(f"{where}/config.json names no model class (`architectures`), so it cannot be loaded.")
+    stock = getattr(transformers, name, None)
     if isinstance(stock, type) and issubclass(stock, PreTrainedModel) and stock.config_class is not None:
         return stock
     for auto in (AutoModelForCausalLM, AutoModel):  # classes registered by this package or others
         registered = auto._model_mapping.get(type(config), None)
-        if names and getattr(registered, "__name__", None) == names[0]:
+        if getattr(registered, "__name__", None) == name:
             return registered
-    if trust_remote_code and getattr(config, "auto_map", None):
-        name = next((a for a in config.auto_map if a.startswith("AutoModel")), "AutoModelForCausalLM")
-        return getattr(transformers, name, AutoModelForCausalLM)
-    if not names:
+    if not getattr(config, "auto_map", None):
         raise FulldepthError(
-            f"{where}/config.json names no model class (`architectures`), so its weights cannot be loaded."
+            f"transformers {transformers.__version__} has no model class {one_line(name, 100)}, which {where} needs."
         )
-    name = one_line(names[0], 100)
-    if getattr(config, "auto_map", None):
-        raise FulldepthError(f"{name} is defined by code in {where}, which needs --trust-remote-code.")
-    raise FulldepthError(f"transformers {transformers.__version__} has no model class {name}, which {where} needs.")
+    if not trust_remote_code:
+        raise FulldepthError(f"{one_line(name, 100)} is defined by code in {where}, which needs --trust-remote-code.")
+    auto_name = next((a for a in config.auto_map if a.startswith("AutoModel")), "AutoModelForCausalLM")
+    return getattr(transformers, auto_name, AutoModelForCausalLM)
 
 
 def _check_folder(where: str) -> None:
     """Refuse a local folder without a configuration or safetensors weights, naming what is missing."""
     folder = Path(where)
-    try:
-        exists = bool(where) and folder.exists()
-    except OSError:  # too long for any file system
-        exists = False
-    if not where or (not exists and len(where) > 200):
-        raise FulldepthError(f"Expected a checkpoint folder or a Hub name (owner/name), got {where[:60]!r}.")
-    if not exists:
-        if where.startswith((".", "/", "~")) or where.count("/") > 1:
-            raise FulldepthError(f"No such folder: {where}. Expected a checkpoint folder or a Hub name (owner/name).")
-        return
-    if not folder.is_dir():
-        raise FulldepthError(
-            f"{where} is a file; expected a checkpoint folder with config.json and *.safetensors, or a GGUF file."
-        )
-    if not (folder / "config.json").is_file():
+    if not is_folder(where):
+        _check_name(where, "a checkpoint folder")
+        if folder.exists():
+            raise FulldepthError(f"{where} is a file; expected a checkpoint folder or a GGUF file.")
+    elif not (folder / "config.json").is_file():
         holds = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise FulldepthError(f"{where} has no config.json, so it is no checkpoint; it holds {holds}.")
-    if not any(folder.glob("*.safetensors")):
-        if is_sharded(folder):
-            raise FulldepthError(
-                f"{where} holds its weights in shards. Put them together: fulldepth train export {folder.absolute()}."
-            )
+    elif not any(folder.glob("*.safetensors")):
         pickles = [p.name for pattern in PICKLES for p in folder.glob(pattern)]
         files = f"only {', '.join(pickles[:3])}, which can run code when loaded" if pickles else "no weights at all"
         raise FulldepthError(f"{where} has {files}; expected *.safetensors. Convert with save_pretrained first.")
@@ -358,7 +331,9 @@ def _check_name(where: str, expected: str) -> None:
         try:
             validate_repo_id(where)
         except HFValidationError as error:
-            raise FulldepthError(f"No such folder: {where}. Expected {expected} or a Hub name (owner/name).") from error
+            raise FulldepthError(
+                f"No such folder: {one_line(where, 200)}. Expected {expected} or a Hub name (owner/name)."
+            ) from error
 
 
 @contextmanager
@@ -373,15 +348,80 @@ def _plain_errors(where: str, kind: str = "model") -> Iterator[None]:
             raise
         if "trust_remote_code" in str(error):
             raise FulldepthError(f"{where} carries its own code, which needs --trust-remote-code.") from error
-        if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
-            raise FulldepthError(
-                f"The checkpoint in {where} does not fit its configuration: {one_line(error)}"
-            ) from error
-        if isinstance(error, OSError) and "couldn't connect" in str(error):
-            hub = "is switched off by HF_HUB_OFFLINE" if HF_HUB_OFFLINE else "cannot be reached"
-            raise FulldepthError(
-                f"Cannot load a {kind} from {where}: there is no such folder here, the Hub {hub}, and nothing of that "
-                f"name was downloaded before. Pass the folder of a {kind}."
-            ) from error
         reason = one_line(error) or type(error).__name__
         raise FulldepthError(f"Cannot load a {kind} from {where}: {reason}") from error
+
+
+def open_model(model: str | Path | PreTrainedModel, *, exit_heads: bool = False, **options: Any) -> Checkpoint:
+    """The model as passed in, or loaded.
+
+    Args:
+        model: a loaded model, a checkpoint folder or a Hub name. Of the folder of a training run the last complete
+            checkpoint is loaded, and a warning says which.
+        exit_heads: also load the heads of a multi-exit checkpoint, by which each layer is read; else a warning says
+            that they are not read.
+        **options: of `load_checkpoint`.
+
+    Raises:
+        FulldepthError: as `load_checkpoint`; if a model is passed in on MPS.
+    """
+    if isinstance(model, PreTrainedModel):
+        _check_float64(device_of(model))
+        return Checkpoint(model, model.name_or_path or type(model).__name__)
+    _check_is_name(model)
+    last = checkpoint_of(model)
+    checkpoint = load_checkpoint(last, **options)
+    if last != str(model):
+        note = f"{model} is the folder of a training run; its last checkpoint, {Path(last).name}, is read."
+        checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, note))
+    path = find_exit_heads(packaged(last), options.get("revision"))
+    if path is None:
+        return checkpoint
+    if exit_heads:
+        load_exit_heads(checkpoint.model, path)
+        return checkpoint
+    ignored = f"The heads of single layers ({EXIT_HEADS}) are not used here: the model is read by its own head alone."
+    return replace(checkpoint, warnings=(*checkpoint.warnings, ignored))
+
+
+def open_tokenizer(
+    checkpoint: Checkpoint, tokenizer: Any = None, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """The tokenizer as passed in, the one that is named, or the one saved with a checkpoint or beside it.
+
+    Args:
+        checkpoint: the model.
+        tokenizer: a tokenizer, its folder or Hub name; None = the checkpoint's own.
+        revision: of a model on the Hub.
+        trust_remote_code: whether code of the checkpoint may run.
+
+    Raises:
+        FulldepthError: if there is none, or the model was passed in without having been loaded from anywhere.
+    """
+    if isinstance(tokenizer, str | Path):
+        return load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
+    if tokenizer is not None:
+        return tokenizer
+    source = find_tokenizer(checkpoint.name)
+    if source is None:
+        raise FulldepthError(f"{checkpoint.name} holds no tokenizer, nor does its parent; name one with --tokenizer.")
+    origin = checkpoint.model.name_or_path
+    if source == checkpoint.name and not (isinstance(origin, str) and origin):
+        raise FulldepthError("A model that is passed in needs its tokenizer: pass tokenizer=... too.")
+    return load_tokenizer(source, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def find_tokenizer(name: str | Path) -> str | None:
+    """Where the tokenizer of a checkpoint is: in it, one folder above, or in `tokenizer` beside it.
+
+    A Hub name is returned unchanged; None = a folder without a tokenizer.
+    """
+    where = packaged(str(name))
+    folder = Path(where)
+    if not folder.is_dir() or find_gguf(folder) is not None:
+        return where
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        for candidate in (folder, folder.parent, folder.parent / "tokenizer"):
+            if (candidate / file).is_file():
+                return str(candidate)
+    return None

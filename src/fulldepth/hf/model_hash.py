@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,13 +32,20 @@ def model_hash(model: nn.Module) -> str:
         FulldepthError: if weights are on no device (`meta`) and offloaded nowhere.
     """
     state = model.state_dict()
+
+    def loaded(name: str) -> Any:
+        return loaded_weight(model, name, state[name]) if isinstance(state[name], Tensor) else state[name]
+
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
-        if target in state and source in state and _are_equal(model, state, target, source):
+        if (
+            target in state
+            and source in state
+            and (state[target] is state[source] or _are_equal(loaded(target), loaded(source)))
+        ):
             del state[target]
     fingerprint = Fingerprint("fulldepth model 1")
     for name in sorted(state):
-        value = loaded_weight(model, name, state[name]) if isinstance(state[name], Tensor) else state[name]
-        for path, tensor in _plain_tensors(name, value):
+        for path, tensor in _plain_tensors(name, loaded(name)):
             kind, digest = _digest(tensor)
             for part in (path, str(list(tensor.shape)), kind):
                 fingerprint.add(part.encode())
@@ -46,16 +53,12 @@ def model_hash(model: nn.Module) -> str:
     return str(fingerprint)
 
 
-def _are_equal(model: nn.Module, state: Mapping[str, Any], target: str, source: str) -> bool:
-    """Whether two weights are one tensor, or have equal values."""
-    if not isinstance(state[target], Tensor) or not isinstance(state[source], Tensor):
+def _are_equal(first: Any, second: Any) -> bool:
+    """Whether two values are tensors of one type and of equal values."""
+    if not (isinstance(first, Tensor) and isinstance(second, Tensor)) or first.dtype != second.dtype:
         return False
-    if state[target] is state[source]:  # neither is read
-        return True
-    first, second = (loaded_weight(model, name, state[name]) for name in (target, source))
-    if first.data_ptr() == second.data_ptr() and first.shape == second.shape and first.stride() == second.stride():
-        return True
-    return first.dtype == second.dtype and torch.equal(first, second.to(first.device))
+    same = first.data_ptr() == second.data_ptr() and first.shape == second.shape and first.stride() == second.stride()
+    return same or torch.equal(first, second.to(first.device))
 
 
 def _plain_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:

@@ -1,12 +1,16 @@
-"""Context managers: evaluation mode, frozen weights, and a silent library."""
+"""States of a model inside `with`: evaluation mode, frozen weights, offloaded weights in memory; a silent library."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import logging
+
+from fulldepth.errors import FulldepthError
 
 
 @contextmanager
@@ -46,3 +50,56 @@ def silent(level: int = logging.CRITICAL) -> Iterator[None]:
         logging.set_verbosity(before)
         if bars:
             logging.enable_progress_bar()
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of a model's inputs: that of its first loaded weights."""
+    return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether accelerate loads some weights only while their module runs."""
+    return any(parameter.device.type == "meta" for parameter in model.parameters())
+
+
+@contextmanager
+def in_memory(module: nn.Module) -> Iterator[None]:
+    """Load the offloaded weights of a module once, keep them inside `with`, and offload them on leaving.
+
+    Otherwise accelerate reads a weight again in every forward pass and overwrites a changed value. A module without
+    offloaded weights is not changed.
+    """
+    loaded: list[tuple[Any, nn.Module]] = []
+    try:
+        for part in module.modules():
+            outer: Any = getattr(part, "_hf_hook", None)
+            for hook in getattr(outer, "hooks", (outer,)):
+                if getattr(hook, "offload", False):
+                    loaded.append((hook, part))
+                    hook.pre_forward(part)
+                    hook.offload = False
+        yield
+    finally:
+        for hook, part in loaded:
+            hook.offload = True
+            hook.post_forward(part, None)
+
+
+def loaded_weight(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """A parameter or buffer of a model, read from memory or disk if it is offloaded.
+
+    Args:
+        model: as loaded, possibly with a device map.
+        name: of the tensor in the model's state dict.
+        tensor: the entry of the state dict; on the device `meta` if it is offloaded.
+
+    Raises:
+        FulldepthError: if it is on the device `meta` and no hook of accelerate has it.
+    """
+    path, _, attribute = name.rpartition(".")
+    if tensor.device.type == "meta":
+        with in_memory(model.get_submodule(path)):
+            tensor = getattr(model.get_submodule(path), attribute).detach()
+    if tensor.device.type == "meta":
+        raise FulldepthError(f"The weight {name} is neither in memory nor offloaded, so it cannot be read.")
+    return tensor

@@ -20,9 +20,8 @@ from torch.func import functional_call
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
-from fulldepth.hf.modes import evaluating
-from fulldepth.hf.offloading import device_of, in_memory
-from fulldepth.hf.wiring import first_input
+from fulldepth.hf.modes import device_of, evaluating, in_memory
+from fulldepth.hf.surgery import first_input
 
 OFFSETS = (0.0, 1.0)
 """Numbers that families add to a weight before they use it: none, or 1 as Gemma's norms do."""
@@ -88,26 +87,23 @@ def find_output_weights(
     for layer, role in branches:
         branch = anatomy.part(layer, f"{role}_branch")
         if branch is not None and anatomy.part(layer, role) is not None:
-            _check_plain(branch, f"the {role} of layer {layer}")
+            for name, parameter in branch.named_parameters():
+                if parameter.dtype not in INVARIANT or hasattr(parameter, "__tensor_flatten__"):
+                    raise FulldepthError(
+                        f"The weights {name} of the {role} of layer {layer} are quantised and cannot be multiplied "
+                        "exactly. Fold first, then quantise."
+                    )
             modules[layer, role] = branch
     kinds = {key: (type(b), tuple(name for name, _ in b.named_parameters())) for key, b in modules.items()}
-    firsts = {kinds[key]: branch for key, branch in reversed(list(modules.items()))}
-    names_of_kind: dict[Any, tuple[tuple[str, ...], float]] = {}
-    weights = {}
+    firsts = {kind: key for key, kind in reversed(list(kinds.items()))}
     with evaluating(anatomy.model):
-        calls = _record(anatomy, firsts.values(), ids) if firsts else {}
-        for (layer, role), branch in modules.items():
-            kind = kinds[layer, role]
-            if kind in names_of_kind:
-                weights[layer, role] = OutputWeights(branch, *names_of_kind[kind])
-                continue
-            if branch not in calls:
-                calls |= _record(anatomy, [branch], ids)
+        calls = _record(anatomy, [modules[key] for key in firsts.values()], ids) if firsts else {}
+        of_kind = {}
+        for kind, (layer, role) in firsts.items():
+            branch = modules[layer, role]
             with in_memory(branch):
-                names, offset = _find(branch, calls[branch], f"the {role} of layer {layer}")
-            names_of_kind[kind] = names, offset
-            weights[layer, role] = OutputWeights(branch, names, offset)
-    return weights
+                of_kind[kind] = _find(branch, calls[branch], f"the {role} of layer {layer}")
+    return {key: OutputWeights(branch, *of_kind[kinds[key]]) for key, branch in modules.items()}
 
 
 def scale_obstacle(anatomy: Anatomy, ids: Tensor) -> str | None:
@@ -137,18 +133,13 @@ def scale_obstacle(anatomy: Anatomy, ids: Tensor) -> str | None:
                 reason = _block_obstacle(block, own, calls[block])
             if reason:
                 return reason
-        return _norm_obstacle(anatomy.final_norm, first_input(*calls[block]))
-
-
-@torch.no_grad()
-def _norm_obstacle(norm: nn.Module | None, stream: Tensor) -> str | None:
-    """The reason why the final norm does not remove the scale of the stream."""
-    if norm is None:
-        return "it has no final norm to take the last factor out"
-    with in_memory(norm):
-        weight = next(norm.parameters(), stream)
-        stream = _unit(stream).to(weight.device)
-        return None if _is_same(norm(stream / 2), norm(stream)) else "its final norm sees the scale of the stream"
+        norm = anatomy.final_norm
+        if norm is None:
+            return "it has no final norm to take the last factor out"
+        with in_memory(norm), torch.no_grad():
+            stream = _unit(first_input(*calls[block]))
+            stream = stream.to(next(norm.parameters(), stream).device)
+            return None if _is_same(norm(stream / 2), norm(stream)) else "its final norm sees the scale of the stream"
 
 
 def _block_obstacle(block: nn.Module, weights: Mapping[str, OutputWeights], call: _Call) -> str | None:
@@ -221,16 +212,6 @@ def _record(anatomy: Anatomy, modules: Iterable[nn.Module], ids: Tensor) -> dict
     if missing := [type(module).__name__ for module in modules if module not in calls]:
         raise FulldepthError(f"A {missing[0]} of {type(anatomy.model).__name__} does not run on a text.")
     return calls
-
-
-def _check_plain(branch: nn.Module, where: str) -> None:
-    """Refuse quantised weights."""
-    for name, parameter in branch.named_parameters():
-        if parameter.dtype not in INVARIANT or hasattr(parameter, "__tensor_flatten__"):
-            raise FulldepthError(
-                f"The weights {name} of {where} are quantised and cannot be multiplied exactly. Fold first, then "
-                "quantise."
-            )
 
 
 def _find(branch: nn.Module, call: _Call, where: str) -> tuple[tuple[str, ...], float]:

@@ -14,8 +14,7 @@ from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import validate_repo_id
 
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.hf.gguf import find_gguf
-from fulldepth.hf.gguf_header import read_header
+from fulldepth.hf.gguf import find_gguf, read_header
 
 CARD = "README.md"
 
@@ -65,23 +64,17 @@ def _inherited(source: str | None) -> dict[str, Any]:
         return {}
     try:
         gguf = find_gguf(source)
+        card = Path(source) / CARD
         if gguf is not None:
             stated = read_header(gguf).metadata
-            return _plain(stated.get("general.license"), stated.get("general.languages"))
-    except FulldepthError:  # the original is gone since it was loaded
-        return {}
-    card = Path(source) / CARD
-    if card.is_file():
-        try:
+            license_name, languages = stated.get("general.license"), stated.get("general.languages")
+        elif card.is_file():
             stated = metadata_load(card) or {}
-        except (ValueError, OSError, yaml.YAMLError):
-            stated = {}
-        return _plain(stated.get("license"), stated.get("language"))
-    return {"base_model": source} if not Path(source).exists() and is_hub_name(source) else {}
-
-
-def _plain(license_name: Any, languages: Any) -> dict[str, Any]:
-    """These two entries, where they are text."""
+            license_name, languages = stated.get("license"), stated.get("language")
+        else:
+            return {"base_model": source} if not Path(source).exists() and _is_hub_name(source) else {}
+    except (FulldepthError, ValueError, OSError, yaml.YAMLError):  # gone since it was loaded, or damaged
+        return {}
     entries: dict[str, Any] = {}
     if isinstance(license_name, str) and license_name:
         entries["license"] = one_line(license_name, 60)
@@ -92,7 +85,7 @@ def _plain(license_name: Any, languages: Any) -> dict[str, Any]:
     return entries
 
 
-def is_hub_name(name: str) -> bool:
+def _is_hub_name(name: str) -> bool:
     """Whether a name has the form `user/model`."""
     try:
         validate_repo_id(name)
@@ -112,7 +105,7 @@ def check_publishing(name: str | None) -> None:
     """
     if name is None:
         return
-    if not is_hub_name(name):
+    if not _is_hub_name(name):
         raise FulldepthError(f"--push-to-hub expects a name such as user/model, got {one_line(repr(name), 80)}.")
     if get_token() is None:
         raise FulldepthError("Nobody is logged in to the Hub. Run `hf auth login`, or set HF_TOKEN.")

@@ -10,9 +10,11 @@ from typing import Any
 
 import pydantic
 from pydantic import JsonValue, NonNegativeInt
+from safetensors import safe_open
+from torch import nn
 
 from fulldepth.errors import FulldepthError
-from fulldepth.files import atomic, read_document, read_json, temporary_name
+from fulldepth.files import atomic, read_document, read_json, reading, temporary_name
 
 SEAL = "complete.json"
 """The file that is written last into a checkpoint: the sizes of its files, and notes of the run."""
@@ -56,6 +58,18 @@ def has_weights(checkpoint: str | Path) -> bool:
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
+def is_renamed(model: nn.Module, checkpoint: str | Path) -> bool:
+    """Whether a checkpoint's files lack the name of a weight: transformers saves some classes under other names."""
+    stored: set[str] = set()
+    for path in Path(checkpoint).glob("*.safetensors"):
+        with reading(path), safe_open(path, framework="pt") as file:
+            stored |= set(file.keys())
+    names: dict[int, set[str]] = {}  # a tied weight has several
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return not all(group & stored for group in names.values())
+
+
 def trained_steps(checkpoint: str | Path) -> int | None:
     """The optimiser step in a model's `trainer_state.json`; None where there is none."""
     try:
@@ -73,19 +87,15 @@ def begin_checkpoint(checkpoint: str | Path) -> None:
     (folder / UNFINISHED).touch()
 
 
-def seal(checkpoint: str | Path, notes: dict[str, Any] | None = None, *, without: str | None = None) -> None:
+def seal(checkpoint: str | Path, notes: dict[str, Any] | None = None) -> None:
     """Mark a checkpoint as complete, with the sizes of its files.
 
     Args:
         checkpoint: the folder.
         notes: entries that the run can read again with `notes_of`.
-        without: a folder inside that will be removed.
     """
     folder = Path(checkpoint)
-    sizes = {
-        name: size for name, size in _sizes(folder).items() if without is None or not name.startswith(f"{without}/")
-    }
-    document = {"files": sizes, "notes": notes or {}}
+    document = {"files": _sizes(folder), "notes": notes or {}}
     with atomic(folder / SEAL) as part:
         part.write_text(json.dumps(document, indent=1), encoding="utf-8")
     (folder / UNFINISHED).unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fulldepth.errors import FulldepthError, unknown
+from fulldepth.errors import FulldepthError, one_line, unknown
 
 GRANULARITIES = ("attention", "mlp", "layer")
 """Skipped part of a layer: its attention (with norm and cache), its MLP (with norm), or all of it."""
@@ -36,9 +36,7 @@ def check_layers(layers: Iterable[int], num_layers: int) -> frozenset[int]:
     Raises:
         FulldepthError: for anything but whole numbers from 1 to `num_layers`.
     """
-    if isinstance(layers, str | bytes) or not isinstance(layers, Iterable):
-        raise FulldepthError(f"Layers are {layers!r}; expected whole numbers from 1 to {num_layers}.")
-    numbers = list(layers)
+    numbers = list(layers) if isinstance(layers, Iterable) else [layers]
     for layer in numbers:
         if isinstance(layer, bool) or not isinstance(layer, Integral) or not 1 <= layer <= num_layers:
             raise FulldepthError(f"There is no layer {layer!r}; this model has the layers 1 to {num_layers}.")
@@ -61,7 +59,7 @@ class Scalars(nn.Module):
         width: D for one factor a channel, `[D]`; None for one a layer.
 
     Raises:
-        FulldepthError: for layers out of range, an unknown granularity, or a width below 1.
+        FulldepthError: for layers out of range, or an unknown granularity.
 
     Source: Hopscotch (arXiv 2506.03303); skipped layers as in its public code.
     """
@@ -74,10 +72,10 @@ class Scalars(nn.Module):
         width: int | None = None,
     ) -> None:
         super().__init__()
-        self.num_layers = _positive("The number of layers", num_layers)
+        self.num_layers = num_layers
         self.skipped = check_layers(skipped, num_layers)
         self.granularity = granularity
-        self.width = None if width is None else _positive("The width", width)
+        self.width = width
         shape = () if width is None else (width,)
         self.layers = nn.ModuleDict(
             {
@@ -92,12 +90,7 @@ class Scalars(nn.Module):
         )
 
     def get(self, layer: int) -> dict[str, nn.Parameter]:
-        """Name -> factor of a 1-based layer, `[]` or `[D]`; empty for a skipped layer.
-
-        Raises:
-            FulldepthError: if there is no such layer.
-        """
-        check_layers((layer,), self.num_layers)
+        """Name -> factor of a 1-based layer, `[]` or `[D]`; empty for a skipped layer."""
         factors: Any = self.layers[str(layer)]
         return {name: factors[name] for name in FACTORS if name in factors}
 
@@ -115,64 +108,25 @@ class Scalars(nn.Module):
         """The inverse of `as_dict`; the factors that a layer lacks show that it is skipped.
 
         Raises:
-            FulldepthError: for layers out of range or missing, unknown factors, and values that are not finite numbers
-                or lists of one length.
+            FulldepthError: for anything but finite numbers, or lists of one length, for the factors of every layer.
         """
-        if not isinstance(mapping, Mapping):
-            raise FulldepthError(f"Scalars are a {type(mapping).__name__}; expected a mapping from layers.")
-        layers = [str(layer) for layer in range(1, _positive("The number of layers", num_layers) + 1)]
-        for layer in mapping:
-            if str(layer) not in layers:
-                raise FulldepthError(f"Scalars of layer {layer!r}; this model has the layers 1 to {num_layers}.")
-        by_layer = {str(layer): values for layer, values in mapping.items()}
-        skipped = {int(layer) for layer in layers if _is_skipped(layer, by_layer.get(layer, {}), granularity)}
-        tensors = {
-            (layer, name): _tensor(value, f"{name} of layer {layer}")
-            for layer, values in by_layer.items()
-            for name, value in values.items()
-        }
-        shapes = {tuple(tensor.shape) for tensor in tensors.values()}
-        if len(shapes) > 1:
-            raise FulldepthError("Scalars have different shapes; expected all numbers, or all lists of one length.")
-        width = next((shape[0] for shape in shapes if shape), None)
-        scalars = cls(num_layers, skipped, granularity, width)
-        with torch.no_grad():
-            for (layer, name), tensor in tensors.items():
-                scalars.get(int(layer))[name].copy_(tensor)
+        try:
+            tensors = {
+                (int(layer), name): torch.tensor(value, dtype=torch.float32)
+                for layer, values in mapping.items()
+                for name, value in values.items()
+            }
+            width = next((len(tensor) for tensor in tensors.values() if tensor.ndim), None)
+            layers, first = range(1, num_layers + 1), "b_mlp" if granularity == "mlp" else "b_att"
+            skipped = [layer for layer in layers if (layer, first) not in tensors]
+            scalars = cls(num_layers, skipped, granularity, width)
+            factors = {(layer, name): factor for layer in layers for name, factor in scalars.get(layer).items()}
+            finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+            if factors.keys() != tensors.keys() or len({t.shape for t in tensors.values()}) > 1 or not finite:
+                raise ValueError("expected finite factors of every layer, all of one shape")
+            with torch.no_grad():
+                for key, tensor in tensors.items():
+                    factors[key].copy_(tensor)
+        except (ArithmeticError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise FulldepthError(f"Scalars do not fit {num_layers} layers: {one_line(error)}.") from error
         return scalars
-
-    def extra_repr(self) -> str:
-        """The arguments of the constructor."""
-        return (
-            f"{self.num_layers}, skipped={sorted(self.skipped)}, granularity={self.granularity!r}, width={self.width}"
-        )
-
-
-def _positive(name: str, number: Any) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise FulldepthError(f"{name} is {number!r}; expected a whole number of at least 1.")
-    return number
-
-
-def _is_skipped(layer: str, values: Any, granularity: str) -> bool:
-    """Whether a layer's factors are those of a skipped layer."""
-    names = set(values) if isinstance(values, Mapping) else None
-    for skipped in (False, True):
-        if names == set(factor_names(granularity, skipped)):
-            return skipped
-    full, remaining = (", ".join(factor_names(granularity, skipped)) or "none" for skipped in (False, True))
-    got = repr(values) if names is None else ", ".join(map(str, values)) or "none"
-    raise FulldepthError(
-        f"Layer {layer} has the scalars {got}; expected {full}, or {remaining} where its {granularity} is skipped."
-    )
-
-
-def _tensor(value: Any, name: str) -> torch.Tensor:
-    """A finite number or a list of them, float32."""
-    numbers = value if isinstance(value, list | tuple) else [value]
-    if not numbers or any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
-        raise FulldepthError(f"The scalar {name} is {value!r}; expected a number, or a list of one per channel.")
-    limit = torch.finfo(torch.float32).max
-    if not all(abs(n) <= limit for n in numbers):  # also refuses NaN
-        raise FulldepthError(f"The scalar {name} is {value!r}; expected a finite number, at most {limit:.1e} in size.")
-    return torch.tensor(value, dtype=torch.float32)

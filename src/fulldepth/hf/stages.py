@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
-from fulldepth.hf.family import Family
+from fulldepth.hf.families import Family
 from fulldepth.hf.heads import Classifier
 
 STAGES = Family("stages", blocks="", attention=None, mlp=None)

@@ -6,9 +6,11 @@ state dict, hooks and anatomy are therefore the same while parts are skipped.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -18,8 +20,7 @@ from transformers.cache_utils import Cache
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
-from fulldepth.hf.scalars import GRANULARITIES, Scalars, check_layers, factor_names
-from fulldepth.hf.wiring import Wiring, cache_index, check_can_skip, first_input, wirings
+from fulldepth.hf.scalars import Scalars, check_layers, factor_names
 
 _SWITCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Lists of blocks with switches in use."""
@@ -27,9 +28,32 @@ _CLASS = object()
 """Marks a function that a module inherits from its class."""
 _MODEL = 0
 """Layer number of replacements that belong to no layer."""
+PARTS = ("attention", "mlp", "attention_branch", "mlp_branch")
 BRANCH = {"attention": "b_att", "mlp": "b_mlp"}
 STREAM = {"attention": "s_att", "mlp": "s_mlp"}
 """Part -> factor of its branch; part -> factor of the stream that the branch is added to."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """The call of one of a block's two parts."""
+
+    norm: str | None
+    """Child whose output is the part's input; None where the input is the stream itself."""
+    shared: bool
+    """Whether another module also reads that norm."""
+    outputs: int
+    """Length of the tuple that the part returns; 0 for a tensor."""
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """The calls of a block's parts."""
+
+    attention: Port
+    mlp: Port
+    outputs: int
+    """Length of the tuple that the block returns; 0 for a tensor."""
 
 
 class Switches:
@@ -53,7 +77,33 @@ class Switches:
 
     def __init__(self, anatomy: Anatomy, granularity: str = "attention") -> None:
         factor_names(granularity, skipped=True)
-        check_can_skip(anatomy)
+        family, config = anatomy.family, anatomy.model.config
+        attentions = filter(None, (anatomy.part(layer, "attention") for layer in range(1, anatomy.num_layers + 1)))
+        causal = all(getattr(m, "is_causal", True) is not False for part in attentions for m in part.modules())
+        obstacles = {
+            "it is an encoder, and only decoders are known to work without some of their attention": (
+                anatomy.task in ("masked-lm", "image-classification")
+                or family.modality != "text"
+                or family.tower is not None
+                or not causal
+            ),
+            "its attention also reads an encoder": (
+                getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
+            ),
+            "its norms follow the residual sums, so a block without its branch would change the stream": (
+                family.design == "post"
+            ),
+            "its layers read a tree of earlier outputs": bool(anatomy.layers_with("input_norms")),
+            "its blocks hold several residual streams (Hyper-Connections)": anatomy.has_streams,
+            "its attention reads a memory of earlier layers": bool(anatomy.layers_with("router")),
+            "its attention and MLP modules are not known": not (
+                anatomy.layers_with("attention") and anatomy.layers_with("mlp")
+            ),
+            "its layers share modules": len(set(anatomy.blocks)) < anatomy.num_layers,
+        }
+        for reason, holds in obstacles.items():
+            if holds:
+                raise FulldepthError(f"{type(anatomy.model).__name__} cannot skip: {reason}.")
         self.anatomy = anatomy
         self.granularity = granularity
         self._skipped: frozenset[int] = frozenset()
@@ -75,7 +125,18 @@ class Switches:
     def scalars(self, scalars: Scalars | None) -> None:
         self._check_entered()
         if scalars is not None:
-            self._check_scalars(scalars)
+            anatomy = self.anatomy
+            for name, own, other in (
+                ("layers", scalars.num_layers, anatomy.num_layers),
+                ("granularity", scalars.granularity, self.granularity),
+                ("channels", scalars.width or anatomy.width, anatomy.width),
+            ):
+                if own != other:
+                    raise FulldepthError(f"Scalars of {name} {own}, for a model with switches of {name} {other}.")
+            for role in ("attention", "mlp"):
+                if not anatomy.has(role):
+                    present = ", ".join(map(str, anatomy.layers_with(role)))
+                    raise FulldepthError(f"Scalars need every layer to have its {role}; only layers {present} do.")
         self._scalars = scalars
         for layer in range(1, self.anatomy.num_layers + 1):
             self._apply(layer)
@@ -92,7 +153,7 @@ class Switches:
             raise FulldepthError(
                 "Layers that are compiled one by one cannot be switched; compile the whole model, or nothing."
             )
-        self._wirings = wirings(self.anatomy)
+        self._wirings = _wirings(self.anatomy)
         _SWITCHED.add(blocks)
         model = self.anatomy.model
         self._replace(_MODEL, model, partial(self._save, model.save_pretrained), "save_pretrained")
@@ -133,19 +194,6 @@ class Switches:
         if self._wirings is None:
             raise FulldepthError("Switches work inside their `with` only: with Switches(anatomy) as switches: ...")
 
-    def _check_scalars(self, scalars: Scalars) -> None:
-        anatomy = self.anatomy
-        if scalars.num_layers != anatomy.num_layers:
-            raise FulldepthError(f"Scalars of {scalars.num_layers} layers for a model of {anatomy.num_layers}.")
-        if scalars.granularity != self.granularity:
-            raise FulldepthError(f"Scalars of granularity {scalars.granularity}, switches of {self.granularity}.")
-        if scalars.width not in (None, anatomy.width):
-            raise FulldepthError(f"Scalars of {scalars.width} channels for a model of {anatomy.width}.")
-        for role in ("attention", "mlp"):
-            if not anatomy.has(role):
-                present = ", ".join(map(str, anatomy.layers_with(role)))
-                raise FulldepthError(f"Scalars need every layer to have its {role}; only layers {present} do.")
-
     def _apply(self, layer: int) -> None:
         """Replace the functions of one layer according to skipped layers and scalars."""
         self._heal(layer)
@@ -162,17 +210,20 @@ class Switches:
 
     def _take_out(self, layer: int) -> None:
         assert self._wirings is not None
-        wiring, block, index = self._wirings[layer], self.anatomy.blocks[layer - 1], cache_index(self.anatomy, layer)
+        wiring, block = self._wirings[layer], self.anatomy.blocks[layer - 1]
+        attention = self.anatomy.part(layer, "attention") or nn.Identity()
+        indices = (index for part in attention.modules() if isinstance(index := getattr(part, "layer_idx", None), int))
+        index = None if self.granularity == "mlp" else next(indices, layer - 1)
         if self.granularity == "layer":
-            self._replace(layer, block, partial(_pass_by, wiring.outputs, index))
+            self._replace(layer, block, partial(_without, wiring.outputs, index, True))
             return
         port = wiring.attention if self.granularity == "attention" else wiring.mlp
         part, branch = self._part(layer, self.granularity), self._part(layer, f"{self.granularity}_branch")
         if port.norm is not None and not port.shared:
-            self._replace(layer, block.get_submodule(port.norm), _identity)
-        self._replace(layer, part, partial(_nothing, port.outputs, index if self.granularity == "attention" else None))
+            self._replace(layer, block.get_submodule(port.norm), partial(_without, 0, None, True))
+        self._replace(layer, part, partial(_without, port.outputs, index, False))
         if branch is not part:
-            self._replace(layer, branch, partial(_nothing, 0, None))
+            self._replace(layer, branch, partial(_without, 0, None, False))
 
     def _scale(self, layer: int, factors: dict[str, nn.Parameter]) -> None:
         assert self._wirings is not None
@@ -227,7 +278,11 @@ class _Mixer:
         self._scale = anatomy.branch_scale
         self._parallel = anatomy.family.design == "parallel"
         self._block = anatomy.blocks[layer - 1]
-        self._dropout = _has_dropout(self._block, anatomy.part(layer, "attention"), anatomy.part(layer, "mlp"))
+        parts = (anatomy.part(layer, "attention"), anatomy.part(layer, "mlp"))
+        between = [child for child in self._block.children() if child not in parts and isinstance(child, nn.Dropout)]
+        rates = [v for name, v in vars(self._block).items() if "dropout" in name and isinstance(v, float)]
+        self._dropout = any(rate > 0 for rate in (*rates, *(module.p for module in between)))
+        """Whether the block in training applies dropout between its branches and the stream."""
         self._stream: Tensor | None = None
         """The stream that the next branch is added to."""
 
@@ -256,53 +311,34 @@ class _Mixer:
         if self._dropout and self._block.training:
             raise FulldepthError("Scalars need the model in evaluation mode: its blocks drop out branches.")
         branch = output[0] if isinstance(output, tuple) else output
-        mixed = _mixed(branch, stream, self._factors[BRANCH[role]], self._factors[STREAM[role]], self._scale)
+        # b A + (s - 1) x, for a block that multiplies it by `scale`; in float32 at least, in the dtype of the sum.
+        dtype = torch.promote_types(branch.dtype, stream.dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        b, s = (self._factors[names[role]].to(branch.device, wide) for names in (BRANCH, STREAM))
+        mixed = (b * branch.to(wide) + (s - 1) / self._scale * stream.to(branch.device, wide)).to(dtype)
         if self._parallel and role == "attention" and self.mixes("mlp"):
             self._stream = stream + self._scale * mixed
         return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
 
 
-def _mixed(branch: Tensor, stream: Tensor, b: Tensor, s: Tensor, scale: float) -> Tensor:
-    """`b A + (s - 1) x`, for a block that multiplies it by `scale`; in float32 at least, in the dtype of the sum.
+def _without(outputs: int, index: int | None, identity: bool, *args: Any, **kwargs: Any) -> Any:
+    """Replaces a branch by zeros, or (`identity`) a block by its input; attention still counts its tokens in the cache.
 
-    With factors of 1 it is A to the bit.
+    The state is the first element of a tuple of `outputs`, or alone for 0.
     """
-    dtype = torch.promote_types(branch.dtype, stream.dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    b, s, stream = (tensor.to(branch.device, wide) for tensor in (b, s, stream))
-    mixed = b * branch.to(wide) + (s - 1) / scale * stream
-    return mixed.to(dtype)
-
-
-def _has_dropout(block: nn.Module, *parts: nn.Module | None) -> bool:
-    """Whether a block in training applies dropout between its branches and the stream."""
-    modules = [child for child in block.children() if child not in parts and isinstance(child, nn.Dropout)]
-    rates = [value for name, value in vars(block).items() if "dropout" in name and isinstance(value, float)]
-    return any(module.p > 0 for module in modules) or any(rate > 0 for rate in rates)
-
-
-def _shaped(state: Tensor, outputs: int) -> Any:
-    """A state as its block expects it: the tensor, or the first element of a tuple."""
-    return (state, *[None] * (outputs - 1)) if outputs else state
-
-
-def _identity(*args: Any, **kwargs: Any) -> Any:
-    return first_input(args, kwargs)
-
-
-def _nothing(outputs: int, index: int | None, *args: Any, **kwargs: Any) -> Any:
-    """Replaces a branch by zeros; attention still counts its tokens in the cache."""
     states = first_input(args, kwargs)
-    if index is not None:
-        _count(states, index, args, kwargs)
-    return _shaped(torch.zeros_like(states), outputs)
-
-
-def _pass_by(outputs: int, index: int, *args: Any, **kwargs: Any) -> Any:
-    """Replaces a block by the identity."""
-    states = first_input(args, kwargs)
-    _count(states, index, args, kwargs)
-    return _shaped(states, outputs)
+    cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+    if cache is not None and index is not None:  # one number per token, by its own `update` (windows, beams, crops)
+        entry = cache.layers[index] if index < len(cache.layers) else None
+        blanks = []
+        for name in ("keys", "values"):
+            # An entry that has a shape keeps it: allocated in advance, or filled while the layer was not skipped.
+            held = getattr(entry, name, None)
+            heads, width = (held.shape[1], held.shape[-1]) if held is not None and held.ndim == 4 else (1, 1)
+            blanks.append(states.new_zeros(states.shape[0], heads, states.shape[1], width))
+        cache.update(*blanks, index)
+    states = states if identity else torch.zeros_like(states)
+    return (states, *[None] * (outputs - 1)) if outputs else states
 
 
 def _refuse(layer: int, skipped: bool, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
@@ -312,19 +348,60 @@ def _refuse(layer: int, skipped: bool, names: tuple[str, ...], *args: Any, **kwa
     )
 
 
-def _count(states: Tensor, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Add one number per token to the cache, if there is one, through its own `update` (windows, beams, crops)."""
-    cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
-    if cache is None:
-        return
-    entry = cache.layers[index] if index < len(cache.layers) else None
+def _wirings(anatomy: Anatomy) -> dict[int, Wiring]:
+    """The wiring of every layer, recorded while two tokens run through the model."""
+    calls: dict[int, list[tuple[nn.Module, Any, Any]]] = {}
 
-    def blanks(held: Tensor | None) -> Tensor:
-        # An entry that already has a shape keeps it: allocated in advance, or filled while the layer was not skipped.
-        heads, width = (held.shape[1], held.shape[-1]) if held is not None and held.ndim == 4 else (1, 1)
-        return states.new_zeros(states.shape[0], heads, states.shape[1], width)
+    def record(layer: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls.setdefault(layer, []).append((module, first_input(args, kwargs), output))
 
-    cache.update(blanks(getattr(entry, "keys", None)), blanks(getattr(entry, "values", None)), index)
+    embeddings: Any = anatomy.body.get_input_embeddings()  # type: ignore[operator]
+    device = embeddings.weight.device
+    ids = torch.zeros(1, 2, dtype=torch.long, device="cpu" if device.type == "meta" else device)  # meta: offloaded
+    devices = [ids.device] if ids.device.type == "cuda" else []
+    with ExitStack() as hooks, warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices):
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # under gradient checkpointing
+        for layer, block in enumerate(anatomy.blocks, start=1):
+            parts: set[Any] = {block, *block.children(), *(anatomy.part(layer, role) for role in PARTS)} - {None}
+            for module in parts:
+                hooks.callback(module.register_forward_hook(partial(record, layer), with_kwargs=True).remove)
+        anatomy.body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    return {layer: _wiring(anatomy, layer, calls[layer]) for layer in calls}
 
 
-__all__ = ["GRANULARITIES", "Switches", "skipping"]
+def _wiring(anatomy: Anatomy, layer: int, calls: list[tuple[nn.Module, Any, Any]]) -> Wiring:
+    """The wiring of one block; refuses a block that does not call its parts as the anatomy says."""
+    block = anatomy.blocks[layer - 1]
+    names = {module: name for name, module in block.named_children()}
+    _, stream, output = next(call for call in calls if call[0] is block)
+    ports = {}
+    for role in ("attention", "mlp"):
+        part, branch = anatomy.part(layer, role), anatomy.part(layer, f"{role}_branch")
+        if part is None:
+            ports[role] = Port(None, False, 0)
+            continue
+        call, added = (next((call for call in calls if call[0] is module), None) for module in (part, branch))
+        if call is None or added is None:
+            raise FulldepthError(f"Layer {layer} cannot be switched: its block does not call its {role} for text.")
+        _, part_input, part_output = call
+        norm, norm_input, _ = next((c for c in calls if c[2] is part_input and c[0] in names), (None, part_input, None))
+        readers = [module for module, other, _ in calls if other is part_input]
+        ports[role] = Port(
+            None if norm is None else names[norm],
+            len(readers) > 1,
+            len(part_output) if isinstance(part_output, tuple) else 0,
+        )
+        states = norm_input if isinstance(norm_input, Tensor) and norm_input.numel() == stream.numel() else -stream
+        # The input up to rounding in any dtype; a state and its norm differ by more. Dropout would hide it.
+        if not (block.training or (states.view_as(stream) - stream).abs().max() <= 0.1 * stream.abs().max()):
+            path = "itself" if norm is None else f"through {names[norm]}"
+            raise FulldepthError(f"Layer {layer} cannot be switched: its {role} does not read the stream {path}.")
+        if anatomy.family.design != "parallel":
+            term = added[2][0] if isinstance(added[2], tuple) else added[2]
+            stream = stream + anatomy.branch_scale * term.view_as(stream)
+    return Wiring(ports["attention"], ports["mlp"], len(output) if isinstance(output, tuple) else 0)
+
+
+def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tensor input of a call."""
+    return args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,18 +16,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.hf.anatomy import Anatomy, anatomy_candidates
+from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, body_inputs, logits_of, sample_inputs
 from fulldepth.hf.detections import DetectionHeads
 from fulldepth.hf.exit_heads import cut_exit_heads
-from fulldepth.hf.fewer_layers import cut_to_first
 from fulldepth.hf.fsdp import uses_fsdp
 from fulldepth.hf.heads import Classifier
-from fulldepth.hf.modes import evaluating
-from fulldepth.hf.offloading import is_offloaded
-from fulldepth.hf.sample import sample_inputs
+from fulldepth.hf.modes import evaluating, is_offloaded
 
 ALLOWED = {torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest accepted difference from the whole model's states and logits, relative to the largest; 1e-4 for others."""
+
+NOT_PER_LAYER = ("token_id", "token_ids", "architectures", "labels", "section")
+"""Endings of names of lists that never have one entry per layer, even if their length is L."""
+LISTS_OF_LAYERS = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "attn_layer_indices")
+"""Lists of layer numbers, from 0."""
+ENTRIES_BY_LAYER = ("tree", "scalars")
+"""Mappings from the number of a layer: from 0 (`tree`) or from 1 (`scalars`)."""
+LAYERS_FROM_ONE = ("skipped_attention", "skipped_mlp")
+"""Lists of layer numbers, from 1."""
 
 
 class _Reached(Exception):  # noqa: N818
@@ -61,28 +66,34 @@ def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
             something else on their own.
     """
     anatomy = model if isinstance(model, Anatomy) else anatomy_candidates(model)[0]
-    kind = type(anatomy.model).__name__
     if not 1 <= layers <= anatomy.num_layers:
-        raise FulldepthError(f"{kind} has {anatomy.num_layers} layers; it cannot be cut to its first {layers}.")
-    reason = _obstacle(anatomy)
-    if reason:
-        raise FulldepthError(f"{kind} cannot be cut to its first layers: {reason}.")
-    config = first_layers_config(anatomy, layers)
+        raise _refusal(anatomy, layers, f"it has {anatomy.num_layers} layers")
+    whole, order = anatomy.model, anatomy.order
+    obstacles = {
+        "it is an encoder-decoder": bool(getattr(whole.config, "is_encoder_decoder", False))
+        and anatomy.family.layers_entry is None,
+        f"its final norm also stands between layers ({anatomy.family.norm_between}), and a shorter model of its class "
+        "applies it twice where early exit reads the layer with it once": anatomy.norm_between,
+        "its layers share modules": bool(order) and order != tuple(range(len(anatomy.block_list))),
+        "some of its weights are offloaded; load it without a device map": is_offloaded(whole),
+        "its weights are sharded": uses_fsdp(whole),
+        "functions of its modules are replaced (switches in use); restore them first": any(
+            "forward" in vars(module) for module in whole.modules()
+        ),
+    }
+    for reason, holds in obstacles.items():
+        if holds:
+            raise _refusal(anatomy, layers, reason)
+    config = _first_layers_config(anatomy, layers)
     try:
         with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
             cut: PreTrainedModel = type(anatomy.model)(config)
     except Exception as error:
-        raise FulldepthError(
-            f"{kind} cannot be cut to its first {layers} layers: its class does not accept such a configuration "
-            f"({one_line(str(error), 200)})."
-        ) from error
+        raise _refusal(anatomy, layers, f"its class does not accept such a configuration ({error})") from error
     shorter = replace(anatomy, model=cut)
     if shorter.num_layers != layers:
-        raise FulldepthError(
-            f"{kind} cannot be cut to its first {layers} layers: its configuration states their number under no "
-            "known name."
-        )
-    _share(anatomy.model, cut)
+        raise _refusal(anatomy, layers, "its configuration states their number under no known name")
+    _share(anatomy, cut, layers)
     cut_exit_heads(anatomy, shorter)
     if hasattr(anatomy.model, "generation_config"):
         cut.generation_config = anatomy.model.generation_config
@@ -91,12 +102,13 @@ def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
     return cut
 
 
-def first_layers_config(anatomy: Anatomy, layers: int) -> PreTrainedConfig:
-    """The configuration of a model, cut to its first layers; the original does not change.
+def _refusal(anatomy: Anatomy, layers: int, reason: str) -> FulldepthError:
+    kind = type(anatomy.model).__name__
+    return FulldepthError(f"{kind} cannot be cut to its first {layers} layers: {one_line(reason, 300)}.")
 
-    Raises:
-        FulldepthError: if the configuration of the layers is not a part of the model's, or shared layers cannot be cut.
-    """
+
+def _first_layers_config(anatomy: Anatomy, layers: int) -> PreTrainedConfig:
+    """The configuration of a model, cut to its first layers; the original does not change."""
     memo: dict[int, Any] = {}
     config = copy.deepcopy(anatomy.model.config, memo)
     inner = memo.get(id(anatomy.config))
@@ -104,82 +116,41 @@ def first_layers_config(anatomy: Anatomy, layers: int) -> PreTrainedConfig:
         parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
         inner = next((part for part in (config, *parts) if part.to_dict() == anatomy.config.to_dict()), None)
     if inner is None:
-        raise FulldepthError(
-            f"{type(anatomy.model).__name__} cannot be cut to its first layers: the configuration of its layers is no "
-            "part of the model's."
-        )
-    if anatomy.family.calls and len(anatomy.block_list) > 1:
-        _cut_groups(anatomy, inner, layers)
+        raise _refusal(anatomy, layers, "the configuration of its layers is no part of the model's")
+    groups, calls = len(anatomy.block_list), anatomy.num_layers
+    if anatomy.family.calls and groups > 1:  # of layers that share weights (ALBERT); call i runs i * groups // calls
+        left = (layers - 1) * groups // calls + 1
+        if any(call * groups // calls != call * left // layers for call in range(layers)):
+            reason = f"its {calls} layers share {groups} groups of weights; use {calls // groups} or a multiple of it"
+            raise _refusal(anatomy, layers, reason)
+        inner.num_hidden_groups = left
     try:
         if anatomy.family.layers_entry is not None:
             setattr(inner, anatomy.family.layers_entry, layers)
         else:
-            cut_to_first(inner, layers, anatomy.num_layers)
+            _cut_to_first(inner, layers, anatomy.num_layers)
     except Exception as error:  # configurations check their entries when they are set
-        reason = one_line(str(error), 200)
-        raise FulldepthError(f"The configuration of {type(anatomy.model).__name__} cannot be cut: {reason}") from error
+        raise _refusal(anatomy, layers, f"its configuration does not accept it: {error}") from error
     return config
 
 
-def _cut_groups(anatomy: Anatomy, config: Any, layers: int) -> None:
-    """Cut the groups of layers that share weights (ALBERT); call i of L runs group `i * groups // L`."""
-    groups, calls = len(anatomy.block_list), anatomy.num_layers
-    wanted = [call * groups // calls for call in range(layers)]
-    left = wanted[-1] + 1
-    if wanted != [call * left // layers for call in range(layers)]:
-        raise FulldepthError(
-            f"{type(anatomy.model).__name__} cannot be cut to its first {layers} layers: its {calls} layers share "
-            f"{groups} groups of weights; use {calls // groups} or a multiple of it."
-        )
-    config.num_hidden_groups = left
-
-
-def _obstacle(anatomy: Anatomy) -> str | None:
-    """Why a model cannot be cut, whatever the number of layers."""
-    model, order = anatomy.model, anatomy.order
-    reasons = {
-        "it is an encoder-decoder": bool(getattr(model.config, "is_encoder_decoder", False))
-        and anatomy.family.layers_entry is None,
-        f"its final norm also stands between layers ({anatomy.family.norm_between}), and a shorter model of its class "
-        "applies it twice where early exit reads the layer with it once": anatomy.norm_between,
-        "its layers share modules": bool(order) and order != tuple(range(len(anatomy.block_list))),
-        "some of its weights are offloaded; load it without a device map": is_offloaded(model),
-        "its weights are sharded": uses_fsdp(model),
-        "functions of its modules are replaced (switches in use); restore them first": any(
-            "forward" in vars(module) for module in model.modules()
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _share(model: PreTrainedModel, cut: PreTrainedModel) -> None:
-    """Put the original's parameters and buffers in place of the cut model's, by name.
-
-    Raises:
-        FulldepthError: if the original lacks one, or has it in another shape.
-    """
-    parameters, buffers = (
-        dict(model.named_parameters(remove_duplicate=False)),
-        dict(model.named_buffers(remove_duplicate=False)),
-    )
-    for name, parameter in list(cut.named_parameters(remove_duplicate=False)):
-        own = parameters.get(name)
-        if own is None or own.shape != parameter.shape:
-            state = "lacks it" if own is None else f"has it in the shape {tuple(own.shape)}"
-            raise FulldepthError(
-                f"{type(model).__name__} cannot be cut to its first layers: its class then needs the weight {name} of "
-                f"the shape {tuple(parameter.shape)}, and the model {state} (adapters have to be merged first)."
-            )
-        _owner(cut, name)._parameters[name.rpartition(".")[2]] = own
+def _share(anatomy: Anatomy, cut: PreTrainedModel, layers: int) -> None:
+    """Put the original's parameters and buffers in place of the cut model's, by name."""
+    parameters = dict(anatomy.model.named_parameters(remove_duplicate=False))
+    own = parameters | dict(anatomy.model.named_buffers(remove_duplicate=False))
     device = next(iter(parameters.values())).device
-    for name, buffer in list(cut.named_buffers(remove_duplicate=False)):
-        shared = buffers.get(name)
-        same = shared is not None and shared.shape == buffer.shape
-        _owner(cut, name)._buffers[name.rpartition(".")[2]] = shared if same else buffer.to(device)
-
-
-def _owner(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name.rpartition(".")[0])
+    named = [*cut.named_parameters(remove_duplicate=False), *cut.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        path, _, attribute = name.rpartition(".")
+        owner, shared = cut.get_submodule(path), own.get(name)
+        same = shared is not None and shared.shape == tensor.shape
+        if attribute in owner._buffers:
+            owner._buffers[attribute] = shared if same else tensor.to(device)
+        elif same:
+            owner._parameters[attribute] = shared  # type: ignore[assignment]
+        else:
+            reason = f"its class then needs the weight {name} of the shape {tuple(tensor.shape)}, which the model lacks"
+            raise _refusal(anatomy, layers, f"{reason} (adapters have to be merged first)")
 
 
 @torch.no_grad()
@@ -190,8 +161,8 @@ def _prove(anatomy: Anatomy, cut: Anatomy, layers: int) -> None:
         expected, got = _state_at(anatomy, layers, inputs), _state_at(cut, layers, inputs)
         pairs = {"states": (expected, got)}
         classifier = None if anatomy.head is None else Classifier(anatomy).at(layers)
-        output = {} if classifier is None else cut.model(**_without_cache(cut, inputs))
-        logits = _logits(output)
+        output = {} if classifier is None else cut.model(**body_inputs(cut, inputs))
+        logits = logits_of(output)
         if classifier is not None and anatomy.task == "detection":
             pairs["boxes"] = DetectionHeads(Classifier(anatomy)).boxes(expected, layers), output["pred_boxes"]
         if classifier is not None and logits is not None:
@@ -203,10 +174,7 @@ def _prove(anatomy: Anatomy, cut: Anatomy, layers: int) -> None:
     for name, (one, other) in pairs.items():
         allowed = ALLOWED.get(one.dtype, 1e-4) * float(one.abs().max())
         if one.shape != other.shape or not float((one.double() - other.double()).abs().max()) <= allowed:
-            raise FulldepthError(
-                f"{type(anatomy.model).__name__} cannot be cut to its first {layers} layers: by themselves they give "
-                f"other {name} than within the model."
-            )
+            raise _refusal(anatomy, layers, f"by themselves they give other {name} than within the model")
 
 
 def _state_at(anatomy: Anatomy, layer: int, inputs: Mapping[str, Any]) -> Tensor:
@@ -221,7 +189,7 @@ def _state_at(anatomy: Anatomy, layer: int, inputs: Mapping[str, Any]) -> Tensor
 
     hooks = [block.register_forward_hook(count) for block in set(anatomy.blocks)]
     try:
-        anatomy.body(**_without_cache(anatomy, inputs))
+        anatomy.body(**body_inputs(anatomy, inputs))
     except _Reached as reached:
         return anatomy.stream(reached.state)
     finally:
@@ -230,20 +198,98 @@ def _state_at(anatomy: Anatomy, layer: int, inputs: Mapping[str, Any]) -> Tensor
     raise FulldepthError(f"{type(anatomy.model).__name__} ran {calls} layers, not {layer}.")
 
 
-def _without_cache(anatomy: Anatomy, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs, for decoders without a cache: some cannot make one for their first layers alone."""
-    decodes = anatomy.task == "causal-lm" or getattr(anatomy.config, "use_cache", None) is True
-    return {**inputs, "use_cache": False} if decodes and anatomy.family.modality == "text" else dict(inputs)
+def slice_lists(config: PreTrainedConfig, remaining: list[int], num_layers: int) -> list[str]:
+    """Cut a configuration to the remaining layers, in place.
+
+    Args:
+        config: of a model of `num_layers` layers.
+        remaining: 1-based layers.
+        num_layers: L.
+
+    Returns:
+        The names of the lists that had one entry per layer.
+    """
+
+    def cut(values: Any) -> Any:
+        return type(values)(values[layer - 1] for layer in remaining)
+
+    names = [
+        name
+        for name, value in vars(config).items()
+        if isinstance(value, list | tuple)
+        and len(value) == num_layers
+        and not name.endswith(NOT_PER_LAYER)
+        and name not in LISTS_OF_LAYERS
+    ]
+    values = {name: cut(getattr(config, name)) for name in names}
+    config.num_hidden_layers = len(remaining)
+    for name, value in values.items():
+        setattr(config, name, value)
+    return sorted(names)
 
 
-def _logits(output: Any) -> Tensor | None:
-    """The logits in a model's output; None if there are none."""
-    for name in ("logits", "prediction_logits"):
-        with suppress(KeyError, AttributeError, TypeError):
-            found: Any = output[name]
-            if isinstance(found, Tensor):
-                return found
-    return None
+def renumber_layers(config: PreTrainedConfig, remaining: list[int], num_layers: int) -> list[str]:
+    """Renumber the remaining layers in a configuration's lists of layer numbers, in place.
+
+    `mlp_only_layers` and `decoder_sparse_step` (Qwen's mixtures of experts) become a list alone,
+    `first_k_dense_replace` (DeepSeek) counts the remaining dense layers, the other lists keep the remaining layers.
+    Other rules are left unchanged; weights that do not fit them are refused when the checkpoint is written.
+
+    Args:
+        config: of a model of `num_layers` layers.
+        remaining: 1-based layers.
+        num_layers: L.
+
+    Returns:
+        The names of the entries that changed.
+    """
+    before = {name: getattr(config, name) for name in LISTS_OF_LAYERS if isinstance(getattr(config, name, None), list)}
+    after: dict[str, Any] = {
+        name: [new for new, layer in enumerate(remaining) if layer - 1 in numbers] for name, numbers in before.items()
+    }
+    if (step := getattr(config, "decoder_sparse_step", None)) is not None and "mlp_only_layers" in before:
+        dense = {index for index in range(num_layers) if index in before["mlp_only_layers"] or (index + 1) % step}
+        before["decoder_sparse_step"], after["decoder_sparse_step"] = step, 1
+        after["mlp_only_layers"] = [new for new, layer in enumerate(remaining) if layer - 1 in dense]
+    if (first := getattr(config, "first_k_dense_replace", None)) is not None:
+        before["first_k_dense_replace"] = first
+        after["first_k_dense_replace"] = sum(layer <= first for layer in remaining)
+    for name, value in after.items():
+        setattr(config, name, value)
+    return [name for name, value in after.items() if value != before[name]]
 
 
-__all__ = ["truncated"]
+def _cut_to_first(config: PreTrainedConfig, layers: int, num_layers: int) -> None:
+    """Cut a configuration to the first layers, in place.
+
+    In addition to `slice_lists` and `renumber_layers`: layers that share keys and values are counted from the last
+    layer (`num_kv_shared_layers`), and entries of this package's classes and of GPT-Neo refer to layers in other ways.
+
+    Args:
+        config: of a model of `num_layers` layers.
+        layers: number of layers that remain, E.
+        num_layers: L.
+    """
+    remaining = list(range(1, layers + 1))
+    renumbered: dict[str, Any] = {
+        name: [layer for layer in value if layer <= layers]
+        for name in LAYERS_FROM_ONE
+        if isinstance(value := getattr(config, name, None), list)
+    }
+    for first, name in enumerate(ENTRIES_BY_LAYER):
+        if isinstance(entries := getattr(config, name, None), dict):
+            renumbered[name] = {key: entry for key, entry in entries.items() if int(key) - first < layers}
+    if getattr(config, "decoder_layers", None) == num_layers:  # BART and its kin call the encoder's num_hidden_layers
+        renumbered["decoder_layers"] = layers
+    if isinstance(scale := getattr(config, "stream_scale", None), list):
+        renumbered["stream_scale"] = scale[: 2 * layers + 1]
+    if isinstance(shared := getattr(config, "num_kv_shared_layers", None), int):
+        renumbered["num_kv_shared_layers"] = max(0, shared - (num_layers - layers))
+    if isinstance(kinds := getattr(config, "attention_layers", None), list | tuple) and hasattr(
+        config, "attention_types"
+    ):
+        renumbered["attention_types"] = [[[kind], 1] for kind in kinds[:layers]]
+    slice_lists(config, remaining, num_layers)
+    renumber_layers(config, remaining, num_layers)
+    for name, value in renumbered.items():
+        setattr(config, name, value)

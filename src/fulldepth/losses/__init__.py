@@ -2,7 +2,7 @@
 
 from fulldepth.losses.aligned_loss import aligned_loss
 from fulldepth.losses.coherence_penalty import coherence_penalty
-from fulldepth.losses.detection import Detection, use_set_loss
+from fulldepth.losses.detection import Detection, use_detection_loss
 from fulldepth.losses.exit_heads import add_exit_heads
 from fulldepth.losses.jump_penalty import jump_penalty, jump_weights
 from fulldepth.losses.objective import Objective
@@ -33,5 +33,5 @@ __all__ = [
     "orthogonality_penalty",
     "per_batch_terms",
     "similarity_penalty",
-    "use_set_loss",
+    "use_detection_loss",
 ]

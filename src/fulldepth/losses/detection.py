@@ -1,28 +1,43 @@
-"""`Detection`: the task of a DETR, whose labels are lists of classes and boxes, with a set loss for every layer."""
+"""`Detection`: the task of a DETR, whose labels are lists of classes and boxes; transformers' loss of every layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss
 
-from fulldepth.distributed import add_up, current
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Classifier, DetectionHeads, unwrapped
 from fulldepth.losses.states import statistics_dtype
 from fulldepth.losses.task import Task
-from fulldepth.metrics import SetLoss
 
 
-def _last_layer_loss(
-    logits: Tensor, labels: Sequence[Mapping[str, Tensor]], device: Any, boxes: Tensor, config: Any, *_: Any
+def detection_loss(
+    logits: Tensor, labels: Sequence[Mapping[str, Tensor]], device: Any, pred_boxes: Tensor, config: Any, *_: Any
 ) -> tuple[Tensor, dict[str, Tensor], None]:
-    """The arguments and results of `ForObjectDetectionLoss`."""
-    loss = _shared_loss(SetLoss.of(config), logits, boxes, labels)
-    return loss, {"loss": loss.detach()}, None
+    """Transformers' `ForObjectDetectionLoss` of one layer, in float32, without the objects that are crowds; NaN if a
+    prediction is not finite.
+    """
+    dtype = statistics_dtype(logits)
+    logits, boxes = logits.to(dtype), pred_boxes.to(dtype)
+    if not bool(torch.isfinite(logits.detach().sum() + boxes.detach().sum())):
+        loss = (logits.sum() + boxes.sum()) * torch.nan
+        return loss, {"loss": loss.detach()}, None
+    targets = []
+    for target in labels:
+        keep = ~target["crowd"] if "crowd" in target else slice(None)
+        targets.append(
+            {"class_labels": target["class_labels"][keep].to(device), "boxes": target["boxes"][keep].to(boxes)}
+        )
+    one_layer = copy(config)
+    one_layer.auxiliary_loss = False
+    loss, parts, _none = ForObjectDetectionLoss(logits, targets, device, boxes, one_layer)
+    return loss, parts, None
 
 
 @dataclass(frozen=True)
@@ -30,13 +45,11 @@ class Detection(Task):
     """Detection of objects by a set of queries.
 
     `labels` of a batch is a list with the `class_labels` [n] and `boxes` [n, 4] of each image, and perhaps `crowd` [n],
-    as in `fulldepth.metrics.Detections`. The loss is a function of the whole batch of all processes: its terms over
-    boxes are divided by the number of boxes (at least 1), its cross-entropy by the queries' weights. Accumulated
-    micro-batches count alike.
+    as in `fulldepth.metrics.Detections`. Accumulated micro-batches count alike.
     """
 
     handles = "detection"
-    stock_losses = (_last_layer_loss,)
+    stock_losses = (detection_loss,)
 
     def labels(self, batch: Mapping[str, Any]) -> None:
         """None: queries have no labels of their own, the matching gives them one anew for each layer."""
@@ -49,8 +62,7 @@ class Detection(Task):
     def layer_losses(
         self, batch: Mapping[str, Any], states: Sequence[Tensor], classifier: Classifier
     ) -> list[Tensor] | None:
-        """Set loss of layers 1..L, each read by the model's final norm, class head and box head, or by heads of
-        its own.
+        """Losses of layers 1..L, each read by the model's final norm, class head and box head, or by heads of its own.
 
         Args:
             batch: with `labels`.
@@ -62,31 +74,16 @@ class Detection(Task):
         """
         targets = batch.get("labels")
         if targets is None:
-            raise FulldepthError("The set loss of a layer needs `labels` in the batch.")
+            raise FulldepthError("The loss of a detector's layer needs `labels` in the batch.")
         model: Any = classifier.anatomy.model
-        heads, options = DetectionHeads(classifier).after_forward(), SetLoss.of(model.config)
-        read = [heads.read(state, layer) for layer, state in enumerate(states, start=1)]
-        return [_shared_loss(options, logits, boxes, targets) for logits, boxes in read]
+        heads = DetectionHeads(classifier).after_forward()
+        losses = []
+        for layer, state in enumerate(states, start=1):
+            logits, boxes = heads.read(state, layer)
+            losses.append(detection_loss(logits, targets, logits.device, boxes, model.config)[0])
+        return losses
 
 
-def use_set_loss(model: Any) -> None:
-    """Give a detector this package's set loss of its last layer as its `loss_function`.
-
-    It equals transformers' (`ForObjectDetectionLoss` without auxiliary losses) and also takes batches in which no image
-    has an object, crowds, and predictions that are not finite, for which the loss is NaN.
-    """
-    unwrapped(model).loss_function = _last_layer_loss
-
-
-def _shared_loss(options: SetLoss, logits: Tensor, boxes: Tensor, targets: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """The set loss, divided by means over processes while gradients are computed: data parallelism, which averages the
-    gradients, then gives those of one large batch.
-    """
-    dtype = statistics_dtype(logits)
-    sums = options.sums(logits.to(dtype), boxes.to(dtype), targets)
-    divisors = sums[[1, 4]].detach()  # weight of the queries, boxes
-    if torch.is_grad_enabled() and current().world > 1:
-        divisors = divisors.clone()
-        add_up(divisors)
-        divisors = divisors / current().world
-    return options.parts(sums, divisors)["mean"]
+def use_detection_loss(model: Any) -> None:
+    """Give a detector `detection_loss` as its `loss_function`."""
+    unwrapped(model).loss_function = detection_loss

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from fulldepth.errors import FulldepthError
 from fulldepth.losses.states import blocks, check_states, statistics_dtype
-from fulldepth.metrics.angle import angular, cosine
+from fulldepth.metrics.base import angular, cosine
 
 Side = Literal["previous", "current"]
 

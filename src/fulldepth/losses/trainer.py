@@ -18,11 +18,10 @@ from fulldepth.errors import FulldepthError
 from fulldepth.hf import (
     has_exit_heads,
     has_weights,
+    is_renamed,
     load_checkpoint,
-    missing_weights,
     restore_exit_heads,
     save_exit_heads,
-    stored_shapes,
 )
 from fulldepth.losses.exit_heads import add_exit_heads
 from fulldepth.losses.finite import StepGuard
@@ -322,7 +321,8 @@ class ObjectiveMixin(AnyTrainer):
         """As the Trainer, and the exit heads of a multi-exit model beside it."""
         with self.config_as_given():
             super()._save(output_dir, state_dict=state_dict)
-        save_exit_heads(self.accelerator.unwrap_model(self.model), output_dir or self.args.output_dir, state_dict)
+        if self.args.should_save:
+            save_exit_heads(self.accelerator.unwrap_model(self.model), output_dir or self.args.output_dir, state_dict)
 
     @contextmanager
     def config_as_given(self) -> Iterator[None]:
@@ -347,11 +347,10 @@ class ObjectiveMixin(AnyTrainer):
         """
         folder, model = Path(resume_from_checkpoint), self.accelerator.unwrap_model(self.model)
         whole = not (self.is_fsdp_enabled or self.is_deepspeed_enabled) and (folder / CONFIG_NAME).is_file()
-        if whole and has_weights(folder) and missing_weights(model, stored_shapes(folder)):
-            source = load_checkpoint(folder, dtype=model.dtype, device="cpu").model.state_dict()
-            model.load_state_dict(source, strict=not has_exit_heads(model))
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+        if whole and has_weights(folder) and is_renamed(model, folder):
+            load_weights(model, folder)
+            return
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
         if has_exit_heads(model):
             restore_exit_heads(model, folder)
 
@@ -362,6 +361,14 @@ class ObjectiveMixin(AnyTrainer):
         scales = self.accelerator.scaler is not None
         self.guard.before_step(self.state.global_step + 1, None if scales else norm, None if scales else self.optimizer)
         return norm
+
+
+def load_weights(model: Any, checkpoint: str | Path) -> None:
+    """Copy the weights and exit heads of an ordinary checkpoint into a model that is not sharded."""
+    source = load_checkpoint(checkpoint, dtype=model.dtype, device="cpu").model.state_dict()
+    model.load_state_dict(source, strict=not has_exit_heads(model))
+    if has_exit_heads(model):
+        restore_exit_heads(model, checkpoint)
 
 
 class DepthTrainer(ObjectiveMixin, Trainer):

@@ -9,9 +9,16 @@ from fulldepth.data import Sequences
 from fulldepth.distributed import processes
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf import find_checkpoints
-from fulldepth.measurement.fingerprint import contents, digest, fingerprints
 from fulldepth.measurement.run import measure_with
-from fulldepth.measurement.series import STEPS, Point, extends, measure_series, series_points
+from fulldepth.measurement.series import (
+    Point,
+    contents,
+    digest,
+    extends,
+    fingerprints,
+    measure_series,
+    series_points,
+)
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, PAGE, Results, TableMismatchError, check_free
 from fulldepth.settings.measure import MeasureSettings
@@ -64,7 +71,6 @@ def measure_into(
                 results.save_page(folder)
             process.wait()
             return results
-        process.first(lambda: _claim(folder, *([folder / STEPS] if points else [])))
         if points:
             results = measure_series(points, read, folder, settings, process, watcher, overwrite=overwrite)
             results.meta["warnings"] = [*results.meta["warnings"], *remarks]
@@ -104,15 +110,3 @@ def _is_there(folder: Path, print_of_run: str, points: list[Point], overwrite: b
         "settings have changed. "
         "Choose another --output, or replace it with --overwrite."
     )
-
-
-def _claim(*folders: Path) -> None:
-    """Create the folders and check that they are writable before the measurement starts."""
-    for folder in folders:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            probe = folder / ".writable"
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error

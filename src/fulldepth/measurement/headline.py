@@ -6,22 +6,15 @@ import math
 from dataclasses import dataclass, replace
 
 import pandas as pd
-import scipy.stats
 
 from fulldepth.data.sequences import Sequences
 from fulldepth.metrics.jump_rate import describe_jump, growth, size_of_jump
 from fulldepth.results import Finding
 from fulldepth.thresholds import COPY, NOISE
-from fulldepth.uncertainty import FEWEST_CLUSTERS, GROUPS, SIGNIFICANT, quantile
+from fulldepth.uncertainty import FEWEST_CLUSTERS, SIGNIFICANT
 
 ERROR = "standard_error"
 FALLS = "every layer in the sum displaces less than the one before by more than the error, so the sum is 0"
-MONOTONE = 0.8
-"""Kendall's tau from which two orders are called the same: at most one pair in ten is exchanged."""
-FEWEST_PAIRS = 3
-"""Fewest pairs of layers whose order is stated."""
-FEW_CLUSTERS = 8
-"""Clusters below which a sentence states the 95 % interval by Student's t."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +34,6 @@ class Clusters:
         """Those of a data set."""
         number = len(set(sequences.clusters)) or len(sequences)
         return cls(len(sequences), number, sequences.unit, sequences.no_error)
-
-    @property
-    def counted(self) -> str:
-        """Their number in words: `5 documents`, `1 block of 4,096 tokens`."""
-        return f"{self.number} {self.unit if self.number == 1 else plural(self.unit)}"
 
     @property
     def no_standard_error(self) -> str | None:
@@ -73,14 +61,15 @@ def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[s
         num_layers: L.
         clusters: of the sequences measured.
     """
+    median, median_interval = _step(table, "saturation", "median")
+    settled = f"Half of the predictions are settled by layer {median:.0f} of {num_layers}{_within(median_interval)}."
     findings = {
-        **_jumps(table, num_layers),
+        **{name: _jump(table, num_layers, back) for back, name in enumerate(("zeta_L", "zeta_L-1", "zeta_L-2"))},
         "last_layer_displacement": _displacement(table, num_layers),
         "mean_coherence": _coherence(table, clusters.sequences),
-        "median_saturation": _saturation(table, num_layers),
+        "median_saturation": Finding(median, "layers", settled, interval=median_interval),
         "effective_depth": _effective_depth(table, num_layers),
         "average_precision": _average_precision(table, num_layers),
-        "cosine_cka_order": _order(table),
     }
     return {
         name: _explained(finding, clusters)
@@ -90,18 +79,12 @@ def headline(table: pd.DataFrame, num_layers: int, clusters: Clusters) -> dict[s
 
 
 def _explained(finding: Finding, clusters: Clusters) -> Finding:
-    """The finding, with the reason if it has no error, or with its interval if that rests on few clusters."""
-    if finding.no_standard_error or finding.interval:
-        return finding
+    """The finding, with the reason if it has no error."""
     error = finding.standard_error
-    if error is None or not math.isfinite(error):
-        reason = clusters.no_standard_error or "without one group of the data the number is not defined"
-        return replace(finding, standard_error=None, no_standard_error=reason)
-    if clusters.number >= FEW_CLUSTERS:
+    if finding.no_standard_error or finding.interval or (error is not None and math.isfinite(error)):
         return finding
-    far = quantile(min(clusters.number, GROUPS)) * error
-    extra = f"Its 95 % interval is ± {far:.2g}, by Student's t over {clusters.counted}."
-    return replace(finding, sentence=f"{finding.sentence} {extra}")
+    reason = clusters.no_standard_error or "without one group of the data the number is not defined"
+    return replace(finding, standard_error=None, no_standard_error=reason)
 
 
 def _value(
@@ -109,45 +92,45 @@ def _value(
 ) -> float:
     """One value of the table; NaN if it was not measured."""
     rows = table[(table.measure == measure) & (table.statistic == statistic)]
-    if layer is not None:
-        rows = rows[rows.layer == layer]
-    if site is not None:
-        rows = rows[rows.site == site]
+    rows = rows if layer is None else rows[rows.layer == layer]
+    rows = rows if site is None else rows[rows.site == site]
     return float(rows.value.iloc[0]) if len(rows) else math.nan
 
 
-def _jumps(table: pd.DataFrame, num_layers: int) -> dict[str, Finding]:
-    findings = {}
-    for back, name in enumerate(("zeta_L", "zeta_L-1", "zeta_L-2")):
-        layer = num_layers - back
-        value, error = (_value(table, "jump_rate", statistic, layer) for statistic in ("value", ERROR))
-        noise = error if math.isfinite(error) else 0.0
-        reason = FALLS if value == error == 0 else None
-        if 0 < value <= SIGNIFICANT * noise:
-            sentence = _no_measurable_jump(value, noise, layer, back)
-        else:
-            sentence = describe_jump(value, noise) if back == 0 else _growth(value, noise, layer)
-        findings[name] = Finding(value, "%", sentence, None if reason else error, reason)
-    return findings
+def _step(table: pd.DataFrame, measure: str, statistic: str) -> tuple[float, tuple[float, float] | None]:
+    """A layer of the table, and its 95 % interval if it has one."""
+    value, low, high = (_value(table, measure, kind + statistic) for kind in ("", "low_of_", "high_of_"))
+    return value, (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 
-def _no_measurable_jump(value: float, error: float, layer: int, back: int) -> str:
-    """A sentence on a jump rate that is not larger than its noise."""
-    subject = "The last layer displaces" if back == 0 else f"From layer {layer} on, no layer displaces"
-    return f"{subject} no more than the one before by any measurable amount (jump rate {value:.2g} ± {error:.2g} %)."
+def _within(interval: tuple[float, float] | None) -> str:
+    """` (95 % interval 24 to 30)`; empty if it is not known."""
+    return " (95 % interval {:.0f} to {:.0f})".format(*interval) if interval else ""
 
 
-def _growth(value: float, error: float, layer: int) -> str:
-    """A sentence on the jump rate of several layers, correct at the printed precision."""
-    if value <= 0:
-        return f"From layer {layer} on, no layer displaces more than the one before: {size_of_jump(value)}."
-    return f"From layer {layer} on, displacement grows in all by {growth(value, error)}."
+def _jump(table: pd.DataFrame, num_layers: int, back: int) -> Finding:
+    """Finding on the jump rate over the last layers, from layer L - `back` on."""
+    layer = num_layers - back
+    value, error = (_value(table, "jump_rate", statistic, layer) for statistic in ("value", ERROR))
+    noise = error if math.isfinite(error) else 0.0
+    if 0 < value <= SIGNIFICANT * noise:
+        subject = "The last layer displaces" if back == 0 else f"From layer {layer} on, no layer displaces"
+        amount = f"(jump rate {value:.2g} ± {error:.2g} %)"
+        sentence = f"{subject} no more than the one before by any measurable amount {amount}."
+    elif back == 0:
+        sentence = describe_jump(value, noise)
+    elif value <= 0:
+        sentence = f"From layer {layer} on, no layer displaces more than the one before: {size_of_jump(value)}."
+    else:
+        sentence = f"From layer {layer} on, displacement grows in all by {growth(value, noise)}."
+    reason = FALLS if value == error == 0 else None
+    return Finding(value, "%", sentence, None if reason else error, reason)
 
 
 def _displacement(table: pd.DataFrame, num_layers: int) -> Finding:
     value, error = (_value(table, "displacement", name, num_layers, "residual") for name in ("mean", ERROR))
     means = table[(table.measure == "displacement") & (table.statistic == "mean") & (table.site == "residual")]
-    middle = float(means[means.layer < num_layers].value.median()) if len(means) > 1 else math.nan
+    middle = float(means[means.layer < num_layers].value.median())
     sentence = f"The last layer's displacement is {value:.3f} (0 = copies its input, 0.5 = turns it to a right angle)"
     sentence += f"; the layers before it have a median of {middle:.3f}." if math.isfinite(middle) else "."
     return Finding(value, "1", sentence, error)
@@ -166,64 +149,22 @@ def _coherence(table: pd.DataFrame, sequences: int) -> Finding:
     return Finding(value, "1", sentence, error)
 
 
-def _saturation(table: pd.DataFrame, num_layers: int) -> Finding:
-    value, interval = _step(table, "saturation", "median")
-    sentence = f"Half of the predictions are settled by layer {value:.0f} of {num_layers}{_within(interval)}."
-    return Finding(value, "layers", sentence, interval=interval)
-
-
-def _step(table: pd.DataFrame, measure: str, statistic: str) -> tuple[float, tuple[float, float] | None]:
-    """A layer of the table, and its 95 % interval if it has one."""
-    value, low, high = (_value(table, measure, kind + statistic) for kind in ("", "low_of_", "high_of_"))
-    return value, (low, high) if math.isfinite(low) and math.isfinite(high) else None
-
-
-def _within(interval: tuple[float, float] | None) -> str:
-    """` (95 % interval 24 to 30)`; empty if it is not known."""
-    return " (95 % interval {:.0f} to {:.0f})".format(*interval) if interval else ""
-
-
-def _of_pairs(table: pd.DataFrame, measure: str, statistic: str) -> pd.Series:
-    """The values of a statistic by pair of different layers."""
-    rows = table[(table.measure == measure) & (table.statistic == statistic) & (table.site == "residual")]
-    rows = rows[(rows.layer < rows.other).fillna(False).astype(bool)]
-    return rows.set_index(["layer", "other"]).value.astype("float64")
-
-
-def _order(table: pd.DataFrame) -> Finding:
-    """Finding on the order in which cosine and CKA put the pairs of layers."""
-    pairs = pd.DataFrame(
-        {"cosine": _of_pairs(table, "cosine", "mean"), "cka": _of_pairs(table, "cka", "debiased")}
-    ).dropna()
-    reason = "pairs of layers share layers, so they are no independent observations"
-    if len(pairs) < FEWEST_PAIRS or pairs["cosine"].nunique() < 2 or pairs["cka"].nunique() < 2:
-        return Finding(None)
-    spearman = float(scipy.stats.spearmanr(pairs["cosine"], pairs["cka"]).statistic)
-    kendall = float(scipy.stats.kendalltau(pairs["cosine"], pairs["cka"]).statistic)
-    verdict = "the same order up to few exchanges" if kendall >= MONOTONE else "different orders"
-    sentence = (
-        f"Cosine and CKA put the {len(pairs)} pairs of layers in {verdict} (Spearman {spearman:.2f}, Kendall "
-        f"{kendall:.2f}; 1 = each is a monotone function of the other)."
-    )
-    return Finding(spearman, "1", sentence, None, reason)
-
-
 def _effective_depth(table: pd.DataFrame, num_layers: int) -> Finding:
     """Finding on the first layer with 95 % of the last one's accuracy, by its estimate and by more than its error."""
     value, interval = _step(table, "effective_depth", "relative_eps=0.05")
-    absolute = _value(table, "effective_depth", "eps=0.05")
-    sentence = f"Layer {value:.0f} of {num_layers} already reaches 95 % of the last layer's accuracy"
-    if value >= num_layers:
+    if value < num_layers:
+        sentence = f"Layer {value:.0f} of {num_layers} already reaches 95 % of the last layer's accuracy"
+    else:
         sentence = f"No layer before the last (layer {num_layers}) reaches 95 % of its accuracy"
     sentence += _within(interval)
     if interval and value < num_layers:
-        sure = interval[1]
-        which = f"layer {sure:.0f} is the first" if sure < num_layers else "none before the last is"
-        sentence += f"; {which} above it by more than the error"
+        sure = f"layer {interval[1]:.0f} is the first" if interval[1] < num_layers else "none before the last is"
+        sentence += f"; {sure} above it by more than the error"
+    absolute = _value(table, "effective_depth", "eps=0.05")
     if absolute < num_layers:
         sentence += f"; an accuracy of 95 % is reached at layer {absolute:.0f}"
-    elif math.isfinite(absolute):
-        sentence += "; none before the last reaches an accuracy of 95 %" if value < num_layers else ""
+    elif math.isfinite(absolute) and value < num_layers:
+        sentence += "; none before the last reaches an accuracy of 95 %"
     return Finding(value, "layers", f"{sentence}.", interval=interval)
 
 

@@ -1,4 +1,4 @@
-"""Plan of a measurement: which measures can run, which sites they need, and their memory."""
+"""Plan of a measurement: which measures can run, which sites they need, and whether memory suffices."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from fulldepth.data import Sequences
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import Verified
+from fulldepth.hf import available_memory
+from fulldepth.measurement.subject import Subject
 from fulldepth.metrics import METRICS, Measure, Setup
 
 UNUSUAL = {"routing", "streams", "boxes"}
@@ -73,15 +75,14 @@ def make_plan(
             plan.left_out += [] if UNUSUAL & set(needs) else [{"measure": name, "reason": why}]
             continue
         plan.measures[name] = measure(setup)
-        plan.sites |= {site for site in measure.sites if _available(site, verified)}
-        plan.left_out += [
-            {"measure": f"{name} ({site})", "reason": reason}
-            for site in measure.sites
-            if (reason := _unavailable(site, verified)) is not None
-        ]
+        _add_sites(plan, name, measure.sites, verified)
+    reads_predictions = any("targets" in measure.needs for measure in plan.measures.values())
     if "attention_output" in setup.lens_sites:
-        _add_inner_lens(plan, verified, reasons)
-    plan.masked_pass = sequences.masked and any("targets" in measure.needs for measure in plan.measures.values())
+        reason = _no_inner_stream(verified) if reads_predictions else reasons.get("targets", "no measure reads it")
+        if reason is not None:
+            raise FulldepthError(f"--lens-sites attention_output cannot be read: {reason}.")
+        plan.sites.add("attention_output")
+    plan.masked_pass = sequences.masked and reads_predictions
     if not plan.measures:
         raise FulldepthError(
             "Nothing is left to measure: " + "; ".join(f"{w['measure']}: {w['reason']}" for w in plan.left_out)
@@ -89,48 +90,59 @@ def make_plan(
     return plan
 
 
-def _add_inner_lens(plan: Plan, verified: Verified, reasons: dict[str, str]) -> None:
-    """Capture the stream after attention for the lens.
+def _add_sites(plan: Plan, name: str, sites: Sequence[str], verified: Verified) -> None:
+    """Add the sites that a measure reads from this model, and the reasons for those that it lacks."""
+    for site in sites:
+        reason = _unavailable(site, verified)
+        if reason is not None:
+            plan.left_out.append({"measure": f"{name} ({site})", "reason": reason})
+        elif site == "attention_input" and (verified.chained or not verified.branches):
+            continue  # it equals the previous layer, or nothing inside the layer is measured
+        elif site != "reference":  # which comes from the other model
+            plan.sites.add(site)
 
-    Raises:
-        FulldepthError: if no measure reads predictions, or the layers have no such stream.
-    """
+
+def _no_inner_stream(verified: Verified) -> str | None:
+    """The reason why the lens cannot read the stream between attention and MLP, or None."""
     anatomy = verified.anatomy
-    reason = _unavailable("attention_output", verified)
-    if not any("targets" in measure.needs for measure in plan.measures.values()):
-        reason = reasons.get("targets", "none of the measures reads predictions")
-    elif reason is None and anatomy.has_streams:
-        reason = f"the layers of {type(anatomy.model).__name__} hold {verified.num_streams} streams"
-    elif reason is None and anatomy.family.design != "pre":
-        reason = NO_INNER_STREAM[anatomy.family.design]
-    if reason is not None:
-        raise FulldepthError(f"--lens-sites attention_output cannot be read: {reason}.")
-    plan.sites.add("attention_output")
+    if (reason := _unavailable("attention_output", verified)) is not None:
+        return reason
+    if anatomy.has_streams:
+        return f"the layers of {type(anatomy.model).__name__} hold {verified.num_streams} streams"
+    return NO_INNER_STREAM.get(anatomy.family.design)
 
 
 def missing(setup: Setup, verified: Verified, sequences: Sequences, has_reference: bool) -> dict[str, str]:
     """Missing requirement of measures -> reason."""
-    reasons = _missing_in_model(setup, verified)
+    kind = type(verified.anatomy.model).__name__
+    without_boxes = verified.anatomy.task != "detection"
+    checks = {
+        "routing": (not setup.routed_heads, f"{kind} has no memory of earlier layers"),
+        "head_shares": (
+            bool(setup.routed_heads) and not setup.head_shares,
+            "the output projections of its attention cannot be read",
+        ),
+        "streams": (setup.num_streams < 2, f"{kind} has a single residual stream"),
+        "labels": ((sequences.num_classes or 0) < 2, "the data have no labels of two or more classes"),
+        "words": (
+            not setup.words or sequences.kind in ("images", "objects"),
+            "images have no words" if setup.words else "no words were named (--words is,are,was,were)",
+        ),
+        "equal_lengths": (
+            not sequences.equal_lengths or setup.sequence_length < 2,
+            "it needs sequences of one length, two tokens at least, without padding",
+        ),
+        "several_sequences": (len(sequences) < 2, "it averages over sequences, and there is only one"),
+        "boxes": (without_boxes, f"{kind} predicts no boxes"),
+        "objects": (
+            not without_boxes and (sequences.kind != "objects" or not sequences.num_targets),
+            "the data hold no boxes of objects",
+        ),
+        "reference": (not has_reference, "no reference model was named (--reference MODEL)"),
+    }
+    reasons = {name: reason for name, (lacks, reason) in checks.items() if lacks}
     targets = _no_targets(verified, sequences)
-    if targets is not None:
-        reasons["targets"] = targets
-    if (sequences.num_classes or 0) < 2:
-        reasons["labels"] = "the data have no labels of two or more classes"
-    if not setup.words:
-        reasons["words"] = "no words were named (--words is,are,was,were)"
-    elif sequences.kind in ("images", "objects"):
-        reasons["words"] = "images have no words"
-    if not sequences.equal_lengths or setup.sequence_length < 2:
-        reasons["equal_lengths"] = "it needs sequences of one length, two tokens at least, without padding"
-    if len(sequences) < 2:
-        reasons["several_sequences"] = "it averages over sequences, and there is only one"
-    if verified.anatomy.task != "detection":
-        reasons["boxes"] = f"{type(verified.anatomy.model).__name__} predicts no boxes"
-    elif sequences.kind != "objects" or not sequences.num_targets:
-        reasons["objects"] = "the data hold no boxes of objects"
-    if not has_reference:
-        reasons["reference"] = "no reference model was named (--reference MODEL)"
-    return reasons
+    return reasons if targets is None else reasons | {"targets": targets}
 
 
 def _no_targets(verified: Verified, sequences: Sequences) -> str | None:
@@ -141,7 +153,7 @@ def _no_targets(verified: Verified, sequences: Sequences) -> str | None:
     if classifier is None:
         return f"{type(anatomy.model).__name__} has no language-model or classification head known here"
     if anatomy.task == "detection":
-        return "the queries of a detector have no target each: average_precision and detection_loss read them"
+        return "the queries of a detector have no target each: average_precision reads them"
     if anatomy.task == "representation":
         return "the head's targets are not in this data"
     if sequences.task != anatomy.task:
@@ -151,19 +163,6 @@ def _no_targets(verified: Verified, sequences: Sequences) -> str | None:
     if classifier.per_token and not sequences.num_targets:
         return sequences.no_targets or "no position has a target"
     return None
-
-
-def _missing_in_model(setup: Setup, verified: Verified) -> dict[str, str]:
-    """Missing feature of the model -> reason."""
-    kind = type(verified.anatomy.model).__name__
-    reasons = {}
-    if not setup.routed_heads:
-        reasons["routing"] = f"{kind} has no memory of earlier layers"
-    elif not setup.head_shares:
-        reasons["head_shares"] = "the output projections of its attention cannot be read"
-    if setup.num_streams < 2:
-        reasons["streams"] = f"{kind} has a single residual stream"
-    return reasons
 
 
 def _unavailable(site: str, verified: Verified) -> str | None:
@@ -178,8 +177,32 @@ def _unavailable(site: str, verified: Verified) -> str | None:
     return None
 
 
-def _available(site: str, verified: Verified) -> bool:
-    """Whether a site is captured from the measured model (`reference` comes from the other one)."""
-    if site == "attention_input" and (verified.chained or not verified.branches):
-        return False  # it equals the previous layer, or nothing inside the layer is measured
-    return site != "reference" and _unavailable(site, verified) is None
+def check_memory(plan: Plan, subject: Subject, batch_size: int) -> str:
+    """One line on the estimated memory of the run.
+
+    Raises:
+        FulldepthError: if the estimate exceeds the free memory.
+    """
+    held, setup = plan.memory, plan.setup
+    layers = sum(setup.num_layers + (site in ("residual", "reference")) for site in plan.sites)
+    layers += (setup.num_layers + 1) * plan.masked_pass
+    positions = min(batch_size, setup.num_sequences) * setup.sequence_length
+    batch = layers * positions * setup.width * subject.checkpoint.model.dtype.itemsize
+    # CKA converts the sample to float64
+    total = held["accumulators"] + held["reservoirs"] + max(batch, 2 * held["reservoirs"])
+    free = available_memory(setup.device)
+    sentence = (
+        f"Memory beside the model: accumulators {_mib(held['accumulators'])}, sample of {setup.reservoir_tokens} of "
+        f"{setup.num_tokens} tokens {_mib(held['reservoirs'])}, activations of one batch {_mib(batch)}."
+    )
+    if total > free:
+        raise FulldepthError(
+            f"Out of memory before the start. {sentence} Free: {_mib(free)}. Try a smaller --batch-size, "
+            "--sequence-length or --reservoir-tokens, or fewer --measures."
+        )
+    return sentence
+
+
+def _mib(size: int) -> str:
+    """Bytes as MiB."""
+    return f"{size / (1 << 20):,.1f} MiB"

@@ -12,7 +12,7 @@ from fulldepth.execution.batching import batched, model_inputs
 from fulldepth.measurement.subject import Subject
 from fulldepth.measurement.tokens import counted
 from fulldepth.metrics.base import Row
-from fulldepth.metrics.probe import probe_accuracy
+from fulldepth.metrics.separability import probe_accuracy
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.subjects import sequences_for
 from fulldepth.targets import IGNORE

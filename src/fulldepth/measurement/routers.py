@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 
 from fulldepth.execution import plain_weight
 from fulldepth.hf import Anatomy
-from fulldepth.measurement.grid import show
+from fulldepth.measurement.lens import show
 from fulldepth.measurement.subject import Subject
 from fulldepth.metrics import head_shares
 

@@ -4,42 +4,46 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from fulldepth.data import MASKED_SHARE, Sequences
+from fulldepth.data import MASKED_SHARE, Batch, Sequences
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import Verified, projection_names
-from fulldepth.execution.batching import batched
+from fulldepth.execution import COEFFICIENTS, Verified, body_inputs, capture, feed_projections, projection_names
+from fulldepth.execution.batching import batched, model_inputs
 from fulldepth.execution.memory import reset_peak, run_peak
-from fulldepth.hf import anatomy_candidates, evaluating, task_of, unwrapped
+from fulldepth.hf import Classifier, DetectionHeads, anatomy_candidates, evaluating, task_of, unwrapped
 from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement import tokens
-from fulldepth.measurement.caveats import EMPTY, caveats, refuse_nothing
+from fulldepth.measurement.caveats import EMPTY, caveats, refuse_nothing, sampling
 from fulldepth.measurement.headline import Clusters, headline
-from fulldepth.measurement.memory import check_memory
-from fulldepth.measurement.passes import Pass, run_pass, weigh
-from fulldepth.measurement.plan import Plan, make_plan
+from fulldepth.measurement.lens import LensReader
+from fulldepth.measurement.plan import Plan, check_memory, make_plan
 from fulldepth.measurement.probe import probe_rows
 from fulldepth.measurement.routers import nearest_tokens, shares_of_heads
-from fulldepth.measurement.sampling import sampling
 from fulldepth.measurement.stages import prepare_stages
 from fulldepth.measurement.subject import Subject, prepare_subject
 from fulldepth.measurement.towers import Extra, measure_each, measure_towers
-from fulldepth.metrics import SetLoss, Setup
-from fulldepth.metrics.cross import SITE
+from fulldepth.metrics import Detections, Observation, Readout, Setup, SpectralNorm
+from fulldepth.metrics.cosine import SITE
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, finite, gathered, groups_entry, provenance, tabulate
 from fulldepth.settings import layer as layered
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.subjects import open_checkpoint, prove, read_source, small_batch
+
+SIMILARITY = {"displacement", "jump_rate", "cosine"}
+LENS = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}
+"""Measures that share a computation, whose time is reported under one name."""
 
 
 def measure(
@@ -97,22 +101,15 @@ def measure(
         "dtype": str(dtype).removeprefix("torch."),
         **options,
     }
-    settings = layered(MeasureSettings, given)
+    settings, watcher = layered(MeasureSettings, given), watcher or Watcher()
     with processes(settings.device) as process:
-        if stages is not None or head is not None:
-            return _measure_stages(model, data, settings, process, watcher or Watcher(), stages=stages, head=head)
-        return measure_with(model, data, settings, process, watcher or Watcher(), tokenizer=tokenizer)
-
-
-def _measure_stages(
-    model: Any, data: Any, settings: MeasureSettings, process: Processes, watcher: Watcher, *, stages: Any, head: Any
-) -> Results:
-    """Measure a module by its stages."""
-    if stages is None or not isinstance(model, torch.nn.Module):
-        raise FulldepthError("stages and head describe a loaded module: pass the module itself, and name its stages.")
-    with evaluating(model):
-        subject = prepare_stages(model, data, settings, stages=stages, head=head)
-        return measure_subject(subject, settings, process, watcher)
+        if stages is None and head is None:
+            return measure_with(model, data, settings, process, watcher, tokenizer=tokenizer)
+        if stages is None or not isinstance(model, torch.nn.Module):
+            raise FulldepthError("stages and head describe a loaded module: pass the module, and name its stages.")
+        with evaluating(model):
+            subject = prepare_stages(model, data, settings, stages=stages, head=head)
+            return measure_subject(subject, settings, process, watcher)
 
 
 def measure_with(
@@ -169,8 +166,9 @@ def measure_subject(
         extra: makes a measure beside those of the settings.
     """
     start = time.perf_counter() if start is None else start
-    reference = _reference(subject, settings, process)
-    loaded = time.perf_counter() - start
+    clock = Clock()
+    reference = None if settings.reference is None else _reference(subject, settings.reference, settings, process)
+    clock.seconds["load"] = time.perf_counter() - start
     setup = make_setup(subject, settings)
     plan = make_plan(settings.measures, setup, subject.verified, subject.sequences, has_reference=bool(reference))
     if extra is not None and (further := extra(subject, setup)) is not None:
@@ -178,51 +176,57 @@ def measure_subject(
     watcher.say(check_memory(plan, subject, settings.batch_size))
     for entry in plan.left_out:
         watcher.say(f"Left out: {entry['measure']}, because {entry['reason']}.")
-    watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}", share(subject, settings, process))
-    data_pass = run_pass(subject, plan, settings, process, reference=reference, advance=watcher.advance)
-    weigh(subject, plan, process, data_pass.clock)
-    if process.is_main:
-        data_pass.router_tokens = nearest_tokens(subject)
-    table, influences = _tables(plan, data_pass, by_name=settings.measures is not None)
-    table, unfit = subject.fitting(table)
-    plan.left_out += unfit
+    share = subject.sequences.share(settings.batch_size, process.rank, process.world)
+    watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}", sum(map(len, share)))
+    grid = run_pass(subject, plan, settings, process, clock, reference=reference, advance=watcher.advance)
+    weigh(subject, plan, process, clock)
+
+    rows, influences = [], []
+    for name, accumulator in plan.measures.items():
+        with clock(name), warnings.catch_warnings():
+            # a process may have had no batches; the results of the others are merged in
+            warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
+            measured = accumulator.rows()
+            influences += accumulator.influences() if measured else []
+        rows += measured
+        if not measured:
+            reason = EMPTY.get(name, "there are too few tokens or occurrences in the data")
+            if settings.measures is not None:
+                raise FulldepthError(f"{name} was asked for but cannot be measured: {reason}.")
+            plan.left_out.append({"measure": name, "reason": reason})
     if settings.probe_data is not None:
-        with data_pass.clock("probe_accuracy"):
-            probes = process.first(lambda: probe_rows(subject, settings))  # fitting them is no work to share
-            table = pd.concat([table, tabulate(probes)], ignore_index=True)
+        with clock("probe_accuracy"):
+            rows += process.first(lambda: probe_rows(subject, settings))  # fitting them is no work to share
+    table, unfit = subject.fitting(tabulate(rows))
+    plan.left_out += unfit
     refuse_nothing(table, subject, setup)
-    data_pass.clock.seconds["load"] = loaded
-    data_pass.clock.seconds["total"] = time.perf_counter() - start
+    clock.seconds["total"] = time.perf_counter() - start
     return Results(
-        table, _document(subject, settings, plan, data_pass, table), None if subject.sequences.no_error else influences
+        table,
+        _document(subject, settings, plan, clock, table, grid, nearest_tokens(subject) if process.is_main else None),
+        None if subject.sequences.no_error else gathered(influences, setup.groups),
     )
-
-
-def share(subject: Subject, settings: MeasureSettings, process: Processes) -> int:
-    """Number of sequences in this process's share of the batches."""
-    return sum(map(len, subject.sequences.share(settings.batch_size, process.rank, process.world)))
 
 
 def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
     """Sizes of model and data, known before the first batch."""
-    anatomy, sequences = subject.anatomy, subject.sequences
+    anatomy, sequences, verified = subject.anatomy, subject.sequences, subject.verified
     lengths = sequences.lengths
     if not any(lengths):
-        lengths = [subject.verified.positions] * len(sequences)
+        lengths = [verified.positions] * len(sequences)
     num_tokens = tokens.how_many(subject.policy, lengths, subject.leading)
     if not num_tokens:
         raise FulldepthError(f"--tokens {subject.policy} leaves no token: every sequence is a single one.")
     device = subject.device if subject.device.type != "mps" else torch.device("cpu")  # MPS has no float64
     return Setup(
         num_layers=anatomy.num_layers,
-        width=subject.verified.width,
-        value_width=subject.verified.value_width,
-        chained=subject.verified.chained,
-        routed_heads=subject.verified.routed_heads,
+        width=verified.width,
+        value_width=verified.value_width,
+        chained=verified.chained,
+        routed_heads=verified.routed_heads,
         head_shares=shares_of_heads(anatomy),
-        num_streams=subject.verified.num_streams,
+        num_streams=verified.num_streams,
         sequence_length=max(lengths),
-        counted_length=tokens.how_many(subject.policy, [max(lengths)], subject.leading),
         num_sequences=len(sequences),
         clusters=(0,) * len(sequences) if sequences.no_error else tuple(sequences.clusters),
         num_tokens=num_tokens,
@@ -232,17 +236,14 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
         entropy_sequences=settings.entropy_sequences or len(sequences),
         words=tuple(settings.words),
         projections=projection_names(anatomy),
-        set_loss=SetLoss.of(anatomy.model.config) if anatomy.task == "detection" else None,
         seed=settings.seed,
         device=device,
     )
 
 
-def _reference(subject: Subject, settings: MeasureSettings, process: Processes) -> Verified | None:
+def _reference(subject: Subject, model: str, settings: MeasureSettings, process: Processes) -> Verified:
     """The second model of MMD, verified on the same data."""
-    if settings.reference is None:
-        return None
-    checkpoint = open_checkpoint(settings.reference, settings, process.device(settings.device), settings.device_map)
+    checkpoint = open_checkpoint(model, settings, process.device(settings.device), settings.device_map)
     candidates = anatomy_candidates(checkpoint.model, tower=settings.tower, override=settings.anatomy)
     batch = small_batch(subject.sequences)
     verified = prove(candidates, batch, subject.device, checkpoint.model.dtype, optional=("head", "branches"))
@@ -256,47 +257,185 @@ def _reference(subject: Subject, settings: MeasureSettings, process: Processes) 
     return verified
 
 
-def _tables(plan: Plan, data_pass: Pass, *, by_name: bool) -> tuple[pd.DataFrame, pd.DataFrame | None]:
-    """The rows and influences of all accumulators; measures without rows are listed in `plan.left_out` with a reason.
+@dataclass
+class Clock:
+    """Seconds by name."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the time spent inside."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@torch.inference_mode()
+def run_pass(
+    subject: Subject,
+    plan: Plan,
+    settings: MeasureSettings,
+    process: Processes,
+    clock: Clock,
+    *,
+    reference: Verified | None = None,
+    advance: Callable[[int], None] = lambda done: None,
+) -> dict[str, Any] | None:
+    """Run this process's share of the batches through the model and every accumulator.
+
+    Args:
+        subject: model and data.
+        plan: the measures, updated in place.
+        settings: batch size, lens sampling, grid.
+        process: this process.
+        clock: adds the time of every part.
+        reference: the second model of MMD.
+        advance: called with the number of sequences completed, for a progress bar.
+
+    Returns:
+        The lens grid, if there is one.
 
     Raises:
-        FulldepthError: if such a measure was requested by name.
+        FulldepthError: if an activation is NaN or infinite.
     """
-    rows, influences = [], []
-    for name, accumulator in plan.measures.items():
-        with data_pass.clock(name), warnings.catch_warnings():
-            # a process may have had no batches; the results of the others are merged in
-            warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
-            measured = accumulator.rows()
-            influences += accumulator.influences() if measured else []
-        reason = EMPTY.get(name, "there are too few tokens or occurrences in the data")
-        if not measured and by_name:
-            words = f" (words: {', '.join(plan.setup.words)})" if "words" in accumulator.needs else ""
-            raise FulldepthError(f"{name} was asked for but cannot be measured: {reason}{words}.")
-        if not measured:
-            plan.left_out.append({"measure": name, "reason": reason})
-        rows += measured
-    return tabulate(rows), gathered(influences, plan.setup.groups)
+    reader = LensReader(subject, settings, process) if plan.measures.keys() & LENS else None
+    sites, device, dtype = plan.sites | {"residual"}, plan.setup.device, subject.checkpoint.model.dtype
+    with ExitStack() as stack:
+        activations = stack.enter_context(capture(subject.anatomy, sites, stacked=device))
+        other = stack.enter_context(capture(reference.anatomy, ["residual"], stacked=device)) if reference else None
+        for batch in subject.sequences.batches(settings.batch_size, process.rank, process.world):
+            inputs = model_inputs(batch.inputs, subject.device, dtype)
+            with clock("forward"):
+                subject.anatomy.runner(**body_inputs(subject.anatomy, inputs))
+            with clock("states"):
+                states = {site: activations.stack(site, device) for site in sites - COEFFICIENTS.keys()}
+                coefficients = {site: activations.coefficients(site) for site in sites & COEFFICIENTS.keys()}
+            activations.clear(keep_stacks=batch.masked_inputs is None)
+            if reference is not None and other is not None:
+                with clock("forward (reference)"):
+                    reference.anatomy.runner(**body_inputs(reference.anatomy, inputs))
+                states["reference"] = other.stack("residual", device)
+                other.clear()
+            read = [states[site] for site in plan.setup.lens_sites] if batch.masked_inputs is None else []
+            if batch.masked_inputs is not None and plan.masked_pass:
+                inputs = model_inputs(batch.masked_inputs, subject.device, dtype)
+                with clock("forward (masked)"):
+                    subject.anatomy.runner(**body_inputs(subject.anatomy, inputs))
+                read = [activations.stack(site, device) for site in plan.setup.lens_sites]
+                activations.clear(keep_stacks=False)
+            observation = observe(subject, batch, states, read, reader)
+            observation.coefficients = coefficients
+            feed(plan, observation, clock)
+            observation.__dict__.clear()  # measures keep the object to recognise it, which would keep its tensors
+            advance(len(batch))
+    return None if reader is None else reader.grid
 
 
-def _groups(sequences: Sequences) -> dict[str, Any]:
-    """The entry `groups`; numbers of sequences identify clusters only within one text."""
-    if sequences.clusters:
-        return groups_entry(sequences.clusters, sequences.unit)
-    return groups_entry(range(len(sequences)), sequences.unit, sequences.text_hash or sequences.hash)
+def observe(
+    subject: Subject, batch: Batch, states: dict[str, Tensor], read: Sequence[Tensor], reader: LensReader | None
+) -> Observation:
+    """The observation that accumulators receive for one batch.
+
+    Args:
+        subject: model and data.
+        batch: the sequences.
+        states: site -> activations of the unmasked text.
+        read: what the lens reads: `[L+1, B, T, D]` residual stream, perhaps `[L, B, T, D]` stream after attention;
+            empty = no lens.
+        reader: applies the lens; None = no lens.
+
+    Raises:
+        FulldepthError: if an activation is NaN or infinite.
+    """
+    residual, classifier = states["residual"], subject.verified.classifier
+    for values in [residual] if batch.masked_inputs is None else [residual, *read]:
+        if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
+            raise FulldepthError(
+                f"Activations are NaN or infinite in sequences {int(batch.sequence[0])}..{int(batch.sequence[-1])}; "
+                "the weights are broken or the precision is too low (try --dtype float32)."
+            )
+    device, mask = residual.device, batch.attention_mask
+    mask = torch.ones(residual.shape[1:3], dtype=torch.bool, device=device) if mask is None else mask.to(device)
+    observation = Observation(
+        states=states,
+        attention_mask=mask,
+        counted=tokens.counted(subject.policy, mask, batch.token_ids, subject.eos, subject.leading),
+        pooled=subject.policy in tokens.POOLED,
+        sequence=batch.sequence.to(device),
+        labels=batch.labels,
+        words=batch.words,
+    )
+    if subject.anatomy.task == "detection" and classifier is not None:
+        observation.detections = detections(classifier, residual, batch.objects)
+    targets = batch.targets if classifier is not None and classifier.per_token else batch.labels
+    if classifier is not None and targets is not None and read and reader is not None:
+
+        def readout() -> Readout:
+            return reader.read(classifier, batch, targets.to(device), mask, *read)
+
+        observation.readout = readout
+    return observation
+
+
+def detections(classifier: Classifier, residual: Tensor, objects: Sequence[Mapping[str, Tensor]] | None) -> Detections:
+    """Classes and boxes of layers 1..L of a detector, from its residual stream `[L+1, B, Q, D]`."""
+    heads = DetectionHeads(classifier)
+    where = classifier.device or residual.device
+    depth = len(residual) - 1
+    read = [heads.read(residual[layer].to(where), layer) for layer in range(1, depth + 1)]
+    return Detections(torch.stack([logits for logits, _ in read]), torch.stack([boxes for _, boxes in read]), objects)
+
+
+def feed(plan: Plan, observation: Observation, clock: Clock) -> None:
+    """Update every accumulator; shared computations run first and are timed under their own name."""
+    names = plan.measures.keys()
+    if names & SIMILARITY:
+        with clock("similarity (shared)"):
+            _ = observation.cosines
+    if names & LENS:
+        with clock("lens (shared)"):
+            _ = observation.lens
+    for name, measure in plan.measures.items():
+        if "weights" not in measure.needs:
+            with clock(name):
+                measure.update(observation)
+
+
+def weigh(subject: Subject, plan: Plan, process: Processes, clock: Clock) -> None:
+    """Compute the measures of weights; the matrices are divided among the processes."""
+    for name, measure in plan.measures.items():
+        if not isinstance(measure, SpectralNorm):
+            continue
+        with clock(name):
+            unreadable = feed_projections(measure, subject.anatomy, process.rank, process.world)
+        if unreadable:
+            reason = f"{len(unreadable)} weights are offloaded, packed or of unknown form (first: {unreadable[0]})"
+            plan.left_out.append({"measure": f"{name} (in part)", "reason": reason})
 
 
 def _document(
-    subject: Subject, settings: MeasureSettings, plan: Plan, data_pass: Pass, table: pd.DataFrame
+    subject: Subject,
+    settings: MeasureSettings,
+    plan: Plan,
+    clock: Clock,
+    table: pd.DataFrame,
+    grid: dict[str, Any] | None,
+    routers: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Content of `results.json`."""
-    sequences, setup = subject.sequences, plan.setup
+    sequences, setup, clusters = subject.sequences, plan.setup, subject.sequences.clusters
     data = sequences.describe()
-    seconds = {name: round(value, 4) for name, value in data_pass.clock.seconds.items()}
+    seconds = {name: round(value, 4) for name, value in clock.seconds.items()}
+    # without clusters, the numbers of sequences identify groups within one text only
+    text = "" if clusters else sequences.text_hash or sequences.hash
+    groups = groups_entry(clusters or range(len(sequences)), sequences.unit, text)
     document = {
         **provenance("measure", settings.model_dump(), seed=settings.seed),
-        "model": subject.describe(),
-        "groups": None if sequences.no_error else _groups(sequences),
+        "model": subject.verified.describe(subject.checkpoint),
+        "groups": None if sequences.no_error else groups,
         "data": data
         | {
             "tokens": data["tokens"] or setup.num_sequences * setup.sequence_length,  # of images, those the model makes
@@ -311,11 +450,11 @@ def _document(
             "measures": seconds,
         },
         "memory": {**plan.memory, "peak": run_peak(subject.device)},
-        "sampling": sampling(subject, settings, setup, table, data_pass.lens_error),
+        "sampling": sampling(subject, settings, setup, table),
         "left_out": plan.left_out,
         "warnings": caveats(subject, setup, table),
-        "headline": headline(table, setup.num_layers, Clusters.of(subject.sequences)),
-        "lens_grid": data_pass.grid,
-        "router_tokens": data_pass.router_tokens,
+        "headline": headline(table, setup.num_layers, Clusters.of(sequences)),
+        "lens_grid": grid,
+        "router_tokens": routers,
     }
     return finite(document)

@@ -1,27 +1,103 @@
-"""A series: the checkpoints of one training run, each measured once, combined by step."""
+"""A series: the checkpoints of one training run, each measured once, combined by step; fingerprints of measurements."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
-import pydantic
 
-from fulldepth.data import Sequences, Source
+from fulldepth import __version__
+from fulldepth.data import Sequences, Source, content_hash
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import find_checkpoints, has_weights, is_sharded, trained_steps
-from fulldepth.measurement.fingerprint import contents, fingerprints
+from fulldepth.files import reading
+from fulldepth.hf import find_checkpoints, has_weights, packaged, trained_steps
 from fulldepth.measurement.run import measure_with
 from fulldepth.progress import Watcher, without_repeats
-from fulldepth.results import COLUMNS, Results, joined
+from fulldepth.results import COLUMNS, DOCUMENT, GROUPS, PAGE, TABLE, Results, joined
 from fulldepth.settings.measure import MeasureSettings
+
+SPEED_ONLY = {"batch_size", "device", "device_map"}
+"""Settings that do not affect the results."""
+NOT_READ = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".md", ".log"}
+"""Suffixes of pickled weights, optimiser states and notes, which are never read."""
+RESULT_FILES = {DOCUMENT, TABLE, GROUPS, PAGE}
+"""Files of results, which may be written into the model's own folder."""
+TOKENIZER = ("*token*", "vocab*", "merges*", "*.model", "chat_template*")
+"""Files of a tokenizer."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """File hashes of a checkpoint, a tokenizer or another path."""
+
+    place: str
+    """Absolute path, or Hub name."""
+    files: tuple[tuple[str, str], ...] = ()
+    """(name, sha256) of every file that may be read; empty for a Hub name."""
+
+    @property
+    def weights(self) -> frozenset[tuple[str, str]]:
+        """The files that hold weights."""
+        return frozenset(entry for entry in self.files if entry[0].endswith(".safetensors"))
+
+
+def contents(place: str | Path) -> Contents:
+    """Hash the files of a local path; a Hub name is identified by the name alone.
+
+    Only files at the top level of a folder count; subfolders may hold results, logs and other checkpoints. A folder
+    without a tokenizer gets the one in its parent folder, as in loading.
+
+    Raises:
+        FulldepthError: if a file cannot be read.
+    """
+    path = Path(packaged(str(place)))
+    if not path.exists():
+        return Contents(str(place))
+    path = path.resolve()
+    if path.is_file():
+        return Contents(str(path), ((path.name, _sha256(path)),))
+    own = [(file.name, _sha256(file)) for file in _files(path, "*")]
+    if not {"tokenizer.json", "tokenizer_config.json"} & {name for name, _ in own}:
+        parent_files = {file for pattern in TOKENIZER for file in _files(path.parent, pattern)}
+        own += [(f"../{file.name}", _sha256(file)) for file in sorted(parent_files)]
+    return Contents(str(path), tuple(own))
+
+
+def _files(folder: Path, pattern: str) -> Iterator[Path]:
+    """The files at the top level of a folder that may affect the results, sorted by name."""
+    for file in sorted(folder.glob(pattern)):
+        if file.is_file() and not (file.name.startswith(".") or file.suffix in NOT_READ or file.name in RESULT_FILES):
+            yield file
+
+
+def _sha256(file: Path) -> str:
+    with reading(file), file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def fingerprints(models: Sequence[Contents], data: Source | Sequences, settings: MeasureSettings) -> list[str]:
+    """For each model, sha256 of everything that affects its results: models, data, settings, version."""
+    other_contents = [place and contents(place).__dict__ for place in (settings.reference, settings.tokenizer)]
+    settings_read = settings.model_dump(exclude=SPEED_ONLY | {"reference", "tokenizer"})
+    shared = [__version__, data.name, content_hash(data), other_contents, settings_read]
+    return [digest([*shared, model.place, model.files]) for model in models]
+
+
+def digest(document: Any) -> str:
+    """sha256 of a document's JSON."""
+    return "sha256:" + hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()
+
 
 STEPS = "steps"
 """Subfolder of a series' results with one result folder per checkpoint."""
+TIMES = ("load", "forward", "total")
+"""Entries of `timings` that are summed over a series."""
 FINAL = "final"
 """Prefix of the name of a final model's result folder; its step follows."""
 
@@ -37,44 +113,6 @@ class Point:
     fingerprint: str
 
 
-class StepTimings(pydantic.BaseModel):
-    """Seconds, as `measure` writes them."""
-
-    load: float
-    forward: float
-    total: float
-    measures: dict[str, float]
-
-
-class StepData(pydantic.BaseModel):
-    """Entry on the data in a checkpoint's `results.json`."""
-
-    hash: str
-
-
-class SeriesEntry(pydantic.BaseModel):
-    """A checkpoint in a series' `results.json`."""
-
-    step: int
-    folder: str
-    fingerprint: str
-
-
-class StepDocument(pydantic.BaseModel):
-    """The parts of a checkpoint's `results.json` that a series reads."""
-
-    kind: Literal["measure"]
-    complete: Literal[True]
-    fingerprint: str
-    model: dict[str, Any]
-    data: StepData
-    timings: StepTimings
-    headline: dict[str, dict[str, Any]]
-    lens_grid: dict[str, Any] | None
-    left_out: list[dict[str, str]]
-    warnings: list[str]
-
-
 def series_points(
     run: str | Path, data: Source | Sequences, settings: MeasureSettings
 ) -> tuple[list[Point], list[str]]:
@@ -84,36 +122,26 @@ def series_points(
     its `trainer_state.json` names a later step than the last checkpoint's.
     """
     steps = find_checkpoints(run)
-    if shards := [place.name for _, place in steps if is_sharded(place)]:
-        raise FulldepthError(
-            f"{run} holds weights in shards ({shards[0]}). Put them together: fulldepth train export {run} --all."
-        )
     models = [contents(place) for _, place in steps]
     names = [place.name for _, place in steps]
     remarks: list[str] = []
     final = contents(run) if has_weights(run) else None
     if final is not None and final.weights not in [model.weights for model in models]:
-        step, remarks = _final_step(run, last=steps[-1][0])
-        if step is not None:
+        step, last = trained_steps(run), steps[-1][0]
+        if step is not None and step > last:
             steps, models, names = [*steps, (step, Path(run))], [*models, final], [*names, f"{FINAL}-{step}"]
+        else:
+            reason = (
+                "it has no trainer_state.json that names its step"
+                if step is None
+                else f"its trainer_state.json names step {step}, and the last checkpoint is of step {last}"
+            )
+            remarks.append(
+                f"The model at the root of {run} is no point of the series: its weights are those of no checkpoint, "
+                f"and {reason}. --no-series measures it alone."
+            )
     prints = fingerprints(models, data, settings)
     return [Point(n, place, name, p) for (n, place), name, p in zip(steps, names, prints, strict=True)], remarks
-
-
-def _final_step(run: str | Path, *, last: int) -> tuple[int | None, list[str]]:
-    """The step of a final model that is not a checkpoint; None and the reason if it is not after the last one."""
-    step = trained_steps(run)
-    if step is not None and step > last:
-        return step, []
-    reason = (
-        "it has no trainer_state.json that names its step"
-        if step is None
-        else f"its trainer_state.json names step {step}, and the last checkpoint is of step {last}"
-    )
-    return None, [
-        f"The model at the root of {run} is no point of the series: its weights are those of no checkpoint, and "
-        f"{reason}. --no-series measures it alone."
-    ]
 
 
 def extends(points: Sequence[Point], earlier: Mapping[str, Any]) -> bool:
@@ -126,10 +154,10 @@ def extends(points: Sequence[Point], earlier: Mapping[str, Any]) -> bool:
         earlier: the finished series' document.
     """
     try:
-        entries = pydantic.TypeAdapter(list[SeriesEntry]).validate_python(earlier.get("steps"), strict=True)
-    except pydantic.ValidationError:
+        entries = [e for e in earlier["steps"] if not e["folder"].startswith(f"{FINAL}-")]
+        measured = {(entry["step"], entry["fingerprint"]) for entry in entries}
+    except (AttributeError, KeyError, TypeError):  # no series, or written by hand
         return False
-    measured = {(e.step, e.fingerprint) for e in entries if not e.folder.startswith(f"{FINAL}-")}
     return bool(measured) and measured <= {(point.step, point.fingerprint) for point in points}
 
 
@@ -174,12 +202,15 @@ def _finished(folder_of_step: Path, print_of_step: str) -> Results | None:
     """
     try:
         results = Results.load(folder_of_step)
-        document = StepDocument.model_validate(results.meta, strict=True)
-    except (FulldepthError, pydantic.ValidationError):
+        meta, timings = results.meta, results.meta["timings"]
+        fingerprint, complete = meta["fingerprint"], meta["kind"] == "measure" and meta["complete"]
+        stated = [meta["data"]["hash"], meta["model"], timings["measures"], *(timings[key] for key in TIMES)]
+        complete = complete and None not in [*stated, *(meta[key] for key in ("headline", "left_out", "warnings"))]
+    except (FulldepthError, KeyError, TypeError):
         return None
-    if list(results.table.columns) != COLUMNS:
+    if not complete or list(results.table.columns) != COLUMNS:
         return None
-    if document.fingerprint != print_of_step:
+    if fingerprint != print_of_step:
         raise FulldepthError(
             f"{folder_of_step} holds results of another run (another model, other data or other settings). "
             "Choose another --output, or replace it with --overwrite."
@@ -205,8 +236,6 @@ def combine(parts: Sequence[tuple[Point, Results]]) -> Results:
     steps = [
         {"step": point.step, "folder": point.name, **{key: part.meta[key] for key in keys}} for point, part in parts
     ]
-    timings: dict[str, Any] = {
-        key: round(sum(part.meta["timings"][key] for _, part in parts), 4) for key in ("load", "forward", "total")
-    }
+    timings: dict[str, Any] = {key: round(sum(part.meta["timings"][key] for _, part in parts), 4) for key in TIMES}
     timings["measures"] = last["timings"]["measures"]
     return Results(table, {**last, "timings": timings, "steps": steps}, influences)

@@ -16,7 +16,6 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import Verified
 from fulldepth.execution.batching import batched, model_inputs
 from fulldepth.execution.stream import is_close
-from fulldepth.execution.trace import logits_of
 from fulldepth.fingerprint import Fingerprint
 from fulldepth.hf import (
     Checkpoint,
@@ -25,6 +24,7 @@ from fulldepth.hf import (
     StageHead,
     device_of,
     first_broken_weight,
+    logits_of,
     resolve_stages,
 )
 from fulldepth.hf.stages import STAGES
@@ -37,7 +37,7 @@ UNCHECKED = (
     "in the stated order, and the head gives the module's own output{head}. Not checked: whether the stages are all "
     "that changes the states, and whether a stage adds to its input."
 )
-POLICIES = ("auto", "all", "no-first", "cls", "last", "mean")
+POLICIES = ("all", "no-first", "cls", "last", "mean")
 
 
 class StagedCheckpoint(Checkpoint):
@@ -87,18 +87,25 @@ def prepare_stages(
     if broken := first_broken_weight(module):
         raise FulldepthError(f"{type(module).__name__} has NaN or infinite weights (first: {broken}).")
     parts = resolve_stages(module, stages)
-    own_head = module.get_submodule(head) if isinstance(head, str) else head
-    sequences = data if isinstance(data, Sequences) else _arrays(data, settings)
+    head = module.get_submodule(head) if isinstance(head, str) else head
+    policy = "all" if settings.tokens == "auto" else settings.tokens
+    if policy not in POLICIES:
+        raise FulldepthError(f"The token policy {policy} needs text; a plain module takes {', '.join(POLICIES)}.")
+    sequences = data
+    if not isinstance(data, Sequences):
+        sequences = prepare_arrays(data, max_sequences=settings.max_sequences, seed=settings.seed)
     device = device_of(module)
     inputs = model_inputs(sequences.collate(range(min(2, len(sequences)))).inputs, device, model.dtype)
     given, gave, output = _followed(model, parts, inputs)
     shapes = tuple(tuple(state.shape[1:]) for state in (given[0], *gave))
     anatomy = StagedAnatomy(model, STAGES, stages=parts, shapes=shapes)  # type: ignore[arg-type]
-    classifier = None if own_head is None else _checked_head(own_head, anatomy, gave[-1], output)
+    classifier = None if head is None else _checked_head(head, anatomy, gave[-1], output)
+    pairs = zip(given[1:], gave[:-1], strict=True)
+    gaps = [layer for layer, (x, y) in enumerate(pairs, start=2) if not is_close(x, y)]
     verified = VerifiedStages(
         anatomy,
         anatomy.width,
-        chained=all(is_close(x, y) for x, y in zip(given[1:], gave[:-1], strict=True)),
+        chained=not gaps,
         branches=False,
         classifier=classifier,
         positions=shapes[0][0] if anatomy.is_sequence else 1,
@@ -106,23 +113,22 @@ def prepare_stages(
         unproven={} if classifier else {"head": "none was given (head=)"},
     )
     sequences, batching = batched(anatomy, sequences, device)
-    policy = _policy(settings.tokens)
-    warnings = [UNCHECKED.format(head="" if classifier else " (none was given)"), *_gap(given, gave), batching]
-    opening = tokens.Openings("", None, None, len(sequences))
-    name = type(module).__name__
-    checkpoint = StagedCheckpoint(model, name)  # type: ignore[arg-type]
-    kept = tuple(filter(None, warnings))
-    return StagedSubject(checkpoint, verified, sequences, None, policy, device, opening, warnings=kept)
-
-
-def _arrays(data: Any, settings: MeasureSettings) -> Sequences:
-    return prepare_arrays(data, max_sequences=settings.max_sequences, seed=settings.seed)
-
-
-def _policy(asked: str) -> str:
-    if asked not in POLICIES:
-        raise FulldepthError(f"The token policy {asked} needs text; a plain module takes {', '.join(POLICIES)}.")
-    return "all" if asked == "auto" else asked
+    between = gaps and (
+        f"Stage {gaps[0]} does not read what stage {gaps[0] - 1} gives ({len(gaps)} such gaps): something between "
+        "them changes the states, and displacement and norm ratio count it to the later stage."
+    )
+    warnings = (UNCHECKED.format(head="" if classifier else " (none was given)"), between, batching)
+    checkpoint = StagedCheckpoint(model, type(module).__name__)  # type: ignore[arg-type]
+    return StagedSubject(
+        checkpoint,
+        verified,
+        sequences,
+        tokenizer=None,
+        policy=policy,
+        device=device,
+        openings=tokens.Openings("", None, len(sequences)),
+        warnings=tuple(line for line in warnings if line),
+    )
 
 
 @torch.no_grad()
@@ -188,18 +194,6 @@ def _checked_head(head: nn.Module, anatomy: StagedAnatomy, last: Tensor, output:
     if scores.ndim != 2:
         raise FulldepthError(f"The head gives {tuple(scores.shape)}; expected class scores [samples, classes].")
     return StageHead(head, anatomy)
-
-
-def _gap(given: Sequence[Tensor], gave: Sequence[Tensor]) -> list[str]:
-    """A sentence if a stage does not read exactly what the one before gives."""
-    pairs = zip(given[1:], gave[:-1], strict=True)
-    between = [layer for layer, (x, y) in enumerate(pairs, start=2) if x.shape != y.shape or not is_close(x, y)]
-    if not between:
-        return []
-    return [
-        f"Stage {between[0]} does not read what stage {between[0] - 1} gives ({len(between)} such gaps): something "
-        "between them changes the states, and displacement and norm ratio count it to the later stage."
-    ]
 
 
 def rows_that_fit(table: pd.DataFrame, widths: Sequence[int]) -> tuple[pd.DataFrame, list[dict[str, str]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from fulldepth.data import Batch, Sequences
+from fulldepth.data import Sequences
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified
 from fulldepth.execution.batching import batched
@@ -39,11 +39,6 @@ class Subject:
     leading: int = 0
     """Tokens before the first patch of an image; 0 for text."""
     warnings: tuple[str, ...] = ()
-
-    @property
-    def kinds_of_tokens(self) -> int | None:
-        """Number of distinct tokens in the data, without special tokens; None for images."""
-        return self.openings.kinds
 
     @property
     def anatomy(self) -> Anatomy:
@@ -75,10 +70,6 @@ class Subject:
         """The rows of a table whose numbers exist for this model, and the measures left out in part, with reasons."""
         return table, []
 
-    def describe(self) -> dict[str, Any]:
-        """The model's entry in `results.json`."""
-        return self.verified.describe(self.checkpoint)
-
 
 def prepare_subject(
     model: str | Path | PreTrainedModel | Checkpoint,
@@ -102,15 +93,21 @@ def prepare_subject(
     sequences = sequences_for(checkpoint, candidates[0], data, tokenizer, settings, settings.words)
     where = device_of(checkpoint.model)
     first = small_batch(sequences)
-    verified = prove(candidates, first, where, checkpoint.model.dtype, optional=_optional(settings))
+    described = {name for name, part in (settings.anatomy or {}).items() if part is not None}
+    parts = {"head": {"head"}, "branches": {"attention", "mlp"}}  # must be proven if the settings describe them
+    optional = {part for part, names in parts.items() if not names & described}
+    verified = prove(candidates, first, where, checkpoint.model.dtype, optional=optional)
     sequences, batching = batched(verified.anatomy, sequences, where)
-    cls = getattr(tokenizer, "cls_token_id", None)
-    class_token = tokens.opens_with_class_token(first, verified.anatomy, verified.positions, cls)
-    policy = tokens.resolve(settings.tokens, verified.anatomy, class_token)
     leading = tokens.leading_tokens(first, verified.anatomy, verified.positions)
+    class_token = None if leading is None else leading > 0
+    if first.token_ids is not None:
+        cls = getattr(tokenizer, "cls_token_id", None)
+        class_token = cls is not None and bool((first.token_ids[:, 0] == cls).all())
+    policy = tokens.resolve(settings.tokens, verified.anatomy, class_token)
     if policy in ("patches", "mean-patches") and leading is None:
         raise FulldepthError(f"--tokens {policy} needs images that the model cuts into patches of one known size.")
-    openings = _openings(sequences, tokenizer, verified.anatomy)
+    bos = getattr(verified.anatomy.config if tokenizer is None else tokenizer, "bos_token_id", None)
+    openings = tokens.openings(sequences, bos, getattr(tokenizer, "bos_token", None) or f"id {bos}")
     warnings = [] if batching is None else [batching]
     if openings.mixed and policy in ("all", "cls"):
         warnings.append(
@@ -118,26 +115,10 @@ def prepare_subject(
             "and those without it are unlike."
         )
     subject = Subject(checkpoint, verified, sequences, tokenizer, policy, where, openings, class_token, leading or 0)
-    if settings.tokens == "auto" and policy == "eos" and not _ends(first, subject.eos):
-        warnings.append("The tokenizer adds no end-of-sequence token, so the last token of each sequence counts.")
-        subject.policy = "last"
-    return replace(subject, warnings=tuple(warnings))
-
-
-def _optional(settings: MeasureSettings) -> set[str]:
-    """Parts of the model whose verification is optional: all except those that the settings describe."""
-    described = settings.anatomy or {}
-    parts = {"head": {"head"}, "branches": {"attention", "mlp"}}
-    return {part for part, names in parts.items() if not any(described.get(name) is not None for name in names)}
-
-
-def _ends(batch: Batch, eos: int | None) -> bool:
-    """Whether every sequence of a batch contains the end-of-sequence token."""
-    return batch.token_ids is not None and eos is not None and bool((batch.token_ids == eos).any(1).all())
-
-
-def _openings(sequences: Sequences, tokenizer: Any, anatomy: Anatomy) -> tokens.Openings:
-    """How the sequences begin, according to the tokenizer or, without one, the model's configuration."""
-    bos = getattr(tokenizer if tokenizer is not None else anatomy.config, "bos_token_id", None)
-    name = getattr(tokenizer, "bos_token", None) or f"id {bos}"
-    return tokens.openings(sequences, bos, name, getattr(tokenizer, "all_special_ids", ()))
+    if settings.tokens == "auto" and policy == "eos":
+        ids, eos = first.token_ids, subject.eos
+        if ids is None or eos is None or not bool((ids == eos).any(1).all()):
+            warnings.append("The tokenizer adds no end-of-sequence token, so the last token of each sequence counts.")
+            subject.policy = "last"
+    subject.warnings = tuple(warnings)
+    return subject

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,14 +44,12 @@ FIRST = {
 
 @dataclass(frozen=True)
 class Openings:
-    """How the sequences begin, and their number of distinct tokens."""
+    """How the sequences begin."""
 
     bos: str
     """The BOS token as text."""
     begin_with_bos: int | None
     """Number of sequences whose first token is the BOS token; None without a BOS token or without text."""
-    kinds: int | None
-    """Number of distinct tokens, without special tokens; None for images."""
     sequences: int
 
     @property
@@ -70,45 +68,33 @@ class Openings:
         return self.begin_with_bos is not None and 0 < self.begin_with_bos < self.sequences
 
 
-def openings(sequences: Sequences, bos: int | None, name: str, special: Collection[int]) -> Openings:
-    """How the sequences begin, for the BOS token's id and text (`name`), and the ids of all special tokens."""
-    begin, kinds = 0, torch.zeros(0, dtype=torch.int64)
+def openings(sequences: Sequences, bos: int | None, name: str) -> Openings:
+    """How the sequences begin, for the BOS token's id and text (`name`)."""
+    if bos is None:
+        return Openings(name, None, len(sequences))
+    begin = 0
     for batch in sequences.batches(256):
-        if batch.token_ids is None or batch.attention_mask is None:
-            return Openings(name, None, None, len(sequences))
-        begin += int((batch.token_ids[:, 0] == bos).sum()) if bos is not None else 0
-        kinds = torch.cat([kinds, batch.token_ids[batch.attention_mask]]).unique()
-    ordinary = set(kinds.tolist()) - set(special)
-    return Openings(name, None if bos is None else begin, len(ordinary), len(sequences))
-
-
-def opens_with_class_token(batch: Batch, anatomy: Anatomy, positions: int, cls: int | None) -> bool | None:
-    """Whether the first position is a class token (for text: `cls`); None if unknown.
-
-    For images, a model without a class token has as many `positions` in its residual stream as there are patches.
-    """
-    pixels = batch.inputs.get("pixel_values")
-    if pixels is None:
-        return None if batch.token_ids is None else cls is not None and bool((batch.token_ids[:, 0] == cls).all())
-    patches = _patches(pixels, getattr(anatomy.config, "patch_size", None))
-    return None if patches is None or positions < patches else positions > patches
+        if batch.token_ids is None:
+            return Openings(name, None, len(sequences))
+        begin += int((batch.token_ids[:, 0] == bos).sum())
+    return Openings(name, begin, len(sequences))
 
 
 def leading_tokens(batch: Batch, anatomy: Anatomy, positions: int) -> int | None:
-    """Number of tokens before the first patch of an image; None if unknown, and for text."""
-    pixels = batch.inputs.get("pixel_values")
-    patches = None if pixels is None else _patches(pixels, getattr(anatomy.config, "patch_size", None))
-    return None if patches is None or positions < patches else positions - patches
-
-
-def _patches(pixels: Tensor, patch: int | Sequence[int] | None) -> int | None:
-    """Number of patches of images `[B, C, H, W]`, or of images cut into patches already, `[B, N, *]`."""
-    if pixels.ndim == 3:
-        return int(pixels.shape[1])
-    if pixels.ndim != 4 or not isinstance(patch, int | list | tuple):
+    """Number of tokens before the first patch of an image: a model without a class token has as many `positions` in
+    its residual stream as there are patches. None if unknown, and for text.
+    """
+    pixels, patch = batch.inputs.get("pixel_values"), getattr(anatomy.config, "patch_size", None)
+    if pixels is None or pixels.ndim not in (3, 4):
         return None
-    height, width = (patch, patch) if isinstance(patch, int) else tuple(patch)[:2]
-    return (pixels.shape[2] // height) * (pixels.shape[3] // width)
+    if pixels.ndim == 3:  # cut into patches already
+        patches = int(pixels.shape[1])
+    elif isinstance(patch, int | list | tuple):
+        height, width = (patch, patch) if isinstance(patch, int) else tuple(patch)[:2]
+        patches = (pixels.shape[2] // height) * (pixels.shape[3] // width)
+    else:
+        return None
+    return positions - patches if positions >= patches else None
 
 
 def sentence(policy: str, modality: str, class_token: bool | None) -> str:
@@ -122,22 +108,19 @@ def resolve(policy: str, anatomy: Anatomy, class_token: bool | None = None) -> s
 
     `class_token`: whether its sequences begin with one; images that do not count as a whole.
     """
-    chosen = _default(anatomy) if policy == "auto" else policy
-    without = anatomy.family.modality == "images" and class_token is False
-    if policy == "auto" and without:
-        return {"cls": "all", "mean-patches": "mean"}.get(chosen, chosen)
-    return chosen
-
-
-def _default(anatomy: Anatomy) -> str:
-    """What `auto` means for a model, assuming a class token if its kind usually has one."""
+    family, head = anatomy.family, anatomy.head
+    if policy != "auto":
+        return policy
     if anatomy.task in ("causal-lm", "masked-lm", "seq2seq-lm"):
-        return "all"
-    if anatomy.family.counted_tokens is not None:
-        return anatomy.family.counted_tokens
-    if anatomy.head is not None and anatomy.head.feature in OF_POOL:
-        return OF_POOL[anatomy.head.feature]
-    return "cls" if anatomy.task != "representation" or anatomy.family.modality == "images" else "all"
+        chosen = "all"
+    elif family.counted_tokens is not None:
+        chosen = family.counted_tokens
+    elif head is not None and head.feature in OF_POOL:
+        chosen = OF_POOL[head.feature]
+    else:
+        chosen = "cls" if anatomy.task != "representation" or family.modality == "images" else "all"
+    without = family.modality == "images" and class_token is False
+    return {"cls": "all", "mean-patches": "mean"}.get(chosen, chosen) if without else chosen
 
 
 def counted(policy: str, attention_mask: Tensor, token_ids: Tensor | None, eos: int | None, leading: int = 0) -> Tensor:

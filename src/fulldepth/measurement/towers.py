@@ -1,26 +1,26 @@
-"""Measures both towers of a model of images and texts, and their similarity across modalities."""
+"""Measures the stacks of a model (two towers, or encoder and decoder), and towers across modalities."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 
-from fulldepth.data import Record, Source, choose, identities
+from fulldepth.data import Source, choose, identities
 from fulldepth.data.labelled import usable_rows
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.batching import model_inputs
 from fulldepth.execution.stream import check_close
 from fulldepth.hf import Checkpoint
-from fulldepth.measurement.stacks import Stack, combine_stacks
 from fulldepth.measurement.subject import Subject
 from fulldepth.metrics import METRICS, Setup
-from fulldepth.metrics.cross import Projected, cross_rows, cross_similarity
-from fulldepth.results import Finding, Results, finite, tabulate
+from fulldepth.metrics.cosine import Projected, cross_rows, cross_similarity
+from fulldepth.results import Finding, Results, finite, joined, tabulate
 from fulldepth.settings.measure import MeasureSettings
 
 TOWERS = {"image": "vision", "text": "text"}
@@ -48,7 +48,12 @@ def measure_towers(checkpoint: Checkpoint, source: Source, settings: MeasureSett
         seed=settings.seed,
         skip_bad=settings.skip_bad,
     )
-    records = _paired(source, settings)
+    bare = next((n for n, record in enumerate(source.records, start=1) if not (record.text or "").strip()), None)
+    if bare is not None:
+        raise FulldepthError(f"Image {bare} of {source.name} has no text; the towers are measured on pairs.")
+    names = identities(source)
+    chosen = choose(names, settings.max_sequences, settings.seed, settings.order)
+    records = [replace(source.records[index], identity=names[index]) for index in chosen]
     data = {
         "image": Source(source.name, "images", records, source.class_names, source.warnings),
         "text": Source(
@@ -56,15 +61,14 @@ def measure_towers(checkpoint: Checkpoint, source: Source, settings: MeasureSett
         ),
     }
     kept: dict[str, Projected] = {}
-    stacks: list[Stack] = []
+    stacks: dict[str, Results] = {}
     subjects: dict[str, Subject] = {}
     for name, tower in TOWERS.items():
-        results, subjects[name] = measured(
+        stacks[name], subjects[name] = measured(
             data[name],
             settings.model_copy(update={"tower": tower}),
             lambda subject, setup, name=name: _projected(subject, setup, kept, name),
         )
-        stacks.append(Stack(name, results))
     if len(kept) < len(TOWERS):
         combined = combine_stacks(stacks)
         reason = f"how {type(checkpoint.model).__name__} maps its towers into one space is not known"
@@ -78,8 +82,15 @@ def measure_towers(checkpoint: Checkpoint, source: Source, settings: MeasureSett
     texts = [records[index].text for index in samples["text"].keys.tolist()]
     first = {text: number for number, text in reversed(list(enumerate(texts)))}
     numbers = cross_similarity(image, text, torch.tensor([first[text] for text in texts]))
+    matched, mismatched, to_text, to_image = (float(values[-1, -1]) for values in numbers[:4])
+    sentence = (
+        f"At the last layers an image and its own text have a cosine of {matched:.3f}, with other texts "
+        f"{mismatched:.3f}; the nearest text is the right one for {100 * to_text:.0f} % of {numbers.pairs} images, the "
+        f"nearest image for {100 * to_image:.0f} % of the texts."
+    )
+    finding = Finding(matched, "1", sentence, None, "it is a mean over pairs, which share images and texts")
     combined = combine_stacks(stacks, tabulate(list(cross_rows(numbers))))
-    combined.meta["headline"] |= finite({name: finding.document() for name, finding in _headline(numbers).items()})
+    combined.meta["headline"] |= finite({"cross:matched_cosine": finding.document()})
     return combined
 
 
@@ -91,26 +102,14 @@ def measure_each(names: Sequence[str], source: Source, settings: MeasureSettings
     Raises:
         FulldepthError: if the data hold no pairs.
     """
-    parts = []
+    parts: dict[str, Results] = {}
     for name in reversed(names):  # the decoder first: it refuses other data
         asked = settings.measures
         if asked is not None and name == "encoder":
             asked = [measure for measure in asked if "targets" not in METRICS[measure].needs]
         if asked or not settings.measures:
-            parts.append(
-                Stack(name, measured(source, settings.model_copy(update={"tower": name, "measures": asked}))[0])
-            )
-    return combine_stacks(parts[::-1])
-
-
-def _paired(source: Source, settings: MeasureSettings) -> list[Record]:
-    """The chosen records, each an image with its text."""
-    bare = next((n for n, record in enumerate(source.records, start=1) if not (record.text or "").strip()), None)
-    if bare is not None:
-        raise FulldepthError(f"Image {bare} of {source.name} has no text; the towers are measured on pairs.")
-    names = identities(source)
-    chosen = choose(names, settings.max_sequences, settings.seed, settings.order)
-    return [replace(source.records[index], identity=names[index]) for index in chosen]
+            parts[name] = measured(source, settings.model_copy(update={"tower": name, "measures": asked}))[0]
+    return combine_stacks(dict(reversed(parts.items())))
 
 
 def _projected(subject: Subject, setup: Setup, kept: dict[str, Projected], name: str) -> Projected | None:
@@ -153,14 +152,65 @@ def _check(subjects: dict[str, Subject], features: dict[str, Tensor], keys: Tens
         check_close(claim, got, expected, subjects[name].checkpoint.model.dtype)
 
 
-def _headline(numbers: Any) -> dict[str, Finding]:
-    """Findings on the last layers."""
-    matched, mismatched = float(numbers.matched[-1, -1]), float(numbers.mismatched[-1, -1])
-    to_text, to_image = float(numbers.image_to_text[-1, -1]), float(numbers.text_to_image[-1, -1])
-    sentence = (
-        f"At the last layers an image and its own text have a cosine of {matched:.3f}, with other texts "
-        f"{mismatched:.3f}; the nearest text is the right one for {100 * to_text:.0f} % of {numbers.pairs} images, the "
-        f"nearest image for {100 * to_image:.0f} % of the texts."
-    )
-    reason = "it is a mean over pairs, which share images and texts"
-    return {"cross:matched_cosine": Finding(matched, "1", sentence, None, reason)}
+def combine_stacks(stacks: Mapping[str, Results], further: pd.DataFrame | None = None) -> Results:
+    """One table and document: sites and findings carry the stacks' names; times are summed.
+
+    The stream has the stack's own name as its site, other sites are `STACK:SITE`. Influences are kept where all stacks
+    have the same clusters.
+
+    Args:
+        stacks: name (`image`, `text`, `encoder`, `decoder`) -> results, in the order of the model's description.
+        further: rows across stacks.
+    """
+
+    def named(stack: str, rows: pd.DataFrame | None) -> pd.DataFrame | None:
+        if rows is None:
+            return None
+        plain = rows["site"].isna() | (rows["site"] == "residual")
+        return rows.assign(site=(stack + ":" + rows["site"].astype("str")).mask(plain, stack))
+
+    tables: list[Any] = [named(name, results.table) for name, results in stacks.items()]
+    table = pd.concat([*tables, *([] if further is None else [further])], ignore_index=True)
+    influences = joined((results.meta, named(name, results.influences)) for name, results in stacks.items())
+    return Results(table, _document({name: results.meta for name, results in stacks.items()}), influences)
+
+
+def _document(metas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The last stack's document, with the parts of all."""
+    last = list(metas.values())[-1]
+    described = [{**meta["model"], "name": name} for name, meta in metas.items()]
+    spent = [meta["timings"] for meta in metas.values()]
+    timings: dict[str, Any] = {key: round(sum(t[key] for t in spent), 4) for key in ("load", "forward", "total")}
+    timings["measures"] = {
+        f"{name}: {measure}": seconds
+        for name, meta in metas.items()
+        for measure, seconds in meta["timings"]["measures"].items()
+    }
+    grids = [meta["lens_grid"] for meta in metas.values() if meta["lens_grid"]]
+    policies = {name: meta["token_policy"] for name, meta in metas.items()}
+    keys = ("name", "num_layers", "width", "family", "task")
+    return {
+        **last,
+        "model": {**last["model"], "num_layers": max(entry["num_layers"] for entry in described)},
+        "stacks": [{key: entry[key] for key in keys} for entry in described],
+        "token_policy": {
+            "name": ", ".join(f"{name}: {policy['name']}" for name, policy in policies.items()),
+            "sentence": " ".join(f"{name.capitalize()}: {policy['sentence']}" for name, policy in policies.items()),
+            "begin_with_bos": None,
+        },
+        "timings": timings,
+        "left_out": [
+            {**entry, "measure": f"{name}: {entry['measure']}"}
+            for name, meta in metas.items()
+            for entry in meta["left_out"]
+        ],
+        "warnings": list(
+            dict.fromkeys(f"{name.capitalize()}: {line}" for name, meta in metas.items() for line in meta["warnings"])
+        ),
+        "headline": {
+            f"{name}:{key}": {**finding, "sentence": f"{name.capitalize()}: {finding['sentence']}"}
+            for name, meta in metas.items()
+            for key, finding in meta["headline"].items()
+        },
+        "lens_grid": grids[-1] if grids else None,
+    }

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 from fulldepth.metrics.average_precision import AveragePrecision, average_precision
-from fulldepth.metrics.base import Influence, Measure, Observation, Readout, Row, Setup
+from fulldepth.metrics.base import Detections, Influence, Measure, Observation, Readout, Row, Setup
 from fulldepth.metrics.cka import Cka, cka_matrix, linear_cka
 from fulldepth.metrics.coherence import Coherence, coherence
-from fulldepth.metrics.cosine import Cosine, cosine_matrix
-from fulldepth.metrics.cross import Cross, cross_similarity
-from fulldepth.metrics.detection_loss import DetectionLoss, SetLoss, detection_loss
-from fulldepth.metrics.detections import Detections
-from fulldepth.metrics.displacement import Displacement, displacement
-from fulldepth.metrics.effective_depth import EffectiveDepth, effective_depth
-from fulldepth.metrics.expected_retrieval import ExpectedRetrieval, expected_retrieval, head_shares
+from fulldepth.metrics.cosine import Cosine, Cross, cosine_matrix, cross_similarity
+from fulldepth.metrics.displacement import Displacement, NormRatio, displacement, norm_ratio
 from fulldepth.metrics.jump_rate import JumpRate, jump_rate
-from fulldepth.metrics.lens_accuracy import LensAccuracy, lens_accuracy
-from fulldepth.metrics.lens_loss import LensLoss, lens_loss
+from fulldepth.metrics.lens import (
+    EffectiveDepth,
+    LensAccuracy,
+    LensLoss,
+    Saturation,
+    effective_depth,
+    lens_accuracy,
+    lens_loss,
+    saturation_layer,
+)
 from fulldepth.metrics.mmd import Mmd, mmd
 from fulldepth.metrics.nc1 import Nc1, nc1
-from fulldepth.metrics.norm_ratio import NormRatio, norm_ratio
 from fulldepth.metrics.renyi_entropy import RenyiEntropy, renyi_entropy
 from fulldepth.metrics.reservoir import Reservoir
-from fulldepth.metrics.retrieval_weight import RetrievalWeight, retrieval_share, retrieval_weight
-from fulldepth.metrics.saturation import Saturation, saturation_layer
+from fulldepth.metrics.routing import (
+    ExpectedRetrieval,
+    RetrievalWeight,
+    StreamMixing,
+    expected_retrieval,
+    head_shares,
+    retrieval_share,
+    retrieval_weight,
+    stream_mixing,
+)
 from fulldepth.metrics.separability import Separability, separability
 from fulldepth.metrics.spectral_norm import SpectralNorm, spectral_norm
-from fulldepth.metrics.stream_mixing import StreamMixing, stream_mixing
 
 METRICS: dict[str, type[Measure]] = {
     "displacement": Displacement,
@@ -47,7 +56,6 @@ METRICS: dict[str, type[Measure]] = {
     "expected_retrieval": ExpectedRetrieval,
     "stream_mixing": StreamMixing,
     "average_precision": AveragePrecision,
-    "detection_loss": DetectionLoss,
 }
 """Measures by public name. Adding a measure takes one file, one line here and one test."""
 
@@ -58,7 +66,6 @@ __all__ = [
     "Coherence",
     "Cosine",
     "Cross",
-    "DetectionLoss",
     "Detections",
     "Displacement",
     "EffectiveDepth",
@@ -79,7 +86,6 @@ __all__ = [
     "Row",
     "Saturation",
     "Separability",
-    "SetLoss",
     "Setup",
     "SpectralNorm",
     "StreamMixing",
@@ -88,7 +94,6 @@ __all__ = [
     "coherence",
     "cosine_matrix",
     "cross_similarity",
-    "detection_loss",
     "displacement",
     "effective_depth",
     "expected_retrieval",

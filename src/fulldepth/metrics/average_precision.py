@@ -1,51 +1,33 @@
-"""Average precision of a detector at every layer, by COCO's protocol (aligned training, App. B.5)."""
+"""Average precision of a detector at every layer, by COCO's own code (aligned training, App. B.5)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import redirect_stdout
+from copy import copy
+from io import StringIO
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fulldepth.distributed import current
+from fulldepth.errors import FulldepthError
 from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
-from fulldepth.metrics.detections import Target, areas, corners, intersections, iou
 from fulldepth.metrics.jackknife import error_of, jackknife_influence
 from fulldepth.uncertainty import FEWEST_CLUSTERS
 
-THRESHOLDS = tuple(round(0.5 + 0.05 * step, 2) for step in range(10))
-"""Intersections over union from which a detection counts as right."""
-RECALLS = 101
-"""Points of recall, 0 to 1, over which precision is averaged."""
-MOST_DETECTIONS = 100
-"""Most detections of a class in an image, those of highest score."""
-SLACK = 1e-10
-"""COCO's own: an intersection over union of a threshold passes despite rounding."""
-
-
-class Matches(NamedTuple):
-    """The detections of one image, matched to its objects; n detections, T thresholds."""
-
-    scores: np.ndarray
-    """[n] float64."""
-    classes: np.ndarray
-    """[n] int64."""
-    right: np.ndarray
-    """[T, n] bool: matched to an object of its class."""
-    ignored: np.ndarray
-    """[T, n] bool: matched to a crowd, so neither right nor wrong."""
+Target = Mapping[str, Tensor]
+"""Objects of one image: `class_labels` [n], `boxes` [n, 4] and perhaps `crowd` [n] bool."""
 
 
 def average_precision(logits: Sequence[Tensor], boxes: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, float]:
     """Average precision of the detections of some images, in [0, 1].
 
     Each query gives one detection: its most probable class other than "no object", with that probability as score
-    (DETR's own reading). Per class and threshold, detections are matched in the order of their scores to the free
-    object of their class with the largest intersection over union. Precision, made non-increasing, is averaged over 101
-    points of recall, then over the classes that occur. Areas of all sizes count; detections on crowds are ignored; at
-    most 100 detections of a class count in an image.
+    (DETR's own reading). Areas of all sizes count; detections on crowds are ignored; at most 100 detections of a class
+    count in an image.
 
     Args:
         logits: of each image, `[Q, C+1]`, the last class "no object".
@@ -55,121 +37,72 @@ def average_precision(logits: Sequence[Tensor], boxes: Sequence[Tensor], targets
     Returns:
         `ap` (mean over the thresholds 0.5, 0.55, ..., 0.95), `ap50` and `ap75`; NaN without objects.
 
-    Source: Lin et al. 2014, "Microsoft COCO" (its evaluation code, `COCOeval`).
+    Raises:
+        FulldepthError: if pycocotools is not installed.
+
+    Source: Lin et al. 2014, "Microsoft COCO", and its evaluation code, pycocotools.
     """
-    matches = [match(*each) for each in zip(logits, boxes, targets, strict=True)]
-    return summary(matches, positives(targets))
+    values = precisions(matched(logits, boxes, targets))
+    return dict(zip(AveragePrecision.statistics, values, strict=True))
 
 
-def positives(targets: Sequence[Target]) -> dict[int, int]:
-    """Class -> number of objects that are no crowds."""
-    counts: dict[int, int] = {}
-    for target in targets:
-        for index, crowd in zip(target["class_labels"].tolist(), _crowd(target).tolist(), strict=True):
-            counts[index] = counts.get(index, 0) + (not crowd)
-    return counts
+def matched(logits: Sequence[Tensor], boxes: Sequence[Tensor], targets: Sequence[Target]) -> Any:
+    """The `COCOeval` of pycocotools in which detections are matched to objects; arguments as of `average_precision`."""
+    tools, evaluation = _pycocotools()
+    truth: list[dict[str, Any]] = []
+    detected: list[dict[str, Any]] = []
+    for image, (scores, predicted, target) in enumerate(zip(logits, boxes, targets, strict=True)):
+        crowd = target.get("crowd", torch.zeros(len(target["class_labels"])))
+        for category, box, group in zip(target["class_labels"], target["boxes"], crowd, strict=True):
+            truth.append(_annotation(image, category, box) | {"iscrowd": int(group)})
+        probability, best = scores.detach().double().softmax(-1)[:, :-1].max(-1)
+        for category, box, score in zip(best, predicted.detach(), probability, strict=True):
+            detected.append(_annotation(image, category, box) | {"score": float(score)})
+    classes = sorted({each["category_id"] for each in truth})
+    sides = []
+    with redirect_stdout(StringIO()):
+        for annotations in (truth, detected):
+            side = tools.COCO()
+            side.dataset = {
+                "images": [{"id": image} for image in range(len(targets))],
+                "categories": [{"id": index} for index in classes],
+                "annotations": [{**each, "id": number} for number, each in enumerate(annotations, start=1)],
+            }
+            side.createIndex()
+            sides.append(side)
+        found = evaluation.COCOeval(*sides, "bbox")
+        found.params.areaRng, found.params.areaRngLbl, found.params.maxDets = [[0, 1e10]], ["all"], [100]
+        found.evaluate()
+    return found
 
 
-def match(logits: Tensor, boxes: Tensor, target: Target) -> Matches:
-    """Match the detections of an image, `logits: [Q, C+1]` and `boxes: [Q, 4]`, to its objects."""
-    scores, classes = logits.detach().double().cpu().softmax(-1)[:, :-1].max(-1)
-    found, true = corners(boxes.detach().double().cpu()), corners(target["boxes"].double().cpu())
-    labels, crowd = target["class_labels"].cpu(), _crowd(target).cpu()
-    parts = [
-        _of_class(scores[classes == index], found[classes == index], true[labels == index], crowd[labels == index])
-        for index in classes.unique().tolist()
-    ]
-    indices = [np.full(len(part[0]), index) for part, index in zip(parts, classes.unique().tolist(), strict=True)]
-    if not parts:
-        empty = np.zeros((len(THRESHOLDS), 0), dtype=bool)
-        return Matches(np.zeros(0), np.zeros(0, dtype=np.int64), empty, empty)
-    return Matches(
-        np.concatenate([part[0] for part in parts]),
-        np.concatenate(indices),
-        np.concatenate([part[1] for part in parts], axis=1),
-        np.concatenate([part[2] for part in parts], axis=1),
-    )
+def precisions(found: Any, left_out: Collection[int] = ()) -> list[float]:
+    """`ap`, `ap50` and `ap75` of matched detections, without those of some images; NaN without objects."""
+    params = copy(found.params)
+    params.imgIds = [-1 if image in left_out else image for image in params.imgIds]
+    with redirect_stdout(StringIO()):
+        found.accumulate(params)
+    by_class = found.eval["precision"].mean(
+        (1, 3, 4)
+    )  # [T, K] over 101 points of recall; -1 of a class without objects
+    values = by_class[:, by_class[0] > -1].mean(1) if (by_class[0] > -1).any() else np.full(len(by_class), np.nan)
+    thresholds = params.iouThrs.round(2).tolist()
+    return [float(values.mean()), *(float(values[thresholds.index(limit)]) for limit in (0.5, 0.75))]
 
 
-def _of_class(scores: Tensor, found: Tensor, true: Tensor, crowd: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scores, and [T, n] whether right and whether ignored, of one class in one image; n detections, m objects."""
-    order = scores.argsort(descending=True, stable=True)[:MOST_DETECTIONS]
-    scores, found = scores[order], found[order]
-    overlap = iou(found[:, None], true[None])  # [n, m]
-    inside = intersections(found[:, None], true[None]) / areas(found)[:, None].clamp(min=1e-300)
-    overlaps = torch.where(crowd[None], inside, overlap).numpy()
-    single, group = (~crowd).numpy(), crowd.numpy()
-    limits = np.minimum(np.array(THRESHOLDS), 1 - SLACK)[:, None]
-    taken = np.zeros((len(THRESHOLDS), len(true)), dtype=bool)
-    right, ignored = (np.zeros((len(THRESHOLDS), len(found)), dtype=bool) for _ in range(2))
-    rows = np.arange(len(THRESHOLDS))
-    for index, shares in enumerate(overlaps if len(true) else ()):
-        free = (shares[None] >= limits) & single & ~taken
-        best = len(true) - 1 - np.where(free, shares, -1.0)[:, ::-1].argmax(1)  # of equals the last, as COCO's code
-        hit = free[rows, best]
-        taken[rows[hit], best[hit]] = True
-        right[:, index] = hit
-        ignored[:, index] = ~hit & ((shares[None] >= limits) & group).any(1)
-    return scores.numpy(), right, ignored
+def _annotation(image: int, category: Tensor, box: Tensor) -> dict[str, Any]:
+    """A box in COCO's form: left, top, width, height."""
+    x, y, width, height = box.double().tolist()
+    corner = [x - width / 2, y - height / 2, width, height]
+    return {"image_id": image, "category_id": int(category), "bbox": corner, "area": width * height}
 
 
-def summary(matches: Sequence[Matches], counts: Mapping[int, int]) -> dict[str, float]:
-    """Average precisions of matched detections.
-
-    Args:
-        matches: of all images, in the order of the data.
-        counts: class -> number of objects.
-    """
-    table = _by_class(matches, counts)
-    if not table:
-        return {"ap": np.nan, "ap50": np.nan, "ap75": np.nan}
-    means = np.stack(list(table.values())).mean(0)
-    ap50, ap75 = (float(means[THRESHOLDS.index(threshold)]) for threshold in (0.5, 0.75))
-    return {"ap": float(means.mean()), "ap50": ap50, "ap75": ap75}
-
-
-def class_precisions(matches: Sequence[Matches], counts: Mapping[int, int]) -> dict[int, float]:
-    """Class with objects -> its average precision, over all thresholds; their mean is the `ap` of `summary`.
-
-    Args:
-        matches: as for `summary`.
-        counts: as for `summary`.
-    """
-    return {index: float(values.mean()) for index, values in _by_class(matches, counts).items()}
-
-
-def _by_class(matches: Sequence[Matches], counts: Mapping[int, int]) -> dict[int, np.ndarray]:
-    """Class with objects -> [T] its average precision at each threshold."""
-    classes = [index for index, count in sorted(counts.items()) if count]
-    if not classes:
-        return {}
-    scores, labels = (np.concatenate([each[part] for each in matches]) for part in (0, 1))
-    right, ignored = (np.concatenate([each[part] for each in matches], axis=1) for part in (2, 3))
-    return {
-        index: _interpolated(scores[chosen], right[:, chosen], ignored[:, chosen], counts[index])
-        for index in classes
-        for chosen in [labels == index]
-    }
-
-
-def _interpolated(scores: np.ndarray, right: np.ndarray, ignored: np.ndarray, positives: int) -> np.ndarray:
-    """[T] mean of the non-increasing precision over the points of recall, of one class."""
-    order = np.argsort(-scores, kind="stable")
-    right, ignored = right[:, order], ignored[:, order]
-    hits, misses = right.cumsum(1), (~right & ~ignored).cumsum(1)
-    recall = hits / positives
-    precision = hits / np.maximum(hits + misses, 1)
-    envelope = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
-    points, values = np.linspace(0, 1, RECALLS), np.zeros(len(right))
-    for threshold in range(len(right)):
-        at = np.searchsorted(recall[threshold], points, side="left")
-        reached = at[at < len(scores)]
-        values[threshold] = envelope[threshold][reached].sum() / RECALLS
-    return values
-
-
-def _crowd(target: Target) -> Tensor:
-    return target["crowd"] if "crowd" in target else torch.zeros_like(target["class_labels"], dtype=torch.bool)
+def _pycocotools() -> tuple[Any, Any]:
+    try:
+        from pycocotools import coco, cocoeval  # noqa: PLC0415
+    except ImportError as error:
+        raise FulldepthError("Average precision needs pycocotools: pip install 'fulldepth[vision]'.") from error
+    return coco, cocoeval
 
 
 class AveragePrecision(Measure):
@@ -185,8 +118,9 @@ class AveragePrecision(Measure):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.images: dict[int, tuple[list[Matches], dict[int, int]]] = {}
-        """Index of an image -> the matches of layers 1..L, and its `positives`."""
+        _pycocotools()
+        self.images: dict[int, tuple[Tensor, Tensor, Target]] = {}
+        """Index of an image -> logits `[L, Q, C+1]`, boxes `[L, Q, 4]` and objects, on the CPU."""
 
     def reset(self) -> None:
         """Remove all images."""
@@ -199,11 +133,8 @@ class AveragePrecision(Measure):
         if detections is None or detections.targets is None:
             raise ValueError("this observation has no boxes; average_precision needs predicted and true ones")
         for row, (sequence, target) in enumerate(zip(observation.sequence.tolist(), detections.targets, strict=True)):
-            matches = [
-                match(logits[row], boxes[row], target)
-                for logits, boxes in zip(detections.logits, detections.boxes, strict=True)
-            ]
-            self.images[sequence] = matches, positives([target])
+            logits, boxes = (each[:, row].detach().cpu() for each in (detections.logits, detections.boxes))
+            self.images[sequence] = logits, boxes, {name: value.cpu() for name, value in target.items()}
 
     def compute(self) -> tuple[Tensor, Tensor, int]:
         """[L, 3] the average precisions over all processes, `[G, L, 3]` influences on them (G = 0 for fewer than three
@@ -211,45 +142,35 @@ class AveragePrecision(Measure):
         """
         images = {index: found for part in current().gather(self.images) for index, found in part.items()}
         ordered, groups = sorted(images), self.setup.groups
-        values, count = self._precisions([images[index] for index in ordered])
-        if groups < FEWEST_CLUSTERS:
-            return values, values.new_zeros(0, *values.shape), count
         group = self.setup.group_of[ordered].tolist()
-        without = [
-            self._precisions([images[index] for index, own in zip(ordered, group, strict=True) if own != out])[0]
-            for out in range(groups)
-        ]
-        return values, jackknife_influence(torch.stack(without)), count
-
-    def _precisions(self, images: Sequence[tuple[list[Matches], dict[int, int]]]) -> tuple[Tensor, int]:
-        """[L, 3] average precisions of some images, NaN without objects, and the number of objects."""
-        counts: dict[int, int] = {}
-        for _, found in images:
-            for index, number in found.items():
-                counts[index] = counts.get(index, 0) + number
-        layers = [summary([matches[layer] for matches, _ in images], counts) for layer in range(self.setup.num_layers)]
-        values = [[each[name] for name in self.statistics] for each in layers]
-        return torch.tensor(values, dtype=torch.float64), sum(counts.values())
+        logits, boxes, targets = zip(*(images[index] for index in ordered), strict=True) if images else ((), (), ())
+        values, without = [], []
+        for layer in range(self.setup.num_layers):
+            found = matched([each[layer] for each in logits], [each[layer] for each in boxes], targets)
+            values.append(precisions(found))
+            if groups >= FEWEST_CLUSTERS:
+                members = [{place for place, own in enumerate(group) if own == out} for out in range(groups)]
+                without.append([precisions(found, left_out) for left_out in members])
+        influences = jackknife_influence(torch.tensor(without).transpose(0, 1)) if without else torch.zeros(0)
+        count = sum(int((~target["crowd"]).sum()) if "crowd" in target else len(target["boxes"]) for target in targets)
+        return torch.tensor(values, dtype=torch.float64), influences, count
 
     def influences(self) -> list[Influence]:
         """On the three numbers of each layer 1..L."""
         _, values, count = self.compute()
-        return [
-            self.influence(name, values[:, layer - 1, index], layer)
-            for layer in range(1, self.setup.num_layers + 1)
-            for index, name in enumerate(self.statistics)
-            if count and len(values)
+        places = [
+            (layer, index) for layer in range(self.setup.num_layers) for index in range(3) if count and len(values)
         ]
+        return [self.influence(self.statistics[i], values[:, layer, i], layer + 1) for layer, i in places]
 
     def rows(self) -> list[Row]:
         """Three rows for each layer 1..L, and three for their errors if they are known; none without objects."""
         values, influences, count = self.compute()
-        errors = error_of(influences)
-        return [
-            row
-            for layer in range(1, self.setup.num_layers + 1)
-            for index, name in enumerate(self.statistics)
-            for statistic, found in ((name, values), (f"standard_error_of_{name}", errors))
-            for row in self.rows_of({statistic: float(found[layer - 1, index])}, count, layer)
-            if count
-        ]
+        errors = error_of(influences) if len(influences) else torch.full_like(values, torch.nan)
+        rows = []
+        for layer in range(self.setup.num_layers if count else 0):
+            found: dict[str, float] = {}
+            for name, value, error in zip(self.statistics, values[layer].tolist(), errors[layer].tolist(), strict=True):
+                found |= {name: value, f"standard_error_of_{name}": error}
+            rows += self.rows_of(found, count, layer + 1)
+        return rows

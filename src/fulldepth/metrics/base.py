@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from fulldepth.metrics.accumulator import CPU, Accumulator
-from fulldepth.metrics.angle import cosine
-from fulldepth.metrics.detections import Detections
-from fulldepth.metrics.reservoir import Reservoir
+from fulldepth.metrics.jackknife import error_of, ratio_influence
+from fulldepth.metrics.reservoir import CPU, Accumulator, Reservoir
 from fulldepth.targets import IGNORE
 from fulldepth.uncertainty import deal
 
@@ -29,6 +27,22 @@ NO_FIRST = ":no-first"
 """Suffix of statistics that exclude the first token of each sequence."""
 POSITION_BITS = 24
 """A token's key is `sequence << POSITION_BITS | position`: unique over the data set, independent of the batching."""
+
+
+def cosine(product: Tensor, norm_x: Tensor, norm_y: Tensor) -> Tensor:
+    r"""Cosine of the angle between two vectors, from their inner product and their norms.
+
+    .. math:: \cos(x, y) = \frac{x \cdot y}{\|x\| \, \|y\|}
+
+    Returns:
+        In [-1, 1], of the broadcast shape; NaN where a norm is 0 (a zero vector has no direction).
+    """
+    return (product / (norm_x * norm_y)).clamp_(-1.0, 1.0)
+
+
+def angular(cosine: Tensor) -> Tensor:
+    """Displacement of a cosine, `1 - (1 + cos) / 2`, in [0, 1] (JREG, Eq. 2)."""
+    return (1 - cosine) / 2
 
 
 def later_than_first(keys: Tensor) -> Tensor:
@@ -65,6 +79,16 @@ class Influence(NamedTuple):
     """[G], in the number's unit; NaN for a group without data."""
 
 
+class Place(NamedTuple):
+    """Where a mean stands: `at` in the sums, and in the table."""
+
+    at: tuple[int, ...]
+    layer: int
+    suffix: str = ""
+    """Of the statistics' names."""
+    site: str = "residual"
+
+
 @dataclass(frozen=True)
 class Setup:
     """Properties of the model and the data, known before the first batch; they size the accumulators."""
@@ -86,8 +110,6 @@ class Setup:
     """Residual streams between layers."""
     sequence_length: int = 0
     """T: tokens of the longest sequence, special tokens included."""
-    counted_length: int = 0
-    """Counted tokens of the longest sequence (0: as many as `sequence_length`)."""
     num_sequences: int = 0
     """Sequences in the whole data set, over all processes."""
     clusters: tuple[int, ...] = ()
@@ -106,8 +128,6 @@ class Setup:
     """Look-alike words whose linear separability is measured."""
     projections: tuple[str, ...] = ()
     """Names of the weight matrices inside a block whose spectral norms are measured."""
-    set_loss: Any = None
-    """A detector's `SetLoss` options; None = DETR's."""
     seed: int = 0
     device: torch.device = CPU
     """Device of the accumulators."""
@@ -153,6 +173,19 @@ class Readout:
     """[M] int64: row in the batch of each position's sequence."""
     inner: Readout | None = None
     """The same after the attention of layers 1..L, [L, M], at the same positions; None if it was not read."""
+
+
+@dataclass(frozen=True)
+class Detections:
+    """Predictions of layers 1..L of a detector for a batch of images with Q queries each."""
+
+    logits: Tensor
+    """[L, B, Q, C+1]: classes, the last one "no object"."""
+    boxes: Tensor
+    """[L, B, Q, 4]: centre x, centre y, width and height as shares of the image, in [0, 1]."""
+    targets: Sequence[Mapping[str, Tensor]] | None = None
+    """True objects of each image: `class_labels` [n], `boxes` [n, 4] and perhaps `crowd` [n] bool; None for data
+    without boxes."""
 
 
 @dataclass(eq=False)
@@ -347,3 +380,47 @@ class Measure(Accumulator):
         shared = set(map(id, self.setup.reservoirs.values()))
         parts = [part for part in self.modules() if isinstance(part, Accumulator) and id(part) not in shared]
         return sum(part.own_bytes for part in parts)
+
+
+class Means(Measure):
+    """Means, with their standard errors, from sums and counts per group of clusters.
+
+    A subclass adds the states `sums [G, *shape]` and `counts`, which broadcasts to it, and names its `places`.
+    """
+
+    sums: Tensor
+    counts: Tensor
+
+    @abstractmethod
+    def places(self, counts: Tensor) -> Iterable[Place]:
+        """Where the means stand, given the `counts [*shape]` of all processes."""
+
+    def compute(self) -> dict[str, Tensor]:
+        """`mean`, `standard_error` and `count`, each `[*shape]`."""
+        total, counts = self.sums.sum(0), self.counts.sum(0)
+        error = error_of(ratio_influence(self.sums, self.counts))
+        return {"mean": total / counts, "standard_error": error, "count": counts.expand_as(total)}
+
+    def influences_here(self) -> list[Influence]:
+        """On every mean with data."""
+        values = ratio_influence(self.sums, self.counts).movedim(0, -1)  # [*shape, G]
+        return [
+            self.influence(f"mean{place.suffix}", values[place.at], place.layer, site=place.site)
+            for place in self.places(self.counts.sum(0))
+            if values[place.at].isfinite().any()
+        ]
+
+    def rows(self) -> list[Row]:
+        """A row for every place and statistic; no standard error for fewer than three clusters."""
+        values = self.compute()
+        counts = values.pop("count").long()
+        return [
+            row
+            for place in self.places(counts)
+            for row in self.rows_of(
+                {name + place.suffix: float(value[place.at]) for name, value in values.items()},
+                int(counts[place.at]),
+                place.layer,
+                place.site,
+            )
+        ]

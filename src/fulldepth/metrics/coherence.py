@@ -161,7 +161,8 @@ class Coherence(Measure):
         self.add_sum("power_residual", layers + 1, *cells)
         self.add_sum("power_input", 0 if setup.chained else layers, *cells)
         self.add_sum("power_attention", layers, *cells)
-        self.channels = _spread(setup.width).to(setup.device)
+        kept = min(setup.width, GROUPED_CHANNELS)  # evenly spaced
+        self.channels = torch.linspace(0, setup.width - 1, kept, dtype=torch.float64).round().long().to(setup.device)
         grouped = (len(self.channels), cells[1])
         self.group_of = setup.group_of.to(setup.device) % SPECTRAL_GROUPS
         groups = min(setup.groups, SPECTRAL_GROUPS)
@@ -173,7 +174,11 @@ class Coherence(Measure):
         """Add one batch; groups of channels are spread over threads."""
         residual, attention = observation.states["residual"], observation.states.get("attention_output")
         inputs = None if self.setup.chained else observation.states.get("attention_input")
-        self._check(residual, observation.attention_mask)
+        length = residual.shape[2]
+        if length != self.setup.sequence_length or not bool(observation.attention_mask.all()):  # would mix frequencies
+            raise ValueError(
+                f"coherence needs sequences of one length, {self.setup.sequence_length}, got {length}, or padding"
+            )
         group = self.group_of[observation.sequence.to(self.group_of.device)]
         width = residual.shape[-1]
         pieces = min(width, CHUNKS * torch.get_num_threads()) if residual.device.type == "cpu" else 1
@@ -225,14 +230,6 @@ class Coherence(Measure):
             total = torch.view_as_real(self.group_cross[:, layer - 1, slots])
             total.index_add_(0, group, torch.view_as_real(cross))
 
-    def _check(self, residual: Tensor, attention_mask: Tensor) -> None:
-        """Reject batches with another sequence length or with padding, which would mix frequencies."""
-        length = residual.shape[2]
-        if length != self.setup.sequence_length:
-            raise ValueError(f"coherence needs sequences of one length, {self.setup.sequence_length}, got {length}")
-        if not bool(attention_mask.all()):
-            raise ValueError("coherence needs sequences of one length, got a batch with padding")
-
     def compute(self) -> dict[str, Tensor]:
         """Statistic -> `[2, L]`: (residual, attention) x layers 1..L; `count` is 0 without data. `errors`: `[L+1]`
         standard errors of `mean_corrected` of the residual stream, for layers 1..L and for the mean over layers.
@@ -256,9 +253,15 @@ class Coherence(Measure):
         rest, layers = leave_one_out(self.sequences), self.setup.num_layers
         if not bool((rest > 1).all()):
             return rest.new_full((len(rest), layers + 1), torch.nan), rest.new_full((layers + 1,), torch.nan)
-        parts = zip(leave_one_out(self.group_cross), leave_one_out(self.group_power), rest.tolist(), strict=True)
-        without = torch.stack([self._of_channels(cross, power, int(count)) for cross, power, count in parts])
-        pairs = [influence_of_channel_mean(part, self.setup.width) for part in (*without.unbind(1), without.nanmean(1))]
+        without = []  # of each group: [L, C] contributions of the channels to the corrected mean over cells
+        for cross, power, count in zip(
+            leave_one_out(self.group_cross), leave_one_out(self.group_power), rest, strict=True
+        ):
+            sequences = int(count)
+            cells = _corrected(_ratio(cross, power[:-1], power[1:], sequences), sequences)  # [L, C, K]
+            without.append(cells.nansum(-1) / cells.isfinite().sum((1, 2)).div(cells.shape[1])[:, None])
+        whole = torch.stack(without)
+        pairs = [influence_of_channel_mean(part, self.setup.width) for part in (*whole.unbind(1), whole.nanmean(1))]
         return torch.stack([values for values, _ in pairs], 1), torch.stack([error for _, error in pairs])
 
     def influences_here(self) -> list[Influence]:
@@ -267,13 +270,6 @@ class Coherence(Measure):
         names = [("mean_corrected", layer) for layer in range(1, self.setup.num_layers + 1)]
         found = zip([*names, (OVER_LAYERS, None)], columns, strict=True)
         return [self.influence(name, values, layer) for (name, layer), values in found if values.isfinite().any()]
-
-    @staticmethod
-    def _of_channels(cross: Tensor, power: Tensor, sequences: int) -> Tensor:
-        """[L, C] contribution of each channel to the corrected mean over cells, which is their mean over channels."""
-        cells = _corrected(_ratio(cross, power[:-1], power[1:], sequences), sequences)  # [L, C, K]
-        present = cells.isfinite().sum((1, 2)).div(cells.shape[1])  # [L] cells per channel
-        return cells.nansum(-1) / present[:, None]
 
     def rows(self) -> list[Row]:
         """Rows for every layer at both sites, then for the mean over layers; no attention rows if its output was not
@@ -284,7 +280,13 @@ class Coherence(Measure):
         layers, overall = errors[:-1], errors[-1]
         behind = [*counts[0].tolist(), int(counts[0].sum())]
         over_layers = values["mean_corrected"][0].nanmean().item()
-        rows = self._rows_of_layers(values, counts)
+        rows = [  # without layers that have no cells
+            self.row(statistic, value[where, layer], counts[where, layer], layer + 1, site=site)
+            for where, site in enumerate(("residual", "attention"))
+            for layer in range(self.setup.num_layers)
+            if counts[where, layer]
+            for statistic, value in values.items()
+        ]
         further = [
             *((layer, ERROR, error) for layer, error in enumerate(layers, start=1)),
             *((None, OVER_LAYERS, over_layers), (None, f"standard_error_of_{OVER_LAYERS}", overall)),
@@ -294,21 +296,6 @@ class Coherence(Measure):
             for layer, statistic, value in further
             if not math.isnan(value)
         ]
-
-    def _rows_of_layers(self, values: dict[str, Tensor], counts: Tensor) -> list[Row]:
-        """The statistics of every layer at both sites, without layers that have no cells."""
-        return [
-            self.row(statistic, value[where, layer], counts[where, layer], layer + 1, site=site)
-            for where, site in enumerate(("residual", "attention"))
-            for layer in range(self.setup.num_layers)
-            if counts[where, layer]
-            for statistic, value in values.items()
-        ]
-
-
-def _spread(width: int) -> Tensor:
-    """[C] channels whose sums are kept per group: all of them, or 64 evenly spaced ones."""
-    return torch.linspace(0, width - 1, min(width, GROUPED_CHANNELS), dtype=torch.float64).round().long()
 
 
 def _check_sequences(sequences: int) -> None:

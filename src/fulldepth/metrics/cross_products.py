@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.accumulator import Accumulator
 from fulldepth.metrics.base import POSITION_BITS, Observation, Setup
 from fulldepth.metrics.hsic import LOUD, Estimates, Hsic, Sums, biased, unbiased
+from fulldepth.metrics.reservoir import Accumulator
 
 SUMS_BYTES = 2 << 30
 """Most bytes of the products, and a quarter of it of first tokens."""

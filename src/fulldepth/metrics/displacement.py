@@ -1,13 +1,14 @@
-"""Displacement: angular displacement of the residual stream by a layer (JREG, Eq. 2)."""
+"""What a layer does to the residual stream: its displacement (JREG, Eq. 2), and its update relative to the stream."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.angle import angular, cosine
-from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
-from fulldepth.metrics.jackknife import ratio_error, ratio_influence
+from fulldepth.metrics.base import Means, Observation, Place, Setup, angular, cosine
 
 BINS = 1 << 15
 """Histogram bins for the percentiles, uniform in sqrt(displacement): finest near 0."""
@@ -41,7 +42,7 @@ def displacement(h_in: Tensor, h_out: Tensor) -> Tensor:
     return angular(cosine((h_in * h_out).sum(-1), h_in.norm(dim=-1), h_out.norm(dim=-1)))
 
 
-class Displacement(Measure):
+class Displacement(Means):
     """Mean, its standard error over sequences, standard deviation and percentiles of every layer's displacement.
 
     Percentiles come from a histogram of `sqrt(psi)` with 2^15 bins: within `2^-14 * sqrt(psi)` of the exact ones.
@@ -51,9 +52,7 @@ class Displacement(Measure):
     name = "displacement"
     units = dict.fromkeys(("mean", "standard_error", "std", "p05", "p50", "p95"), "1")
     sites = ("residual", "final_normed")
-    sums: Tensor
     squares: Tensor
-    counts: Tensor
     histogram: Tensor
 
     def __init__(self, setup: Setup) -> None:
@@ -89,43 +88,17 @@ class Displacement(Measure):
 
     def compute(self) -> dict[str, Tensor]:
         """Statistic -> `[L+1, 2]`: layers 1..L and layer L normed; all tokens, and without first tokens."""
-        counts = self.counts.sum(0)
-        mean = self.sums.sum(0) / counts
-        result = {"mean": mean, "standard_error": ratio_error(self.sums, self.counts)}
-        result["std"] = (self.squares / counts - mean.square()).clamp(min=0).sqrt()
-        for name, share in PERCENTILES.items():
-            result[name] = _percentile(self.histogram, share).T
-        return result | {"count": counts}
+        values = super().compute()
+        values["std"] = (self.squares / values["count"] - values["mean"].square()).clamp(min=0).sqrt()
+        return values | {name: _percentile(self.histogram, share).T for name, share in PERCENTILES.items()}
 
-    @property
-    def _places(self) -> list[tuple[str, int]]:
-        """Site and layer of each entry of the sums."""
+    def places(self, counts: Tensor) -> Iterator[Place]:
+        """Layers 1..L in every view, then layer L after the final norm, if it was captured."""
         layers = self.setup.num_layers
-        return [*(("residual", layer) for layer in range(1, layers + 1)), ("final_normed", layers)]
-
-    def influences_here(self) -> list[Influence]:
-        """On the mean of every layer at both sites, in every view."""
-        values = ratio_influence(self.sums, self.counts)
-        return [
-            self.influence("mean" + suffix, values[:, index, view], layer, site=site)
-            for index, (site, layer) in enumerate(self._places)
-            for view, suffix in enumerate(self.setup.views)
-            if self.counts[:, index, view].any()
-        ]
-
-    def rows(self) -> list[Row]:
-        """Rows for every layer, at both sites; no standard error for fewer than three clusters."""
-        values = self.compute()
-        counts = values.pop("count").long()
-        rows: list[Row] = []
-        for index, (site, layer) in enumerate(self._places):
-            for view, suffix in enumerate(self.setup.views):
-                count = int(counts[index, view])
-                if site == "final_normed" and not count:
-                    continue
-                statistics = {name + suffix: float(per_layer[index, view]) for name, per_layer in values.items()}
-                rows += self.rows_of(statistics, count, layer, site)
-        return rows
+        for view, suffix in enumerate(self.setup.views):
+            yield from (Place((layer, view), layer + 1, suffix) for layer in range(layers))
+            if counts[layers, view]:
+                yield Place((layers, view), layers, suffix, "final_normed")
 
 
 def _percentile(histogram: Tensor, share: float) -> Tensor:
@@ -144,3 +117,60 @@ def _order_statistic(histogram: Tensor, cumulative: Tensor, rank: Tensor) -> Ten
     before = cumulative.gather(-1, index) - count
     inside = (rank - before + 0.5).double() / count
     return ((index + inside.clamp(0, 1)) / BINS).square()
+
+
+def norm_ratio(h_in: Tensor, h_out: Tensor) -> Tensor:
+    r"""Norm of the stream over the norm of the layer's update, per token.
+
+    .. math:: r_l = \frac{\|h_{l-1}\|}{\|h_l - h_{l-1}\|}
+
+    Large = the layer hardly changes the stream; 1 = the update's norm equals the input's.
+
+    Args:
+        h_in: residual stream before the layer, `[..., D]`.
+        h_out: residual stream after the layer, same shape.
+
+    Returns:
+        `[...]`, unit 1, in [0, inf]; inf where the update is exactly zero, NaN where the stream is zero too.
+
+    Raises:
+        ValueError: if the shapes differ.
+
+    Source: "Representation progression and aligned training", Fig. 11.
+    """
+    if h_in.shape != h_out.shape:
+        raise ValueError(f"h_in and h_out must have one shape, got {tuple(h_in.shape)} and {tuple(h_out.shape)}")
+    if h_in.dtype != torch.float64:
+        h_in, h_out = h_in.float(), h_out.float()
+    # |y|^2 - 2xy + |x|^2 would suffer from cancellation for small updates.
+    return torch.linalg.vector_norm(h_in, dim=-1) / torch.linalg.vector_norm(h_out - h_in, dim=-1)
+
+
+class NormRatio(Means):
+    """Mean norm ratio of every layer over tokens, with its standard error; tokens whose update is exactly zero are
+    excluded.
+    """
+
+    name = "norm_ratio"
+    units = dict.fromkeys(("mean", "standard_error"), "1")
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.add_grouped("sums", setup.num_layers, 2)
+        self.add_grouped("counts", setup.num_layers, 2)
+
+    def update(self, observation: Observation) -> None:
+        """Add one batch."""
+        tokens = observation.tokens
+        # One layer at a time: faster than the difference of all layers at once, and with less memory.
+        ratio = torch.stack([norm_ratio(h_in, h_out) for h_in, h_out in pairwise(tokens)])
+        ratio = ratio.double().to(self.sums.device)
+        valid = ratio.isfinite()
+        by_group = observation.weights_by_group(self.setup).flatten(1).to(ratio.device)  # [N, G * 2]
+        self.sums += (ratio.where(valid, 0.0) @ by_group).view(len(ratio), -1, 2).movedim(1, 0)
+        self.counts += (valid.double() @ by_group).view(len(ratio), -1, 2).movedim(1, 0)
+
+    def places(self, counts: Tensor) -> Iterator[Place]:
+        """Layers 1..L in every view."""
+        for view, suffix in enumerate(self.setup.views):
+            yield from (Place((layer, view), layer + 1, suffix) for layer in range(self.setup.num_layers))

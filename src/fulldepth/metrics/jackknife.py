@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -26,11 +29,6 @@ def jackknife_influence(without: Tensor) -> Tensor:
 def error_of(influence: Tensor) -> Tensor:
     """`[...]` float64: standard error, in the estimate's unit, from influences `[G, ...]`; NaN for too few groups."""
     return torch.from_numpy(uncertainty.error_of(influence.cpu().numpy()))
-
-
-def standard_error(without: Tensor) -> Tensor:
-    """`[...]` float64: jackknife error of an estimate, from those without each group, `[G, ...]`."""
-    return error_of(jackknife_influence(without))
 
 
 def ratio_error(sums: Tensor, counts: Tensor) -> Tensor:
@@ -64,3 +62,34 @@ def influence_of_channel_mean(without: Tensor, channels: int) -> tuple[Tensor, T
     covariance = ((plain.square() - variance / sampled) / (1 - 1 / sampled)).clamp(min=0)
     error = (variance / channels + (1 - 1 / channels) * covariance).sqrt()
     return of_mean * (error / plain).nan_to_num(1.0), error
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A number of samples, with its standard error over clusters; None for fewer than three of them."""
+
+    value: float
+    error: float | None
+    groups: int = 0
+    """Groups of clusters."""
+    samples: int = 0
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95 % interval of a difference of shares (`uncertainty.share_interval`); None without a standard error."""
+        if self.error is None:
+            return None
+        return uncertainty.share_interval(self.value, self.error, self.groups, self.samples)
+
+    @classmethod
+    def of(cls, values: Tensor, cluster: Tensor) -> Mean:
+        """The mean of `values: [N]`.
+
+        Args:
+            values: of each sample.
+            cluster: `[N]` int64 identity of each sample's unit of independence (see `fulldepth.uncertainty`).
+        """
+        group = torch.from_numpy(uncertainty.deal(cluster.cpu().numpy()))  # [N]
+        sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values.double())
+        error = float(ratio_error(sums, group.bincount()))
+        return cls(float(values.double().mean()), error if math.isfinite(error) else None, len(sums), len(values))

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.angle import angular
-from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
+from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup, angular
 from fulldepth.metrics.jackknife import error_of, ratio_influence
 from fulldepth.thresholds import LARGE_JUMP
 from fulldepth.uncertainty import SIGNIFICANT, quantile
@@ -90,8 +89,9 @@ class JumpRate(Measure):
 
     def compute(self) -> tuple[list[float], list[float], int]:
         """zeta_2..zeta_L, their standard errors, and the number of tokens."""
-        rates = _rates(self.sums.sum(0) / self.counts.sum(0))
-        return rates.tolist(), error_of(self._influence()).tolist(), int(self.counts.sum(0).min())
+        psi = self.sums.sum(0) / self.counts.sum(0)
+        rates = [jump_rate(psi, layer) for layer in range(2, len(psi) + 1)]
+        return rates, error_of(self._influence()).tolist(), int(self.counts.sum(0).min())
 
     def _influence(self) -> Tensor:
         """[G, L-1] influences on zeta_2..zeta_L."""
@@ -113,8 +113,3 @@ class JumpRate(Measure):
             for layer, (rate, error) in enumerate(zip(rates, errors, strict=True), start=2)
             for row in self.rows_of({"value": rate, "standard_error": error}, count, layer)
         ]
-
-
-def _rates(psi: Tensor) -> Tensor:
-    """[L-1] zeta_2..zeta_L of mean displacements `[L]`."""
-    return torch.tensor([jump_rate(psi, layer) for layer in range(2, len(psi) + 1)], dtype=torch.float64)

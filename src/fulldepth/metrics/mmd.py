@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,8 +39,10 @@ def mmd(x: Tensor, y: Tensor, bandwidth: float | None = None) -> Tensor:
     if bandwidth is not None and not bandwidth >= 0:
         raise ValueError(f"the bandwidth must not be negative, got {bandwidth}")
     squared = _squared_distances(torch.cat([x.double(), y.double().to(x.device)]))
-    width = _median_distance(squared) if bandwidth is None else bandwidth
-    kernel = squared.div_(-2 * width**2).exp_() if width else (squared == 0).double()
+    if bandwidth is None:
+        pairs = torch.ones_like(squared, dtype=torch.bool).triu_(1)
+        bandwidth = float(np.median(squared[pairs].sqrt_().cpu()))
+    kernel = squared.div_(-2 * bandwidth**2).exp_() if bandwidth else (squared == 0).double()
     n = len(x)
     within = kernel[:n, :n].mean() + kernel[n:, n:].mean()
     return (within - kernel[:n, n:].mean() - kernel[n:, :n].mean()).clamp(min=0)
@@ -55,13 +58,6 @@ def _squared_distances(points: Tensor) -> Tensor:
     for row, norm in zip(squared, norms, strict=True):  # row by row, to avoid a second P x P matrix
         row.masked_fill_(row <= rounding * (norm + norms), 0.0)
     return squared
-
-
-def _median_distance(squared: Tensor) -> float:
-    """Median distance over all pairs of rows i < j; the mean of the middle two for an even number of pairs."""
-    pairs = squared[torch.ones_like(squared, dtype=torch.bool).triu_(1)]
-    lower, upper = (pairs.kthvalue(k).values.sqrt() for k in ((len(pairs) + 1) // 2, len(pairs) // 2 + 1))
-    return float((lower + upper) / 2)
 
 
 class Mmd(Measure):

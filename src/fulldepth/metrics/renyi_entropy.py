@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.base import Influence, Measure, Observation, Row, Setup
-from fulldepth.metrics.jackknife import error_of, ratio_influence
+from fulldepth.metrics.base import Means, Observation, Place, Setup
 from fulldepth.metrics.reservoir import EMPTY, priority
 from fulldepth.threads import map_threads
 from fulldepth.uncertainty import deal
@@ -30,8 +29,7 @@ def renyi_entropy(z: Tensor, alpha: float = 1.0, preset: str = PRESET) -> Tensor
 
     with the limits `-sum p log p` at alpha = 1, `log rank` at 0 and `-log max p` at infinity. Computed in float64 from
     the smaller of the T x T and D x D eigenproblems (they share their non-zero eigenvalues); eigenvalues below
-    `min(T, D)` units of rounding count as zero. Entries of `K` are not clamped. At alpha = 2 the entropy is
-    :math:`-\log(\|K\|_F^2 / (\operatorname{tr} K)^2)`, without eigenvalues.
+    `min(T, D)` units of rounding count as zero. Entries of `K` are not clamped.
 
     Args:
         z: states of T tokens, `[..., T, D]`.
@@ -54,9 +52,7 @@ def renyi_entropy(z: Tensor, alpha: float = 1.0, preset: str = PRESET) -> Tensor
     if z.ndim < 2 or not z.shape[-2:].numel():
         raise ValueError(f"z must be [..., T, D] with T, D >= 1, got shape {tuple(z.shape)}")
     convention = PRESETS[preset]
-    gram = _gram(convention.prepare(z.double()))
-    entropy = _collision_entropy(gram) if alpha == 2 else _entropy(_spectrum(gram), alpha)
-    return entropy / convention.unit(*z.shape[-2:])
+    return _entropy(_spectrum(_gram(convention.prepare(z.double()))), alpha) / convention.unit(*z.shape[-2:])
 
 
 class Preset(NamedTuple):
@@ -105,13 +101,6 @@ def _gram(z: Tensor) -> Tensor:
     return z.mT @ z if z.shape[-2] > z.shape[-1] else z @ z.mT
 
 
-def _collision_entropy(gram: Tensor) -> Tensor:
-    """[...] Renyi entropy of order 2 of `gram [..., n, n]`; NaN if it is zero or not finite."""
-    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    share = (gram / trace[..., None, None]).square().sum((-2, -1))  # divided first: no overflow
-    return (-share.log()).clamp(min=0).where(trace.isfinite() & (trace > 0), torch.nan)
-
-
 def _spectrum(gram: Tensor) -> Tensor:
     """[..., n] eigenvalues of `gram [..., n, n]` over their sum; NaN if all are zero or it is not finite."""
     finite = gram.isfinite().flatten(-2).all(-1, keepdim=True)
@@ -134,7 +123,7 @@ def _entropy(shares: Tensor, alpha: float) -> Tensor:
     return entropy.clamp(min=0)
 
 
-class RenyiEntropy(Measure):
+class RenyiEntropy(Means):
     """Mean entropy over sequences, of the residual stream in layers 0..L and the value states in layers 1..L, with its
     standard error.
 
@@ -147,13 +136,11 @@ class RenyiEntropy(Measure):
         [f"{kind}:{PRESET}:{alpha:g}" for kind in ("mean", "standard_error") for alpha in ALPHAS], "nats"
     )
     sites = ("residual", "value")
-    sums: Tensor
-    counts: Tensor
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.add_grouped("sums", len(self.sites), setup.num_layers + 1, len(ALPHAS))
-        self.add_grouped("counts", len(self.sites), setup.num_layers + 1)
+        self.add_grouped("counts", len(self.sites), setup.num_layers + 1, 1)
         ranks = priority(torch.arange(setup.num_sequences), setup.seed)
         self.threshold = EMPTY
         if setup.entropy_sequences < setup.num_sequences:
@@ -163,7 +150,6 @@ class RenyiEntropy(Measure):
         of = setup.clusters or range(setup.num_sequences)
         self.group_of = torch.zeros(max(setup.num_sequences, 1), dtype=torch.int64)
         self.group_of[self.chosen] = torch.from_numpy(deal([of[index] for index in self.chosen.tolist()]))
-        self.groups = int(self.group_of.max()) + 1
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
@@ -176,47 +162,17 @@ class RenyiEntropy(Measure):
                 states = observation.states[site]
                 parts = [part for row in rows for part in states[:, row, mask[row]].split(LAYERS_AT_ONCE)]
                 entropy = torch.cat(map_threads(_entropies, parts, states)).split(len(states))
-                for row, values in zip(rows, entropy, strict=True):
-                    self._add(groups[row], index, values)
+                for row, values in zip(rows, entropy, strict=True):  # [S, alphas], of the last S of layers 0..L
+                    valid = values.isfinite().all(1, keepdim=True)
+                    self.sums[groups[row], index, -len(values) :] += values.where(valid, 0.0).to(self.sums)
+                    self.counts[groups[row], index, -len(values) :] += valid.to(self.counts)
 
-    def _add(self, group: int, site: int, entropy: Tensor) -> None:
-        """Add the entropies of one sequence, [S, alphas], of the last S of layers 0..L."""
-        valid = entropy.isfinite().all(1, keepdim=True)
-        self.sums[group, site, -len(entropy) :] += entropy.where(valid, 0.0).to(self.sums)
-        self.counts[group, site, -len(entropy) :] += valid[:, 0].to(self.counts)
-
-    def compute(self) -> tuple[Tensor, Tensor, Tensor]:
-        """[2, L+1, alphas] mean entropy at the two sites, its standard error, and [2, L+1] numbers of sequences."""
-        counts = self.counts.sum(0)
-        return self.sums.sum(0) / counts[..., None], error_of(self._influence()), counts
-
-    def _influence(self) -> Tensor:
-        """[G, 2, L+1, alphas] influences on the means, G = groups of the sequences used."""
-        return ratio_influence(self.sums[: self.groups], self.counts[: self.groups, ..., None])
-
-    def _places(self, counts: Tensor) -> list[tuple[int, int]]:
-        """Index of the site and layer of each captured state, from `counts [2, L+1]`; value states have no layer 0."""
-        captured = [index for index in range(len(self.sites)) if counts[index].any()]
-        return [(index, layer) for index in captured for layer in range(index, self.setup.num_layers + 1)]
-
-    def influences_here(self) -> list[Influence]:
-        """On the mean of every captured site, layer and order."""
-        values = self._influence()
-        return [
-            self.influence(f"mean:{PRESET}:{alpha:g}", values[:, index, layer, order], layer, site=self.sites[index])
-            for index, layer in self._places(self.counts.sum(0))
-            for order, alpha in enumerate(ALPHAS)
-        ]
-
-    def rows(self) -> list[Row]:
-        """Rows for every captured site, layer and order; no standard error for fewer than three clusters."""
-        means, errors, counts = self.compute()
-        rows = []
-        for index, layer in self._places(counts):
-            values = [*means[index, layer].tolist(), *errors[index, layer].tolist()]
-            statistics = dict(zip(self.units, values, strict=True))
-            rows += self.rows_of(statistics, int(counts[index, layer]), layer, self.sites[index])
-        return rows
+    def places(self, counts: Tensor) -> Iterator[Place]:
+        """Every captured site, layer and order; value states have no layer 0."""
+        for index, site in enumerate(self.sites):
+            for layer in range(index, self.setup.num_layers + 1) if counts[index].any() else ():
+                for order, alpha in enumerate(ALPHAS):
+                    yield Place((index, layer, order), layer, f":{PRESET}:{alpha:g}", site)
 
 
 def _entropies(z: Tensor) -> Tensor:

@@ -1,14 +1,57 @@
-"""A seeded, capped sample of tokens for statistics that are not sums; it holds all tokens if they fit."""
+"""Metrics that are accumulated over batches and processes, and a seeded, capped sample of tokens."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
-from fulldepth.metrics.accumulator import CPU, Accumulator
 from fulldepth.targets import IGNORE
+
+CPU = torch.device("cpu")
+CHUNK = 128
+"""Tokens that are copied at a time."""
+
+
+class Accumulator(Metric):
+    """A metric whose states are tensors of a fixed size, each initialised with one value.
+
+    torchmetrics stores a default for every state; here the default is a single expanded number, not a full copy.
+    """
+
+    full_state_update = False
+
+    def add(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        dtype: torch.dtype = torch.float64,
+        fill: int | None = 0,
+        reduce: Literal["sum", "max", "cat"] = "sum",
+        device: torch.device = CPU,
+    ) -> None:
+        """Add a state; `reduce` is the reduction over processes.
+
+        With `fill=None` it begins uninitialised, so that a CPU holds only the pages that data are written to.
+        """
+        self.add_state(name, torch.empty(0, device=device), dist_reduce_fx=reduce)
+        self._defaults[name] = torch.full((), fill or 0, dtype=dtype, device=device).expand(shape)
+        state = torch.empty(shape, dtype=dtype, device=device)
+        setattr(self, name, state if fill is None else state.fill_(fill))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the states in bytes; independent of the size of the data set."""
+        return self.own_bytes
+
+    @property
+    def own_bytes(self) -> int:
+        """Size in bytes of the states of this accumulator alone."""
+        return sum(state.nbytes for state in self.metric_state.values() if isinstance(state, Tensor))
+
 
 EMPTY = torch.iinfo(torch.int64).max
 """Priority of a free slot, larger than that of any token."""
@@ -30,10 +73,6 @@ def priority(keys: Tensor, seed: int) -> Tensor:
 def _shift(x: Tensor, bits: int) -> Tensor:
     """Logical right shift; torch's own shift of int64 is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-CHUNK = 128
-"""Tokens that are copied at a time."""
 
 
 class Sample:

@@ -1,10 +1,12 @@
-"""Separability: accuracy of a linear probe that distinguishes look-alike words on every layer (LIME, Sec. 5.3)."""
+"""Linear probes: separability of look-alike words (LIME, Sec. 5.3), and accuracy on another set of samples."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,21 +63,80 @@ def separability(features: Tensor, labels: Tensor, folds: int = FOLDS, seed: int
         )
     if not np.isfinite(x).all():
         return math.nan, math.nan
-    draw = np.random.default_rng(seed)
-    chosen = [draw.choice(np.flatnonzero(y == label), sizes.min(), replace=False) for label in classes]
-    balanced = np.sort(np.concatenate(chosen))
-    scores = _probe(x[balanced], y[balanced], StratifiedKFold(folds, shuffle=True, random_state=seed))
-    return float(scores.mean()), float(scores.std())
+    kept, splits = _balanced(y, seed), StratifiedKFold(folds, shuffle=True, random_state=seed)
+    scores = _converged(lambda probe: cross_val_score(probe, x[kept], y[kept], cv=splits, error_score="raise"))
+    return (math.nan, math.nan) if scores is None else (float(scores.mean()), float(scores.std()))
 
 
-def _probe(x: np.ndarray, y: np.ndarray, splits: StratifiedKFold) -> np.ndarray:
-    """Accuracy on each fold; NaN if no solver converges."""
+def probe_accuracy(
+    features: Tensor, labels: Tensor, test_features: Tensor, test_labels: Tensor, seed: int = 0
+) -> tuple[float, float]:
+    r"""Class-balanced accuracy, on a test set, of a linear classifier that is fitted to frozen features, in [0, 1].
+
+    L2-penalised multinomial logistic regression (C = 1), fitted to convergence on features that are standardised by the
+    training set. Every class of the training set is subsampled to the size of the smallest. The accuracy is the mean
+    over classes of the share `p_k` of their `n_k` test samples that are classified correctly; its standard error is
+    :math:`\frac{1}{K} \sqrt{\sum_k p_k (1 - p_k) / n_k}`.
+
+    Args:
+        features: of the training set, `[N, D]`.
+        labels: class of each, `[N]`.
+        test_features: `[M, D]`.
+        test_labels: `[M]`; classes that the training set has too.
+        seed: of the subsampling.
+
+    Returns:
+        Accuracy and standard error, unit 1; NaN if a feature is not finite or no solver converges.
+
+    Raises:
+        ValueError: if shapes do not match, the training set has fewer than two classes, or the test set is empty or has
+            a class that the training set lacks.
+
+    Source: "Representation progression and aligned training", App. B.4 (linear classifier on a frozen body).
+    """
+    for samples, classes_of in ((features, labels), (test_features, test_labels)):
+        if samples.ndim != 2 or classes_of.shape != samples.shape[:1] or samples.shape[1] != features.shape[1]:
+            raise ValueError(
+                f"expected features [N, D] and labels [N], got {tuple(samples.shape)} and {tuple(classes_of.shape)}"
+            )
+    x, y = features.detach().double().cpu().numpy(), labels.cpu().numpy()
+    test_x, test_y = test_features.detach().double().cpu().numpy(), test_labels.cpu().numpy()
+    classes = np.unique(y)
+    if len(classes) < 2 or not len(test_y) or not set(test_y.tolist()) <= set(classes.tolist()):
+        raise ValueError(
+            f"expected at least 2 classes and test samples of these classes alone, got {classes.tolist()} and "
+            f"{sorted(set(test_y.tolist()))}"
+        )
+    if not (np.isfinite(x).all() and np.isfinite(test_x).all()):
+        return math.nan, math.nan
+    kept = _balanced(y, seed)
+    predicted = _converged(lambda probe: probe.fit(x[kept], y[kept]).predict(test_x))
+    if predicted is None:
+        return math.nan, math.nan
+    shares = [
+        (float((predicted[test_y == label] == label).mean()), int((test_y == label).sum()))
+        for label in np.unique(test_y)
+    ]
+    variance = sum(share * (1 - share) / count for share, count in shares)
+    return sum(share for share, _ in shares) / len(shares), math.sqrt(variance) / len(shares)
+
+
+def _converged(compute: Callable[[Any], np.ndarray]) -> np.ndarray | None:
+    """What is computed with the probe, by the first solver that converges; None if none does."""
     for solver in SOLVERS:
         probe = make_pipeline(StandardScaler(), LogisticRegression(solver=solver, max_iter=10_000))
         with warnings.catch_warnings(), suppress(ConvergenceWarning):
             warnings.simplefilter("error", ConvergenceWarning)
-            return cross_val_score(probe, x, y, cv=splits, error_score="raise")
-    return np.array([math.nan])
+            return compute(probe)
+    return None
+
+
+def _balanced(labels: np.ndarray, seed: int) -> np.ndarray:
+    """Indices, ascending, of as many samples of every class as the smallest has."""
+    draw = np.random.default_rng(seed)
+    classes, sizes = np.unique(labels, return_counts=True)
+    chosen = [draw.choice(np.flatnonzero(labels == label), sizes.min(), replace=False) for label in classes]
+    return np.sort(np.concatenate(chosen))
 
 
 class Separability(Measure):
@@ -92,9 +153,13 @@ class Separability(Measure):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
+        shapes = {"residual": (setup.num_layers + 1, setup.width)}
+        if setup.value_width:
+            shapes["value"] = (setup.num_layers, setup.value_width)
+        most = min(OCCURRENCES, setup.num_sequences * setup.sequence_length or OCCURRENCES)
         self.kept = {
-            site: [Reservoir(_capacity(setup), shape, setup.seed, setup.device) for _ in setup.words]
-            for site, shape in _shapes(setup).items()
+            site: [Reservoir(most, shape, setup.seed, setup.device) for _ in setup.words]
+            for site, shape in shapes.items()
         }
         self.reservoirs = nn.ModuleList(reservoir for reservoirs in self.kept.values() for reservoir in reservoirs)
 
@@ -141,17 +206,3 @@ class Separability(Measure):
             for site, layer, mean, std, count in self.compute()
             for statistic, value in (("mean", mean), ("std", std))
         ]
-
-
-def _shapes(setup: Setup) -> dict[str, tuple[int, int]]:
-    """Site -> (layers, width) of one occurrence's features."""
-    shapes = {"residual": (setup.num_layers + 1, setup.width)}
-    if setup.value_width:
-        shapes["value"] = (setup.num_layers, setup.value_width)
-    return shapes
-
-
-def _capacity(setup: Setup) -> int:
-    """Stored occurrences per word, limited by the number of positions in the data set if it is known."""
-    positions = setup.num_sequences * setup.sequence_length
-    return min(OCCURRENCES, positions) if positions else OCCURRENCES

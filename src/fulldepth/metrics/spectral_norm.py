@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-import numpy as np
 import torch
-from scipy.sparse.linalg import LinearOperator, eigsh
 from torch import Tensor
 
 from fulldepth.metrics.base import Measure, Row, Setup
@@ -15,10 +13,8 @@ from fulldepth.threads import map_threads
 
 DENSE = 128
 """Up to this smaller dimension the full eigenvalue problem is solved; above it, Lanczos finds the largest value."""
-DENSE_FALLBACK = 512
-"""The same where Lanczos in single precision does not give a certain value."""
-STEPS = 96
-"""Lanczos steps at most; basis and projected matrix stay small beside the weights."""
+STEPS = 512
+"""Lanczos steps at most, after which the full eigenvalue problem is solved."""
 CERTAIN = 2e-15
 """Largest accepted bound of the relative error of the eigenvalue."""
 
@@ -30,7 +26,7 @@ def spectral_norm(weight: Tensor) -> Tensor:
 
     In float64, by Lanczos iterations with a fixed start vector until the bound of the error of the eigenvalue,
     :math:`\|r\|^2 / (\theta_1 - \theta_2)` with the residual :math:`r` and the Ritz values :math:`\theta`, is below
-    rounding; for small matrices, and where the iterations do not get there, by a full eigenvalue problem or ARPACK.
+    rounding; for small matrices, and where the iterations do not get there, by a full eigenvalue problem.
     Singular values that agree to 4e-9 may be read as one, with an error of less than their distance. Invariant to
     transposition.
 
@@ -59,10 +55,8 @@ def spectral_norm(weight: Tensor) -> Tensor:
         scale = torch.ones_like(scale)
     width = tall.shape[1]
     largest = _lanczos(tall) if width > DENSE else None
-    if largest is None and width <= DENSE_FALLBACK:
-        largest = float(torch.linalg.eigvalsh(tall.T @ tall)[-1].clamp(min=0))
     if largest is None:
-        largest = _largest_eigenvalue(tall)
+        largest = float(torch.linalg.eigvalsh(tall.T @ tall)[-1].clamp(min=0))
     return torch.tensor(largest, dtype=torch.float64).sqrt() * scale.cpu()
 
 
@@ -95,20 +89,6 @@ def _lanczos(tall: Tensor) -> float | None:
         projected[step, step + 1 : step + 2] = projected[step + 1 : step + 2, step] = norm
         basis[step + 1] = image / norm
     return None
-
-
-def _largest_eigenvalue(tall: Tensor) -> float:
-    """Largest eigenvalue of `tall^T tall`; the matrix stays on its device, the Lanczos vectors on the CPU."""
-
-    def product(vector: np.ndarray) -> np.ndarray:
-        moved = torch.tensor(vector.ravel(), dtype=torch.float64, device=tall.device)
-        return (tall.T @ (tall @ moved)).cpu().numpy()
-
-    size = tall.shape[1]
-    gram = LinearOperator((size, size), matvec=product, dtype=np.float64)
-    start = np.random.default_rng(0).standard_normal(size)
-    # the eigenvalue's error is of the order of the squared residual, so 1e-8 gives full precision
-    return float(eigsh(gram, k=1, which="LA", v0=start, tol=1e-8, return_eigenvectors=False)[0])
 
 
 class SpectralNorm(Measure):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic, locked
-from fulldepth.reporting.index import INDEX, Chapter, render_index
-from fulldepth.reporting.page import assemble
+from fulldepth.reporting.page import Chapter, assemble, render_index
 from fulldepth.reporting.payload import payload
 from fulldepth.reporting.together import rows_of, together
 from fulldepth.results import DOCUMENT, PAGE, Results
@@ -82,7 +81,7 @@ def write_index(folder: str | Path, chapters: Sequence[Chapter], *, title: str) 
     Raises:
         FulldepthError: if a folder holds no readable results, or the page cannot be written.
     """
-    return _save(render_index(Path(folder), chapters, title), Path(folder), INDEX)
+    return _save(render_index(Path(folder), chapters, title), Path(folder), "index.html")
 
 
 def _save(html: str, folder: Path, name: str = PAGE) -> Path:

@@ -20,7 +20,6 @@ HEADLINES = {
     "mean_coherence": ("Mean coherence", "over layers"),
     "median_saturation": ("Median saturation layer", "half of all have settled"),
     "effective_depth": ("Effective depth", "layers needed"),
-    "cosine_cka_order": ("Cosine against CKA", "rank correlation"),
     "matched_cosine": ("Cosine of matched pairs", "an image and its own text"),
     "average_precision": ("Average precision", "at the last layer"),
     "time_per_step": ("Time per step", ""),
@@ -51,26 +50,23 @@ class Shown:
     """Subject of the sentence if the page shows several."""
 
 
-def in_order(headline: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The findings in the order of the cards; unknown names come last."""
-    known = {name: headline[name] for name in HEADLINES if name in headline}
-    return {**known, **headline}
+WITHOUT_CARD = ("cosine_cka_order", "score ", "earliest_exit ")
+"""Beginnings of the names of findings without a card; of tasks, a table has the numbers."""
 
 
 def with_cards(
     headline: Mapping[str, Entry], layers: object = None, stacks: Mapping[str, object] | None = None
 ) -> list[Shown]:
-    """All findings with their cards; unknown names are shown as they are.
+    """All findings in the order of the cards; unknown names come last and are shown as they are.
 
     `layers` is L of the model, `stacks` that of each stack by name.
     """
-
-    def depth(name: str) -> object:
-        return (stacks or {}).get(name.partition(":")[0], layers)
-
-    return [
-        Shown(entry, (*_titled(name), *figure_of(entry, depth(name)))) for name, entry in in_order(headline).items()
-    ]
+    shown = []
+    for name in dict.fromkeys([*(known for known in HEADLINES if known in headline), *headline]):
+        depth = (stacks or {}).get(name.partition(":")[0], layers)
+        card = None if name.startswith(WITHOUT_CARD) else (*_titled(name), *figure_of(headline[name], depth))
+        shown.append(Shown(headline[name], card))
+    return shown
 
 
 def _titled(name: str) -> tuple[str, str]:
@@ -78,12 +74,10 @@ def _titled(name: str) -> tuple[str, str]:
 
     `NAME_OTHER` is the number `NAME` of something else, such as a rule, and `STACK:NAME` that of one stack.
     """
-    if name in HEADLINES:
-        return HEADLINES[name]
-    stack, _, own = name.partition(":")
+    stack, _, own = name.rpartition(":")
     if own in HEADLINES:
         title, symbol = HEADLINES[own]
-        return f"{short(stack, 30).capitalize()}: {title[0].lower()}{title[1:]}", symbol
+        return (f"{short(stack, 30).capitalize()}: {title[0].lower()}{title[1:]}" if stack else title), symbol
     base = next((known for known in HEADLINES if name.startswith(f"{known}_")), None)
     if base is None:
         return short(name, 60).replace("_", " "), ""

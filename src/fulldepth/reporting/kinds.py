@@ -7,7 +7,7 @@ A new kind of results needs one `PageKind` here, built from functions of its own
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fulldepth.figures.record import (
@@ -25,10 +25,8 @@ from fulldepth.figures.record import (
     Source,
 )
 from fulldepth.figures.skip_results import TOGETHER
-from fulldepth.reporting import evaluated, exits, generated, measured, skipping, training
+from fulldepth.reporting import evaluated, exits, measured, skipping, story, training
 from fulldepth.reporting.findings import Shown
-from fulldepth.reporting.lens import OF_GENERATION as LENS_OF_GENERATION
-from fulldepth.reporting.lens import LensTexts
 from fulldepth.reporting.measured import Meta, Pairs
 from fulldepth.reporting.sections import (
     OF_EVALUATION,
@@ -65,10 +63,8 @@ class PageKind:
     in_words: str = "The table in words"
     """Title of the folded sentences."""
     sections: Sequence[Section] = OF_MODELS
-    lens: LensTexts = field(default_factory=LensTexts)
-    """Texts around a lens grid of tokens."""
     opening: Callable[[Source], dict[str, Any] | None] = lambda _: None
-    """The opening paragraph: `sentences` and the command to run `next`. Measurements have their own, see `story`."""
+    """The opening paragraph: `sentences`, and the command to run `next` with the reason `why`; None without one."""
 
 
 def _skip(name: str) -> PageKind:
@@ -93,6 +89,7 @@ def _measurement(name: str) -> PageKind:
         lambda source: measured.byline(source.meta),
         lambda source: measured.about(source.meta),
         tables=measured.routers,
+        opening=lambda source: story.opening(source.table, source.meta),
     )
 
 
@@ -131,7 +128,7 @@ PAGES = {
     TOGETHER: _skip("Skipping report"),
     EXIT: PageKind(
         "Early exit",
-        exits.byline,
+        lambda source: measured.byline(source.meta, "judged"),
         exits.about,
         opening=exits.story,
         tables=exits.tables,
@@ -143,27 +140,24 @@ PAGES = {
         lambda source: measured.compared(source.meta, "models"),
         lambda source: measured.about_models(source.meta),
         measured.differences,
-        opening=exits.story_of_models,
-        models=exits.side_by_side,
+        models=measured.side_by_side,
         tables=exits.tables_of_models,
         sections=OF_EXIT,
     ),
     GENERATION: PageKind(
         "Generation",
-        generated.byline,
-        generated.about,
-        opening=generated.story,
-        tables=generated.tables,
+        lambda source: measured.byline(source.meta),
+        exits.about,
+        opening=exits.story,
+        tables=exits.tables_of_generation,
         about_title="What was generated",
         in_words="The findings in words",
         sections=OF_GENERATION,
-        lens=LENS_OF_GENERATION,
     ),
     EVALUATION: PageKind(
         "Evaluation by layer",
         evaluated.byline,
         evaluated.about,
-        evaluated.findings,
         opening=evaluated.story,
         tables=evaluated.tables,
         about_title="What was evaluated",

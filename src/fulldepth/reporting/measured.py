@@ -27,8 +27,8 @@ from fulldepth.reporting.tables import Table
 Meta = Mapping[str, Any]
 Pairs = list[tuple[str, str]]
 """(name, text) pairs; a text is empty if the document does not state it."""
-TOKEN_LIMIT = 40
-"""Maximum number of characters of a token."""
+STEPS = {"load": "loading", "forward": "forward passes", "total": "in all"}
+"""Timing -> what took the time."""
 
 
 def title(meta: Meta) -> str:
@@ -77,19 +77,16 @@ def labelled(entry: Meta) -> str:
 
 def side_by_side(source: Source) -> Table | None:
     """The findings of several models as a table: one column per model, the baseline marked."""
+
+    def number(entry: Meta, name: str) -> str:
+        finding = (entry.get("headline") or {}).get(name, {})
+        digits, unit = figure_of(finding, (entry.get("model") or {}).get("num_layers"))
+        return " ".join(filter(None, (digits, plus_minus(finding), unit)))
+
     models = source.meta.get("models") or []
     names = [name for name in HEADLINES if any(name in (entry.get("headline") or {}) for entry in models)]
-    if not names:
-        return None
-    rows = [[HEADLINES[name][0], *(_number(entry, name) for entry in models)] for name in names]
-    return Table("Models side by side", [labelled(entry) for entry in models], rows)
-
-
-def _number(entry: Meta, name: str) -> str:
-    """A model's number with its standard error and unit."""
-    finding = (entry.get("headline") or {}).get(name, {})
-    digits, unit = figure_of(finding, (entry.get("model") or {}).get("num_layers"))
-    return " ".join(filter(None, (digits, plus_minus(finding), unit)))
+    rows = [[HEADLINES[name][0], *(number(entry, name) for entry in models)] for name in names]
+    return Table("Models side by side", [labelled(entry) for entry in models], rows) if rows else None
 
 
 def about(meta: Meta) -> Pairs:
@@ -103,22 +100,19 @@ def about_models(meta: Meta) -> Pairs:
     pairs: Pairs = []
     for key in subjects[0][1] if subjects else ():
         texts = {subject[key] for _, subject in subjects}
-        if len(texts) == 1:
-            pairs += [(key, texts.pop())]
-        else:
-            pairs += [(f"{key} of {name}", subject[key]) for name, subject in subjects]
+        several = [(f"{key} of {name}", subject[key]) for name, subject in subjects]
+        pairs += [(key, texts.pop())] if len(texts) == 1 else several
     return [*pairs, *run(meta)]
 
 
 def _subject(meta: Meta) -> Pairs:
     model, data, policy = (meta.get(key) or {} for key in ("model", "data", "token_policy"))
     revision = stated(model, ("revision", "revision {}"))
-    hashes = [("config", model.get("config_hash")), ("data", data.get("hash"))]
     return [
         ("Model", dotted(stated(model, ("name", "{}")), model_line(model), revision)),
         ("Data", dotted(stated(data, ("name", "{}")), data_line(data))),
         ("Tokens", short(policy.get("sentence") or policy.get("name") or "", 400)),
-        ("Fingerprints", fingerprints(hashes)),
+        ("Fingerprints", fingerprints([("config", model.get("config_hash")), ("data", data.get("hash"))])),
     ]
 
 
@@ -129,27 +123,15 @@ def fingerprints(hashes: Iterable[tuple[str, Any]]) -> str:
 
 def run(meta: Meta, written: str = "Measured") -> Pairs:
     """Pairs on sampling, time, memory and versions of the run."""
-    timings, memory = meta.get("timings") or {}, meta.get("memory") or {}
-    spent = [("load", "loading"), ("forward", "forward passes"), ("total", "in all")]
-    times = [f"{seconds(timings[key])} {step}" for key, step in spent if timings.get(key) is not None]
+    timings, sampling = meta.get("timings") or {}, meta.get("sampling")
     return [
-        ("Sampling", _sampling(meta.get("sampling") or {})),
+        ("Sampling", short(sampling.get("sentence") or "Nothing was sampled.", 900) if sampling else ""),
         ("Seed", short(meta["seed"], 20) if meta.get("seed") is not None else ""),
-        ("Time", dotted(*times)),
-        (
-            "Memory",
-            dotted(*(f"{size(held)} {short(purpose, 30)}" for purpose, held in memory.items() if held is not None)),
-        ),
+        ("Time", dotted(*(f"{seconds(timings[key])} {step}" for key, step in STEPS.items() if timings.get(key)))),
+        ("Memory", listed(meta.get("memory") or {}, size)),
         ("Versions", listed(meta.get("versions") or {})),
         (written, short(meta.get("created") or "", 40)),
     ]
-
-
-def _sampling(sampling: Meta) -> str:
-    """The run's own sentence; the sizes, in results without one."""
-    if "sentence" not in sampling:
-        return listed(sampling)
-    return short(sampling["sentence"] or "Nothing was sampled.", 900)
 
 
 def warnings(meta: Meta) -> list[str]:
@@ -170,23 +152,18 @@ def left_out(meta: Meta) -> list[list[str]]:
 
 def routers(source: Source) -> dict[str, list[Table]]:
     """Table of the nearest tokens of a model's dynamic routers; empty if the document lists no routers."""
-    stated_routers = source.meta.get("router_tokens") or {}
+    known = source.meta.get("router_tokens") or {}
     rows = [
         [
             f"Layer {entry['layer']}, state {entry['source']}, head {entry['head']}",
-            " ".join(visible(short(token, TOKEN_LIMIT)) for token, _ in entry["tokens"]),
+            " ".join(visible(short(token, 40)) for token, _ in entry["tokens"]),
             quantity(entry["tokens"][0][1], "1"),
         ]
-        for entry in stated_routers.get("routers") or []
+        for entry in known.get("routers") or []
         if entry["tokens"]
     ]
-    total = stated_routers.get("of")
-    cut = f"The {len(rows)} of {total:,} routers" if isinstance(total, int) and total > len(rows) else "All routers"
-    note = (
-        f"{cut}, those with the nearest tokens first. A router reads state m the more, the more a token’s state looks "
-        "like the router’s vector. Listed are the tokens whose embeddings are nearest to it, and the largest cosine."
-    )
-    table = Table(
-        "Tokens of dynamic routers", ["Nearest tokens", "Cosine"], rows, "Router", note, folded=True, text=True
-    )
-    return {"memory": [table]}
+    note = f"""The {len(rows)} of {known.get("of", len(rows)):,} routers with the nearest tokens. A router reads state m
+    the more, the more a token’s state looks like the router’s vector. Listed are the tokens whose embeddings are
+    nearest to it, and the largest cosine."""
+    columns = ["Nearest tokens", "Cosine"]
+    return {"memory": [Table("Tokens of dynamic routers", columns, rows, "Router", note, folded=True, text=True)]}

@@ -1,34 +1,68 @@
-"""Assembles template, style, scripts and data into one file."""
+"""Assembles templates, style, scripts and data into files: the page of results, and the index of several pages."""
 
 from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from functools import cache
+from html import escape
 from importlib.resources import files
+from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
-from fulldepth.figures.record import VERBS
+from fulldepth.figures.record import VERBS, Source
 from fulldepth.figures.style import DARK, INK, PAPER, SEQUENTIAL
+from fulldepth.reporting.kinds import PAGES, kind_of
 from fulldepth.reporting.sections import methods
+from fulldepth.results import PAGE, Results
 
-SCRIPTS = (
-    *("core.js", "strip.js", "texts.js", "profile.js", "plots.js"),
-    *("lens.js", "samples.js", "page.js"),
-)
+SCRIPTS = ("core.js", "strip.js", "profile.js", "plots.js", "lens.js", "page.js")
 """Scripts in order of dependency; they share one scope."""
+
+
+class Chapter(NamedTuple):
+    """A result folder on the index page."""
+
+    folder: str
+    """Path relative to the index."""
+    title: str
+    command: str
+    """Command that produces such a result."""
 
 
 def assemble(document: dict[str, Any]) -> str:
     """The whole page."""
-    script = "\n".join(_part(name) for name in SCRIPTS)
     return Template(_part("page.html")).substitute(
         style=palette() + _part("style.css"),
         plotly=plotly(),
         data=embed(document),
-        script=script,
-        methods=methods(VERBS.get(document["kind"], document["kind"])),
+        script="\n".join(_part(name) for name in SCRIPTS),
+        methods=methods(VERBS.get(document["kind"], document["kind"]), document["measures"]),
+    )
+
+
+def render_index(folder: Path, chapters: Sequence[Chapter], title: str) -> str:
+    """The page that links the pages of the result folders below `folder`, with what they say first.
+
+    Raises:
+        FulldepthError: if a folder holds no readable results.
+    """
+    sections = []
+    for chapter in chapters:
+        results = Results.load(folder / chapter.folder)
+        source = Source(results.table, results.meta)
+        story = PAGES[kind_of(source)].opening(source)
+        told = [str(finding["sentence"]) for finding in results.headline.values() if finding.get("sentence")]
+        first = f"<p><strong>{escape(' '.join(story['sentences']))}</strong></p>" if story else ""
+        items = "\n".join(f"<li>{escape(sentence)}</li>" for sentence in told)
+        sections.append(
+            f'<section><h2><a href="{escape(chapter.folder)}/{PAGE}">{escape(chapter.title)}</a></h2>\n{first}'
+            f'<ul>\n{items}\n</ul>\n<p class="command"><code>{escape(chapter.command)}</code></p></section>'
+        )
+    return Template(_part("index.html")).substitute(
+        style=palette() + _part("style.css"), title=escape(title), chapters="\n".join(sections)
     )
 
 
@@ -52,27 +86,16 @@ def embed(document: Any) -> str:
 def palette() -> str:
     """The heat maps' colours as CSS variables `--ramp-0..10`, with readable text colours `--on-0..10`."""
 
-    def variables(ramp: list[str], dark_text: str, light_text: str) -> str:
-        texts = [max((dark_text, light_text), key=lambda text: contrast(text, colour)) for colour in ramp]
+    def variables(dark: dict[str, str], pale: int) -> str:
+        texts = [INK] * pale + [PAPER] * (len(SEQUENTIAL) - pale)  # whichever has more contrast with its shade
+        pairs = enumerate(zip(SEQUENTIAL, texts, strict=True))
         return "".join(
-            f"--ramp-{i}:{colour};--on-{i}:{text};" for i, (colour, text) in enumerate(zip(ramp, texts, strict=True))
+            f"--ramp-{at}:{dark.get(shade, shade)};--on-{at}:{dark.get(text, text)};" for at, (shade, text) in pairs
         )
 
-    light = variables(list(SEQUENTIAL), INK, PAPER)
-    dark = variables([DARK[colour] for colour in SEQUENTIAL], DARK[PAPER], DARK[INK])
-    return f":root{{{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
-
-
-def contrast(first: str, second: str) -> float:
-    """Contrast ratio of two `#rrggbb` colours, 1 to 21 (WCAG 2)."""
-    low, high = sorted((_luminance(first), _luminance(second)))
-    return (high + 0.05) / (low + 0.05)
-
-
-def _luminance(colour: str) -> float:
-    parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
-    red, green, blue = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return (
+        f":root{{{variables({}, 6)}}}@media screen and (prefers-color-scheme:dark){{:root{{{variables(DARK, 5)}}}}}\n"
+    )
 
 
 def _part(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -14,12 +13,10 @@ from fulldepth.figures.record import SERIES, SINGLE, Source
 from fulldepth.figures.style import DARK, TEMPLATE
 from fulldepth.reporting import lens
 from fulldepth.reporting.findings import cards, sentences
-from fulldepth.reporting.kinds import PAGES, PageKind, kind_of
-from fulldepth.reporting.measured import left_out
+from fulldepth.reporting.kinds import PAGES, kind_of
 from fulldepth.reporting.phrases import short
-from fulldepth.reporting.profile import profile
 from fulldepth.reporting.sections import arrange
-from fulldepth.reporting.story import by_stack, opening
+from fulldepth.reporting.story import by_stack, profile
 from fulldepth.results import Results
 
 
@@ -28,12 +25,28 @@ def payload(results: Results, where: str = "") -> dict[str, Any]:
 
     Of a series, verdict, lens grids and figures are those of the last checkpoint, beside curves over training.
     """
-    source = Source(results.table, results.meta)
+    source = now = Source(results.table, results.meta)
     meta, table, kind = source.meta, source.table, kind_of(source)
     page, vocabulary = PAGES[kind], lens.Vocabulary()
+    entry, left_out = meta, page.left_out(source)
+    if kind == SERIES:
+        step = max(source.steps)
+        entry = {"step": step, **next((one for one in meta.get("steps") or [] if int(one["step"]) == step), {})}
+        now = Source(source.steps[step], {**meta, "model": entry.get("model") or meta.get("model")})
+        left_out += page.left_out(Source(table, entry))
+    findings, story = page.findings(entry, source), page.opening(now)
+    first, more = sentences(findings)
+    strips = by_stack(now.table, now.meta) if source.kind in (SINGLE, SERIES) else {}
+    profiles = {stack: profile(facts) for stack, facts in strips.items()}
     shown = {name: pack(drawn) for name, drawn in figures.build(table, meta).items()}
-    entry = _last(source) if kind == SERIES else meta
     models = page.models(source)
+    grids = [
+        {
+            "label": short(model.get("label", "?"), 60),
+            **lens.pack(model.get("lens_grid"), vocabulary),
+        }
+        for model in entry.get("models") or [entry]
+    ]
     return {
         "kind": kind,
         "kind_name": page.name,
@@ -43,67 +56,24 @@ def payload(results: Results, where: str = "") -> dict[str, Any]:
         "in_words": page.in_words,
         "about": [[what, text] for what, text in page.about(source) if text],
         "about_title": page.about_title,
-        "left_out": page.left_out(source) if entry is meta else [*page.left_out(source), *left_out(entry)],
+        "left_out": left_out,
         "warnings": page.warnings(source),
         "sections": arrange(shown, source.kind, page.sections, page.tables(source)),
-        **_view(page, entry, source, vocabulary),
+        "step": entry.get("step"),
+        "story": story,
+        "profiles": [{"stack": stack, **strip} for stack, strip in profiles.items() if strip],
+        "cards": cards(findings),
+        "sentences": [] if story else first,
+        "more_sentences": [*first, *more] if story else more,
+        "lens": [grid for grid in grids if grid["samples"]],
+        "lens_texts": lens.TEXTS,
         "figures": shown,
         "words": list(vocabulary.index),
         "pictures": list(vocabulary.pictures),
-        "lens_texts": {
-            lens.TOKENS: asdict(page.lens),
-            lens.SAMPLES: asdict(lens.OF_SAMPLES),
-        },
         "measures": sorted({str(name) for name in table["measure"].unique()}),
         "where": where or "The file results.parquet beside this page holds all rows.",
         "template": compact(TEMPLATE.to_plotly_json()),
         "dark": DARK,
-    }
-
-
-def _view(page: PageKind, entry: Mapping[str, Any], source: Source, vocabulary: lens.Vocabulary) -> dict[str, Any]:
-    """Verdict and lens grids of the last checkpoint (its `entry`) or of the whole document."""
-    findings = page.findings(entry, source)
-    first, more = sentences(findings)
-    models = entry.get("models") or [{"label": "", "lens_grid": entry.get("lens_grid")}]
-    grids = [
-        {
-            "label": short(model.get("label", "?"), 60),
-            "of": lens.kind_of(model.get("lens_grid")),
-            "samples": lens.pack(model.get("lens_grid"), vocabulary),
-        }
-        for model in models
-    ]
-    top = _top(source, entry) if source.kind in (SINGLE, SERIES) else {"story": page.opening(source)}
-    if top["story"]:
-        first, more = [], [*first, *more]
-    return {
-        "step": entry.get("step"),
-        "profiles": [],
-        **top,
-        "cards": cards(findings),
-        "sentences": first,
-        "more_sentences": more,
-        "lens": [grid for grid in grids if grid["samples"]],
-    }
-
-
-def _last(source: Source) -> dict[str, Any]:
-    """What the document says of the last checkpoint."""
-    entries = {int(entry["step"]): entry for entry in source.meta.get("steps") or []}
-    step = max(source.steps)
-    return {**entries.get(step, {}), "step": step}
-
-
-def _top(source: Source, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The paragraph and the strips of layers, one for each stack, of one step or of the only measurement."""
-    step, model = entry.get("step"), entry.get("model") or source.meta.get("model") or {}
-    table = source.table if step is None else source.steps[int(step)]
-    meta = {**source.meta, "model": model}
-    strips = {stack: profile(facts) for stack, facts in by_stack(table, meta).items()}
-    return {
-        "story": opening(table, meta),
-        "profiles": [{"stack": stack, **strip} for stack, strip in strips.items() if strip],
     }
 
 

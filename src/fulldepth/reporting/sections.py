@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -119,13 +119,6 @@ OF_GENERATION = (
         "A token leaves after the first layer whose prediction the rule accepts.",
         after=True,
     ),
-    Section(
-        "speculation",
-        "Speculation",
-        "The first layers draft tokens, the whole model checks them. It pays where drafts are good and few layers "
-        "make them.",
-        after=True,
-    ),
     Section("statistics", "Statistics", after=True),
     Section("settings", "Settings", after=True),
 )
@@ -176,9 +169,11 @@ STANDARD_ERRORS = Method(
     source="Cochran, <cite>Sampling Techniques</cite>, 6.3; Woodruff, <cite>Confidence intervals for medians and "
     "other position measures</cite>, JASA 47.",
 )
-OF_SHARED_NOTES = {SINGLE, SERIES, COMPARISON, TRAINING, TRAININGS}
-"""Kinds of results with the same notes."""
-ABOUT = {SKIP: ABOUT_SKIPPING}
+ABOUT = {
+    **dict.fromkeys((SINGLE, SERIES, COMPARISON, TRAINING, TRAININGS), ABOUT_MODELS),
+    SKIP: ABOUT_SKIPPING,
+}
+"""Kind of results -> what its notes begin with; `ABOUT_EXITS` for all others."""
 
 
 def arrange(
@@ -197,43 +192,42 @@ def arrange(
         sections: of the page; those on training and further figures follow.
         tables: id of a section -> tables (or strips of layers) before its figures; empty ones are left out.
     """
-    slots: dict[str, list[str]] = {}
-    for name in names:
-        slots.setdefault(name.split(":")[0], []).append(name)
     sections = (*sections, OVER_TRAINING, FURTHER)
-    records = figures.records(kind)
-    where = {record.name: record.section for record in records}
-    folded = {record.name for record in records if record.secondary}
-    placed: dict[str, list[list[str]]] = {section.id: [] for section in sections}
-    for name in sorted(slots, key=lambda name: list(where).index(name) if name in where else len(where)):
-        otherwise = OVER_TRAINING if name.startswith("steps_") else FURTHER
-        placed[where[name] if where.get(name) in placed else otherwise.id].append(slots[name])
-    filled = {
-        section: [asdict(table) if isinstance(table, Table) else dict(table) for table in several]
-        for section, several in (tables or {}).items()
-    }
-    filled = {section: [table for table in several if table.get("rows", True)] for section, several in filled.items()}
-    return [
-        {
-            **section._asdict(),
-            "slots": placed[section.id],
-            "tables": filled.get(section.id, []),
-            "secondary": [slot[0] for slot in placed[section.id] if slot[0].split(":")[0] in folded],
-            "first": section.first or (section.id == FIRST and kind in (SINGLE, SERIES)),
-        }
-        for section in sections
-        if placed[section.id] or filled.get(section.id)
-    ]
+    records = {record.name: record for record in figures.records(kind)}
+    order, ids = list(records), {section.id for section in sections}
+    placed: dict[str, dict[str, list[str]]] = {section.id: {} for section in sections}
+    named = [(name.partition(":")[0], name) for name in names]
+    for base, name in sorted(named, key=lambda pair: order.index(pair[0]) if pair[0] in records else len(order)):
+        home = records[base].section if base in records else ""
+        if home not in ids:
+            home = (OVER_TRAINING if base.startswith("steps_") else FURTHER).id
+        placed[home].setdefault(base, []).append(name)
+    arranged = []
+    for section in sections:
+        slots = placed[section.id]
+        several = [asdict(one) if isinstance(one, Table) else dict(one) for one in (tables or {}).get(section.id, [])]
+        several = [table for table in several if table.get("rows", True)]
+        if slots or several:
+            arranged.append(
+                {
+                    **section._asdict(),
+                    "slots": list(slots.values()),
+                    "tables": several,
+                    "secondary": [
+                        slot[0] for base, slot in slots.items() if base in records and records[base].secondary
+                    ],
+                    "first": section.first or (section.id == FIRST and kind in (SINGLE, SERIES)),
+                }
+            )
+    return arranged
 
 
-def methods(kind: str) -> str:
+def methods(kind: str, measures: Collection[str]) -> str:
     """The notes on how to read the figures of a kind of results, see `figures.Source`, as HTML.
 
-    Models and training runs share theirs.
+    Only notes on one of `measures`, and those that name none.
     """
-    kinds = OF_SHARED_NOTES if kind in OF_SHARED_NOTES else {kind}
-    about = ABOUT.get(kind, ABOUT_MODELS if kind in OF_SHARED_NOTES else ABOUT_EXITS)
-    general = [STANDARD_ERRORS] if kind in OF_SHARED_NOTES else []
-    of_figures = [note for record in figures.FIGURES if kinds & {*record.kinds} for note in record.methods]
-    notes = dict.fromkeys([*general, *of_figures])
-    return "\n".join([f'<p class="intro">{about}</p>', *(note.html for note in notes)])
+    general = [STANDARD_ERRORS] if ABOUT.get(kind) is ABOUT_MODELS else []
+    notes = dict.fromkeys([*general, *(note for record in figures.records(kind) for note in record.methods)])
+    shown = [note.html for note in notes if not note.measures or {*note.measures} & {*measures}]
+    return "\n".join([f'<p class="intro">{ABOUT.get(kind, ABOUT_EXITS)}</p>', *shown])

@@ -1,4 +1,4 @@
-"""The opening paragraph of a measurement: which layers do little, what stands out, and what to do next.
+"""The first screen of a measurement: which layers do little, what stands out, what to do next, and the strip of layers.
 
 Only what the data can tell: a sentence on one number needs 2 standard errors, one on several layers Holm's correction.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ import pandas as pd
 
 from fulldepth.figures import stack_rows
 from fulldepth.figures.curves import num_layers
+from fulldepth.figures.style import SEQUENTIAL
 from fulldepth.reporting.phrases import plus_minus, short
 from fulldepth.thresholds import IDLE, LARGE_JUMP, degrees
 from fulldepth.uncertainty import measurable
@@ -25,8 +26,6 @@ MOST = 2
 """Maximum number of findings after the first sentence."""
 FAR = 1.25
 """Ratio of angles to the median layer from which the last layer is called different."""
-OUTLIER = 1.75
-"""Ratio of angles to the median layer from which a layer in the middle stands out."""
 COMPARE = {
     "why": "measure another model on the same data:",
     "command": "fulldepth compare THIS_FOLDER OTHER_FOLDER --output comparison/",
@@ -38,6 +37,8 @@ EARLY = 0.9
 """Share of the layers up to which a layer with nearly all of the accuracy is worth a sentence."""
 BLOCKS = 4
 """Number of blocks that the suggested search removes, for deep models."""
+LOWEST, HIGHEST = 0.005, 0.5
+"""Displacements of the lightest and the darkest shade; the shades between them are a logarithmic scale."""
 
 Values = dict[int, float]
 """Layer -> finite value."""
@@ -45,7 +46,7 @@ Values = dict[int, float]
 
 @dataclass(frozen=True)
 class Facts:
-    """The numbers of one measurement from which the paragraph is made."""
+    """The numbers of one measurement from which the paragraph and the strip are made."""
 
     table: pd.DataFrame
     layers: int
@@ -53,17 +54,12 @@ class Facts:
     def values(self, measure: str, *statistics: str) -> Values:
         """The values of the first statistic that the table has, by layer, at the residual stream."""
         rows = self.table[(self.table["measure"] == measure) & (self.table["site"] == "residual")]
+        rows = rows[np.isfinite(rows["value"].astype("float64"))].dropna(subset=["layer"])
         for statistic in statistics:
-            chosen = rows[(rows["statistic"] == statistic) & np.isfinite(rows["value"].astype("float64"))]
-            chosen = chosen.dropna(subset=["layer"])
+            chosen = rows[rows["statistic"] == statistic]
             if len(chosen):
                 return {int(layer): float(value) for layer, value in zip(chosen["layer"], chosen["value"], strict=True)}
         return {}
-
-    def number(self, measure: str, statistic: str) -> float:
-        """A number without a layer; NaN if the table lacks it."""
-        rows = self.table[(self.table["measure"] == measure) & (self.table["statistic"] == statistic)]
-        return float(rows["value"].iloc[0]) if len(rows) else math.nan
 
     @cached_property
     def displacement(self) -> Values:
@@ -76,11 +72,6 @@ class Facts:
         return self.values("displacement", "standard_error")
 
     @cached_property
-    def coherence(self) -> Values:
-        """Mean coherence of each layer, corrected for bias where the table has it."""
-        return self.values("coherence", "mean_corrected", "mean")
-
-    @cached_property
     def settled(self) -> Values:
         """Share of the predictions that have settled by each layer."""
         return self.values("saturation", "cumulative")
@@ -91,17 +82,16 @@ class Facts:
         return [layer for layer in self.beyond(IDLE) if self.displacement[layer] < IDLE]
 
     @cached_property
-    def median(self) -> float:
-        """Median displacement of the layers before the last."""
-        before = [mean for layer, mean in self.displacement.items() if layer < self.layers]
-        return float(np.median(before)) if before else math.nan
-
-    @cached_property
-    def median_error(self) -> float:
-        """Standard error of `median`: that of the layer in the middle, or the larger one of two."""
+    def median(self) -> tuple[float, float]:
+        """Median displacement of the layers before the last, and its standard error: that of the layer in the middle,
+        or the larger one of two.
+        """
         before = sorted((mean, layer) for layer, mean in self.displacement.items() if layer < self.layers)
         middle = before[(len(before) - 1) // 2 : len(before) // 2 + 1]
-        return max((self.errors.get(layer, math.nan) for _, layer in middle), default=math.nan)
+        if not middle:
+            return math.nan, math.nan
+        means, errors = zip(*((mean, self.errors.get(layer, math.nan)) for mean, layer in middle), strict=True)
+        return sum(means) / len(means), max(errors)
 
     def beyond(self, value: float, error: float = 0.0, layers: Collection[int] | None = None) -> list[int]:
         """Those of some layers (None = all) whose mean displacement differs measurably from a value with its error."""
@@ -119,24 +109,16 @@ def story(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     if not facts.displacement:
         return None
-    findings = [_last(facts), _late(facts), _early(facts), _outlier(facts)]
-    return {
-        "sentences": [_little(facts), *list(filter(None, findings))[:MOST]],
-        "next": _next(meta, facts),
-    }
-
-
-def predicts(facts: Facts, classes: int | None = None) -> bool:
-    """Whether the last layer predicts measurably better than a uniform guess and than the embeddings do."""
-    (right, right_error), (loss, loss_error) = (
-        [facts.values(measure, statistic) for statistic in ("mean", "standard_error")]
-        for measure in ("lens_accuracy", "lens_loss")
-    )
-    last, nan = facts.layers, math.nan
-    better = right.get(last, nan) - (1 / classes if classes else 0.0)
-    gain = loss.get(0, nan) - loss.get(last, nan)
-    errors = [right_error.get(last, nan), math.hypot(loss_error.get(0, nan), loss_error.get(last, nan))]
-    return better > 0 and gain > 0 and bool(measurable([better, gain], errors).all())
+    limit = f"{IDLE:g} ({degrees(IDLE):.0f} degrees)"
+    first = f"Displacement is clearly below {limit} in no layer."
+    if facts.idle:
+        first = (
+            f"Displacement is clearly below {limit} in {len(facts.idle)} of {facts.layers} layers: {spans(facts.idle)}."
+        )
+    elif not facts.errors:
+        first = "Displacement has no standard error, so it is not concluded which layers do little."
+    findings = [_last(facts), _late(facts), _early(facts)]
+    return {"sentences": [first, *list(filter(None, findings))[:MOST]], "next": _next(meta, facts)}
 
 
 def by_stack(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Facts]:
@@ -152,80 +134,59 @@ def opening(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any] | No
     stacks = by_stack(table, meta)
     if "" in stacks:
         return story(stacks[""], meta)
-    sentences: list[str] = []
-    for name, facts in stacks.items():
-        told = story(facts, {})
-        if told:
-            first, *others = told["sentences"][:2]
-            sentences += [f"{name}: {first}", *others]
+    told = {name: story(facts, {}) for name, facts in stacks.items()}
+    sentences = [
+        f"{name}: {sentence}" if first == 0 else sentence
+        for name, part in told.items()
+        if part
+        for first, sentence in enumerate(part["sentences"][:2])
+    ]
     return {"sentences": sentences, "next": COMPARE} if sentences else None
 
 
-def paragraph(table: pd.DataFrame, meta: Mapping[str, Any]) -> str:
-    """The sentences of `opening` as one paragraph; empty if there is none."""
-    told = opening(table, meta)
-    return " ".join(told["sentences"]) if told else ""
-
-
-def _little(facts: Facts) -> str:
-    """Which layers do little: those measurably below the threshold."""
-    limit = f"{IDLE:g} ({degrees(IDLE):.0f} degrees)"
-    if facts.idle:
-        return (
-            f"Displacement is clearly below {limit} in {len(facts.idle)} of {facts.layers} layers: {spans(facts.idle)}."
-        )
-    if not facts.errors:
-        return "Displacement has no standard error, so it is not concluded which layers do little."
-    return f"Displacement is clearly below {limit} in no layer."
-
-
 def spans(layers: list[int]) -> str:
-    """Ascending layers as text: `4 to 8, 13`."""
+    """Ascending layers as text: `layers 4 to 8, 13`."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
         if runs and layer == runs[-1][-1] + 1:
             runs[-1].append(layer)
         else:
             runs.append([layer])
-    texts = [
-        str(run[0]) if len(run) == 1 else f"{run[0]} and {run[1]}" if len(run) == 2 else f"{run[0]} to {run[-1]}"
-        for run in runs
-    ]
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]} {'and' if len(run) == 2 else 'to'} {run[-1]}" for run in runs]
     return ("layer " if len(layers) == 1 else "layers ") + ", ".join(texts)
 
 
 def _last(facts: Facts) -> str:
     """The last layer against the median layer, and its jump; empty without an error."""
     last, error = facts.displacement.get(facts.layers), facts.errors.get(facts.layers)
-    if last is None or error is None or not facts.median > 0:
+    median, median_error = facts.median
+    if last is None or error is None or not median > 0:
         return ""
     amount = f"{last:.3f} {plus_minus({'standard_error': error})} ({degrees(last):.0f} degrees)"
-    middle = f"the median layer ({facts.median:.3f}, {degrees(facts.median):.0f} degrees)"
-    ratio = degrees(last) / degrees(facts.median)
-    if not facts.beyond(facts.median, facts.median_error, [facts.layers]):
+    middle = f"the median layer ({median:.3f}, {degrees(median):.0f} degrees)"
+    ratio = degrees(last) / degrees(median)
+    if not facts.beyond(median, median_error, [facts.layers]):
         sentence = f"The last layer’s displacement, {amount}, does not differ measurably from that of {middle}."
     elif ratio > FAR:
         sentence = f"The last layer’s displacement is {amount}: {ratio:.1f} times the angle of {middle}."
     else:
         sentence = f"The last layer’s displacement is {amount}, {'below' if ratio < 1 else 'above'} that of {middle}."
-    return sentence + _jump(facts)
-
-
-def _jump(facts: Facts) -> str:
-    """The jump rate of the last layer; its size only if it is measurably above or below `LARGE_JUMP`."""
-    values, errors = (facts.values("jump_rate", name) for name in ("value", "standard_error"))
-    jump, error = values.get(facts.layers, math.nan), errors.get(facts.layers, math.nan)
-    if not (jump > 0 and measurable(jump, error)[0]):
-        return ""
-    size = "" if not measurable(jump - LARGE_JUMP, error)[0] else ": large" if jump > LARGE_JUMP else ": not large"
-    return f" Its jump rate is {jump:.1f} ± {error:.2g} %{size}."
+    jump, jump_error = (
+        facts.values("jump_rate", name).get(facts.layers, math.nan) for name in ("value", "standard_error")
+    )
+    if not (jump > 0 and measurable(jump, jump_error)[0]):
+        return sentence
+    size = ": large" if jump > LARGE_JUMP else ": not large"
+    return f"{sentence} Its jump rate is {jump:.1f} ± {jump_error:.2g} %" + (
+        f"{size}." if measurable(jump - LARGE_JUMP, jump_error)[0] else "."
+    )
 
 
 def _late(facts: Facts) -> str:
     """The share of predictions that settle in the last two layers."""
-    errors = facts.values("saturation", "standard_error_of_cumulative")
     layer = facts.layers - 2
-    share, error = 1 - facts.settled.get(layer, math.nan), errors.get(layer, math.nan)
+    share = 1 - facts.settled.get(layer, math.nan)
+    error = facts.values("saturation", "standard_error_of_cumulative").get(layer, math.nan)
     if layer < 1 or not (share > 0 and measurable(share, error)[0]):
         return ""
     return f"{100 * share:.0f} ± {100 * error:.1f} % of all predictions change in the last two layers."
@@ -239,22 +200,20 @@ def _early(facts: Facts) -> str:
     above = np.array([right.get(layer, math.nan) - target for layer in depths])
     enough = measurable(above, [math.hypot(errors.get(layer, math.nan), error) for layer in depths]) & (above > 0)
     depth = int(enough.argmax()) + 1 if enough.any() else facts.layers
-    if not enough.any() or depth > EARLY * facts.layers:
-        return ""
-    return f"Layer {depth} already has 95 % of the last layer’s accuracy."
+    return f"Layer {depth} already has 95 % of the last layer’s accuracy." if depth <= EARLY * facts.layers else ""
 
 
-def _outlier(facts: Facts) -> str:
-    """The layer in the middle with the largest displacement, if it is measurably much larger than the median."""
-    middle = range(3, facts.layers - 1)
-    clear = [layer for layer in facts.beyond(facts.median, facts.median_error, middle) if facts.median > 0]
-    if not clear:
-        return ""
-    layer = max(clear, key=facts.displacement.__getitem__)
-    ratio = degrees(facts.displacement[layer]) / degrees(facts.median)
-    if ratio < OUTLIER:
-        return ""
-    return f"In the middle, layer {layer} stands out: {ratio:.1f} times the median angle."
+def _predicts(facts: Facts, classes: int | None) -> bool:
+    """Whether the last layer predicts measurably better than a uniform guess and than the embeddings do."""
+    (right, right_error), (loss, loss_error) = (
+        [facts.values(measure, statistic) for statistic in ("mean", "standard_error")]
+        for measure in ("lens_accuracy", "lens_loss")
+    )
+    last, nan = facts.layers, math.nan
+    better = right.get(last, nan) - (1 / classes if classes else 0.0)
+    gain = loss.get(0, nan) - loss.get(last, nan)
+    errors = [right_error.get(last, nan), math.hypot(loss_error.get(0, nan), loss_error.get(last, nan))]
+    return better > 0 and gain > 0 and bool(measurable([better, gain], errors).all())
 
 
 def _next(meta: Mapping[str, Any], facts: Facts) -> dict[str, str] | None:
@@ -265,7 +224,7 @@ def _next(meta: Mapping[str, Any], facts: Facts) -> dict[str, str] | None:
     model, data = meta.get("model") or {}, meta.get("data") or {}
     if model.get("task") != "causal-lm" or not model.get("name"):
         return COMPARE
-    if not predicts(facts, data.get("num_classes")):
+    if not _predicts(facts, data.get("num_classes")):
         return None
     blocks = min(BLOCKS, max(1, facts.layers // 6))
     texts = str(data.get("name") or "") if data.get("kind") in ("text", "pairs") else ""
@@ -275,4 +234,54 @@ def _next(meta: Mapping[str, Any], facts: Facts) -> dict[str, str] | None:
     return {
         "why": "find removable blocks:",
         "command": f"fulldepth skip search {name} --data {source} --blocks {blocks} --output plan/",
+    }
+
+
+def profile(facts: Facts) -> dict[str, Any] | None:
+    """The strip of one model at one step; None without displacement.
+
+    `idle` holds the layers that do little, `limit` says what that is. Each of `rows` has `name`, `hint`, the `figure`
+    with the same numbers, and for the layers 1..L `shades` (0 to 10, null where there is no value) and `texts`.
+    """
+    if not facts.displacement:
+        return None
+    errors = {layer: plus_minus({"standard_error": error}) for layer, error in facts.errors.items()}
+    scale = math.log(HIGHEST / LOWEST)
+    rows = [
+        _row(
+            ("Displacement", "strong = turns far", "displacement"),
+            facts,
+            {layer: math.log(max(mean, LOWEST) / LOWEST) / scale for layer, mean in facts.displacement.items()},
+            lambda at, _: f"displacement {facts.displacement[at]:.3f} {errors.get(at, '')}".strip(),
+        ),
+        _row(
+            ("Coherence", "strong = copies", "coherence"),
+            facts,
+            facts.values("coherence", "mean_corrected", "mean"),
+            lambda _, value: f"coherence {value:.2f}",
+        ),
+        _row(
+            ("Settled", "strong = predictions final", "saturation"),
+            facts,
+            facts.settled,
+            lambda _, share: f"{100 * share:.0f} % of predictions settled",
+        ),
+    ]
+    return {
+        "layers": facts.layers,
+        "idle": facts.idle,
+        "limit": f"displacement clearly below {IDLE:g}",
+        "rows": [row for row in rows if any(row["texts"])],
+    }
+
+
+def _row(
+    about: tuple[str, str, str], facts: Facts, shares: Values, text: Callable[[int, float], str]
+) -> dict[str, Any]:
+    """One row; `shares` are limited to [0, 1]."""
+    depths, most = range(1, facts.layers + 1), len(SEQUENTIAL) - 1
+    return {
+        **dict(zip(("name", "hint", "figure"), about, strict=True)),
+        "shades": [round(most * min(max(shares[at], 0.0), 1.0)) if at in shares else None for at in depths],
+        "texts": [text(at, shares[at]) if at in shares else "" for at in depths],
     }

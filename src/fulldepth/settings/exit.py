@@ -25,9 +25,9 @@ class ExitSettings(ReadingSettings):
         "When to leave": ("rule", "thresholds", "min_layer", "target_accuracy_drop", "calibration_share"),
         "Data": (
             *("max_sequences", "sequence_length", "batch_size", "rounds", "lens_tokens", "seed", "split", "truncate"),
-            *("skip_bad", "corrupt", "order", "bos", "one_per_row", "balanced"),
+            *("skip_bad", "order", "bos", "one_per_row", "balanced"),
         ),
-        "Generation of language models": ("policy", "lens_candidates", "prompts", "new_tokens"),
+        "Generation of language models": ("policy", "prompts", "new_tokens"),
         "A checkpoint with fewer layers": EXPORTS,
         "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
     }
@@ -59,9 +59,6 @@ class ExitSettings(ReadingSettings):
     policy: list[Literal["recompute", "propagate"]] = Field(default=["recompute", "propagate"], min_length=1)
     """Comma-separated policies for the layers that a token did not visit: recompute (exact), propagate (its state at
     the exit is passed on)."""
-    lens_candidates: Annotated[int, Field(ge=2, le=10_000_000)] | None = None
-    """In generation, read layers for this number of candidate tokens first, and the whole vocabulary only where a token
-    could leave; for the rules confidence and margin. None = the whole vocabulary at every layer."""
     prompts: int = Field(default=4, ge=0, le=10_000)
     """Sequences whose beginnings are continued, beside the sweep; 0 = nothing is generated."""
     new_tokens: Length = 24

@@ -18,7 +18,7 @@ class GenerateSettings(LoadingSettings):
     options: ClassVar = {
         "Text": ("max_new_tokens", "temperature", "top_p", "top_k", "seed"),
         "Speculation": ("speculate_from", "draft_length", "draft_threshold"),
-        "Early exit": ("threshold", "exit_layer", "rule", "policy", "min_layer", "lens_candidates"),
+        "Early exit": ("threshold", "exit_layer", "rule", "policy", "min_layer"),
         "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
     }
 
@@ -35,10 +35,10 @@ class GenerateSettings(LoadingSettings):
     chat: bool | None = None
     """Put each prompt into the tokenizer's chat template; None = if it has one."""
     speculate_from: int | str | None = None
-    """Draft tokens with the first E layers and confirm them with the others: E, or auto (E by measured acceptance and
-    layer times; plain decoding where none pays). None = no speculation."""
+    """Draft tokens with the first E layers and confirm them with the others: E, or auto (a third of the layers; plain
+    decoding where a short trial is not faster). None = no speculation."""
     draft_length: int | str = AUTO
-    """Largest number of drafts in a round: K, or auto (by measurement; plain decoding where none pays)."""
+    """Largest number of drafts in a round: K, or auto (4; plain decoding where a short trial is not faster)."""
     draft_threshold: float | None = None
     """In (0, 1]: a round's drafting ends where the largest probability of the next draft is below it; None = never."""
     threshold: float | None = None
@@ -53,9 +53,6 @@ class GenerateSettings(LoadingSettings):
     propagate (approximate: keys and values from the state at the exit)."""
     min_layer: Length = 1
     """First layer at which a token may leave."""
-    lens_candidates: Annotated[int, Field(ge=2, le=10_000_000)] | None = None
-    """Read layers for this number of candidate tokens first, and the whole vocabulary only where a token could leave;
-    cheaper, and a token may leave later. None = the whole vocabulary at every layer."""
 
     @field_validator("speculate_from", "draft_length", mode="before")
     @classmethod

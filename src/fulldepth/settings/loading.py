@@ -57,6 +57,3 @@ class ReadingSettings(LoadingSettings):
     truncate: bool = False
     """Cut prompt-response pairs that are longer than the sequence length, and labelled texts for a classifier that are
     longer than the model's positions, instead of refusing them."""
-    corrupt: str | None = None
-    """Corrupt the images: gaussian-noise:S (standard deviation, 1 = full range), blur:S (pixels) or contrast:S (1 =
-    unchanged), with a strength S."""

@@ -19,10 +19,10 @@ class MeasureSettings(ReadingSettings):
     """Everything that determines the results of a measurement; saved with them."""
 
     options: ClassVar = {
-        "What to measure": ("measures", "tokens", "words", "reference", "probe_data", "corrupt"),
+        "What to measure": ("measures", "tokens", "words", "reference", "probe_data"),
         "Samples": (
             *("max_sequences", "sequence_length", "batch_size", "exact", "lens_tokens", "reservoir_tokens"),
-            *("entropy_sequences", "lens_precision", "lens_sites", "seed", "split", "truncate", "skip_bad", "pictures"),
+            *("entropy_sequences", "lens_sites", "seed", "split", "truncate", "skip_bad"),
             *("order", "bos", "one_per_row", "balanced"),
         ),
         "Loading the model": (
@@ -33,7 +33,7 @@ class MeasureSettings(ReadingSettings):
     measures: list[str] | None = None
     """Comma-separated names from displacement, jump_rate, coherence, cosine, cka, norm_ratio, lens_accuracy,
     lens_loss, saturation, effective_depth, nc1, renyi_entropy, separability, spectral_norm, mmd, retrieval_weight,
-    expected_retrieval, stream_mixing, average_precision, detection_loss; None = all that model
+    expected_retrieval, stream_mixing, average_precision; None = all that model
     and data allow."""
     batch_size: Count = 8
     """Sequences in one forward pass; does not affect results."""
@@ -55,18 +55,11 @@ class MeasureSettings(ReadingSettings):
     all."""
     entropy_sequences: Count | None = 16
     """Sequences in the seeded sample used for the matrix entropies; None = all."""
-    lens_precision: Literal["model", "bfloat16"] = "model"
-    """Precision of the lens's products with the head. bfloat16 is about three times faster on CPUs that have it; its
-    error is measured on 128 positions and printed."""
     lens_sites: list[Literal["residual", "attention_output"]] = Field(default=["residual"], min_length=1)
     """Comma-separated places that the lens reads. residual: the embeddings and the output of every layer;
     attention_output: also the stream between attention and MLP of every layer, in twice the time."""
-    grid_samples: int | None = Field(default=None, ge=0, le=1000)
-    """Sequences shown in the lens grid; None = 3, of a classifier 10 and the easiest and hardest ones; a
-    detector has none."""
-    pictures: bool = True
-    """Keep thumbnails of the images shown (at most 64 pixels a side) and their file names in the results.
-    --no-pictures: results that will be shared hold neither."""
+    grid_samples: int = Field(default=3, ge=0, le=1000)
+    """Sequences shown in the lens grid of a model that predicts tokens."""
     tower: Literal["text", "vision", "encoder", "decoder"] | None = None
     """text or vision, encoder or decoder: measure this part of a model alone."""
     device_map: str | dict[str, Any] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -40,8 +39,24 @@ Layer = Annotated[int, Field(ge=1, le=10_000)]
 Batch = Annotated[int, Field(ge=1, le=1_000_000)]
 Rows = Annotated[int, Field(ge=1, le=10**12)]
 Epochs = Annotated[int, Field(ge=1, le=100_000)]
-Budget = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-TIME = re.compile(r"(\d{1,12}(?:\.\d{1,12})?) ?([smh])")
+
+
+def seconds_of(time: str) -> float:
+    """The seconds of a time such as 90s, 10m or 2h.
+
+    Raises:
+        FulldepthError: for any other text, and for no time at all.
+    """
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?) ?([smh])", time.strip())
+    seconds = float(match[1]) * UNITS[match[2]] if match else 0.0
+    if not seconds:
+        raise FulldepthError(f"The budget is {one_line(repr(time), 60)}; expected a time (90s, 10m, 2h).")
+    return seconds
+
+
+def _a_time(text: str) -> str:
+    seconds_of(text)
+    return text
 
 
 class ReadingSettings(LoadingSettings):
@@ -86,9 +101,9 @@ class SearchSettings(ReadingSettings):
     searches read few data in chunks of four sequences, or of a batch if that is smaller."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Probability that a greedy round keeps its best candidate; see "What `greedy` promises" in docs/skipping.md."""
-    budget: Budget | str | None = None
-    """FLOPs (2e15) or a time (90s, 10m, 2h) for the search without the fits. A greedy round that a budget ends is noted
-    in the plan (`stopped_by_budget`), and its choice is uncertain; None = no limit."""
+    budget: Annotated[str, AfterValidator(_a_time)] | None = None
+    """Time (90s, 10m, 2h) for the rounds of a greedy search; the losses of the plan on all data and the fits come on
+    top. A round that it ends is noted in the plan (`stopped_by_budget`), and its choice is uncertain."""
     fit: bool = True
     """Train the healing scalars, and the control "scalars only"."""
     learning_rate: Rate = 3e-3
@@ -99,10 +114,6 @@ class SearchSettings(ReadingSettings):
     """Examples in an optimiser step."""
     patience: Epochs = 2
     """Epochs without a better held-out loss before the training ends."""
-    per_channel: bool = False
-    """One factor per channel instead of one per layer; such a plan cannot be exported in any format."""
-    fit_kl: bool = False
-    """Train towards the unmodified model's predictions."""
     gradient_checkpointing: bool | None = None
     """Keep one state per block while scalars are trained, and run each block again in the backward pass: less memory,
     1.5 times the computation, the same result. None: where autograd would keep more than about 4 GiB, and where
@@ -121,24 +132,3 @@ class SearchSettings(ReadingSettings):
 
 PLACES = {"device", "device_map", "format", "gradient_checkpointing", "tokenizer", "revision", "trust_remote_code"}
 """Settings that a resumed search may change."""
-
-
-def parse_budget(budget: float | str | None) -> tuple[float | None, float | None]:
-    """`(FLOPs, seconds)` of a budget, at most one of them not None.
-
-    Raises:
-        FulldepthError: if `budget` is neither a positive number of FLOPs nor a time.
-    """
-    if budget is None:
-        return None, None
-    if isinstance(budget, str) and (match := TIME.fullmatch(budget.strip())):
-        return None, float(match[1]) * UNITS[match[2]]
-    try:
-        flops = float(budget)
-    except (ValueError, OverflowError):
-        flops = math.nan
-    if not (flops > 0 and math.isfinite(flops)):
-        raise FulldepthError(
-            f"The budget is {one_line(repr(budget), 60)}; expected FLOPs (2e15) or a time (90s, 10m, 2h)."
-        )
-    return flops, None

@@ -40,7 +40,7 @@ class DataSettings(Settings):
 
     name: str = "corpus:builtin/train"
     """corpus:builtin/train, a .txt, .jsonl or .parquet file or a folder of them, or a Hub data set; for images
-    digits:builtin/train, or a folder or .zip of images."""
+    digits:builtin/train, or a folder of images."""
     column: str | None = None
     """Column that holds the text; None = the usual names."""
     config: str | None = None
@@ -267,8 +267,6 @@ class TrainSettings(Settings):
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: Count | None = None
     """Checkpoints to keep, the latest ones; None = all, so that the run can be measured as a series."""
-    save_in_background: bool = True
-    """With fsdp, write checkpoints while training continues; needs CPU memory for a copy of the shards."""
     log_every: Count = 10
     """Steps between the training losses that `report_to` receives; it receives every evaluation."""
     report_to: list[str] = Field(default_factory=list)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import datasets
 import numpy as np
 import torch
+from pydantic import Field, JsonValue
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
@@ -19,14 +19,40 @@ from fulldepth.data.conversations import CUT_OFF, TABLES, Prompt, conversation_p
 from fulldepth.data.opening import open_data
 from fulldepth.data.rendering import as_prompt, encode_prompt
 from fulldepth.data.row_index import sampled_rows
-from fulldepth.errors import FulldepthError, one_line
-from fulldepth.files import atomic
-from fulldepth.hf import device_of
+from fulldepth.errors import FulldepthError
+from fulldepth.files import read_document
+from fulldepth.hf import device_of, evaluating
 from fulldepth.progress import Watcher
+from fulldepth.settings import Settings, layer
+from fulldepth.settings.loading import Length, Seed
+from fulldepth.skip.plan import differences, write_text
 
 FILE = "responses.jsonl"
-MOST = 10_000_000
-"""Largest number of prompts, of tokens in a response, and of sequences in a batch."""
+NOTES = "responses.json"
+"""File that describes how the responses beside it were generated."""
+
+
+class Sampling(Settings):
+    """Settings of a generation."""
+
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """0 = greedy."""
+    seed: Seed = 0
+    max_new_tokens: Length = 256
+    """Most tokens of a response; longer ones are cut off."""
+    batch_size: Length = 8
+    """Prompts in a batch; prompts are sorted by length."""
+
+
+class StoredNotes(Settings):
+    """The entries of `responses.json`, which is written before the responses."""
+
+    asked: dict[str, JsonValue]
+    """Model, prompts and settings that determine the responses."""
+    made: dict[str, JsonValue]
+    """`Responses.settings`."""
+    sha256: str
+    """Digest of `responses.jsonl`."""
 
 
 class Responses(NamedTuple):
@@ -48,13 +74,7 @@ class Responses(NamedTuple):
         Raises:
             FulldepthError: if it cannot be written.
         """
-        target = Path(path)
-        try:
-            with atomic(target) as part:
-                part.write_text(self.text(), encoding="utf-8")
-        except OSError as error:
-            raise FulldepthError(f"Cannot write responses to {target}: {error.strerror or error}.") from error
-        return target
+        return write_text(Path(path), self.text())
 
 
 def read_prompts(data: Any, tokenizer: Any, limit: int | None = None, seed: int = 0) -> list[Prompt]:
@@ -125,35 +145,54 @@ def generate_responses(
     Source: Hopscotch (arXiv 2506.03303), its data generation; Gumbel-max trick: Gumbel 1954.
     """
     watcher = watcher or Watcher()
+    options = {"temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
+    layer(Sampling, options)
     count = len(prompts) if n is None else n
-    _check_settings(model, len(prompts), count, temperature, seed, max_new_tokens, batch_size)
+    if not 1 <= count <= len(prompts):
+        raise FulldepthError(f"{count} responses were asked for, but there are {len(prompts)} prompts.")
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise FulldepthError(f"{type(model).__name__} cannot respond to prompts; give a causal language model.")
     rendered = [as_prompt(tokenizer, prompt) for prompt in prompts[:count]]
     encoded = [encode_prompt(tokenizer, prompt, f"Prompt {i}") for i, prompt in enumerate(rendered, start=1)]
-    _check_prompts(rendered, encoded, model, max_new_tokens)
-    ends = _end_tokens(model, tokenizer)
+    longest = max(map(len, encoded))
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for number, (prompt, ids) in enumerate(zip(rendered, encoded, strict=True), start=1):
+        if not _has_text(prompt) or not ids:
+            raise FulldepthError(f"Prompt {number} is empty. Leave it out, or give it text.")
+        if positions is not None and len(ids) + max_new_tokens > positions:
+            raise FulldepthError(
+                f"Prompt {number} with {max_new_tokens} new tokens would be longer than the model's {positions} "
+                f"positions; the longest prompt has {longest} tokens. Lower max_new_tokens, or leave it out."
+            )
+    named = model.generation_config.eos_token_id if model.generation_config else None
+    ends = {named, tokenizer.eos_token_id} if isinstance(named, int) else {*(named or ()), tokenizer.eos_token_id}
+    ends -= {None}
     config = GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0)
     order = sorted(range(count), key=lambda i: len(encoded[i]), reverse=True)
     answers: dict[int, list[int]] = {}
     watcher.begin("Responses", count)
-    with _plain_generation(model):
-        for start in range(0, count, batch_size):
-            chosen = order[start : start + batch_size]
-            noise = [GumbelNoise(temperature, seed, chosen)] if temperature else []
-            answers |= zip(chosen, _answers(model, [encoded[i] for i in chosen], config, noise), strict=True)
-            watcher.advance(len(chosen))
-    settings = {"prompts": count, "temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens}
-    settings |= {"batch_size": batch_size, "chat_template": bool(tokenizer.chat_template)}
-    return _responses(tokenizer, prompts, rendered, answers, ends, settings, watcher)
-
-
-def _answers(
-    model: PreTrainedModel, prompts: Sequence[list[int]], config: GenerationConfig, noise: Sequence[LogitsProcessor]
-) -> list[list[int]]:
-    """Generated ids of one batch, up to the length of the longest response."""
-    batch = _left_padded(prompts, device_of(model))
-    generate: Any = model.generate
-    sequences = generate(**batch, generation_config=config, logits_processor=LogitsProcessorList(noise))
-    return sequences[:, batch["input_ids"].shape[1] :].tolist()
+    own_config, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        with evaluating(model):
+            for start in range(0, count, batch_size):
+                chosen = order[start : start + batch_size]
+                width = len(encoded[chosen[0]])
+                padded = torch.tensor([[0] * (width - len(encoded[i])) + encoded[i] for i in chosen])  # [B, T]
+                mask = torch.tensor([[0] * (width - len(encoded[i])) + [1] * len(encoded[i]) for i in chosen])
+                noise = [GumbelNoise(temperature, seed, chosen)] if temperature else []
+                generate: Any = model.generate
+                sequences = generate(
+                    input_ids=padded.to(device_of(model)),
+                    attention_mask=mask.to(device_of(model)),
+                    generation_config=config,
+                    logits_processor=LogitsProcessorList(noise),
+                )
+                answers |= zip(chosen, sequences[:, width:].tolist(), strict=True)
+                watcher.advance(len(chosen))
+    finally:
+        model.generation_config = own_config
+    made = {"prompts": count, **options, "chat_template": bool(tokenizer.chat_template)}
+    return _responses(tokenizer, prompts, rendered, [answers[i] for i in range(count)], ends, made, watcher)
 
 
 class GumbelNoise(LogitsProcessor):
@@ -179,7 +218,7 @@ def _responses(
     tokenizer: Any,
     prompts: Sequence[Prompt],
     rendered: Sequence[Prompt],
-    answers: Mapping[int, list[int]],
+    answers: Sequence[list[int]],
     ends: set[int],
     settings: dict[str, Any],
     watcher: Watcher,
@@ -187,105 +226,72 @@ def _responses(
     """Pairs in order, without the empty ones, which are reported."""
     pairs: list[dict[str, Any]] = []
     empty, unfinished, tokens = [], 0, 0
-    for index in range(len(rendered)):
-        ids = answers[index]
+    for number, (prompt, ids) in enumerate(zip(prompts, answers, strict=False), start=1):
         stop = next((i for i, token in enumerate(ids) if token in ends), None)
         text = tokenizer.decode(ids[:stop], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if not text.strip():
-            empty.append(index + 1)
+            empty.append(number)
             continue
         unfinished += stop is None
         tokens += len(ids[:stop])
-        if isinstance(prompts[index], str):  # the template gives the same messages when the pair is read
-            prompt = prompts[index] if tokenizer.chat_template else rendered[index]
-            pair = {"prompt": prompt, "response": text}
+        if isinstance(prompt, str):  # the template gives the same messages when the pair is read
+            pair = {"prompt": prompt if tokenizer.chat_template else rendered[number - 1], "response": text}
         else:
-            pair = {"prompt": prompts[index], "response": [{"role": "assistant", "content": text}]}
+            pair = {"prompt": prompt, "response": [{"role": "assistant", "content": text}]}
         pairs.append(pair | ({CUT_OFF: True} if stop is None else {}))
     settings |= {"empty": empty, "unfinished": unfinished, "response_tokens": tokens}
     if not pairs:
-        raise FulldepthError(f"The model gave an empty response to each of the {len(rendered)} prompts.")
+        raise FulldepthError(f"The model gave an empty response to each of the {len(answers)} prompts.")
     if empty:
-        watcher.say(f"{len(empty)} of {len(rendered)} responses are empty and left out: {_numbers(empty)}.")
+        watcher.say(f"{len(empty)} of {len(answers)} responses are empty and left out, the first to prompt {empty[0]}.")
     if unfinished:
         watcher.say(
-            f"{unfinished} of {len(rendered)} responses were cut off after {settings['max_new_tokens']} tokens; no "
+            f"{unfinished} of {len(answers)} responses were cut off after {settings['max_new_tokens']} tokens; no "
             "loss is put on their ends."
         )
     return Responses(pairs, settings)
 
 
-def _check_settings(
-    model: PreTrainedModel, available: int, n: int, temperature: float, seed: int, max_new_tokens: int, batch_size: int
-) -> None:
-    if not available:
-        raise FulldepthError("There are no prompts to respond to.")
-    if n > available:
-        raise FulldepthError(f"{one_line(n, 30)} responses were asked for, but there are {available} prompts.")
-    for name, number in (("responses", n), ("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        if not 1 <= number <= MOST:
-            raise FulldepthError(f"{name} must be 1 to {MOST:,}, got {one_line(number, 30)}.")
-    if not 0 <= temperature < math.inf:
-        raise FulldepthError(f"The temperature must be a number from 0 (greedy), got {temperature}.")
-    if not 0 <= seed < 2**32:
-        raise FulldepthError(f"The seed must be a whole number from 0, below 2**32, got {one_line(seed, 30)}.")
-    if not model.can_generate() or model.config.is_encoder_decoder:
-        raise FulldepthError(f"{type(model).__name__} cannot respond to prompts; give a causal language model.")
+def stored_responses(folder: Path, asked: Mapping[str, Any], generate: Callable[[], Responses]) -> dict[str, Any]:
+    """Write generated responses into `folder`, or reuse those of an earlier start with the same settings.
 
+    Args:
+        folder: for `responses.jsonl` and `responses.json`.
+        asked: settings that determine the responses, as plain values.
+        generate: generates the responses.
 
-def _check_prompts(
-    rendered: Sequence[Prompt], encoded: Sequence[list[int]], model: PreTrainedModel, max_new_tokens: int
-) -> None:
-    for number, (prompt, ids) in enumerate(zip(rendered, encoded, strict=True), start=1):
-        if not _has_text(prompt) or not ids:
-            raise FulldepthError(f"Prompt {number} is empty. Leave it out, or give it text.")
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if positions is None:
-        return
-    long = [number for number, ids in enumerate(encoded, start=1) if len(ids) + max_new_tokens > positions]
-    if long:
-        longest = max(map(len, encoded))
-        room = f"Set max_new_tokens to {positions - longest} or less" if longest < positions else "Shorten them"
+    Returns:
+        `Responses.settings`, as stored.
+
+    Raises:
+        FulldepthError: if the folder holds other responses, or incomplete files of these names.
+    """
+    notes, responses = folder / NOTES, folder / FILE
+    again = f"Remove {notes} and {responses} to generate the responses again, or choose another output folder."
+    if notes.exists():
+        try:
+            stored = read_document(notes, StoredNotes)
+        except FulldepthError as error:
+            raise FulldepthError(f"{error} {again}") from error
+        if different := differences(stored.asked, asked):
+            raise FulldepthError(f"{folder} holds other responses: {different}. {again}")
+        if responses.exists():  # else killed between the two files
+            with responses.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != stored.sha256:
+                    raise FulldepthError(f"{responses} has changed since it was generated. {again}")
+            return dict(stored.made)
+    elif responses.exists():
         raise FulldepthError(
-            f"Prompt{'s' if len(long) > 1 else ''} {_numbers(long)} with {max_new_tokens} new tokens would be longer "
-            f"than the model's {positions} positions; the longest prompt has {longest} tokens. {room}, or leave them "
-            "out."
+            f"{responses} exists without {NOTES}, which describes its generation. It is never written over; choose "
+            "another output folder."
         )
-
-
-def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
-    """Ids that end a response: those of the tokenizer and of the checkpoint's `generation_config`."""
-    named = model.generation_config.eos_token_id if model.generation_config else None
-    ids = {named} if isinstance(named, int) else set(named or ())
-    return ids | ({tokenizer.eos_token_id} - {None})
-
-
-@contextmanager
-def _plain_generation(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode and default generation settings inside `with`."""
-    config, training = model.generation_config, [module for module in model.modules() if module.training]
-    model.eval()
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = config
-        for module in training:
-            module.training = True
-
-
-def _left_padded(rows: Sequence[list[int]], device: torch.device) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask`, [B, T] int64."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-    return {"input_ids": ids, "attention_mask": mask}
+    generated = generate()
+    digest = hashlib.sha256(generated.text().encode()).hexdigest()
+    write_text(notes, json.dumps({"asked": dict(asked), "made": generated.settings, "sha256": digest}, indent=2))
+    generated.save(responses)
+    return dict(read_document(notes, StoredNotes).made)
 
 
 def _has_text(prompt: Prompt) -> bool:
     parts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     return any(part.strip() for part in parts)
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 
 from fulldepth.data.examples import Examples
 from fulldepth.distributed import processes
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.errors import FulldepthError
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Results
@@ -22,10 +21,9 @@ from fulldepth.skip.assessment.outcome import KIND, outcome
 from fulldepth.skip.exports.possible import announce
 from fulldepth.skip.plan import FILE, Plan
 from fulldepth.skip.responses import FILE as RESPONSES
-from fulldepth.skip.responses import MOST, Responses, generate_responses, read_prompts
+from fulldepth.skip.responses import generate_responses, read_prompts, stored_responses
 from fulldepth.skip.selection.problem import open_for, prepared, tokenizer_of
 from fulldepth.skip.selection.search import search_with
-from fulldepth.skip.stored_responses import check_data, stored_responses
 
 RUN_SETTINGS = "settings.yaml"
 """File of a training run's folder, in which results have the same names."""
@@ -62,8 +60,8 @@ def search_into(
         FulldepthError: as `search` and `generate_responses`.
     """
     folder, watcher = Path(output), watcher or Watcher()
-    if responses is not None and not 1 <= responses <= MOST:
-        raise FulldepthError(f"The number of responses must be 1 to {MOST:,}, got {one_line(responses, 30)}.")
+    if responses is not None and responses < 1:
+        raise FulldepthError(f"The number of responses must be at least 1, got {responses}.")
     with processes() as process, process.holding(folder):
         process.first(lambda: _check_folder(folder, resume))
         checkpoint = open_for(model, settings, process)
@@ -73,37 +71,35 @@ def search_into(
         if responses is not None:
             announce(owner, settings, settings.blocks or len(settings.given or ()))  # before responses are generated
             sampling = {"temperature": temperature, "seed": settings.seed, "max_new_tokens": max_new_tokens}
-            answer = partial(generate_responses, owner, tokenizer, batch_size=settings.batch_size, watcher=watcher)
-            respond = partial(_respond, data, tokenizer, hashed, responses, sampling, answer, folder)
+
+            def respond() -> dict[str, Any]:
+                if isinstance(data, str | Path) and Path(data).resolve() == (folder / RESPONSES).resolve():
+                    raise FulldepthError(
+                        f"The prompts are in {data}, which the generated responses would replace. Choose another "
+                        "output folder."
+                    )
+                prompts = read_prompts(data, tokenizer, responses, settings.seed)
+                digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+                asked = {"model": hashed, "prompts": f"sha256:{digest}", "count": responses, **sampling}
+                options: dict[str, Any] = {**sampling, "batch_size": settings.batch_size, "watcher": watcher}
+                generate = partial(generate_responses, owner, tokenizer, prompts, **options)
+                return stored_responses(folder, asked, generate)
+
             generation = process.first(respond)
-            data = str(folder / RESPONSES)
+        source = data if generation is None else str(folder / RESPONSES)
         opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": hashed}
-        with prepared(owner, data, settings, process, **opened) as problem:
+        with prepared(owner, source, settings, process, **opened) as problem:
             plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=generation)
             if process.is_main:
-                if (stored := _stored(folder, plan)) is not None:
-                    stored.save_page(folder)
-                else:
+                if not (folder / DOCUMENT).exists():
                     outcome(plan, problem, watcher=watcher).save(folder)
+                else:
+                    results = Results.load(folder)
+                    if results.meta.get("plan") != json.loads(json.dumps(plan.document())):
+                        raise FulldepthError(f"{folder} holds other results. Choose another output folder.")
+                    results.save_page(folder)
         process.wait()
     return plan
-
-
-def _respond(
-    data: Any,
-    tokenizer: Any,
-    hashed: str,
-    count: int,
-    sampling: Mapping[str, Any],
-    answer: Callable[..., Responses],
-    folder: Path,
-) -> dict[str, Any]:
-    """Generate responses into the folder, or reuse those of an earlier start; returns their settings."""
-    check_data(data, folder)
-    prompts = read_prompts(data, tokenizer, count, sampling["seed"])
-    digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
-    request = {"model": hashed, "prompts": f"sha256:{digest}", "count": count, **sampling}
-    return stored_responses(folder, request, lambda: answer(prompts, len(prompts), **sampling))
 
 
 def _check_folder(folder: Path, resume: bool) -> None:
@@ -115,13 +111,3 @@ def _check_folder(folder: Path, resume: bool) -> None:
         kind = Results.load(folder).meta.get("kind")
         if kind != KIND or not (folder / FILE).exists():
             raise FulldepthError(f"{folder} holds other results. Choose another output folder.")
-
-
-def _stored(folder: Path, plan: Plan) -> Results | None:
-    """This plan's results in the folder, None if there are none; others are refused."""
-    if not (folder / DOCUMENT).exists():
-        return None
-    results = Results.load(folder)
-    if results.meta.get("plan") != json.loads(json.dumps(plan.document())):
-        raise FulldepthError(f"{folder} holds other results. Choose another output folder.")
-    return results

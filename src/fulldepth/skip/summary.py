@@ -7,7 +7,7 @@ from fulldepth.skip.plan import Plan
 
 
 def stopped_rounds(plan: Plan) -> list[str]:
-    """`round 2: stopped by budget after 48 of 160 sequences`, for each round of the search that a budget ended."""
+    """`round 2: stopped by budget after 48 of 160 sequences`, for each round of the search that its time ended."""
     rounds = plan.cost.get("stopped_by_budget")
     return [line for line in rounds if isinstance(line, str) and ": " in line] if isinstance(rounds, list) else []
 

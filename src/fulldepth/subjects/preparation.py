@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
 from fulldepth.data import Batch, Sequences, Source, input_texts, open_source, prepare, prepare_translation
-from fulldepth.data.corruptions import corrupted
 from fulldepth.data.labelled import usable_rows
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified, verify
@@ -28,6 +27,8 @@ IMAGES = ("images", "objects")
 """Kinds of sources whose records are images."""
 CLASSES = ("text-classification", "image-classification", "detection")
 """Tasks whose labels follow the model's names of classes."""
+STARTS = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+"""Settings that name a decoder's first token, in order of preference."""
 PROVEN_POSITIONS = 16
 """Tokens of each of two sequences that the proofs at load run on."""
 
@@ -86,7 +87,7 @@ def sequences_for(
     """
     if isinstance(data, Sequences):
         return data
-    source = _source(checkpoint, anatomy, data, settings)
+    source, config = _source(checkpoint, anatomy, data, settings), checkpoint.model.config
     positions = anatomy.max_positions
     length = settings.sequence_length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
     truncate = settings.truncate
@@ -98,14 +99,15 @@ def sequences_for(
         return prepare_translation(
             source,
             tokenizer=tokenizer,
-            start=_start(checkpoint.model.config),
+            start=next((token for name in STARTS if (token := getattr(config, name, None)) is not None), None),
             max_sequences=settings.max_sequences,
             sequence_length=length,
             vocab_size=anatomy.vocab_size,
             seed=settings.seed,
             order=settings.order,
         )
-    processor = None
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    pad, processor = getattr(text_config, "pad_token_id", None), None
     if source.kind in IMAGES:
         trusted = settings.trust_remote_code
         processor = load_processor(
@@ -120,8 +122,8 @@ def sequences_for(
         sequence_length=length,
         max_positions=positions if anatomy.family.modality == "text" else None,
         vocab_size=anatomy.vocab_size,
-        pad_id=_padding(checkpoint.model.config) if anatomy.task == "text-classification" else None,
-        label2id=_labels(checkpoint.model.config) if anatomy.task in CLASSES else None,
+        pad_id=pad if anatomy.task == "text-classification" and isinstance(pad, int) else None,
+        label2id=_labels(config) if anatomy.task in CLASSES else None,
         words=tuple(words),
         truncate=truncate,
         skip_bad=settings.skip_bad,
@@ -153,45 +155,27 @@ def read_source(data: Any, settings: ReadingSettings) -> Source:
 def _source(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: ReadingSettings) -> Source:
     """The records of the data, of a kind that the model reads; bad ones are refused or left out."""
     source = read_source(data, settings)
-    if settings.corrupt is not None:
-        source = corrupted(source, settings.corrupt, settings.seed)
     if anatomy.family.modality == "text" and source.kind in IMAGES:
         raise FulldepthError(f"{source.name} holds images, but {type(checkpoint.model).__name__} reads text.")
     if anatomy.family.modality == "images" and source.kind not in IMAGES:
         raise FulldepthError(f"{source.name} holds {source.kind}, but {type(checkpoint.model).__name__} reads images.")
     if anatomy.family.tower == "encoder" and source.kind == "pairs":
         source = input_texts(source)
+    names: dict[int, str] = {}
+    if anatomy.task.endswith("-classification"):
+        names = {int(index): name for name, index in (_labels(checkpoint.model.config) or {}).items()}
     return usable_rows(
         source,
-        _class_names(checkpoint.model.config) if anatomy.task.endswith("-classification") else None,
+        tuple(names.get(index, str(index)) for index in range(max(names) + 1)) if names else None,
         most=None if settings.balanced else settings.max_sequences,
         seed=settings.seed,
         skip_bad=settings.skip_bad,
     )
 
 
-def _start(config: Any) -> int | None:
-    """The first token that a decoder reads."""
-    names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
-    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
-
-
-def _padding(config: Any) -> int | None:
-    """The padding token of a model's configuration."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    pad = getattr(text, "pad_token_id", None)
-    return pad if isinstance(pad, int) else None
-
-
 def _labels(config: Any) -> Mapping[str, int] | None:
     """The model's class names, if it has any."""
     return (getattr(config, "label2id", None) or None) if no_single_class(config) is None else None
-
-
-def _class_names(config: Any) -> tuple[str, ...] | None:
-    """The names of a model's classes in their order, if it has any; a class without a name has its number."""
-    names = {int(index): name for name, index in (_labels(config) or {}).items()}
-    return tuple(names.get(index, str(index)) for index in range(max(names) + 1)) if names else None
 
 
 def small_batch(sequences: Sequences) -> Batch:

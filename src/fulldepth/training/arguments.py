@@ -1,20 +1,62 @@
-"""Converts settings to the Trainer's arguments."""
+"""Converts settings to the objective and the Trainer's arguments."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from fulldepth import launch
-from fulldepth.errors import FulldepthError
-from fulldepth.hf import pick_device
+from fulldepth.errors import FulldepthError, unknown
+from fulldepth.hf import checkpoint_of, pick_device
+from fulldepth.losses import Objective
 from fulldepth.processor import check_bfloat16
-from fulldepth.training.loading import worker_count
-from fulldepth.training.settings import TrainSettings
-from fulldepth.training.sharding import require_processes, set_policy, sharding_arguments
-from fulldepth.training.trackers import check_trackers
+from fulldepth.settings.penalties import METHODS
+from fulldepth.settings.train import ObjectiveSettings, TrainSettings
+from fulldepth.training.trainer import shard, worker_count
+
+TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "mlflow": ("mlflow",)}
+TRACKERS |= {"trackio": ("trackio",)}
+"""Tracker -> packages of which it needs one; other trackers of transformers check this themselves."""
+
+
+def resolved(settings: TrainSettings) -> TrainSettings:
+    """The settings with the method's terms filled in (terms under `objective` take precedence), a run folder in
+    `model.checkpoint` replaced by its last checkpoint, and `data.validation_sequences` of the task.
+
+    The losses of all layers alternate with the last layer's in training from scratch, and are taken at every step in
+    fine-tuning and in detection (aligned training, App. B.3, B.5 and C.2).
+
+    Raises:
+        FulldepthError: for a value that a term refuses.
+    """
+    preset, start = METHODS[settings.method], settings.model.checkpoint
+    if start is not None or settings.task == "detection":
+        preset = {
+            name: {**options, "schedule": "always"} if "schedule" in options else options
+            for name, options in preset.items()
+        }
+    chosen = {**preset, **settings.objective.model_dump(exclude_unset=True)}
+    on = {name: options for name, options in chosen.items() if options is not None}
+    data = settings.data.model_copy(update={"validation_sequences": settings.most_validation})
+    changes: dict[str, Any] = {"objective": ObjectiveSettings(**on), "data": data}
+    if start is not None:
+        changes["model"] = settings.model.model_copy(update={"checkpoint": checkpoint_of(start)})
+    made = settings.model_copy(update=changes)
+    make_objective(made)
+    return made
+
+
+def make_objective(settings: TrainSettings) -> Objective:
+    """The objective that the settings describe.
+
+    Raises:
+        FulldepthError: for an unknown option of a term.
+    """
+    return Objective(energy_warmup=settings.objective.energy_warmup, **settings.objective.terms)
 
 
 def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = TrainingArguments, **more: Any) -> Any:
@@ -27,15 +69,24 @@ def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = 
         more: further arguments of that class.
 
     Raises:
-        FulldepthError: if batch sizes do not divide, these processes cannot shard, or the device or tracker is absent.
+        FulldepthError: if batch sizes do not divide, these processes cannot shard, settings contradict each other, or
+            the device or tracker is absent.
     """
-    check_trackers(settings.report_to)
-    world = launch.world()
-    micro, accumulation = batch_split(settings, world)
+    _check(settings)
+    micro, accumulation = batch_split(settings, launch.world())
     on_cpu = pick_device(settings.device).type == "cpu"
     if on_cpu and settings.precision != "float32":
         check_bfloat16()
-    schedule, options = _schedule(settings)
+    schedule = {"cosine": "cosine_with_min_lr", "linear": "linear"}.get(settings.schedule, "constant_with_warmup")
+    # The Trainer's name of gradient checkpointing depends on the version of transformers; multistep: see RunMixin.
+    renamed = "activation_checkpointing" in TrainingArguments.__dataclass_fields__
+    checkpointing = "activation_checkpointing" if renamed else "gradient_checkpointing"
+    more |= {checkpointing: settings.gradient_checkpointing, f"{checkpointing}_kwargs": {"use_reentrant": False}}
+    if settings.schedule == "cosine":
+        more["lr_scheduler_kwargs"] = {"min_lr_rate": settings.min_learning_rate / settings.learning_rate}
+    if settings.fsdp:
+        options = {"fsdp_version": 2, "reshard_after_forward": True, "state_dict_type": "FULL_STATE_DICT"}
+        more |= {"fsdp": True, "fsdp_config": {**options, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     arguments = kind(
         output_dir=str(folder),
         max_steps=settings.steps,
@@ -43,7 +94,6 @@ def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = 
         gradient_accumulation_steps=accumulation,
         learning_rate=settings.learning_rate,
         lr_scheduler_type=schedule,
-        lr_scheduler_kwargs=options,
         warmup_steps=settings.warmup_length,
         weight_decay=settings.weight_decay,
         adam_beta1=settings.adam_beta1,
@@ -65,14 +115,29 @@ def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = 
         dataloader_pin_memory=not on_cpu,
         ddp_find_unused_parameters=False,
         remove_unused_columns=False,
-        **_checkpointing(settings),
-        **sharding_arguments(settings),
         **more,
     )
     if settings.fsdp:
-        require_processes(arguments)
-        set_policy(arguments, settings)
+        shard(arguments, settings)
     return arguments
+
+
+def _check(settings: TrainSettings) -> None:
+    """Refuse a schedule that contradicts itself, and trackers that are not at hand."""
+    if settings.warmup_length > settings.steps:
+        raise FulldepthError(f"warmup_steps is {settings.warmup_steps}, but the run has {settings.steps} steps.")
+    if settings.min_learning_rate > settings.learning_rate:
+        raise FulldepthError(
+            f"min_learning_rate ({settings.min_learning_rate}) is above learning_rate ({settings.learning_rate})."
+        )
+    if settings.min_learning_rate and settings.schedule != "cosine":
+        raise FulldepthError(f"min_learning_rate belongs to the cosine schedule, not to {settings.schedule}.")
+    for name in settings.report_to:
+        if name not in (*INTEGRATION_TO_CALLBACK, "all", "none"):
+            raise unknown("tracker", name, INTEGRATION_TO_CALLBACK)
+        packages = TRACKERS.get(name, ())
+        if packages and not any(find_spec(package) for package in packages):
+            raise FulldepthError(f"report_to={name} needs {packages[0]}, not installed here: pip install {packages[0]}")
 
 
 def batch_split(settings: TrainSettings, world: int) -> tuple[int, int]:
@@ -98,25 +163,3 @@ def batch_note(settings: TrainSettings, micro: int) -> list[str]:
     if asked in (None, micro):
         return []
     return [f"A forward pass has {micro} instead of {asked} sequences: micro_batch_size divides a process's batch."]
-
-
-def _schedule(settings: TrainSettings) -> tuple[str, dict[str, Any]]:
-    """Name and options of the schedule; `FulldepthError` if its settings contradict each other."""
-    if settings.warmup_length > settings.steps:
-        raise FulldepthError(f"warmup_steps is {settings.warmup_steps}, but the run has {settings.steps} steps.")
-    if settings.min_learning_rate > settings.learning_rate:
-        raise FulldepthError(
-            f"min_learning_rate ({settings.min_learning_rate}) is above learning_rate ({settings.learning_rate})."
-        )
-    if settings.schedule == "cosine":
-        return "cosine_with_min_lr", {"min_lr_rate": settings.min_learning_rate / settings.learning_rate}
-    if settings.min_learning_rate:
-        raise FulldepthError(f"min_learning_rate belongs to the cosine schedule, not to {settings.schedule}.")
-    return ("linear" if settings.schedule == "linear" else "constant_with_warmup"), {}  # multistep: see GroupsMixin
-
-
-def _checkpointing(settings: TrainSettings) -> dict[str, Any]:
-    """Gradient checkpointing, under its name in this version of transformers."""
-    renamed = "activation_checkpointing" in TrainingArguments.__dataclass_fields__
-    name = "activation_checkpointing" if renamed else "gradient_checkpointing"
-    return {name: settings.gradient_checkpointing, f"{name}_kwargs": {"use_reentrant": False}}

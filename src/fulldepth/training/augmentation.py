@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fulldepth.data.labelled import Item
-from fulldepth.data.sequences import Batch, Picture, collate_images
+from fulldepth.data.sequences import Batch, collate_images
 from fulldepth.errors import FulldepthError
 from fulldepth.settings.train import AugmentationSettings
 
@@ -35,51 +35,55 @@ class Augmentation:
     def __init__(self, settings: AugmentationSettings, processor: Any, seed: int) -> None:
         self.settings, self.processor, self.seed = settings, processor, seed
         self._changes_pixels = settings.changes != ["flip"]
-        self._before: list[Callable[[Tensor], Tensor]] | None = None
-        self._after: list[Callable[[Tensor], Tensor]] = []
-        if not self._changes_pixels:
-            return
-        if getattr(processor, "do_normalize", False) and None in (processor.image_mean, processor.image_std):
-            raise FulldepthError(
-                f"A {type(processor).__name__} does not say how it normalises; augmentation needs that."
-            )
-        _kornia()
+        if self._changes_pixels:
+            normalises = getattr(processor, "do_normalize", False)
+            if normalises and None in (processor.image_mean, processor.image_std):
+                raise FulldepthError(
+                    f"A {type(processor).__name__} does not say how it normalises; augmentation needs that."
+                )
+            _kornia()
 
     def __call__(self, items: Sequence[Item]) -> Batch:
         """The changed images, with their labels or boxes."""
-        pictures = [self._perhaps_mirrored(item) for item in items]
-        processor = _Unnormalised(self.processor) if self._changes_pixels else self.processor
-        batch = collate_images(pictures, range(len(pictures)), processor)
-        if self._changes_pixels:
-            batch.inputs["pixel_values"] = self._changed(batch.inputs["pixel_values"], items)
-        return batch
-
-    def _perhaps_mirrored(self, item: Item) -> Picture:
-        picture: Picture = item.example
-        drawn = _seed(self.seed, item.epoch, item.index, "flip") % 2
-        return picture.mirrored() if self.settings.flip and drawn else picture
-
-    def _changed(self, plain: Tensor, items: Sequence[Item]) -> Tensor:
-        """`[B, C, H, W]` float32 pixel values, from those without normalisation."""
-        if self._before is None:
-            self._before, self._after = _changes(self.settings, plain.shape[-2:])
+        pictures = []
+        for item in items:
+            mirrors = self.settings.flip and _seed(self.seed, item.epoch, item.index, "flip") % 2
+            pictures.append(item.example.mirrored() if mirrors else item.example)
+        if not self._changes_pixels:
+            return collate_images(pictures, range(len(pictures)), self.processor)
+        batch = collate_images(pictures, range(len(pictures)), _Unnormalised(self.processor))
+        pixels = batch.inputs["pixel_values"]  # [B, C, H, W]
+        height, width = pixels.shape[-2:]
+        before, after = self._pixel_changes((height, width))
         rows = []
         with torch.random.fork_rng(devices=[]):
-            for pixels, item in zip(plain.split(1), items, strict=True):
+            for image, item in zip(pixels.split(1), items, strict=True):
                 torch.manual_seed(_seed(self.seed, item.epoch, item.index))
-                for change in self._before:
-                    pixels = change(pixels)
-                pixels = self._normalise(pixels)
-                for change in self._after:
-                    pixels = change(pixels)
-                rows.append(pixels)
-        return torch.cat(rows)
+                for change in before:
+                    image = change(image)
+                if self.processor.do_normalize:
+                    mean, deviation = (
+                        torch.tensor(values).view(-1, 1, 1)
+                        for values in (self.processor.image_mean, self.processor.image_std)
+                    )
+                    image = (image - mean) / deviation
+                for change in after:
+                    image = change(image)
+                rows.append(image)
+        batch.inputs["pixel_values"] = torch.cat(rows)
+        return batch
 
-    def _normalise(self, pixels: Tensor) -> Tensor:
-        if not self.processor.do_normalize:
-            return pixels
-        mean, deviation = self.processor.image_mean, self.processor.image_std
-        return (pixels - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(deviation).view(-1, 1, 1)
+    @cache  # noqa: B019 (as long-lived as the run)
+    def _pixel_changes(self, edges: tuple[int, int]) -> tuple[list[Any], list[Any]]:
+        """The changes before and after normalisation, of images of one size."""
+        kornia, settings, before = _kornia(), self.settings, []
+        if settings.crop:
+            before.append(kornia.RandomCrop(edges, padding=settings.crop))
+        if settings.rotation:
+            before.append(kornia.RandomRotation(settings.rotation))
+        if settings.randaugment:
+            before.append(kornia.auto.RandAugment(n=settings.randaugment, m=settings.magnitude))
+        return before, [kornia.RandomErasing(p=settings.erasing)] if settings.erasing else []
 
 
 class _Unnormalised:
@@ -90,20 +94,6 @@ class _Unnormalised:
 
     def __call__(self, **options: Any) -> Any:
         return self.processor(do_normalize=False, **options)
-
-
-def _changes(settings: AugmentationSettings, size: Sequence[int]) -> tuple[list[Any], list[Any]]:
-    """The changes before and after normalisation."""
-    kornia = _kornia()
-    edges = (int(size[0]), int(size[1]))
-    before: list[Any] = []
-    if settings.crop:
-        before.append(kornia.RandomCrop(edges, padding=settings.crop))
-    if settings.rotation:
-        before.append(kornia.RandomRotation(settings.rotation))
-    if settings.randaugment:
-        before.append(kornia.auto.RandAugment(n=settings.randaugment, m=settings.magnitude))
-    return before, [kornia.RandomErasing(p=settings.erasing)] if settings.erasing else []
 
 
 def _seed(*parts: int | str) -> int:

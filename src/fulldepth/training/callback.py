@@ -13,20 +13,15 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fulldepth.distributed import any_process, current
-from fulldepth.execution.load import OtherLoad
+from fulldepth.execution.latency import OtherLoad
 from fulldepth.execution.memory import reset_peak, run_peak
 from fulldepth.hf import begin_checkpoint, drop_checkpoints, seal
 from fulldepth.losses import Tally
 from fulldepth.progress import Watcher
-from fulldepth.training.evaluation import Evaluation, Evaluator
+from fulldepth.settings.train import TrainSettings
+from fulldepth.training.evaluation import Evaluator, tracked
 from fulldepth.training.record import Record, Stopwatch
 from fulldepth.training.resume import RunNotes
-from fulldepth.training.settings import TrainSettings
-from fulldepth.training.sharding import require_shards
-from fulldepth.training.trackers import tracked
-
-PATIENCE = 60.0
-"""Seconds that a failed run waits for its last checkpoint to be written."""
 
 
 class Conductor(TrainerCallback):
@@ -61,7 +56,6 @@ class Conductor(TrainerCallback):
         self.stop_asked = False
         self._notes, self._evaluated = notes, notes.evaluated
         self._rate = 0.0
-        self._unsealed: tuple[Path, RunNotes] | None = None
 
     def join(self, trainer: Any) -> None:
         """Attach to a trainer."""
@@ -73,7 +67,6 @@ class Conductor(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Evaluate a new run before its first step."""
-        require_shards(self.trainer)
         self.clock.stop()
         self.watcher.begin("Training", self.settings.steps)
         self.watcher.advance(state.global_step)
@@ -94,73 +87,38 @@ class Conductor(TrainerCallback):
     ) -> TrainerControl:
         """Evaluate and request a checkpoint when due."""
         step, last = state.global_step, state.global_step >= self.settings.steps
-        self._seal(wait=False)
         self.clock.stop()
         self.watcher.advance(1)
         if step % self.settings.eval_every == 0 or last:
             self._evaluate(step)
-        stop = self._agreed()
-        control.should_training_stop |= stop
-        control.should_save = step % self.settings.save_every == 0 or last or stop
+        if current().world > 1:  # all processes stop after the same step
+            flag = torch.tensor(float(self.stop_asked), device=self.trainer.args.device)
+            self.stop_asked = bool(any_process(flag))
+        control.should_training_stop |= self.stop_asked
+        control.should_save = step % self.settings.save_every == 0 or last or self.stop_asked
         if not control.should_save:
             self.clock.start()
             return control
         self.trainer.guard.check()  # before the folder exists
-        self._seal(wait=True)
         if args.should_save:
-            begin_checkpoint(self._checkpoint(step))
+            begin_checkpoint(self.record.folder / f"checkpoint-{step}")
         return control
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Seal the checkpoint; one that is written in the background is sealed once it is complete."""
+        """Seal the checkpoint, and remove those that are no longer kept."""
         sums = self._gathered(self._means(reset=False))
-        current().wait()  # until every process has written its part or begun to
-        checkpoint = self._checkpoint(state.global_step)
+        current().wait()  # until every process has written its part
         if args.should_save:
+            checkpoint = self.record.folder / f"checkpoint-{state.global_step}"
             self.record.keep_in(checkpoint)
-        changes = {"elapsed": self.clock.elapsed, "tally": sums, "evaluated": self._evaluated}
-        self._unsealed = (checkpoint, self._notes.model_copy(update=changes))
-        self._seal(wait=control.should_training_stop or not self.settings.save_in_background)
-        self.clock.start()
-        return control
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        """Wait until the last checkpoint is written, and seal it."""
-        self._seal(wait=True)
-        return control
-
-    def rescue(self) -> None:
-        """After an error, seal the checkpoint that is being written, if it completes within `PATIENCE`."""
-        writing = self.trainer.writing
-        if self._unsealed is not None and (writing is None or writing.completes(PATIENCE)):
-            self._seal(wait=True)
-
-    def _seal(self, *, wait: bool) -> None:
-        """Seal the last checkpoint if it is completely written; with `wait`, wait until it is."""
-        writing = self.trainer.writing
-        if self._unsealed is None or (writing is not None and not wait and not writing.done):
-            return
-        (checkpoint, notes), self._unsealed, self.trainer.writing = self._unsealed, None, None
-        if writing is not None:
-            writing.wait()
-        if self.trainer.args.should_save:  # its writing ends when that of all processes has
-            seal(checkpoint, notes.model_dump())
+            changes = {"elapsed": self.clock.elapsed, "tally": sums, "evaluated": self._evaluated}
+            seal(checkpoint, self._notes.model_copy(update=changes).model_dump())
             if self.settings.keep_checkpoints is not None:
                 drop_checkpoints(self.record.folder, self.settings.keep_checkpoints)
-
-    def _checkpoint(self, step: int) -> Path:
-        return self.record.folder / f"checkpoint-{step}"
-
-    def _agreed(self) -> bool:
-        """Whether any process was asked to stop; all processes agree after the same step."""
-        if current().world > 1:
-            flag = torch.tensor(float(self.stop_asked), device=self.trainer.args.device)
-            self.stop_asked = bool(any_process(flag))
-        return self.stop_asked
+        self.clock.start()
+        return control
 
     def _evaluate(self, step: int) -> None:
         self.trainer.guard.check()
@@ -169,12 +127,12 @@ class Conductor(TrainerCallback):
         means = self._gathered(self._means(reset=True))
         seconds, steps = self.clock.lap(), step - self._evaluated
         self._evaluated = step
-        speed = None
+        speed, unit = None, f"{self.settings.unit}/s"
         if steps and seconds > 0:
-            speed = (steps * self.settings.units_per_step / seconds, "mean", f"{self.settings.unit}/s")
+            speed = steps * self.settings.units_per_step / seconds
         facts = {
             "learning_rate": (self._rate, "value", "1") if step else None,
-            "throughput": speed,
+            "throughput": None if speed is None else (speed, "mean", unit),
             "elapsed": (self.clock.elapsed, "value", "s"),
             "peak_memory": (run_peak() / 2**20, "value", "MiB"),
             "other_load": (self.other_load.share(), "value", "1"),
@@ -187,7 +145,17 @@ class Conductor(TrainerCallback):
             due = self.trainer.control.should_log
             self.trainer.log(tracked(evaluation, means))
             self.trainer.control.should_log = due  # of this step's losses; a log resets it
-        self.watcher.say(_line(step, evaluation, means, speed))
+        line = [f"step {step}: validation {evaluation.loss:.4f}"]
+        for name, (total, count) in means.items():
+            line.append(f"{'train' if name == 'ce' else name} {total / count:.4f}")
+        if evaluation.accuracy is not None:
+            line.append(f"accuracy {evaluation.accuracy:.2%}")
+        line += evaluation.shown
+        if evaluation.jump_rates:
+            line.append(f"jump rate {evaluation.jump_rates[0]:.2f} %")
+        if speed is not None:
+            line.append(f"{speed:,.0f} {unit}")
+        self.watcher.say("  ".join(line))
 
     def _means(self, reset: bool) -> dict[str, list[float]]:
         """Part of the loss -> [sum, count] since the last evaluation, including the time before a resumption."""
@@ -222,20 +190,3 @@ def stopping(conductor: Conductor) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _line(
-    step: int, evaluation: Evaluation, means: dict[str, list[float]], speed: tuple[float, str, str] | None
-) -> str:
-    """Summary of one evaluation in one line."""
-    parts = [f"step {step}:", f"validation {evaluation.loss:.4f}"]
-    for name, (total, count) in means.items():
-        parts.append(f"{'train' if name == 'ce' else name} {total / count:.4f}")
-    if evaluation.accuracy is not None:
-        parts.append(f"accuracy {evaluation.accuracy:.2%}")
-    parts += evaluation.shown
-    if evaluation.jump_rates:
-        parts.append(f"jump rate {evaluation.jump_rates[0]:.2f} %")
-    if speed is not None:
-        parts.append(f"{speed[0]:,.0f} {speed[2]}")
-    return ("  ".join(parts)).replace(":  ", ": ")

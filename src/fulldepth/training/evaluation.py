@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 
 from fulldepth.distributed import add_up, current
@@ -70,7 +71,7 @@ class Evaluator:
         model.eval()
         try:
             with capture(anatomy, ["residual"]) as activations:
-                for batch, counts in self._share(device):
+                for batch, counts in self.share(device):
                     outputs = model(**batch, use_cache=False)
                     states = list(activations["residual"])
                     row = _sums(task, outputs, batch, states)
@@ -82,9 +83,23 @@ class Evaluator:
         finally:
             model.train(training)
         add_up(sums)
-        return _evaluation(sums.tolist(), anatomy.num_layers, task)
+        layers = anatomy.num_layers
+        tokens, loss, rest, targets, *correct = sums[2 * layers :].tolist()
+        psi, rates = profile_of(sums[: 2 * layers].view(2, layers))
+        shares = [number / targets for number in correct]
+        auxiliary = rest / targets if rest and task.auxiliary_weight is not None else None
+        return Evaluation(
+            loss / targets,
+            round(targets),
+            psi,
+            round(tokens),
+            rates,
+            shares[0] if shares else None,
+            shares[1:],
+            auxiliary,
+        )
 
-    def _share(self, device: torch.device) -> Iterator[tuple[dict[str, Any], bool]]:
+    def share(self, device: torch.device) -> Iterator[tuple[dict[str, Any], bool]]:
         """This process's batches, and whether each counts: with sharding all processes must run equally many."""
         rank, world = current().rank, current().world
         starts = range(0, len(self.data), self.batch_size)
@@ -92,15 +107,7 @@ class Evaluator:
             counts = first + rank < len(starts)
             start = starts[first + rank] if counts else 0
             items = [self.data[i] for i in range(start, min(start + self.batch_size, len(self.data)))]
-            batch = self.collate(items)
-            yield {name: _moved(value, device) for name, value in batch.items()}, counts
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """A tensor, or a list of mappings of tensors, on a device."""
-    if isinstance(value, list):
-        return [{name: tensor.to(device) for name, tensor in entry.items()} for entry in value]
-    return value.to(device)
+            yield send_to_device(dict(self.collate(items)), device), counts
 
 
 def _sums(task: Task, outputs: Any, batch: Mapping[str, Tensor], states: list[Tensor]) -> Tensor:
@@ -132,20 +139,36 @@ def _correct(anatomy: Anatomy, task: Task, outputs: Any, batch: Mapping[str, Ten
     return torch.cat([own.view(1).double(), read.correct.to(own.device).double().sum(1)])
 
 
-def _evaluation(sums: list[float], num_layers: int, task: Task) -> Evaluation:
-    totals, counts = sums[:num_layers], sums[num_layers : 2 * num_layers]
-    tokens, loss, rest, targets, *correct = sums[2 * num_layers :]
-    psi = [total / count if count else math.nan for total, count in zip(totals, counts, strict=True)]
+def profile_of(sums: Tensor) -> tuple[list[float], list[float]]:
+    """Mean displacement of layers 1..L, NaN where none is defined, and the jump rates of the last up to three.
+
+    Args:
+        sums: `[2, L]` sums of displacements and their number.
+    """
+    psi = [total / count if count else math.nan for total, count in sums.T.tolist()]
     starts = range(-1, -min(3, len(psi) - 1) - 1, -1)
-    rates = [jump_rate(torch.tensor(psi, dtype=torch.float64), start) for start in starts]
-    shares = [number / targets for number in correct]
-    return Evaluation(
-        loss / targets,
-        round(targets),
-        psi,
-        round(tokens),
-        rates,
-        shares[0] if shares else None,
-        shares[1:],
-        rest / targets if rest and task.auxiliary_weight is not None else None,
-    )
+    return psi, [jump_rate(torch.tensor(psi, dtype=torch.float64), start) for start in starts]
+
+
+def tracked(evaluation: Evaluation, means: Mapping[str, tuple[float, float] | list[float]]) -> dict[str, float]:
+    """Numbers of one evaluation by name, as trackers show them; values that are not finite are left out.
+
+    `eval_loss` (validation loss, nats), `eval_accuracy` (of classifiers), `eval_displacement_layer_1` to `L`,
+    `eval_zeta_L`, `eval_zeta_L-1` and `eval_zeta_L-2` (jump rates, per cent) are of the validation sequences.
+    `cross_entropy` (nats, on the training data) and `penalty_NAME` (without its weight) are means over the steps since
+    the last evaluation. Trackers replace the prefix `eval_` by `eval/` and put `train/` before the others.
+
+    Args:
+        evaluation: on the held-out sequences.
+        means: part of the loss -> (sum, count) since the last evaluation.
+    """
+    numbers = {"eval_loss": evaluation.loss}
+    if evaluation.accuracy is not None:
+        numbers["eval_accuracy"] = evaluation.accuracy
+    for layer, value in enumerate(evaluation.displacement, start=1):
+        numbers[f"eval_displacement_layer_{layer}"] = value
+    for back, value in enumerate(evaluation.jump_rates):
+        numbers[f"eval_zeta_L{f'-{back}' if back else ''}"] = value
+    for name, (total, count) in means.items():
+        numbers["cross_entropy" if name == "ce" else f"penalty_{name}"] = total / count if count else math.nan
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -16,7 +16,8 @@ from fulldepth.files import atomic, locked, read_json, reading
 from fulldepth.hf import UNFINISHED, drop_checkpoints, sealed_checkpoints, settle_checkpoints
 from fulldepth.results import DOCUMENT, PAGE, TABLE, Results
 from fulldepth.settings import layer, read
-from fulldepth.training.settings import TrainSettings
+from fulldepth.settings.train import TrainSettings
+from fulldepth.training.resume import RunNotes, resume_notes
 
 SETTINGS, TOKENIZER = "settings.yaml", "tokenizer"
 KIND = "training"
@@ -28,13 +29,13 @@ NOT_OURS = (
 """Patterns of files from other commands, or from runs whose settings are missing."""
 MAY_DIFFER = {
     *("about", "source", "log_every", "report_to", "workers", "device", "keep_checkpoints"),
-    *("eval_every", "save_every", "save_in_background", "micro_batch_size", "fsdp"),
+    *("eval_every", "save_every", "micro_batch_size", "fsdp"),
 }
 """Settings that a resumed run may change."""
 
 
-def open_run(folder: Path, settings: TrainSettings, resume: bool) -> Path | None:
-    """The checkpoint to resume from, or None to start at the beginning; nothing is written.
+def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
+    """Check that a run may write into a folder; nothing is written.
 
     The folder of a run that ended before its first step counts as empty.
 
@@ -42,49 +43,57 @@ def open_run(folder: Path, settings: TrainSettings, resume: bool) -> Path | None
         FulldepthError: if the folder holds a run and `resume` is not set, holds a run with other settings, or any
             other file that a run would overwrite.
     """
-    if (folder / SETTINGS).exists():
-        if _took_no_step(folder):
-            return None
+    if not (folder / SETTINGS).exists():
+        if foreign := [path.name for pattern in NOT_OURS for path in sorted(folder.glob(pattern))]:
+            raise FulldepthError(f"{folder} holds {foreign[0]} of something else; choose another --output.")
+    elif not _took_no_step(folder):
         if not resume:
             raise FulldepthError(f"{folder} already holds a run. Go on with it (--resume), or choose another --output.")
         _compare(folder, settings)
         _check_results(folder)
-        checkpoints = sealed_checkpoints(folder)
-        return checkpoints[-1][1] if checkpoints else None
-    if foreign := [path.name for pattern in NOT_OURS for path in sorted(folder.glob(pattern))]:
-        raise FulldepthError(f"{folder} holds {foreign[0]} of something else; choose another --output.")
-    return None
 
 
 @contextmanager
-def holding(folder: Path, settings: TrainSettings, resume: bool, *, is_main: bool) -> Iterator[list[Path]]:
-    """Lock a run folder, write the settings, and remove or rename incomplete checkpoints.
+def holding(folder: Path, settings: TrainSettings, resume: bool) -> Iterator[tuple[Path | None, RunNotes, list[Path]]]:
+    """Lock a run folder, write the settings, and remove or rename incomplete checkpoints, in the first process.
 
     Args:
         folder: the run folder.
         settings: written into it.
         resume: whether the folder may already hold the run.
-        is_main: whether this process writes; the others only receive errors.
 
     Yields:
-        Checkpoints that were renamed because they are incomplete.
+        The checkpoint to resume from, or None to start at the beginning; its notes; and checkpoints that were renamed
+        because they are incomplete.
 
     Raises:
-        FulldepthError: in every process, if the folder is in use, holds something else, or cannot be written.
+        FulldepthError: in every process, if the folder is in use, holds something else, cannot be written, or not all
+            processes see it.
     """
+
+    def claim() -> tuple[Path | None, RunNotes, list[Path]]:
+        stack.enter_context(locked(folder))
+        open_run(folder, settings, resume)  # again: another process may have written here since
+        try:
+            if (folder / SETTINGS).exists() and _took_no_step(folder) and saved_settings(folder) != settings:
+                shutil.rmtree(folder / TOKENIZER, ignore_errors=True)  # of another size, or trained on other text
+            with atomic(folder / SETTINGS) as part:
+                part.write_text(dump(settings), encoding="utf-8")
+            renamed = settle_checkpoints(folder)
+            if settings.keep_checkpoints is not None:  # killed between a new checkpoint and the removal of an old one
+                drop_checkpoints(folder, settings.keep_checkpoints)
+        except OSError as error:
+            raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error
+        checkpoints = sealed_checkpoints(folder)
+        if not checkpoints:
+            return None, RunNotes(), renamed
+        return checkpoints[-1][1], resume_notes(checkpoints[-1][1]), renamed
+
     with ExitStack() as stack:
-        problem, renamed = None, []
-        if is_main:
-            try:
-                stack.enter_context(locked(folder))
-                open_run(folder, settings, resume)  # again: another process may have written here since
-                renamed = _claim(folder, settings)
-            except FulldepthError as error:
-                problem = str(error)
-        problem = next((words for words in current().gather(problem) if words is not None), None)
-        if problem is not None:
-            raise FulldepthError(problem)
-        yield renamed
+        claimed = current().first(claim)
+        if not all(current().gather((folder / SETTINGS).exists())):
+            raise FulldepthError(f"Not all processes see {folder}; choose a folder on a disk that all machines share.")
+        yield claimed
 
 
 def _took_no_step(folder: Path) -> bool:
@@ -105,22 +114,6 @@ def _took_no_step(folder: Path) -> bool:
     except (FulldepthError, OSError, UnicodeDecodeError):
         return False
     return results.meta.get("kind") == KIND and bool((results.table.step == 0).all())
-
-
-def _claim(folder: Path, settings: TrainSettings) -> list[Path]:
-    try:
-        if (folder / SETTINGS).exists() and _took_no_step(folder) and saved_settings(folder) != settings:
-            shutil.rmtree(
-                folder / TOKENIZER, ignore_errors=True
-            )  # it may have another size, or be trained on other text
-        with atomic(folder / SETTINGS) as part:
-            part.write_text(dump(settings), encoding="utf-8")
-        renamed = settle_checkpoints(folder)
-        if settings.keep_checkpoints is not None:  # killed between a new checkpoint and the removal of an old one
-            drop_checkpoints(folder, settings.keep_checkpoints)
-        return renamed
-    except OSError as error:
-        raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error
 
 
 def _check_results(folder: Path) -> None:

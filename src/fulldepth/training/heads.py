@@ -75,15 +75,6 @@ HEADS = {
 """`TrainSettings.task` -> its models."""
 
 
-def auto_of(config: Any) -> Any:
-    """The auto class of a checkpoint's model, by the class that its configuration names; else of a language model."""
-    names = getattr(config, "architectures", None) or [""]
-    for kind in HEADS.values():
-        if names[0] in kind.names(config):
-            return kind.auto
-    return HEADS["causal-lm"].auto
-
-
 def with_new_head(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -> dict[str, Any]:
     """A checkpoint's weights for `model`: its body and, if it has one of the same classes, its head.
 

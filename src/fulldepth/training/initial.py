@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fulldepth.errors import FulldepthError
-from fulldepth.training.settings import InitializerSettings
+from fulldepth.settings.train import InitializerSettings
 
 CUT = 3.0
 """Bound of the truncated normal in standard deviations (Meta Lingua)."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from transformers import PreTrainedModel
 
 from fulldepth.data import Source, open_source, prepare
 from fulldepth.data.labelled import (
@@ -18,30 +18,30 @@ from fulldepth.data.labelled import (
     LabelledRows,
     Rows,
     check_classes,
+    check_kind,
     check_rows,
     held_out,
     in_epochs,
+    name_classes,
 )
+from fulldepth.data.opening import hub_classes
 from fulldepth.data.sequences import Picture
-from fulldepth.data.sources import Record
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.stream import is_close, relative_error
 from fulldepth.fingerprint import Fingerprint
 from fulldepth.hf import evaluating, load_processor
-from fulldepth.losses import DepthTrainer
 from fulldepth.progress import Watcher
+from fulldepth.settings.train import TrainSettings
 from fulldepth.targets import IGNORE
+from fulldepth.training.arguments import make_objective
 from fulldepth.training.augmentation import Augmentation
-from fulldepth.training.classes import data_classes
-from fulldepth.training.loading import LoadingMixin
-from fulldepth.training.model import WEIGHTS, build_config, special_tokens
-from fulldepth.training.optimiser import GroupsMixin
-from fulldepth.training.resume import ResumeMixin
-from fulldepth.training.settings import TrainSettings
-from fulldepth.training.sharding import ShardsMixin
+from fulldepth.training.folder import TOKENIZER
+from fulldepth.training.model import WEIGHTS, build_config, build_model, special_tokens
+from fulldepth.training.text import run_tokenizer
+from fulldepth.training.trainer import RunTrainer
 
 
-class EpochSampler(Sampler[int]):
+class EpochSampler(torch.utils.data.Sampler[int]):
     """A run's order of the items, with the epoch in the key; see `LabelledRows`."""
 
     def __init__(self, order: Any, size: int) -> None:
@@ -54,7 +54,7 @@ class EpochSampler(Sampler[int]):
         return in_epochs(self.order, self.size)
 
 
-class LabelledTrainer(ResumeMixin, ShardsMixin, LoadingMixin, GroupsMixin, DepthTrainer):
+class LabelledTrainer(RunTrainer):
     """Trainer for labelled rows."""
 
     train_collator: Any = None
@@ -66,15 +66,11 @@ class LabelledTrainer(ResumeMixin, ShardsMixin, LoadingMixin, GroupsMixin, Depth
 
     def get_train_dataloader(self) -> Any:
         """The data loader of training, whose images are augmented."""
-        given, self.data_collator = self.data_collator, self.train_collator
+        given, self.data_collator = self.data_collator, self.train_collator or self.data_collator
         try:
             return super().get_train_dataloader()
         finally:
             self.data_collator = given
-
-
-Build = Callable[[Any], tuple[Any, Any]]
-"""Configuration -> model and objective."""
 
 
 class LabelledData(NamedTuple):
@@ -86,46 +82,88 @@ class LabelledData(NamedTuple):
     warnings: list[str]
 
 
+def declared_classes(settings: TrainSettings) -> int | None:
+    """`model.num_labels`; None if the data determine the number of classes.
+
+    Raises:
+        FulldepthError: if it is no number of classes that the task can have.
+    """
+    count = (settings.model.model_extra or {}).get("num_labels")
+    least = 1 if settings.task == "detection" else 2
+    if count is None or (isinstance(count, int) and not isinstance(count, bool) and count >= least):
+        return count
+    raise FulldepthError(
+        f"model.num_labels is {one_line(repr(count), 60)}. Expected a whole number of at least {least}: the classes of "
+        f"task: {settings.task}."
+    )
+
+
+def data_classes(source: Source, settings: TrainSettings) -> tuple[str, ...]:
+    """Names of the classes of a run's training source; a detector's are those of the data's categories.
+
+    Raises:
+        FulldepthError: if the source has no classes, or not as many as the settings declare.
+    """
+    declared, names = declared_classes(settings), source.class_names
+    if settings.task != "detection":
+        return name_classes(source, declared)
+    check_kind(source, settings.task)
+    if declared not in (None, len(names)):
+        raise FulldepthError(f"{source.name} names {len(names)} classes; model.num_labels is {declared}.")
+    return names
+
+
+def class_names(settings: TrainSettings) -> tuple[str, ...]:
+    """Names of the classes, from `model.num_labels`, the information on a Hub data set, or the labels of files; no text
+    or image is read.
+
+    Raises:
+        FulldepthError: if the data are not at hand, or name no classes.
+    """
+    declared, data = declared_classes(settings), settings.data
+    if declared is not None:
+        return tuple(f"LABEL_{number}" for number in range(declared))
+    try:
+        stated = None if settings.task == "detection" else hub_classes(data.name, data.config)
+        if stated is not None and len(stated) > 1:
+            return stated
+        source = open_source(data.name, config=data.config, split=data.split, held_out=False, skip_bad=data.skip_bad)
+    except FulldepthError as error:
+        raise FulldepthError(f"{error} Without the data, model.num_labels=N states the number of classes.") from error
+    return data_classes(source, settings)
+
+
 def labelled_data(settings: TrainSettings) -> LabelledData:
     """The rows to train and validate on, checked.
 
     Raises:
         FulldepthError: if there are none, or a row is bad and `data.skip_bad` is not set.
     """
-    data, skip = settings.data, settings.data.skip_bad
+    data, skip, detects = settings.data, settings.data.skip_bad, settings.task == "detection"
+
+    def checked(source: Source, every: bool = True) -> tuple[Rows, list[str]]:
+        """The valid rows, and warnings. With `every`, each class needs a row; a detector needs less."""
+        rows = check_rows(source, settings.task, classes, skip_bad=skip)
+        return rows, rows.warnings + ([] if detects else check_classes(rows, skip_bad=skip or not every))
+
     source = open_source(data.name, config=data.config, split=data.split, held_out=False, skip_bad=skip)
     classes = data_classes(source, settings)
-    rows, warnings = _checked(source, settings, classes)
+    rows, warnings = checked(source)
     if data.validation is not None:
         other = open_source(data.validation, skip_bad=skip, limit=settings.most_validation, seed=settings.seed)
         sampled = len(other) == settings.most_validation  # a rare class may be in none of its rows
-        train, (validation, more) = rows, _checked(other, settings, classes, every=not sampled)
+        train, (validation, more) = rows, checked(other, every=not sampled)
         warnings += more
     else:
-        least = 1 if settings.task == "detection" else len(classes)
+        least = 1 if detects else len(classes)
         most = min(max(least, round(len(rows.digests) * data.validation_share)), settings.most_validation)
         chosen = held_out(rows, most, settings.seed)
         train, validation = rows.select(np.flatnonzero(~chosen)), rows.select(np.flatnonzero(chosen))
     return LabelledData(train, validation, classes, warnings)
 
 
-def _checked(
-    source: Source, settings: TrainSettings, classes: tuple[str, ...], *, every: bool = True
-) -> tuple[Rows, list[str]]:
-    """The valid rows, and warnings. With `every`, each class needs a row; what a detector needs, it says itself."""
-    skip = settings.data.skip_bad
-    rows = check_rows(source, settings.task, classes, skip_bad=skip)
-    return rows, rows.warnings + (
-        [] if settings.task == "detection" else check_classes(rows, skip_bad=skip or not every)
-    )
-
-
-def _label(record: Record) -> int:
-    return IGNORE if record.label is None else record.label
-
-
 def image_trainer(
-    settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher, build: Build
+    settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher
 ) -> tuple[Any, dict[str, Any]]:
     """The trainer of an image classifier, and facts about its data.
 
@@ -134,17 +172,16 @@ def image_trainer(
         folder: the run folder.
         arguments: of the trainer.
         watcher: receives messages.
-        build: (configuration) -> (model, objective).
     """
     watcher.say(f"Reading {settings.data.name}")
     data = labelled_data(settings)
     config = build_config(settings.model, task=settings.task, classes=data.classes)
     processor = load_processor(settings.processor or settings.model.checkpoint or folder, config)
-    return picture_trainer(settings, arguments, data, config, processor, build)
+    return picture_trainer(settings, arguments, data, build_model(config, settings), processor)
 
 
 def picture_trainer(
-    settings: TrainSettings, arguments: Any, data: LabelledData, config: Any, processor: Any, build: Build
+    settings: TrainSettings, arguments: Any, data: LabelledData, model: PreTrainedModel, processor: Any
 ) -> tuple[Any, dict[str, Any]]:
     """The trainer of a model of images, and facts about its data.
 
@@ -152,48 +189,35 @@ def picture_trainer(
         settings: of the run.
         arguments: of the trainer.
         data: rows with images.
-        config: of the model.
+        model: to train.
         processor: makes pixel values of images.
-        build: (configuration) -> (model, objective).
 
     Raises:
         FulldepthError: if the model takes another number of channels.
     """
     train, validation = (
-        LabelledRows([Picture(r.image, _label(r), r.objects) for r in rows.source.records])  # type: ignore[arg-type]
+        LabelledRows(
+            [Picture(r.image, IGNORE if r.label is None else r.label, r.objects) for r in rows.source.records]  # type: ignore[arg-type]
+        )
         for rows in (data.train, data.validation)
     )
     collator = Collator(processor=processor, dtype=WEIGHTS[settings.precision])
-    reads = getattr(config, "backbone_config", None) or config
+    reads = getattr(model.config, "backbone_config", None) or model.config
     channels, wanted = collator([train[0]])["pixel_values"].shape[1], getattr(reads, "num_channels", 3)
     if channels != wanted:
         raise FulldepthError(
             f"Images are read with {channels} channels (RGB), and the model takes {wanted} (model.num_channels)."
         )
     described = Fingerprint(json.dumps(processor.to_dict(), sort_keys=True, default=str))
-    parts = (train, validation)
-    trainer, facts = _trainer(settings, arguments, build(config), data, parts, collator, processor, described)
+    trainer, facts = _trainer(settings, arguments, model, data, (train, validation), collator, processor, described)
     if settings.augmentation.changes:
         augment = Augmentation(settings.augmentation, processor, settings.seed)
         trainer.train_collator = replace(collator, augment=augment)
     return trainer, facts
 
 
-def text_trainer(
-    settings: TrainSettings,
-    arguments: Any,
-    watcher: Watcher,
-    build: Build,
-    make_tokenizer: Callable[[Iterable[str]], Any],
-) -> tuple[Any, dict[str, Any]]:
-    """The trainer of a text classifier, and facts about its data.
-
-    Args:
-        settings: of the run.
-        arguments: of the trainer.
-        watcher: receives messages.
-        build: (configuration) -> (model, objective).
-        make_tokenizer: (training texts) -> tokenizer of the run.
+def text_trainer(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> tuple[Any, dict[str, Any]]:
+    """The trainer of a text classifier, and facts about its data; arguments as for `image_trainer`.
 
     Raises:
         FulldepthError: if data, tokenizer and model do not fit each other.
@@ -201,7 +225,12 @@ def text_trainer(
     watcher.say(f"Reading {settings.data.name}")
     data = labelled_data(settings)
     texts = [text for record in data.train.source.records for text in (record.text, record.second) if text]
-    tokenizer = _with_padding(make_tokenizer(texts))
+    with arguments.main_process_first(desc="tokenizer"):
+        tokenizer = run_tokenizer(settings, folder / TOKENIZER, watcher, texts)
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise FulldepthError("The tokenizer has no padding token and no end-of-text token to pad with.")
+        tokenizer.pad_token = tokenizer.eos_token
     pad_id = tokenizer.pad_token_id
     config = build_config(
         settings.model,
@@ -228,10 +257,10 @@ def text_trainer(
             described.add(example.input_ids.numpy().astype("<i8").tobytes())
         parts.append(LabelledRows(prepared.examples))
         warnings += prepared.warnings
-    collator, built = Collator(pad_id=pad_id), build(config)
-    warnings += _check_padding(built[0], parts[0], collator)
+    collator, model = Collator(pad_id=pad_id), build_model(config, settings)
+    warnings += _check_padding(model, parts[0], collator)
     data = data._replace(warnings=[*data.warnings, *warnings])
-    return _trainer(settings, arguments, built, data, tuple(parts), collator, tokenizer, described)
+    return _trainer(settings, arguments, model, data, tuple(parts), collator, tokenizer, described)
 
 
 @torch.no_grad()
@@ -255,36 +284,25 @@ def _check_padding(model: Any, rows: LabelledRows, collator: Collator) -> list[s
 def _trainer(
     settings: TrainSettings,
     arguments: Any,
-    built: tuple[Any, Any],
+    model: PreTrainedModel,
     data: LabelledData,
     parts: tuple[Any, ...],
     collator: Collator,
     processing: Any,
     described: Fingerprint,
 ) -> tuple[Any, dict[str, Any]]:
-    model, objective = built
     for rows in (data.train, data.validation):
         for digest, record in zip(rows.digests, rows.source.records, strict=True):
             described.add(digest + str(record.label if record.objects is None else record.objects).encode())
     trainer = LabelledTrainer(
         model,
         arguments,
-        objective=objective,
+        objective=make_objective(settings),
         settings=settings,
         train_dataset=parts[0],
         eval_dataset=parts[1],
         data_collator=collator,
         processing_class=processing,
     )
-    trainer.train_collator = collator
     facts = {"hash": str(described), "train_sequences": len(parts[0]), "warnings": data.warnings}
     return trainer, {**facts, "classes": len(data.classes), "documents": len(parts[0]) + len(parts[1])}
-
-
-def _with_padding(tokenizer: Any) -> Any:
-    """The tokenizer with a padding token: its own, else that of the end of a text."""
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise FulldepthError("The tokenizer has no padding token and no end-of-text token to pad with.")
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,15 +21,15 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
 from fulldepth import launch
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.hf import anatomy_candidates, find_gguf, load_checkpoint, load_config, rows_of, unused_positions
-from fulldepth.training.causality import reads_later_tokens
+from fulldepth.hf import anatomy_candidates, load_checkpoint, load_config, rows_of, unused_positions
+from fulldepth.settings.train import ModelSettings, TrainSettings
 from fulldepth.training.heads import HEADS, with_new_head
 from fulldepth.training.initial import draw_weights
-from fulldepth.training.settings import ModelSettings, TrainSettings
 
 WEIGHTS = {"float32": torch.float32, "autocast": torch.float32, "bfloat16": torch.bfloat16}
 """Precision of a run -> type of its weights, gradients and optimiser states."""
 POSITIONS = "max_position_embeddings"
+FLAG = "is_decoder"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NOT_OPTIONS = {
     "self",
@@ -66,7 +68,7 @@ def build_config(
         FulldepthError: for an unknown type or option, values that the class refuses, fewer embeddings than the
             tokenizer has tokens, fewer positions than a sequence has tokens, or a checkpoint of another type.
     """
-    base = None if model.checkpoint is None else _read(model.checkpoint)
+    base = None if model.checkpoint is None else _start(model.checkpoint)
     kind = _kind(model, base, task)
     given = dict(model.model_extra or {})
     labels = {} if task == "causal-lm" or "num_labels" not in given else {"num_labels": given.pop("num_labels")}
@@ -82,13 +84,18 @@ def build_config(
         ids |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     try:
         if base is None:
-            sizes = _defaults(kind, vocab_size, positions) | given
+            known = _options(kind)
+            defaults = {"vocab_size": vocab_size, POSITIONS: positions}
+            sizes = {name: size for name, size in defaults.items() if size is not None and name in known} | given
             options = _no_tokens(kind, sizes.get("vocab_size")) | sizes | ids | given
             config = kind(**options)
             if positions is not None and POSITIONS in options and POSITIONS not in given:
                 config = kind(**options | {POSITIONS: positions + _unused_positions(config, task)})
         else:
-            config = _changed(base, kind, ids | given)
+            changes = {kind.attribute_map.get(name, name): value for name, value in (ids | given).items()}
+            own = ("model_type", "architectures", "auto_map", "_name_or_path")  # identify the checkpoint and its code
+            kept = {name: value for name, value in base.to_dict().items() if name not in own}
+            config = kind.from_dict(kept | changes)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise FulldepthError(f"These settings make no {kind.model_type}: {_reason(error)}") from error
     _check_sizes(config, task, vocab_size, positions)
@@ -175,7 +182,10 @@ def _without_values(model: PreTrainedModel) -> PreTrainedModel:
 
 def _from_config(config: PreTrainedConfig, settings: TrainSettings) -> PreTrainedModel:
     """The model with the initial weights of its class."""
-    attention = _attention(config, settings)
+    kind: Any = HEADS[settings.task].mapping.get(type(config), None)
+    kind = kind[0] if isinstance(kind, list | tuple) else kind
+    lacks = settings.attention == "sdpa" and not getattr(kind, "_supports_sdpa", True)  # PyTorch's fused attention
+    attention = "eager" if lacks else settings.attention
     try:
         model: PreTrainedModel = HEADS[settings.task].auto.from_config(
             config,
@@ -186,14 +196,6 @@ def _from_config(config: PreTrainedConfig, settings: TrainSettings) -> PreTraine
     except (ValueError, ImportError) as error:
         raise FulldepthError(f"Cannot build a {config.model_type}: {_reason(error)}") from error
     return model
-
-
-def _attention(config: PreTrainedConfig, settings: TrainSettings) -> str:
-    """The attention of the settings, or eager attention for classes without PyTorch's fused one."""
-    kind: Any = HEADS[settings.task].mapping.get(type(config), None)
-    kind = kind[0] if isinstance(kind, list | tuple) else kind
-    lacks = settings.attention == "sdpa" and not getattr(kind, "_supports_sdpa", True)
-    return "eager" if lacks else settings.attention
 
 
 def meta_model(config: PreTrainedConfig, task: str = "causal-lm") -> PreTrainedModel:
@@ -257,13 +259,7 @@ def _kind(model: ModelSettings, base: PreTrainedConfig | None, task: str) -> typ
     return kind
 
 
-def _read(checkpoint: str) -> PreTrainedConfig:
-    exists = Path(checkpoint).is_dir() or find_gguf(checkpoint) is not None
-    if not exists and (checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1):
-        raise FulldepthError(
-            f"There is no folder {checkpoint}. model.checkpoint is what training starts from: a folder with "
-            "config.json and weights, a GGUF file, or a Hub name (owner/name)."
-        )
+def _start(checkpoint: str) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = load_config(checkpoint)
     except FulldepthError as error:
@@ -277,12 +273,6 @@ def _options(kind: type[PreTrainedConfig]) -> set[str]:
     return {name for name in named | set(kind.attribute_map) if not name.startswith("_")} - NOT_OPTIONS
 
 
-def _defaults(kind: type[PreTrainedConfig], vocab_size: int | None, positions: int | None) -> dict[str, Any]:
-    """Sizes given by tokenizer and data, as far as the class has such options."""
-    sizes = {"vocab_size": vocab_size, POSITIONS: positions}
-    return {name: size for name, size in sizes.items() if size is not None and name in _options(kind)}
-
-
 def _no_tokens(kind: type[PreTrainedConfig], vocab_size: int | None) -> dict[str, None]:
     """None for special tokens whose ids in the class, of the original's tokenizer, lie outside the vocabulary."""
     defaults = {field.name: field.default for field in fields(kind) if field.name in TOKEN_IDS}
@@ -291,15 +281,6 @@ def _no_tokens(kind: type[PreTrainedConfig], vocab_size: int | None) -> dict[str
         for name, token in defaults.items()
         if isinstance(token, int) and vocab_size is not None and token >= vocab_size
     }
-
-
-def _changed(base: PreTrainedConfig, kind: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrainedConfig:
-    """A checkpoint's configuration with some values replaced."""
-    changes = {kind.attribute_map.get(name, name): value for name, value in changes.items()}
-    own = ("model_type", "architectures", "auto_map", "_name_or_path")  # identify the checkpoint and its code
-    values = {name: value for name, value in base.to_dict().items() if name not in own}
-    changed: PreTrainedConfig = kind.from_dict(values | changes)
-    return changed
 
 
 def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, positions: int | None) -> None:
@@ -366,3 +347,38 @@ def _take_weights(
 def _reason(error: Exception) -> str:
     """The last line of an error message, where strict configurations state the cause."""
     return " ".join(str(error).strip().splitlines()[-1:])[:300].strip() if str(error).strip() else repr(error)
+
+
+def reads_later_tokens(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> bool:
+    """Whether the model would read the tokens that it is to predict.
+
+    Encoders with a causal head (BERT's relatives) mask later tokens only if `is_decoder` is true. Other classes never
+    read the option (GPT-NeoX), or set it themselves (decoders of BART's relatives).
+
+    Args:
+        config: of the model.
+        model_class: its class.
+    """
+    return getattr(config, FLAG, True) is False and _obeys_flag(model_class.__module__, model_class.__name__)
+
+
+@cache
+def _obeys_flag(module: str, name: str) -> bool:
+    """Whether the code of a class reads `config.is_decoder`, and the class does not set it."""
+    try:
+        code = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, SyntaxError):
+        return True
+    own = [node for node in code.body if isinstance(node, ast.ClassDef) and node.name == name]
+    return _uses(ast.walk(code), ast.Load) and not any(_uses(ast.walk(node), ast.Store) for node in own)
+
+
+def _uses(nodes: Iterable[ast.AST], context: type[ast.expr_context]) -> bool:
+    """Whether `config.is_decoder` is read or set."""
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr == FLAG
+        and isinstance(node.ctx, context)
+        and "config" in ast.unparse(node.value)
+        for node in nodes
+    )

@@ -1,46 +1,104 @@
-"""The dry run: cost of a recipe, estimated without allocating a model or downloading more than a tokenizer."""
+"""The dry run: parameters, FLOPs and memory of a recipe, estimated without allocating a model or reading the data."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from time import perf_counter
+from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth import launch
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.flops import TokenFlops, forward_flops
-from fulldepth.hf import exit_heads_of, load_tokenizer, pick_device
+from fulldepth.execution.flops import TokenFlops, forward_flops, head_channels, key_value_heads, weight_products
+from fulldepth.hf import exit_heads_of, load_tokenizer
 from fulldepth.losses import add_exit_heads
-from fulldepth.training.arguments import batch_note, batch_split
-from fulldepth.training.classes import class_names
-from fulldepth.training.footprint import WEIGHT, CheckpointSize, Memory, checkpoint_size, estimate_memory
+from fulldepth.settings.train import TrainSettings
+from fulldepth.training.arguments import batch_note, batch_split, make_objective, resolved
 from fulldepth.training.initial import check_initializer
-from fulldepth.training.methods import make_objective, resolved
-from fulldepth.training.model import build_config, built_once, meta_model, tokens_of_an_image
-from fulldepth.training.optimiser import parameter_groups
-from fulldepth.training.settings import TrainSettings
+from fulldepth.training.labelled import class_names
+from fulldepth.training.model import build_config, meta_model, tokens_of_an_image
+from fulldepth.training.trainer import parameter_groups
 
-UTILISATION = 0.5
-"""Assumed share of the measured rate of large matrix products that training reaches; norms, sums, small products, the
-optimiser and communication take the rest."""
-GPU_SIZES = (16, 24, 40, 48, 80, 141, 192)
-"""GiB of memory of common accelerators (sold as GB)."""
-USABLE = 0.9
-"""Share of an accelerator's memory that the estimate may fill; the rest is for the driver and fragmentation."""
-FACTOR = {"float32": torch.float32, "autocast": torch.bfloat16, "bfloat16": torch.bfloat16}
-"""Precision -> type of the factors of matrix products."""
 LEARNED = ("builtin", "wordpiece", "bpe")
 """Kinds of tokenizers that are trained for a run, with at most so many tokens as they name."""
-SIDE = {"cpu": 1024}
-DEVICE_SIDE = 8192
-"""Rows of the square matrices that are multiplied to measure the rate."""
-
 PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
-DAY = 86400
+WEIGHT = {"float32": 4, "autocast": 4, "bfloat16": 2}
+"""Precision -> bytes of a weight, a gradient, and each of AdamW's two states."""
+PRODUCT = {"float32": 4, "autocast": 2, "bfloat16": 2}
+"""Precision -> bytes of an input or output of linear layers and attention."""
+NORM = {"float32": 12, "autocast": 13, "bfloat16": 8}
+"""Precision -> bytes per channel that a norm keeps for the backward pass: input, normalised input, and output.
+Statistics are float32; autocast copies the output for each matrix product, three in attention, two in the MLP."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process at the start of a backward pass, without fragmentation of the allocator."""
+
+    weights: int
+    """P weights; under autocast also a bfloat16 copy of the matrices."""
+    gradients: int
+    optimiser: int
+    """AdamW's two moments."""
+    activations: int
+    """What the forward pass keeps for the backward pass, without the logits."""
+    logits: int
+    """B T V log-probabilities (B C of a classifier) in float32, which the loss keeps for the backward pass."""
+    loss_gradients: int
+    """The gradients of these and of the logits, in float32, with which the backward pass begins."""
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        states = self.weights + self.gradients + self.optimiser
+        return states + self.activations + self.logits + self.loss_gradients
+
+
+def estimate_memory(model: PreTrainedModel, settings: TrainSettings, *, micro_batch: int, processes: int = 1) -> Memory:
+    """Estimate the memory of one process.
+
+    Weights, gradients and optimiser are `P` (trainable) parameters times the bytes of the precision; with FSDP2 each
+    process has its share (the gathered weights of the current layer are ignored). Activations per token, with D
+    channels, MLP width F, heads of d_h channels, and c bytes per product:
+
+    - a layer: two norms (8 to 13 bytes D), attention `c (2 H + 2 H_kv) d_h` for queries, keys, values and output
+      (eager: and `H T` weights), MLP `4 c F` (right with a gate; without one, 2 to 8 by activation function);
+    - additional activations of the architecture, from its configuration (`extra_activation_bytes`);
+    - the head: one norm.
+
+    For Llama and `depth_llama` the estimate is within a quarter of what autograd keeps, for others within a factor of
+    two (dropout and some activation functions keep more).
+
+    Gradient checkpointing keeps each layer's input (`num_residual_streams` states if the configuration has them, else
+    one) and all activations of one layer at a time. Penalties are ignored: JREG keeps scalars, aligned training chunks
+    of logits, CR up to ten states of each of its layers.
+
+    Args:
+        model: on the meta device.
+        settings: precision, attention, checkpointing, FSDP and sequence length are used.
+        micro_batch: sequences in a forward pass.
+        processes: number of processes.
+    """
+    precision = settings.precision
+    shards = processes if settings.fsdp else 1
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    held = WEIGHT[precision]
+    copies = 2 * _product_weights(model) if precision == "autocast" else 0
+    config = model.config.get_text_config()
+    if settings.task.endswith("-classification"):
+        scores = micro_batch * (config.num_labels or 0)
+    else:
+        scores = micro_batch * settings.sequence_length * config.vocab_size
+    tokens = micro_batch * settings.sequence_length
+    return Memory(
+        weights=((trainable + frozen) * held + copies) // shards,
+        gradients=trainable * held // shards,
+        optimiser=2 * trainable * held // shards,
+        activations=int(tokens * _activations(config, settings)),
+        logits=4 * scores,
+        loss_gradients=2 * 4 * scores,
+    )
 
 
 @dataclass(frozen=True)
@@ -56,39 +114,27 @@ class Plan:
     parameters_without_embeddings: int
     """Parameters without token and position embeddings and without an untied output head."""
     trainable: int
-    flops: TokenFlops
-    """FLOPs of the forward pass per token."""
-    objective_flops: float
-    """Training FLOPs per token of penalties."""
-    recomputed_flops: float
-    """Training FLOPs per token that gradient checkpointing recomputes."""
-    memory: Memory
-    """Memory of one process."""
-    other_memory: Memory | None
-    """Memory of one process with `fsdp` negated; None for a single process."""
-    checkpoint: CheckpointSize
-    host: int
-    """Bytes of CPU memory in which all processes together build or load the weights."""
     processes: int
     micro_batch: int
     accumulation: int
-    rate: float | None
-    """FLOP/s of matrix products on one process's device; None = not measured."""
-    utilisation: float
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens in an optimiser step."""
-        return self.settings.global_batch_size * self.settings.sequence_length
+    flops: TokenFlops | None = None
+    """FLOPs of the forward pass per token; None for a detector, where they depend on the size of each image."""
+    objective_flops: float = 0.0
+    """Training FLOPs per token of penalties."""
+    recomputed_flops: float = 0.0
+    """Training FLOPs per token that gradient checkpointing recomputes."""
+    memory: Memory | None = None
+    """Memory of one process; None for a detector."""
 
     @property
     def tokens(self) -> int:
         """Tokens in the whole run."""
-        return self.settings.steps * self.tokens_per_step
+        return self.settings.steps * self.settings.global_batch_size * self.settings.sequence_length
 
     @property
     def step_flops(self) -> float:
         """Training FLOPs per token, recomputation included."""
+        assert self.flops is not None
         return self.flops.training + self.objective_flops + self.recomputed_flops
 
     @property
@@ -96,44 +142,18 @@ class Plan:
         """FLOPs of the whole run, without evaluations."""
         return self.step_flops * self.tokens
 
-    @property
-    def seconds(self) -> float | None:
-        """Expected training time: FLOPs / (rate * utilisation * processes)."""
-        return None if self.rate is None else self.total_flops / (self.rate * self.utilisation * self.processes)
 
-    @property
-    def save_seconds(self) -> float | None:
-        """Expected training time between two checkpoints: `seconds * min(save_every, steps) / steps`."""
-        steps = self.settings.steps
-        return None if self.seconds is None else self.seconds * min(self.settings.save_every, steps) / steps
-
-    @property
-    def checkpoints(self) -> int:
-        """Checkpoints on disk at the end of the run."""
-        written, limit = math.ceil(self.settings.steps / self.settings.save_every), self.settings.keep_checkpoints
-        return written if limit is None else min(written, limit)
-
-
-def plan(
-    settings: TrainSettings,
-    config: PreTrainedConfig,
-    *,
-    processes: int = 1,
-    rate: float | None = None,
-    utilisation: float = UTILISATION,
-) -> Plan:
+def plan(settings: TrainSettings, config: PreTrainedConfig, *, processes: int = 1) -> Plan:
     """Estimate the cost of a run. The model is on the meta device, so any size can be planned on any machine.
 
     Args:
         settings: the run's settings.
-        config: the model's configuration; any causal language model or classifier of texts or images of transformers.
+        config: the model's configuration; any model of transformers for the task.
         processes: number of processes that share each batch.
-        rate: measured FLOP/s of a process (`measure_rate`); None = no expected time.
-        utilisation: assumed share of that rate that training reaches.
 
     Raises:
-        FulldepthError: if batch sizes do not divide, an option of a penalty is unknown, the configuration has no causal
-            language model, or the initializer or weight decay does not apply to the model.
+        FulldepthError: if batch sizes do not divide, an option of a penalty is unknown, the configuration has no model
+            for the task, or the initializer or weight decay does not apply to the model.
     """
     settings = resolved(settings)
     micro, accumulation = batch_split(settings, processes)
@@ -144,204 +164,123 @@ def plan(
         settings = settings.model_copy(update={"sequence_length": tokens_of_an_image(model)})
     check_initializer(model, settings.initializer)
     parameter_groups(model, settings)
-    flops = forward_flops(model, settings.sequence_length)
-    other = settings.model_copy(update={"fsdp": not settings.fsdp})
-    builders = 1 if built_once(model, settings) else processes
-    copies = builders * (1 if settings.model.checkpoint is None else 2)  # the model, and the checkpoint that is read
-    return Plan(
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    detects, head = settings.task == "detection", None
+    if not detects:
+        head = model.get_output_embeddings()
+    heads = [] if head is None else [head, *exit_heads_of(model).values()]
+    left_out = {p for module in [*tables, *heads] for p in module.parameters()}
+    made = Plan(
         settings=settings,
         model=type(model).__name__,
         parameters=model.num_parameters(),
-        parameters_without_embeddings=_without_embeddings(model),
+        parameters_without_embeddings=sum(p.numel() for p in model.parameters() if p not in left_out),
         trainable=model.num_parameters(only_trainable=True),
+        processes=processes,
+        micro_batch=micro,
+        accumulation=accumulation,
+    )
+    if detects:
+        return made
+    flops = forward_flops(model, settings.sequence_length)
+    return replace(
+        made,
         flops=flops,
         objective_flops=objective.flops(model.config, settings.sequence_length, flops),
         recomputed_flops=flops.checkpointed if settings.gradient_checkpointing else 0.0,
         memory=estimate_memory(model, settings, micro_batch=micro, processes=processes),
-        other_memory=estimate_memory(model, other, micro_batch=micro, processes=processes) if processes > 1 else None,
-        checkpoint=checkpoint_size(model, settings, processes=processes),
-        host=copies * WEIGHT[settings.precision] * model.num_parameters(),
-        processes=processes,
-        micro_batch=micro,
-        accumulation=accumulation,
-        rate=rate,
-        utilisation=utilisation,
     )
 
 
-def measure_rate(device: str | torch.device, dtype: torch.dtype, *, seconds: float = 1.0) -> float:
-    """Measure the FLOP/s of products of large square matrices (1,024 rows on a CPU, 8,192 elsewhere), after a warm-up.
-
-    Args:
-        device: device of the matrices.
-        dtype: type of the factors.
-        seconds: duration of the measurement; at least one product.
-    """
-    where = torch.device(device)
-    side = SIDE.get(where.type, DEVICE_SIDE)
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(side, side, generator=generator).to(where, dtype) for _ in range(2))
-    _product(left, right)
-    products, start, elapsed = 0, perf_counter(), 0.0
-    while not products or elapsed < seconds:
-        _product(left, right)
-        products += 1
-        elapsed = perf_counter() - start
-    return products * 2 * side**3 / elapsed
-
-
 def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
-    """Output of `fulldepth train --dry-run`: `(name, value, sentence)` lines for this device and these processes.
+    """Output of `fulldepth train --dry-run`: `(name, value, sentence)` lines for these processes.
 
     Raises:
         FulldepthError: if the settings are inconsistent, or their tokenizer or checkpoint does not exist.
     """
-    processes = launch.world()
-    classes = None if settings.task == "causal-lm" else class_names(settings)
+    of_text = settings.unit in ("tokens", "texts")
+    vocab_size = None
+    if of_text and "vocab_size" not in (settings.model.model_extra or {}) and settings.model.checkpoint is None:
+        if settings.tokenizer is None:
+            raise FulldepthError(
+                "A model from scratch needs a tokenizer: tokenizer=builtin:2048, a folder or a Hub name."
+            )
+        kind, _, size = settings.tokenizer.partition(":")
+        vocab_size = int(size) if kind in LEARNED and size.isdigit() else len(load_tokenizer(settings.tokenizer))
     config = build_config(
         settings.model,
         task=settings.task,
-        vocab_size=_vocab_size(settings) if settings.unit in ("tokens", "texts") else None,
-        positions=settings.sequence_length if settings.unit in ("tokens", "texts") else None,
-        classes=classes,
+        vocab_size=vocab_size,
+        positions=settings.sequence_length if of_text else None,
+        classes=None if settings.task == "causal-lm" else class_names(settings),
     )
-    if settings.task == "detection":
-        return detector_lines(settings, config, processes)
-    rate = measure_rate(pick_device(settings.device), FACTOR[settings.precision])
-    return lines(plan(settings, config, processes=processes, rate=rate))
-
-
-def detector_lines(settings: TrainSettings, config: PreTrainedConfig, processes: int = 1) -> list[tuple[str, str, str]]:
-    """The dry run of a detector: sizes and amounts. Operations and activations depend on the size of each image, and
-    are not estimated.
-    """
-    settings = resolved(settings)
-    micro, accumulation = batch_split(settings, processes)
-    model, objective = meta_model(config, settings.task), make_objective(settings)
-    if objective.needs_exit_heads:
-        add_exit_heads(model)
-    check_initializer(model, settings.initializer)
-    parameter_groups(model, settings)
-    parameters, held = model.num_parameters(), WEIGHT[settings.precision]
-    states, size = 4 * parameters * held // (processes if settings.fsdp else 1), checkpoint_size(model, settings)
-    images = settings.steps * settings.global_batch_size
-    return [
-        ("model", type(model).__name__, f"{config.num_labels:,} classes, {config.num_queries:,} queries."),
-        ("parameters", f"{parameters:,}", "All are trained, the backbone's too."),
-        ("steps", f"{settings.steps:,}", f"{settings.global_batch_size:,} images each."),
-        ("images", f"{images:,}", "Of the whole run, without evaluations."),
-        ("batch", f"{processes} x {micro} x {accumulation}", _batch_sentence(settings, micro)),
-        ("states", _bytes(states), "Weights, gradients and optimiser of one process; activations are not estimated."),
-        ("checkpoint", _bytes(size.total), f"Weights {_bytes(size.weights)}, optimiser {_bytes(size.optimiser)}."),
-    ]
+    return lines(plan(settings, config, processes=launch.world()))
 
 
 def lines(plan: Plan) -> list[tuple[str, str, str]]:
     """A plan as text: name, value with its unit, and a sentence that explains it."""
     settings, flops, memory = plan.settings, plan.flops, plan.memory
-    parts = ("weights", "gradients", "optimiser", "activations", "logits", "loss_gradients")
-    split = ", ".join(f"{name.replace('_', ' ')} {_bytes(getattr(memory, name))}" for name in parts)
-    full_square = _flop(flops.forward - flops.attention + flops.attention_full)
-    batch = f"{plan.processes} x {plan.micro_batch} x {plan.accumulation}"
-    samples = "" if settings.unit == "tokens" else f", {settings.global_batch_size:,} {settings.unit} at most so long"
-    if settings.unit == "images":
-        samples = f", {settings.global_batch_size:,} images of {settings.sequence_length}"
-    without = f"{plan.parameters_without_embeddings:,} without embeddings and output head."
+    items, unit = settings.global_batch_size, "sequences" if settings.unit == "tokens" else settings.unit
+    split = [
+        "Processes,",
+        unit,
+        "in a forward pass, forward passes in a step.",
+        *batch_note(settings, plan.micro_batch),
+    ]
     rows = [
         ("model", plan.model, f"{plan.trainable:,} parameters are trained."),
-        ("parameters", f"{plan.parameters:,}", without),
-        ("steps", f"{settings.steps:,}", f"{plan.tokens_per_step:,} tokens each{samples}."),
-        ("tokens", f"{plan.tokens:,}", f"{plan.tokens / plan.parameters:,.3g} for each parameter."),
-        ("batch", batch, _batch_sentence(settings, plan.micro_batch)),
         (
-            "forward",
-            f"{_flop(flops.forward)}/token",
-            "Matrix products, attention over all positions."
-            if flops.attention == flops.attention_full
-            else f"Matrix products, attention over the causal half; over the full square the sum is {full_square}.",
+            "parameters",
+            f"{plan.parameters:,}",
+            f"{plan.parameters_without_embeddings:,} without embeddings and output head.",
         ),
-        (
-            "training",
-            f"{_flop(plan.step_flops)}/token",
-            f"Three forward passes, {_flop(plan.recomputed_flops)} computed again, {_flop(plan.objective_flops)} for "
-            "penalties.",
-        ),
-        ("total", _flop(plan.total_flops), "The whole run, without evaluations."),
-        ("memory", _bytes(memory.total), f"Of one process, estimated: {split}."),
-        (
-            "host",
-            _bytes(plan.host),
-            "CPU memory of all processes together while they build the model, without data.",
-        ),
-        ("fits", _fitting(memory), _fitting_sentence(plan)),
-        *_checkpoint_rows(plan),
+        ("steps", f"{settings.steps:,}", f"{items:,} {unit} each."),
+        ("batch", f"{plan.processes} x {plan.micro_batch} x {plan.accumulation}", " ".join(split)),
     ]
-    if plan.rate is not None and plan.seconds is not None and plan.save_seconds is not None:
-        assumed = f"If training reaches {plan.utilisation:.0%} of that rate (an assumption) on each of"
-        interval = f"save_every ({settings.save_every:,}) of {settings.steps:,} steps"
-        rows += [
-            ("rate", f"{_flop(plan.rate)}/s", "Measured just now on products of large matrices."),
-            ("time", _duration(plan.seconds), f"{assumed} {plan.processes} such devices."),
-            ("save", f"every {_duration(plan.save_seconds)}", f"{interval}; a failure costs this much at most."),
-        ]
-    return rows
+    if flops is None or memory is None:
+        return rows
+    parts = ("weights", "gradients", "optimiser", "activations", "logits", "loss_gradients")
+    of_memory = ", ".join(f"{name.replace('_', ' ')} {_bytes(getattr(memory, name))}" for name in parts)
+    attention = "all positions" if flops.attention == flops.attention_full else "the causal half"
+    added = f"{_flop(plan.recomputed_flops)} computed again, {_flop(plan.objective_flops)} for penalties"
+    return [
+        *rows,
+        ("tokens", f"{plan.tokens:,}", f"{plan.tokens / plan.parameters:,.3g} for each parameter."),
+        ("forward", f"{_flop(flops.forward)}/token", f"Matrix products, attention over {attention}."),
+        ("training", f"{_flop(plan.step_flops)}/token", f"Three forward passes, {added}."),
+        ("total", _flop(plan.total_flops), "The whole run, without evaluations."),
+        ("memory", _bytes(memory.total), f"Of one process, estimated: {of_memory}."),
+    ]
 
 
-def _batch_sentence(settings: TrainSettings, micro: int) -> str:
-    unit = "sequences" if settings.unit == "tokens" else settings.unit
-    return " ".join([f"Processes, {unit} in a forward pass, forward passes in a step.", *batch_note(settings, micro)])
+def _activations(config: PreTrainedConfig, settings: TrainSettings) -> float:
+    """Activation bytes per token, without the logits."""
+    precision, layers = settings.precision, config.num_hidden_layers
+    layer = _layer(config, settings)
+    own = getattr(config, "extra_activation_bytes", None)
+    sizes = {"product": PRODUCT[precision], "norm": NORM[precision], "state": WEIGHT[precision]}
+    extra = own(**sizes) if own is not None else 0.0
+    last = NORM[precision] * config.hidden_size
+    if settings.gradient_checkpointing:
+        state = WEIGHT[precision] * config.hidden_size * getattr(config, "num_residual_streams", 1)
+        return layers * state + layer + extra / layers + last
+    return layers * layer + extra + last
 
 
-def _checkpoint_rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """Lines on the disk space of checkpoints."""
-    size, count, limit = plan.checkpoint, plan.checkpoints, plan.settings.keep_checkpoints
-    kept = "all are kept" if limit is None else f"keep_checkpoints={limit}"
-    split = f"Weights {_bytes(size.weights)}, optimiser {_bytes(size.optimiser)}, the rest {_bytes(size.rest)}."
-    sentence = f"{count:,} of them at the end of the run ({kept}), one more while one is written."
-    return [("checkpoint", _bytes(size.total), split), ("checkpoints", _bytes(size.total * count), sentence)]
+def _layer(config: PreTrainedConfig, settings: TrainSettings) -> float:
+    """Activation bytes per token of one plain layer."""
+    product, width, channels = PRODUCT[settings.precision], config.hidden_size, head_channels(config)
+    heads = getattr(config, "num_attention_heads", None) or 0
+    attention = product * 2 * (heads + key_value_heads(config)) * channels
+    if settings.attention == "eager":
+        attention += heads * settings.sequence_length * (4 if product == 4 else 4 + product)
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width
+    return 2 * NORM[settings.precision] * width + attention + product * 4 * inner
 
 
-def _fitting(memory: Memory) -> str:
-    """The smallest accelerator for that much memory: `80 GB`."""
-    sizes = [size for size in GPU_SIZES if memory.total <= USABLE * size * 2**30]
-    return f"{sizes[0]} GB" if sizes else "none"
-
-
-def _fitting_sentence(plan: Plan) -> str:
-    sizes = "/".join(map(str, GPU_SIZES))
-    here, otherwise = ("with", "without") if plan.settings.fsdp else ("without", "with")
-    if plan.other_memory is None:
-        return f"The smallest GPU of {sizes} GB whose {USABLE:.0%} hold this, for one process."
-    return (
-        f"The smallest GPU of {sizes} GB whose {USABLE:.0%} hold this, {here} fsdp on {plan.processes} processes; "
-        f"{otherwise} fsdp: {_fitting(plan.other_memory)}."
-    )
-
-
-def _vocab_size(settings: TrainSettings) -> int | None:
-    """Tokens of the tokenizer; None if the model's settings give the number of embeddings."""
-    if "vocab_size" in (settings.model.model_extra or {}) or settings.model.checkpoint is not None:
-        return None
-    if settings.tokenizer is None:
-        raise FulldepthError("A model from scratch needs a tokenizer: tokenizer=builtin:2048, a folder or a Hub name.")
-    kind, _, size = settings.tokenizer.partition(":")
-    return int(size) if kind in LEARNED and size.isdigit() else len(load_tokenizer(settings.tokenizer))
-
-
-def _without_embeddings(model: PreTrainedModel) -> int:
-    """Number of parameters outside embedding tables and the output head, or of a language model's heads of layers."""
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    head = model.get_output_embeddings()
-    heads = [] if head is None else [head, *exit_heads_of(model).values()]
-    left_out = {p for module in [*tables, *heads] for p in module.parameters()}
-    return sum(p.numel() for p in model.parameters() if p not in left_out)
-
-
-def _product(left: torch.Tensor, right: torch.Tensor) -> None:
-    """Compute one product and wait for it."""
-    torch.matmul(left, right)
-    if left.device.type != "cpu":
-        torch.accelerator.synchronize(left.device)
+def _product_weights(model: PreTrainedModel) -> int:
+    """Parameters that autocast copies: those of linear layers (one multiplication and one addition each)."""
+    return int(sum(map(weight_products, model.modules())) / 2)
 
 
 def _flop(number: float) -> str:
@@ -355,23 +294,11 @@ def _bytes(number: float) -> str:
 
 
 def _scaled(number: float, base: int, unit: str) -> str:
+    """A number with a prefix, and three significant digits or all integer digits."""
     power = 0
     while abs(number) >= base and power < len(PREFIXES) - 1:
         number /= base
         power += 1
     prefix = f"{PREFIXES[power].upper()}i" if base == 1024 and power else PREFIXES[power]
-    return f"{_digits(number) if power else round(number)} {prefix}{unit}"
-
-
-def _duration(seconds: float) -> str:
-    """`45 s`, `12.5 min`, `7.50 h`, `11.0 days`, `3.10 years`."""
-    for size, unit, limit in ((1, "s", 90), (60, "min", 90 * 60), (3600, "h", 2 * DAY), (DAY, "days", 730 * DAY)):
-        if seconds < limit:
-            return f"{_digits(seconds / size)} {unit}"
-    return f"{_digits(seconds / (365.25 * DAY))} years"
-
-
-def _digits(number: float) -> str:
-    """Three significant digits, or all integer digits if there are more."""
-    places = 2 if number < 10 else 1 if number < 100 else 0
-    return f"{number:,.{places}f}"
+    places = 0 if not power or number >= 100 else 2 if number < 10 else 1
+    return f"{number:,.{places}f} {prefix}{unit}"

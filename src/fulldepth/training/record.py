@@ -4,21 +4,49 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from fulldepth.errors import one_line
+from fulldepth.hf import ModelCard
 from fulldepth.losses import TERMS
 from fulldepth.metrics.jump_rate import describe_jump
-from fulldepth.results import DOCUMENT, Finding, Results, finite, tabulate
-from fulldepth.training.card import card_of
+from fulldepth.results import Finding, Results, finite, tabulate
 from fulldepth.training.evaluation import Evaluation
 from fulldepth.training.resume import RECORD, read_rows, step_of
 
 OF_MODEL = {"ce": ("train_loss", "model"), "auxiliary": ("auxiliary_loss", "model")}
 """Part of the model's own loss -> measure and site; other parts are penalties."""
+
+FINDINGS = {
+    "validation_loss": "validation_loss",
+    "validation_accuracy": "validation_accuracy",
+    "validation_ap50": "average_precision",
+    "train_loss": "train_loss",
+    "zeta_L": "jump_rate",
+    "throughput": "throughput",
+    "elapsed": "elapsed",
+    "peak_memory": "peak_memory",
+}
+"""Name of a finding -> its measure."""
+LOADING = """\
+from transformers import {auto}, {processing}
+{registering}
+model = {auto}.from_pretrained("PATH")
+{name} = {processing}.from_pretrained("PATH")"""
+AUTO = {"image-classification": "AutoModelForImageClassification", "detection": "AutoModelForObjectDetection"}
+AUTO |= {"text-classification": "AutoModelForSequenceClassification"}
+REGISTERING = "\nimport fulldepth.architectures  # registers depth_llama\n"
+NAMES = {
+    "validation_loss": "Validation loss",
+    "validation_accuracy": "Validation accuracy",
+    "zeta_L": "Jump rate of the last layer",
+    "train_loss": "Training loss",
+}
 
 
 @dataclass
@@ -39,9 +67,7 @@ class Record:
             FulldepthError: if its rows cannot be read.
         """
         rows = read_rows(checkpoint)
-        if rows is None and (folder / DOCUMENT).exists():  # checkpoints of earlier versions hold no rows
-            rows = Results.load(folder).table
-        return cls(folder, meta) if rows is None else cls(folder, meta, _until(rows, step_of(checkpoint)))
+        return cls(folder, meta, rows[rows.step <= step_of(checkpoint)].reset_index(drop=True))
 
     def keep_in(self, checkpoint: Path) -> None:
         """Write the rows and a model card into a checkpoint that is being saved."""
@@ -102,11 +128,6 @@ class Record:
         self.results().save(self.folder, page=False)
 
 
-def _until(table: pd.DataFrame, step: int) -> pd.DataFrame:
-    """The rows up to a step."""
-    return table[table.step <= step].reset_index(drop=True)
-
-
 class Stopwatch:
     """Measures training time between `start` and `stop`, added to the time of earlier processes."""
 
@@ -136,66 +157,89 @@ def headline(table: pd.DataFrame) -> dict[str, Finding]:
     if table.empty:
         return {}
     step = int(table.step.max())
-    findings: dict[str, Finding] = {}
-    for name, measure, unit, sentence in (
-        ("validation_loss", "validation_loss", _unit(table, "validation_loss"), _loss(table, step)),
-        ("validation_accuracy", "validation_accuracy", "1", _accuracy(table, step)),
-        ("validation_ap50", "average_precision", "1", _precision(table, step)),
-        ("train_loss", "train_loss", _unit(table, "train_loss"), ""),
-        ("zeta_L", "jump_rate", "%", _jump(table, step)),
-        ("throughput", "throughput", _unit(table, "throughput"), _pace(table, step)),
-        ("elapsed", "elapsed", "s", ""),
-        ("peak_memory", "peak_memory", "MiB", ""),
-    ):
-        value = _value(table, measure, step)
-        if value is not None:
-            findings[name] = Finding(value, unit, sentence)
-    return findings
+    units = {measure: str(unit) for measure, unit in zip(table.measure, table.unit, strict=True)}
 
+    def value(measure: str, at: int = step) -> float | None:
+        """Value of a measure at a step: of the whole model, or of the deepest layer that has it."""
+        rows = table[(table.measure == measure) & (table.step == at)].sort_values("layer")
+        if measure == "average_precision":
+            rows = rows[rows.statistic == "ap50"]
+        return None if rows.empty or not math.isfinite(rows.value.iloc[-1]) else float(rows.value.iloc[-1])
 
-def _value(table: pd.DataFrame, measure: str, step: int) -> float | None:
-    """Value of a measure at a step: of the whole model, or of the deepest layer that has it."""
-    rows = table[(table.measure == measure) & (table.step == step)].sort_values("layer")
-    if measure == "average_precision":
-        rows = rows[rows.statistic == "ap50"]
-    return None if rows.empty or not math.isfinite(rows.value.iloc[-1]) else float(rows.value.iloc[-1])
-
-
-def _loss(table: pd.DataFrame, step: int) -> str:
-    loss, before = _value(table, "validation_loss", step), _value(table, "validation_loss", 0)
-    if loss is None:
-        return ""
-    unit = _unit(table, "validation_loss").replace("1", "")
-    sentence = " ".join(f"The validation loss is {loss:.3f} {unit} at step {step:,}".split())
-    if before is not None and step:
-        sentence += f", {before:.3f} before training"
-    losses = table[table.measure == "validation_loss"].set_index("step")["value"].dropna()
-    best = int(losses.index[int(losses.argmin())])
-    return sentence + (f"; it was lowest at step {best:,} ({losses[best]:.3f})." if best != step else ".")
-
-
-def _jump(table: pd.DataFrame, step: int) -> str:
-    value = _value(table, "jump_rate", step)
-    return "" if value is None else describe_jump(value)
-
-
-def _accuracy(table: pd.DataFrame, step: int) -> str:
-    value = _value(table, "validation_accuracy", step)
-    return "" if value is None else f"{value:.1%} of the validation rows are classified correctly at step {step:,}."
-
-
-def _precision(table: pd.DataFrame, step: int) -> str:
-    value = _value(table, "average_precision", step)
-    return (
-        "" if value is None else f"The last layer's average precision at an IoU of 0.5 is {value:.1%} at step {step:,}."
+    loss, before, jump, speed = (
+        value("validation_loss"),
+        value("validation_loss", 0),
+        value("jump_rate"),
+        value("throughput"),
     )
+    accuracy, precision, sentences = value("validation_accuracy"), value("average_precision"), dict[str, str]()
+    if loss is not None:
+        unit = units["validation_loss"].replace("1", "")
+        sentence = " ".join(f"The validation loss is {loss:.3f} {unit} at step {step:,}".split())
+        if before is not None and step:
+            sentence += f", {before:.3f} before training"
+        losses = table[table.measure == "validation_loss"].set_index("step")["value"].dropna()
+        best = int(losses.index[int(losses.argmin())])
+        ending = f"; it was lowest at step {best:,} ({losses[best]:.3f})." if best != step else "."
+        sentences["validation_loss"] = sentence + ending
+    if accuracy is not None:
+        classified = f"{accuracy:.1%} of the validation rows are classified correctly at step {step:,}."
+        sentences["validation_accuracy"] = classified
+    if precision is not None:
+        of_last = f"The last layer's average precision at an IoU of 0.5 is {precision:.1%} at step {step:,}."
+        sentences["average_precision"] = of_last
+    if jump is not None:
+        sentences["jump_rate"] = describe_jump(jump)
+    if speed is not None:
+        sentences["throughput"] = f"Training runs at {speed:,.0f} {units['throughput']}."
+    return {
+        name: Finding(number, units.get(measure, "1"), sentences.get(measure, ""))
+        for name, measure in FINDINGS.items()
+        if (number := value(measure)) is not None
+    }
 
 
-def _pace(table: pd.DataFrame, step: int) -> str:
-    speed = _value(table, "throughput", step)
-    return "" if speed is None else f"Training runs at {speed:,.0f} {_unit(table, 'throughput')}."
+def card_of(meta: Mapping[str, Any], findings: Mapping[str, Finding], step: int) -> ModelCard:
+    """The card of a checkpoint: recipe, method, data, and the findings of the last evaluation.
 
-
-def _unit(table: pd.DataFrame, measure: str) -> str:
-    units = table[table.measure == measure]["unit"]
-    return "1" if units.empty else str(units.iloc[-1])
+    Args:
+        meta: metadata of the run's results.
+        findings: by name.
+        step: optimiser steps taken.
+    """
+    settings, model = meta["settings"], meta["model"]
+    recipe, start = meta.get("recipe") or "settings of its own", settings["model"].get("checkpoint")
+    task = settings.get("task", "causal-lm")
+    items = step * settings["global_batch_size"]
+    amount = ("Tokens", items * settings["sequence_length"]) if task == "causal-lm" else ("Examples", items)
+    processing = "AutoTokenizer" if task in ("causal-lm", "text-classification") else "AutoImageProcessor"
+    beginning = f"fine-tuned from `{one_line(start, 200)}`" if start else "trained from scratch"
+    method = (
+        f"A {model['class']} {beginning} with the method `{settings['method']}` of fulldepth (recipe: "
+        f"{one_line(recipe, 100)}) on `{one_line(settings['data']['name'], 200)}`. {one_line(settings['about'], 400)}"
+    )
+    numbers = {
+        NAMES[name]: f"{finding.value:.4g} {finding.unit}" for name, finding in findings.items() if name in NAMES
+    }
+    numbers |= {
+        "Parameters": f"{model['parameters']:,}",
+        "Optimiser steps": f"{step:,} of {settings['steps']:,}",
+        amount[0]: f"{amount[1]:,}",
+        "Seed": str(settings["seed"]),
+    }
+    data = settings["data"]
+    held_out = one_line(data.get("validation") or f"a held-out part of {data['name']}", 200)
+    return ModelCard(
+        title=f"{one_line(recipe, 100)}, step {step:,}",
+        method=method.strip(),
+        numbers=numbers,
+        loading=LOADING.format(
+            registering=REGISTERING if "Depth" in model["class"] else "",
+            auto=AUTO.get(task, "AutoModelForCausalLM"),
+            processing=processing,
+            name="tokenizer" if processing == "AutoTokenizer" else "processor",
+        ),
+        source=start,
+        tags=[settings["method"]],
+        notes=[f"Losses and the jump rate are those of the last evaluation, on {held_out}."] if findings else [],
+    )

@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pandas as pd
 import pydantic
 from pydantic import Field, FiniteFloat, JsonValue, NonNegativeInt
-from transformers import TrainerState
+from transformers import PreTrainedConfig, TrainerState, TrainingArguments
 
+from fulldepth.data import ORDER
+from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import read_document, reading
-from fulldepth.hf import OPTIMIZER_SHARDS, WEIGHT_SHARDS, notes_of
-from fulldepth.losses.trainer import AnyTrainer
+from fulldepth.fingerprint import Fingerprint
+from fulldepth.hf import notes_of
+from fulldepth.losses import per_batch_terms
 from fulldepth.results import COLUMNS
 from fulldepth.settings import Settings
+from fulldepth.settings.train import TrainSettings
 
 RECORD = "record.parquet"
 """File in a checkpoint: the rows of the run's results up to its step."""
 STATE = "trainer_state.json"
 NEEDED = ("*.safetensors", "optimizer.pt", "scheduler.pt", "rng_state*.pth", STATE)
 """Files without which the Trainer would silently continue with fresh states."""
-IN_SHARDS = {"*.safetensors": f"{WEIGHT_SHARDS}/*.safetensors", "optimizer.pt": f"{OPTIMIZER_SHARDS}/*.safetensors"}
-"""The corresponding files of a sharded run, whose weights may have been merged since."""
-
-
-class Origin(Settings):
-    """What determines a run's numbers besides its settings."""
-
-    data: str
-    """Hash of the training data."""
-    order: str
-    """Order of the sequences: its name and seed."""
-    processes: NonNegativeInt
-    micro_batch: NonNegativeInt
-    """Sequences in a forward pass."""
-    device: str
-    versions: dict[str, str]
-    """Package -> version."""
+NO_NUMBERS = {"transformers_version", "_name_or_path", "use_cache", "architectures", "auto_map", "dtype"}
+NO_NUMBERS |= {"pad_token_id", "bos_token_id", "eos_token_id"}
+"""Entries of `config.json` without effect on training, or that the Trainer sets from the tokenizer."""
 
 
 class RunNotes(Settings):
@@ -53,8 +44,8 @@ class RunNotes(Settings):
     """Part of the loss -> sum and count since the last evaluation."""
     evaluated: NonNegativeInt = 0
     """Step of the last evaluation."""
-    origin: Origin | None = None
-    """None in checkpoints of earlier versions."""
+    origin: dict[str, str] = Field(default_factory=dict)
+    """What determines a run's numbers besides its settings, see `origin_of`."""
 
 
 class TrainerStateFile(pydantic.BaseModel):
@@ -72,6 +63,57 @@ class TrainerStateFile(pydantic.BaseModel):
     stateful_callbacks: dict[str, JsonValue]
 
 
+def origin_of(
+    settings: TrainSettings, data: str, config: PreTrainedConfig, arguments: TrainingArguments
+) -> dict[str, str]:
+    """What determines a run's numbers besides its settings: hashes of data and configuration, the order of the items,
+    and the size of the batches if a penalty is a function of it.
+
+    Args:
+        settings: the run's settings.
+        data: hash of the training data.
+        config: the model's configuration.
+        arguments: the Trainer's arguments.
+    """
+    entries = json.loads(config.to_json_string(use_diff=True)).items()
+    counted = {name: value for name, value in entries if name not in NO_NUMBERS}
+    origin = {
+        "training data": data,
+        "order of the data": f"{ORDER} {settings.seed}",
+        "model configuration": str(Fingerprint(json.dumps(counted, sort_keys=True))),
+    }
+    for name in per_batch_terms(settings.objective.terms):
+        sizes = f"{arguments.world_size} x {arguments.per_device_train_batch_size} sequences"
+        origin[f"batch of {name}"] = sizes
+    return origin
+
+
+def check_origin(now: dict[str, str], before: dict[str, str] | None, checkpoint: Path | None) -> None:
+    """Refuse to resume where numbers would differ; every process must call this.
+
+    Args:
+        now: origin of this process.
+        before: origin in the checkpoint; None at the start.
+        checkpoint: the checkpoint to resume from; None at the start.
+
+    Raises:
+        FulldepthError: in every process, if the data or the configuration are not those of the checkpoint or of another
+            process.
+    """
+    references = [("in process 0", current().agree(now))]
+    if before is not None:
+        references.append((f"in {checkpoint}", before))
+    differences = [
+        f"The {name} differs: {one_line(was.get(name), 60)} {where}, {one_line(here, 60)} here. A run needs the same "
+        "data, tokenizer and model from beginning to end, in every process."
+        for where, was in references
+        for name, here in now.items()
+        if was.get(name) != here
+    ]
+    if everywhere := [difference for part in current().gather(differences) for difference in part]:
+        raise FulldepthError(everywhere[0])
+
+
 def step_of(checkpoint: Path) -> int:
     """N of `checkpoint-N`."""
     return int(checkpoint.name.partition("-")[2])
@@ -83,9 +125,9 @@ def resume_notes(checkpoint: Path) -> RunNotes:
     Raises:
         FulldepthError: if a file is missing, or a JSON file does not fit its schema.
     """
-    with _advising(checkpoint):
+    with advising(checkpoint):
         for pattern in NEEDED:
-            if not any(any(checkpoint.glob(name)) for name in (pattern, IN_SHARDS.get(pattern, pattern))):
+            if not any(checkpoint.glob(pattern)):
                 raise FulldepthError(f"Cannot read {checkpoint}: it has no {pattern}.")
         state = read_document(checkpoint / STATE, TrainerStateFile)
         if state.global_step != step_of(checkpoint):
@@ -107,16 +149,14 @@ def resume_notes(checkpoint: Path) -> RunNotes:
     return run_notes
 
 
-def read_rows(checkpoint: Path) -> pd.DataFrame | None:
-    """The rows of the run's results in a checkpoint; None if it has none.
+def read_rows(checkpoint: Path) -> pd.DataFrame:
+    """The rows of the run's results in a checkpoint.
 
     Raises:
         FulldepthError: if they cannot be read.
     """
     path = checkpoint / RECORD
-    if not path.exists():
-        return None
-    with _advising(checkpoint), reading(path):
+    with advising(checkpoint), reading(path):
         table = pd.read_parquet(path)
         missing = [name for name in [*COLUMNS, "step"] if name not in table.columns]
         numeric = all(pd.api.types.is_numeric_dtype(table[name]) for name in ("value", "step") if name in table)
@@ -126,7 +166,7 @@ def read_rows(checkpoint: Path) -> pd.DataFrame | None:
 
 
 @contextmanager
-def _advising(checkpoint: str | Path | None) -> Iterator[None]:
+def advising(checkpoint: str | Path | None) -> Iterator[None]:
     """Add to an error of reading a checkpoint what the user can do."""
     try:
         yield
@@ -134,44 +174,3 @@ def _advising(checkpoint: str | Path | None) -> Iterator[None]:
         if checkpoint is None or not str(error).startswith("Cannot read"):
             raise
         raise FulldepthError(f"{error} Remove {checkpoint} to go on from the checkpoint before.") from error
-
-
-class ResumeMixin(AnyTrainer):
-    """Converts errors of a Trainer that reads a checkpoint into `Cannot read CHECKPOINT: reason`.
-
-    Also checks shapes and options of the optimiser states, which the Trainer would load without an error.
-    """
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        with _advising(resume_from_checkpoint), reading(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with _advising(checkpoint), reading(f"the random states in {checkpoint}"):
-            super()._load_rng_state(checkpoint)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        before = None if checkpoint is None else _options(self)
-        with _advising(checkpoint), reading(f"the optimiser's states in {checkpoint}"):
-            super()._load_optimizer_and_scheduler(checkpoint)
-            if checkpoint is not None:
-                _check_states(self.optimizer)
-                if _options(self) != before:
-                    raise ValueError("their options are not those of the settings")
-
-
-def _options(trainer: Any) -> list[Any]:
-    """Options of optimiser and schedule that the settings determine, without the current learning rate."""
-    groups = trainer.optimizer.param_groups
-    options = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in groups]
-    return [options, [len(group["params"]) for group in groups], list(trainer.lr_scheduler.base_lrs)]
-
-
-def _check_states(optimizer: Any) -> None:
-    """Refuse moments whose shape differs from their weight's; weights without a gradient so far have none."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            for name in ("exp_avg", "exp_avg_sq") if state else ():
-                if name not in state or state[name].shape != parameter.shape:
-                    raise ValueError(f"{name} does not fit its weight")

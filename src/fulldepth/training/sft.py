@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from fulldepth.data import conversations
 from fulldepth.data.rendering import encode_pair
 from fulldepth.errors import FulldepthError
-from fulldepth.losses import Objective, ObjectiveMixin
+from fulldepth.losses import ObjectiveMixin
 from fulldepth.progress import Watcher
+from fulldepth.settings.train import TrainSettings
 from fulldepth.targets import IGNORE
-from fulldepth.training.arguments import training_arguments
-from fulldepth.training.loading import LoadingMixin
-from fulldepth.training.optimiser import GroupsMixin
-from fulldepth.training.resume import ResumeMixin
-from fulldepth.training.settings import TrainSettings
-from fulldepth.training.sharding import ShardsMixin
+from fulldepth.training.arguments import make_objective, training_arguments
+from fulldepth.training.folder import TOKENIZER
+from fulldepth.training.model import build_model
+from fulldepth.training.text import language_model, run_tokenizer
+from fulldepth.training.trainer import RunMixin
 
 TEMPLATE = (
     "{% for message in messages %}"
@@ -177,33 +176,43 @@ def _key(row: dict[str, Any], seed: int, whole: bool) -> int:
     return int.from_bytes(hashlib.sha256(described.encode()).digest()[:8])
 
 
-def sft_arguments(settings: TrainSettings, folder: Path) -> Any:
-    """TRL's arguments for a run.
+def conversation_trainer(
+    settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher
+) -> tuple[Any, dict[str, Any]]:
+    """TRL's trainer with the objective and the optimiser of the settings, and facts about its data.
+
+    Args:
+        settings: of the run.
+        folder: the run folder.
+        arguments: of the trainer.
+        watcher: receives messages.
 
     Raises:
         FulldepthError: if trl is not installed.
     """
-    return training_arguments(settings, folder, _trl().SFTConfig, max_length=None, packing=False)  # cut by `sft_data`
+    try:
+        import trl  # noqa: PLC0415
+    except ImportError as error:
+        raise FulldepthError("Fine-tuning on conversations needs trl: pip install 'fulldepth[sft]'.") from error
 
-
-def sft_trainer(
-    model: PreTrainedModel, arguments: Any, data: Any, tokenizer: Any, settings: TrainSettings, objective: Objective
-) -> Any:
-    """TRL's trainer with the objective and the optimiser of the settings."""
-    trainer: Any = _trl().SFTTrainer
-
-    class ConversationTrainer(ResumeMixin, ShardsMixin, LoadingMixin, GroupsMixin, ObjectiveMixin, trainer):
+    class ConversationTrainer(RunMixin, ObjectiveMixin, trl.SFTTrainer):
         """TRL's SFTTrainer with an objective."""
 
-    return ConversationTrainer(
-        model,
-        arguments,
-        objective=objective,
+    with arguments.main_process_first(desc="tokenizer"):
+        tokenizer = run_tokenizer(settings, folder / TOKENIZER, watcher)
+    config = language_model(settings, tokenizer)
+    data, facts = sft_data(settings, tokenizer)
+    trainer: Any = ConversationTrainer(
+        build_model(config, settings),
+        training_arguments(settings, folder, trl.SFTConfig, max_length=None, packing=False),  # cut by `sft_data`
+        objective=make_objective(settings),
         settings=settings,
         train_dataset=data["train"],
         eval_dataset=data["validation"],
         processing_class=tokenizer,
     )
+    digest = rows_hash(trainer.train_dataset, trainer.eval_dataset)
+    return trainer, {**facts, "hash": digest, "train_sequences": len(trainer.train_dataset)}
 
 
 def rows_hash(*parts: Any) -> str:
@@ -220,11 +229,3 @@ def rows_hash(*parts: Any) -> str:
             for name in names:
                 digest.update(json.dumps(rows[name], separators=(",", ":")).encode())
     return f"sha256:{digest.hexdigest()}"
-
-
-def _trl() -> Any:
-    try:
-        import trl  # noqa: PLC0415
-    except ImportError as error:
-        raise FulldepthError("Fine-tuning on conversations needs trl: pip install 'fulldepth[sft]'.") from error
-    return trl

@@ -1,4 +1,4 @@
-"""Early exit, against loops over whole sequences without a cache that use nothing but the model's blocks."""
+"""Early exit, against loops over whole sequences without a cache by the stock model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 import tiny_models as tm
 from execution import decoders
+from exit import plain
 from fulldepth.execution.decoding import RULES, Decoder, certainty
 
 NEW = 14
@@ -23,95 +24,41 @@ def more_models(monkeypatch):
         monkeypatch.setitem(tm.UNLISTED, name, build)
 
 
-class Reference:
-    """One sequence, token by token, without a cache: every block runs on the whole sequence in every step."""
+class Stock:
+    """One sequence without a cache: the stock model's own pass, in which positions that left hand their state on."""
 
-    def __init__(self, model: tf.PreTrainedModel, name: str, rule: str, threshold: float, policy: str) -> None:
+    def __init__(self, model: tf.PreTrainedModel, name: str) -> None:
         blocks, norm = ENDS.get(name, ("model.layers", "model.norm"))
-        self.model, self.blocks, self.norm = model, model.get_submodule(blocks), model.get_submodule(norm)
-        self.rule, self.threshold, self.policy = rule, threshold, policy
+        self.model, self.norm = model, model.get_submodule(norm)
+        self.left: dict[int, int] = {}
+        """Position -> layer, from 1, after which it left."""
+        self.states: list[Tensor] = []
+        self.hooks = [block.register_forward_hook(self.keep, with_kwargs=True) for block in model.get_submodule(blocks)]
 
-    def arguments(self, ids: Tensor) -> list[dict]:
-        """What the model itself passes to each block besides the state."""
-        seen: list[dict] = []
-        hooks = [
-            block.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args[1:], kwargs)), with_kwargs=True)
-            for block in self.blocks
-        ]
+    def keep(self, _, args, kwargs, output):
+        state = (output[0] if isinstance(output, tuple) else output).clone()
+        before = args[0] if args else kwargs["hidden_states"]
+        for place, layer in self.left.items():
+            if layer <= len(self.states):
+                state[:, place] = before[:, place]
+        self.states.append(state)
+        return (state, *output[1:]) if isinstance(output, tuple) else state
+
+    def layers(self, ids: Tensor) -> list[list[list[float]]]:
+        """[L][T][V] logits."""
+        self.states = []
         self.model(ids, attention_mask=torch.ones_like(ids), use_cache=False)
-        for hook in hooks:
-            hook.remove()
-        return seen
+        return [self.model.get_output_embeddings()(self.norm(state))[0].tolist() for state in self.states]
 
-    def embedded(self, ids: Tensor) -> Tensor:
-        first: list[Tensor] = []
-        hook = self.blocks[0].register_forward_pre_hook(
-            lambda _, args, kwargs: first.append((args or (kwargs["hidden_states"],))[0]), with_kwargs=True
-        )
-        self.model(ids, attention_mask=torch.ones_like(ids), use_cache=False)
-        hook.remove()
-        return first[0]
-
-    def predict(self, state: Tensor) -> np.ndarray:
-        return self.model.get_output_embeddings()(self.norm(state))[0, -1].double().numpy()
-
-    def typical(self, ids: Tensor) -> float:
-        """Threshold that about half of the predictions of layer 1 exceed."""
-        if self.rule == "patience":
-            return 0.5
-        states = []
-        hook = self.blocks[0].register_forward_hook(
-            lambda _, args, output: states.append(output[0] if isinstance(output, tuple) else output)
-        )
-        self.model(ids, use_cache=False)
-        hook.remove()
-        return float(np.median([self.value([self.predict(states[0][:1, : at + 1])]) for at in range(ids.shape[1])]))
-
-    def leaves(self, history: list[np.ndarray]) -> bool:
-        return self.value(history) > self.threshold
-
-    def value(self, history: list[np.ndarray]) -> float:
-        """The rule's value, from the predictions of layers 1, 2, ... so far."""
-        p = np.exp(history[-1] - history[-1].max())
-        p /= p.sum()
-        if self.rule == "confidence":
-            return p.max()
-        if self.rule == "margin":
-            return np.sort(p)[-1] - np.sort(p)[-2]
-        if self.rule == "entropy":
-            return 1 + (p * np.log(p)).sum() / np.log(len(p))
-        tops = [logits.argmax() for logits in history]
-        same = next((n for n, top in enumerate(reversed(tops)) if top != tops[-1]), len(tops))
-        return same / len(self.blocks)
-
-    def run(self, ids: Tensor, new: int) -> tuple[list[int], list[int]]:
+    def run(self, ids: Tensor, rule: str, threshold: float, policy: str) -> tuple[list[int], list[int]]:
         """New tokens and their exit layers."""
-        prompt, exits, inputs = ids.shape[1], [], None
-        depth = len(self.blocks)
-        for _ in range(new):
-            arguments, first = self.arguments(ids), self.embedded(ids)
-            # inputs[l]: [1, T, D] what block l read at every position
-            inputs = [first, *[None] * depth] if self.policy == "recompute" or inputs is None else inputs
-            if self.policy == "propagate" and ids.shape[1] > prompt:
-                inputs[0] = torch.cat([inputs[0], first[:, -1:]], dim=1)
-            history, exit_layer, chosen = [], None, None
-            for layer in range(1, depth + 1):
-                args, kwargs = arguments[layer - 1]
-                state = {"hidden_states": inputs[layer - 1]} if "hidden_states" in kwargs else {}
-                kwargs = {key: value for key, value in kwargs.items() if key != "hidden_states"}
-                output = self.blocks[layer - 1](*([] if state else [inputs[layer - 1]]), *args, **state, **kwargs)
-                output = output[0] if isinstance(output, tuple) else output
-                history.append(self.predict(output[:, -1:]))
-                if exit_layer is None and (layer == depth or self.leaves(history)):
-                    exit_layer, chosen = layer, int(history[-1].argmax())
-                    left = output[:, -1:]
-                if self.policy == "recompute" or ids.shape[1] == prompt:
-                    inputs[layer] = output
-                else:  # the newest position keeps the state at its exit; earlier ones keep theirs
-                    newest = output[:, -1:] if exit_layer is None or exit_layer == layer else left
-                    inputs[layer] = torch.cat([inputs[layer], newest], dim=1)
-            exits.append(exit_layer)
-            ids = torch.cat([ids, torch.tensor([[chosen]])], dim=1)
+        prompt, exits, self.left = ids.shape[1], [], {}
+        for _ in range(NEW):
+            logits = [layer[-1] for layer in self.layers(ids)]
+            exits.append(plain.leave(logits, rule, threshold, 1))
+            if policy == "propagate" and ids.shape[1] > prompt:
+                self.left[ids.shape[1] - 1] = exits[-1]
+            ids = torch.cat([ids, torch.tensor([[int(np.argmax(logits[exits[-1] - 1]))]])], dim=1)
         return ids[0, prompt:].tolist(), exits
 
 
@@ -119,20 +66,25 @@ class Reference:
 @pytest.mark.parametrize("policy", ["recompute", "propagate"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_policy_gives_what_a_loop_without_a_cache_gives(name, policy):
-    """A batch of three lengths, padded on the left, against each sequence alone in a plain float64 loop."""
+    """A batch of three lengths, padded on the left, against each sequence alone in a loop over whole sequences."""
     model = decoders.build(name, late=0.4)
     model.generation_config.eos_token_id = None
     prompts, decoder, exits = decoders.prompts(3), Decoder(model), set()
     for rule in RULES if name == "llama" else ("confidence",):
-        threshold = Reference(model, name, rule, 0.0, policy).typical(prompts["input_ids"])
-        found = decoder.generate(**prompts, max_new_tokens=NEW, threshold=threshold, rule=rule, policy=policy)
-        for row, mask in enumerate(prompts["attention_mask"]):
-            ids = prompts["input_ids"][row : row + 1, int((1 - mask).sum()) :]
-            tokens, layers = Reference(model, name, rule, threshold, policy).run(ids, NEW)
+        stock = Stock(model, name)
+        first = stock.layers(prompts["input_ids"][:1])[0]
+        threshold = 0.5 if rule == "patience" else float(np.median([plain.certainty(logits, rule) for logits in first]))
+        rows = [ids[None, mask == 1] for ids, mask in zip(*prompts.values(), strict=True)]
+        expected = [stock.run(ids, rule, threshold, policy) for ids in rows]
+        for hook in stock.hooks:
+            hook.remove()
+        options = {"max_new_tokens": NEW, "threshold": threshold, "rule": rule, "policy": policy}
+        found = decoder.generate(**prompts, **options)
+        for row, (ids, (tokens, layers)) in enumerate(zip(rows, expected, strict=True)):
             assert found.sequences[row, 9:].tolist() == tokens
             assert found.stats.exit_layers[row] == layers
             exits |= {*layers}
-            alone = decoder.generate(ids, max_new_tokens=NEW, threshold=threshold, rule=rule, policy=policy)
+            alone = decoder.generate(ids, **options)
             assert alone.sequences[0, ids.shape[1] :].tolist() == tokens
             assert alone.stats.exits == [layers.count(layer) for layer in (1, 2, 3)]
     assert len(exits) > 1  # tokens left at different layers

@@ -1,4 +1,4 @@
-"""Decoding with drafts of the first layers, against transformers' own `generate`."""
+"""Decoding with drafts of the first layers or of a skip plan's model, against transformers' own `generate`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ import functools
 import gc
 import pickle
 import weakref
+from collections import Counter
 
+import numpy as np
 import pytest
+import scipy.stats
 import torch
 import transformers as tf
 
 import tiny_models as tm
 from execution import decoders
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.decoding import Decoder, DraftPlan, generate
 from fulldepth.execution.decoding import decoder as decoder_module
+from fulldepth.execution.decoding.session import Session
+from fulldepth.exit import Decoder, DraftPlan, generate
+from fulldepth.hf import Scalars
 
-NEW = 20
+NEW, VOCAB = 20, 6
+EVERY_PUSH = ("llama", "gemma2", "gemma3", "gpt2", "falcon", "depth_llama-hyper", "mistral-window", "mixtral", "bloom")
+"""One decoder of each design: norms, soft caps, windows, positions, parallel branches, streams, experts, biases."""
+FAMILIES = [
+    name if name in EVERY_PUSH else pytest.param(name, marks=pytest.mark.thorough) for name in decoders.DECODERS
+]
 LATE = {"falcon": 1.0, "bloom": 10.0, "gpt2": 0.6}
 """Factor of the later layers at which some drafts agree with them, where it is not 0.2."""
 
@@ -36,7 +46,7 @@ def stock(model: tf.PreTrainedModel, prompts: dict, **options) -> torch.Tensor:
     return model.generate(**prompts, **{"max_new_tokens": NEW, "do_sample": False, **options})
 
 
-@pytest.mark.parametrize("name", decoders.DECODERS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_output_is_that_of_generate_for_every_family(name):
     """One prompt, and three padded on the left whose drafts are accepted differently; drafts of one and two layers."""
     model = decoders.build(name, late=LATE.get(name, 0.2))
@@ -112,11 +122,8 @@ def test_end_tokens_inside_and_after_drafts():
     "settings",
     [
         {"repetition_penalty": 1.8},
-        {"no_repeat_ngram_size": 2},
         {"suppress_tokens": [5, 6, 7, 20, 21, 22]},
-        {"begin_suppress_tokens": [*range(3, 40)]},
         {"min_new_tokens": 12, "eos_token_id": [*range(3, 50)]},
-        {"forced_eos_token_id": 2, "eos_token_id": 2},
     ],
     ids=lambda settings: next(iter(settings)),
 )
@@ -135,21 +142,34 @@ def test_the_generation_configuration_applies_to_drafts_too(settings):
     ("options", "name"),
     [
         ({"min_layer": 2}, "min_layer"),
-        ({"rule": "margin"}, "rule"),
         ({"rule": "margin", "exit_layer": 1}, "rule"),
         ({"policy": "propagate", "speculate_from": 1}, "policy"),
-        ({"draft_length": 3}, "draft_length"),
         ({"draft_length": 3, "threshold": 0.5}, "draft_length"),
         ({"draft_threshold": 0.5}, "draft_threshold"),
-        ({"threshold": 0.5, "speculate_from": 1}, "draft_threshold"),
-        ({"threshold": 0.5, "plan": DraftPlan([2])}, "draft_threshold"),
+        ({"threshold": 0.5, "speculate_from": 1}, "threshold"),
+        ({"threshold": 0.5, "plan": DraftPlan([2])}, "threshold"),
+        ({"exit_layer": 1, "plan": DraftPlan([2])}, "exit_layer"),
         ({"temperature": 0.5}, "do_sample"),
-        ({"top_p": 0.5}, "do_sample"),
+        ({"threshold": 0.0}, "threshold is 0.0"),
+        ({"threshold": 1.5}, "threshold is 1.5"),
+        ({"speculate_from": 3}, "speculate_from is 3"),
+        ({"exit_layer": 0}, "exit_layer is 0"),
+        ({"exit_layer": "auto"}, "exit_layer is 'auto'"),
+        ({"speculate_from": 1, "draft_length": 0}, "draft_length is 0"),
+        ({"threshold": 0.5, "rule": "confidenc"}, "Did you mean 'confidence'"),
+        ({"threshold": 0.5, "policy": "x"}, "policy"),
+        ({"max_new_tokens": 99}, "99 new ones"),
+        ({"input_ids": torch.ones(1, 80, dtype=torch.long)}, "80 tokens"),
+        ({"input_ids": torch.ones(1, 0, dtype=torch.long)}, "input_ids"),
+        ({"input_ids": "some text"}, "input_ids"),
+        ({"input_ids": torch.ones(1, 4)}, "input_ids"),
+        ({"attention_mask": torch.tensor([[1] * 8 + [0]])}, "attention_mask"),
     ],
 )
-def test_options_without_effect_are_refused(options, name):
+def test_options_out_of_range_and_without_effect_are_refused(options, name):
+    given = {"input_ids": decoders.prompts(1)["input_ids"], "max_new_tokens": 2, **options}
     with pytest.raises(FulldepthError, match=name):
-        generate(llama(), decoders.prompts(1)["input_ids"], max_new_tokens=2, **options)
+        generate(llama(), **given)
 
 
 def test_a_model_is_verified_once_and_again_where_it_was_changed(monkeypatch):
@@ -176,39 +196,166 @@ def test_a_model_is_verified_once_and_again_where_it_was_changed(monkeypatch):
     assert freed() is None
 
 
-def test_what_the_loop_cannot_follow_is_refused():
-    model, prompts = decoders.build("llama"), decoders.prompts(1)
+def test_a_decoder_is_a_loop_for_generate():
+    model, prompts = decoders.build("llama", late=0.2), decoders.prompts(2)
     decoder = Decoder(model)
-    for options, message in {
-        ("max_new_tokens", 0): "max_new_tokens is 0",
-        ("threshold", 0.0): "expected a number in",
-        ("threshold", 1.5): "expected a number in",
-        ("speculate_from", 3): "expected a layer from 1 to 2 or auto",
-        ("exit_layer", 0): "expected a layer from 1 to 2",
-        ("draft_length", 0): "expected 1 to",
-        ("rule", "confidenc"): "Did you mean 'confidence'",
-        ("policy", "x"): "Unknown policy",
-        ("max_new_tokens", 99): "positions; generate 55 new tokens or fewer",
+    options = {"max_new_tokens": 12, "do_sample": False, "repetition_penalty": 1.3}
+    expected = model.generate(**prompts, **options)
+    found = model.generate(**prompts, **options, custom_generate=decoder, speculate_from=2, draft_length=3)
+    assert torch.equal(found, expected)
+    assert decoder.last.stats.drafted > 0
+    whole = model.generate(**prompts, **options, custom_generate=decoder, return_dict_in_generate=True)
+    assert torch.equal(whole.sequences, expected)
+    mask = prompts["attention_mask"]
+    counted = (mask.cumsum(-1) - 1).clamp(min=0)
+    assert torch.equal(model.generate(**prompts, **options, custom_generate=decoder, position_ids=counted), expected)
+    cache = model(input_ids=prompts["input_ids"], use_cache=True).past_key_values
+    for name, value in {
+        "position_ids": counted + 7,
+        "past_key_values": cache,
+        "output_scores": True,
+        "assistant_early_exit": 1,
+        "num_beams": 2,
+        "guidance_scale": 2.0,
     }.items():
-        with pytest.raises(FulldepthError, match=message):
-            decoder.generate(**prompts, **{"max_new_tokens": 3, **dict([options])})
-    with pytest.raises(FulldepthError, match="has 80 tokens, the model 64 positions"):
-        decoder.generate(torch.ones(1, 80, dtype=torch.long), max_new_tokens=3)
-    with pytest.raises(FulldepthError, match="padded on the left"):
-        decoder.generate(
-            prompts["input_ids"],
-            prompts["attention_mask"].clone().index_fill_(1, torch.tensor([8]), 0),
-            max_new_tokens=3,
-        )
-    for text in ("some text", ["some text"], torch.ones(1, 4)):
-        with pytest.raises(FulldepthError, match="expected token ids"):
-            decoder.generate(text, max_new_tokens=3)
-    with pytest.raises(FulldepthError, match="not empty"):
-        decoder.generate(torch.ones(1, 0, dtype=torch.long), max_new_tokens=3)
-    model.generation_config.guidance_scale = 2.0
-    with pytest.raises(FulldepthError, match="cannot follow guidance_scale"):
-        decoder.generate(**prompts, max_new_tokens=3)
-    with pytest.raises(FulldepthError, match="no causal language model"):
-        generate(tm.build("bert"), prompts["input_ids"], max_new_tokens=3)
-    with pytest.raises(FulldepthError, match="cannot be decoded layer by layer"):
-        generate(tm.build("mamba"), prompts["input_ids"], max_new_tokens=3)
+        refused = {**options, "return_dict_in_generate": True, name: value}
+        with pytest.raises(FulldepthError, match=name):
+            model.generate(**prompts, **refused, custom_generate=decoder)
+    with pytest.raises(FulldepthError, match="another model"):
+        decoders.build("llama").generate(**prompts, **options, custom_generate=decoder)
+    for other in ("bert", "mamba"):
+        with pytest.raises(FulldepthError, match=type(tm.build(other)).__name__):
+            generate(tm.build(other), prompts["input_ids"], max_new_tokens=3)
+
+
+@pytest.mark.parametrize(("name", "granularity"), [("llama", "attention"), ("gemma3", "layer"), ("gpt2", "attention")])
+def test_a_model_with_skipped_blocks_drafts(name, granularity):
+    """Greedy output stays that of the full model, which is intact afterwards."""
+    model = decoders.build(name, late=0.2)
+    model.generation_config.eos_token_id = None
+    decoder, accepted = Decoder(model), 0
+    for rows in (1, 3):
+        prompts = decoders.prompts(rows)
+        expected = model.generate(**prompts, max_new_tokens=16, do_sample=False)
+        for layers in ([2], [3], [2, 3]):
+            found = decoder.generate(**prompts, max_new_tokens=16, plan=DraftPlan(layers, granularity), draft_length=3)
+            assert torch.equal(found.sequences, expected)
+            accepted += found.stats.accepted
+        assert torch.equal(model.generate(**prompts, max_new_tokens=16, do_sample=False), expected)
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("granularity", ["attention", "mlp"])
+def test_factors_of_the_drafting_model_do_not_reach_the_full_models_states(granularity):
+    """All layers have factors far from 1, those before the first skipped block too, whose states are used again."""
+    model, prompts = decoders.build("llama", late=0.2), decoders.prompts(3)
+    model.generation_config.eos_token_id = None
+    scalars = Scalars(3, [3], granularity)
+    with torch.no_grad():
+        for number, factor in enumerate(scalars.parameters()):
+            factor.fill_(0.6 + 0.2 * number)
+    expected = model.generate(**prompts, max_new_tokens=16, do_sample=False)
+    plan = DraftPlan([3], granularity, scalars)
+    found = Decoder(model).generate(**prompts, max_new_tokens=16, plan=plan, draft_length=3)
+    assert torch.equal(found.sequences, expected)
+    assert found.stats.drafted > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"speculate_from": "auto"}, {"speculate_from": 1}, {"plan": DraftPlan([2, 3], "layer")}]
+)
+@pytest.mark.parametrize(("late", "pays"), [(0.01, True), (4.0, False)])
+def test_a_trial_keeps_drafting_only_where_that_is_faster(options, late, pays, monkeypatch):
+    """Time is the number of layers that ran: three for a plain token, seven for a round of 4 drafts of one layer.
+
+    A slow trial loses 5 % of the time of 48 tokens, and a round beyond that.
+    """
+    monkeypatch.setattr(Session, "clock", lambda session: float(sum(session.stats.layer_calls)))
+    model, prompts = decoders.build("llama", late=late), decoders.prompts(1)
+    model.generation_config.eos_token_id = None
+    found = Decoder(model).generate(**prompts, max_new_tokens=48, **options)
+    stats = found.stats
+    assert torch.equal(found.sequences, model.generate(**prompts, max_new_tokens=48, do_sample=False))
+    assert (stats.mode == "speculative") == pays
+    assert stats.paid is pays
+    assert (stats.speculate_from, stats.draft_length) == (1, 4)
+    lost = 7 * stats.rounds - 3 * stats.added
+    assert stats.trial_seconds == (0 if pays else lost)
+    assert lost <= 0.05 * 3 * 48 + 7
+    assert (stats.rounds > 6) == pays
+    assert f"{stats.trial_seconds:.2f} s" in stats.reason
+
+
+@pytest.mark.parametrize("options", [{"speculate_from": "auto"}, {"speculate_from": 2}, {"plan": DraftPlan([2])}])
+def test_few_tokens_are_decoded_plainly_by_auto(options):
+    prompts = decoders.prompts(1)
+    found = Decoder(llama()).generate(**prompts, max_new_tokens=31, **options)
+    assert torch.equal(found.sequences, stock(llama(), prompts, max_new_tokens=31))
+    assert found.stats.layer_calls == [len(found.sequences[0]) - 10] * 3
+    assert (found.stats.mode, found.stats.paid, found.stats.drafted) == ("plain", None, 0)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A model of six tokens, whose drafts agree sometimes."""
+    torch.manual_seed(3)
+    config = tf.LlamaConfig(**{**tm.DECODER, "vocab_size": VOCAB, "pad_token_id": None, "eos_token_id": None})
+    model = tf.LlamaForCausalLM(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(6.0)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def warped(logits: np.ndarray, temperature: float, top_p: float) -> np.ndarray:
+    """Probabilities with temperature and nucleus, in plain float64."""
+    p = np.exp((logits - logits.max()) / temperature)
+    p /= p.sum()
+    order = np.argsort(-p)
+    before = np.cumsum(p[order]) - p[order]
+    p[order[before >= top_p]] = 0
+    return p / p.sum()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8)])
+def test_sampled_tokens_have_the_models_distribution(small, temperature, top_p):
+    """Three tokens after one prompt, 4,000 times: a chi-square test against probabilities computed here."""
+    prompt, draws = torch.tensor([[1, 4, 2]]), 4000
+    expected: dict[tuple, float] = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for tokens, chance in expected.items():
+            ids = torch.cat([prompt, torch.tensor([tokens], dtype=torch.long)], dim=1)
+            p = warped(small(ids).logits[0, -1].numpy(), temperature, top_p)
+            longer |= {(*tokens, token): chance * p[token] for token in range(VOCAB) if p[token] > 0}
+        expected = longer
+    decoder, found, accepted = Decoder(small), Counter(), 0
+    for seed in range(4):
+        given = decoder.generate(
+            prompt.expand(draws // 4, -1), max_new_tokens=3, speculate_from=1, draft_length=2, seed=seed,
+            do_sample=True, temperature=temperature, top_p=top_p,
+        )  # fmt: skip
+        found.update(map(tuple, given.sequences[:, 3:].tolist()))
+        accepted += given.stats.accepted
+    assert set(found) <= set(expected)
+    assert accepted > draws / 10
+    common = [tokens for tokens, chance in expected.items() if chance * draws >= 5]
+    counts = [*(found[tokens] for tokens in common), draws - sum(found[tokens] for tokens in common)]
+    chances = [*(expected[tokens] for tokens in common), 1 - sum(expected[tokens] for tokens in common)]
+    keep = [index for index, chance in enumerate(chances) if chance * draws > 1]
+    observed, wanted = (np.array(values, dtype=float)[keep] for values in (counts, chances))
+    assert scipy.stats.chisquare(observed, wanted / wanted.sum() * observed.sum()).pvalue > 1e-3
+
+
+def test_seeds_repeat_and_plain_sampling_is_that_of_generate(small):
+    prompt, decoder = torch.tensor([[1, 4, 2]]), Decoder(small)
+    options = {"max_new_tokens": 12, "do_sample": True, "top_k": 0}
+    torch.manual_seed(5)
+    expected = small.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    torch.manual_seed(5)
+    assert torch.equal(decoder.generate(prompt, **options).sequences, expected)
+    runs = [decoder.generate(prompt, speculate_from=1, draft_length=3, seed=7, **options).sequences for _ in range(2)]
+    assert torch.equal(*runs)

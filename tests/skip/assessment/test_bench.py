@@ -20,8 +20,7 @@ from fulldepth import figures
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples, read_examples
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.latency import PHASES, Runner, Trial, time_in_rounds
-from fulldepth.execution.load import OtherLoad
+from fulldepth.execution.latency import PHASES, OtherLoad, Runner, Trial, time_in_rounds
 from fulldepth.figures.skip_results import parts, timed_models
 from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.reporting.payload import payload

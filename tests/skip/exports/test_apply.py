@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -52,13 +53,6 @@ def test_layers_that_the_configuration_names_by_number_are_renumbered(family, tm
         assert made.config.first_k_dense_replace == 1
 
 
-def test_scalars_per_channel_are_refused_before_a_model_is_loaded(tmp_path):
-    values = {key: {n: [v] * 32 for n, v in own.items()} for key, own in planned.scalars([2]).items()}
-    plan = planned.plan(tiny_models.build("llama"), [2], values=values)
-    with pytest.raises(FulldepthError, match="no format of `skip apply` holds them"):
-        export(plan, tmp_path / "no model here", "fast", tmp_path / "out")
-
-
 @pytest.mark.usefixtures("unproven")
 def test_the_tokenizer_is_found_where_the_search_found_it(tmp_path):
     model = tiny_models.build("llama")
@@ -72,7 +66,10 @@ def test_the_tokenizer_is_found_where_the_search_found_it(tmp_path):
         file = made.path / "tokenizer.json"
         return file.is_file() and file.read_bytes() == (words / "tokenizer.json").read_bytes()
 
+    settings = {"top_k": 7, "do_sample": False}  # as in some published checkpoints; transformers would not save it
+    (source / "generation_config.json").write_text(json.dumps(settings))
     assert not copied("none", plan)
+    assert json.loads((tmp_path / "none" / "generation_config.json").read_text())["top_k"] == 7
     assert copied("named", plan, tokenizer=words)
     assert copied("noted", plan.changed(data=plan.data | {"tokenizer": str(words)}))
     tokenizer().save_pretrained(source.parent)

@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import threading
 import time
 from types import SimpleNamespace
@@ -18,12 +17,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import tiny_models
-from fulldepth import files
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import readers
 from fulldepth.skip.exports.export import NOTES, export, load
 from fulldepth.skip.exports.formats import FORMATS, decilm
-from fulldepth.skip.exports.formats import layer as layer_format
 from skip import planned
 
 EXPORT = "fulldepth.skip.exports.export"
@@ -65,29 +62,22 @@ def prepared(name, blocks, granularity="attention", **options):
 
 
 PROVEN = [
-    ("llama", "folded", "attention", [2]),
     ("gpt_neox", "folded", "attention", [1, 2, 3]),
     ("gemma3", "fast", "attention", [1, 3]),
-    ("gpt2", "fast", "attention", [1, 2, 3]),
     ("qwen2", "decilm", "attention", [1, 3]),
     ("gemma2", "layer", "layer", [2]),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", [b'{"version": "1.0", "model": {}}', b"{", None])
-def test_a_tokenizer_that_does_not_load_again_drops_the_export(damage, tmp_path):
+def test_a_tokenizer_that_does_not_load_again_drops_the_export(tmp_path):
     model, plan, _ = prepared("llama", [2])
     model.save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
-    if damage is not None:
-        (tmp_path / "model" / "tokenizer.json").write_bytes(damage)
-        with pytest.raises(FulldepthError, match="The export is dropped: it does not load in a fresh process"):
-            export(plan, tmp_path / "model", "folded", tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-    else:
+    (tmp_path / "model" / "tokenizer.json").write_bytes(b'{"version": "1.0", "model": {}}')
+    with pytest.raises(FulldepthError, match="does not load in a fresh process"):
         export(plan, tmp_path / "model", "folded", tmp_path / "out")
-        assert AutoTokenizer.from_pretrained(tmp_path / "out")("w5 w7")["input_ids"] == [5, 7]
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
@@ -111,24 +101,6 @@ def test_every_format_gives_the_plans_logits_in_a_fresh_process(name, format, gr
 
 
 @pytest.mark.slow
-def test_what_would_load_as_another_model_is_dropped(tmp_path, monkeypatch):
-    """A writer that forgets the skipping: the folder loads, but as the base model."""
-    model, plan, _ = prepared("llama", [2])
-
-    def forgets(draft):
-        tiny = tiny_models.build("llama")
-        tiny.save_pretrained(draft.folder)
-        return []
-
-    monkeypatch.setattr(FORMATS["folded"], "write", forgets)
-    with pytest.raises(
-        FulldepthError, match=r"The export is dropped: loaded again as LlamaForCausalLM, its logits miss"
-    ):
-        export(plan, model, "folded", tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
 def test_what_transformers_would_load_without_its_code_is_dropped(tmp_path, monkeypatch):
     """The trap of a stock class: without a type of its own, the fast format would load with attention at random."""
     model, plan, _ = prepared("llama", [2])
@@ -144,26 +116,16 @@ def test_what_transformers_would_load_without_its_code_is_dropped(tmp_path, monk
         return notes
 
     monkeypatch.setattr(FORMATS["fast"], "write", stock_type)
-    with pytest.raises(readers.NotLoadedError, match="transformers loads it without its code, as another model"):
+    with pytest.raises(readers.NotLoadedError, match="without its code"):
         export(plan, model, "fast", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-def test_broken_weights_are_dropped_with_what_the_reader_says(tmp_path):
-    folder = tmp_path / "broken"
-    tiny_models.build("llama").save_pretrained(folder)
-    (folder / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(readers.NotLoadedError, match=r"does not load in a fresh process\. .*[Ee]rror"):
-        readers.prove(folder, ids(), torch.zeros(2, 12, tiny_models.VOCAB), 1e-4, "stock")
-
-
 @pytest.mark.usefixtures("unproven")
 @pytest.mark.parametrize("name", planned.FAMILIES)
-@pytest.mark.parametrize("blocks", [[1], [1, 2, 3]])
-def test_fast_is_exact_whatever_the_norms_eps(name, blocks, tmp_path):
+def test_fast_is_exact_whatever_the_norms_eps(name, tmp_path):
     """Streams hardly larger than eps, where folding alone is not: the class's norms follow the scale."""
-    model = tiny_models.build(name)
+    model, blocks = tiny_models.build(name), [1, 3]
     plan = planned.plan(model, blocks)
     expected = logits(planned.scaled(model, plan))
     report = export(plan, model, "fast", tmp_path / "out")
@@ -179,11 +141,7 @@ def test_fast_is_exact_whatever_the_norms_eps(name, blocks, tmp_path):
 
 
 @pytest.mark.usefixtures("unproven")
-def test_a_plan_of_mlps_and_a_depth_llama_without_switches(tmp_path):
-    model, plan, expected = prepared("qwen3", [2], "mlp")
-    made = load(export(plan, model, "fast", tmp_path / "mlp").path)
-    assert relative(logits(made), expected) < 1e-5
-    assert not any(".1.mlp." in name for name in made.state_dict())
+def test_a_depth_llama_without_switches_becomes_a_stock_model(tmp_path):
     model, plan, expected = prepared("depth_llama", [2])
     made = load(export(plan, model, "folded", tmp_path / "plain").path)
     assert type(made).__module__.startswith("transformers.")
@@ -191,7 +149,7 @@ def test_a_plan_of_mlps_and_a_depth_llama_without_switches(tmp_path):
 
 
 @pytest.mark.usefixtures("unproven")
-@pytest.mark.parametrize("name", ["gemma3", "gpt2", "qwen2"])
+@pytest.mark.parametrize("name", ["gemma3", "gpt2"])
 def test_the_layer_format_is_shallower_and_every_list_of_the_configuration_with_it(name, tmp_path):
     model, plan, expected = prepared(name, [2], "layer")
     model.config.layer_thing, model.config.eos_token_id = (
@@ -206,27 +164,6 @@ def test_the_layer_format_is_shallower_and_every_list_of_the_configuration_with_
     assert len(getattr(made.config, "layer_types", None) or "ab") == 2
     assert made.generate(ids(), max_new_tokens=2, pad_token_id=0).shape[1] <= 14
     assert model.config.num_hidden_layers == 3
-
-
-@pytest.mark.usefixtures("unproven")
-def test_layers_of_an_unlisted_family_can_go_where_nothing_has_to_be_folded(tmp_path):
-    model = tiny_models.build("olmo2")
-    plan = planned.plan(model, [3], "layer", values=None)
-    with torch.no_grad():
-        expected = planned.without_last(model)(input_ids=ids()).logits
-    made = load(export(plan, model, "layer", tmp_path / "out").path)
-    assert relative(logits(made), expected) < 1e-6
-
-
-def test_the_last_layer_stays_and_numbered_attention_is_refused(tmp_path, monkeypatch):
-    model = tiny_models.build("llama")
-    with pytest.raises(FulldepthError, match="skips all 3 layers"):
-        export(planned.plan(model, [1, 2, 3], "layer"), model, "layer", tmp_path / "out")
-    model = tiny_models.build("gpt2")
-    monkeypatch.setattr(model.config, "scale_attn_by_inverse_layer_idx", True)
-    with pytest.raises(FulldepthError, match="cannot be renumbered"):
-        export(planned.plan(model, [1], "layer"), model, "layer", tmp_path / "out")
-    assert not list(tmp_path.iterdir())
 
 
 PUBLISHED = {
@@ -267,11 +204,9 @@ def test_decilm_speaks_by_the_published_names(name, tmp_path):
     assert relative(logits(load(report.path)), expected) < 1e-5
     assert not report.verified
     assert "UNVERIFIED" in report.notes[0]
-    assert "UNVERIFIED" in (report.path / "README.md").read_text()
 
 
-@pytest.mark.parametrize("size", [256, 4864, 8960, 11008, 14336, 18944, 28672])
-@pytest.mark.parametrize("width", [896, 1536, 2048, 3072, 3584, 4096, 8192])
+@pytest.mark.parametrize(("size", "width"), [(256, 8192), (4864, 896), (8960, 1536), (11008, 4096), (18944, 3584)])
 def test_every_reader_computes_the_width_that_was_meant(size, width):
     config = tiny_models.build("llama").config
     config.hidden_size = width
@@ -280,51 +215,43 @@ def test_every_reader_computes_the_width_that_was_meant(size, width):
         assert decilm.intermediate_size(read, width) == size
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "reason"),
-    [
-        ("mistral", {}, "llama and qwen2; this model is a mistral"),
-        ("llama", {"head_dim": 16}, "head_dim"),
-        ("qwen2", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding window"),
-    ],
-)
-def test_decilm_refuses_shapes_that_it_has_no_words_for(name, options, reason, tmp_path, monkeypatch):
-    model = tiny_models.build(name)
-    for option, value in options.items():
-        monkeypatch.setattr(model.config, option, value)
-    with pytest.raises(FulldepthError, match=reason):
-        export(planned.plan(model, [2]), model, "decilm", tmp_path / "out")
-    assert not list(tmp_path.iterdir())
+REFUSED = [
+    ("llama", "folded", "attention", [2], {}, "exists", "there"),
+    ("llama", "fats", "attention", [2], {}, "fast", "out"),
+    ("llama", "layer", "attention", [2], {}, "layer", "out"),
+    ("llama", "fast", "layer", [2], {}, "fast", "out"),
+    ("llama", "decilm", "mlp", [2], {}, "decilm", "out"),
+    ("llama", "layer", "layer", [1, 2, 3], {}, "3 layers", "out"),
+    ("llama", "folded", "attention", [2], {}, "Cannot write", "file/out"),
+    ("gpt2", "layer", "layer", [1], {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse", "out"),
+    ("mistral", "decilm", "attention", [2], {}, "mistral", "out"),
+    ("llama", "decilm", "attention", [2], {"head_dim": 16}, "head_dim", "out"),
+    ("qwen2", "decilm", "attention", [2], {"layer_types": ["sliding_attention"] * 3}, "sliding window", "out"),
+    ("llama-classifier", "folded", "attention", [2], {}, "language model", "out"),
+]
 
 
 @pytest.mark.usefixtures("unproven")
-def test_tokenizers_and_settings_come_from_the_checkpoint(tmp_path):
-    folder = tmp_path / "model"
-    model = tiny_models.build("llama")
-    model.save_pretrained(folder)
-    settings = {"top_k": 7, "do_sample": False}  # as in some published checkpoints; transformers would not save it
-    (folder / "generation_config.json").write_text(json.dumps(settings))
-    plan = planned.plan(model, [2])
-    plan.save(tmp_path / "plan.json")
-    report = export(tmp_path / "plan.json", folder, "folded", tmp_path / "bare")
-    assert "No tokenizer was given, and none was found with the checkpoint." in report.notes
-    tokenizer().save_pretrained(folder)
-    for format in ("folded", "fast"):
-        report = export(plan, folder, format, tmp_path / format)
-        assert AutoTokenizer.from_pretrained(report.path)("w7").input_ids == [7]
-        assert json.loads((report.path / "generation_config.json").read_text())["top_k"] == 7
+@pytest.mark.parametrize(("name", "format", "granularity", "blocks", "options", "words", "target"), REFUSED)
+def test_what_cannot_be_is_refused(name, format, granularity, blocks, options, words, target, tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file").write_text("a file")
+    model = tiny_models.build(name)
+    plan = planned.plan(model, blocks, granularity)
+    for option, value in options.items():
+        monkeypatch.setattr(model.config, option, value)
+    with pytest.raises(FulldepthError, match=words):
+        export(plan, model, format, tmp_path / target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there"]
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_an_existing_output_is_never_touched(format, tmp_path):
-    model = tiny_models.build("llama")
-    plan = planned.plan(model, [2], "layer" if format == "layer" else "attention")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for name in ("out", "link"):
-        with pytest.raises(FulldepthError, match=f"{name} exists already"):
-            export(plan, model, format, tmp_path / name)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out"]
+def test_plans_of_other_models_and_scalars_that_do_not_fold_are_refused(tmp_path):
+    model, values = tiny_models.build("llama"), planned.scalars([2])
+    values["1"]["s_mlp"] = -0.1
+    for plan in (planned.plan(tiny_models.build("llama", seed=3), [2]), planned.plan(model, [2], values=values)):
+        with pytest.raises(FulldepthError, match=r"another LlamaForCausalLM|s_mlp of layer 1"):
+            export(plan, model, "fast", tmp_path / "deep" / "er" / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypatch):
@@ -337,39 +264,7 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypatch):
     assert not list(target.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("format", "granularity", "message"),
-    [
-        ("fats", "attention", "Unknown format 'fats'. Did you mean 'fast'"),
-        ("layer", "attention", "Use --format folded or fast or decilm"),
-        ("fast", "layer", "Use --format folded or layer"),
-        ("decilm", "mlp", "Use --format folded or fast"),
-    ],
-)
-def test_formats_that_do_not_fit_the_plan(format, granularity, message, tmp_path):
-    model = tiny_models.build("llama")
-    with pytest.raises(FulldepthError, match=message):
-        export(planned.plan(model, [2], granularity), model, format, tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
-def test_other_models_and_plans_that_cannot_be_folded_are_refused(tmp_path):
-    model = tiny_models.build("llama")
-    with pytest.raises(FulldepthError, match="another LlamaForCausalLM"):
-        export(planned.plan(tiny_models.build("llama", seed=3), [2]), model, "fast", tmp_path / "out")
-    values = planned.scalars([2])
-    values["1"]["s_mlp"] = -0.1
-    for format in ("folded", "fast", "decilm"):
-        with pytest.raises(FulldepthError, match=r"s_mlp of layer 1 is -0\.1"):
-            export(planned.plan(model, [2], values=values), model, format, tmp_path / "deep" / "er" / "out")
-    classifier = tiny_models.build("llama-classifier")
-    with pytest.raises(FulldepthError, match="Only language models"):
-        export(planned.plan(classifier, [2]), classifier, "folded", tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("format", ["folded", "fast", "decilm"])
-def test_a_full_disk_leaves_nothing_and_is_said(format, tmp_path):
+def test_a_full_disk_leaves_nothing_and_is_said(tmp_path):
     """The system refuses to write more than 20,000 bytes into any file."""
     model = tiny_models.build("llama")
     plan, limits = planned.plan(model, [2]), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -377,34 +272,11 @@ def test_a_full_disk_leaves_nothing_and_is_said(format, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
         with pytest.raises(FulldepthError, match=r"Cannot write the export to .*out: .*[Ff]ile too large"):
-            export(plan, model, format, tmp_path / "new" / "out")
+            export(plan, model, "fast", tmp_path / "new" / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
     assert not list(tmp_path.iterdir())
-
-
-def test_an_interrupt_leaves_nothing_and_heals_the_model(tmp_path, monkeypatch):
-    model = tiny_models.build("llama")
-    before = {n: w.clone() for n, w in model.state_dict().items()}
-
-    def interrupted(draft):
-        (draft.folder / "half").write_text("written")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(FORMATS["folded"], "write", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        export(planned.plan(model, [2]), model, "folded", tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-    assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
-
-
-def test_an_output_that_cannot_be_written(tmp_path):
-    model = tiny_models.build("llama")
-    (tmp_path / "file").write_text("a file")
-    with pytest.raises(FulldepthError, match="Cannot write the export to"):
-        export(planned.plan(model, [2]), model, "folded", tmp_path / "file" / "out")
-    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_terminated_export_leaves_no_folder_and_no_process(tmp_path, monkeypatch):
@@ -435,40 +307,25 @@ def test_a_terminated_export_leaves_no_folder_and_no_process(tmp_path, monkeypat
         os.kill(int(number.read_text()), 0)
 
 
-def test_what_a_killed_export_left_is_removed_by_the_next_one_into_that_folder(tmp_path, unproven):
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    left = files.temporary_name(tmp_path / "earlier")
-    left = left.with_name(left.name.replace(str(os.getpid()), str(ended.pid)))
-    left.mkdir()
-    (left / "model.safetensors").write_text("half")
-    model = tiny_models.build("llama")
-    export(planned.plan(model, [2]), model, "folded", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+BROKEN = [
+    (None, "is not an export"),
+    ({"schema_version": 9}, "schema_version"),
+    ("{", "fulldepth_skip"),
+    ({"notes": None}, "notes"),
+    ({"format": "decilmm"}, "'decilm'"),
+    ({"plan": {"blocks": []}}, "blocks"),
+    ({}, r"config\.json"),
+]
 
 
-def test_load_wants_an_export(tmp_path):
-    with pytest.raises(FulldepthError, match="is not an export of a skip plan"):
-        load(tmp_path)
-    (tmp_path / NOTES).write_text('{"schema_version": 9, "format": "fast"}')
-    with pytest.raises(FulldepthError, match="schema version 9"):
-        load(tmp_path)
-    (tmp_path / NOTES).write_text("{")
-    with pytest.raises(FulldepthError, match=r"Cannot read .*fulldepth_skip\.json"):
-        load(tmp_path)
+@pytest.mark.parametrize(("change", "words"), BROKEN)
+def test_load_wants_an_export(change, words, tmp_path):
     notes = {"schema_version": 1, "format": "decilm", "logit_error": 0.0, "parameters": 1, "verified": True}
-    (tmp_path / NOTES).write_text(json.dumps(notes))
-    with pytest.raises(FulldepthError, match="notes: Field required"):
-        load(tmp_path)
     notes |= {"notes": [], "versions": {}, "plan": planned.plan(tiny_models.build("llama"), [2]).document()}
-    (tmp_path / NOTES).write_text(json.dumps(notes | {"format": "decilmm"}))
-    with pytest.raises(FulldepthError, match="Did you mean 'decilm'"):
-        load(tmp_path)
-    (tmp_path / NOTES).write_text(json.dumps(notes | {"plan": notes["plan"] | {"blocks": []}}))
-    with pytest.raises(FulldepthError, match=r"fulldepth_skip\.json is no valid plan. blocks is empty"):
-        load(tmp_path)
-    (tmp_path / NOTES).write_text(json.dumps(notes))
-    with pytest.raises(FulldepthError, match=r"no config\.json"):
+    if change is not None:
+        text = change if isinstance(change, str) else json.dumps(notes | change)
+        (tmp_path / NOTES).write_text(text)
+    with pytest.raises(FulldepthError, match=words):
         load(tmp_path)
 
 
@@ -477,14 +334,3 @@ def test_layers_that_no_longer_follow_the_period_are_named(blocks, said, tmp_pat
     model = tiny_models.build("gemma2")  # sliding, full, sliding
     notes = export(planned.plan(model, blocks, "layer", values=None), model, "layer", tmp_path / "out").notes
     assert any("another model without an error" in note for note in notes) is said
-
-
-def test_lists_are_cut_by_what_they_are_not_only_by_length():
-    config = tiny_models.build("gemma3").config
-    config.mrope_section, config.pair = [1, 2, 3], (7, 8, 9)
-    assert layer_format.slice_lists(config, [1, 3], 3) == ["layer_types", "pair"]
-    assert (config.pair, config.mrope_section) == ((7, 9), [1, 2, 3])
-
-
-def test_the_program_stands_by_itself():
-    assert "from fulldepth" not in readers.PROGRAM.read_text()

@@ -6,12 +6,10 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from families import zoo
 from fulldepth.execution import find_anatomy
 from fulldepth.skip import export, load
-from fulldepth.skip.exports.fold import folded
 from skip import planned
 
 LLAMA_LIKE = "olmo phi phi3 granite mixtral qwen3_moe gpt_oss cohere starcoder2 smollm3 deepseek_v3 gemma"
@@ -74,22 +72,12 @@ def test_skipped_branches_of_any_family_are_zeros_in_the_weights(family):
         expected = logits_without(model, tokens, blocks, granularity)
         plain = logits_without(model, tokens, [], granularity)
         plan = planned.plan(model, blocks, granularity, values=None)
-        with folded(find_anatomy(model), plan) as folding:
+        with planned.folded(model, plan) as folding:
             got = logits_without(model, tokens, [], granularity)
         assert relative(plain, expected) > 1e-3
         assert relative(got, expected) < 1e-6
         assert folding.logit_error < 1e-6
         assert torch.equal(logits_without(model, tokens, [], granularity), plain)
-
-
-@pytest.mark.slow
-def test_an_export_of_stacked_experts_with_biases_is_read_by_transformers(tmp_path):
-    model = zoo.build("gpt_oss", "causal-lm")
-    tokens = zoo.inputs(model, 3)["input_ids"]
-    expected = logits_without(model, tokens, [2], "mlp")
-    export(planned.plan(model, [2], "mlp", values=None), model, "folded", tmp_path / "folded")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "folded").eval()
-    assert relative(logits_without(again, tokens, [], "mlp"), expected) < 1e-6
 
 
 class Scaled:
@@ -146,7 +134,7 @@ def test_scalars_of_families_whose_norms_see_only_the_direction_are_folded(famil
             Scaled(model, plan, hooks)
             expected = logits_without(model, tokens, [], granularity)
         assert relative(logits_without(model, tokens, [], granularity), expected) > 1e-3
-        with folded(find_anatomy(model), plan) as folding:
+        with planned.folded(model, plan) as folding:
             assert relative(logits_without(model, tokens, [], granularity), expected) < 1e-5
         assert folding.logit_error < 1e-5
 

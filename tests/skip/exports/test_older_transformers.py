@@ -12,7 +12,10 @@ import pytest
 import torch
 
 import tiny_models
-from fulldepth.hf.older_names import copy_tokenizer, older_names
+from fulldepth.hf.checkpoint_folder import (
+    copy_tokenizer,
+    older_names,
+)
 from fulldepth.skip.exports.export import export, load
 from skip import planned
 from skip.exports.test_export import ids, relative, tokenizer
@@ -109,21 +112,3 @@ def test_older_names_by_hand() -> None:
     assert older_names({"model_type": "gpt2"}) == {}
     assert older_names({"model_type": "gpt2", "n_positions": 64}) == {"n_ctx": 64}
     assert older_names({"model_type": "olmo3", "rope_parameters": both}) == {}
-
-
-def test_the_checkpoints_own_tokenizer_files_are_copied(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)
-    model = tiny_models.build("llama")
-    source = tmp_path / "source"
-    model.save_pretrained(source)
-    tokenizer().save_pretrained(source)
-    (source / "chat_template.jinja").write_text("{{ messages }}")
-    said = json.loads((source / "tokenizer_config.json").read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (source / "tokenizer_config.json").write_text(json.dumps(said))
-    made = export(planned.plan(load_again(source), [2]), str(source), "folded", tmp_path / "out")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (made.path / name).read_bytes() == (source / name).read_bytes()
-
-
-def load_again(folder):
-    return type(tiny_models.build("llama")).from_pretrained(folder)

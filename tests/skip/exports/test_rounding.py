@@ -27,7 +27,7 @@ def deep(seed: int) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_it_is_the_size_of_what_rounding_does(seed):
     model = deep(seed).bfloat16()
     precise = copy.deepcopy(model).float()
@@ -43,9 +43,3 @@ def test_it_is_the_size_of_what_rounding_does(seed):
     assert rounding / 1.5 <= estimate <= 4 * rounding
     assert float((other - exact).abs().max() / exact.abs().max()) > 1.5 * estimate
     assert not any(block._forward_hooks for block in anatomy.blocks)
-
-
-def test_float32_has_no_allowance():
-    anatomy = find_anatomy(deep(0))
-    plan, ids = planned.plan(anatomy.model, [5], values=None), probes(anatomy)
-    assert rounding_error(anatomy, plan, ids, scaled_logits(anatomy, plan, ids)) == 0

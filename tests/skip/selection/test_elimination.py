@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fulldepth.data.examples import Examples
-from fulldepth.settings.search import SearchSettings
-from fulldepth.skip.selection.elimination import Difference, _tests, compare, is_worse, reserve
-from fulldepth.skip.selection.problem import split
-from fulldepth.skip.selection.search import search
-from skip import plain
+from fulldepth.skip.selection.elimination import Difference, compare, is_worse, num_tests, reserve
 
 
 @pytest.mark.parametrize("size", [1, 6])
@@ -52,20 +46,6 @@ def test_the_estimator_is_its_formula_for_documents_of_any_size():
         assert not found.measurable
 
 
-@pytest.mark.parametrize("name", ["exact", "greedy"])
-def test_copies_within_a_document_add_no_certainty(name):
-    model, few = plain.trained(5, 32, 200), plain.examples(heldout=24)
-    thrice = Examples([], [replace(example) for example in few.heldout for _ in range(3)], few.meta)
-    one, three = (
-        search(model, data, 2, search=name, fit=False, batch_size=4, chunks=1).cost["rounds"] for data in (few, thrice)
-    )
-    for alone, copied in zip(one, three, strict=True):
-        assert copied["sequences"] == 3 * alone["sequences"]
-        for key in ("margin", "standard_error"):
-            assert copied[key] == pytest.approx(alone[key], rel=1e-4)
-        assert (copied["pick"], copied["sure"]) == (alone["pick"], alone["sure"])
-
-
 @pytest.mark.parametrize("alike", [0.0, 0.9], ids=["independent", "alike within documents"])
 def test_estimates_from_a_part_of_the_data_are_unbiased_and_their_intervals_cover_the_whole(alike):
     """m of N sequences are drawn: E r = R, and with independent ones Var r = S^2 / m (1 - m / N) / n^2."""
@@ -89,21 +69,12 @@ def test_estimates_from_a_part_of_the_data_are_unbiased_and_their_intervals_cove
     assert alike or stats.binom.cdf(above, draws, 0.05) > 0.001  # and no fewer, if sequences are independent
 
 
-@pytest.mark.parametrize(("heldout", "sizes"), [(32, [1] * 32), (256, [8] * 32), (100, [4] * 4 + [3] * 28), (1, [1])])
-def test_greedy_reads_few_data_one_sequence_at_a_time(heldout, sizes):
-    """So that every candidate is dropped as soon as it can be; others store their progress after four sequences."""
-    chunks = split(plain.examples(heldout=heldout), SearchSettings(blocks=1, batch_size=8))
-    assert [sum(len(batch.inputs["input_ids"]) for batch in chunk) for chunk in chunks] == sizes
-    exact = split(plain.examples(heldout=heldout), SearchSettings(blocks=1, batch_size=8, search="exact"))
-    assert len(exact) == max(1, min(32, heldout // 4))
-
-
 @pytest.mark.parametrize(
     ("documents", "tests"),
     [([[i] for i in range(32)], 24), ([[0, 1]] * 9, 0), ([[0, 1, 2, 3], [3, 4, 5], [6, 7], [8], [9]], 2), ([[0]], 0)],
 )
 def test_risk_is_shared_among_the_tests_that_can_happen(documents, tests):
-    assert _tests(documents) == tests
+    assert num_tests(documents) == tests
 
 
 def test_the_reserve_is_its_formula():

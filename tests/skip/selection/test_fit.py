@@ -11,11 +11,11 @@ from torch.nn import functional
 import tiny_models as tm
 from fulldepth.data.batches import Example
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.flops import KEPT_BYTES, Costs, Shape, Variant
+from fulldepth.execution.flops import Variant
 from fulldepth.execution.language_model import prove
 from fulldepth.execution.memory import AllocationTracker
 from fulldepth.execution.scoring import Scorer
-from fulldepth.hf import anatomy_candidates, frozen
+from fulldepth.hf import frozen
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.progress import Watcher
@@ -39,13 +39,12 @@ def model():
 class Factors:
     """Blocks of a Llama that compute the definition with factors of their own, float64; nothing of ours."""
 
-    def __init__(self, model, skipped, width=None):
+    def __init__(self, model, skipped):
         self.model = copy.deepcopy(model).double().requires_grad_(False)
         self.values = {}
         for layer, block in enumerate(plain.blocks_of(self.model), start=1):
             for name in planned.NAMES[2:] if layer in skipped else planned.NAMES:
-                shape = (width,) if width else ()
-                self.values[layer, name] = torch.ones(shape, dtype=torch.float64, requires_grad=True)
+                self.values[layer, name] = torch.ones((), dtype=torch.float64, requires_grad=True)
             own = dict.fromkeys(planned.NAMES, 1.0) | {n: v for (at, n), v in self.values.items() if at == layer}
             block.forward = planned.Definition("llama", block, own, "attention" if layer in skipped else "")
 
@@ -61,9 +60,9 @@ def of_batch(model, examples):
     return torch.cat(rows), torch.cat(targets)
 
 
-def trajectory(model, skipped, train, heldout, epochs, rate, batch_size, seed, width=None, kl=False):
+def trajectory(model, skipped, train, heldout, epochs, rate, batch_size, seed):
     """Adam as Kingma and Ba write it; factors and held-out losses after every epoch."""
-    factors, base = Factors(model, skipped, width), copy.deepcopy(model).double()
+    factors = Factors(model, skipped)
     first = {key: torch.zeros_like(value) for key, value in factors.values.items()}
     second = {key: torch.zeros_like(value) for key, value in factors.values.items()}
     losses, kept, step = [plain.loss(factors.model, heldout, (), "attention")], [], 0
@@ -72,12 +71,7 @@ def trajectory(model, skipped, train, heldout, epochs, rate, batch_size, seed, w
         for at in order.split(batch_size):
             chosen = [train[int(index)] for index in at]
             own, targets = of_batch(factors.model, chosen)
-            if kl:
-                with torch.no_grad():
-                    reference, _ = of_batch(base, chosen)
-                loss = (reference.exp() * (reference - own)).sum(-1).mean()
-            else:
-                loss = functional.nll_loss(own, targets)
+            loss = functional.nll_loss(own, targets)
             slopes = torch.autograd.grad(loss, list(factors.values.values()))
             step += 1
             for key, slope in zip(factors.values, slopes, strict=True):
@@ -91,33 +85,22 @@ def trajectory(model, skipped, train, heldout, epochs, rate, batch_size, seed, w
     return kept, losses
 
 
-@pytest.mark.parametrize(
-    ("skipped", "per_channel", "kl"),
-    [({2, 3}, False, False), (set(), False, False), ({1}, True, False), ({1, 3}, False, True)],
-)
-def test_the_scalars_go_where_adam_takes_them(model, skipped, per_channel, kl):
+@pytest.mark.parametrize("skipped", [{2, 3}, set()])
+def test_the_scalars_go_where_adam_takes_them(model, skipped):
     train, heldout = plain.sentences(10, seed=21), plain.sentences(6, seed=22)
-    options = {"epochs": 3, "batch_size": 4, "seed": 5, "kl": kl}
-    ours = {"learning_rate": 1e-2, "micro_batch_size": 2, "patience": 9, "per_channel": per_channel}
+    options = {"epochs": 3, "batch_size": 4, "seed": 5}
+    ours = {"learning_rate": 1e-2, "micro_batch_size": 2, "patience": 9}
     found = fit_scales(model, skipped, train, heldout, **ours, **options)
-    width = model.config.hidden_size if per_channel else None
-    kept, losses = trajectory(model, skipped, train, heldout, rate=1e-2, width=width, **options)
+    kept, losses = trajectory(model, skipped, train, heldout, rate=1e-2, **options)
     assert found.losses == pytest.approx(losses, rel=2e-5)
-    judged = found.divergences if kl else found.losses
-    assert found.epoch == judged.index(min(judged))
+    assert found.epoch == found.losses.index(min(found.losses))
     assert found.heldout_loss == found.losses[found.epoch]
     assert found.epoch, "the data must be such that something is learnt"
     for (layer, name), value in kept[found.epoch - 1].items():
         mine = found.scalars.get(layer)[name]
         assert mine.dtype == torch.float32
-        # Adam divides by the size of a gradient: where it is nearly 0, rounding decides its direction.
-        assert (mine.double() - value).abs().median() < 1e-5, (layer, name)
-        assert (mine.double() - value).abs().max() < 3e-4, (layer, name)
+        assert (mine.double() - value).abs() < 1e-5, (layer, name)
     assert {(layer, name) for layer in range(1, LAYERS + 1) for name in found.scalars.get(layer)} == set(kept[0])
-    if kl:
-        expected = plain.divergence(model, heldout, skipped, "attention")
-        assert found.divergences[0] == pytest.approx(expected, rel=1e-5)
-        assert min(found.divergences) < expected
 
 
 def test_the_best_epoch_is_kept_and_patience_ends_the_rest(model):
@@ -138,8 +121,6 @@ def test_the_best_epoch_is_kept_and_patience_ends_the_rest(model):
     assert told[0] == ["Scalars: healing", 12]
     assert sum(told[1:]) == 12
     assert found.epoch, "the data must be such that something is learnt"
-    again = fit_scales(model, {2}, train, heldout, learning_rate=0.06, epochs=found.epoch, patience=12, batch_size=3)
-    assert found.scalars.as_dict() == again.scalars.as_dict()
 
 
 def test_factors_of_a_bfloat16_model_are_float32_and_rise_above_one(model):
@@ -156,8 +137,7 @@ def test_factors_of_a_bfloat16_model_are_float32_and_rise_above_one(model):
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "gemma2"])
-@pytest.mark.parametrize("granularity", ["attention", "layer"])
+@pytest.mark.parametrize(("name", "granularity"), [("llama", "attention"), ("gpt_neox", "layer")])
 def test_nothing_but_the_scalars_is_trained(name, granularity):
     model = tm.build(name).train()
     for number, parameter in enumerate(model.parameters()):
@@ -178,20 +158,10 @@ def test_nothing_but_the_scalars_is_trained(name, granularity):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_micro_batches_change_nothing_but_rounding(model):
-    train, heldout = plain.sentences(9, seed=21), plain.sentences(4, seed=22)
-    results = [
-        fit_scales(model, {2}, train, heldout, epochs=2, batch_size=5, micro_batch_size=size).losses
-        for size in (1, 3, 5)
-    ]
-    assert results[1] == pytest.approx(results[0], rel=1e-5)
-    assert results[2] == pytest.approx(results[0], rel=1e-5)
-
-
 def test_gradient_checkpointing_changes_no_result(model):
     model = copy.deepcopy(model).double()
     train, heldout = plain.sentences(9, seed=21), plain.sentences(4, seed=22)
-    for options in ({}, {"kl": True}, {"granularity": "layer"}, {"per_channel": True}):
+    for options in ({}, {"granularity": "layer"}):
         results = [
             fit_scales(model, {2}, train, heldout, epochs=2, batch_size=5, checkpointing=again, **options)
             for again in (False, True)
@@ -230,46 +200,21 @@ def test_gradient_checkpointing_keeps_one_state_a_layer():
     assert many_peak - many < 2 * (many_all - few_all) / 6 + 4 * state
 
 
-def test_checkpointing_is_chosen_by_what_would_be_kept():
-    width, layers = 4096, 32
-    costs = Costs("attention", (4e8,) * layers, (0.0,) * layers, (0.0,) * layers, 0.0, KEPT_BYTES * width * layers)
-    large, small = Shape(8, 2048, 1), Shape(2, 64, 1)
-    assert costs.checkpoints(large)
-    assert not costs.checkpoints(large, checkpointing=False)
-    assert not costs.checkpoints(small)
-    assert costs.checkpoints(small, checkpointing=True)
-    assert costs.training(Variant(), small) == 2 * costs.whole(Variant(), small)
-    assert costs.training(Variant(), large) == 3 * costs.whole(Variant(), large)
+BLANK = Example(torch.arange(3, 9), torch.full((6,), -100), 0)
+REFUSED = [
+    ("layer 6", {"blocks": {6}}),
+    ("no examples", {"train": [BLANK]}),
+    ("no token counts", {"heldout": []}),
+    ("epochs", {"epochs": 0}),
+    ("learning_rate", {"learning_rate": -1.0}),
+    ("per_channel", {"per_channel": True}),
+    ("granularity", {"granularity": "head"}),
+    ("BertForMaskedLM", {"model": tm.build("bert")}),
+]
 
 
-def test_a_fit_that_breaks_off_leaves_a_plain_model(model):
-    def stop(count):
-        raise KeyboardInterrupt
-
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(KeyboardInterrupt):
-        fit_scales(model, {2}, plain.sentences(6, 21), plain.sentences(4, 22), watcher=Watcher(advance=stop))
-    assert not any("forward" in vars(module) for module in model.modules())
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert (
-        fit_scales(anatomy_candidates(model)[0], (), plain.sentences(6, 21), plain.sentences(4, 22), epochs=1).epoch < 2
-    )
-
-
-def test_what_cannot_be_fitted_is_refused(model):
-    train, heldout = plain.sentences(4, 21), plain.sentences(4, 22)
-    blank = [Example(torch.arange(3, 9), torch.full((6,), -100), 0)]
-    for words, blocks, one, other, options in (
-        ("There is no layer 6", {6}, train, heldout, {}),
-        ("no examples to fit", {1}, blank, heldout, {}),
-        ("no token counts", {1}, train, [], {}),
-        ("epochs of the fit", {1}, train, heldout, {"epochs": 0}),
-        ("patience of the fit", {1}, train, heldout, {"patience": 0}),
-        ("learning rate of the fit", {1}, train, heldout, {"learning_rate": float("nan")}),
-        ("granularity", {1}, train, heldout, {"granularity": "head"}),
-    ):
-        with pytest.raises(FulldepthError, match=words):
-            fit_scales(model, blocks, one, other, **options)
-    with pytest.raises(FulldepthError, match="no causal language model"):
-        fit_scales(tm.build("bert"), {1}, train, heldout)
+@pytest.mark.parametrize(("words", "changes"), REFUSED)
+def test_what_cannot_be_fitted_is_refused(model, words, changes):
+    given = {"blocks": {1}, "train": plain.sentences(4, 21), "heldout": plain.sentences(4, 22)}
+    with pytest.raises(FulldepthError, match=words):
+        fit_scales(**{"model": model, **given, **changes})

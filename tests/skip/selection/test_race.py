@@ -125,13 +125,6 @@ def test_a_clear_loser_is_dropped_at_once_and_clear_differences_stay_cheap():
     assert raced.share < (5 + 7 * 8 / 64) / CANDIDATES + 1e-9  # seven leave after the eighth row
 
 
-def test_a_replayed_round_makes_the_same_choice():
-    losses, documents, _ = drawn("rare", 64, 0.05, 0.4, np.random.default_rng(3))
-    one, two = (race(losses, documents, np.random.default_rng(4)) for _ in range(2))
-    assert one == two
-    assert race(losses, 9**17 - 7 * documents, np.random.default_rng(4)) == one  # labels are names only
-
-
 def test_no_pick_is_sure_on_few_documents():
     losses, documents, _ = drawn("normal", 64, 0.01, 9.0, np.random.default_rng(0))
     few, enough = (race(losses, documents % count, np.random.default_rng(1)).how for count in (7, 8))
@@ -140,8 +133,9 @@ def test_no_pick_is_sure_on_few_documents():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("rows", [32, 64, 160])
-@pytest.mark.parametrize(("noise", "spread"), [(0.005, 0.05), (0.005, 0.2), (0.05, 0.4), (0.3, 1.0)])
+@pytest.mark.parametrize(
+    ("rows", "noise", "spread"), [(32, 0.05, 0.4), (64, 0.005, 0.05), (160, 0.005, 0.2), (64, 0.3, 1.0)]
+)
 @pytest.mark.parametrize(
     "kind",
     ["rare rows", "rare", "rare and large", "rare in half", "rare documents", "documents", "lognormal", "normal"],

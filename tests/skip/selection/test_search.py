@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import peft
 import pytest
@@ -16,11 +15,7 @@ from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.skip import export
-from fulldepth.skip.assessment.bench import bench
-from fulldepth.skip.assessment.curve import curve
-from fulldepth.skip.assessment.outcome import loss_added
-from fulldepth.skip.selection.search import estimate, search
-from fulldepth.skip.summary import lines
+from fulldepth.skip.selection.search import search
 from skip import plain
 
 MEASURES = {"loss": plain.loss, "kl": plain.divergence}
@@ -35,16 +30,10 @@ def find(model, data, blocks=None, **options):
     return search(model, data, blocks, **{"fit": False, "batch_size": 4, **options})
 
 
-def timeless(plan):
-    """A plan without how long it took."""
-    document = json.loads(json.dumps(plan.document()))
-    document["cost"].pop("seconds")
-    document["cost"].get("fit", {}).pop("seconds", None)
-    return document
-
-
-@pytest.mark.parametrize("criterion", MEASURES)
-@pytest.mark.parametrize(("seed", "granularity"), [(0, "attention"), (1, "mlp"), (2, "layer"), (3, "attention")])
+@pytest.mark.parametrize(
+    ("criterion", "seed", "granularity"),
+    [("loss", 0, "attention"), ("kl", 1, "mlp"), ("loss", 2, "layer"), ("kl", 3, "attention")],
+)
 def test_exact_and_greedy_pick_what_the_plain_loop_picks_down_to_the_last_block(model, criterion, seed, granularity):
     examples = plain.examples(heldout=20, seed=seed)
     picks, measures = plain.plain_loop(model, examples.heldout, 5, granularity, MEASURES[criterion])
@@ -58,10 +47,9 @@ def test_exact_and_greedy_pick_what_the_plain_loop_picks_down_to_the_last_block(
         assert [found["pick"] for found in plan.cost["rounds"]] == picks
 
 
-@pytest.mark.parametrize(("name", "fields"), [("qwen3_moe", {"mlp_only_layers": [1, 2]}), ("mixtral", {})])
-def test_layers_of_experts_are_candidates(name, fields):
+def test_layers_of_experts_are_candidates():
     """Experts are no linear layers; the plain loop prefers layer 1, whose experts add next to nothing."""
-    model, examples = zoo.build(name, "causal-lm", **fields), plain.examples(heldout=8)
+    model, examples = zoo.build("mixtral", "causal-lm"), plain.examples(heldout=8)
     with torch.no_grad():
         model.model.layers[0].mlp.experts.down_proj.mul_(1e-3)
     picks, losses = plain.plain_loop(model, examples.heldout, 3, "mlp")
@@ -73,19 +61,16 @@ def test_layers_of_experts_are_candidates(name, fields):
 
 def test_a_model_with_an_adapter_is_merged_first(tmp_path):
     adapted = peft.get_peft_model(plain.fresh(3, 32), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    for command in (search, curve):
-        with pytest.raises(FulldepthError, match=r"PeftModelForCausalLM is neither .*model\.merge_and_unload\(\)"):
-            command(adapted, plain.examples(heldout=8))
-    with pytest.raises(FulldepthError, match="PeftModelForCausalLM is neither"):
-        bench(adapted, [adapted])
-    inner = adapted.base_model.model
-    plan = find(inner, plain.examples(heldout=8), 1)
-    with pytest.raises(FulldepthError, match="holds an adapter, which has no place in an export"):
+    examples, inner = plain.examples(heldout=8), adapted.base_model.model
+    with pytest.raises(FulldepthError, match="merge_and_unload"):
+        find(adapted, examples, 1)
+    plan = find(inner, examples, 1)
+    with pytest.raises(FulldepthError, match="merge_and_unload"):
         export(plan, inner, "fast", tmp_path / "fast")
-    assert find(adapted.merge_and_unload(), plain.examples(heldout=8), 1).blocks == plan.blocks
+    assert find(adapted.merge_and_unload(), examples, 1).blocks == plan.blocks
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_exact_is_exact_where_nothing_separates_the_candidates(seed):
     torch.manual_seed(seed)
     model = plain.fresh(6, 16).double().eval()  # untrained: every guess is a guess
@@ -119,74 +104,21 @@ def test_greedy_is_right_wherever_it_is_sure():
     with torch.no_grad():  # blocks that clearly differ in worth
         for layer, change in ((4, 0.02), (3, 0.3), (2, 5.0)):
             model.model.layers[layer - 1].self_attn.o_proj.weight *= change
-    for seed in range(3):
+    for seed in range(2):
         examples = plain.examples(heldout=128, seed=seed)
         exact, greedy = (find(model, examples, 3, search=name) for name in ("exact", "greedy"))
         sure += sure_rounds(greedy)
         assert greedy.blocks[: sure_rounds(greedy)] == exact.blocks[: sure_rounds(greedy)]
         assert greedy.cost["flops"] < exact.cost["flops"] < 0.75 * exact.cost["plain_flops"]  # five layers share little
-    assert sure >= 4
+    assert sure >= 2
 
 
-@pytest.mark.slow
-def test_searches_keep_their_goals_on_twelve_trained_layers():
-    model = plain.trained(12, 32, 250)
-    examples = plain.examples(heldout=512)
-    for blocks in (2, 4):
-        exact, greedy = (find(model, examples, blocks, search=name) for name in ("exact", "greedy"))
-        # Prefixes shared alone leave (L + 3) / 2 of L + 1 passes: 0.58 at 12 layers; the goal of 0.55 needs luck.
-        assert exact.cost["flops"] <= 0.58 * exact.cost["plain_flops"]
-        assert greedy.cost["flops"] <= 0.45 * greedy.cost["plain_flops"]
-        assert greedy.blocks[: sure_rounds(greedy)] == exact.blocks[: sure_rounds(greedy)]
-        picks, _ = plain.plain_loop(model, examples.heldout[:48], 1, "attention")
-        few = Examples([], examples.heldout[:48], examples.meta)
-        assert find(model, few, 1, search="exact").blocks == picks
-
-
-@pytest.mark.parametrize("seed", [3, 5])
-def test_no_round_ends_before_the_data_decide_unless_a_budget_was_given(model, seed):
-    examples, said = plain.examples(heldout=96, seed=seed), []
+def test_a_greedy_round_reads_until_the_data_decide(model):
+    examples = plain.examples(heldout=96, seed=3)
     picks, _ = plain.plain_loop(model, examples.heldout, 3, "attention")
-    free = find(model, examples, 3)
-    assert free.blocks == picks  # a quarter of the plain loop's FLOPs gives 2, 3, 4 for both seeds
-    assert {found["decided_by"] for found in free.cost["rounds"]} <= {"bounds", "data"}
-    assert free.cost["stopped_by_budget"] == []
-    capped = find(model, examples, 3, budget=0.42 * free.cost["plain_flops"], watcher=Watcher(say=said.append))
-    stopped = [number for number, found in enumerate(capped.cost["rounds"], 1) if found["decided_by"] == "budget"]
-    assert stopped
-    assert set(stopped) <= set(capped.cost["unsure_rounds"])
-    for number, words in zip(stopped, capped.cost["stopped_by_budget"], strict=True):
-        scored = capped.cost["rounds"][number - 1]["scored"]
-        assert scored in range(3, 96, 3)  # whole chunks, 32 of them
-        assert words == f"round {number}: stopped by budget after {scored} of 96 sequences"
-        assert any(words.split(": ")[1] in line for line in said)
-        assert ("budget", *words.split(": ")) in lines(capped)
-        assert words in loss_added(capped, 5).sentence
-
-
-def test_a_budget_is_kept(model):
-    examples = plain.examples(heldout=96)
-    free = find(model, examples, 2, budget=1e15)
-    for share in (0.99, 0.96):
-        assert find(model, examples, 2, budget=share * free.cost["flops"]).cost["flops"] <= share * free.cost["flops"]
-    with pytest.raises(FulldepthError, match=r"needs up to .* the budget is"):
-        find(model, examples, 2, budget=0.5 * free.cost["flops"])
-    with pytest.raises(FulldepthError, match="or --search greedy"):
-        find(model, examples, 2, search="exact", budget=free.cost["flops"])
-
-
-@pytest.mark.parametrize("name", ["greedy", "exact", "one-shot", "cosine", "taylor", "random", "last", "given"])
-@pytest.mark.parametrize("criterion", ["loss", "kl", "scaled"])
-def test_estimates_are_never_below_the_cost(model, name, criterion):
-    options = {"search": name, "criterion": criterion, "batch_size": 4, "epochs": 1}
-    options |= {"given": [4, 2]} if name == "given" else {"blocks": 2}
-    for heldout in (10, 40):
-        examples = plain.examples(train=8, heldout=heldout, seed=heldout)
-        bound, cost = estimate(model, examples, **options), search(model, examples, **options).cost
-        assert cost["flops"] <= bound.flops
-        assert cost["forwards"] <= bound.forwards
-        assert cost["fit"]["flops"] <= 1.02 * bound.fit_flops  # batches are drawn anew in every epoch
-        assert cost["plain_flops"] <= bound.plain_flops * (1 + 1e-9)
+    plan = find(model, examples, 3)
+    assert plan.blocks == picks  # a quarter of the plain loop's FLOPs gives 2, 3, 4
+    assert {found["decided_by"] for found in plan.cost["rounds"]} <= {"bounds", "data"}
 
 
 def test_under_scaled_a_candidate_is_ranked_by_its_own_fit(model):
@@ -247,8 +179,7 @@ def oracle_of(name, model, examples):
     return {layer: abs(sum(column)) for layer, column in enumerate(zip(*found, strict=True), start=1)}
 
 
-@pytest.mark.parametrize("name", ["one-shot", "cosine", "taylor"])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("name", "seed"), [("one-shot", 0), ("cosine", 1), ("taylor", 0)])
 def test_rankings_are_those_of_their_formulas(model, name, seed):
     examples = plain.examples(heldout=12, seed=seed)
     scores = oracle_of(name, model, examples.heldout)
@@ -268,32 +199,10 @@ def test_rankings_without_a_score(model):
     assert len(set(map(tuple, drawn))) > 1
 
 
-def test_what_is_the_same_comes_out_the_same_and_is_told_beforehand(model):
-    examples, heard = plain.examples(heldout=40), []
-    begun = []
-    watcher = Watcher(say=heard.append, begin=lambda title, total: begun.append(title))
-    one, two = (find(model, examples, 2, watcher=watcher, fit=True, epochs=1) for _ in range(2))
-    fits = ["Scalars: healing", "Scalars: control"]
-    assert [title for title in begun if title.startswith("Scalars")] == fits * 2
-    labelled = {name.partition(":")[0]: value for name, value, _ in lines(one)}
-    assert labelled["healing"] == f"{one.healed_loss:.4f} nats"
-    assert labelled["control"] == f"{one.control_loss.scalars_only:.4f} nats"
-    kept = {**one.cost, "fit": {"healed": {"epoch": 0}, "control": {"epoch": 2}}}
-    remarks = {name.partition(":")[0]: remark for name, _, remark in lines(one.changed(cost=kept))}
-    assert remarks["healing"].endswith("no epoch lowered the loss, the scalars stay 1")
-    assert "epoch" not in remarks["control"]
-    assert timeless(one) == timeless(two)
-    assert heard[0].startswith("The plan can be exported as ")
-    assert all(words in heard[1] for words in ("forward passes", "FLOPs", "s at the pace"))
-    state = plain.trained_weights(5, 32, 200)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
 def test_the_model_is_whole_after_a_search_that_breaks_off(model, tmp_path):
     before, model = plain.trained_weights(5, 32, 200), model.train()
     asks = {name: p.requires_grad for name, p in model.named_parameters()}
-    for at in (0, 1, 3):
+    for at in (0, 3):
         told = itertools.count()
         watcher = Watcher(begin=lambda title, total, told=told, at=at: 1 // (next(told) != at))
         with pytest.raises(ZeroDivisionError):
@@ -306,46 +215,44 @@ def test_the_model_is_whole_after_a_search_that_breaks_off(model, tmp_path):
     model.eval()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"blocks": 6}, "Cannot remove 6 blocks: the model has 5 layers"),
-        ({"blocks": 0}, "blocks: got 0"),
-        ({}, "How many blocks"),
-        ({"blocks": 2, "criterion": "nll"}, "criterion: got"),
-        ({"blocks": 2, "search": "best"}, "search: got"),
-        ({"blocks": 2, "granularity": "head"}, "granularity: got"),
-        ({"blocks": 2, "given": [1, 2]}, "use both"),
-        ({"search": "given", "given": [3, 3]}, "name 3 twice"),
-        ({"search": "given", "given": [6]}, "There is no layer 6"),
-        ({"search": "given", "given": "three"}, 'given.0: got "three"'),
-        ({"blocks": 2, "budget": "soon"}, "The budget is 'soon'"),
-        ({"blocks": 2, "confidence": 1.0}, "confidence: got 1"),
-        ({"blocks": 2, "chunk": 4}, "Unknown setting 'chunk'. Did you mean 'chunks'"),
-    ],
-)
-def test_nonsense_is_refused_in_one_line(model, options, words):
+BLANK = Example(torch.arange(3, 9), torch.full((6,), -100), 0)
+REFUSED = [
+    ("6 blocks", {"blocks": 6}),
+    ("blocks: got 0", {"blocks": 0}),
+    ("How many blocks", {"blocks": None}),
+    ("criterion", {"criterion": "nll"}),
+    ("search", {"search": "best"}),
+    ("granularity", {"granularity": "head"}),
+    ("given", {"blocks": 2, "given": [1, 2], "search": "greedy"}),
+    ("blocks is 1", {"search": "given", "given": [1, 2]}),
+    ("name 3 twice", {"blocks": None, "search": "given", "given": [3, 3]}),
+    ("layer 6", {"blocks": None, "search": "given", "given": [6]}),
+    ("given.0", {"given": "three"}),
+    ("budget", {"budget": "soon"}),
+    ("budget", {"budget": "0s"}),
+    ("budget", {"budget": "10m", "search": "exact"}),
+    ("confidence", {"confidence": 1.0}),
+    ("'chunks'", {"chunk": 4}),
+    ("'per_channel'", {"per_channel": True}),
+    ("device", {"device": "cpu", "device_map": "auto"}),
+    ("BertForMaskedLM", {"model": tm.build("bert")}),
+    ("tree", {"model": tm.build("depth_llama-tree")}),
+    ("NaN", {"model": "broken"}),
+    ("held-out data are empty", {"heldout": []}),
+    ("no token counts", {"heldout": [BLANK]}),
+    ("no examples to fit", {"train": [], "fit": True}),
+]
+
+
+@pytest.mark.parametrize(("words", "changes"), REFUSED)
+def test_what_cannot_be_searched_is_refused(model, words, changes):
+    examples = plain.examples(heldout=4)
+    given = {"model": model, "train": examples.train, "heldout": examples.heldout, "blocks": 1, **changes}
+    if given["model"] == "broken":
+        given["model"] = plain.trained(5, 32, 200)
+        with torch.no_grad():
+            given["model"].model.layers[2].mlp.down_proj.weight[0, 0] = torch.nan
+    data = Examples(given.pop("train"), given.pop("heldout"), examples.meta)
     with pytest.raises(FulldepthError, match=words) as error:
-        find(model, plain.examples(heldout=4), **options)
+        find(given.pop("model"), data, **given)
     assert "\n" not in str(error.value)
-
-
-def test_models_and_data_that_cannot_be_searched_are_refused(model):
-    examples, blank = plain.examples(heldout=4), Example(torch.arange(3, 9), torch.full((6,), -100), 0)
-    for name in ("bert", "llama-classifier", "vit"):
-        with pytest.raises(FulldepthError, match="is no causal language model"):
-            find(tm.build(name), examples, 1)
-    with pytest.raises(FulldepthError, match="read a tree"):
-        find(tm.build("depth_llama-tree"), examples, 1)
-    for data, words in (
-        (Examples(examples.train, [], examples.meta), "held-out data are empty"),
-        (Examples(examples.train, [blank], examples.meta), "no token counts"),
-        (Examples([], examples.heldout, examples.meta), "no examples to fit"),
-    ):
-        with pytest.raises(FulldepthError, match=words):
-            find(model, data, 1, fit=True)
-    broken = plain.trained(5, 32, 200)
-    with torch.no_grad():
-        broken.model.layers[2].mlp.down_proj.weight[0, 0] = torch.nan
-    with pytest.raises(FulldepthError, match="NaN or infinite weights"):
-        find(broken, examples, 1)

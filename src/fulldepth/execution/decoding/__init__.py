@@ -1,13 +1,11 @@
 """Decoding on top of the layer runner: plain, with early exit, and with drafts of the model's own first layers."""
 
 from fulldepth.execution.decoding.decoder import Decoder, Generation, decoder_of, generate
-from fulldepth.execution.decoding.options import BOUNDED_RULES, POLICIES, DraftPlan, Options
-from fulldepth.execution.decoding.rules import RULES, ExitRule, certainty, sample_certainty, theoretical_speedup
-from fulldepth.execution.decoding.stats import Stats
+from fulldepth.execution.decoding.options import DraftPlan, Options
+from fulldepth.execution.decoding.rules import RULES, ExitRule, certainty
+from fulldepth.execution.decoding.session import Stats
 
 __all__ = [
-    "BOUNDED_RULES",
-    "POLICIES",
     "RULES",
     "Decoder",
     "DraftPlan",
@@ -18,6 +16,4 @@ __all__ = [
     "certainty",
     "decoder_of",
     "generate",
-    "sample_certainty",
-    "theoretical_speedup",
 ]

@@ -12,9 +12,6 @@ from fulldepth.hf import Scalars
 
 POLICIES = ("recompute", "propagate")
 AUTO = "auto"
-LEAST_CANDIDATES = 2
-BOUNDED_RULES = ("confidence", "margin")
-"""Rules whose value over some tokens bounds the value over all."""
 MOST_DRAFTS = 64
 
 
@@ -50,76 +47,54 @@ class Options:
     """First layer at which a token may leave."""
     exit_layer: int | None = None
     """Layer 1..L-1 at which every token leaves."""
-    lens_candidates: int | None = None
-    """Number of most probable tokens of the last layer that was read whole: a layer is first read for them alone, and
-    whole only if a token could leave there (`decoding.candidates`). For `confidence` and `margin`; None = whole."""
     speculate_from: int | str | None = None
-    """E in 1..L-1; `auto`: chosen by measured acceptance and layer times, plain decoding where none pays."""
+    """E in 1..L-1; `auto`: a third of the layers, and a trial."""
     draft_length: int | str = AUTO
-    """K, largest number of drafts per round; `auto`: chosen by measurement, plain decoding where none pays."""
+    """K, largest number of drafts per round; `auto`: 4, and a trial, after which decoding is plain where rounds are
+    slower."""
     draft_threshold: float | None = None
     """In (0, 1]: the drafting of a round ends where the largest probability of the next draft is below it."""
     plan: DraftPlan | None = None
-    """The model without these parts drafts, instead of the first layers alone; with `draft_length="auto"`, 4 tokens a
-    round, and decoding becomes plain where rounds are slower."""
+    """The model without these parts drafts, instead of the first layers alone."""
 
     def __post_init__(self) -> None:
-        if self.plan is not None and (self.speculate_from is not None or self.exit_layer is not None):
-            raise FulldepthError("A plan's model drafts; it excludes speculate_from and exit_layer.")
+        for name, known in (("rule", RULES), ("policy", POLICIES)):
+            if getattr(self, name) not in known:
+                raise unknown(name, getattr(self, name), known)
         for name in ("threshold", "draft_threshold"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
                 raise FulldepthError(f"{name} is {value}; expected a number in (0, 1].")
-        if self.rule not in RULES:
-            raise unknown("rule", self.rule, RULES)
-        if self.policy not in POLICIES:
-            raise unknown("policy", self.policy, POLICIES)
-        self._check_layers()
-        length = self.draft_length
-        if length != AUTO and not (isinstance(length, int) and 1 <= length <= MOST_DRAFTS):
-            raise FulldepthError(f"draft_length is {length!r}; expected 1 to {MOST_DRAFTS}, or 'auto'.")
-        if self.exit_layer is not None and (self.threshold is not None or self.speculate_from is not None):
-            raise FulldepthError("exit_layer ends every token at one layer; it excludes threshold and speculate_from.")
-        if self.threshold is not None and self.mode == "speculative":
-            raise FulldepthError(
-                "threshold is for early exit; with drafts, draft_threshold ends the drafting of a round."
-            )
-        self._check_used("threshold", self.threshold, ("rule", "policy", "min_layer", "lens_candidates"))
-        drafter = self.speculate_from if self.plan is None else self.plan
-        self._check_used("speculate_from or a plan", drafter, ("draft_length", "draft_threshold"))
-        self._check_candidates()
-
-    def _check_used(self, needed: str, value: object, names: Collection[str]) -> None:
-        """Refuse options that differ from their defaults while what they belong to is not asked for."""
-        defaults = {field.name: field.default for field in fields(self)}
-        for name in names if value is None else ():
-            if getattr(self, name) != defaults[name]:
-                raise FulldepthError(f"{name} has no effect without {needed}; set {needed}, or leave out {name}.")
-
-    def _check_candidates(self) -> None:
-        count = self.lens_candidates
-        if count is None:
-            return
-        if not isinstance(count, int) or count < LEAST_CANDIDATES:
-            raise FulldepthError(f"lens_candidates is {count!r}; expected {LEAST_CANDIDATES} tokens or more.")
-        if self.rule not in BOUNDED_RULES:
-            raise FulldepthError(
-                f"lens_candidates needs the rule {' or '.join(BOUNDED_RULES)}; {self.rule} reads the whole vocabulary."
-            )
-
-    def _check_layers(self) -> None:
-        last = self.num_layers - 1
-        if not 1 <= self.min_layer <= self.num_layers:
-            raise FulldepthError(f"min_layer is {self.min_layer}; expected a layer from 1 to {self.num_layers}.")
-        for name in ("exit_layer", "speculate_from"):
+        for name, most, others in (
+            ("min_layer", self.num_layers, ()),
+            ("exit_layer", self.num_layers - 1, (None,)),
+            ("speculate_from", self.num_layers - 1, (None, AUTO)),
+            ("draft_length", MOST_DRAFTS, (AUTO,)),
+        ):
             value = getattr(self, name)
-            if value is None or (name == "speculate_from" and value == AUTO):
-                continue
-            if not isinstance(value, int) or not 1 <= value <= last:
-                raise FulldepthError(
-                    f"{name} is {value!r}; expected a layer from 1 to {last}"
-                    f"{' or auto' if name == 'speculate_from' else ''} (the model has {self.num_layers} layers)."
-                )
+            if value not in others and not (isinstance(value, int) and 1 <= value <= most):
+                raise FulldepthError(f"{name} is {value!r}; expected a whole number from 1 to {most}.")
+        self._check_combination()
+
+    def _check_combination(self) -> None:
+        """Refuse options that exclude each other, and those that have no effect because others are not set."""
+        drafter = self.speculate_from if self.plan is None else self.plan
+        drafts, leaves = drafter is not None, self.threshold is not None
+        for wrong, message in (
+            (self.plan is not None and self.speculate_from is not None, "A plan's model drafts; omit speculate_from."),
+            (self.exit_layer is not None and (drafts or leaves), "exit_layer excludes threshold, drafts and plans."),
+            (drafts and leaves, "threshold is for early exit; with drafts, draft_threshold ends a round's drafting."),
+        ):
+            if wrong:
+                raise FulldepthError(message)
+        defaults = {field.name: field.default for field in fields(self)}
+        for needed, is_set, names in (
+            ("threshold", leaves, ("rule", "policy", "min_layer")),
+            ("speculate_from or a plan", drafts, ("draft_length", "draft_threshold")),
+        ):
+            for name in names:
+                if not is_set and getattr(self, name) != defaults[name]:
+                    raise FulldepthError(f"{name} has no effect without {needed}; set {needed}, or leave out {name}.")
 
     @property
     def mode(self) -> str:
@@ -127,8 +102,3 @@ class Options:
         if self.speculate_from is not None or self.plan is not None:
             return "speculative"
         return "plain" if self.threshold is None and self.exit_layer is None else "early-exit"
-
-    @property
-    def measures(self) -> bool:
-        """Whether E or K is chosen by measurement, so that decoding may also be plain."""
-        return self.mode == "speculative" and AUTO in (self.speculate_from, self.draft_length)

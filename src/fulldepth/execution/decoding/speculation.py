@@ -6,28 +6,113 @@ layers E+1..L run on the stored states of all drafts at once. Keys, values and s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from statistics import median
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fulldepth.execution.decoding.early_exit import exiting_step
+from fulldepth.execution.decoding.options import AUTO, Options
 from fulldepth.execution.decoding.session import Session
 from fulldepth.hf import Scalars, Switches
 
+DRAFTS = 4
+"""K for `draft_length="auto"`."""
+SHARE = 1 / 3
+"""Share of the layers that draft for `speculate_from="auto"`."""
+STEPS, ROUNDS = 4, 6
+"""Plain steps and rounds of drafts that a trial times."""
+LOSS = 0.05
+"""Share of the time of plain decoding of all new tokens; a trial ends after the round at which it has lost more."""
+LEAST_TOKENS = 32
+"""New tokens below which nothing is tried: one slow round would lose more than that share."""
 
-class Round(NamedTuple):
-    """What one round of speculation did, summed over its sequences."""
 
-    sequences: int
-    drafts: int
-    """Drafts of each sequence."""
-    accepted: int
-    rejected: int
-    """Sequences with a draft that was not confirmed."""
-    added: int
-    """New tokens."""
+def decode(session: Session, options: Options) -> None:
+    """Decode until every sequence has ended."""
+    stats, sequences, step = session.stats, session.sequences, session.step
+    stats.mode = options.mode
+    if options.mode == "early-exit":
+        step = exiting_step(session, options)
+        stats.exits, stats.exit_layers = [0] * stats.num_layers, [[] for _ in sequences.lengths]
+        stats.reason = f"Every token leaves at layer {options.exit_layer}; later layers do not run."
+        if options.exit_layer is None:
+            stats.reason = f"A token leaves where its {options.rule} exceeds {options.threshold} ({options.policy})."
+    begun = session.clock()
+    step()
+    stats.prompt_seconds = session.clock() - begun
+    stats.prompt_positions = stats.layer_positions
+    stats.layer_calls, stats.layer_positions = [0] * stats.num_layers, [0] * stats.num_layers
+    begun = session.clock()
+    if options.mode == "speculative":
+        _decode_with_drafts(session, options)
+    while sequences.active:
+        step()
+    stats.seconds = session.clock() - begun
+    stats.new_tokens = [length - sequences.prompt_length for length in sequences.lengths]
+    stats.tokens = sum(stats.new_tokens)
+
+
+def _decode_with_drafts(session: Session, options: Options) -> None:
+    """Draft and confirm until every sequence has ended, or a trial shows that plain decoding is faster."""
+    stats, plan = session.stats, options.plan
+    if plan is not None:
+        early = min(plan.layers, default=stats.num_layers) - 1
+        drafter = f"the model without {len(set(plan.layers))} {plan.granularity} blocks"
+    else:
+        given = options.speculate_from
+        early = given if isinstance(given, int) else max(1, round(SHARE * stats.num_layers))
+        drafter = f"layers 1 to {early}"
+    length = options.draft_length if isinstance(options.draft_length, int) else DRAFTS
+    stats.speculate_from, stats.draft_length = early, length
+    stats.reason = f"Up to {length} tokens a round are drafts of {drafter}, as asked."
+    with nullcontext() if plan is None else Switches(session.runner.anatomy, plan.granularity) as switches:
+        skipper = None if plan is None or switches is None else Skipper(switches, plan.layers, plan.scalars)
+
+        def draft() -> float:
+            return speculate(session, early, length, options.draft_threshold, skipper)
+
+        if AUTO in (options.speculate_from, options.draft_length) and not _pays(session, draft, drafter):
+            stats.mode = "plain"
+            return
+        while session.sequences.active:
+            draft()
+
+
+def _pays(session: Session, draft: Callable[[], float], drafter: str) -> bool:
+    """Decode some tokens plainly and some with drafts, and decide once which is faster; says so in `stats.reason`.
+
+    The rounds end early where they have lost `LOSS` of the time of plain decoding, so that they cost at most that and
+    one round.
+    """
+    stats, sequences = session.stats, session.sequences
+    room = sequences.max_length - sequences.prompt_length
+    if room < LEAST_TOKENS:
+        stats.reason = f"Plain decoding: a trial of drafts does not pay for fewer than {LEAST_TOKENS} new tokens."
+        return False
+    steps: list[float] = []
+    rounds, seconds, worth = 0, 0.0, 0.0  # worth: what plain decoding would have taken
+    while sequences.active and len(steps) < STEPS:
+        begun = session.clock()
+        session.step()
+        steps.append(session.clock() - begun)
+    while sequences.active and rounds < ROUNDS and seconds - worth <= LOSS * median(steps) * room:
+        begun = session.clock()
+        worth += median(steps) * draft()
+        seconds, rounds = seconds + session.clock() - begun, rounds + 1
+    if not rounds:
+        stats.reason = "Plain decoding: the sequences ended before drafts were timed."
+        return False
+    stats.paid, stats.trial_seconds = seconds <= worth, max(0.0, seconds - worth)
+    stats.reason = (
+        f"{'Drafting goes on' if stats.paid else 'Plain decoding'} after a trial: drafts of {drafter} were "
+        f"{worth / seconds:.2f} times as fast as plain steps (rounds: {rounds}), which cost "
+        f"{stats.trial_seconds:.2f} s."
+    )
+    return stats.paid
 
 
 class Skipper(NamedTuple):
@@ -37,27 +122,23 @@ class Skipper(NamedTuple):
     layers: Collection[int]
     scalars: Scalars | None
 
-    @property
-    def unused(self) -> Collection[int]:
-        """Layers of which drafts compute nothing."""
-        return self.layers if self.switches.granularity == "layer" else ()
-
     @contextmanager
-    def drafting(self) -> Iterator[None]:
-        """While open, the layers' parts are skipped."""
+    def drafting(self) -> Iterator[Collection[int]]:
+        """While open, the layers' parts are skipped; gives the layers of which drafts compute nothing."""
         self.switches.skip(self.layers)
         self.switches.scalars = self.scalars
         try:
-            yield
+            yield self.layers if self.switches.granularity == "layer" else ()
         finally:
             self.switches.scalars = None
             self.switches.skip(())
 
 
-def speculate(
-    session: Session, early: int, length: int, threshold: float | None = None, skipper: Skipper | None = None
-) -> Round:
+def speculate(session: Session, early: int, length: int, threshold: float | None, skipper: Skipper | None) -> float:
     """One round: draft up to `length` tokens for every active sequence, and confirm them.
+
+    With a skipper the first E layers keep nothing of the drafting model, not even its scalars: their states are the
+    full model's.
 
     Args:
         session: with the prompt decoded.
@@ -66,87 +147,51 @@ def speculate(
         threshold: drafting ends where the largest probability of the next draft of every sequence is below it.
         skipper: drafts come from all layers without some parts, the first of which is after layer `early` (from 0);
             later layers read the keys and values that the full model has of known tokens.
+
+    Returns:
+        Mean number of new tokens of a sequence.
     """
-    sequences, stats = session.sequences, session.stats
+    sequences, choice, stats, last = session.sequences, session.choice, session.stats, session.num_layers
     ids, mask = sequences.window()
     start = ids.shape[1] - 1
     length = min(length, sequences.max_length - sequences.width - 1)  # no draft is beyond the model's positions
-    draft = _Draft(session, early, ids, mask)
-    draft.extend(length, threshold, skipper)
+    states: list[Tensor] = []  # [A, 1, D] each: of layer E at the last known token and at drafts
+    scores: list[Tensor] = []  # [A, V] each, of which a draft was chosen
+    ended = torch.zeros(len(ids), dtype=torch.bool)
+    while True:
+        state = session.run(range(1, early + 1), session.begin(ids, mask, ids.shape[1] - 1))
+        states.append(state)
+        if len(scores) >= length:
+            break
+        if skipper is not None:
+            with skipper.drafting() as unused:
+                state = session.run(range(early + 1, last + 1), state, unused)
+        logits = session.runner.finish(state, None if skipper else early)[:, -1]
+        score = choice.scores(logits, len(scores))
+        if threshold is not None and float(score.softmax(-1).amax(-1).max()) < threshold:
+            break
+        tokens = choice.choose(score)
+        for row, token in zip(sequences.active, tokens.tolist(), strict=True):
+            sequences.tokens[row, sequences.lengths[row] + len(scores)] = token
+        ids, mask = torch.cat([ids, tokens[:, None]], dim=1), torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+        scores.append(score)
+        ended |= torch.tensor([token in sequences.end_tokens for token in tokens.tolist()])
+        if bool(ended.all()):
+            break
     if skipper is not None:
         session.cache.crop_after(early, start)
-    ids, mask = draft.ids[:, : start + len(draft.states)], draft.mask[:, : start + len(draft.states)]
-    session.begin(ids, mask, start)
-    states = session.run(range(early + 1, session.num_layers + 1), torch.cat(draft.states, dim=1))
-    logits = session.runner.finish(states)
-    drafts = draft.ids[:, start + 1 :]
-    tokens = session.choice.accept(logits, drafts, draft.scores)
-    counts = session.commit(tokens)
-    accepted = rejected = 0
-    for drafted, new, count in zip(drafts.tolist(), tokens, counts, strict=True):
-        ends = next((at for at, token in enumerate(drafted, start=1) if sequences.is_end(token)), len(drafted))
-        common = min(_common(new[:count], drafted), ends)
+    reach = start + len(states)
+    session.begin(ids[:, :reach], mask[:, :reach], start)
+    logits = session.runner.finish(session.run(range(early + 1, last + 1), torch.cat(states, dim=1)))
+    drafts = ids[:, start + 1 :]
+    tokens_of = choice.accept(logits, drafts, scores)
+    counts = session.commit(tokens_of)
+    for drafted, new, count in zip(drafts.tolist(), tokens_of, counts, strict=True):
+        ends = next((at for at, token in enumerate(drafted, start=1) if token in sequences.end_tokens), len(drafted))
+        same = [own == other for own, other in zip(new[:count], drafted[:ends], strict=False)]
         stats.drafted += ends
-        accepted += common
-        rejected += common < min(ends, count)
-    done = Round(len(ids), drafts.shape[1], accepted, rejected, sum(counts))
+        stats.accepted += [*same, False].index(False)
     stats.rounds += 1
-    stats.accepted += accepted
-    stats.sequence_rounds += done.sequences
-    stats.added += done.added
-    return done
-
-
-def _common(first: list[int], second: list[int]) -> int:
-    """Length of the common prefix."""
-    differs = (at for at, (own, other) in enumerate(zip(first, second, strict=False)) if own != other)
-    return next(differs, min(len(first), len(second)))
-
-
-class _Draft:
-    """Drafts after the known tokens, with states of layer E at the last known token and at drafts."""
-
-    def __init__(self, session: Session, early: int, ids: Tensor, mask: Tensor) -> None:
-        self._session, self._layers = session, range(1, early + 1)
-        self.ids, self.mask = ids, mask
-        self.states: list[Tensor] = []
-        """[A, 1, D] each."""
-        self.scores: list[Tensor] = []
-        """[A, V] of which each draft was chosen."""
-
-    def extend(self, length: int, threshold: float | None, skipper: Skipper | None) -> None:
-        """Draft up to `length` tokens, with a skipper through the later layers without the skipped parts.
-
-        The first E layers keep nothing of the drafting model, not even its scalars: their states are the full model's.
-        """
-        sequences, choice, num_layers = self._session.sequences, self._session.choice, self._session.num_layers
-        ended = [False] * len(self.ids)
-        while True:
-            at = self.ids.shape[1] - 1
-            state = self._session.run(self._layers, self._session.begin(self.ids, self.mask, at))
-            self.states.append(state)
-            if len(self.scores) >= length:
-                return
-            early = self._layers[-1] if self._layers else 0
-            if skipper is not None:
-                with skipper.drafting():
-                    state = self._session.run(range(early + 1, num_layers + 1), state, skipper.unused)
-            scores = choice.scores(
-                self._session.runner.finish(state, None if skipper else early)[:, -1], len(self.scores)
-            )
-            if threshold is not None and float(scores.softmax(-1).amax(-1).max()) < threshold:
-                return
-            tokens = choice.choose(scores)
-            self._append(tokens)
-            self.scores.append(scores)
-            ended = [done or sequences.is_end(token) for done, token in zip(ended, tokens.tolist(), strict=True)]
-            if all(ended):
-                return
-
-    def _append(self, tokens: Tensor) -> None:
-        """Add one draft to every sequence."""
-        sequences = self._session.sequences
-        for row, token in zip(sequences.active, tokens.tolist(), strict=True):
-            sequences.tokens[row, sequences.lengths[row] + len(self.scores)] = token
-        self.ids = torch.cat([self.ids, tokens[:, None]], dim=1)
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
+    stats.sequence_rounds += len(ids)
+    stats.added += sum(counts)
+    return sum(counts) / len(ids)

@@ -70,3 +70,10 @@ function titledTable(table) {
   if (table.folded) return el("details", { class: "titled about" }, el("summary", {}, table.title), ...note, scrollingTable(table));
   return el("div", { class: "titled" }, el("h3", {}, table.title), ...note, scrollingTable(table));
 }
+
+/** Prompts and the texts that continue them. */
+function makeTexts({ title, items, note }) {
+  const texts = items.map(([prompt, text]) => el("li", {}, isolated(prompt, { class: "prompt" }), isolated(text)));
+  const under = note ? [el("p", { class: "subtitle" }, note)] : [];
+  return el("div", { class: "titled" }, ...(title ? [el("h3", {}, title)] : []), ...under, el("ol", { class: "texts" }, ...texts));
+}

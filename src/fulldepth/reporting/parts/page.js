@@ -24,7 +24,7 @@ function drawRemarks() {
   const { warnings } = DATA;
   if (warnings.length) {
     const items = el("ul", {}, ...warnings.map((text) => el("li", {}, isolated(text))));
-    notes.push(el("details", { class: "about" }, el("summary", {}, `Mind when reading (${warnings.length})`), items));
+    notes.push(el("details", { class: "about" }, el("summary", {}, `Caveats (${warnings.length})`), items));
   }
   const left = new Map(DATA.left_out);
   if (left.size) {
@@ -65,7 +65,6 @@ function start() {
   byId("first").append(...first.map(makeSection));
   byId("sections").append(...DATA.sections.filter((section) => !after.includes(section) && !first.includes(section)).map(makeSection));
   byId("sections-after").append(...after.map(makeSection));
-  for (const note of document.querySelectorAll("[data-measures]")) note.hidden = !note.dataset.measures.split(" ").some((name) => DATA.measures.includes(name));
   drawVerdict();
   drawLens();
   startContents();

@@ -53,7 +53,6 @@ function layoutFor(name, div, data) {
   if (width < 400) thinTicks(isMap ? [base.xaxis, base.yaxis] : [base.xaxis]);
   if (base.xaxis.title?.text === "Layer" && !isMap && state.layer && `${name.split(":")[1]} `.startsWith(state.stack ? `${state.stack} ` : "")) base.shapes = [...(base.shapes || []), layerBand()];
   for (const axis of [base.xaxis, base.yaxis]) axis.fixedrange = !FINE;
-  noteFirst(base, name, data);
   const height = isMap ? Math.max(240, Math.min(width, 500) * 0.88) : Math.min(base.height, paper() ? 260 : base.height) + legendHeight(base, data, width);
   return {
     ...base,
@@ -64,16 +63,6 @@ function layoutFor(name, div, data) {
     dragmode: FINE ? "zoom" : false,
     margin: { l: width < 480 ? 46 : 56, r: 12, t: isMap ? 8 : 20, b: 44 },
   };
-}
-
-/** The first layer's value, where it is beyond the scale. */
-function noteFirst(layout, name, data) {
-  const { apart } = DATA.figures[name].about;
-  if (!apart) return;
-  const value = data.filter((trace) => apart.lines.includes(trace.name)).map((trace) => trace.y[trace.x.indexOf(apart.layer)])[0];
-  const note = layout.annotations.at(-1);
-  note.visible = value != null && value > layout.yaxis.range[1];
-  note.text = value == null ? "" : note.text.replace(/: .*/, `: ${Number(value.toPrecision(3))}`);
 }
 
 /** What a legend of several lines takes, so that it does not take it from the figure. */

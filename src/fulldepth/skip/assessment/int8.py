@@ -28,10 +28,15 @@ from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.readers import prove
 from fulldepth.execution.stream import TOLERANCE, relative_error
-from fulldepth.hf import Anatomy, find_output_weights
-from fulldepth.hf.checkpoint_folder import check_target, folder_to_be, strip_foreign_code
-from fulldepth.hf.companions import generation_settings, save_tokenizer, without_bars
-from fulldepth.hf.older_names import publish_older_tokenizer
+from fulldepth.hf import Anatomy, find_output_weights, silent
+from fulldepth.hf.checkpoint_folder import (
+    check_target,
+    folder_to_be,
+    generation_settings,
+    publish_older_tokenizer,
+    save_tokenizer,
+    strip_foreign_code,
+)
 from fulldepth.skip.exports.card import quantised_card
 from fulldepth.skip.exports.fold import MOST, branch_factors, check_foldable, logits, probes, scaled_logits
 from fulldepth.skip.exports.formats import FORMATS, as_stock
@@ -212,7 +217,7 @@ class Saver:
             marked.config.quantization_config = config
             marked.hf_quantizer = TorchAoHfQuantizer(config, pre_quantized=True)
             try:
-                with generation_settings(model, part), without_bars():
+                with generation_settings(model, part), silent():
                     model.save_pretrained(part)
             finally:
                 del marked.config.quantization_config, marked.hf_quantizer

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fulldepth.errors import one_line
 from fulldepth.hf import ModelCard
+from fulldepth.skip.exports.formats import Format
 from fulldepth.skip.in_sample import in_sample
 from fulldepth.skip.plan import Plan
 
@@ -24,48 +25,35 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)"""
 
 
-def card_of(
-    plan: Plan, *, format: str, carries_code: bool, logit_error: float, parameters: int, notes: Sequence[str]
-) -> ModelCard:
+def card_of(plan: Plan, format: Format, logit_error: float, parameters: int, notes: Sequence[str]) -> ModelCard:
     """The card of an export: what was removed, held-out losses, how far the logits are from the plan's."""
-    blocks = ", ".join(map(str, sorted(plan.blocks)))
-    name, layers = one_line(plan.model.name, 200), f"layer{'s' * (len(plan.blocks) > 1)} {blocks}"
-    healed = plan.healed_loss is not None
-    scalars = ", and scalars fitted on the remaining blocks compensate for them" if healed else ""
-    method = (
-        f"`{name}` without the {plan.granularity} of {layers} of its depth (counted from 1). The blocks were chosen by "
-        f"{plan.search} search with the criterion {plan.criterion}{scalars}: "
-        "[Hopscotch](https://arxiv.org/abs/2506.03303), with fulldepth."
-    )
+    name, blocks = one_line(plan.model.name, 200), ", ".join(map(str, sorted(plan.blocks)))
+    title = f"{name} without the {plan.granularity} of layer{'s' * (len(plan.blocks) > 1)} {blocks}"
+    scalars = "" if plan.healed_loss is None else ", and scalars fitted on the remaining blocks compensate for them"
     losses = {"Held-out loss of the original": plan.losses[0], "without the blocks": plan.losses[-1]}
     if plan.healed_loss is not None:
         losses["without the blocks, with scalars"] = plan.healed_loss
     numbers = {key: f"{loss:.4f} nats a token" for key, loss in losses.items()}
-    numbers["Held-out text"] = _heldout(plan)
+    heldout = plan.data.get("heldout")
+    text = heldout.get("name") if isinstance(heldout, dict) else None
+    shown = text if isinstance(text, str) else f"examples with the hash {plan.data['hash']}"
+    numbers["Held-out text"] = one_line(shown, 200).replace("|", r"\|")
     numbers |= {"In-sample": sentence} if (sentence := in_sample(plan)) else {}
-    numbers |= {
-        "Parameters": f"{parameters:,}",
-        "Largest difference of a logit from the plan's model": f"{logit_error:.1e} of the largest logit",
-        "Format": f"`{format}`",
-    }
-    remarks = ["\n".join(f"- {note}" for note in notes)] if notes else []
     return ModelCard(
-        title=f"{name} without the {plan.granularity} of {layers}",
-        method=method,
-        numbers=numbers,
-        loading=CARRIED if carries_code else STOCK,
+        title=title,
+        method=f"{title} (layers are counted from 1). The blocks were chosen by {plan.search} search with the "
+        f"criterion {plan.criterion}{scalars}: [Hopscotch](https://arxiv.org/abs/2506.03303), with fulldepth.",
+        numbers=numbers
+        | {
+            "Parameters": f"{parameters:,}",
+            "Largest difference of a logit from the plan's model": f"{logit_error:.1e} of the largest logit",
+            "Format": f"`{format.name}`",
+        },
+        loading=CARRIED if format.reader == "carried" else STOCK,
         source=plan.model.name,
         tags=["hopscotch", "pruning"],
-        notes=[*remarks, "The plan is in `fulldepth_skip.json`."],
+        notes=["\n".join(f"- {note}" for note in notes)],
     )
-
-
-def _heldout(plan: Plan) -> str:
-    """Name of the text that the losses were measured on, or else the hash of the examples."""
-    heldout = plan.data.get("heldout")
-    name = heldout.get("name") if isinstance(heldout, dict) else None
-    known = name if isinstance(name, str) else f"examples with the hash {plan.data['hash']}"
-    return one_line(known, 200).replace("|", r"\|")
 
 
 def quantised_card(label: str, method: str, name: str, plan: Plan | None, logit_error: float) -> ModelCard:

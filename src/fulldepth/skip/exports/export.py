@@ -4,37 +4,45 @@ from __future__ import annotations
 
 import gc
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 import torch
-from torch import Tensor
+from pydantic import AfterValidator
 from transformers import PreTrainedModel
-from transformers.utils.hub import convert_file_size_to_int
 
-from fulldepth.errors import FulldepthError, one_line, unknown
+from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.readers import prove
 from fulldepth.files import read_document, read_json
 from fulldepth.hf import (
-    Anatomy,
     check_publishing,
     is_offloaded,
     load_checkpoint,
     publish,
+    silent,
 )
-from fulldepth.hf.checkpoint_folder import check_target, count_parameters, folder_to_be, strip_foreign_code
-from fulldepth.hf.companions import generation_settings, save_tokenizer, without_bars
-from fulldepth.hf.older_names import publish_older_names, publish_older_tokenizer
+from fulldepth.hf.checkpoint_folder import (
+    check_target,
+    count_parameters,
+    folder_to_be,
+    generation_settings,
+    publish_older_names,
+    publish_older_tokenizer,
+    save_tokenizer,
+    strip_foreign_code,
+)
 from fulldepth.results import versions
+from fulldepth.settings import Settings
+from fulldepth.settings.exit import file_size
 from fulldepth.settings.search import known_format
 from fulldepth.skip.exports.card import card_of
 from fulldepth.skip.exports.fold import probes, rounding_error, scaled_logits
-from fulldepth.skip.exports.formats import FORMATS, SHARD_SIZE, Draft, Format
+from fulldepth.skip.exports.formats import FORMATS, SHARD_SIZE, Draft
 from fulldepth.skip.exports.possible import Outline, check_format
-from fulldepth.skip.plan import MOST_BYTES, PER_CHANNEL, Plan
+from fulldepth.skip.plan import MOST_BYTES, Plan
 
 NOTES = "fulldepth_skip.json"
 """File of an export with its format, error, notes and plan."""
@@ -99,111 +107,64 @@ def export(
         push_to_hub: name (`user/model`) to upload the folder to; a new repository is private.
 
     Raises:
-        FulldepthError: if `output` exists, the plan is for another model, has scalars per channel, or is of a
-            granularity that the format does not hold, folding is refused, the disk is full, the export computes other
-            logits than the plan's model, both `device` and `device_map` are set, or the upload fails.
+        FulldepthError: if `output` exists, the plan is for another model or of a granularity that the format does not
+            hold, folding is refused, the disk is full, the export computes other logits than the plan's model, both
+            `device` and `device_map` are set, or the upload fails.
     """
     check_publishing(push_to_hub)
-    file_format, most_bytes, target = FORMATS[known_format(format)], _bytes(shard_size), Path(output)
+    file_format, target = FORMATS[known_format(format)], Path(output)
+    most_bytes = shard_size if isinstance(shard_size, int) else file_size(shard_size)
     check_target(target)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    check_exportable(plan)
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    loaded, source = _opened(model, device, device_map, dtype=dtype or plan.dtype, **hub)
+    if device is not None and device_map is not None:
+        raise FulldepthError("Set a device or a device map, not both.")
+    if hasattr(model, "peft_config"):
+        raise FulldepthError(
+            "The model holds an adapter, which has no place in an export. Merge it (PeftModel.merge_and_unload()) "
+            "and search again."
+        )
+    loaded: Any = model
+    if not isinstance(model, PreTrainedModel):
+        places: dict[str, Any] = {"device": device, "device_map": device_map, "dtype": dtype or plan.dtype}
+        loaded = load_checkpoint(model, **places, **hub).model
+    source = model.name_or_path if isinstance(model, PreTrainedModel) else str(model)
     plan.check_model(loaded)
     stock = check_format(loaded, Outline.of(plan), file_format)
     reader_map = "auto" if device_map is not None or is_offloaded(loaded) else None
     with folder_to_be(target) as folder:
         anatomy = stock if stock.model is loaded else find_anatomy(loaded)
-        written = _write(plan, anatomy, stock, file_format, folder, most_bytes, reader_map)
-        del loaded, anatomy, stock
+        folding, ids = file_format.folding(stock, plan), probes(anatomy)
+        expected = scaled_logits(anatomy, plan, ids)
+        noise = min(ALLOWANCE * rounding_error(anatomy, plan, ids, expected), MOST_NOISE)
+        allowed = max(file_format.tolerance(folding, expected.dtype), noise)
+        with generation_settings(stock.model, folder), silent():
+            notes = file_format.write(Draft(stock, plan, folding, folder, most_bytes))
+        if anatomy.config is not anatomy.model.config and stock.config is stock.model.config:
+            notes.append(f"This is the language model of a {type(anatomy.model).__name__} alone; it reads no images.")
+        publish_older_names(folder)
+        del loaded, anatomy, stock, folding
         gc.collect()  # a model that was passed in is held by its owner
-        places = (plan.data.get("tokenizer"), source, plan.model.name)
-        written.notes.extend(save_tokenizer(tokenizer, places, folder, **hub))
-        report = _checked(plan, file_format, target, written)
-    return replace(report, published=publish(target, push_to_hub))
-
-
-@dataclass(frozen=True)
-class _Written:
-    """A checkpoint on disk, and the logits expected from it."""
-
-    folder: Path
-    ids: Tensor
-    """[B, T] tokens."""
-    logits: Tensor
-    """[B, T, V] of the healed model."""
-    tolerance: float
-    """Largest error of a logit, relative to the largest logit."""
-    device_map: str | None
-    """`auto` if the fresh process distributes the model over devices and disk."""
-    notes: list[str]
-
-    def error_by(self, reader: str) -> float:
-        """The error of the logits that a reader computes, relative to the largest."""
-        return prove(self.folder, self.ids, self.logits, self.tolerance, reader, self.device_map)
-
-
-def _checked(plan: Plan, format: Format, target: Path, written: _Written) -> Export:
-    """Compare the logits that fresh processes compute, and write the notes."""
-    folder = written.folder
-    publish_older_tokenizer(folder)
-    strip_foreign_code(folder, carries_code=format.reader == "carried")
-    error = written.error_by(format.reader)
-    verified, notes = format.verify(written.error_by)
-    notes = [*notes, *written.notes]
-    report = Export(format.name, target, error, count_parameters(folder), 0, verified, tuple(notes))
-    _describe(report, plan, folder)
-    return replace(report, bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
-
-
-def _write(
-    plan: Plan,
-    anatomy: Anatomy,
-    stock: Anatomy,
-    format: Format,
-    folder: Path,
-    shard_size: int,
-    device_map: str | None,
-) -> _Written:
-    """Write the checkpoint without its tokenizer; `stock` is the equivalent of `anatomy` in a stock class."""
-    folding = format.folding(stock, plan)
-    ids = probes(anatomy)
-    expected = scaled_logits(anatomy, plan, ids)
-    with generation_settings(stock.model, folder), without_bars():
-        notes = format.write(Draft(stock, plan, folding, folder, shard_size))
-    if anatomy.config is not anatomy.model.config and stock.config is stock.model.config:
-        notes.append(f"This is the language model of a {type(anatomy.model).__name__} alone; it reads no images.")
-    publish_older_names(folder)
-    noise = min(ALLOWANCE * rounding_error(anatomy, plan, ids, expected), MOST_NOISE)
-    return _Written(folder, ids, expected, max(format.tolerance(folding, expected.dtype), noise), device_map, notes)
-
-
-def _opened(
-    model: PreTrainedModel | str | Path, device: Any, device_map: Any, **options: Any
-) -> tuple[PreTrainedModel, str | None]:
-    """The model, loaded with these options unless it already is, and its folder or Hub name."""
-    if device is not None and device_map is not None:
-        raise FulldepthError("Set a device or a device map, not both.")
-    if isinstance(model, PreTrainedModel):
-        if hasattr(model, "peft_config"):
-            raise FulldepthError(
-                "The model holds an adapter, which has no place in an export. Merge it (PeftModel.merge_and_unload()) "
-                "and search again."
-            )
-        return model, model.name_or_path
-    return load_checkpoint(model, device=device, device_map=device_map, **options).model, str(model)
-
-
-def _bytes(size: int | str) -> int:
-    """A size such as `5GB` as a positive number of bytes."""
-    try:
-        number = convert_file_size_to_int(size)
-    except ValueError:
-        number = 0
-    if number <= 0:
-        raise FulldepthError(f"Expected a file size such as 5GB or 500MB, got {one_line(repr(size), 60)}.")
-    return number
+        notes += save_tokenizer(tokenizer, (plan.data.get("tokenizer"), source, plan.model.name), folder, **hub)
+        publish_older_tokenizer(folder)
+        strip_foreign_code(folder, carries_code=file_format.reader == "carried")
+        logit_error = prove(folder, ids, expected, allowed, file_format.reader, reader_map)
+        parameters = count_parameters(folder)
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            "format": format,
+            "logit_error": logit_error,
+            "parameters": parameters,
+            "verified": file_format.verified,
+            "notes": notes,
+            "versions": versions(),
+            "plan": plan.document(),
+        }
+        (folder / NOTES).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        card_of(plan, file_format, logit_error, parameters, notes).write(folder)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    published = publish(target, push_to_hub)
+    return Export(format, target, logit_error, parameters, size, file_format.verified, tuple(notes), published)
 
 
 def load(
@@ -228,26 +189,20 @@ def load(
         FulldepthError: if the folder is no export, or is broken.
     """
     folder = Path(directory)
-    return _format_of(folder).load(folder, dtype=dtype, device=device, device_map=device_map)
-
-
-def _format_of(folder: Path) -> Format:
-    """The format that an export's notes name; without notes, the one whose model its `config.json` describes."""
     path = folder / "config.json"
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map}
     if not (folder / NOTES).exists() and path.is_file() and isinstance(config := read_json(path), dict):
         for format in FORMATS.values():
             if format.is_saved_again(config):
-                return format
-    return FORMATS[read_notes(folder)["format"]]
+                return format.load(folder, **options)
+    return FORMATS[read_notes(folder)["format"]].load(folder, **options)
 
 
-class Notes(pydantic.BaseModel):
+class Notes(Settings):
     """The entries of `fulldepth_skip.json`."""
 
-    model_config = pydantic.ConfigDict(extra="forbid")
-
-    schema_version: int
-    format: str
+    schema_version: Literal[1]
+    format: Annotated[str, AfterValidator(known_format)]
     logit_error: float
     parameters: int
     verified: bool
@@ -267,48 +222,6 @@ def read_notes(folder: Path) -> dict[str, Any]:
         raise FulldepthError(
             f"{folder} is not an export of a skip plan: it has no {NOTES}. `fulldepth skip apply` makes exports."
         )
-    document = read_json(path, most=MOST_BYTES)
-    version = document.get("schema_version") if isinstance(document, dict) else None
-    if version != SCHEMA_VERSION or isinstance(version, bool):
-        raise FulldepthError(
-            f"{path} has schema version {one_line(repr(version), 60)}, this fulldepth reads {SCHEMA_VERSION}."
-        )
     notes = read_document(path, Notes, most=MOST_BYTES)
-    if notes.format not in FORMATS:
-        raise FulldepthError(f"Cannot read {path}: {unknown('format', one_line(notes.format, 60), FORMATS)}")
     Plan.of(notes.plan, f"The plan in {path}")
     return notes.model_dump()
-
-
-def check_exportable(plan: Plan) -> None:
-    """Refuse scalars that no format can hold, before a model is loaded.
-
-    Raises:
-        FulldepthError: for scalars per channel.
-    """
-    if any(isinstance(value, list) for own in plan.scalars.values() for value in own.values()):
-        raise FulldepthError(f"{PER_CHANNEL} Search again with one scalar each.")
-
-
-def _describe(report: Export, plan: Plan, folder: Path) -> None:
-    """Write `fulldepth_skip.json` and `README.md`."""
-    document = {
-        "schema_version": SCHEMA_VERSION,
-        "format": report.format,
-        "logit_error": report.logit_error,
-        "parameters": report.parameters,
-        "verified": report.verified,
-        "notes": list(report.notes),
-        "versions": versions(),
-        "plan": plan.document(),
-    }
-    (folder / NOTES).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    card = card_of(
-        plan,
-        format=report.format,
-        carries_code=FORMATS[report.format].reader == "carried",
-        logit_error=report.logit_error,
-        parameters=report.parameters,
-        notes=report.notes,
-    )
-    card.write(folder)

@@ -38,9 +38,9 @@ from fulldepth.hf import (
     is_offloaded,
     scale_obstacle,
 )
-from fulldepth.hf.scalars import Scalars
+from fulldepth.hf.scalars import FACTORS, Scalars
 from fulldepth.hf.surgery import skipping
-from fulldepth.skip.plan import PER_CHANNEL, Plan
+from fulldepth.skip.plan import Plan
 
 MOST = {torch.float64: 1e-2, torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.1}
 """Largest relative logit error of a folded model; errors of rounding and eps are far smaller."""
@@ -110,7 +110,7 @@ def fold(model: PreTrainedModel, plan: Plan) -> Folding:
 
     Raises:
         FulldepthError: if the plan is for another model, the family's streams cannot be rescaled exactly, a factor of
-            the stream is not positive or differs by channel, or weights are quantised or offloaded. The
+            the stream is not positive, or weights are quantised or offloaded. The
             model is unchanged then.
     """
     if is_offloaded(model):
@@ -145,7 +145,17 @@ def prepare(anatomy: Anatomy, plan: Plan, *, most: float | None = None) -> Foldi
     factors, scales = branch_factors(plan, anatomy.num_layers, parallel=anatomy.family.design == "parallel")
     changes = _changes(anatomy, factors, ids)
     kind, cause = ("healed", _cause(anatomy)) if heals(plan) else ("skipping", "There are no scalars to fold.")
-    with _in_use(changes.values()), _adding_nothing(anatomy, factors):
+
+    def check(where: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if bool((output[0] if isinstance(output, tuple) else output).any()):
+            raise FulldepthError(f"Folding is refused: {where} still adds to the stream with its last weights at zero.")
+
+    with in_use(changes.values()), ExitStack() as hooks:
+        for (layer, role), factor in factors.items():
+            branch = anatomy.part(layer, f"{role}_branch")
+            if factor == 0.0 and branch is not None:
+                hook = partial(check, f"the {role} of layer {layer}")
+                hooks.callback(branch.register_forward_hook(hook).remove)
         folded_logits = logits(anatomy, ids)
     expected = scaled_logits(anatomy, plan, ids)
     error = relative_error(folded_logits, expected)
@@ -158,14 +168,6 @@ def prepare(anatomy: Anatomy, plan: Plan, *, most: float | None = None) -> Foldi
     return Folding(error, scales, note, changes)
 
 
-@contextmanager
-def folded(anatomy: Anatomy, plan: Plan, *, most: float | None = None) -> Iterator[Folding]:
-    """Use the folded weights inside `with`; arguments and errors as in `prepare`."""
-    folding = prepare(anatomy, plan, most=most)
-    with _in_use(folding.changes.values()):
-        yield folding
-
-
 def check_foldable(anatomy: Anatomy, plan: Plan) -> None:
     """Refuse a model or scalars that cannot be folded exactly.
 
@@ -174,13 +176,12 @@ def check_foldable(anatomy: Anatomy, plan: Plan) -> None:
     """
     if not heals(plan):  # zeros in a branch's output weights are exact whatever reads the stream
         return
-    check_scalable(anatomy, per_channel=any(isinstance(v, list) for own in plan.scalars.values() for v in own.values()))
+    check_scalable(anatomy)
     for layer, own in plan.scalars.items():
         for name in ("s_att", "s_mlp"):
-            if not own.get(name, 1.0) > 0:  # type: ignore[operator]
+            if not own.get(name, 1.0) > 0:
                 raise FulldepthError(
-                    f"{name} of layer {layer} is {own[name]:g}, and folding needs factors of the stream above 0: norms "
-                    "do not see a positive factor, but they do see its sign, and 0 leaves nothing of the stream. Fit "
+                    f"{name} of layer {layer} is {own[name]:g}, and folding needs factors of the stream above 0. Fit "
                     "the scalars again with a lower learning rate, or use the plan in place."
                 )
 
@@ -190,14 +191,12 @@ def heals(plan: Plan) -> bool:
     return any(value != 1.0 for own in plan.scalars.values() for value in own.values())
 
 
-def check_scalable(anatomy: Anatomy, *, per_channel: bool = False) -> None:
-    """Refuse a model whose stream cannot be rescaled, and factors per channel.
+def check_scalable(anatomy: Anatomy) -> None:
+    """Refuse a model whose stream cannot be rescaled.
 
     Raises:
         FulldepthError: with the reason.
     """
-    if per_channel:
-        raise FulldepthError(f"{PER_CHANNEL} Search again with one scalar each.")
     reasons = {
         "its norms come after the sums, so nothing takes a factor out of the stream": anatomy.family.design == "post",
         "it has several residual streams, mixed by weights that see their scale": anatomy.has_streams,
@@ -233,15 +232,13 @@ def branch_factors(
     """
     factors, scales, scale = {}, [], 1.0
     for layer in range(1, num_layers + 1):
-        own: dict[str, Any] = plan.scalars.get(str(layer), {})
-        removed = plan.granularity if layer in plan.blocks else ""
-        b_att, s_att = (
-            (0.0, 1.0) if removed in ("attention", "layer") else (own.get("b_att", 1.0), own.get("s_att", 1.0))
-        )
-        b_mlp, s_mlp = (0.0, 1.0) if removed in ("mlp", "layer") else (own.get("b_mlp", 1.0), own.get("s_mlp", 1.0))
-        between, after = scale * s_att, scale * s_att * s_mlp
-        factors[layer, "attention"] = b_att * s_mlp / after if parallel else b_att / between
-        factors[layer, "mlp"] = b_mlp / after
+        own = dict.fromkeys(FACTORS, 1.0) | plan.scalars.get(str(layer), {})
+        if layer in plan.blocks:  # a skipped branch adds 0 to the stream as it is
+            skipped = {"attention": ("att",), "mlp": ("mlp",), "layer": ("att", "mlp")}[plan.granularity]
+            own |= {f"{kind}_{part}": value for part in skipped for kind, value in (("b", 0.0), ("s", 1.0))}
+        between, after = scale * own["s_att"], scale * own["s_att"] * own["s_mlp"]
+        factors[layer, "attention"] = own["b_att"] * own["s_mlp"] / after if parallel else own["b_att"] / between
+        factors[layer, "mlp"] = own["b_mlp"] / after
         scales += [scale, scale if parallel else between]
         scale = after
     return factors, (*scales, scale)
@@ -268,7 +265,7 @@ def _changes(anatomy: Anatomy, factors: Mapping[tuple[int, str], float], ids: Te
 
 
 @contextmanager
-def _in_use(changes: Iterable[Change]) -> Iterator[None]:
+def in_use(changes: Iterable[Change]) -> Iterator[None]:
     """Give branches their new weights during each forward pass."""
     with ExitStack() as hooks, ExitStack() as swapped:
 
@@ -286,23 +283,6 @@ def _in_use(changes: Iterable[Change]) -> Iterator[None]:
         for branch, change in {change.weights.branch: change for change in changes}.items():
             hooks.callback(branch.register_forward_pre_hook(partial(enter, change)).remove)
             hooks.callback(branch.register_forward_hook(leave, always_call=True).remove)
-        yield
-
-
-@contextmanager
-def _adding_nothing(anatomy: Anatomy, factors: Mapping[tuple[int, str], float]) -> Iterator[None]:
-    """Check in the passes inside `with` that branches of factor 0 give exactly 0."""
-
-    def check(where: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if bool((output[0] if isinstance(output, tuple) else output).any()):
-            raise FulldepthError(f"Folding is refused: {where} still adds to the stream with its last weights at zero.")
-
-    with ExitStack() as hooks:
-        for (layer, role), factor in factors.items():
-            branch = anatomy.part(layer, f"{role}_branch")
-            if factor == 0.0 and branch is not None:
-                hook = partial(check, f"the {role} of layer {layer}")
-                hooks.callback(branch.register_forward_hook(hook).remove)
         yield
 
 
@@ -375,7 +355,8 @@ def rounding_error(anatomy: Anatomy, plan: Plan, ids: Tensor, expected: Tensor) 
 def _cause(anatomy: Anatomy) -> str:
     """A sentence on the cause of a folded model's error."""
     norm = anatomy.final_norm
-    eps = next((float(getattr(norm, name)) for name in ("eps", "variance_epsilon") if hasattr(norm, name)), None)
-    owner = "The norms'" if eps is None else f"{'LayerNorm' if isinstance(norm, nn.LayerNorm) else 'RMSNorm'}'s"
+    eps = next((getattr(norm, name) for name in ("eps", "variance_epsilon") if hasattr(norm, name)), None)
     value = "" if eps is None else f" ({eps:g})"
-    return f"{owner} eps{value} is added to a stream of another scale; the rest is rounding in {anatomy.model.dtype}."
+    return (
+        f"The norms' eps{value} is added to a stream of another scale; the rest is rounding in {anatomy.model.dtype}."
+    )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from transformers import PreTrainedModel
 
@@ -16,8 +15,7 @@ from fulldepth.skip.exports.formats import FORMATS, Format, as_stock, as_text
 from fulldepth.skip.plan import Plan
 
 
-@dataclass(frozen=True)
-class Outline:
+class Outline(NamedTuple):
     """The properties of a plan that decide which formats can hold it; known before a search runs."""
 
     granularity: str
@@ -25,19 +23,11 @@ class Outline:
     """Number of skipped blocks."""
     healed: bool
     """Whether there are scalars other than 1."""
-    per_channel: bool = False
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
         """The outline of a plan."""
-        values = [value for own in plan.scalars.values() for value in own.values()]
-        per_channel = any(isinstance(value, list) for value in values)
-        return cls(plan.granularity, len(plan.blocks), heals(plan), per_channel)
-
-    @classmethod
-    def before(cls, settings: SearchSettings, blocks: int) -> Self:
-        """The outline of the plan that a search will find."""
-        return cls(settings.granularity, blocks, settings.fit, settings.per_channel)
+        return cls(plan.granularity, len(plan.blocks), heals(plan))
 
 
 def check_format(model: PreTrainedModel, outline: Outline, format: Format) -> Anatomy:
@@ -69,28 +59,17 @@ def check_format(model: PreTrainedModel, outline: Outline, format: Format) -> An
     return anatomy if stock is model else find_anatomy(stock)
 
 
-def check_scalars(anatomy: Anatomy, outline: Outline, format: Format) -> None:
-    """Refuse a format that cannot hold scalars of this model, regardless of their values.
-
-    Raises:
-        FulldepthError: with the reason.
-    """
-    if outline.healed and (outline.per_channel or not format.keeps_scalars(anatomy.model)):
-        check_scalable(anatomy, per_channel=outline.per_channel)
-
-
 def possible_formats(model: PreTrainedModel, outline: Outline) -> tuple[list[str], dict[str, str]]:
-    """The formats that can hold a plan, and the reason for every other format of its granularity.
+    """The formats that can hold a plan, and the reason for every other format.
 
     Reasons that depend on the scalars' values (a factor of the stream at 0 or below) are known only after the fit.
     """
     fitting, reasons = [], {}
     for name, format in FORMATS.items():
-        if outline.granularity not in format.granularities:
-            continue
         try:
-            anatomy = check_format(model, outline, format)
-            check_scalars(anatomy, outline, format)
+            stock = check_format(model, outline, format)
+            if outline.healed and not format.keeps_scalars(stock.model):
+                check_scalable(stock)
             fitting.append(name)
         except FulldepthError as error:
             reasons[name] = str(error)
@@ -103,12 +82,13 @@ def announce(model: PreTrainedModel, settings: SearchSettings, blocks: int) -> s
     Raises:
         FulldepthError: if `settings.format` is not among them.
     """
-    outline = Outline.before(settings, blocks)
-    if settings.format is not None:
-        format = FORMATS[settings.format]
-        check_scalars(check_format(model, outline, format), outline, format)
+    outline = Outline(settings.granularity, blocks, settings.fit)
     fitting, reasons = possible_formats(model, outline)
-    distinct = {reason: [name for name in reasons if reasons[name] == reason] for reason in reasons.values()}
-    reason_text = " ".join(f"Not {' or '.join(names)}: {reason}" for reason, names in distinct.items())
+    if settings.format in reasons:
+        raise FulldepthError(reasons[settings.format])
+    distinct: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        if outline.granularity in FORMATS[name].granularities:
+            distinct.setdefault(reason, []).append(name)
     first = f"The plan can be exported as {', '.join(fitting)}." if fitting else "The plan cannot be exported."
-    return f"{first} {reason_text}".strip()
+    return " ".join([first, *(f"Not {' or '.join(names)}: {reason}" for reason, names in distinct.items())])

@@ -34,9 +34,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fulldepth.execution.flops import Costs, Variant
-from fulldepth.execution.scoring import BASE, DIVERGENCE, SCALED
-from fulldepth.skip.selection.loss_cache import Chunk, LossCache, Refit
+from fulldepth.execution.flops import Variant
+from fulldepth.execution.scoring import SCALED
+from fulldepth.skip.selection.loss_cache import LossCache
 from fulldepth.uncertainty import SIGNIFICANT, quantile, ratio_error
 
 BUDGET = "budget"
@@ -74,6 +74,11 @@ class Difference(NamedTuple):
         return self.free_error * (SIGNIFICANT if self.documents >= LEAST else quantile(self.documents))
 
     @property
+    def in_errors(self) -> float:
+        """The difference in standard errors."""
+        return self.mean / self.free_error if self.free_error else math.copysign(math.inf, self.mean)
+
+    @property
     def measurable(self) -> bool:
         """Whether the difference is beyond its error."""
         return abs(self.mean) > self.reach
@@ -87,7 +92,7 @@ class Round:
     """1-based layer."""
     decided_by: str
     """`bounds`: all others were significantly worse; `data`: the best of those compared on all data; `budget`: the best
-    when the budget of the round was spent."""
+    when the time of the round was spent."""
     sure: bool
     """Whether the pick has the lowest mean loss over all data of this kind, not only the held-out ones, at the
     confidence of the search; False if the budget decided, or for fewer than `LEAST` documents."""
@@ -190,27 +195,26 @@ def judge(
     (pick,) = winner.difference(picks)
     scored, population = sum(map(len, loss_cache.tokens[:chunks])), loss_cache.sequences
     losers = [variant for variant in loss_cache.candidates(picks) if variant != winner]
-    gaps = {variant: difference(loss_cache, variant, winner) for variant in losers}
-    if not gaps:
+    if not losers:
         return Round(pick, decided_by, True, None, None, None, population, scored, population)
-    risk = (1 - confidence) / len(gaps)
-    near = min(gaps, key=lambda v: (_errors(gaps[v]), sorted(v)))
+    gaps = {variant: difference(loss_cache, variant, winner) for variant in losers}
+    near = min(gaps, key=lambda variant: (gaps[variant].in_errors, sorted(variant)))
     (closest,), gap = near - winner, gaps[near]
     sure = decided_by != BUDGET and all(
-        is_worse(gap, risk, reserve(loss_cache, [gap], confidence, any_data=True), any_data=True)
+        is_worse(
+            gap,
+            (1 - confidence) / len(gaps),
+            reserve(loss_cache, [gap], confidence, any_data=True),
+            any_data=True,
+        )
         for gap in gaps.values()
     )
     error = gap.free_error if math.isfinite(gap.free_error) else None
     return Round(pick, decided_by, sure, closest, gap.mean, error, gap.sequences, scored, population)
 
 
-def _errors(gap: Difference) -> float:
-    """A difference in standard errors."""
-    return gap.mean / gap.free_error if gap.free_error else math.copysign(math.inf, gap.mean)
-
-
 def eliminate(
-    loss_cache: LossCache, blocks: int, *, confidence: float = 0.95, budget: float | None = None
+    loss_cache: LossCache, blocks: int, *, confidence: float = 0.95, seconds: float = math.inf
 ) -> tuple[list[int], list[Round]]:
     """Remove blocks one by one, each time the one that costs least given those removed before.
 
@@ -224,23 +228,42 @@ def eliminate(
         blocks: k.
         confidence: probability that a round keeps its best candidate, the one of the lowest loss on all held-out data,
             for the losses that the module's docstring names.
-        budget: FLOPs of the whole search, including the losses of the plan on all data; None = no bound. A round that
-            has spent its share ends with the best candidate so far, and a message to the watcher.
+        seconds: of all rounds. A round that has spent its share of them, by the number of candidates, ends with the
+            best candidate so far, and a message to the watcher.
 
     Returns:
         Layers in the order of removal, and how each was chosen.
     """
     picks: list[int] = []
     rounds: list[Round] = []
+    chunks = range(len(loss_cache.chunks))
     for number in range(blocks):
-        loss_cache.begin(f"Block {number + 1} of {blocks}", len(loss_cache.candidates(picks)) * loss_cache.num_batches)
-        later = blocks - number - 1
-        limit = math.inf if budget is None else _limit(loss_cache, picks, later, budget)
-        winner, decided_by, chunks = _round(loss_cache, picks, confidence, later, limit)
+        variants, removed = loss_cache.candidates(picks), along(loss_cache, picks)
+        title = f"Block {number + 1} of {blocks}"
+        loss_cache.begin(title, len(variants) * loss_cache.num_batches)
+        left = [len(variants) - later for later in range(blocks - number)]
+        spent = loss_cache.spent["seconds"]
+        end = spent + (seconds - spent) * min(1.0, 2 * left[0] / sum(left))  # most rounds need less than their share
+        risk = (1 - confidence) / len(variants) / max(1, num_tests(loss_cache.documents))
+        alive, decided_by = variants, "data"
+        for chunk in chunks:
+            loss_cache.need([*removed, *alive], chunk)
+            leader = best(loss_cache, alive, range(chunk + 1))
+            if chunk == chunks[-1]:
+                break
+            gaps = {variant: difference(loss_cache, variant, leader) for variant in alive if variant != leader}
+            least = reserve(loss_cache, gaps.values(), confidence) if gaps else 0.0
+            alive = [v for v in alive if v == leader or not is_worse(gaps[v], risk, least)]
+            if len(alive) == 1:
+                decided_by = "bounds" if len(variants) > 1 else "data"
+                break
+            if loss_cache.spent["seconds"] >= end:
+                decided_by = BUDGET
+                break
         loss_cache.finish()
-        rounds.append(judge(loss_cache, picks, winner, decided_by, confidence, chunks))
-        if rounds[-1].stopped:
-            loss_cache.watcher.say(f"Block {number + 1} of {blocks}: {rounds[-1].stopped}.")
+        rounds.append(judge(loss_cache, picks, leader, decided_by, confidence, chunk + 1))
+        if stopped := rounds[-1].stopped:
+            loss_cache.watcher.say(f"{title}: {stopped}.")
         picks.append(rounds[-1].pick)
     return picks, rounds
 
@@ -255,61 +278,8 @@ def along(loss_cache: LossCache, picks: Sequence[int]) -> list[Variant]:
     return [] if loss_cache.criterion == SCALED else chain(picks)
 
 
-def _round(
-    loss_cache: LossCache, picks: Sequence[int], confidence: float, later: int, limit: float
-) -> tuple[Variant, str, int]:
-    """The winner of the round after some picks, `Round.decided_by`, and the number of chunks scored."""
-    variants, removed = loss_cache.candidates(picks), along(loss_cache, picks)
-    chunks = range(len(loss_cache.chunks))
-    risk = (1 - confidence) / len(variants) / max(1, _tests(loss_cache.documents))
-    alive, leader = variants, variants[0]
-    for chunk in chunks:
-        if chunk and limit < math.inf:
-            price = loss_cache.price([*removed, *alive], chunk)
-            if price + _committed(loss_cache, [*chain(picks), leader], chunk + 1, later) > limit:
-                return leader, BUDGET, chunk
-        loss_cache.need([*removed, *alive], chunk)
-        leader = best(loss_cache, alive, range(chunk + 1))
-        if chunk < len(chunks) - 1:
-            gaps = {variant: difference(loss_cache, variant, leader) for variant in alive if variant != leader}
-            least = reserve(loss_cache, gaps.values(), confidence) if gaps else 0.0
-            alive = [v for v in alive if v == leader or not is_worse(gaps[v], risk, least)]
-        if len(alive) == 1:
-            break
-    early = len(alive) == 1 and len(variants) > 1 and chunk < len(chunks) - 1
-    return leader, "bounds" if early else "data", chunk + 1
-
-
-def _tests(documents: Sequence[Sequence[int]]) -> int:
+def num_tests(documents: Sequence[Sequence[int]]) -> int:
     """Number of chunks, the last one left out, after which at least `LEAST` documents were read."""
     seen: set[int] = set()
     counts = [len(seen := seen.union(chunk)) for chunk in documents[:-1]]
     return sum(count >= LEAST for count in counts)
-
-
-def _limit(loss_cache: LossCache, picks: Sequence[int], later: int, budget: float) -> float:
-    """Bound of `_committed` at the end of this round: its share of the free budget, by the number of candidates."""
-    needed = _committed(loss_cache, chain(picks), 0, later + 1)
-    counts = [len(loss_cache.costs.able) - len(picks) - number for number in range(later + 1)]
-    share = min(1.0, 2 * counts[0] / sum(counts))  # most rounds need less than their share
-    return needed + max(0.0, budget - needed) * share
-
-
-def _committed(loss_cache: LossCache, variants: Sequence[Variant], since: int, later: int) -> float:
-    """FLOPs spent, plus the least still needed: losses of variants from chunk `since` on, and `later` more rounds."""
-    chunks, kind = range(since, len(loss_cache.chunks)), loss_cache.unhealed
-    losses = sum(loss_cache.price(variants, chunk, kind) for chunk in chunks)
-    each = round_flops(loss_cache.costs, loss_cache.chunks, loss_cache.criterion, loss_cache.refit)
-    return loss_cache.spent["flops"] + losses + later * each
-
-
-def round_flops(costs: Costs, chunks: Sequence[Chunk], criterion: str, refit: Refit | None = None) -> float:
-    """Lower bound of a round's FLOPs: its candidates on the first chunk, and the loss of its winner on all data."""
-    first = sum(costs.shared([BASE, *costs.candidates(())], batch.shape) for batch in chunks[0])
-    fits = refit.flops * len(costs.able) if refit else 0.0
-    return first + fits + whole_flops(costs, chunks) * (2 if criterion == DIVERGENCE else 1)
-
-
-def whole_flops(costs: Costs, chunks: Sequence[Chunk]) -> float:
-    """FLOPs of a pass of the unmodified model over all data."""
-    return sum(costs.whole(BASE, batch.shape) for chunk in chunks for batch in chunk)

@@ -40,24 +40,22 @@ def exact(loss_cache: LossCache, blocks: int, *, confidence: float = 0.95) -> tu
     """
     picks: list[int] = []
     rounds: list[Round] = []
+    chunks = range(len(loss_cache.chunks))
     while len(picks) < blocks:
-        _run(loss_cache, picks, blocks)
-        while len(picks) < blocks and not _unfinished(loss_cache, picks):
-            winner = best(loss_cache, _possible(loss_cache, picks), range(len(loss_cache.chunks)))
-            rounds.append(judge(loss_cache, picks, winner, "data", confidence))
+        passes = sum(len(loss_cache.candidates(picks)) - number for number in range(blocks - len(picks)))
+        loss_cache.begin(f"Blocks {len(picks) + 1} to {blocks}", passes * loss_cache.num_batches)
+        for chunk in chunks:
+            starts = _starts(loss_cache, picks, blocks)
+            variants = [variant for start in starts for variant in _possible(loss_cache, start)]
+            loss_cache.need([*along(loss_cache, picks), *variants], chunk)
+        loss_cache.finish()
+        while len(picks) < blocks:
+            possible = _possible(loss_cache, picks)
+            if any(len(loss_cache.known_chunks(variant)) < len(chunks) for variant in possible):
+                break  # one may be the best of its round, but was not scored on all data
+            rounds.append(judge(loss_cache, picks, best(loss_cache, possible, chunks), "data", confidence))
             picks.append(rounds[-1].pick)
     return picks, rounds
-
-
-def _run(loss_cache: LossCache, picks: Sequence[int], blocks: int) -> None:
-    """Run one pass over the data for the rounds that are not settled."""
-    passes = sum(len(loss_cache.candidates(picks)) - number for number in range(blocks - len(picks)))
-    loss_cache.begin(f"Blocks {len(picks) + 1} to {blocks}", passes * loss_cache.num_batches)
-    for chunk in range(len(loss_cache.chunks)):
-        starts = _starts(loss_cache, picks, blocks)
-        variants = [variant for start in starts for variant in _possible(loss_cache, start)]
-        loss_cache.need([*along(loss_cache, picks), *variants], chunk)
-    loss_cache.finish()
 
 
 def _starts(loss_cache: LossCache, picks: Sequence[int], blocks: int) -> list[Variant]:
@@ -127,9 +125,3 @@ def _possible(loss_cache: LossCache, picks: Collection[int]) -> list[Variant]:
     sums = {v: loss_cache.total(v, chunks[v]) for v in variants}
     totals = [sums[v] * (tokens / loss_cache.counts(chunks[v]).sum()) for v in variants if chunks[v]]
     return [v for v in variants if not totals or sums[v] <= min(totals)]
-
-
-def _unfinished(loss_cache: LossCache, picks: Sequence[int]) -> list[Variant]:
-    """Candidates that may be the best of the round after these picks, but were not scored on all data."""
-    count = len(loss_cache.chunks)
-    return [v for v in _possible(loss_cache, picks) if len(loss_cache.known_chunks(v)) < count]

@@ -1,7 +1,7 @@
 """Cache of held-out losses, keyed by (variant, data chunk). Shared across processes and saved to disk.
 
 A search depends on nothing else, so a resumed search gives the same result: it runs again from the start and reads
-every loss that was computed before.
+the result of every step that ran before.
 """
 
 from __future__ import annotations
@@ -10,46 +10,59 @@ import json
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import pydantic
+from pydantic import Field, JsonValue
 
 from fulldepth.distributed import Processes
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.flops import Costs, Variant
 from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED, Batch, Scorer
-from fulldepth.files import atomic
-from fulldepth.hf.scalars import Scalars
+from fulldepth.files import read_document
 from fulldepth.progress import Watcher
 from fulldepth.settings import Settings
-from fulldepth.skip.plan import Factors
-from fulldepth.skip.selection.stored import SCHEMA_VERSION, StoredProgress, check_task, damaged, read_progress
+from fulldepth.skip.plan import Factors, differences, write_text
 
+PROGRESS = "progress.json"
+"""File with the progress of a search."""
+SCHEMA_VERSION = 2
+MOST_BYTES = 1 << 30
+"""Largest file. It holds a number for each sequence, variant and chunk."""
 SPENT = ("forwards", "flops", "seconds")
 Chunk = Sequence[Batch]
+Result = tuple[Any, int, float]
+"""A result as plain values, and the forwards and FLOPs that it took."""
+Work = Callable[[], Result]
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Summed = Annotated[float, Field(ge=-1e30, le=1e30)]
+"""Nats; far above any loss, and small enough to be squared."""
+Layers = Annotated[str, Field(pattern=r"^([1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*)?$", max_length=100_000)]
+"""Skipped layers of a variant, such as `3,7`; empty for the unmodified model."""
 
 
-@dataclass(frozen=True)
-class Refit:
-    """The fit of a candidate's scalars (criterion `scaled`), and its cost."""
+class StoredStep(Settings):
+    """What one step of a search has computed."""
 
-    fit: Callable[[Variant], dict[str, Any]]
-    """Returns the entries of a `RefitResult`."""
-    forwards: int
-    flops: float
-
-
-class RefitResult(Settings):
-    """Result of a candidate's fit, as plain values."""
-
-    scalars: Factors
+    spent: tuple[Amount, Amount, Amount]
+    """Forwards, FLOPs and seconds of the search by its end."""
+    tasks: dict[str, JsonValue] = Field(default_factory=dict)
+    """Name of a task -> its result."""
+    sums: dict[Literal["loss", "kl", "scaled"], dict[Layers, list[Summed]]] = Field(default_factory=dict)
+    """Kind -> variant -> summed loss of each sequence of a chunk, in nats."""
 
 
-Sums = dict[str, dict[Variant, dict[int, list[float]]]]
-"""Kind -> variant -> chunk -> summed loss of each sequence, in nats."""
+class StoredProgress(Settings):
+    """The entries of `progress.json`."""
+
+    schema_version: Literal[2]
+    of: dict[str, JsonValue]
+    """Model, data and settings that the progress belongs to."""
+    steps: list[StoredStep]
 
 
 class LossCache:
@@ -64,7 +77,7 @@ class LossCache:
         fingerprint: model, data and settings that the progress belongs to.
         resume: continue from the file, if there is one.
         watcher: receives progress after each variant and batch.
-        refit: for the criterion `scaled`.
+        refit: for the criterion `scaled`: fits the scalars of a variant.
 
     Raises:
         FulldepthError: if the file belongs to another search, cannot be read, or exists and `resume` is not set.
@@ -81,7 +94,7 @@ class LossCache:
         fingerprint: Mapping[str, Any] | None = None,
         resume: bool = False,
         watcher: Watcher | None = None,
-        refit: Refit | None = None,
+        refit: Callable[[Variant], tuple[dict[str, Any], int, float]] | None = None,
     ) -> None:
         self.scorer, self.chunks, self.process, self.path = scorer, chunks, process, path
         self.criterion, self.fingerprint = criterion, dict(fingerprint or {})
@@ -96,21 +109,14 @@ class LossCache:
         self.num_batches = sum(map(len, chunks))
         """Held-out batches."""
         self.spent = dict.fromkeys(SPENT, 0.0)
-        self._sums: Sums = {}
-        self._stored: Sums = {}
-        """Losses in the progress file; a step that ran before the restart takes its own results from here."""
+        self._sums: dict[str, dict[Variant, dict[int, list[float]]]] = {}
+        """Kind -> variant -> chunk -> summed loss of each sequence, in nats."""
         self._tasks: dict[str, Any] = {}
-        self._stored_tasks: dict[str, Any] = {}
-        self._fitted: set[str] = set()
-        self._log: list[list[float]] = []
-        """`SPENT` by the end of each step."""
-        self._steps = 0
+        self._steps: list[dict[str, Any]] = process.first(partial(self._read, resume))
+        """Of `StoredStep`."""
+        self._number = 0
+        """Of the next step."""
         self._open = 0
-        stored = process.agree(self._read(resume) if process.is_main else None)
-        if isinstance(stored, str):
-            raise FulldepthError(stored)
-        if stored is not None:
-            self._load(stored)
 
     @property
     def unhealed(self) -> str:
@@ -121,17 +127,13 @@ class LossCache:
         """The candidates of the round after these picks."""
         return self.costs.candidates(picks)
 
-    def missing(self, variants: Collection[Variant], chunk: int, kind: str | None = None) -> list[Variant]:
-        """The variants whose losses on a chunk are not known, in a fixed order."""
-        return sorted((v for v in set(variants) if chunk not in self._chunks(v, kind)), key=sorted)
-
     def known_chunks(self, variant: Variant) -> list[int]:
         """The chunks on which a variant's losses are known, in order."""
-        return sorted(self._chunks(variant))
+        return sorted(self._chunks(variant, self.criterion))
 
     def rows(self, variant: Variant, chunks: Sequence[int], kind: str | None = None) -> np.ndarray:
         """[N] summed losses of the sequences of some chunks, in nats."""
-        sums = self._chunks(variant, kind)
+        sums = self._chunks(variant, kind or self.criterion)
         return np.array([value for chunk in chunks for value in sums[chunk]], dtype=np.float64)
 
     def counts(self, chunks: Sequence[int]) -> np.ndarray:
@@ -151,33 +153,24 @@ class LossCache:
         chunks = range(len(self.chunks))
         return self.total(variant, chunks, kind) / float(self.counts(chunks).sum())
 
-    def price(self, variants: Collection[Variant], chunk: int, kind: str | None = None) -> float:
-        """FLOPs of the missing losses of the variants on a chunk, in one process."""
-        kind = kind or self.criterion
-        missing = self.missing(variants, chunk, kind)
-        shapes = [batch.shape for batch in self.chunks[chunk]]
-        if kind == SCALED:
-            fits = sum(self.refit.flops for v in missing if self.refit and _name(v) not in self._tasks)
-            return fits + sum(self.costs.whole(v, shape) for v in missing for shape in shapes)
-        if missing and kind == DIVERGENCE:
-            missing = sorted({*missing, BASE}, key=sorted)
-        return sum(self.costs.shared(missing, shape) for shape in shapes)
-
     def need(self, variants: Collection[Variant], chunk: int, kind: str | None = None) -> None:
         """Compute the missing losses of these variants on a chunk, in one pass."""
         kind = kind or self.criterion
-        missing = self.missing(variants, chunk, kind)
+        missing = sorted((v for v in set(variants) if chunk not in self._chunks(v, kind)), key=sorted)
         if kind == SCALED:
-            self._refit(missing)
-        cost = len(missing) * len(self.chunks[chunk]), self.price(missing, chunk, kind)
-        if self._step(lambda: self._evaluate(kind, missing, chunk), lambda: cost):
-            return
+            unfitted = [variant for variant in missing if _fit_of(variant) not in self._tasks]
+            assert self.refit is not None
+            self.task({_fit_of(variant): partial(self.refit, variant) for variant in unfitted}, dict[str, Factors])
+        if self._number == len(self._steps):
+            self._record(partial(self._evaluate, kind, missing, chunk))
+        sums = self._next()["sums"]
+        keys = {_layers(variant): variant for variant in missing}
         for name in (LOSS, DIVERGENCE) if kind == DIVERGENCE else (kind,):
-            for variant in missing:
-                sums = self._stored.get(name, {}).get(variant, {}).get(chunk)
-                if sums is None:
-                    raise damaged(self.path, f"the {name} of {_layers(variant) or 'the model'} is missing")
-                self._set(name, variant, chunk, sums)
+            by_variant = sums.get(name, {})
+            if by_variant.keys() != keys.keys() or {*map(len, by_variant.values())} - {len(self.tokens[chunk])}:
+                raise self._damaged(f"step {self._number} does not hold the {name} of its variants")
+            for key, values in by_variant.items():
+                self._sums.setdefault(name, {}).setdefault(keys[key], {})[chunk] = values
 
     def need_everywhere(self, title: str, variants: Collection[Variant], kind: str | None = None) -> None:
         """Compute the missing losses of these variants on all chunks, as a step with its own progress bar."""
@@ -186,24 +179,27 @@ class LossCache:
             self.need(variants, chunk, kind)
         self.finish()
 
-    def task(
-        self, work: Mapping[str, Callable[[], Any]], cost: Callable[[Any], tuple[float, float]], kind: Any
-    ) -> list[Any]:
+    def task(self, work: Mapping[str, Work], kind: Any) -> list[Any]:
         """Results of other tasks, each run once by one process.
 
         Args:
-            work: name -> function that returns the result as plain values.
-            cost: result of a task -> its forwards and FLOPs.
+            work: name -> function that returns the result.
             kind: pydantic type of a result, which stored results are checked against.
         """
         names = list(work)
-        for start in range(0, len(names), self.process.world):
-            group = names[start : start + self.process.world]
-            if not self._step(partial(self._do, group, work), partial(self._cost_of, group, cost)):
-                for name in group:
-                    if name not in self._stored_tasks:
-                        raise damaged(self.path, f"tasks: {name} is missing")
-                    self._tasks[name] = check_task(self.path, name, self._stored_tasks[name], kind)
+        for at, name in enumerate(names):
+            if is_new := self._number == len(self._steps):
+                self._record(partial(self._run, names[at : at + self.process.world], work))
+            tasks = self._next()["tasks"]
+            if not is_new:
+                try:
+                    pydantic.TypeAdapter(dict[str, kind]).validate_python(tasks, strict=True)
+                except pydantic.ValidationError as error:
+                    problem = error.errors(include_url=False)[0]
+                    raise self._damaged(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
+            if list(tasks) != [name]:
+                raise self._damaged(f"step {self._number} does not hold {name}")
+            self._tasks |= tasks
         return [self._tasks[name] for name in names]
 
     def begin(self, title: str, total: int) -> None:
@@ -221,131 +217,96 @@ class LossCache:
             self._open -= count
             self.watcher.advance(count)
 
-    def _chunks(self, variant: Variant, kind: str | None = None) -> dict[int, list[float]]:
+    def _chunks(self, variant: Variant, kind: str) -> dict[int, list[float]]:
         """Chunk -> known summed losses of a variant."""
-        return self._sums.get(kind or self.criterion, {}).get(variant, {})
+        return self._sums.get(kind, {}).get(variant, {})
 
-    def _set(self, kind: str, variant: Variant, chunk: int, sums: list[float]) -> None:
-        self._sums.setdefault(kind, {}).setdefault(variant, {})[chunk] = sums
+    def _record(self, work: Callable[[], list[Result]]) -> None:
+        """Add steps to those of the file: one for each result of `work`, which processes may compute at once."""
+        start = time.perf_counter()
+        results = work()
+        seconds = self.process.agree(time.perf_counter() - start)
+        spent = list(self.spent.values())
+        for values, *cost in results:
+            spent = [before + more for before, more in zip(spent, (*cost, seconds), strict=True)]
+            self._steps.append({"spent": spent, **values})
+            seconds = 0.0
+        if self.path is not None and self.process.is_main:
+            document = {"schema_version": SCHEMA_VERSION, "of": self.fingerprint, "steps": self._steps}
+            write_text(self.path, json.dumps(document))
 
-    def _cost_of(self, group: Sequence[str], cost: Callable[[Any], tuple[float, float]]) -> tuple[float, float]:
-        costs = [cost(self._tasks[name]) for name in group]
-        return sum(forwards for forwards, _ in costs), sum(flops for _, flops in costs)
+    def _next(self) -> dict[str, Any]:
+        """The next step of the search, computed now or before a restart."""
+        step = self._steps[self._number]
+        self.spent = dict(zip(SPENT, step["spent"], strict=True))
+        self._number += 1
+        return step
 
-    def _step(self, work: Callable[[], None], cost: Callable[[], tuple[float, float]]) -> bool:
-        """Run one step of the search; False if it ran before a restart, so that its cost is known."""
-        new = self._steps == len(self._log)
-        if new:
-            start = time.perf_counter()
-            work()
-            added = (*cost(), time.perf_counter() - start)
-            self._log.append([before + more for before, more in zip(self.spent.values(), added, strict=True)])
-            self._save()
-        self.spent = dict(zip(SPENT, self._log[self._steps], strict=True))
-        self._steps += 1
-        return new
+    def _run(self, group: Sequence[str], work: Mapping[str, Work]) -> list[Result]:
+        """Run the tasks of a group, one in each process."""
+        own = {name: work[name]() for at, name in enumerate(group) if at == self.process.rank}
+        done = {name: result for results in self.process.gather(own) for name, result in results.items()}
+        return [({"tasks": {name: done[name][0]}}, *done[name][1:]) for name in group]
 
-    def _refit(self, variants: Sequence[Variant]) -> None:
-        """Fit the scalars of these variants, unless that was done before."""
-        unfitted = [variant for variant in variants if _name(variant) not in self._fitted]
-        self._fitted.update(map(_name, unfitted))
-        refit = self.refit
-        if unfitted and refit is None:
-            raise FulldepthError("There are no examples to fit scalars on.")
-        if unfitted and refit is not None:
-            work = {_name(v): partial(refit.fit, v) for v in unfitted}
-            self.task(work, lambda _: (refit.forwards, refit.flops), RefitResult)
-            for name in work:
-                try:
-                    Scalars.from_dict(
-                        self._tasks[name]["scalars"], self.scorer.anatomy.num_layers, self.scorer.granularity
-                    )
-                except FulldepthError as error:
-                    raise damaged(self.path, f"tasks: {name}: {error}") from error
-
-    def _evaluate(self, kind: str, variants: Sequence[Variant], chunk: int) -> None:
+    def _evaluate(self, kind: str, variants: Sequence[Variant], chunk: int) -> list[Result]:
         """Score this process's share of (batch, variant) pairs, in order so that prefixes stay shared; gather all."""
-        numbers = range(len(self.chunks[chunk]))
-        units = [(number, variant) for number in numbers for variant in variants]
+        batches = self.chunks[chunk]
+        units = [(number, variant) for number in range(len(batches)) for variant in variants]
         bounds = [round(len(units) * rank / self.process.world) for rank in range(self.process.world + 1)]
         share = units[bounds[self.process.rank] : bounds[self.process.rank + 1]]
         scored: dict[tuple[int, Variant], dict[str, list[float]]] = {}
         for number in sorted({number for number, _ in share}):
-            own = [variant for at, variant in share if at == number]
-            sums = self._score(kind, self.chunks[chunk][number], own)
-            scored |= {(number, variant): sums[variant] for variant in own}
+            own, batch = [variant for at, variant in share if at == number], batches[number]
+            if kind == SCALED:
+                for variant in own:
+                    losses = self.scorer.healed_sums(batch, variant, self._tasks[_fit_of(variant)]["scalars"])[LOSS]
+                    scored[number, variant] = {SCALED: losses}
+                    self._advance(1)
+            else:
+                sums = self.scorer.sums(batch, own, divergence=kind == DIVERGENCE, advance=self._advance)
+                scored |= {(number, variant): sums[variant] for variant in own}
         self._advance(len(units) - len(share))
-        parts = {key: sums for scores in self.process.gather(scored) for key, sums in scores.items()}
-        for variant in variants:
-            for name in parts[0, variant]:
-                values = [value for number in numbers for value in parts[number, variant][name]]
+        gathered: dict[str, dict[str, list[float]]] = {}
+        # In the order of `units`: each process has the next part of them.
+        results = [result for part in self.process.gather(scored) for result in part.items()]
+        for (_, variant), by_name in results:
+            for name, values in by_name.items():
                 if not all(map(math.isfinite, values)):
                     raise FulldepthError(
                         f"With the blocks {sorted(variant)} skipped the loss is not finite in "
                         f"{self.scorer.anatomy.model.dtype}; use another precision (dtype float32 or bfloat16)."
                     )
-                self._set(name, variant, chunk, values)
+                gathered.setdefault(name, {}).setdefault(_layers(variant), []).extend(values)
+        shapes, costs = [batch.shape for batch in batches], self.costs
+        if kind == SCALED:
+            flops = sum(costs.whole(variant, shape) for variant in variants for shape in shapes)
+        else:
+            run = [*variants, BASE] if variants and kind == DIVERGENCE else variants
+            flops = sum(costs.shared(run, shape) for shape in shapes)
+        return [({"sums": gathered}, len(units), flops)]
 
-    def _score(self, kind: str, batch: Batch, variants: Sequence[Variant]) -> dict[Variant, dict[str, list[float]]]:
-        if kind != SCALED:
-            return self.scorer.sums(batch, variants, divergence=kind == DIVERGENCE, advance=self._advance)
-        sums = {}
-        for variant in variants:
-            scalars = self._tasks[_name(variant)]["scalars"]
-            sums[variant] = {SCALED: self.scorer.healed_sums(batch, variant, scalars)[LOSS]}
-            self._advance(1)
-        return sums
-
-    def _do(self, group: Sequence[str], work: Mapping[str, Callable[[], Any]]) -> None:
-        results = {name: work[name]() for at, name in enumerate(group) if at == self.process.rank}
-        for gathered in self.process.gather(results):
-            self._tasks |= gathered
-
-    def _save(self) -> None:
-        if self.path is None or not self.process.is_main:
-            return
-        document = {
-            "schema_version": SCHEMA_VERSION,
-            "of": self.fingerprint,
-            "log": self._log,
-            "tasks": self._tasks,
-            "sums": {
-                kind: {_layers(variant): sums for variant, sums in by_variant.items()}
-                for kind, by_variant in self._sums.items()
-            },
-        }
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic(self.path) as part:
-                part.write_text(json.dumps(document), encoding="utf-8")
-        except OSError as error:
-            raise FulldepthError(f"Cannot write the progress to {self.path}: {error.strerror or error}.") from error
-
-    def _read(self, resume: bool) -> StoredProgress | str | None:
-        """The progress file, or an error message."""
+    def _read(self, resume: bool) -> list[dict[str, Any]]:
+        """The steps in the progress file; none if there is no file."""
         if self.path is None or not self.path.exists():
-            return None
+            return []
         if not resume:
-            return f"{self.path} holds an unfinished search. Go on with it (resume), or choose another output folder."
+            raise FulldepthError(
+                f"{self.path} holds an unfinished search. Go on with it (resume), or choose another output folder."
+            )
         try:
-            return read_progress(self.path, self.fingerprint)
+            stored = read_document(self.path, StoredProgress, most=MOST_BYTES)
         except FulldepthError as error:
-            return str(error)
+            raise self._damaged(str(error).removeprefix(f"Cannot read {self.path}: ")) from error
+        if different := differences(stored.of, self.fingerprint):
+            raise FulldepthError(f"{self.path} holds another search: {different}. Choose another output folder.")
+        return [step.model_dump() for step in stored.steps]
 
-    def _load(self, stored: StoredProgress) -> None:
-        """Take over stored progress, after a check against chunks and layers."""
-        self._log, self._stored_tasks = [list(spent) for spent in stored.log], dict(stored.tasks)
-        depth = self.costs.num_layers
-        for kind, by_variant in stored.sums.items():
-            for key, by_chunk in by_variant.items():
-                variant = Variant(int(layer) for layer in key.split(",") if layer)
-                if max(variant, default=0) > depth:
-                    raise damaged(self.path, f"sums.{kind} names layer {max(variant)}, the model has {depth}")
-                sums = {int(chunk): values for chunk, values in by_chunk.items()}
-                for chunk, values in sums.items():
-                    if chunk >= len(self.tokens) or len(values) != len(self.tokens[chunk]):
-                        raise damaged(self.path, f"sums.{kind} of {key or 'the model'}: chunk {chunk} does not fit")
-                self._stored.setdefault(kind, {})[variant] = sums
+    def _damaged(self, reason: str) -> FulldepthError:
+        """The error for an unusable progress file."""
+        return FulldepthError(
+            f"The progress in {self.path} is damaged: {one_line(reason).rstrip('.')}. Remove the file to start the "
+            "search again."
+        )
 
 
 def _layers(variant: Variant) -> str:
@@ -353,5 +314,6 @@ def _layers(variant: Variant) -> str:
     return ",".join(map(str, sorted(variant)))
 
 
-def _name(variant: Variant) -> str:
+def _fit_of(variant: Variant) -> str:
+    """Name of the task that fits a variant's scalars."""
     return f"scaled {_layers(variant)}"

@@ -16,9 +16,8 @@ from fulldepth.data.examples import Examples, read_examples
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.flops import Variant
 from fulldepth.execution.language_model import check_task, prove
-from fulldepth.execution.scoring import BASE, SCALED, Batch, Scorer
+from fulldepth.execution.scoring import SCALED, Batch, Scorer
 from fulldepth.hf import (
     Anatomy,
     Checkpoint,
@@ -30,11 +29,10 @@ from fulldepth.hf import (
 )
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.surgery import Switches
-from fulldepth.settings.search import PLACES, ReadingSettings, SearchSettings, parse_budget
+from fulldepth.settings.search import PLACES, ReadingSettings, SearchSettings
 from fulldepth.skip.scored_batches import make_batches
-from fulldepth.skip.selection.fit import check_fit, epoch_flops, fit, fit_options, refit_options
-from fulldepth.skip.selection.loss_cache import Chunk, Refit
-from fulldepth.skip.selection.rankings import check_given
+from fulldepth.skip.selection.fit import check_fit
+from fulldepth.skip.selection.loss_cache import Chunk
 
 SMALL_CHUNK = 4
 """Chunks of few held-out sequences are of this size, also where batches are larger, so that progress is stored often.
@@ -52,7 +50,6 @@ class SearchProblem:
     chunks: list[Chunk]
     settings: SearchSettings
     blocks: int
-    refit: Refit | None
 
     @property
     def batches(self) -> list[Batch]:
@@ -124,25 +121,27 @@ def prepared(
     Raises:
         FulldepthError: as `search`.
     """
-    parse_budget(settings.budget)
     checkpoint = open_for(model, settings, process)
     owner = checkpoint.model
     if broken := first_broken_weight(owner):
         raise FulldepthError(f"{checkpoint.name} has NaN or infinite weights (first: {broken}).")
     with evaluating(owner):
         guess = check_task(find_anatomy(owner))
-        _check_blocks(settings, guess.num_layers)
+        blocks = _num_blocks(settings, guess.num_layers)
         data = read_data(checkpoint, guess, data, settings, tokenizer=tokenizer, heldout=heldout)
         chunks = split(data, settings)
         anatomy, classifier = prove(owner, chunks[0][0].inputs)
         hashed = hashed or model_hash(owner)
         with Switches(anatomy, settings.granularity) as switches:
             scorer = Scorer(anatomy, classifier, switches, settings.granularity, chunks[0][0])
-            blocks = _check_able(settings, scorer)
+            able, kind = scorer.costs.able, settings.granularity
+            if lacking := [layer for layer in settings.given or () if layer not in able]:
+                raise FulldepthError(f"Layer {lacking[0]} has no {kind} to remove.")
+            if blocks > len(able):
+                raise FulldepthError(f"Cannot remove {blocks} blocks: {len(able)} layers have a {kind} to remove.")
             if settings.fit or settings.criterion == SCALED:
-                check_fit(fit_options(settings), data.train)
-            refit = _refit(scorer, data, settings) if settings.criterion == SCALED else None
-            yield SearchProblem(checkpoint, hashed, scorer, data, chunks, settings, blocks, refit)
+                check_fit(data.train)
+            yield SearchProblem(checkpoint, hashed, scorer, data, chunks, settings, blocks)
 
 
 def read_data(
@@ -190,40 +189,30 @@ def split(examples: Examples, settings: SearchSettings) -> list[Chunk]:
     return [make_batches([heldout[i] for i in part], settings.batch_size) for part in np.array_split(order, count)]
 
 
-def _check_blocks(settings: SearchSettings, depth: int) -> None:
-    """Refuse an impossible number of blocks before data are read."""
-    if (settings.given is None) != (settings.search != "given"):
+def _num_blocks(settings: SearchSettings, depth: int) -> int:
+    """k, checked before data are read.
+
+    Raises:
+        FulldepthError: if the settings do not say how many, or the model has no such layers.
+    """
+    given = settings.given
+    if (given is None) != (settings.search != "given"):
         raise FulldepthError(
-            f"The search is {settings.search!r}, and given layers are {settings.given}; use both `search: given` and "
+            f"The search is {settings.search!r}, and given layers are {given}; use both `search: given` and "
             "the layers, or none."
         )
-    blocks = settings.blocks if settings.given is None else len(settings.given)
-    if blocks is None:
-        raise FulldepthError("How many blocks to remove? Set blocks.")
-    if settings.given is not None and settings.blocks not in (None, blocks):
-        raise FulldepthError(f"{blocks} layers are given, but blocks is {settings.blocks}.")
+    if settings.budget is not None and settings.search != "greedy":
+        raise FulldepthError(f"A budget ends rounds of the search `greedy`; `{settings.search}` takes its time.")
+    blocks = settings.blocks if given is None else len(given)
+    if not blocks:
+        raise FulldepthError("How many blocks to remove? Set blocks, or name the layers in given.")
+    if given is not None:
+        if settings.blocks not in (None, blocks):
+            raise FulldepthError(f"{blocks} layers are given, but blocks is {settings.blocks}.")
+        if twice := [layer for layer in given if given.count(layer) > 1]:
+            raise FulldepthError(f"The given layers name {twice[0]} twice.")
+        if max(given) > depth:
+            raise FulldepthError(f"There is no layer {max(given)}; this model has the layers 1 to {depth}.")
     if blocks > depth:
         raise FulldepthError(f"Cannot remove {blocks} blocks: the model has {depth} layers.")
-
-
-def _check_able(settings: SearchSettings, scorer: Scorer) -> int:
-    """k, checked against the layers that have the part to be removed."""
-    able = scorer.costs.able
-    if settings.given is not None:
-        return len(check_given(settings.given, able, scorer.costs.num_layers))
-    assert settings.blocks is not None
-    if settings.blocks > len(able):
-        raise FulldepthError(
-            f"Cannot remove {settings.blocks} blocks: {len(able)} layers have a {settings.granularity} to remove."
-        )
-    return settings.blocks
-
-
-def _refit(scorer: Scorer, examples: Examples, settings: SearchSettings) -> Refit:
-    options = refit_options(settings)
-    forwards, flops = epoch_flops(scorer.costs, BASE, examples.train, options)
-
-    def fitted(variant: Variant) -> dict[str, Any]:
-        return {"scalars": fit(scorer, variant, examples.train, (), options).scalars.as_dict()}
-
-    return Refit(fitted, forwards, flops)
+    return blocks

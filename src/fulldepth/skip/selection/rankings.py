@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
@@ -11,7 +11,6 @@ import torch
 from pydantic import Field, FiniteFloat
 from torch.nn import functional
 
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import BASE, Scorer
@@ -51,47 +50,23 @@ def rank(
         return able[::-1][:blocks]
     if search == "random":
         return random.Random(seed).sample(able, blocks)
+    costs = loss_cache.costs
     if search == "one-shot":
         loss_cache.need_everywhere("One-shot", loss_cache.candidates(()))
         scores = {layer: loss_cache.mean(Variant({layer})) for layer in able}
     else:
-        measure = {"cosine": influence, "taylor": sensitivity}[search]
-        scores = _scores(loss_cache, search, measure)
+        measure, price = (influence, costs.whole) if search == "cosine" else (sensitivity, costs.training)
+
+        def on(chunk: Chunk) -> tuple[list[float], int, float]:
+            return measure(loss_cache.scorer, chunk), len(chunk), sum(price(BASE, batch.shape) for batch in chunk)
+
+        loss_cache.begin(search.capitalize(), len(loss_cache.chunks))
+        kind = Annotated[list[FiniteFloat], Field(min_length=costs.num_layers, max_length=costs.num_layers)]
+        work = {f"{search} {number}": partial(on, chunk) for number, chunk in enumerate(loss_cache.chunks)}
+        parts = loss_cache.task(work, kind)
+        loss_cache.finish()
+        scores = {layer: abs(sum(sums[layer - 1] for sums in parts)) for layer in able}
     return sorted(able, key=lambda layer: (scores[layer], layer))[:blocks]
-
-
-def check_given(given: Sequence[int] | None, able: Sequence[int], depth: int) -> list[int]:
-    """The given layers.
-
-    Raises:
-        FulldepthError: if there are none, or one is repeated, out of range, or lacks the part.
-    """
-    if not given:
-        raise FulldepthError("The search `given` needs the layers to remove, such as given=[3, 7].")
-    if twice := sorted({layer for layer in given if list(given).count(layer) > 1}):
-        raise FulldepthError(f"The given layers name {twice[0]} twice.")
-    if beyond := [layer for layer in given if not 1 <= layer <= depth]:
-        raise FulldepthError(f"There is no layer {beyond[0]}; this model has the layers 1 to {depth}.")
-    if lacking := [layer for layer in given if layer not in able]:
-        raise FulldepthError(f"Layer {lacking[0]} has nothing of that kind to skip.")
-    return list(given)
-
-
-def _scores(loss_cache: LossCache, search: str, measure: Callable[[Scorer, Chunk], list[float]]) -> dict[int, float]:
-    """1-based layer -> absolute value of the sum over all chunks; processes share the chunks."""
-    work = {
-        f"{search} {number}": partial(measure, loss_cache.scorer, chunk)
-        for number, chunk in enumerate(loss_cache.chunks)
-    }
-    costs = loss_cache.costs
-    shapes = [batch.shape for chunk in loss_cache.chunks for batch in chunk]
-    passes = costs.training if search == "taylor" else costs.whole
-    each = sum(passes(BASE, shape) for shape in shapes) / len(loss_cache.chunks)
-    loss_cache.begin(search.capitalize(), len(loss_cache.chunks))
-    kind = Annotated[list[FiniteFloat], Field(min_length=costs.num_layers, max_length=costs.num_layers)]
-    parts = loss_cache.task(work, lambda _: (len(shapes) / len(loss_cache.chunks), each), kind)
-    loss_cache.finish()
-    return {layer: abs(sum(sums[layer - 1] for sums in parts)) for layer in range(1, costs.num_layers + 1)}
 
 
 @torch.no_grad()
@@ -126,7 +101,7 @@ def sensitivity(scorer: Scorer, chunk: Chunk) -> list[float]:
     for batch in chunk:
         batch = batch.to(scorer.device)
         with torch.enable_grad(), frozen(anatomy.model):
-            loss = scorer.objective(scorer.states(batch, BASE, gates), batch.targets, None)
+            loss = scorer.objective(scorer.states(batch, BASE, gates), batch.targets)
             flat = torch.autograd.grad(loss, [factor for of in factors for factor in of])
         per_layer = torch.stack(flat).double().view(len(factors), -1).sum(1).tolist()
         totals = [total + more for total, more in zip(totals, per_layer, strict=True)]

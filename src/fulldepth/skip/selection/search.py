@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, FiniteFloat, NonNegativeInt
+from pydantic import FiniteFloat, NonNegativeInt
 from transformers import PreTrainedModel
 
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.flops import Variant
-from fulldepth.execution.scoring import BASE
+from fulldepth.execution.flops import Costs, Shape, Variant
+from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS
 from fulldepth.progress import Watcher
+from fulldepth.results import versions
 from fulldepth.settings import Settings
 from fulldepth.settings import layer as layered
-from fulldepth.settings.search import SearchSettings, parse_budget
+from fulldepth.settings.search import SearchSettings, seconds_of
 from fulldepth.skip.exports.possible import announce
-from fulldepth.skip.plan import FILE, Factors, Loss, Plan
+from fulldepth.skip.in_sample import ENTRY, rows_of
+from fulldepth.skip.plan import FILE, SCHEMA_VERSION, Factors, Loss, Plan
 from fulldepth.skip.selection.elimination import Round, chain, eliminate
-from fulldepth.skip.selection.estimate import Estimate, budget_of, check_budget, estimate_search
 from fulldepth.skip.selection.exact import exact
 from fulldepth.skip.selection.fit import fit, fit_options
-from fulldepth.skip.selection.loss_cache import LossCache
+from fulldepth.skip.selection.loss_cache import PROGRESS, LossCache
 from fulldepth.skip.selection.problem import SearchProblem, prepared
 from fulldepth.skip.selection.rankings import rank
-from fulldepth.skip.selection.record import document_of
-from fulldepth.skip.selection.stored import PROGRESS, damaged
-
-Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
-"""FLOPs that a search may spend."""
 
 
 class StoredFit(Settings):
@@ -41,9 +40,6 @@ class StoredFit(Settings):
     losses: list[FiniteFloat]
     epoch: NonNegativeInt
     train_losses: list[FiniteFloat]
-    divergences: list[FiniteFloat]
-    forwards: NonNegativeInt
-    flops: Loss
 
 
 def search(
@@ -53,13 +49,6 @@ def search(
     *,
     tokenizer: Any = None,
     heldout: Any = None,
-    criterion: str = "loss",
-    search: str = "greedy",
-    granularity: str = "attention",
-    given: Sequence[int] | None = None,
-    fit: bool = True,
-    batch_size: int = 8,
-    seed: int = 0,
     output: str | Path | None = None,
     resume: bool = False,
     responses: Mapping[str, Any] | None = None,
@@ -74,34 +63,17 @@ def search(
         blocks: k, the number to remove; None = the number of layers in `given`.
         tokenizer: required for a loaded model, unless data are `Examples`; None = the one saved with the checkpoint.
         heldout: data to score with, of the same kinds; None = a random fifth of `data`.
-        criterion: `loss`, `scaled` or `kl`.
-        search: `greedy`, `exact`, `one-shot`, `cosine`, `taylor`, `random`, `last`, or `given` (with the layers).
-        granularity: `attention`, `mlp` or `layer`.
-        given: 1-based layers in the order of their removal.
-        fit: train scalars, and the control "scalars only".
-        batch_size: sequences per batch.
-        seed: of all random choices.
         output: folder for `plan.json`, and for `progress.json` while the search runs.
         resume: continue an interrupted search; the plan is the same as without interruption.
         responses: settings of the generated responses, for the plan's `data`.
         watcher: receives progress and messages.
-        **options: any other field of `SearchSettings`.
+        **options: fields of `SearchSettings`: `criterion`, `search`, `granularity`, `given` (1-based layers in order of
+            removal), `fit`, `batch_size`, `seed`, ...
 
     Raises:
         FulldepthError: if the model, data or options are not valid, or the output folder holds other files.
     """
-    fields = {
-        "blocks": blocks,
-        "criterion": criterion,
-        "search": search,
-        "granularity": granularity,
-        "given": given,
-        "fit": fit,
-        "batch_size": batch_size,
-        "seed": seed,
-        **options,
-    }
-    settings = layered(SearchSettings, fields)
+    settings = layered(SearchSettings, {"blocks": blocks, **options})
     opened = {"tokenizer": tokenizer, "heldout": heldout}
     with processes() as process, process.holding(output), prepared(model, data, settings, process, **opened) as problem:
         return search_with(problem, process, watcher or Watcher(), output=output, resume=resume, responses=responses)
@@ -122,8 +94,14 @@ def search_with(
     if finished is not None:
         return finished
     watcher.say(announce(problem.checkpoint.model, settings, problem.blocks))
-    expected = estimate_search(problem, process)
-    watcher.say(expected.sentence)
+
+    def fitted(variant: Variant, *, candidate: bool = False) -> tuple[dict[str, Any], int, float]:
+        options, heldout = fit_options(settings, candidate=candidate), () if candidate else problem.batches
+        result = fit(problem.scorer, variant, problem.examples.train, heldout, options, None if candidate else watcher)
+        names = () if candidate else ("heldout_loss", "losses", "epoch", "train_losses")
+        values = {"scalars": result.scalars.as_dict(), **{name: getattr(result, name) for name in names}}
+        return values, result.forwards, result.flops
+
     loss_cache = LossCache(
         problem.scorer,
         problem.chunks,
@@ -133,15 +111,22 @@ def search_with(
         fingerprint={"model": problem.hash, "data": problem.examples.meta["hash"], **problem.noted_settings},
         resume=resume,
         watcher=watcher,
-        refit=problem.refit,
+        refit=partial(fitted, candidate=True),
     )
-    budget = _agreed_budget(loss_cache, problem, expected, process)
-    picks, rounds = _pick(loss_cache, problem, budget)
+    rounds: list[Round] = []
+    if settings.search == "greedy":
+        seconds = math.inf if settings.budget is None else seconds_of(settings.budget)
+        picks, rounds = eliminate(loss_cache, problem.blocks, confidence=settings.confidence, seconds=seconds)
+    elif settings.search == "exact":
+        picks, rounds = exact(loss_cache, problem.blocks, confidence=settings.confidence)
+    else:
+        picks = rank(loss_cache, settings.search, problem.blocks, seed=settings.seed, given=settings.given)
     loss_cache.need_everywhere("Losses on all data", chain(picks), loss_cache.unhealed)
     searched = dict(loss_cache.spent)
-    fits = _fits(loss_cache, problem, picks, watcher) if settings.fit else []
+    work = {"fit healed": partial(fitted, Variant(picks)), "fit control": partial(fitted, BASE)}
+    fits = loss_cache.task(work, StoredFit) if settings.fit else []
     problem.scorer.plain()
-    plan = Plan.of(document_of(problem, loss_cache, picks, rounds, searched, fits, responses))
+    plan = Plan.of(_document(problem, loss_cache, picks, rounds, searched, fits, responses))
     if folder is not None and process.is_main:
         plan.save(folder)
         (folder / PROGRESS).unlink(missing_ok=True)
@@ -149,57 +134,93 @@ def search_with(
     return plan
 
 
-def estimate(
-    model: str | Path | PreTrainedModel,
-    data: Any,
-    blocks: int | None = None,
-    *,
-    tokenizer: Any = None,
-    heldout: Any = None,
-    **options: Any,
-) -> Estimate:
-    """Upper bounds of the cost of `search` with these arguments: forward passes, FLOPs, seconds by a timed batch."""
-    settings = layered(SearchSettings, {"blocks": blocks, **options})
-    opened = {"tokenizer": tokenizer, "heldout": heldout}
-    with processes() as process, prepared(model, data, settings, process, **opened) as problem:
-        return estimate_search(problem, process)
+def _document(
+    problem: SearchProblem,
+    loss_cache: LossCache,
+    picks: Sequence[int],
+    rounds: Sequence[Round],
+    searched: Mapping[str, float],
+    fits: Sequence[Mapping[str, Any]],
+    responses: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The entries of `plan.json`.
+
+    Args:
+        problem: the search problem.
+        loss_cache: holds the losses of the plan.
+        picks: layers in the order of removal.
+        rounds: record of each choice.
+        searched: cost of the search, without fits.
+        fits: of the scalars, and of the control; empty if none were fitted.
+        responses: how the data's responses were generated.
+    """
+    settings = problem.settings
+    healed, control = fits or (None, None)
+    plain = plain_flops(loss_cache.costs, picks, [batch.shape for batch in problem.batches])
+    cost: dict[str, Any] = {
+        **_spent(searched),
+        "plain_flops": plain,
+        "share_of_plain": searched["flops"] / plain,
+        "batch_size": settings.batch_size,
+        "chunks": len(problem.chunks),
+    }
+    if rounds:
+        cost["confidence"] = settings.confidence
+        cost["unsure_rounds"] = [number for number, how in enumerate(rounds, start=1) if not how.sure]
+        cost["rounds"] = [asdict(how) for how in rounds]
+        cost["stopped_by_budget"] = [f"round {n}: {r.stopped}" for n, r in enumerate(rounds, start=1) if r.stopped]
+    if settings.criterion == DIVERGENCE:
+        cost["divergences"] = [loss_cache.mean(variant, DIVERGENCE) for variant in chain(picks)]
+    if fits:
+        cost["fit"] = _spent({name: loss_cache.spent[name] - amount for name, amount in searched.items()}) | {
+            name: {key: record[key] for key in ("losses", "epoch", "train_losses")}
+            for name, record in zip(("healed", "control"), fits, strict=True)
+        }
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": {
+            "name": problem.checkpoint.name,
+            "class": type(problem.checkpoint.model).__name__,
+            "hash": problem.hash,
+        },
+        "granularity": settings.granularity,
+        "criterion": settings.criterion,
+        "search": settings.search,
+        "blocks": list(picks),
+        "losses": [loss_cache.mean(variant, LOSS) for variant in chain(picks)],
+        "healed_loss": healed and healed["heldout_loss"],
+        "control_loss": control and {"scalars_only": control["heldout_loss"]},
+        "scalars": healed["scalars"] if healed else {},
+        "data": {
+            **problem.examples.meta,
+            ENTRY: rows_of(problem.examples.heldout),
+            **({"tokenizer": settings.tokenizer} if settings.tokenizer else {}),
+            **({"responses": dict(responses)} if responses else {}),
+        },
+        "seed": settings.seed,
+        "versions": versions(),
+        "cost": {**cost, "settings": problem.noted_settings},
+    }
 
 
-def _agreed_budget(
-    loss_cache: LossCache, problem: SearchProblem, expected: Estimate, process: Processes
-) -> float | None:
-    """FLOPs that the search may spend; a budget in time is converted once and stays the same after a restart."""
-    budget = budget_of(problem.settings, expected.pace * process.world)
-    (limit,) = loss_cache.task({"budget": lambda: budget}, lambda _: (0, 0.0), Limit)
-    timed = parse_budget(problem.settings.budget)[1] is not None
-    if limit != budget and not (timed and limit is not None) and loss_cache.path is not None:
-        raise damaged(loss_cache.path, f"tasks: the budget is {limit}, and the search has {budget}")
-    check_budget(problem, expected, limit)
-    return limit
+def plain_flops(costs: Costs, picks: Sequence[int], shapes: Sequence[Shape]) -> float:
+    """FLOPs of the loop that runs the model once for every candidate of every round, and once unmodified.
+
+    Args:
+        costs: of the model.
+        picks: layers in the order of removal; the plain loop does not compute skipped blocks either.
+        shapes: of all batches.
+    """
+    variants = [BASE, *(v for number in range(len(picks)) for v in costs.candidates(picks[:number]))]
+    return sum(costs.whole(variant, shape, every_position=True) for shape in shapes for variant in variants)
 
 
-def _pick(loss_cache: LossCache, problem: SearchProblem, budget: float | None) -> tuple[list[int], list[Round]]:
-    """Layers in the order of removal, and the record of each choice."""
-    settings, blocks = problem.settings, problem.blocks
-    if settings.search == "greedy":
-        return eliminate(loss_cache, blocks, confidence=settings.confidence, budget=budget)
-    if settings.search == "exact":
-        return exact(loss_cache, blocks, confidence=settings.confidence)
-    picks = rank(loss_cache, settings.search, blocks, seed=settings.seed, given=settings.given)
-    return picks, []
-
-
-def _fits(loss_cache: LossCache, problem: SearchProblem, picks: Sequence[int], watcher: Watcher) -> list[Any]:
-    """The scalars of the plan, and of the model with nothing skipped."""
-    options = fit_options(problem.settings)
-
-    def fitted(variant: Variant) -> dict[str, Any]:
-        result = fit(problem.scorer, variant, problem.examples.train, problem.batches, options, watcher)
-        names = [name for name in StoredFit.model_fields if name != "scalars"]
-        return {"scalars": result.scalars.as_dict(), **{name: getattr(result, name) for name in names}}
-
-    work = {"fit healed": lambda: fitted(Variant(picks)), "fit control": lambda: fitted(BASE)}
-    return loss_cache.task(work, lambda result: (result["forwards"], result["flops"]), StoredFit)
+def _spent(amounts: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "forwards": int(amounts["forwards"]),
+        "flops": amounts["flops"],
+        "seconds": round(amounts["seconds"], 3),
+    }
 
 
 def _finished(folder: Path | None, problem: SearchProblem, resume: bool, process: Processes) -> Plan | None:

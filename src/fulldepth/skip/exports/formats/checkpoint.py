@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -18,7 +20,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Anatomy, is_offloaded, loaded_weight
 from fulldepth.skip.exports.fold import Folding
-from fulldepth.skip.exports.formats.weight_files import WeightFiles
 from fulldepth.skip.plan import Plan
 
 IDENTITY = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path")
@@ -147,32 +148,44 @@ def save(
         model._weight_conversions = conversions
     model.save_pretrained(draft.folder, state_dict={})  # configuration and code
     (draft.folder / "model.safetensors").unlink(missing_ok=True)
-    _write_weights(draft, model, {name: weights[name] for name in _own_names(model)})
-
-
-def _own_names(model: PreTrainedModel) -> list[str]:
-    """Names of the weights in a checkpoint: without those tied to others."""
-    tied = {
+    left_out = {
         target
         for target, source in model.all_tied_weights_keys.items()
         if model.get_parameter_or_buffer(target) is model.get_parameter_or_buffer(source)
-    }
-    return [
-        name for name in model.state_dict() if name not in tied and name not in (model._keys_to_ignore_on_save or ())
-    ]
+    }.union(model._keys_to_ignore_on_save or ())
+    _write_weights(draft, model, {name: weights[name] for name in model.state_dict() if name not in left_out})
 
 
 def _write_weights(draft: Draft, model: PreTrainedModel, weights: Mapping[str, Weight]) -> None:
-    """Write weights under their names in files of this class; a layer's weights are converted together."""
+    """Write weights in files of bounded size, under transformers' names for files; layers are converted as a whole."""
     groups: dict[str, list[str]] = {}
     for name in weights:
         layer = re.match(r".*?\.\d+\.", name)
         groups.setdefault(layer[0] if layer else name.rpartition(".")[0], []).append(name)
-    files = WeightFiles(draft.folder, draft.shard_size)
+    files: list[list[list[str]]] = [[]]
+    """Of each file, the names of the weights that are converted together."""
+    room = draft.shard_size
     for names in groups.values():
-        size = sum(weights[name].like.nbytes for name in names)
-        for part in [names] if size <= draft.shard_size else [[name] for name in names]:
-            files.make_room(sum(weights[name].like.nbytes for name in part))
+        fits = sum(weights[name].like.nbytes for name in names) <= draft.shard_size
+        for part in [names] if fits else [[name] for name in names]:
+            size = sum(weights[name].like.nbytes for name in part)
+            if size > room and files[-1]:
+                files.append([])
+                room = draft.shard_size
+            files[-1].append(part)
+            room -= size
+    index: dict[str, str] = {}
+    total = 0
+    for number, parts in enumerate(files, start=1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        held: dict[str, Tensor] = {}
+        for part in parts:
             for name, weight in revert_weight_conversion(model, {name: weights[name].read() for name in part}).items():
-                files.add(name, weight)
-    files.close(model.num_parameters())
+                held[name] = weight.detach().contiguous().cpu()
+        save_file(held, draft.folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(held, file)
+        total += sum(weight.nbytes for weight in held.values())
+    if len(files) > 1:
+        metadata = {"total_parameters": model.num_parameters(), "total_size": total}
+        text = json.dumps({"metadata": metadata, "weight_map": index}, indent=2, sort_keys=True) + "\n"
+        (draft.folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")

@@ -13,7 +13,7 @@ Source: published `config.json` of Llama-3_1-Nemotron-51B; vLLM `nemotron_nas.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fulldepth.architectures import DeciLMConfig, DeciLMForCausalLM
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import load_checkpoint
-from fulldepth.skip.exports.formats.checkpoint import Draft, Weight, plain_values, save
+from fulldepth.skip.exports.formats.checkpoint import Draft, plain_values, save
 from fulldepth.skip.exports.formats.format import Format
 
 MULTIPLE = 256
@@ -33,15 +33,11 @@ MULTIPLE = 256
 NOT_OF_LLAMA = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
 """Entries of a Qwen2's configuration that a Llama does not have."""
 NO_ATTENTION = {"n_heads_in_group": None, "no_op": True}
-ATTENTION_REST: dict[str, Any] = {
-    "num_sink_tokens": None,
-    "replace_with_linear": False,
-    "sparsify": None,
-    "unshifted_sink": False,
-    "use_prefill_window_in_sink_attention": False,
-    "window_length": None,
-}
 FFN_REST: dict[str, Any] = {"replace_with_linear": False, "sparsify": None}
+ATTENTION_REST = FFN_REST | {
+    **dict.fromkeys(("num_sink_tokens", "window_length")),
+    **dict.fromkeys(("unshifted_sink", "use_prefill_window_in_sink_attention"), False),
+}
 """Further entries of a block in published configurations."""
 
 
@@ -57,6 +53,7 @@ class DeciLM(Format):
     name = "decilm"
     granularities = ("attention",)
     reader = "carried"
+    verified = False
 
     def check(self, model: PreTrainedModel, skipped: int) -> None:
         """Refuse a family or shape that the layout cannot describe.
@@ -70,13 +67,12 @@ class DeciLM(Format):
                 f"The decilm layout holds llama and qwen2; this model is a {config.model_type}. Use --format fast or "
                 "folded."
             )
-        heads = config.num_attention_heads
-        window = getattr(config, "layer_types", None) and "sliding_attention" in config.layer_types
         rope = config.rope_parameters.get("rope_type", "default")
         reasons = {
             "its heads have a width of their own (head_dim)": getattr(config, "head_dim", None)
-            not in (None, config.hidden_size // heads),
-            "some of its layers attend within a sliding window": window,
+            not in (None, config.hidden_size // config.num_attention_heads),
+            "some of its layers attend within a sliding window": "sliding_attention"
+            in (getattr(config, "layer_types", None) or ()),
             f"its rotary positions are of type {rope!r}": rope not in ("default", "linear", "llama3"),
         }
         if reason := next((text for text, applies in reasons.items() if applies), None):
@@ -88,10 +84,10 @@ class DeciLM(Format):
 
     def write(self, draft: Draft) -> list[str]:
         """Write the checkpoint, its configuration with the published names, and modelling code for transformers."""
-        config = draft.model.config
+        config, state = draft.model.config, draft.weights()
         skipped = set(draft.plan.blocks) - self.computed(draft.plan.blocks)
         size = -(-config.intermediate_size // MULTIPLE) * MULTIPLE
-        biased = _has(draft, "q_proj.bias")
+        missing, biased = size - config.intermediate_size, any(name.endswith("q_proj.bias") for name in state)
         llama_values = {name: value for name, value in plain_values(config).items() if name not in NOT_OF_LLAMA}
         values = llama_values | {
             "architectures": ["DeciLMForCausalLM"],
@@ -99,16 +95,35 @@ class DeciLM(Format):
             "attention_bias": biased,
             "block_configs": block_configs(config, skipped, size),
         }
-        weights = _weights(draft, skipped, size, biased)
+        removed = tuple(f"model.layers.{n - 1}.{name}." for n in skipped for name in ("self_attn", "input_layernorm"))
+        weights = {name: weight for name, weight in state.items() if not name.startswith(removed)}
+        for name, weight in list(weights.items()):
+            if missing and ".mlp." in name:
+                if ".down_proj." not in name:
+                    weights[name] = weight.map(partial(_padded, missing=missing, dim=0))
+                elif name.endswith("weight"):
+                    weights[name] = weight.map(partial(_padded, missing=missing, dim=1))
+            if biased and name.endswith("o_proj.weight"):
+                bias = weight.map(lambda tensor: tensor.new_zeros(len(tensor)))
+                weights.setdefault(name.replace("weight", "bias"), bias)
         save(draft, DeciLMForCausalLM, DeciLMConfig(**values), weights)
-        return [draft.folding.note, *_notes(draft, size, biased)]
-
-    def verify(self, error_of: Callable[[str], float]) -> tuple[bool, list[str]]:
-        """Not verified: no reader of the layout is a part of this package."""
-        return False, [
+        notes = [
             "UNVERIFIED: names and shapes are the published ones, and the code that this folder carries gives the "
-            "plan's logits, but no reader of the DeciLM layout has loaded it; benchmarks/readers.py does."
+            "plan's logits, but no reader of the DeciLM layout has loaded it; benchmarks/readers.py does.",
+            draft.folding.note,
         ]
+        if missing:
+            notes.append(
+                f"The MLPs have {size} neurons instead of {config.intermediate_size}, the rest zeros: readers accept "
+                f"only multiples of {MULTIPLE}."
+            )
+        if biased and not any(name.endswith("o_proj.bias") for name in state):
+            notes.append("The output projections have biases of zeros: readers need biases on all projections or none.")
+        if 1 in draft.plan.blocks:
+            notes.append("Layer 1 keeps its attention, with an output of zeros: vLLM and llama.cpp need a first one.")
+        if (config.model_type, config.vocab_size) != ("llama", 128256):
+            notes.append("llama.cpp's converter for this layout knows the tokenizers of Llama 2 and 3 only.")
+        return notes
 
     def is_saved_again(self, config: Mapping[str, Any]) -> bool:
         """Whether model type and class are those that the format writes; others use the same model type."""
@@ -139,48 +154,8 @@ def block_configs(config: PreTrainedConfig, skipped: set[int], size: int) -> lis
     ]
 
 
-def _weights(draft: Draft, skipped: set[int], size: int, biased: bool) -> dict[str, Weight]:
-    """Weights with Llama's names: without skipped attention, and with zeros where readers expect larger tensors."""
-    removed = tuple(f"model.layers.{n - 1}.{name}." for n in skipped for name in ("self_attn", "input_layernorm"))
-    weights = {name: weight for name, weight in draft.weights().items() if not name.startswith(removed)}
-    for name, weight in list(weights.items()):
-        missing = size - draft.model.config.intermediate_size
-        if missing and ".mlp." in name:
-            if ".down_proj." not in name:
-                weights[name] = weight.map(partial(_padded, missing=missing, dim=0))
-            elif name.endswith("weight"):
-                weights[name] = weight.map(partial(_padded, missing=missing, dim=1))
-        if biased and name.endswith("o_proj.weight"):
-            weights.setdefault(name.replace("weight", "bias"), weight.map(lambda tensor: tensor.new_zeros(len(tensor))))
-    return weights
-
-
 def _padded(weight: Tensor, missing: int, dim: int) -> Tensor:
     """A weight padded with `missing` zeros along a dimension."""
     shape = list(weight.shape)
     shape[dim] = missing
     return torch.cat([weight, weight.new_zeros(shape)], dim=dim)
-
-
-def _has(draft: Draft, ending: str) -> bool:
-    """Whether the model has a weight with this ending of its name."""
-    return any(name.endswith(ending) for name in draft.model.state_dict())
-
-
-def _notes(draft: Draft, size: int, biased: bool) -> list[str]:
-    config = draft.model.config
-    notes = []
-    if size != config.intermediate_size:
-        notes.append(
-            f"The MLPs have {size} neurons instead of {config.intermediate_size}, the rest zeros: readers accept only "
-            f"multiples of {MULTIPLE}."
-        )
-    if biased and not _has(draft, "o_proj.bias"):
-        notes.append("The output projections have biases of zeros: readers need biases on all projections or none.")
-    if 1 in draft.plan.blocks:
-        notes.append(
-            "Layer 1 keeps its attention, with an output of zeros: vLLM and llama.cpp fail on a first layer without."
-        )
-    if config.model_type != "llama" or config.vocab_size != 128256:
-        notes.append("llama.cpp's converter for this layout knows the tokenizers of Llama 2 and 3 only.")
-    return notes

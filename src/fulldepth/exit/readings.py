@@ -1,0 +1,316 @@
+r"""What a model predicts at every layer, what leaving it after chosen layers gives, and the choice of a threshold.
+
+A sample leaves after the first layer l >= `min_layer` at which its value exceeds the threshold t, else after the last
+layer L. With the probabilities :math:`p_1 \ge p_2 \ge \ldots` of the classifier applied to :math:`h_l`, and C classes,
+the value is
+
+- `confidence`: :math:`p_1`;
+- `margin`: :math:`p_1 - p_2`;
+- `entropy`: :math:`1 + \sum_c p_c \log p_c / \log C`;
+- `patience`: :math:`r / L`, where the r layers up to this one, all from `min_layer` on, predict the same class.
+
+All are at most 1, so t = 1 is the full model.
+
+Source: "Representation progression and aligned training", Sec. 2.2 (confidence); `execution.decoding.rules`, which
+decoding shares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fulldepth.data import Batch, Sequences
+from fulldepth.errors import FulldepthError
+from fulldepth.execution import body_inputs, capture
+from fulldepth.execution.decoding import ExitRule, certainty
+from fulldepth.exit.subject import Subject
+from fulldepth.metrics.jackknife import Mean
+from fulldepth.metrics.reservoir import priority
+from fulldepth.progress import Watcher
+from fulldepth.settings.exit import ExitSettings, Rule
+from fulldepth.targets import IGNORE
+from fulldepth.uncertainty import advisable, sample
+
+CANDIDATES = 200
+"""Most thresholds that a calibration tries, besides the given ones."""
+CHUNK_ELEMENTS = 1 << 23
+"""Logits that exist at once."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A rule with its threshold, for a model of L layers."""
+
+    rule: Rule
+    threshold: float
+    min_layer: int
+    num_layers: int
+
+    def layers(self, certainty: Tensor, prediction: Tensor) -> Tensor:
+        """[N] layer after which each sample leaves, 1..L.
+
+        Args:
+            certainty: `[L, N]` of layers 1..L; not read by `patience`.
+            prediction: `[L, N]` predicted classes.
+        """
+        left = torch.full((prediction.shape[1],), self.num_layers, dtype=torch.int64)
+        rule = ExitRule(self.rule, self.threshold, self.num_layers)
+        for layer in range(self.min_layer, self.num_layers):
+            leaves = rule.decide(certainty[layer - 1], prediction[layer - 1])
+            left[leaves & (left == self.num_layers)] = layer
+        return left
+
+
+@dataclass(frozen=True)
+class Readings:
+    """Layers 0..L of N samples with one target each: positions of a text, or labelled sequences; all on the CPU."""
+
+    prediction: Tensor
+    """[L+1, N] int64 predicted class or token."""
+    certainty: dict[Rule, Tensor]
+    """Rule -> [L+1, N] value that is compared with a threshold; `patience` reads the predictions."""
+    sequence: Tensor
+    """[N] int64: index of the sequence in the data."""
+    cluster: Tensor
+    """[N] int64: identity of the unit of independence, over which errors are taken (`Sequences.clusters`)."""
+    loss: Tensor
+    """[L+1, N] float64 cross-entropy of the target in nats."""
+    target: Tensor
+    """[N] int64."""
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.prediction) - 1
+
+    @property
+    def correct(self) -> Tensor:
+        """[L+1, N] bool: whether the prediction is the target."""
+        return self.prediction == self.target
+
+    def layers(self, exit: Exit) -> Tensor:
+        """[N] layer after which each sample leaves, 1..L."""
+        return exit.layers(self.certainty.get(exit.rule, self.loss)[1:], self.prediction[1:])
+
+    def all_at(self, layer: int) -> Tensor:
+        """[N] the same layer for all samples."""
+        return torch.full_like(self.sequence, layer)
+
+    def depth(self, share: float) -> tuple[int, int, int]:
+        """First layer, from 1, after which all samples can stop and keep this share of the full model's quality.
+
+        The layer by the estimates; the first whose shortfall is not above 0 by more than its 95 % interval; and the
+        first whose shortfall is shown to be at most 0, because the interval lies below. The last two are an interval of
+        the first. L where no layer before it will do.
+        """
+        every = [self.shortfall(layer, share) for layer in range(1, self.num_layers)]
+        ends = [mean.interval or (-math.inf, math.inf) for mean in every]
+        plain, low, high = (
+            next((at for at, value in enumerate(values, start=1) if value <= 1e-12), self.num_layers)
+            for values in ([mean.value for mean in every], [low for low, _ in ends], [high for _, high in ends])
+        )
+        return plain, low, high
+
+    @cached_property
+    def full(self) -> Mean:
+        """Accuracy of the full model."""
+        return Mean.of(self.correct[-1].double(), self.cluster)
+
+    @cached_property
+    def frequent(self) -> Tensor:
+        """[N] whether the target is the most frequent one; the mean is the accuracy of the unigram model."""
+        return (self.target == self.target.mode().values).double()
+
+    @cached_property
+    def lead(self) -> Mean:
+        """Accuracy of the full model minus that of always predicting the most frequent target, paired."""
+        return Mean.of(self.correct[-1].double() - self.frequent, self.cluster)
+
+    def shortfall(self, layer: int, share: float = 1.0) -> Mean:
+        """A share of the full model's accuracy minus that of layer 0..L, paired."""
+        return Mean.of(share * self.correct[-1].double() - self.correct[layer].double(), self.cluster)
+
+    def of(self, chosen: Tensor) -> Readings:
+        """The readings of some samples, given by `[N]` bool."""
+        return _combined([self], lambda values: values[0][..., chosen])
+
+    def accuracy(self, layers: Tensor) -> float:
+        """Accuracy if samples leave after `layers: [N]`."""
+        return float(self.correct.gather(0, layers[None])[0].double().mean())
+
+    def scores(self, layers: Tensor) -> dict[str, Mean]:
+        """If samples leave after `layers: [N]`: `accuracy`, `loss` in nats, `agreement` (share of samples with the full
+        model's class) and `drop`, the full model's accuracy minus this one, paired.
+        """
+        prediction, full = self.prediction.gather(0, layers[None])[0], self.prediction[-1]
+        correct = prediction == self.target
+        numbers = {
+            "accuracy": correct,
+            "loss": self.loss.gather(0, layers[None])[0],
+            "agreement": prediction == full,
+            "drop": (full == self.target).double() - correct.double(),
+        }
+        return {name: Mean.of(values, self.cluster) for name, values in numbers.items()}
+
+
+def no_advice(subject: Subject, readings: Readings) -> str | None:
+    """Why nothing is advised: the full model is not measurably better than a constant prediction; None if it is."""
+    lead, full = readings.lead, readings.full
+    if advisable(lead.value, lead.error):
+        return None
+    error = "" if full.error is None else f" ± {100 * full.error:.1f}"
+    what = ("answering", "class") if subject.classifies else ("predicting", "token")
+    chance = float(readings.frequent.mean())
+    constant = f"not measurably more than always {what[0]} the most frequent {what[1]} ({chance:.1%})"
+    if lead.error is None:
+        constant = "and the data give no standard error"
+    return f"The full model is right on {100 * full.value:.1f}{error} %, {constant}: nothing is advised."
+
+
+@torch.no_grad()
+def read(subject: Subject, rules: Sequence[Rule], settings: ExitSettings, watcher: Watcher) -> Readings:
+    """Run the data through the model once, and apply its classifier to all layers, for all rules and thresholds.
+
+    Args:
+        subject: model and data.
+        rules: whose values are computed.
+        settings: most positions of a language model, and the seed of their sample.
+        watcher: receives progress.
+
+    Raises:
+        FulldepthError: if states are NaN or infinite.
+    """
+    watcher.begin(f"Reading the layers of {Path(subject.checkpoint.name).name}", len(subject.sequences))
+    highest = None if subject.classifies else _sample_limit(subject.sequences, settings.lens_tokens, settings.seed)
+    parts: list[Readings] = []
+    with capture(subject.anatomy, ["residual"]) as activations:
+        for batch in subject.sequences.batches(subject.batch_size):
+            inputs = subject.inputs(batch.inputs if batch.masked_inputs is None else batch.masked_inputs)
+            subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
+            states = activations["residual"]
+            if not all(bool(torch.isfinite(state.sum())) for state in states):
+                raise FulldepthError(
+                    "Activations are NaN or infinite; the weights are broken or the precision is too low (try --dtype "
+                    "float32)."
+                )
+            parts.append(_read_batch(subject, batch, states, rules, highest, settings.seed))
+            activations.clear()
+            watcher.advance(len(batch))
+    return _combined(parts, lambda values: torch.cat(list(values), dim=-1))
+
+
+def _combined(parts: Sequence[Readings], combine: Callable[[Sequence[Tensor]], Tensor]) -> Readings:
+    """Readings each of whose tensors is made of those of the parts, of which the last axis is that of samples."""
+    names = [field.name for field in fields(Readings) if field.name != "certainty"]
+    made = {name: combine([getattr(part, name) for part in parts]) for name in names}
+    rules = parts[0].certainty
+    return Readings(certainty={rule: combine([part.certainty[rule] for part in parts]) for rule in rules}, **made)
+
+
+def _read_batch(
+    subject: Subject, batch: Batch, states: Sequence[Tensor], rules: Sequence[Rule], highest: int | None, seed: int
+) -> Readings:
+    """The readings of one batch of texts, or of labelled texts or images."""
+    targets = batch.labels if subject.classifies else batch.targets
+    assert targets is not None  # there are targets in the data
+    chosen = targets != IGNORE
+    if highest is not None:
+        chosen &= priority(_keys(targets, batch.sequence), seed) <= highest
+    target, mask = targets[chosen], batch.attention_mask
+    if mask is None:
+        mask = torch.ones(states[0].shape[:2], dtype=torch.bool)
+    mask = subject.classifier.sample_mask(batch.inputs, mask)
+    size = max(1, len(target) if subject.classifies else CHUNK_ELEMENTS // (subject.anatomy.vocab_size or 1))
+    layers: list[list[Tensor]] = []  # of each layer: predictions, losses, value of each rule, [N] each
+    named = [rule for rule in rules if rule != "patience"]
+    for layer, state in enumerate(states):
+        head, read, state = subject.classifier.at(layer), [], state[chosen.to(state.device)]
+        parts = (state,) if subject.classifies else head.prepare(state).split(size)
+        for part, expected in zip(parts, target.split(size), strict=True):
+            raw = head.sequences(part, mask[chosen].to(part.device)) if subject.classifies else head.logits(part)
+            logits = raw if raw.dtype == torch.float64 else raw.float()
+            picked = logits.gather(-1, expected.to(logits.device)[:, None])[:, 0]
+            values = [logits.logsumexp(-1) - picked, *(certainty(logits, rule) for rule in named)]
+            read.append([raw.argmax(-1).cpu(), *(value.double().cpu() for value in values)])
+        layers.append([torch.cat(column) for column in zip(*read, strict=True)])
+    prediction, loss, *certainties = (torch.stack(column) for column in zip(*layers, strict=True))
+    sequence = batch.sequence[chosen.nonzero()[:, 0]]
+    clusters = subject.sequences.clusters
+    cluster = torch.tensor(clusters, dtype=torch.int64)[sequence] if clusters else sequence
+    return Readings(prediction, dict(zip(named, certainties, strict=True)), sequence, cluster, loss, target)
+
+
+def _sample_limit(sequences: Sequences, limit: int | None, seed: int) -> int | None:
+    """Largest priority of the sampled positions; None = all positions with a target are read."""
+    if limit is None or sequences.num_targets <= limit:
+        return None
+    smallest = torch.empty(0, dtype=torch.int64)
+    for batch in sequences.batches(64):
+        if batch.targets is not None:
+            ranks = priority(_keys(batch.targets, batch.sequence), seed)[batch.targets != IGNORE]
+            smallest = torch.cat([smallest, ranks]).sort().values[:limit]
+    return int(smallest[-1])
+
+
+def _keys(targets: Tensor, sequence: Tensor) -> Tensor:
+    """[B, T] key of every position, unique over the data."""
+    return (sequence.to(targets.device)[:, None] << 24) | torch.arange(targets.shape[1], device=targets.device)
+
+
+def calibrated(readings: Readings, rule: Rule, min_layer: int, given: Sequence[float], target: float) -> float:
+    """The lowest threshold for which accuracy falls by at most `target`, and for all higher candidates too; 1 if none.
+
+    Candidates are tried from 1 downwards; the first that misses the target ends the search, so that a low threshold
+    is not accepted by chance alone.
+
+    Args:
+        readings: the samples to choose on.
+        rule: name of the rule.
+        min_layer: first layer that allows to leave.
+        given: further candidates.
+        target: largest fall in accuracy, in [0, 1).
+    """
+    best, whole = 1.0, readings.accuracy(readings.all_at(readings.num_layers))
+    for threshold in sorted(candidates(readings, rule, min_layer, given), reverse=True):
+        layers = readings.layers(Exit(rule, threshold, min_layer, readings.num_layers))
+        if not whole - readings.accuracy(layers) <= target + 1e-12:
+            break
+        best = threshold
+    return best
+
+
+def candidates(readings: Readings, rule: Rule, min_layer: int, given: Sequence[float]) -> set[float]:
+    """Thresholds that a calibration tries, in (0, 1]: quantiles of the values that occur, or every patience."""
+    layers = readings.num_layers
+    if rule == "patience":
+        return {1.0, *((number - 0.5) / layers for number in range(1, layers))}
+    values = readings.certainty[rule][min_layer:layers].flatten()
+    found = {1.0, *given}
+    if len(values):
+        at = (torch.arange(1, CANDIDATES, dtype=torch.float64) / CANDIDATES * (len(values) - 1)).long()
+        found |= {math.floor(value * 1e4) / 1e4 for value in values.sort().values[at].tolist()}
+    return {threshold for threshold in found if 0 < threshold <= 1}
+
+
+def splits(readings: Readings, share: float, seed: int) -> dict[str, Readings]:
+    """Two disjoint parts of the samples, divided by the seeded hash of their cluster: `calibration` and `report`.
+
+    The sequences of a single cluster (one short document) are divided themselves; its numbers have no errors.
+
+    Raises:
+        FulldepthError: if there is only one sequence.
+    """
+    unit = readings.cluster if len(readings.cluster.unique()) > 1 else readings.sequence
+    present = unit.unique()
+    if len(present) < 2:
+        raise FulldepthError("A threshold is chosen on one part of the data and reported on another: give two or more.")
+    count = min(max(1, round(share * len(present))), len(present) - 1)
+    chosen = torch.isin(unit, present[sample(present.tolist(), count, seed)])
+    return {"calibration": readings.of(chosen), "report": readings.of(~chosen)}

@@ -1,0 +1,193 @@
+"""Early exit as it is served: layers run one by one, samples that leave are removed, and time is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fulldepth.errors import FulldepthError
+from fulldepth.execution.decoding import ExitRule
+from fulldepth.execution.latency import OtherLoad, now, order
+from fulldepth.execution.layer_runner import LayerRunner
+from fulldepth.exit.readings import Exit, Readings
+from fulldepth.exit.subject import Subject
+from fulldepth.progress import Watcher
+from fulldepth.settings.exit import ExitSettings
+from fulldepth.thresholds import BUSY
+from fulldepth.uncertainty import FEWEST_ROUNDS, Ratio, median_ratio
+
+MOST_CHANGED, IN_HALF = 0.01, 0.05
+"""Largest share of samples that may leave elsewhere than in the one pass (rounding near the threshold); in half
+precision."""
+
+
+@dataclass(frozen=True)
+class SpeedUp:
+    """Time without early exit over the time with it, from interleaved rounds."""
+
+    ratio: Ratio
+    other_load: float
+    """Share of the processor that other programs used meanwhile."""
+    rounds: int
+    seconds: float
+    """Median of the rounds with early exit."""
+
+    @classmethod
+    def of(cls, full: Sequence[float], own: Sequence[float], other_load: float) -> SpeedUp:
+        """From seconds in each round."""
+        return cls(median_ratio(full, own), other_load, len(own), median(own))
+
+    @property
+    def verdict(self) -> str:
+        """`busy`, `few-rounds`, `no-difference` or `differs`: only the last is a measured difference."""
+        if self.other_load > BUSY:
+            return "busy"
+        if self.rounds < FEWEST_ROUNDS:
+            return "few-rounds"
+        return "differs" if self.ratio.differs else "no-difference"
+
+    def document(self) -> dict[str, Any]:
+        """The entries in `results.json`."""
+        return {
+            "measured_speedup": self.ratio.value,
+            "measured_speedup_interval": [self.ratio.low, self.ratio.high] if self.rounds >= FEWEST_ROUNDS else None,
+            "timing": self.verdict,
+            "seconds": self.seconds,
+        }
+
+    def sentence(self) -> str:
+        """What the times say."""
+        ratio = self.ratio
+        ends = f"95 % interval {ratio.low:.2f} to {ratio.high:.2f}"
+        return {
+            "busy": f"The machine was busy ({self.other_load:.0%} of its processor); times are not compared.",
+            "few-rounds": f"{self.rounds} timed rounds are too few to tell times apart ({FEWEST_ROUNDS} are needed).",
+            "no-difference": f"No measurable difference in time ({ratio.value:.2f} times as fast, {ends}).",
+            "differs": f"It is {ratio.value:.2f} times as fast as the full model ({ends}).",
+        }[self.verdict]
+
+
+class EarlyExit:
+    """Runs a classifier layer by layer, and removes samples as soon as they leave.
+
+    Args:
+        subject: the model, with data for the check of its layers.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        first = subject.sequences.collate(range(min(2, len(subject.sequences))))
+        self._runner = LayerRunner(subject.anatomy, subject.inputs(first.inputs))
+
+    @torch.no_grad()
+    def run(self, inputs: Mapping[str, Tensor], exit: Exit) -> tuple[Tensor, Tensor]:
+        """`[B, C]` logits, and `[B]` the layer after which each sample left.
+
+        Args:
+            inputs: a batch on the model's device.
+            exit: when to leave.
+        """
+        runner, anatomy, last = self._runner, self.subject.anatomy, exit.num_layers
+        states, rule = runner.begin(inputs), ExitRule(exit.rule, exit.threshold, last)
+        first = last if exit.threshold >= 1 else exit.min_layer
+        count = len(next(iter(inputs.values())))
+        rows = torch.arange(count, device=states.device)
+        left, answers = torch.full_like(rows, last), torch.empty(0)
+        for layer in range(1, last + 1):
+            output = runner.run(layer, states)
+            states = anatomy.handed_on(output)
+            if layer < first:
+                continue
+            logits = self._logits(layer, anatomy.stream(output), inputs)
+            leaves = rule.leaves(logits) if layer < last else torch.ones_like(rows, dtype=torch.bool)
+            if not len(answers):
+                answers = logits.new_zeros((count, logits.shape[1]))
+            answers[rows[leaves]] = logits[leaves]
+            left[rows[leaves]] = layer
+            stays = ~leaves
+            if not bool(stays.any()):
+                break
+            if bool(leaves.any()):
+                rows, states = rows[stays], anatomy.select(states, stays)
+                inputs = {name: value[stays] for name, value in inputs.items()}
+                rule.keep(stays)
+                runner.keep(inputs)
+        return answers, left
+
+    def _logits(self, layer: int, states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        """[N, C] of a layer's residual stream `[N, T, D]`."""
+        mask, classifier = inputs.get("attention_mask"), self.subject.classifier
+        if mask is None:
+            mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+        return classifier.at(layer).sequences(states, classifier.sample_mask(inputs, mask))
+
+
+@torch.no_grad()
+def timed(
+    subject: Subject, exits: Mapping[Exit, Tensor], readings: Readings, settings: ExitSettings, watcher: Watcher
+) -> tuple[dict[Exit, SpeedUp], float]:
+    """Time early exit against the model's own forward pass, batch by batch and in changing order.
+
+    The head at every layer and the removal of samples count as part of early exit. Reading the data does not count for
+    either. The layers of all samples are compared with those of `readings`.
+
+    Args:
+        subject: a classifier, and its data.
+        exits: the rules and thresholds to time, and `[N]` the layers after which the samples of `readings` leave.
+        readings: the samples.
+        settings: rounds (passes over the samples, at least one), and the seed of the order.
+        watcher: receives progress.
+
+    Returns:
+        The speed-up of each, and seconds of the model's own forward pass for all samples, the median of the rounds.
+
+    Raises:
+        FulldepthError: if samples leave elsewhere than in the one pass that gave the readings.
+    """
+    early, load, model = EarlyExit(subject), OtherLoad(), subject.checkpoint.model
+    place = {int(sequence): row for row, sequence in enumerate(readings.sequence)}
+    groups, rounds = _groups(subject, place), settings.rounds
+    watcher.begin("Timing early exit", rounds * len(groups))
+    seconds = [[0.0] * rounds for _ in range(1 + len(exits))]
+    found = {exit: torch.zeros_like(readings.sequence) for exit in exits}
+    for number in range(-1, rounds):  # the first batch of round -1 warms up
+        for index, group in enumerate(groups[:1] if number < 0 else groups):
+            inputs = subject.inputs(subject.sequences.collate(group).inputs)
+            rows = [place[sequence] for sequence in group]
+            for turn in order(len(seconds), number + index, settings.seed):
+                exit = list(exits)[turn - 1]
+                start = now(subject.device)
+                left = model(**inputs) if turn == 0 else early.run(inputs, exit)[1]
+                elapsed = now(subject.device) - start
+                if turn:
+                    found[exit][rows] = left.cpu()
+                if number >= 0:
+                    seconds[turn][number] += elapsed
+            if number >= 0:
+                watcher.advance(1)
+    for exit, expected in exits.items():
+        changed = float((expected != found[exit]).double().mean())
+        if changed > (IN_HALF if model.dtype.itemsize < 4 else MOST_CHANGED):
+            raise FulldepthError(
+                f"{changed:.1%} of the samples leave after another layer when others are removed from their batch "
+                f"(rule {exit.rule}, threshold {exit.threshold:g}): the model's results depend on the batch. Time it "
+                "with --batch-size 1, or not at all (--rounds 0)."
+            )
+    share = load.share()
+    speedups = {exit: SpeedUp.of(seconds[0], own, share) for exit, own in zip(exits, seconds[1:], strict=True)}
+    return speedups, median(seconds[0])
+
+
+def _groups(subject: Subject, present: Mapping[int, Any]) -> list[list[int]]:
+    """Indices of the sequences of each timed batch: full batches of those that are present."""
+    sequences, size = subject.sequences, subject.batch_size
+    held = [[index for index in group if index in present] for group in sequences.groups(size)]
+    if sequences.batching != "padded":
+        return [group for group in held if group]
+    kept = [index for group in held for index in group]
+    return [kept[start : start + size] for start in range(0, len(kept), size)]

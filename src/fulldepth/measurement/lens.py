@@ -1,0 +1,125 @@
+"""How a run reads predictions: the sampled positions, and the lens grid of a few sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fulldepth.data import Batch, decode_ids
+from fulldepth.distributed import Processes
+from fulldepth.execution import TopTokens, read_and_show, read_layers
+from fulldepth.hf import Classifier
+from fulldepth.measurement.subject import Subject
+from fulldepth.metrics import Readout, saturation_layer
+from fulldepth.metrics.reservoir import priority
+from fulldepth.settings.measure import MeasureSettings
+from fulldepth.targets import IGNORE
+
+POSITIONS = 48
+"""Maximum number of positions of a sequence in the lens grid."""
+LONGEST = 40
+"""Maximum number of characters of a token."""
+
+
+class LensReader:
+    """Applies the last layer's classifier to every layer at a seeded sample of positions, batch by batch.
+
+    The lens grid is made of the same readings of the first batch, for models that predict tokens.
+
+    Args:
+        subject: model and data.
+        settings: sizes of the sample and the grid, seed.
+        process: this process; the first one makes the lens grid.
+    """
+
+    def __init__(self, subject: Subject, settings: MeasureSettings, process: Processes) -> None:
+        self.subject, self.seed = subject, settings.seed
+        self.threshold = _threshold(subject, settings)
+        task = subject.anatomy.task
+        has_grid = task in ("causal-lm", "masked-lm", "seq2seq-lm") and subject.sequences.task == task
+        self.samples = settings.grid_samples if process.is_main and has_grid else 0
+        self.grid: dict[str, Any] | None = None
+        """The lens grid as plain data; None before the first batch, and if there is none."""
+
+    def read(
+        self,
+        classifier: Classifier,
+        batch: Batch,
+        targets: Tensor,
+        mask: Tensor,
+        states: Tensor,
+        inner: Tensor | None = None,
+    ) -> Readout:
+        """The lens at the sampled positions of a batch.
+
+        Args:
+            classifier: the model's head.
+            batch: the sequences.
+            targets: `[B, T]` for token heads, `[B]` for sequence heads.
+            mask: `[B, T]` bool, False = padding.
+            states: `[L+1, B, T, D]` residual stream.
+            inner: `[L, B, T, D]` stream after the attention of layers 1..L, if the lens reads it.
+        """
+        if not classifier.per_token:
+            return read_layers(classifier, states, targets, classifier.sample_mask(batch.inputs, mask), inner=inner)
+        if self.threshold is not None:
+            ranks = priority(_keys(targets, batch.sequence), self.seed)
+            targets = targets.where(ranks <= self.threshold, IGNORE)
+        shown = mask & (mask.long().cumsum(1) <= POSITIONS)
+        shown &= (torch.arange(len(shown), device=shown.device) < self.samples)[:, None]
+        readout, top = read_and_show(classifier, states, targets, shown, inner=inner)
+        if self.samples and batch.token_ids is not None and batch.targets is not None:
+            self.grid = {"samples": list(self._entries(batch, batch.token_ids, batch.targets, shown, top))}
+        self.samples = 0
+        return readout
+
+    def _entries(self, batch: Batch, ids: Tensor, targets: Tensor, shown: Tensor, top: TopTokens) -> Any:
+        """The shown positions `[B, T]` of each sequence as plain data."""
+        if batch.masked_inputs is not None:
+            ids = batch.masked_inputs["input_ids"]
+        shown, tokenizer = shown.cpu(), self.subject.tokenizer
+        lengths = [length for length in shown.sum(1).tolist() if length]
+        parts = zip(top.token.split(lengths, 1), top.probability.split(lengths, 1), strict=True)
+        for index, (token, probability) in enumerate(parts):
+            rounded = torch.round(probability.double(), decimals=4).tolist()
+            yield {
+                "title": f"Sequence {int(batch.sequence[index]) + 1}",
+                "tokens": [show(tokenizer, token) for token in ids[index, shown[index]].tolist()],
+                "targets": [
+                    "" if target == IGNORE else show(tokenizer, target)
+                    for target in targets[index, shown[index]].tolist()
+                ],
+                "saturation": saturation_layer(token[1:]).tolist(),
+                "grid": [
+                    [[show(tokenizer, token), p] for token, p in zip(row, chances, strict=True)]
+                    for row, chances in zip(token.tolist(), rounded, strict=True)
+                ],
+            }
+
+
+def show(tokenizer: Any, token: int) -> str:
+    """A token as text, at most `LONGEST` characters; its id if there is no tokenizer."""
+    if tokenizer is None:
+        return f"#{token}"
+    text = decode_ids(tokenizer, [token])
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+def _threshold(subject: Subject, settings: MeasureSettings) -> int | None:
+    """Largest priority of the positions that the lens reads; None = all."""
+    limit = settings.lens_tokens
+    if limit is None or subject.sequences.num_targets <= limit:
+        return None
+    smallest = torch.empty(0, dtype=torch.int64)
+    for batch in subject.sequences.batches(64):
+        if batch.targets is not None:
+            keys = _keys(batch.targets, batch.sequence)[batch.targets != IGNORE]
+            smallest = torch.cat([smallest, priority(keys, settings.seed)]).sort().values[:limit]
+    return int(smallest[-1]) if len(smallest) else None
+
+
+def _keys(targets: Tensor, sequence: Tensor) -> Tensor:
+    """[B, T] key of every position, unique over the data set."""
+    return (sequence.to(targets.device)[:, None] << 24) | torch.arange(targets.shape[1], device=targets.device)

@@ -1,0 +1,312 @@
+"""Measures of the lens, the last layer's classifier on every layer: accuracy, loss, saturation, effective depth."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fulldepth.metrics.base import Influence, Means, Measure, Observation, Place, Readout, Row, Setup
+from fulldepth.metrics.jackknife import ratio_error, ratio_influence
+from fulldepth.targets import IGNORE
+from fulldepth.uncertainty import crossing
+
+EPSILONS = (0.01, 0.05, 0.1, 0.2)
+"""Tolerances relative to perfect accuracy (Def. 1)."""
+RELATIVE_EPSILONS = (0.01, 0.05, 0.1)
+"""Tolerances relative to the last layer's accuracy."""
+STATISTICS = (*(f"eps={eps:g}" for eps in EPSILONS), *(f"relative_eps={eps:g}" for eps in RELATIVE_EPSILONS))
+LOW_OF, HIGH_OF = "low_of_", "high_of_"
+
+
+def lens_accuracy(logits: Tensor, targets: Tensor) -> Tensor:
+    r"""Share of positions whose top prediction is the target, in [0, 1].
+
+    .. math:: \mathrm{Acc}^{(l)} = \frac{1}{N} \sum_i [\arg\max g(h_i^{(l)}) = y_i]
+
+    Args:
+        logits: a layer's states after final norm and head, `[..., V]`.
+        targets: class or token, `[...]`; -100 is ignored.
+
+    Returns:
+        0-d float64, unit 1; NaN if no position has a target.
+
+    Raises:
+        ValueError: if the shapes do not match.
+
+    Source: "Representation progression and aligned training", Eq. 2.
+    """
+    _check(logits, targets)
+    known = targets != IGNORE
+    return ((logits.argmax(-1) == targets) & known).sum().double() / known.sum()
+
+
+def lens_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    r"""Mean cross-entropy in nats, in [0, inf).
+
+    .. math:: \frac{1}{N} \sum_i \log \sum_v e^{z_{iv}} - z_{i y_i}
+
+    Computed by log-sum-exp in float32 or float64, so that confident wrong predictions have a finite loss.
+
+    Args:
+        logits: a layer's states after final norm and head, `[..., V]`.
+        targets: class or token, `[...]`; -100 is ignored.
+
+    Returns:
+        0-d float64, unit nats; NaN if no position has a target.
+
+    Raises:
+        ValueError: if the shapes do not match.
+
+    Source: "JREG: final-layer jumps", App. K: the loss if inference stopped at this layer.
+    """
+    _check(logits, targets)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
+    return losses.double().sum() / (targets != IGNORE).sum()
+
+
+def saturation_layer(predictions: Tensor) -> Tensor:
+    r"""The layer at which each position's prediction settles.
+
+    .. math:: \min \{ l : g(h^{(l)}) = g(h^{(l+1)}) = \dots = g(h^{(L)}) \}
+
+    Args:
+        predictions: top prediction of layers 1..L at every position, `[L, N]`.
+
+    Returns:
+        `[N]` int64, 1-based layers in 1..L.
+
+    Raises:
+        ValueError: if `predictions` is not `[L, N]` with at least one layer.
+
+    Source: "Representation progression and aligned training", Sec. 2.2.
+    """
+    if predictions.ndim != 2 or not len(predictions):
+        raise ValueError(f"predictions must be [L, N] with L >= 1, got shape {tuple(predictions.shape)}")
+    return _first_settled(predictions == predictions[-1])
+
+
+def _first_settled(agrees: Tensor) -> Tensor:
+    """[N] first 1-based layer from which `agrees [L, N]` (agreement with the last layer) holds in all layers."""
+    settled = agrees.flip(0).long().cumprod(0).sum(0)  # number of consecutive layers at the end that agree
+    return len(agrees) + 1 - settled
+
+
+def effective_depth(accuracy: Tensor | Sequence[float], eps: float, relative: bool = False) -> int:
+    r"""The eps-effective depth.
+
+    .. math:: \min \{ l : \mathrm{Acc}^{(l)} \ge 1 - \epsilon \}, \text{ else } L
+
+    Few models reach `1 - eps` on language; `relative=True` uses the threshold `(1 - eps) Acc^(L)` instead, which the
+    last layer always reaches. (If the last layer is never correct, the result is 1.)
+
+    Args:
+        accuracy: layer-wise accuracy of layers 1..L, `[L]`; NaN is below every threshold.
+        eps: tolerance in [0, 1].
+        relative: take the threshold relative to the last layer's accuracy rather than to 1.
+
+    Returns:
+        A 1-based layer in 1..L.
+
+    Raises:
+        ValueError: if `eps` is out of range or `accuracy` does not hold one value per layer.
+
+    Source: "Representation progression and aligned training", Def. 1; the relative form is ours.
+    """
+    values = accuracy if isinstance(accuracy, Tensor) else torch.tensor(accuracy, dtype=torch.float64)
+    if values.ndim != 1 or not len(values):
+        raise ValueError(f"accuracy must hold one value per layer, [L], got shape {tuple(values.shape)}")
+    if not 0 <= eps <= 1:
+        raise ValueError(f"eps must lie in [0, 1], got {eps}")
+    target = (1 - eps) * values[-1] if relative else 1 - eps
+    enough = (values >= target).nonzero()
+    return int(enough[0]) + 1 if len(enough) else len(values)
+
+
+def _check(logits: Tensor, targets: Tensor) -> None:
+    if logits.shape[:-1] != targets.shape:
+        expected = tuple(logits.shape[:-1])
+        raise ValueError(f"logits {tuple(logits.shape)} need targets {expected}, got {tuple(targets.shape)}")
+
+
+class LensMean(Means):
+    """Mean over positions of one lens statistic, with its standard error, for layers 0..L.
+
+    Site `attention_output`, if the lens reads it, is the stream between the attention and the MLP of layers 1..L. A
+    subclass picks the statistic in `reading`.
+    """
+
+    needs = frozenset({"targets"})
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.inner = setup.num_layers if "attention_output" in setup.lens_sites else 0
+        self.add_grouped("sums", setup.num_layers + 1 + self.inner)
+        self.add_grouped("counts", 1, dtype=torch.int64)
+
+    @abstractmethod
+    def reading(self, lens: Readout) -> Tensor:
+        """[L+1, M] (after attention [L, M]) values to average."""
+
+    def places(self, counts: Tensor) -> Iterator[Place]:
+        """Layers 0..L, then the sites after attention."""
+        layers = self.setup.num_layers
+        yield from (Place((layer,), layer) for layer in range(layers + 1))
+        yield from (Place((layers + n,), n, site="attention_output") for n in range(1, self.inner + 1))
+
+    def update(self, observation: Observation) -> None:
+        """Add one batch."""
+        lens = observation.lens
+        values = self.reading(lens)
+        if self.inner:
+            if lens.inner is None:
+                raise ValueError("this observation has no readout after attention, which the setup names")
+            values = torch.cat([values, self.reading(lens.inner)])
+        values = values.to(self.sums.device)
+        group = observation.lens_groups(self.setup).to(values.device)
+        self.sums.index_add_(0, group, values.double().T)
+        self.counts += group.bincount(minlength=len(self.counts))[:, None]
+
+
+class LensAccuracy(LensMean):
+    """Accuracy of the last layer's classifier on layers 0..L, over the positions that have a target."""
+
+    name = "lens_accuracy"
+    units = dict.fromkeys(("mean", "standard_error"), "1")
+
+    def reading(self, lens: Readout) -> Tensor:
+        """Whether the top prediction is the target."""
+        return lens.correct
+
+
+class LensLoss(LensMean):
+    """Cross-entropy of the last layer's classifier on layers 0..L, over the positions that have a target."""
+
+    name = "lens_loss"
+    units = dict.fromkeys(("mean", "standard_error"), "nats")
+
+    def reading(self, lens: Readout) -> Tensor:
+        """Cross-entropy in nats."""
+        return lens.loss
+
+
+class Saturation(Measure):
+    """Number and share of positions that settle at each layer 1..L, the cumulative share, and the median layer.
+
+    Over the positions that have a target, as for the layer-wise accuracy. The median is a step, so it has a 95 %
+    interval (`low_of_median`, `high_of_median`; see `uncertainty.crossing`) instead of a standard error.
+    """
+
+    name = "saturation"
+    units: ClassVar[dict[str, str]] = {
+        **{"count": "tokens", "share": "1", "cumulative": "1", "standard_error_of_cumulative": "1"},
+        **dict.fromkeys(("median", "low_of_median", "high_of_median"), "layers"),
+    }
+    needs = frozenset({"targets"})
+    histogram: Tensor
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.add_grouped("histogram", setup.num_layers, dtype=torch.int64)
+
+    def update(self, observation: Observation) -> None:
+        """Add one batch."""
+        layers = _first_settled(observation.lens.agrees[1:])
+        groups, depth = self.histogram.shape
+        cells = observation.lens_groups(self.setup) * depth + layers - 1
+        self.histogram += cells.bincount(minlength=groups * depth).view(groups, depth).to(self.histogram)
+
+    def compute(self) -> tuple[list[int], list[float], dict[str, float]]:
+        """Positions that settle at layers 1..L; standard errors of their cumulative shares; the median layer and its
+        interval, without those that are unknown.
+        """
+        counts = self.histogram.sum(0)
+        total = int(counts.sum())
+        errors = ratio_error(self.histogram.cumsum(1), self.histogram.sum(1, keepdim=True)).tolist()
+        if not total:
+            return counts.tolist(), errors, {}
+        named = {"median": float((2 * counts.cumsum(0) >= total).long().argmax()) + 1}
+        by_group = self.histogram.cumsum(1).cpu().numpy()  # [G, L]
+        settled = by_group[:, -1:] - 2 * by_group  # above 0 while less than half have settled
+        if interval := crossing(settled, by_group[:, -1]):
+            named |= {"low_of_median": interval[0] + 1.0, "high_of_median": interval[1] + 1.0}
+        return counts.tolist(), errors, named
+
+    def influences_here(self) -> list[Influence]:
+        """On the cumulative share of every layer 1..L."""
+        values = ratio_influence(self.histogram.cumsum(1), self.histogram.sum(1, keepdim=True))
+        return [self.influence("cumulative", each, layer) for layer, each in enumerate(values.T, start=1)]
+
+    def rows(self) -> list[Row]:
+        """Rows for each layer 1..L, and three for the median."""
+        counted, errors, median = self.compute()
+        counts = torch.tensor(counted, dtype=torch.int64)
+        total = int(counts.sum())
+        statistics = {
+            "count": counts.double(),
+            "share": counts.double() / total,
+            "cumulative": counts.cumsum(0).double() / total,
+            "standard_error_of_cumulative": torch.tensor(errors, dtype=torch.float64),
+        }
+        rows = [
+            row
+            for layer in range(1, len(counts) + 1)
+            for row in self.rows_of(
+                {name: float(values[layer - 1]) for name, values in statistics.items()}, total, layer
+            )
+        ]
+        return rows + self.rows_of(median, total)
+
+
+class EffectiveDepth(Measure):
+    """Effective depth for several tolerances, absolute (Def. 1) and relative to the last layer's accuracy.
+
+    NaN if no position has a target or, for the relative form, if the last layer is never correct. A depth is a step, so
+    it has a 95 % interval instead of a standard error (see `uncertainty.crossing`): `low_of_` is the first layer whose
+    accuracy is not below the threshold by more than the error of the (paired) difference, `high_of_` the first whose
+    accuracy is above it by more than that error.
+    """
+
+    name = "effective_depth"
+    units = dict.fromkeys((kind + statistic for kind in ("", LOW_OF, HIGH_OF) for statistic in STATISTICS), "layers")
+    needs = frozenset({"targets"})
+    correct: Tensor
+    count: Tensor
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.add_grouped("correct", setup.num_layers)
+        self.add_grouped("count", dtype=torch.int64)
+
+    def update(self, observation: Observation) -> None:
+        """Add one batch."""
+        correct = observation.lens.correct[1:].T.to(self.correct)  # [M, L]
+        group = observation.lens_groups(self.setup).to(self.count.device)
+        self.correct.index_add_(0, group, correct)
+        self.count += group.bincount(minlength=len(self.count))
+
+    def compute(self) -> tuple[dict[str, float], int]:
+        """Statistic -> value (depths, and the intervals that are known), and the number of positions."""
+        count = int(self.count.sum())
+        accuracy = self.correct.sum(0).cpu() / count
+        named: dict[str, float] = {}
+        for name, eps in zip(STATISTICS, (*EPSILONS, *RELATIVE_EPSILONS), strict=True):
+            relative = name.startswith("relative")
+            if not count or (relative and not accuracy[-1] > 0):
+                named[name] = math.nan
+                continue
+            named[name] = float(effective_depth(accuracy, eps, relative))
+            target = (1 - eps) * (self.correct[:, -1:] if relative else self.count[:, None])
+            if interval := crossing((target - self.correct).cpu().numpy(), self.count.cpu().numpy()):
+                named |= {LOW_OF + name: interval[0] + 1.0, HIGH_OF + name: interval[1] + 1.0}
+        return named, count
+
+    def rows(self) -> list[Row]:
+        """One row for each tolerance, and two for its interval if it is known; `layer` is None."""
+        return self.rows_of(*self.compute())

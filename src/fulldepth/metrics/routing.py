@@ -1,0 +1,325 @@
+"""Weights of memory routers (LIME) and of several residual streams (Hyper-Connections)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fulldepth.metrics.base import Measure, Observation, Row, Setup
+
+SITE = "routing"
+MIXING = {"attention": "attention_mixing", "mlp": "mlp_mixing"}
+"""Branch -> site of its connection's weights."""
+STREAMS = ("input", "kept", "given", "output")
+"""Statistics of a stream."""
+
+
+def retrieval_weight(routing: Tensor, counted: Tensor | None = None) -> Tensor:
+    r"""Weight of each earlier representation in what every head of a layer retrieves, averaged over tokens.
+
+    .. math:: w_{h,m} = \operatorname{mean}_t \alpha_{t,h,m}
+        \qquad \text{(kv: } w_{h,m} = \textstyle\sum_{h'} W_{h,m,h'} \text{)}
+
+    The weights of static and dynamic routers are distributions: those of a head sum to 1. The weights of a kv router
+    are unconstrained; the result is their signed sum over the source's heads, and `retrieval_share` normalises it.
+
+    Args:
+        routing: weights of the router of layer r: static `[H, r]`, dynamic `[B, T, H, r]`, kv `[H, r, H]` (own head,
+            source, source's head). Source m = 0..r-1 is the state `X_m`; for kv, the keys and values that layer m+1
+            computes from its input. Attention without a memory reads `m = r-1`.
+        counted: `[B, T]` bool, the tokens to average over; None = all. Used for dynamic routers only.
+
+    Returns:
+        `[H, r]` float64, unit 1.
+
+    Raises:
+        ValueError: if `routing` has another number of dimensions, or `counted` does not fit it.
+
+    Source: "LIME: layer-integrated memory", Eq. 1 and Fig. 2; kv from its later public code.
+    """
+    return _masses(routing, counted).mean(0)
+
+
+def retrieval_share(routing: Tensor, counted: Tensor | None = None) -> Tensor:
+    r"""Share of each earlier representation in what a head retrieves, by absolute weight; mean over tokens.
+
+    .. math:: s_{h,m} = \operatorname{mean}_t \frac{|\alpha_{t,h,m}|}{\sum_j |\alpha_{t,h,j}|}
+        \qquad \text{(kv: } |\alpha_{h,m}| = \textstyle\sum_{h'} |W_{h,m,h'}| \text{)}
+
+    Equal to `retrieval_weight` if the weights are a distribution (static, dynamic).
+
+    Args:
+        routing: as in `retrieval_weight`.
+        counted: as in `retrieval_weight`.
+
+    Returns:
+        `[H, r]` float64 in [0, 1], summing to 1 over sources; NaN for a head whose weights are all zero.
+
+    Raises:
+        ValueError: as `retrieval_weight`.
+    """
+    return _shares(routing, counted).mean(0)
+
+
+def head_shares(w_o: Tensor, heads: int) -> Tensor:
+    r"""Share of each query head: the norm of its slice of the output projection, over the sum of all norms.
+
+    .. math:: p(h \mid r) = \frac{\|W^{(O)}_h\|_F}{\sum_{h'} \|W^{(O)}_{h'}\|_F}
+
+    Args:
+        w_o: the projection in torch's layout, `[D, H d_h]`: heads side by side along the inputs.
+        heads: H, number of query heads.
+
+    Returns:
+        `[H]` float64, unit 1, summing to 1; NaN if the whole matrix is zero.
+
+    Raises:
+        ValueError: if `w_o` is not a matrix that splits into `heads` slices.
+
+    Source: "LIME: layer-integrated memory", Sec. 5.2.
+    """
+    if w_o.ndim != 2 or heads < 1 or w_o.shape[1] % heads:
+        raise ValueError(f"w_o must be [D, H d_h] with H = {heads} heads, got shape {tuple(w_o.shape)}")
+    norms = w_o.detach().double().unflatten(1, (heads, -1)).norm(dim=(0, 2))
+    return norms / norms.sum()
+
+
+def expected_retrieval(weights: Tensor, shares: Tensor) -> Tensor:
+    r"""Index of the representation that a layer retrieves, on average over heads.
+
+    .. math:: E[m \mid r] = \sum_h p(h \mid r) \sum_{m=0}^{r-1} p(m \mid h, r) \, m
+
+    The query heads of a group share the router of their key/value head, whose share is the sum of theirs. For attention
+    without a memory the value is r-1.
+
+    Args:
+        weights: distributions over sources, `[..., H_kv, r]` (see `retrieval_share`).
+        shares: `p(h|r)` of the query heads, `[H]` with H a multiple of `H_kv`; consecutive heads form a group.
+
+    Returns:
+        `[...]` float64 in [0, r-1], unit layers.
+
+    Raises:
+        ValueError: if the heads do not divide into groups.
+
+    Source: "LIME: layer-integrated memory", Eq. 2.
+    """
+    if weights.ndim < 2 or shares.ndim != 1 or len(shares) % weights.shape[-2]:
+        raise ValueError(
+            f"expected weights [..., H_kv, r] and shares [H] with H a multiple of H_kv, got {tuple(weights.shape)} and "
+            f"{tuple(shares.shape)}"
+        )
+    grouped = shares.double().unflatten(0, (weights.shape[-2], -1)).sum(1)
+    sources = torch.arange(weights.shape[-1], dtype=torch.float64, device=weights.device)
+    return (weights.double() @ sources) @ grouped.to(weights.device)
+
+
+def stream_mixing(mixing: Tensor, counted: Tensor | None = None) -> Tensor:
+    r"""Weights of one connection per stream, averaged over tokens.
+
+    A branch f between streams `h_1..h_n` reads and writes
+
+    .. math:: x = \sum_i \alpha_{i0} h_i, \qquad h'_j = \beta_j f(x) + \sum_i \alpha_{ij} h_i
+
+    For every stream i: `input` = `alpha_i0`, its weight in the branch's input; `kept` = `alpha_ii`, its weight in
+    itself; `given` = the sum of `alpha_ij` over the other streams j, its weight in them; `output` = `beta_i`, the
+    weight of the branch's output in it. The single stream of a pre-norm network has 1, 1, 0, 1.
+
+    Args:
+        mixing: the connection's weights `[alpha_i0, alpha_i1..alpha_in, beta_i]`, `[n, n + 2]`, or `[B, T, n, n + 2]`
+            if they depend on the token.
+        counted: `[B, T]` bool, the tokens to average over; None = all. Used for the second form only.
+
+    Returns:
+        `[n, 4]` float64, unit 1, any sign: columns in the order of `STREAMS`.
+
+    Raises:
+        ValueError: if `mixing` has another shape, or `counted` does not fit it.
+
+    Source: "Hyper-Connections" (arXiv 2409.19606), Sec. 2.
+    """
+    return _by_stream(mixing, counted).mean(0)
+
+
+def _of_tokens(weights: Tensor, counted: Tensor | None, *, constant: bool) -> Tensor:
+    """[N, ...] float64 weights of the counted tokens; N = 1 if all tokens share them."""
+    if constant:
+        return weights.double()[None]
+    if counted is None:
+        return weights.double().flatten(0, 1)
+    if counted.shape != weights.shape[:2]:
+        raise ValueError(f"counted must be {tuple(weights.shape[:2])}, got {tuple(counted.shape)}")
+    return weights[counted.to(weights.device)].double()
+
+
+def _masses(routing: Tensor, counted: Tensor | None, *, absolute: bool = False) -> Tensor:
+    """[N, H, r] the weights of each counted token (N = 1 if all tokens share them), kv heads summed."""
+    if routing.ndim not in (2, 3, 4):
+        raise ValueError(f"routing must be [H, r], [B, T, H, r] or [H, r, H], got shape {tuple(routing.shape)}")
+    chosen = _of_tokens(routing.abs() if absolute else routing, counted, constant=routing.ndim != 4)
+    return chosen.sum(-1) if routing.ndim == 3 else chosen
+
+
+def _shares(routing: Tensor, counted: Tensor | None) -> Tensor:
+    """[N, H, r] absolute weights over their sum, of each counted token."""
+    size = _masses(routing, counted, absolute=True)
+    return size / size.sum(-1, keepdim=True)
+
+
+def _by_stream(mixing: Tensor, counted: Tensor | None) -> Tensor:
+    """[N, n, 4] weights of each counted token; N = 1 if all tokens share them."""
+    if mixing.ndim not in (2, 4) or mixing.shape[-1] != mixing.shape[-2] + 2:
+        raise ValueError(f"mixing must be [n, n + 2] or [B, T, n, n + 2], got shape {tuple(mixing.shape)}")
+    chosen = _of_tokens(mixing, counted, constant=mixing.ndim == 2)
+    between = chosen[..., 1:-1]
+    kept = between.diagonal(dim1=-2, dim2=-1)
+    return torch.stack([chosen[..., 0], kept, between.sum(-1) - kept, chosen[..., -1]], dim=-1)
+
+
+def routers(observation: Observation, setup: Setup) -> Iterator[tuple[int, Tensor, int, int]]:
+    """Of every router its layer, its weights, the number of counted tokens, and how many of them an entry stands for.
+
+    Raises:
+        ValueError: if its number of sources or heads is not that of `Setup.routed_heads` and the layer.
+    """
+    tokens = int(observation.counted.sum())
+    for layer, routing in observation.coefficients[SITE].items():
+        heads, sources = routing.shape[:2] if routing.ndim == 3 else routing.shape[-2:]
+        if (heads, sources) != (setup.routed_heads, layer):
+            raise ValueError(
+                f"the router of layer {layer} gives {heads} heads and {sources} sources, expected "
+                f"{setup.routed_heads} and {layer}"
+            )
+        yield layer, routing, tokens, tokens if routing.ndim != 4 else 1
+
+
+class RetrievalWeight(Measure):
+    """Mean retrieval weight of every source m (column `other`) in every layer r with a router, over heads and tokens.
+
+    Site `routing` is the mean over key/value heads; site `head_h` (h from 0) is that head's self-retrieval, the weight
+    of m = r-1. `mean` is the signed weight, `share` the share of the absolute weights; they differ for kv routers only.
+    """
+
+    name = "retrieval_weight"
+    units = dict.fromkeys(("mean", "share"), "1")
+    sites = (SITE,)
+    needs = frozenset({"routing"})
+    masses: Tensor
+    shares: Tensor
+    counts: Tensor
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        for name in ("masses", "shares"):
+            self.add_sum(name, setup.num_layers, setup.routed_heads, setup.num_layers)
+        self.add_sum("counts", setup.num_layers)
+
+    def update(self, observation: Observation) -> None:
+        """Add one batch."""
+        for layer, routing, tokens, shared in routers(observation, self.setup):
+            for total, weights in ((self.masses, _masses), (self.shares, _shares)):
+                total[layer - 1, :, :layer] += (weights(routing, observation.counted).sum(0) * shared).to(total)
+            self.counts[layer - 1] += tokens
+
+    def compute(self) -> dict[str, Tensor]:
+        """`mean` and `share`, `[L, H, L]` by layer r, head, source m; `count` `[L]`, 0 for layers without a router."""
+        counts = self.counts[:, None, None]
+        return {"mean": self.masses / counts, "share": self.shares / counts, "count": self.counts.clone()}
+
+    def rows(self) -> list[Row]:
+        """For both statistics, one row for each layer and source, and one for each layer and head."""
+        values = self.compute()
+        rows = []
+        for statistic in self.units:
+            for index in values["count"].nonzero().flatten().tolist():
+                layer, count, heads = index + 1, int(values["count"][index]), values[statistic][index]
+                for source, value in enumerate(heads[:, :layer].mean(0).tolist()):
+                    rows.append(self.row(statistic, value, count, layer, source, SITE))
+                for head, value in enumerate(heads[:, index].tolist()):
+                    rows.append(self.row(statistic, value, count, layer, index, f"head_{head}"))
+        return rows
+
+
+class ExpectedRetrieval(Measure):
+    """Expected source m of every layer r with a router, over tokens; heads are weighted by `Setup.head_shares`.
+
+    For kv routers p(m|h,r) is the share of the absolute weights (`retrieval_share`).
+    """
+
+    name = "expected_retrieval"
+    units = dict.fromkeys(("value",), "layers")
+    sites = (SITE,)
+    needs = frozenset({"routing", "head_shares"})
+    sums: Tensor
+    counts: Tensor
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        for name in ("sums", "counts"):
+            self.add_sum(name, setup.num_layers)
+
+    def update(self, observation: Observation) -> None:
+        """Add one batch."""
+        for layer, routing, tokens, shared in routers(observation, self.setup):
+            heads = torch.tensor(self.setup.head_shares[layer - 1], dtype=torch.float64)
+            sources = expected_retrieval(_shares(routing, observation.counted), heads)
+            self.sums[layer - 1] += (sources.sum() * shared).to(self.sums)
+            self.counts[layer - 1] += tokens
+
+    def compute(self) -> dict[str, Tensor]:
+        """`value` and `count`, each `[L]`: layers 1..L, NaN and 0 for layers without a router."""
+        return {"value": self.sums / self.counts, "count": self.counts.clone()}
+
+    def rows(self) -> list[Row]:
+        """One row for each layer with a router."""
+        values = zip(*self.compute().values(), strict=True)
+        return [
+            self.row("value", value, count, layer, site=SITE)
+            for layer, (value, count) in enumerate(values, start=1)
+            if count
+        ]
+
+
+class StreamMixing(Measure):
+    """Mean weights of both connections of every layer over tokens.
+
+    The sites are `attention_stream_i` and `mlp_stream_i`, i from 0.
+    """
+
+    name = "stream_mixing"
+    units = dict.fromkeys(STREAMS, "1")
+    sites = tuple(MIXING.values())
+    needs = frozenset({"streams"})
+    sums: Tensor
+    counts: Tensor
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.add_sum("sums", len(MIXING), setup.num_layers, setup.num_streams, len(STREAMS))
+        self.add_sum("counts", len(MIXING), setup.num_layers)
+
+    def update(self, observation: Observation) -> None:
+        """Add one batch."""
+        tokens = int(observation.counted.sum())
+        for index, site in enumerate(MIXING.values()):
+            for layer, mixing in observation.coefficients[site].items():
+                weights = _by_stream(mixing, observation.counted).sum(0) * (tokens if mixing.ndim == 2 else 1)
+                self.sums[index, layer - 1] += weights.to(self.sums)
+                self.counts[index, layer - 1] += tokens
+
+    def compute(self) -> tuple[Tensor, Tensor]:
+        """[2, L, n, 4] means and [2, L] counts: attention and MLP, layers 1..L, streams, statistics."""
+        return self.sums / self.counts[..., None, None], self.counts.clone()
+
+    def rows(self) -> list[Row]:
+        """Four rows for each connection, stream and layer."""
+        means, counts = self.compute()
+        return [
+            self.row(statistic, value, counts[index, layer], layer + 1, site=f"{branch}_stream_{stream}")
+            for index, branch in enumerate(MIXING)
+            for layer in counts[index].nonzero().flatten().tolist()
+            for stream, values in enumerate(means[index, layer].tolist())
+            for statistic, value in zip(STREAMS, values, strict=True)
+        ]

@@ -1,0 +1,348 @@
+"""What a run adds to a Trainer: parameter groups, schedule, order of the items, sharding by FSDP2, and resuming."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel, TrainingArguments, default_data_collator
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from fulldepth.data import ShuffledSampler, flatten_windows
+from fulldepth.errors import FulldepthError
+from fulldepth.execution import find_anatomy
+from fulldepth.files import reading
+from fulldepth.losses import DepthTrainer, per_batch_terms
+from fulldepth.losses.trainer import AnyTrainer, load_weights
+from fulldepth.settings.train import TrainSettings
+from fulldepth.training.model import built_once
+from fulldepth.training.resume import advising
+
+MOST_WORKERS = 4
+"""Default maximum for each training process; few suffice, as reading a window is a copy from the page cache."""
+SMALL_RUN = 1 << 24
+"""Tokens below which a run starts no workers by default: starting them takes longer than reading all tokens."""
+FORKS = "TOKENIZERS_PARALLELISM"
+
+
+def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]]:
+    """Every trainable parameter in exactly one group; no group is empty.
+
+    A model's own method `parameter_groups` is used if it has one (`DepthLlamaForCausalLM`). For other models
+    `decay: matrices` leaves vectors and embeddings without weight decay.
+
+    Raises:
+        FulldepthError: for `decay: routers` if the model has no dynamic or kv router, and for `backbone_learning_rate`
+            if it has no backbone.
+    """
+    if hasattr(model, "parameter_groups"):
+        groups = model.parameter_groups(
+            learning_rate=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            router_learning_rate=settings.router_learning_rate,
+            decay=settings.decay,
+        )
+    else:
+        embedding_ids = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        decayed: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                is_matrix = parameter.ndim >= 2 and id(parameter) not in embedding_ids
+                (decayed if is_matrix or settings.decay == "all" else others).append(parameter)
+        rate = settings.learning_rate
+        groups = [
+            {"params": decayed, "weight_decay": settings.weight_decay, "lr": rate, "name": "decay"},
+            {"params": others, "weight_decay": 0.0, "lr": rate, "name": "no decay"},
+        ]
+        if settings.backbone_learning_rate is not None:
+            groups = _with_backbone(model, groups, settings.backbone_learning_rate)
+    if settings.decay == "routers" and "router_decay" not in {group["name"] for group in groups}:
+        raise FulldepthError(
+            "decay=routers would let nothing decay: it names dynamic and kv routers, and this model has none."
+        )
+    return [group for group in groups if group["params"]]
+
+
+def _with_backbone(model: Any, groups: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
+    """The groups, each divided into the backbone's parameters, with their own learning rate, and all others."""
+    anatomy = find_anatomy(model)
+    if anatomy.family.backbone is None:
+        raise FulldepthError(f"backbone_learning_rate is for detectors; {type(model).__name__} has no backbone.")
+    inside = {id(p) for p in anatomy.body.get_submodule(anatomy.family.backbone).parameters()}
+    divided = []
+    for group in groups:
+        outer, inner = ([p for p in group["params"] if (id(p) in inside) is chosen] for chosen in (False, True))
+        divided.append({**group, "params": outer})
+        divided.append({**group, "params": inner, "lr": rate, "name": f"backbone, {group['name']}"})
+    return divided
+
+
+def multistep(settings: TrainSettings, step: int) -> float:
+    """Factor of the learning rate at a 0-based step: a linear warm-up, then a tenth from each milestone on."""
+    if step < settings.warmup_length:
+        return step / settings.warmup_length
+    factor: float = 0.1 ** sum(step >= round(share * settings.steps) for share in settings.milestones)
+    return factor
+
+
+def worker_count(settings: TrainSettings, processes: int) -> int:
+    """Data loading processes of each training process: `workers`, or by default up to four, one for each core.
+
+    Args:
+        settings: the run's settings.
+        processes: training processes on this machine.
+    """
+    if settings.workers is not None:
+        return settings.workers
+    if settings.steps * settings.global_batch_size * settings.sequence_length < SMALL_RUN:
+        return 0
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return min(MOST_WORKERS, cores // processes)
+
+
+def window_collator(settings: TrainSettings) -> Callable[[list[Any]], dict[str, Any]]:
+    """The collator of windows: one row per window, or one row in all where flash attention must separate documents.
+
+    Raises:
+        FulldepthError: if a penalty needs each window in a row of its own.
+    """
+    if settings.data.across_documents or settings.attention != "flash_attention_2":
+        return default_data_collator
+    for name in per_batch_terms(settings.objective.terms):
+        raise FulldepthError(
+            f"With attention=flash_attention_2 and data.across_documents=false a batch is one long row, and "
+            f"{name} is a function of each sequence. Use attention=sdpa, or across_documents=true."
+        )
+    return flatten_windows
+
+
+def shard(arguments: TrainingArguments, settings: TrainSettings) -> None:
+    """Check that these processes can shard, and set the precision of their communication.
+
+    Gradients are summed in float32. With `precision=autocast` weights are gathered in bfloat16, otherwise in their own
+    type; the model's outputs keep their type. accelerate's policy for bf16 would use bfloat16 for all three, the loss
+    included.
+
+    Args:
+        arguments: the Trainer's, with `fsdp`, after the processes have joined.
+        settings: the run's settings.
+
+    Raises:
+        FulldepthError: for a process that torchrun has not started, and for processes on CPUs, for which accelerate
+            would silently copy the weights.
+    """
+    kind = arguments.distributed_state.distributed_type
+    if kind == DistributedType.MULTI_CPU or (kind == DistributedType.NO and arguments.device.type == "cpu"):
+        raise FulldepthError("fsdp needs accelerators: on CPUs the processes copy the weights (fsdp=false).")
+    if kind == DistributedType.NO:
+        raise FulldepthError("fsdp shards over processes; start them with torchrun, or train with fsdp=false.")
+    gathered = torch.bfloat16 if settings.precision == "autocast" else None
+    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
+    arguments.fsdp_plugin_args["mixed_precision_policy"] = policy
+
+
+@contextmanager
+def units_of(model: PreTrainedModel, plugin: Any) -> Iterator[None]:
+    """While accelerate shards a model: no module that it shards as one unit lies inside another one.
+
+    accelerate shards every module of the classes in `_no_split_modules` and the input embedding. In BERT and ViT the
+    embedding lies inside such a module, which is then no unit of its own; a DETR has no input embedding to ask for.
+
+    Args:
+        model: the model, not sharded yet.
+        plugin: accelerate's settings of FSDP.
+    """
+    embedding: Any
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:
+        embedding = None
+    around = {type(module).__name__ for module in model.modules() if embedding in module.children()}
+    names = [name for name in model._no_split_modules or () if name not in around]
+    given, plugin.transformer_cls_names_to_wrap = plugin.transformer_cls_names_to_wrap, names
+    model.get_input_embeddings = lambda: embedding  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        plugin.transformer_cls_names_to_wrap = given
+        del model.get_input_embeddings
+
+
+class RunMixin(AnyTrainer):
+    """Put before a Trainer with an objective: takes parameter groups, schedule and order of the items from `settings=`.
+
+    Training is one pass of `steps * global_batch_size` items. Every step is a full batch, also across epoch boundaries.
+    Batches do not depend on the numbers of processes, workers and micro-batches, or on resuming.
+
+    Checkpoints of sharded weights have the files of other checkpoints, so any number of processes can resume from them,
+    with or without sharding. Errors of reading a checkpoint become `Cannot read CHECKPOINT: reason`.
+    """
+
+    lr_scheduler: Any
+
+    def __init__(self, *args: Any, settings: TrainSettings, **kwargs: Any) -> None:
+        self.settings = settings
+        super().__init__(*args, **kwargs)
+
+    @property
+    def plain_model(self) -> Any:
+        """The model without the wrappers of torch.compile and DDP."""
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    def parameter_groups(self, model: Any) -> list[dict[str, Any]]:
+        """The parameter groups by the run's settings."""
+        return parameter_groups(model, self.settings)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The Trainer's schedule, or a multistep one, which transformers lacks."""
+        if self.settings.schedule == "multistep" and self.lr_scheduler is None:
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, partial(multistep, self.settings))
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        settings: TrainSettings = self.settings
+        items = len(self.train_dataset if train_dataset is None else train_dataset)
+        return ShuffledSampler(items, seed=settings.seed, length=settings.steps * settings.global_batch_size)
+
+    def get_train_dataloader(self) -> Any:
+        """The Trainer's data loader, with workers that ignore SIGTERM."""
+        loader = super().get_train_dataloader()
+        inner = getattr(loader, "base_dataloader", loader)  # accelerate's adapter forwards attribute reads, not writes
+        inner.worker_init_fn = partial(_start_worker, inner.worker_init_fn)
+        return loader
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the Trainer does, without the warnings of tokenizers in workers, which tokenise nothing."""
+        before = os.environ.get(FORKS)
+        os.environ.setdefault(FORKS, "false")
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if before is None:
+                os.environ.pop(FORKS, None)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        plugin, model = getattr(self.accelerator.state, "fsdp_plugin", None), self.plain_model
+        if plugin is not None:
+            plugin.cpu_ram_efficient_loading = built_once(model, self.settings)
+            if resume_from_checkpoint and (self.args.process_index == 0 or not plugin.cpu_ram_efficient_loading):
+                with advising(resume_from_checkpoint):
+                    load_weights(model, resume_from_checkpoint)  # before they are sharded
+        with nullcontext() if plugin is None else units_of(model, plugin):
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if plugin is not None:
+            self._require_shards()
+        return prepared
+
+    def _require_shards(self) -> None:
+        """Check that every weight is sharded and belongs to the optimiser."""
+        stepped = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in self.model.named_parameters():
+            if not isinstance(parameter, DTensor):
+                raise FulldepthError(f"fsdp is on, but {name} is not sharded: this version of accelerate copies it.")
+            if parameter.requires_grad and id(parameter) not in stepped:
+                raise FulldepthError(f"fsdp is on, but the optimiser has lost {name} when the weights were sharded.")
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """As the Trainer; a sharded model is saved as one of its own class, with its code, and a tied weight once."""
+        if not (self.is_fsdp_enabled and self.args.should_save):
+            super()._save(output_dir, state_dict=state_dict)
+            return
+        model = self.plain_model
+        every, first = (dict(model.named_parameters(remove_duplicate=once)) for once in (False, True))
+        kept = {name: tensor for name, tensor in state_dict.items() if name in first or name not in every}
+        sharded = type(model)
+        model.__class__ = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
+        try:
+            super()._save(output_dir, state_dict=kept)
+        finally:
+            model.__class__ = sharded
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """As the Trainer; the states of sharded weights are put together in the first process."""
+        if not self.is_fsdp_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        states, whole = self.optimizer.state_dict(), dict[int, dict[str, Any]]()
+        for index, moments in states["state"].items():
+            whole[index] = {}
+            for name, value in moments.items():
+                gathered = value.full_tensor() if isinstance(value, DTensor) else value
+                whole[index][name] = gathered.cpu() if self.args.should_save else None
+        if self.args.should_save:
+            torch.save({**states, "state": whole}, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        if not self.is_fsdp_enabled:  # else they were loaded before they were sharded
+            with advising(resume_from_checkpoint), reading(resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with advising(checkpoint), reading(f"the random states in {checkpoint}"):
+            super()._load_rng_state(checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As the Trainer, which would load options and shapes that are not those of the settings without an error."""
+        if checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        before = self._options()
+        with advising(checkpoint), reading(f"the optimiser's states in {checkpoint}"):
+            if self.is_fsdp_enabled:
+                self._load_sharded_states(Path(checkpoint))
+            else:
+                super()._load_optimizer_and_scheduler(checkpoint)
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = self.optimizer.state.get(parameter, {})  # empty if it never had a gradient
+                    for name in ("exp_avg", "exp_avg_sq") if state else ():
+                        if name not in state or state[name].shape != parameter.shape:
+                            raise ValueError(f"{name} does not fit its weight")
+            if self._options() != before:
+                raise ValueError("their options are not those of the settings")
+
+    def _load_sharded_states(self, checkpoint: Path) -> None:
+        """Load the optimiser's states, of which each process keeps its shards, and the schedule."""
+        read = partial(torch.load, map_location="cpu", weights_only=True)
+        states = read(checkpoint / OPTIMIZER_NAME, mmap=True)
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for index, moments in states["state"].items():
+            parameter = parameters[index]
+            for name, value in moments.items():
+                if value.shape == parameter.shape and value.ndim:
+                    moments[name] = distribute_tensor(
+                        value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+                    )
+        self.optimizer.load_state_dict(states)
+        self.lr_scheduler.load_state_dict(read(checkpoint / SCHEDULER_NAME))
+
+    def _options(self) -> list[Any]:
+        """Options of optimiser and schedule that the settings determine, without the current learning rate."""
+        groups = self.optimizer.param_groups
+        options = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in groups]
+        return [options, [len(group["params"]) for group in groups], list(self.lr_scheduler.base_lrs)]
+
+
+class RunTrainer(RunMixin, DepthTrainer):
+    """Trainer of a run."""
+
+
+def _start_worker(start: Callable[[int], None] | None, number: int) -> None:
+    """Ignore SIGTERM: schedulers send it to every process, and a dying worker would end the run before it saves."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if start is not None:
+        start(number)

@@ -1,0 +1,94 @@
+"""The demo on a tiny checkpoint: every part is there, the index links it, and it goes on after an interruption."""
+
+from __future__ import annotations
+
+import html
+import re
+import shlex
+import sys
+
+import pandas as pd
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import tiny_models
+from fulldepth import cli
+from fulldepth import demonstration as module
+from fulldepth.data import builtin_texts, train_tokenizer
+from fulldepth.demonstration import demo
+from fulldepth.errors import FulldepthError
+from fulldepth.progress import Watcher
+from fulldepth.results import Results
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "tiny"
+    LlamaForCausalLM(LlamaConfig(**tiny_models.DECODER | {"vocab_size": 300})).save_pretrained(folder)
+    train_tokenizer(builtin_texts()[:1], 300).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "demo"
+    command = ["fulldepth", "demo", "--model", str(checkpoint), "--blocks", "1", "--output", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+
+    def stopped(*_args, **_options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "export", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            demo(out, model=str(checkpoint), blocks=1)
+    kept = (out / "search" / "plan.json").stat().st_mtime_ns
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    printed = capsys.readouterr().out
+    assert not leaving.value.code
+    assert (out / "search" / "plan.json").stat().st_mtime_ns == kept
+    page = (out / "index.html").read_text("utf-8")
+    linked = re.findall(r'href="([^"]+report\.html)"', page)
+    assert linked == ["measure/report.html", "search/report.html", "bench/report.html"]
+    for link in linked:
+        findings = Results.load((out / link).parent).headline
+        for name, finding in findings.items():
+            if finding.get("sentence"):
+                assert html.escape(finding["sentence"]) in page
+                assert name in printed or ":" in name
+    assert re.search(r"<strong>[^<]* of 3 layers|<strong>No layer[^<]* of 3 ", page), "the opening paragraph"
+    commands = [html.unescape(line) for line in re.findall(r"<code>(.*?)</code>", page)]
+    for command in commands[:2]:  # what is printed makes the same rows; times differ from run to run
+        *words, folder = shlex.split(command)
+        monkeypatch.setattr(sys, "argv", [*words, str(tmp_path / "again" / folder)])
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        assert not leaving.value.code, command
+        own, again = (Results.load(where / folder).table for where in (out, tmp_path / "again"))
+        pd.testing.assert_frame_equal(own, again)
+    monkeypatch.chdir(out)
+    monkeypatch.setattr(sys, "argv", [*shlex.split(commands[2])[:-1], str(tmp_path / "again" / "bench")])
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    assert not leaving.value.code
+
+
+def test_without_the_package_a_model_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PACKAGE", "no-such-package")
+    said, trained = [], []
+    monkeypatch.setattr(module, "train", lambda settings, run, **_options: trained.append((settings.steps, run)))
+    monkeypatch.setattr(module, "measure_into", lambda name, *_, **__: (_ for _ in ()).throw(FulldepthError(name)))
+    with pytest.raises(FulldepthError, match=r"run/checkpoint-160$"):
+        demo(tmp_path / "out", watcher=Watcher(say=said.append))
+    assert said == [
+        "no-such-package is not installed (pip install --no-deps no-such-package); a tiny model is trained instead."
+    ]
+    assert trained == [(module.STEPS, tmp_path / "out" / "run")]
+
+
+@pytest.mark.parametrize("blocks", [0, 31])
+def test_blocks_out_of_range(tmp_path, blocks):
+    with pytest.raises(FulldepthError, match=f"1 to 30 blocks, got {blocks}"):
+        demo(tmp_path / "out", blocks=blocks)
+    assert not (tmp_path / "out").exists()
