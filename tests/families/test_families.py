@@ -108,7 +108,7 @@ def check_commands(subject: Stock) -> None:
     early = early_exit(subject)
     for batch in early.subject.sequences.batches(4):
         inputs = early.subject.inputs(batch.inputs)
-        logits, _ = early.run(inputs, Exit("confidence", 1.0, 1, early.subject.num_layers))
+        logits, _ = early.run(inputs, Exit("confidence", 1.0, 1, early.subject.anatomy.num_layers))
         expected = subject.logits[batch.sequence]
         assert torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
     model, batch = subject.model, subject.batch()
