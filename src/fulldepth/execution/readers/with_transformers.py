@@ -37,7 +37,7 @@ def load_causal(folder: str, carried: bool, device_map: str | None) -> Any:
     causal = type(AutoConfig.from_pretrained(folder, trust_remote_code=carried)) in AutoModelForCausalLM._model_mapping
     auto = AutoModelForCausalLM if carried or causal else transformers.AutoModelForImageTextToText
     placed: dict[str, Any] = {} if device_map is None else {"device_map": device_map, "offload_folder": "offloaded"}
-    model = load(auto, folder, trust_remote_code=carried, **placed)
+    model = load(auto, folder, carried, **placed)
     if not carried and not type(model).__module__.startswith("transformers."):
         raise SystemExit(f"{type(model).__name__} is no class of transformers")
     return model
@@ -49,12 +49,15 @@ def load_named(folder: str, carried: bool) -> Any:
     named = transformers.AutoModel if carried else getattr(transformers, name, None)
     if named is None:
         raise SystemExit(f"{name} is no class of transformers")
-    return load(named, folder, trust_remote_code=carried)
+    return load(named, folder, carried)
 
 
-def load(auto: Any, folder: str, **options: Any) -> Any:
+def load(auto: Any, folder: str, carried: bool, **placed: Any) -> Any:
     """The model; exits unless its weights and those of the folder are the same set."""
-    model, info = auto.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
+    loaded: Any = auto.from_pretrained(
+        folder, dtype="auto", trust_remote_code=carried, output_loading_info=True, **placed
+    )
+    model, info = loaded
     wrong = {name: sorted(map(str, keys))[:3] for name, keys in info.items() if keys}
     if wrong:
         raise SystemExit(f"the weights do not fit the class {type(model).__name__}: {wrong}")
