@@ -170,9 +170,3 @@ def test_names_that_nothing_can_be_written_to_are_refused(main, monkeypatch, tmp
         assert (code, out) == (2, "")
         assert words in err
         assert "This is a bug" not in err
-
-
-def test_a_usage_error_quotes_a_long_argument_in_part(main):
-    code, out, err = main("measure", "model", "--data", "d", "--output", "o", "[" * 5000)
-    assert (code, out) == (2, "")
-    assert 100 < err.count("[") < 310

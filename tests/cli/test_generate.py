@@ -70,11 +70,6 @@ def test_results_hold_text_and_statistics(run, checkpoint, tmp_path):
     assert run("generate", checkpoint, "--prompt", PROMPT, "--output", output, code=2).stderr.count("already holds")
 
 
-def test_streamed_text_is_the_same(run, checkpoint):
-    result = run("generate", checkpoint, "--prompt", PROMPT, "--raw", "--max-new-tokens", "9", "--stream")
-    assert result.stdout.strip() == text_of(checkpoint, 9).strip()
-
-
 @pytest.mark.parametrize(
     ("options", "name"),
     [

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from fulldepth import bars, console
 from fulldepth.cli import interruption, options
-from fulldepth.progress import Watcher, without_repeats
 from fulldepth.results import DOCUMENT, Results, tabulate
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.compare import CompareSettings
@@ -81,11 +80,6 @@ def test_json_survives_a_verb_that_prints(main, monkeypatch, two, tmp_path):
     _, out, err = main("compare", *two, "--output", tmp_path / "c", "--json")
     assert json.loads(out) == Results.load(tmp_path / "c").headline
     assert "a library says something" in err
-
-
-def test_lists_of_training_as_json(main):
-    listed = json.loads(main("train", "--list", "--json")[1])
-    assert listed["tiny-llama"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -170,19 +164,6 @@ def test_a_bar_shows_its_remaining_time_in_80_columns(monkeypatch):
     assert len(last) <= 80
 
 
-def test_a_terminal_shows_few_bars_at_once(monkeypatch):
-    screen = io.StringIO()
-    monkeypatch.setattr(bars, "Console", lambda **_: Console(file=screen, force_terminal=True, width=80))
-    with bars.watching() as watcher:
-        for number in range(9):
-            watcher.begin(f"Measuring checkpoint-{number}", 1)
-            watcher.advance(1)
-    text = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", screen.getvalue())
-    last = re.findall(r"checkpoint-(\d)", text)[-bars.MOST_BARS :]
-    assert last == ["5", "6", "7", "8"]
-    assert "checkpoint-4" not in text[text.rindex("checkpoint-5") - 200 :]
-
-
 def test_a_log_file_gets_lines_at_growing_intervals():
     now, lines = [0.0], []
     watcher = bars.LogLines(lines.append, lambda: now[0]).watcher()
@@ -205,14 +186,6 @@ def test_without_a_terminal_progress_is_shown_only_if_it_is_asked_for(capsys, pr
         watcher.say("said")
         watcher.advance(3)
     assert capsys.readouterr().err.splitlines() == shown
-
-
-def test_a_repeated_line_is_said_once():
-    lines = []
-    watcher = without_repeats(Watcher(say=lines.append))
-    for line in ("a", "b", "a"):
-        watcher.say(line)
-    assert lines == ["a", "b"]
 
 
 @pytest.mark.parametrize(

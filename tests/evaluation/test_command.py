@@ -239,13 +239,6 @@ def own_task(data):
     )
 
 
-def test_own_tasks_are_read_from_a_folder(checkpoint, data, tmp_path):
-    (tmp_path / "mine.yaml").write_text(own_task(data) + "doc_to_text: '{{goal}}'\n")
-    results = evaluate(checkpoint, ["mine"], include_path=str(tmp_path), exit_layers="full")
-    assert set(results.table.site) == {"mine"}
-    assert set(results.table.layer) == {4}
-
-
 def test_refusals(checkpoint, data, tmp_path):
     out = ("-o", tmp_path / "out")
     local = ("--task-data", data)

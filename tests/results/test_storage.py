@@ -162,13 +162,6 @@ def test_entries_of_the_wrong_type_or_out_of_range_are_named(
     assert len(str(caught.value)) < 1000
 
 
-def test_entries_that_nothing_reads_may_be_anything(tmp_path: Path) -> None:
-    folder = stored(
-        results(1.0).save(tmp_path, page=False), later={"a": [1, {"b": None}]}, model={"num_layers": 3, "new": [1]}
-    )
-    assert Results.load(folder).meta["later"] == {"a": [1, {"b": None}]}
-
-
 @pytest.mark.parametrize("text", ["1e999", "9" * 5000, "1" * 101, "NaN", "-Infinity", "[" * 500 + "]" * 500])
 def test_numbers_and_nesting_that_no_reader_can_hold(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.json"
@@ -237,15 +230,6 @@ def test_a_table_that_is_small_on_disk_and_large_in_memory_is_refused(
         Results.load(folder)
 
 
-def test_text_is_read_however_it_is_encoded(tmp_path: Path) -> None:
-    folder = stored(results(1.0).save(tmp_path, page=False))
-    plain = Results.load(folder).table
-    rows = pq.read_table(folder / TABLE)
-    coded = column("site", rows["site"].combine_chunks().cast(pa.large_string()).dictionary_encode())(rows)
-    pq.write_table(coded, folder / TABLE)
-    pd.testing.assert_frame_equal(Results.load(folder).table, plain)
-
-
 def test_whose_a_folder_is(tmp_path: Path) -> None:
     assert holder(tmp_path / "absent") is None
     results(1.0).save(tmp_path, page=False)
@@ -286,36 +270,6 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     shorter = gathered([("cka", "residual", 1, 2, "debiased", [1.0, 2.0])], 3)
     assert shorter is not None
     assert np.isnan(shorter["group_2"][0])
-
-
-def test_results_without_influences_leave_none_behind(tmp_path: Path) -> None:
-    grouped(0.5).save(tmp_path, page=False)
-    one = grouped(1.0)
-    one.influences = None
-    assert Results.load(one.save(tmp_path, page=False)).influences is None
-    assert not (tmp_path / GROUPS).exists()
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_kill_never_mixes_the_influences_of_two_results(tmp_path: Path) -> None:
-    refused = 0
-    for number in range(1, 60):
-        folder = grouped(1.0).save(tmp_path / str(number), page=False)
-        died = killed_at(number, lambda folder=folder: grouped(2.0).save(folder, page=False))  # type: ignore[misc]
-        try:
-            found = Results.load(folder)
-        except TableMismatchError:
-            refused += 1
-        else:
-            assert found.influences is not None
-            values = {found.meta["model"]["name"], f"model-{found.table['value'][0]}"}
-            assert values == {f"model-{found.influences['group_1'][0]}"}
-        grouped(3.0).save(folder, page=False)
-        assert sorted(os.listdir(folder)) == sorted([DOCUMENT, TABLE, GROUPS]), "leftovers are gone"
-        if not died:
-            break
-    assert not died
-    assert refused >= 2, "between the three renames"
 
 
 def test_a_changed_or_missing_file_is_refused(tmp_path: Path) -> None:

@@ -10,13 +10,11 @@ from typing import Annotated, Literal
 
 import pydantic
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fulldepth.errors import FulldepthError
 from fulldepth.settings import Settings, assignments, layer, names, read
-from fulldepth.settings import layers as recipes
 from fulldepth.settings.train import TrainSettings
 
 
@@ -73,17 +71,6 @@ def test_a_single_value_of_a_list_is_a_list_of_one() -> None:
             layer(Lists, wrong)
 
 
-def test_null_in_a_later_source_overrides() -> None:
-    assert layer(Sample, {"measures": ["cka"]}, assignments(["measures=null"])).measures is None
-
-
-def test_no_source_gives_the_defaults_and_sources_stay_untouched() -> None:
-    first = {"optimiser": {"rate": 0.5}}
-    layer(Sample, first, {"optimiser": {"rate": 0.1}})
-    assert first == {"optimiser": {"rate": 0.5}}
-    assert layer(Sample) == Sample()
-
-
 def test_settings_are_frozen_and_their_resolved_copy_loads_again() -> None:
     settings = layer(Sample, {"folder": Path("a/b"), "words": ["is", "are"]})
     with pytest.raises(pydantic.ValidationError, match="frozen"):
@@ -120,14 +107,6 @@ def test_what_is_wrong_is_said_one_line_each(source: dict, lines: list[str]) -> 
         assert wanted in line
 
 
-def test_a_missing_value_is_named() -> None:
-    class Needs(Settings):
-        model: str
-
-    with pytest.raises(FulldepthError, match=r"^model: a value is required\.$"):
-        layer(Needs)
-
-
 def test_assignments_parse_yaml_and_open_mappings() -> None:
     got = assignments(
         ["a.b.c=[1, x]", "a.d=1e-3", "e=", "f=a=b", "g=no", "h='1'", "i=2026-01-01", "j=012", "k=.5", "l=-3"]
@@ -145,18 +124,6 @@ def test_assignments_parse_yaml_and_open_mappings() -> None:
     }
 
 
-@pytest.mark.parametrize("argument", ["seed", "=3", "a..b=3", ".a=1", ""])
-def test_what_is_no_assignment_is_refused(argument: str) -> None:
-    with pytest.raises(FulldepthError, match="Expected key=value"):
-        assignments([argument])
-
-
-def test_a_broken_value_is_refused_in_one_line() -> None:
-    with pytest.raises(FulldepthError, match="not valid YAML") as caught:
-        assignments(["a=[1"])
-    assert "\n" not in str(caught.value)
-
-
 numbers = st.integers() | st.floats(allow_nan=False)
 
 
@@ -164,19 +131,6 @@ numbers = st.integers() | st.floats(allow_nan=False)
 def test_assignments_read_every_json_value_back(value: object) -> None:
     text = json.dumps(value).replace("-Infinity", "-.inf").replace("Infinity", ".inf")
     assert assignments([f"a={text}"]) == {"a": value}
-
-
-@given(numbers)
-def test_numbers_survive_a_yaml_file(value: float) -> None:
-    got = assignments([f"a={yaml.safe_dump(value).splitlines()[0]}"])["a"]
-    assert got == value
-    assert isinstance(got, type(value))
-
-
-def test_every_shipped_recipe_is_found_by_name() -> None:
-    assert {"quick", "full"} <= set(names("measure"))
-    quick = read("quick", "measure")
-    assert quick == {"measures": ["displacement", "jump_rate", "norm_ratio"], "max_sequences": 32}
 
 
 @pytest.mark.parametrize("name", names("measure"))
@@ -326,11 +280,3 @@ def test_an_unknown_recipe_names_the_near_and_the_known(tmp_path: Path) -> None:
         read("quik", "measure")
     with pytest.raises(FulldepthError, match=r"no recipe file .*nothing\.yaml"):
         read(tmp_path / "nothing.yaml", "measure")
-
-
-def test_a_wheel_carries_its_own_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "measure").mkdir()
-    (tmp_path / "measure" / "other.yaml").write_text("seed: 5\n", encoding="utf-8")
-    monkeypatch.setattr(recipes, "RECIPES", tmp_path)
-    assert names("measure") == ["other"]
-    assert read("other", "measure") == {"seed": 5}
