@@ -102,7 +102,7 @@ def test_ctrl_c_is_no_bug_wherever_it_comes(main, monkeypatch):
     for action in (importing, cleaning):
         inside(monkeypatch, action)
         assert main("report", "somewhere")[::2] == (130, "Interrupted. Start again with: fulldepth report somewhere\n")
-    monkeypatch.setattr(program, "_check_arguments", lambda _: throw(KeyboardInterrupt()))
+    monkeypatch.setattr(program, "ending_cleanly", lambda: throw(KeyboardInterrupt()))
     assert main("report", "somewhere")[::2] == (130, "Interrupted. Start again with: fulldepth report somewhere\n")
 
 

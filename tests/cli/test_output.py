@@ -147,7 +147,7 @@ for command in {list(RIGHT.values())!r}:
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
     )
-    said = [line for line in done.stderr.splitlines() if not line.startswith("... and more")]
+    said = [line for line in done.stderr.splitlines() if not line.startswith("... and ")]
     one = ["Loading...", "7", "Error: Unknown setting 'sed'.", "2"]
     assert [line.partition(" Did you mean")[0].partition(" Available")[0] for line in said] == one * len(RIGHT)
 

@@ -49,7 +49,7 @@ def test_the_page_of_a_folder_is_made_again_and_an_empty_one_is_filled(main, tmp
         assert main("report", a, "-o", tmp_path / "page")[0] == 0
 
 
-@pytest.mark.parametrize("name", ["settings.yaml", "plan.json", "progress.json"])
+@pytest.mark.parametrize("name", ["settings.yaml", "plan.json"])
 def test_a_comparison_does_not_go_where_another_command_keeps_its_results(main, tmp_path, name):
     a, b, out = saved(tmp_path / "a", 0.1), saved(tmp_path / "b", 0.2), tmp_path / "out"
     out.mkdir()

@@ -100,7 +100,7 @@ def test_relative_depth_interpolates_between_the_baselines_layers(deep: int, sha
     np.testing.assert_allclose(differences(found, "b"), expected, atol=1e-12)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(deep=st.integers(1, 9), shallow=st.integers(1, 9), seed=st.integers(0, 100))
 def test_pairs_of_layers_are_interpolated_bilinearly_and_a_layer_stays_itself(
     deep: int, shallow: int, seed: int
@@ -159,7 +159,7 @@ def test_statistics_sites_and_missing_values_do_not_mix() -> None:
     assert found.meta["warnings"] == ["a has no norm_ratio; b has."]
 
 
-@settings(max_examples=25)
+@settings(max_examples=5)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
 def test_a_model_differs_from_itself_by_nothing(values: list[float]) -> None:
     one = measurement(len(values), displacements(values))
