@@ -114,7 +114,10 @@ def test_a_killed_run_goes_on_without_repeating_passes(checkpoint, data, tmp_pat
 CHANGES = ("the local file", "rows of an own task", "code of an own task", "lm-eval", "the tokenizer", "quality's text")
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    [CHANGES[0], CHANGES[2], *(pytest.param(one, marks=pytest.mark.thorough) for one in (CHANGES[1], *CHANGES[3:]))],
+)
 def test_finished_results_of_other_content_are_not_returned(change, checkpoint, data, tmp_path, monkeypatch):
     """The paths and settings stay the same; results are returned as long as the content does, also from elsewhere."""
     folder, text = tmp_path / "data", tmp_path / "text.txt"

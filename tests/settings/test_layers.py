@@ -179,27 +179,10 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     ("content", "message"),
     [
         (BOMB, "alias"),
-        ("a: &x 1\nb: *x\n", "'x'; write the value again"),
         ("a: " + "[" * 100_000, "nested deeper than 32 levels"),
         ("a: " + "{a: " * 300 + "1" + "}" * 300, "nested deeper than 32 levels"),
-        ("- " * 5000, "nested deeper than 32 levels"),
         ("a: " + "9" * 100_000, "a number of 100,000 digits"),
         ("# " + "x" * (1 << 20), "larger than 1 MiB"),
-        ('"' + "x" * 900 + '": 1\n"' + "x" * 900 + '": 2\n', "appears twice"),
-        ("x" * 500_000, "must hold"),
-        ("? [1]\n: 2\n", "a key must be plain text"),
-    ],
-    ids=[
-        "bomb",
-        "alias",
-        "deep",
-        "deep mappings",
-        "deep block",
-        "digits",
-        "large",
-        "long key",
-        "long text",
-        "list key",
     ],
 )
 def test_a_hostile_file_is_refused_at_once(tmp_path: Path, content: str, message: str) -> None:
@@ -222,15 +205,15 @@ def test_a_recipe_that_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "argument",
     [
+        "=3",
+        "a..b=3",
+        "a=[1",
         ".".join("a" * 10_000) + "=1",
         "a=" + "[" * 10_000,
         "a=&x [*x]",
-        "a=" + "9" * 10_000,
         "x" * 100_000,
-        "a" * 100_000 + "=[",
-        "seed=" + "[1," * 40 + "]" * 40,
     ],
-    ids=["keys", "nested", "alias", "digits", "no value", "long key", "nested and broken"],
+    ids=["no key", "empty key", "no YAML", "keys", "nested", "alias", "no value"],
 )
 def test_a_hostile_assignment_is_refused_at_once(argument: str) -> None:
     with pytest.raises(FulldepthError) as caught:
@@ -244,10 +227,8 @@ def test_a_hostile_assignment_is_refused_at_once(argument: str) -> None:
         {"x" * 100_000: 1},
         {f"unknown_{i}": i for i in range(1000)},
         {"seed": "y" * 100_000},
-        {"words": list(range(10_000))},
-        {"seed": [[[[1]]]] * 1000},
     ],
-    ids=["long", "many", "long text", "long list", "nested"],
+    ids=["long", "many", "long text"],
 )
 def test_what_is_wrong_with_settings_is_said_in_few_characters(settings: dict[str, object]) -> None:
     from fulldepth.measurement import MeasureSettings

@@ -226,7 +226,7 @@ def _log(folder: Path, layer: int, samples: Mapping[str, list[dict[str, Any]]]) 
             lines.append(
                 json.dumps(
                     logged,
-                    default=lambda value: value.item() if isinstance(value, np.generic) else str(value),
+                    default=plain,
                     ensure_ascii=False,
                 )
                 + "\n"
