@@ -55,13 +55,6 @@ def test_measure_help_gives_the_defaults_of_the_settings(main):
     assert length in described["--sequence-length"]
 
 
-def test_measure_has_an_option_for_every_setting_that_is_not_rare(main):
-    described = options_of(main("measure", "--help")[1])
-    without = {name for name in MeasureSettings.model_fields if f"--{name.replace('_', '-')}" not in described}
-    assert without == {"anatomy", "grid_samples"}, "these go through --set"
-    assert {"--data", "--output", "--recipe", "--set", "--overwrite", "--debug"} <= set(described)
-
-
 FOLDERS = ["--output", "o"]
 VERBS = {
     "train": ("fulldepth.training.train", ["train", "tiny-llama", *FOLDERS], ["--seed", "3"], "seed=3"),

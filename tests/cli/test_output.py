@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fulldepth import bars, console
+from fulldepth import bars
 from fulldepth.cli import interruption, options
 from fulldepth.results import DOCUMENT, Results, tabulate
 from fulldepth.settings.bench import BenchSettings
@@ -56,15 +56,6 @@ def test_json_is_the_headline_and_nothing_else(main, two, tmp_path):
     assert " 0.25 %" in plain
     code, out, err = main("compare", two[0], tmp_path / "absent", "--output", tmp_path / "e", "--json")
     assert (code, out) == (2, "")
-
-
-def test_many_findings_are_counted(capsys):
-    each = {f"n{index}:model": {"value": float(index), "unit": "1"} for index in range(40)}
-    console.finish(Results(tabulate([]), {"headline": {**each, "best": {"value": 1.0, "unit": "1"}}}))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[0] == "best"  # of the whole comparison
-    assert len(lines) == 25
-    assert lines[-1] == "17 more are on the page."
 
 
 def test_json_survives_a_verb_that_prints(main, monkeypatch, two, tmp_path):

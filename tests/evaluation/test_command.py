@@ -244,7 +244,6 @@ def own_task(data):
 
 REFUSED = {
     "--tasks ,": "No task is named",
-    "": "Nothing to evaluate",
     "--tasks piqa_local --exit-layers 2,5": "exit layer 5",
     "--tasks piqa_local --exit-layers 0": "exit layer 0",
     "--tasks piqa_local --exit-layers some": "all, full",
@@ -260,6 +259,7 @@ REFUSED = {
 
 def test_refusals(checkpoint, data, tmp_path):
     out = tmp_path / "out"
+    assert "Nothing to evaluate" in failure(checkpoint, "-o", out)
     for options, name in REFUSED.items():
         assert name in failure(checkpoint, *options.split(), "--task-data", data, "-o", out), options
     assert "piqa_valid.jsonl" in failure(checkpoint, "--tasks", "piqa_local", "--task-data", tmp_path, "-o", out)
