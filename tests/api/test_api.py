@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pandas as pd
 import pytest
 
 import fulldepth
-from fulldepth import measurement, reporting
+from fulldepth import reporting
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
@@ -114,14 +113,3 @@ def test_compare_and_report_take_paths_and_results(trained: Path, tmp_path: Path
     assert fulldepth.report(str(tmp_path / "cmp"), tmp_path / "elsewhere") == tmp_path / "elsewhere" / PAGE
     with pytest.raises(FulldepthError, match="already holds results"):
         fulldepth.compare([folder, four], output=tmp_path / "cmp")
-
-
-def test_the_functions_are_plain_and_documented_with_an_example() -> None:
-    for name in ("measure", "compare", "train", "report", "demo"):
-        function = getattr(fulldepth, name)
-        assert inspect.isfunction(function)
-        assert f"fulldepth.{name}(" in function.__doc__.partition("```python")[2]
-        assert set(inspect.signature(function).parameters) >= {"output"}
-    assert set(inspect.signature(measurement.measure).parameters) - {"options"} <= set(
-        inspect.signature(fulldepth.measure).parameters
-    ), "what the room's function takes by name, the public one takes too"

@@ -92,12 +92,7 @@ ANNOTATION = "annotations[3] (id 4)"
 CASES = {
     "corrupt image": ("images", damage, "0/1.png"),
     "label outside the classes": ("texts", line("odd", 7), "line 13"),
-    "text longer than positions": ("texts", line("so " * 40, 1), "line 13"),
-    "empty text": ("texts", line(" ", 1), "line 13"),
     "dangling image id": ("objects", entry(image_id=99), ANNOTATION),
-    "dangling category id": ("objects", entry(category_id=99), ANNOTATION),
-    "box outside the image": ("objects", entry(bbox=[30.0, 2.0, 20.0, 4.0]), ANNOTATION),
-    "box without area": ("objects", entry(bbox=[3.0, 2.0, 0.0, 4.0]), ANNOTATION),
 }
 """Case -> kind of data, its defect, and the place that the message names."""
 

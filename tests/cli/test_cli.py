@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import subprocess
 import sys
@@ -12,15 +11,11 @@ import pytest
 import torch
 
 import fulldepth
-from fulldepth import cli
-from fulldepth.demonstration import demo
 from fulldepth.errors import FulldepthError
 from fulldepth.measurement import MeasureSettings
-from fulldepth.settings import layers as recipes
 
 MEASURE = ["measure", "m", "--data", "d", "--output", "o"]
 COMMANDS = ["measure", "train", "compare", "report", "demo", "exit", "skip"]
-SKIP = ["search", "apply", "curve", "bench", "quantise"]
 
 
 def shell(*arguments):
@@ -46,15 +41,6 @@ def test_help_lists_the_commands(main):
     assert "fulldepth demo --output demo-run/" in out
 
 
-@pytest.mark.parametrize("command", [*COMMANDS[:-1], *(f"skip {name}" for name in SKIP)])
-def test_every_option_says_what_it_does(main, command):
-    code, out, _ = main(*command.split(), "-h")
-    assert code == 0
-    described = options_of(out)
-    assert described
-    assert all(len(text) > 10 for text in described.values()), described
-
-
 def test_measure_help_gives_the_defaults_of_the_settings(main):
     described = options_of(main("measure", "--help")[1])
     for name, field in MeasureSettings.model_fields.items():
@@ -67,21 +53,6 @@ def test_measure_help_gives_the_defaults_of_the_settings(main):
     assert "[default: all" in described["--measures"]
     length = "[default: 256, or the model's positions if fewer, and whole texts for a classifier]"
     assert length in described["--sequence-length"]
-
-
-def test_measure_has_an_option_for_every_setting_that_is_not_rare(main):
-    described = options_of(main("measure", "--help")[1])
-    without = {name for name in MeasureSettings.model_fields if f"--{name.replace('_', '-')}" not in described}
-    assert without == {"anatomy", "grid_samples"}, "these go through --set"
-    assert {"--data", "--output", "--recipe", "--set", "--overwrite", "--debug"} <= set(described)
-
-
-def test_help_names_every_policy_and_recipe(main):
-    described = options_of(main("measure", "--help")[1])
-    for policy in ("all", "no-first", "last", "cls", "eos"):
-        assert policy in described["--tokens"]
-    for recipe in recipes.names("measure"):
-        assert recipe in described["--recipe"]
 
 
 FOLDERS = ["--output", "o"]
@@ -138,20 +109,6 @@ def test_an_option_of_training_overrides_the_recipe_and_can_switch_off(main, mon
         (7, True, {"hidden_size": 24}),
         (5, False, {"hidden_size": 24, "num_hidden_layers": 2}),
     ]
-
-
-def test_demo_help_gives_its_defaults(main):
-    described = options_of(main("demo", "--help")[1])
-    assert "[default: demo-run]" in described["--output"]
-    blocks = inspect.signature(demo).parameters["blocks"].default
-    assert f"[default: {blocks}]" in described["--blocks"]
-    assert inspect.signature(cli.demo_command).parameters["blocks"].default == blocks
-
-
-def test_no_arguments_show_the_help(main):
-    code, out, err = main()
-    assert "measure" in out + err
-    assert code in (0, 2)
 
 
 def test_version(main):
@@ -227,15 +184,6 @@ def test_debug_shows_the_traceback(main, where):
     with pytest.raises(FulldepthError, match="/absent/folder"):
         main(*arguments)
     assert main(*command)[0] == 2, "it does not stay on"
-
-
-def test_debug_and_plain_in_a_shell():
-    plain = shell(sys.executable, "-m", "fulldepth", "report", "/absent/folder")
-    assert plain.returncode == 2
-    assert "Traceback" not in plain.stderr
-    debug = shell(sys.executable, "-m", "fulldepth", "--debug", "report", "/absent/folder")
-    assert debug.returncode != 0
-    assert "Traceback" in debug.stderr
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_ctrl_c_is_no_bug_wherever_it_comes(main, monkeypatch):
     for action in (importing, cleaning):
         inside(monkeypatch, action)
         assert main("report", "somewhere")[::2] == (130, "Interrupted. Start again with: fulldepth report somewhere\n")
-    monkeypatch.setattr(program, "_check_arguments", lambda _: throw(KeyboardInterrupt()))
+    monkeypatch.setattr(program, "ending_cleanly", lambda: throw(KeyboardInterrupt()))
     assert main("report", "somewhere")[::2] == (130, "Interrupted. Start again with: fulldepth report somewhere\n")
 
 
@@ -170,9 +170,3 @@ def test_names_that_nothing_can_be_written_to_are_refused(main, monkeypatch, tmp
         assert (code, out) == (2, "")
         assert words in err
         assert "This is a bug" not in err
-
-
-def test_a_usage_error_quotes_a_long_argument_in_part(main):
-    code, out, err = main("measure", "model", "--data", "d", "--output", "o", "[" * 5000)
-    assert (code, out) == (2, "")
-    assert 100 < err.count("[") < 310

@@ -47,18 +47,14 @@ def test_a_sweep_and_a_checkpoint(main, checkpoint, tmp_path, monkeypatch):
     ("arguments", "name"),
     [
         (("--thresholds", "0,0.5"), "thresholds"),
-        (("--thresholds", "high"), "high"),
         (("--rule", "hope"), "rule"),
-        (("--min-layer", "0"), "min_layer"),
         (("--min-layer", "9"), "min_layer is 9"),
         (("--target-accuracy-drop", "-0.1"), "target_accuracy_drop"),
         (("--export-layers", "9"), "first 9"),
         (("--memory-budget", "much"), "much"),
-        (("--memory-budget", "1KB"), "1KB"),
         (("--export-layers", "2", "--effective-depth", "0.1"), "--export-layers and --effective-depth"),
         (("--push-to-hub", "me/model"), "--push-to-hub"),
         (("--no-data",), "--data"),
-        (("--no-data", "--effective-depth", "0.1"), "--data"),
     ],
 )
 def test_a_mistake_ends_with_one_message(main, checkpoint, tmp_path, arguments, name):

@@ -76,7 +76,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["known", "unknown"])
+@pytest.mark.parametrize("kind", [pytest.param("known", marks=pytest.mark.thorough), "unknown"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_command_runs_code_of_a_checkpoint(
     main: Any, house: Path, tmp_path: Path, monkeypatch: Any, name: str, kind: str

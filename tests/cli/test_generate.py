@@ -70,24 +70,16 @@ def test_results_hold_text_and_statistics(run, checkpoint, tmp_path):
     assert run("generate", checkpoint, "--prompt", PROMPT, "--output", output, code=2).stderr.count("already holds")
 
 
-def test_streamed_text_is_the_same(run, checkpoint):
-    result = run("generate", checkpoint, "--prompt", PROMPT, "--raw", "--max-new-tokens", "9", "--stream")
-    assert result.stdout.strip() == text_of(checkpoint, 9).strip()
-
-
 @pytest.mark.parametrize(
     ("options", "name"),
     [
         (("--threshold", "0"), "threshold"),
         (("--speculate-from", "3"), "speculate_from"),
-        (("--speculate-from", "some"), "speculate_from"),
         (("--exit-layer", "3"), "exit_layer"),
         (("--max-new-tokens", "600"), "600"),
         (("--chat",), "--chat"),
-        (("--min-layer", "2"), "min_layer"),
         (("--draft-length", "3"), "draft_length"),
         (("--threshold", "0.5", "--speculate-from", "2"), "threshold"),
-        (("--temperature", "0", "--top-p", "0.5"), "temperature 0"),
         (("--rule", "confidance"), "confidence"),
         (("--prompt", " "), "prompt is empty"),
         (("--raw", "--prompt", word_tokenizer.words(*range(80))), "80 tokens"),
@@ -98,8 +90,7 @@ def test_mistakes_end_with_two(run, checkpoint, options, name):
     assert name in " ".join(run("generate", checkpoint, *prompt, *options, code=2).stderr.split())
 
 
-@pytest.mark.parametrize("drafts", ["3", "auto"])
-def test_the_plan_of_a_search_drafts(run, checkpoint, tmp_path, drafts):
+def test_the_plan_of_a_search_drafts(run, checkpoint, tmp_path):
     """A plan.json that `skip search` wrote; the text is that of the whole model."""
     rows = [
         {"prompt": word_tokenizer.words(*range(i, i + 5)), "response": word_tokenizer.words(i, 7)} for i in range(9)
@@ -107,12 +98,12 @@ def test_the_plan_of_a_search_drafts(run, checkpoint, tmp_path, drafts):
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     run("skip", "search", checkpoint, "--data", data, "--blocks", "1", "--output", tmp_path / "plan")
-    asked = ("--raw", "--max-new-tokens", "40", "--draft-length", drafts, "--json")
+    asked = ("--raw", "--max-new-tokens", "40", "--draft-length", "3", "--json")
     result = run("generate", checkpoint, "--prompt", PROMPT, "--plan", tmp_path / "plan" / "plan.json", *asked)
     written = json.loads(result.stdout)
     assert written["texts"] == [text_of(checkpoint, 40)]
     assert written["stats"]["drafted"] > 0
-    assert drafts == "auto" or written["stats"]["paid"] is None  # not compared with plain decoding
+    assert written["stats"]["paid"] is None  # not compared with plain decoding
 
 
 def test_layers_that_do_not_exist_are_refused_before_weights_are_read(run, checkpoint, tmp_path):

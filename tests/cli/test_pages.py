@@ -11,7 +11,7 @@ from fulldepth.demonstration import demo
 from fulldepth.errors import FulldepthError
 from fulldepth.files import locked
 from fulldepth.reporting import write
-from fulldepth.results import DOCUMENT, PAGE, Results, tabulate
+from fulldepth.results import PAGE, Results, tabulate
 
 
 def saved(folder: Path, value: float, name: str = "m") -> Path:
@@ -49,7 +49,7 @@ def test_the_page_of_a_folder_is_made_again_and_an_empty_one_is_filled(main, tmp
         assert main("report", a, "-o", tmp_path / "page")[0] == 0
 
 
-@pytest.mark.parametrize("name", ["settings.yaml", "plan.json", "progress.json"])
+@pytest.mark.parametrize("name", ["settings.yaml", "plan.json"])
 def test_a_comparison_does_not_go_where_another_command_keeps_its_results(main, tmp_path, name):
     a, b, out = saved(tmp_path / "a", 0.1), saved(tmp_path / "b", 0.2), tmp_path / "out"
     out.mkdir()
@@ -78,13 +78,3 @@ def test_two_commands_do_not_write_into_one_folder(main, tmp_path, monkeypatch):
     assert main("compare", a, b, "-o", out, "--overwrite")[0] == 0
     with locked(out):
         assert main("report", a, "-o", out, "--overwrite")[0] == 0, "the same process may"
-
-
-def test_a_folder_that_was_interrupted_says_so(main, tmp_path):
-    a, b = saved(tmp_path / "a", 0.1), saved(tmp_path / "b", 0.2)
-    (a / DOCUMENT).write_bytes((b / DOCUMENT).read_bytes())
-    for command in (["report", a], ["compare", a, b, "-o", tmp_path / "out"]):
-        code, _, err = main(*command)
-        assert code == 2
-        assert "do not belong together" in err
-    assert not (tmp_path / "out").exists()

@@ -124,13 +124,9 @@ def test_hellaswag_prompts_of_the_real_file_capitalise_the_unfinished_sentence(s
     [
         ('{"question": "a", "choices": ["b", "c"], "gold": 2}', r"line 3: gold is 2; expected .* 0 to 1"),
         ('{"question": "a", "choices": ["b", "c"], "gold": true}', "line 3: gold is True"),
-        ('{"question": "a", "choices": ["b"], "gold": 0}', "line 3: choices is"),
         ('{"question": "a", "choices": {"text": ["b", "c"]}, "gold": 0}', "line 3: choices is"),
-        ('{"question": " ", "choices": ["b", "c"], "gold": 0}', "line 3: question is ' '"),
         ('{"question": "\\ud800", "choices": ["b", "c"], "gold": 0}', "line 3: question is"),
         ('{"choices": ["b", "c"], "gold": 0}', "line 3: question is None"),
-        ('{"question": "a", ', "line 3 is not valid JSON"),
-        ("[1, 2]", "line 3 holds a JSON list"),
     ],
 )
 def test_a_malformed_row_is_named_by_file_and_line(line, message, tmp_path):

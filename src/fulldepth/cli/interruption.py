@@ -45,19 +45,16 @@ def advice(argv: Sequence[str]) -> str:
     Args:
         argv: the program and its arguments.
     """
+    program = ["python", "-m", "fulldepth"] if Path(argv[0]).name == "__main__.py" else [Path(argv[0]).name]
     if (folder := _running.get("folder")) is not None and _is_complete(Path(folder)):
-        return f"The results are complete. Make their page with: {shlex.join([*_program(argv), 'report', str(folder)])}"
+        return f"The results are complete. Make their page with: {shlex.join([*program, 'report', str(folder)])}"
     goes_on = _running.get("goes_on", False)
     more = [OPTION] if _running.get("has_option") and OPTION not in argv else []
     if launch.world() > 1:
         same = f"The same torchrun command{f' with {OPTION}' if more else ''}"
         return f"{same} {'goes on where it stopped' if goes_on else 'starts again'}."
-    command = shlex.join([*_program(argv), *argv[1:], *more])
+    command = shlex.join([*program, *argv[1:], *more])
     return f"{'Go on' if goes_on else 'Start again'} with: {command}"
-
-
-def _program(argv: Sequence[str]) -> list[str]:
-    return ["python", "-m", "fulldepth"] if Path(argv[0]).name == "__main__.py" else [Path(argv[0]).name]
 
 
 def _is_complete(folder: Path) -> bool:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import reduce
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -93,8 +92,11 @@ def command(
             interruption.note(values, resumes)
             as_json = values.pop("as_json", False)
             if "settings" in own:
-                given = _given(values, fields, recipes)
-                recipe, changes = given[0], reduce(merge, given[1:])
+                chosen = {key: _value(key, field, values.pop(key)) for key, (field, _) in fields.items()}
+                chosen = {key: value for key, value in chosen.items() if value is not None}
+                assigned = [*(values.pop("changes", None) or []), *(values.pop("assigned") or [])]
+                changes = merge(chosen, assignments(assigned))
+                recipe = read(values["recipe"], recipes or "") if values.get("recipe") else {}
                 if resolves and settings:
                     values["settings"] = layer(settings, recipe, changes)
                 else:
@@ -102,17 +104,24 @@ def command(
             with console.json_on_stdout() if as_json else nullcontext():
                 function(**{key: value for key, value in values.items() if key in own})
 
+        entries: dict[str, tuple[Any, Any]] = {}  # name -> (annotation, default)
+        for key, parameter in own.items():
+            if key != "settings":
+                entries[key] = hints[key], parameter.default
+                continue
+            if "recipe" in own:
+                entries["changes"] = Changes, None
+            entries |= {name: (_option(name, *field, "recipe" in own), None) for name, field in fields.items()}
+            if recipes is not None and "recipe" not in own:
+                text = f"YAML file of settings, or a shipped recipe: {', '.join(names(recipes))}."
+                option = typer.Option(help=text, autocompletion=starting(names(recipes)))
+                entries["recipe"] = Annotated[str | None, option], None
+            entries["assigned"] = Assignments, None
+        entries |= ({"as_json": (AsJson, False)} if headline else {}) | {"debug": (Debug, False)}
         parameters = [
-            entry
-            for key, parameter in own.items()
-            for entry in (
-                _generated(fields, recipes, "recipe" in own)
-                if key == "settings"
-                else [_parameter(key, hints[key], parameter.default)]
-            )
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for name, (annotation, default) in entries.items()
         ]
-        parameters += [_parameter("as_json", AsJson, False)] if headline else []
-        parameters.append(_parameter("debug", Debug, False))
         run.__name__, run.__doc__ = function.__name__, function.__doc__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -122,37 +131,6 @@ def command(
         return function
 
     return add
-
-
-def _generated(
-    fields: Mapping[str, tuple[FieldInfo, str]], recipes: str | None, has_recipe: bool
-) -> list[inspect.Parameter]:
-    """The parameters of settings; `has_recipe` if the function has the argument `recipe`."""
-    generated = [_parameter(key, _option(key, *field, has_recipe), None) for key, field in fields.items()]
-    if has_recipe:
-        generated.insert(0, _parameter("changes", Changes, None))
-    elif recipes is not None:
-        text = f"YAML file of settings, or a shipped recipe: {', '.join(names(recipes))}."
-        option = typer.Option(help=text, autocompletion=starting(names(recipes)))
-        generated.append(_parameter("recipe", Annotated[str | None, option], None))
-    return [*generated, _parameter("assigned", Assignments, None)]
-
-
-def _given(
-    values: dict[str, Any], fields: Mapping[str, tuple[FieldInfo, str]], recipes: str | None
-) -> list[dict[str, Any]]:
-    """The settings of recipe, options and `key=value`; the latter two are taken out of `values`."""
-    options = {key: _value(key, field, values.pop(key)) for key, (field, _) in fields.items()}
-    recipe = values.get("recipe")
-    return [
-        read(recipe, recipes or "") if recipe else {},
-        {key: value for key, value in options.items() if value is not None},
-        assignments([*(values.pop("changes", None) or []), *(values.pop("assigned") or [])]),
-    ]
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _fields(settings: type[Settings], without: Iterable[str]) -> dict[str, tuple[FieldInfo, str]]:

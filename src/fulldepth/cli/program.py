@@ -131,7 +131,11 @@ def main() -> None:
     try:
         interruption.forget()
         with ending_cleanly():
-            _check_arguments(sys.argv[1:])
+            for argument in sys.argv[1:]:  # may be written to results, pages and logs
+                try:
+                    argument.encode()
+                except UnicodeEncodeError as error:
+                    raise FulldepthError(f"The argument {one_line(ascii(argument), 200)} is not UTF-8.") from error
             app(standalone_mode=True)
     except SystemExit as leaving:  # typer turns an interruption into 130 without a message
         if leaving.code in ENDINGS:
@@ -159,19 +163,6 @@ def _end(code: int, message: str) -> NoReturn:
     if console.is_main():
         typer.echo(f"{message}. {interruption.advice(sys.argv)}", err=True)
     sys.exit(code)
-
-
-def _check_arguments(arguments: list[str]) -> None:
-    """Check that the arguments can be written to results, pages and logs.
-
-    Raises:
-        FulldepthError: if an argument is not UTF-8.
-    """
-    for argument in arguments:
-        try:
-            argument.encode()
-        except UnicodeEncodeError as error:
-            raise FulldepthError(f"The argument {one_line(ascii(argument), 200)} is not UTF-8.") from error
 
 
 @contextmanager

@@ -70,7 +70,13 @@ def compare(
         raise FulldepthError("A comparison needs at least two result folders.")
     loaded = [_readable(item) for item in results]
     labels = _labels(results, settings.names)
-    kind, first = _common_kind(loaded, labels), _position(settings.baseline, labels)
+    kind, first = _common_kind(loaded, labels), settings.baseline
+    if isinstance(first, str):
+        if first not in labels:
+            raise unknown("baseline", first, labels)
+        first = labels.index(first)
+    elif not 0 <= first < len(labels):
+        raise FulldepthError(f"The baseline must be a position from 0 to {len(labels) - 1} or a name, got {first}.")
     depths = {_depth(results) for results in loaded}
     resolved: Depth = settings.depth or ("layer" if len(depths) == 1 else "relative")
     compared = {"baseline": labels[first], "depth": resolved}
@@ -82,7 +88,10 @@ def compare(
     if kind != "training":
         loaded = [_last_step(item) for item in loaded]
     table, entries = (training.compare_runs if kind == "training" else _side_by_side)(loaded, labels, first, resolved)
-    entries["warnings"] += _own_warnings(loaded, labels)
+    for one, label in zip(loaded, labels, strict=True):
+        if not one.meta.get("complete", True):
+            entries["warnings"].append(f"{label}: the {KINDS[kind].rpartition(' ')[2]} is not complete.")
+        entries["warnings"] += [f"{label}: {warning}" for warning in one.meta.get("warnings") or []]
     return Results(table, finite(document | entries))
 
 
@@ -90,31 +99,23 @@ def _side_by_side(
     measured: list[Results], labels: list[str], first: int, depth: Depth
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
     """The table and the entries of the document for results of models, not of training runs."""
-    table = _table(measured, labels, first, depth)
+    baseline, tables = measured[first], []
     models: list[verdict.Entry] = []
     intervals: dict[tuple[str, str], paired.Interval | None] = {}
     for index, (one, label) in enumerate(zip(measured, labels, strict=True)):
+        rows = one.table[COLUMNS].assign(model=label, difference=float("nan"), difference_error=float("nan"))
         models.append(_entry(one.meta, label, index == first))
         if index != first:
-            models[-1]["paired"] = paired.is_paired(one, measured[first])
-            intervals |= {(name, label): paired.step_interval(name, one, measured[first]) for name in paired.STEPS}
+            rows["difference"] = differences(rows, _depth(one), baseline.table, _depth(baseline), depth)
+            rows["difference_error"] = paired.difference_errors(one, baseline, depth)
+            models[-1]["paired"] = paired.is_paired(one, baseline)
+            intervals |= {(name, label): paired.step_interval(name, one, baseline) for name in paired.STEPS}
+        tables.append(rows)
+    table = pd.concat(tables, ignore_index=True)
     texts = {"headline": verdict.headline(table, models, intervals), "warnings": verdict.warnings(table, models)}
     entries = {"models": models, **texts}
     kind = measured[0].meta["kind"]
     return table, entries | (early_exit.entries(kind, measured, entries) if kind in early_exit.KINDS else {})
-
-
-def _table(measured: list[Results], labels: list[str], first: int, depth: Depth) -> pd.DataFrame:
-    """The rows of all models, with the columns `model`, `difference` and `difference_error`."""
-    baseline = measured[first]
-    tables = []
-    for index, (results, label) in enumerate(zip(measured, labels, strict=True)):
-        table = results.table[COLUMNS].assign(model=label, difference=float("nan"), difference_error=float("nan"))
-        if index != first:
-            table["difference"] = differences(table, _depth(results), baseline.table, _depth(baseline), depth)
-            table["difference_error"] = paired.difference_errors(results, baseline, depth)
-        tables.append(table)
-    return pd.concat(tables, ignore_index=True)
 
 
 def _depth(results: Results) -> int:
@@ -145,15 +146,9 @@ def _common_kind(loaded: list[Results], labels: list[str]) -> str:
         kinds.setdefault(str(results.meta["kind"]), []).append(label)
     if len(kinds) == 1:
         return next(iter(kinds))
-    listed = ", ".join(f"{', '.join(names)} {_is(names, KINDS[kind])}" for kind, names in kinds.items())
+    listed = "; ".join(f"{KINDS[kind]}: {', '.join(names)}" for kind, names in kinds.items())
     measure = " Measure the runs first: fulldepth measure RUN --data ... --output ..." if "training" in kinds else ""
     raise FulldepthError(f"Results of several kinds cannot be compared: {listed}.{measure}")
-
-
-def _is(names: list[str], kind: str) -> str:
-    if len(names) == 1:
-        return f"is {kind}"
-    return f"are {kind.removeprefix('an ').removeprefix('a ')}s"
 
 
 def _last_step(series: Results) -> Results:
@@ -180,29 +175,17 @@ def _labels(results: Sequence[Results | str | Path], names: list[str] | None) ->
         if len(set(names)) < len(names) or "" in names:
             raise FulldepthError(f"Names must differ from one another and not be empty, got {', '.join(names)!r}.")
         return names
-    paths = [Path(_origin(item)).parts for item in results]
+    origins = [
+        str(item.meta["model"].get("name") or "model") if isinstance(item, Results) else Path(item).resolve()
+        for item in results
+    ]
+    paths = [Path(origin).parts for origin in origins]
     for length in range(1, max(len(parts) for parts in paths) + 1):
         labels = ["/".join(parts[-length:]) for parts in paths]
         if len(set(labels)) == len(labels):
             return labels
     labels = [parts[-1] for parts in paths]
     return [f"{label} ({labels[: index + 1].count(label)})" for index, label in enumerate(labels)]
-
-
-def _origin(item: Results | str | Path) -> str:
-    if isinstance(item, Results):
-        return str(item.meta["model"].get("name") or "model")
-    return str(Path(item).resolve())
-
-
-def _position(baseline: int | str, labels: list[str]) -> int:
-    if isinstance(baseline, str):
-        if baseline not in labels:
-            raise unknown("baseline", baseline, labels)
-        return labels.index(baseline)
-    if not 0 <= baseline < len(labels):
-        raise FulldepthError(f"The baseline must be a position from 0 to {len(labels) - 1} or a name, got {baseline}.")
-    return baseline
 
 
 def _entry(meta: dict[str, Any], label: str, is_baseline: bool) -> dict[str, Any]:
@@ -220,14 +203,3 @@ def _entry(meta: dict[str, Any], label: str, is_baseline: bool) -> dict[str, Any
         "lens_grid": meta.get("lens_grid"),
         "left_out": meta.get("left_out") or [],
     }
-
-
-def _own_warnings(measured: list[Results], labels: list[str]) -> list[str]:
-    """The warnings of each measurement, prefixed with its label."""
-    lines = []
-    for results, label in zip(measured, labels, strict=True):
-        if not results.meta.get("complete", True):
-            kind = KINDS[results.meta["kind"]].rpartition(" ")[2]
-            lines.append(f"{label}: the {kind} is not complete.")
-        lines += [f"{label}: {warning}" for warning in results.meta.get("warnings") or []]
-    return lines

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from fulldepth.comparison import training_verdict, verdict
+from fulldepth.comparison import verdict
 from fulldepth.comparison.align import Depth, differences
 from fulldepth.comparison.verdict import Entry
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.results import COLUMNS, Finding, Results
-from fulldepth.uncertainty import Ratio, median_ratio
+from fulldepth.thresholds import BUSY
+from fulldepth.uncertainty import FEWEST_ROUNDS, Ratio, median_ratio
 
 WINDOWED = ("train_loss", "penalty", "throughput")
 """Means since the previous evaluation: comparable only if that evaluation was at the same step."""
+MULTIPLES = {"peak_memory": "Peak memory", "parameters": "Parameters"}
+"""Costs without noise, compared as ratios."""
+
+NOT_COMPARABLE = (
+    verdict.DATA,
+    ("the tokenizers differ", "settings", "tokenizer"),
+    ("the sequence lengths differ", "settings", "sequence_length"),
+    ("the numbers of validation targets differ", "", "targets"),
+)
+"""Differences that make two validation losses incomparable, see `verdict.unlike`."""
+UNEQUAL_STEPS = (
+    ("the batch sizes differ", "settings", "global_batch_size"),
+    ("the learning-rate schedules are of different length", "settings", "steps"),
+)
+"""Settings whose differences make equal steps unequal training."""
 
 
 def compare_runs(
@@ -53,15 +71,18 @@ def compare_runs(
         tables.append(table)
     together = pd.concat(tables, ignore_index=True)
     seconds = [_seconds(run.table[run.table["step"] <= step]) for run in runs]
-    times = {label: _time_ratio(own, seconds[first]) for label, own in zip(labels, seconds, strict=True)}
+    times = {}
+    for label, own in zip(labels, seconds, strict=True):
+        both = [interval for interval in own if interval in seconds[first]]
+        times[label] = median_ratio([own[at] for at in both], [seconds[first][at] for at in both])
     models = [_entry(run, label, label == labels[first], step) for run, label in zip(runs, labels, strict=True)]
     at_step = together[together["step"] == step]
     return together, {
         "of": "training",
         "step": step,
         "models": models,
-        "headline": training_verdict.headline(models, step, times) | verdict.headline(at_step, models),
-        "warnings": training_verdict.warnings(models, step),
+        "headline": _headline(models, step, times) | verdict.headline(at_step, models),
+        "warnings": _warnings(models, step),
     }
 
 
@@ -74,7 +95,10 @@ def last_common_step(runs: list[Results], labels: list[str]) -> int:
     evaluated = [_steps(run.table) for run in runs]
     common = set.intersection(*map(set, evaluated))
     if not common:
-        listing = "; ".join(f"{label}: {_listed(steps)}" for label, steps in zip(labels, evaluated, strict=True))
+        listing = "; ".join(
+            f"{label}: {one_line(', '.join(map(str, steps)), 60) or 'none'}"
+            for label, steps in zip(labels, evaluated, strict=True)
+        )
         raise FulldepthError(f"The runs have no evaluated step in common ({listing}).")
     return max(common)
 
@@ -82,11 +106,6 @@ def last_common_step(runs: list[Results], labels: list[str]) -> int:
 def _steps(table: pd.DataFrame) -> list[int]:
     rows = table[(table["measure"] == "validation_loss") & np.isfinite(table["value"])]
     return sorted({int(step) for step in rows["step"]})
-
-
-def _listed(steps: list[int]) -> str:
-    shown = steps if len(steps) <= 6 else [*steps[:3], "...", steps[-1]]
-    return ", ".join(map(str, shown)) or "none"
 
 
 def _differences(table: pd.DataFrame, run: Results, baseline: Results, depth: Depth) -> np.ndarray[Any, Any]:
@@ -114,25 +133,23 @@ def _entry(run: Results, label: str, is_baseline: bool, step: int) -> Entry:
     """Entry of a run in the comparison's document; `headline` holds its numbers at the common step."""
     meta = run.meta
     parts = {key: meta.get(key) or {} for key in ("model", "data", "settings")}
+    counts = _rows(run.table, "validation_loss")["count"].dropna()
     return {
         "label": label,
         "baseline": is_baseline,
         **parts,
         "recipe": meta.get("recipe"),
         "last_step": max(_steps(run.table)),
-        "targets": _targets(run.table),
-        "headline": _numbers(run.table, _depth(run), step) | _size(meta["model"]),
+        "targets": int(counts.iloc[-1]) if len(counts) else None,
+        "headline": _numbers(run, step),
     }
 
 
-def _size(model: dict[str, Any]) -> Entry:
-    return {"parameters": Finding(model["parameters"]).document()} if model.get("parameters") else {}
-
-
-def _numbers(table: pd.DataFrame, layers: int, step: int) -> Entry:
+def _numbers(run: Results, step: int) -> Entry:
     """The numbers of one run at a step; missing ones are left out."""
-    so_far = table[table["step"] <= step]
-    at_step = table[table["step"] == step]
+    table, layers = run.table, _depth(run)
+    so_far, at_step = table[table["step"] <= step], table[table["step"] == step]
+    rates, loads = (_rows(so_far, measure)["value"] for measure in ("throughput", "other_load"))
     numbers = {
         "validation_loss": (_last(at_step, "validation_loss"), "nats"),
         "zeta_L": (_last(at_step, "jump_rate", layers), "%"),
@@ -140,9 +157,10 @@ def _numbers(table: pd.DataFrame, layers: int, step: int) -> Entry:
         "zeta_L-2": (_last(at_step, "jump_rate", layers - 2), "%"),
         "last_layer_displacement": (_last(at_step, "displacement", layers), "1"),
         "time_per_step": (time_per_step(so_far), "s"),
-        "throughput": (_middle(so_far, "throughput"), "tokens/s"),
+        "throughput": (float(rates.median()) if len(rates) else None, "tokens/s"),
         "peak_memory": (_last(so_far, "peak_memory"), "MiB"),
-        "other_load": (_largest(so_far, "other_load"), "1"),
+        "other_load": (float(loads.max()) if len(loads) else None, "1"),
+        "parameters": (run.meta["model"].get("parameters") or None, "1"),
     }
     return {name: Finding(value, unit).document() for name, (value, unit) in numbers.items() if value is not None}
 
@@ -158,16 +176,6 @@ def _rows(table: pd.DataFrame, measure: str, layer: int | None = None) -> pd.Dat
 def _last(table: pd.DataFrame, measure: str, layer: int | None = None) -> float | None:
     rows = _rows(table, measure, layer)
     return float(rows["value"].iloc[-1]) if len(rows) else None
-
-
-def _largest(table: pd.DataFrame, measure: str) -> float | None:
-    rows = _rows(table, measure)
-    return float(rows["value"].max()) if len(rows) else None
-
-
-def _middle(table: pd.DataFrame, measure: str) -> float | None:
-    rows = _rows(table, measure)
-    return float(rows["value"].median()) if len(rows) else None
 
 
 def time_per_step(table: pd.DataFrame) -> float | None:
@@ -186,12 +194,79 @@ def _seconds(table: pd.DataFrame) -> dict[tuple[int, int], float]:
     }
 
 
-def _time_ratio(own: dict[tuple[int, int], float], base: dict[tuple[int, int], float]) -> Ratio:
-    """Time over the baseline's: the median over the intervals between evaluations that both runs have."""
-    both = [at for at in own if at in base]
-    return median_ratio([own[at] for at in both], [base[at] for at in both])
+def _headline(models: list[Entry], step: int, times: Mapping[str, Ratio]) -> dict[str, Finding]:
+    """Every run's loss and costs compared with the baseline's. No run is called the best: of one run each, the effect
+    of another seed is not known.
+    """
+    baseline, others = verdict.baseline_of(models)
+    return {
+        f"{name}:{model['label']}": entry
+        for model in others
+        for name, entry in _against(model, baseline, step, times.get(model["label"]))
+    }
 
 
-def _targets(table: pd.DataFrame) -> int | None:
-    counts = _rows(table, "validation_loss")["count"].dropna()
-    return int(counts.iloc[-1]) if len(counts) else None
+def _value(model: Entry, name: str) -> float | None:
+    value = (model["headline"].get(name) or {}).get("value")
+    return None if value is None else float(value)
+
+
+def _busy(model: Entry) -> str:
+    """Why the costs of a run cannot be compared; empty if other programs hardly used the machine."""
+    load = _value(model, "other_load")
+    if load is None:
+        return f"it is not recorded how busy the machine of {model['label']} was"
+    return f"other programs used {load:.0%} of its CPU during {model['label']}" if load > BUSY else ""
+
+
+def _against(model: Entry, baseline: Entry, step: int, time: Ratio | None) -> Iterator[tuple[str, Finding]]:
+    """Name and finding of one run: difference of the loss, ratios of the costs.
+
+    Costs are compared if both runs are known to have had the machine to themselves.
+    """
+    loss, base = (_value(entry, "validation_loss") for entry in (model, baseline))
+    pair = f"{model['label']} against {baseline['label']}"
+    if loss is not None and base is not None:
+        sentence = (
+            f"Validation loss at step {step:,}: {loss:.3f} nats in {model['label']} against {base:.3f} in "
+            f"{baseline['label']} ({verdict.signed(loss - base, 3)}, of one run each)."
+        )
+        yield "validation_loss", Finding(loss - base, "nats", sentence)
+    alone = not _busy(model) and not _busy(baseline)
+    if alone and time is not None:
+        title, ends = f"Time per step, {pair}", f"95 % interval {time.low:.2f} to {time.high:.2f}"
+        if math.isnan(time.low):
+            sentence = f"{title}: not compared; an interval takes {FEWEST_ROUNDS} common evaluations."
+            yield "time_per_step", Finding(None, "x", sentence)
+        elif not time.differs:
+            yield "time_per_step", Finding(None, "x", f"{title}: no measurable difference ({ends}).")
+        else:
+            sentence = f"{title}: {time.value:.2f} times ({ends})."
+            yield "time_per_step", Finding(time.value, "x", sentence, interval=(time.low, time.high))
+    for name, title in MULTIPLES.items():
+        cost, base_cost = _value(model, name), _value(baseline, name)
+        if cost is not None and base_cost and (alone or name == "parameters"):
+            ratio = cost / base_cost
+            sentence = f"{title}: {ratio:.2f} times {baseline['label']}'s in {model['label']}."
+            yield name, Finding(ratio, "x", sentence)
+
+
+def _warnings(models: list[Entry], step: int) -> list[str]:
+    """One line for each reason to distrust a difference, and for runs trained past the common step."""
+    baseline, others = verdict.baseline_of(models)
+    lines = []
+    if step == 0:
+        lines.append("The only evaluated step that all runs have is 0, before training.")
+    if further := [model["label"] for model in models if model["last_step"] > step]:
+        was = "was" if len(further) == 1 else "were"
+        lines.append(f"{', '.join(further)} {was} trained past step {step:,}, the last that all runs have.")
+    if busy := [reason for reason in map(_busy, models) if reason]:
+        lines.append(f"Time and memory are not compared, because {'; '.join(busy)}.")
+    for model in others:
+        pair = f"{model['label']} and {baseline['label']}"
+        if reasons := list(verdict.unlike(model, baseline, NOT_COMPARABLE)):
+            lines.append(f"{pair}: the losses are not comparable because {'; '.join(reasons)}.")
+        if reasons := list(verdict.unlike(model, baseline, UNEQUAL_STEPS)):
+            lines.append(f"{pair}: equal steps are not equal training because {'; '.join(reasons)}.")
+        lines += verdict.depth_warning(model, baseline)
+    return lines

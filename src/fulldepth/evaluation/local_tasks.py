@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,13 @@ def local_task(name: str, folders: Sequence[str | Path]) -> dict[str, Any]:
     files = config.pop("dataset_kwargs")["data_files"]
     found = {split: find_file(file, folders, name) for split, file in files.items()}
     is_choice = config["output_type"] == "multiple_choice"
-    config["custom_dataset"] = _reader(found, TEXT_COLUMNS[name], is_choice)
-    return dict(config)
+
+    def read(**options: Any) -> datasets.DatasetDict:
+        """The data set, as lm-eval asks for it."""
+        rows = {split: list(read_rows(path, TEXT_COLUMNS[name], is_choice)) for split, path in found.items()}
+        return datasets.DatasetDict({split: datasets.Dataset.from_list(listed) for split, listed in rows.items()})
+
+    return {**config, "custom_dataset": read}
 
 
 def find_file(file: str, folders: Sequence[str | Path], task: str) -> Path:
@@ -73,20 +78,6 @@ def find_file(file: str, folders: Sequence[str | Path], task: str) -> Path:
     raise FulldepthError(f"{task} reads {Path(file).name}, which is not there. Looked for: {one_line(looked, 600)}.")
 
 
-def _reader(files: Mapping[str, Path], texts: Sequence[str], is_choice: bool) -> Callable[..., Any]:
-    """The function that lm-eval calls for the data set."""
-
-    def read(**options: Any) -> datasets.DatasetDict:
-        return datasets.DatasetDict(
-            {
-                split: datasets.Dataset.from_list(list(read_rows(path, texts, is_choice)))
-                for split, path in files.items()
-            }
-        )
-
-    return read
-
-
 def read_rows(path: Path, texts: Sequence[str], is_choice: bool) -> Iterator[dict[str, Any]]:
     """The rows of a JSONL file, with the columns of a task.
 
@@ -102,19 +93,15 @@ def read_rows(path: Path, texts: Sequence[str], is_choice: bool) -> Iterator[dic
                 raise _bad(place, column, row.get(column), "text that is not empty")
         checked = {column: row[column] for column in texts}
         if is_choice:
-            checked |= _choices(place, row)
+            choices, gold = row.get("choices"), row.get("gold")
+            if not isinstance(choices, list) or len(choices) < 2 or not all(map(_is_text, choices)):
+                raise _bad(place, "choices", choices, "a list of two texts or more, none empty")
+            if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(choices):
+                raise _bad(place, "gold", gold, f"the number of the right choice, 0 to {len(choices) - 1}")
+            checked |= {"choices": choices, "gold": gold}
         yield checked
     if empty:
         raise FulldepthError(f"{path} has no rows.")
-
-
-def _choices(place: str, row: Row) -> dict[str, Any]:
-    choices, gold = row.get("choices"), row.get("gold")
-    if not isinstance(choices, list) or len(choices) < 2 or not all(map(_is_text, choices)):
-        raise _bad(place, "choices", choices, "a list of two texts or more, none empty")
-    if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(choices):
-        raise _bad(place, "gold", gold, f"the number of the right choice, 0 to {len(choices) - 1}")
-    return {"choices": choices, "gold": gold}
 
 
 def _is_text(value: Any) -> bool:

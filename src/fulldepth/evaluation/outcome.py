@@ -65,10 +65,6 @@ class TaskCurve(NamedTuple):
         worse = [layer for layer, is_close in zip(self.layers[:-1], close, strict=False) if not is_close]
         return next(layer for layer in self.layers if layer > max(worse, default=0))
 
-    def at(self, layer: int) -> Score:
-        """The score of an exit layer."""
-        return self.scores[self.layers.index(layer)]
-
 
 def curves(scored: Scored) -> Iterator[TaskCurve]:
     """The main metric of every task, in the order of evaluation.

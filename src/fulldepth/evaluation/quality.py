@@ -146,20 +146,16 @@ class Quality:
         names = {"generation_quality", "exit_layers", "batch_size", "seed", *QUALITY}
         identity = {**self.subject.identity, "content": self.content, **self.settings.model_dump(include=names)}
         with Answers(None if folder is None else folder / "generation-quality.jsonl", identity, 1) as answers:
-            return self._rows(answers, watcher)
-
-    def _rows(self, answers: Answers, watcher: Watcher) -> list[Row]:
-        """All rows; parts that `answers` holds are not computed again."""
-        parts: dict[str, Callable[[], list[Row]]] = {DATA: self._data_rows}
-        parts |= {str(layer): partial(self._text_rows, layer) for layer in self.layers}
-        watcher.begin("Generation quality", len(parts))
-        rows: list[Row] = []
-        for name, compute in parts.items():
-            if name not in answers:
-                answers.put({name: json.dumps(compute())})
-            rows += [tuple(row) for row in json.loads(answers[name])]
-            watcher.advance(1)
-        return rows
+            parts: dict[str, Callable[[], list[Row]]] = {DATA: self._data_rows}
+            parts |= {str(layer): partial(self._text_rows, layer) for layer in self.layers}
+            watcher.begin("Generation quality", len(parts))
+            rows: list[Row] = []
+            for name, compute in parts.items():
+                if name not in answers:
+                    answers.put({name: json.dumps(compute())})
+                rows += [tuple(row) for row in json.loads(answers[name])]
+                watcher.advance(1)
+            return rows
 
     def _batches(self) -> Iterator[Tensor]:
         for batch in self.windows.split(self.settings.batch_size):
@@ -211,31 +207,29 @@ class Quality:
         texts: list[str] = []
         likelihoods: list[float] = []
         device = subject.model.device
+        ends = _ends(model)
+        padding = next((p for p in (subject.tokenizer.pad_token_id, *ends) if p is not None), 0)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(self.settings.seed or 0)
             for ids in self._batches():
-                sequences = self._continued(model, ids[:, :start])  # [B, prefix + new]
+                prefixes = ids[:, :start]
+                sequences = model.generate(  # type: ignore[operator]
+                    prefixes,
+                    attention_mask=torch.ones_like(prefixes),
+                    max_new_tokens=self.settings.new_tokens,
+                    do_sample=True,
+                    top_p=self.settings.top_p,
+                    top_k=0,
+                    temperature=1.0,
+                    pad_token_id=padding,
+                )  # [B, prefix + new]
                 stated = continuation_log_probabilities(subject.model(sequences).logits, sequences, start)
                 for tokens, values in zip(sequences[:, start:], stated, strict=True):
-                    ended = [at + 1 for at, token in enumerate(tokens.tolist()) if token in _ends(model)]
+                    ended = [at + 1 for at, token in enumerate(tokens.tolist()) if token in ends]
                     length = min(ended, default=len(tokens))
                     texts.append(subject.tokenizer.decode(tokens[:length], skip_special_tokens=True))
                     likelihoods += values[:length].double().tolist()
         return texts, likelihoods
-
-    def _continued(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
-        ends = _ends(model)
-        padding = next((p for p in (self.subject.tokenizer.pad_token_id, *ends) if p is not None), 0)
-        return model.generate(  # type: ignore[operator]
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=self.settings.new_tokens,
-            do_sample=True,
-            top_p=self.settings.top_p,
-            top_k=0,
-            temperature=1.0,
-            pad_token_id=padding,
-        )
 
 
 def quality_findings(rows: list[Row], num_layers: int) -> dict[str, Finding]:

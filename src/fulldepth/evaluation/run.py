@@ -80,33 +80,26 @@ def evaluate(
     units = units_of(resolved.tasks or [])
     loaded = load_tasks(units, resolved) if units else {}
     with _held(folder, resume=resume, overwrite=overwrite), opened(model, resolved, tokenizer, plan) as subject:
-        kept = folder if resume and not overwrite else None
-        return _evaluated_once(subject, loaded, resolved, folder, kept, watcher or Watcher())
-
-
-def _evaluated_once(
-    subject: Subject,
-    tasks: dict[str, Loaded],
-    settings: EvaluateSettings,
-    folder: Path | None,
-    kept: Path | None,
-    watcher: Watcher,
-) -> Results:
-    """The finished results of the same evaluation in the folder `kept`, or new ones."""
-    quality = None if settings.generation_quality is None else Quality(subject, settings)
-    content = {name: each.content for name, each in tasks.items()}, None if quality is None else quality.content
-    fingerprint = _fingerprint(subject, settings, content)
-    stored = None if kept is None else _stored(kept, fingerprint)
-    if stored is not None and kept is not None:
-        stored.save_page(kept)
-        shutil.rmtree(kept / ANSWERS, ignore_errors=True)  # of a run that was killed before it did this
-        return stored
-    results = _evaluated(subject, tasks, quality, settings, folder, watcher)
-    results.meta["fingerprint"] = fingerprint
-    if folder is not None:
-        results.save(folder)
-        shutil.rmtree(folder / ANSWERS, ignore_errors=True)
-    return results
+        quality = None if resolved.generation_quality is None else Quality(subject, resolved)
+        content = {name: each.content for name, each in loaded.items()}, None if quality is None else quality.content
+        fingerprint = _fingerprint(subject, resolved, content)
+        if folder is not None and resume and not overwrite and (folder / DOCUMENT).exists():
+            results = Results.load(folder)
+            if results.meta.get("fingerprint") != fingerprint:
+                raise FulldepthError(
+                    f"{folder} holds results of another model, other tasks (or other content of their files), other "
+                    "settings, or another version of fulldepth or lm-eval. Choose another output, or replace them "
+                    "with overwrite."
+                )
+            results.save_page(folder)
+        else:
+            results = _evaluated(subject, loaded, quality, resolved, folder, watcher or Watcher())
+            results.meta["fingerprint"] = fingerprint
+            if folder is not None:
+                results.save(folder)
+        if folder is not None:
+            shutil.rmtree(folder / ANSWERS, ignore_errors=True)
+        return results
 
 
 @contextmanager
@@ -124,19 +117,6 @@ def _held(folder: Path | None, *, resume: bool, overwrite: bool) -> Iterator[Non
                 )
             shutil.rmtree(answers, ignore_errors=True)
         yield
-
-
-def _stored(folder: Path, fingerprint: str) -> Results | None:
-    """The finished results of the same evaluation; None if there are none."""
-    if not (folder / DOCUMENT).exists():
-        return None
-    results = Results.load(folder)
-    if results.meta.get("fingerprint") != fingerprint:
-        raise FulldepthError(
-            f"{folder} holds results of another model, other tasks (or other content of their files), other settings, "
-            "or another version of fulldepth or lm-eval. Choose another output, or replace them with overwrite."
-        )
-    return results
 
 
 def _fingerprint(subject: Subject, settings: EvaluateSettings, content: object) -> str:
@@ -159,16 +139,18 @@ def _evaluated(
     parse_layers(settings.exit_layers, subject.num_layers, [])
     written = [] if quality is None else quality.score(None if folder is None else folder / ANSWERS, watcher)
     scored = score_tasks(subject, tasks, settings, folder, watcher)
+    plan = subject.plan
+    skipped = plan and {
+        "granularity": plan.granularity,
+        "blocks": sorted(plan.blocks),
+        "healed": plan.healed_loss is not None,
+    }
     document = {
         **provenance(KIND, settings.model_dump(), packages=(*FRAMEWORKS, *(["lm-eval"] if scored.units else []))),
         "model": subject.document,
         "tasks": task_entries(scored),
-        "skipped": None if subject.plan is None else _skipped_blocks(subject.plan),
+        "skipped": skipped,
         "warnings": list(subject.checkpoint.warnings) + scored.warnings,
         "headline": findings(scored) | quality_findings(written, subject.num_layers),
     }
     return Results(tabulate([*rows_of(scored), *written]), dict(finite(document)))
-
-
-def _skipped_blocks(plan: SkipPlan) -> dict[str, Any]:
-    return {"granularity": plan.granularity, "blocks": sorted(plan.blocks), "healed": plan.healed_loss is not None}

@@ -211,6 +211,10 @@ def _score_unit(
 
 def _log(folder: Path, layer: int, samples: Mapping[str, list[dict[str, Any]]]) -> None:
     """Append lm-eval's logs of examples to a file for each task, in lm-eval's format, with the exit layer."""
+
+    def plain(value: Any) -> Any:
+        return value.item() if isinstance(value, np.generic) else str(value)
+
     for task, entries in samples.items():
         lines = []
         for entry in entries:
@@ -219,17 +223,19 @@ def _log(folder: Path, layer: int, samples: Mapping[str, list[dict[str, Any]]]) 
                 for number, given in enumerate(entry["arguments"])
             }
             logged = entry | {"exit_layer": layer, "arguments": arguments, "target": str(entry["target"])}
-            lines.append(json.dumps(logged, default=_plain_value, ensure_ascii=False) + "\n")
+            lines.append(
+                json.dumps(
+                    logged,
+                    default=plain,
+                    ensure_ascii=False,
+                )
+                + "\n"
+            )
         try:
             with (folder / SAMPLES.format(_file_name(task))).open("a", encoding="utf-8") as file:
                 file.writelines(lines)
         except OSError as error:
             raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error
-
-
-def _plain_value(value: Any) -> Any:
-    """Numbers of NumPy as plain ones, everything else as text."""
-    return value.item() if isinstance(value, np.generic) else str(value)
 
 
 def _layers_of(name: str, loaded: Loaded, subject: Subject, settings: EvaluateSettings) -> tuple[list[int], list[str]]:

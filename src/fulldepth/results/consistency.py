@@ -37,7 +37,10 @@ def check(folder: Path, meta: Mapping[str, Any], table: pd.DataFrame, groups: pd
     if missing := [name for name in NEEDED.get(kind, ()) if name not in table.columns]:
         raise FulldepthError(f"Cannot read {folder}: results of kind {kind} lack the columns {', '.join(missing)}.")
     if kind == "comparison":
-        _check_comparison(folder, meta, table)
+        if not meta.get("models"):
+            raise FulldepthError(f"Cannot read {folder}: a comparison lacks the entry `models`.")
+        if meta.get("of") == "training" and (meta.get("step") is None or "step" not in table.columns):
+            raise FulldepthError(f"Cannot read {folder}: a comparison of training runs lacks their common step.")
     elif meta.get("models") and kind not in ("bench", "quantise"):
         raise FulldepthError(f"Cannot read {folder}: results of kind {one_line(kind, 60)} have the entry `models`.")
     elif kind in ("measure", "training", *EXITS):
@@ -63,11 +66,3 @@ def _check_exits(folder: Path, kind: str, meta: Mapping[str, Any], layers: int |
     if len(depths) > 1:
         listed = ", ".join(map(str, sorted(depths)[:4]))
         raise FulldepthError(f"Cannot read {folder}: counts by layer for {listed} layers in one document.")
-
-
-def _check_comparison(folder: Path, meta: Mapping[str, Any], table: pd.DataFrame) -> None:
-    """Refuse a comparison without its models, and one of training runs without their common step."""
-    if not meta.get("models"):
-        raise FulldepthError(f"Cannot read {folder}: a comparison lacks the entry `models`.")
-    if meta.get("of") == "training" and (meta.get("step") is None or "step" not in table.columns):
-        raise FulldepthError(f"Cannot read {folder}: a comparison of training runs lacks their common step.")

@@ -14,9 +14,20 @@ from pydantic import Field
 
 from fulldepth.errors import FulldepthError
 from fulldepth.files import read_json, validated
-from fulldepth.results.exit_parts import Exit, Full, Generated, ScoredTask, Speed
 from fulldepth.results.finding import Finding, Number
-from fulldepth.results.parts import Layer, Mapping, Part, Whole
+
+MOST_LAYERS = 1024
+"""Most layers of a model."""
+
+Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
+Layer = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Ratio = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Counts = Annotated[list[Whole], Field(max_length=MOST_LAYERS)]
+"""One count for each of the layers 1..L."""
+Interval = Annotated[list[Number], Field(min_length=2, max_length=2)]
+"""Lower and upper end of a 95 % interval."""
+Mapping = dict[str, Any]
 
 SCHEMA_VERSION = 1
 MOST_BYTES = 256 << 20
@@ -26,7 +37,12 @@ MOST_PICTURE = 16_384
 PICTURE = r"^data:image/(png|jpeg);base64,[A-Za-z0-9+/]+={0,2}$"
 """A thumbnail; no other address is embedded in a page."""
 Picture = Annotated[str, Field(max_length=MOST_PICTURE, pattern=PICTURE)]
-"""Left, top, right and bottom as shares of the image; intersection over union with a true object of its class."""
+
+
+class Part(pydantic.BaseModel):
+    """A JSON object whose known entries are checked; others are allowed."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
 
 
 class Model(Part):
@@ -179,6 +195,88 @@ class Checkpoint(Part):
     headline: dict[str, Finding] | None = None
     lens_grid: LensGrid | None = None
     left_out: list[LeftOut] | None = None
+
+
+class Exit(Part):
+    """Early exit with one rule, threshold and cache policy: over given sequences, or while generating."""
+
+    rule: str | None = None
+    threshold: Number | None = None
+    policy: str | None = None
+    split: str | None = None
+    calibrated: bool | None = None
+    exits: Counts | None = None
+    accuracy: Share | None = None
+    accuracy_stderr: Ratio | None = None
+    loss: Number | None = None
+    loss_stderr: Ratio | None = None
+    agreement: Share | None = None
+    agreement_stderr: Ratio | None = None
+    drop: Number | None = None
+    drop_stderr: Ratio | None = None
+    drop_interval: Interval | None = None
+    tokens: Whole | None = None
+    theoretical_speedup: Ratio | None = None
+    layers_computed: Ratio | None = None
+    measured_speedup: Ratio | None = None
+    measured_speedup_interval: Interval | None = None
+    timing: str | None = None
+
+
+class Full(Part):
+    """The model without early exit, on the same data."""
+
+    accuracy: Share | None = None
+    accuracy_stderr: Ratio | None = None
+    loss: Number | None = None
+    loss_stderr: Ratio | None = None
+    seconds: Ratio | None = None
+    chance: Share | None = None
+    no_advice: str | None = None
+
+
+class Speed(Part):
+    """Speed at equal accuracy and accuracy at equal speed, of one of several models."""
+
+    full: Number | None = None
+    speedup: Ratio | None = None
+    speedup_at_baseline: Ratio | None = None
+    at: dict[str, Number | None] | None = None
+
+
+class GenerationStats(Part):
+    """Counts and times of a generation."""
+
+    mode: str | None = None
+    reason: str | None = None
+    tokens: Whole | None = None
+    seconds: Ratio | None = None
+    tokens_per_second: Ratio | None = None
+    theoretical_speedup: Ratio | None = None
+    layers_computed: Ratio | None = None
+    prompt_positions: Counts | None = None
+    layer_positions: Counts | None = None
+    exits: Counts | None = None
+
+
+class Generated(Part):
+    """Prompts, the texts that continue them, and numbers on the generation."""
+
+    prompts: list[str | None] | None = None
+    texts: list[str | None] | None = None
+    stats: GenerationStats | None = None
+
+
+class ScoredTask(Part):
+    """A task of an evaluation."""
+
+    metric: str | None = None
+    higher_is_better: bool | None = None
+    count: Whole | None = None
+    chance: Number | None = None
+    advised: bool | None = None
+    earliest: Layer | None = None
+    earliest_by_estimate: Layer | None = None
 
 
 class Compared(Plan):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from fulldepth.errors import FulldepthError, names_of, one_line, unknown
+from fulldepth.errors import FulldepthError, one_line, unknown
 
 RESIDUAL = "residual"
 """Site of the states between layers."""
@@ -37,41 +37,21 @@ def select(table: pd.DataFrame, measure: str, statistic: str, where: Mapping[str
         have = sorted({f"{m} {s}" for m, s in zip(table["measure"], table["statistic"], strict=True)})
         stated = "".join(f", {name} {value!r}" for name, value in chosen.items())
         raise FulldepthError(f"No rows for {measure} {statistic}{stated}. There are: {', '.join(have)}.")
-    index = _index(rows)
+    if "removed" in rows.columns and bool(rows["removed"].notna().all()):
+        index = "removed"
+    else:
+        index = "step" if "step" in rows.columns and bool(rows["layer"].isna().all()) else "layer"
     if rows[index].duplicated().any():
+        names = [name for name in rows.columns if name not in NOT_KEYS | {index}]
+        values = {name: rows[name].dropna().unique() for name in names if rows[name].nunique(dropna=False) > 1}
+        choices = "; ".join(
+            f"{name} is {one_line(', '.join(map(repr, found.tolist())), 200)}" for name, found in values.items()
+        )
+        # of several sites the stream before the final norm
+        one = chosen | {name: RESIDUAL if RESIDUAL in found else found.tolist()[-1] for name, found in values.items()}
+        example = ", ".join(f"{name}={value!r}" for name, value in one.items())
         raise FulldepthError(
-            f"Several rows of {measure} {statistic} for one {index}: {_choices(rows, index)}. Choose one, for example "
-            f"values({measure!r}, {statistic!r}, {_example(rows, index, chosen)})."
+            f"Several rows of {measure} {statistic} for one {index}: {choices or 'equal rows'}. Choose one, for "
+            f"example values({measure!r}, {statistic!r}, {example})."
         )
     return rows.set_index(index)["value"]
-
-
-def _index(rows: pd.DataFrame) -> str:
-    """`removed` in a curve, `step` for rows without layers over training, else `layer`."""
-    if "removed" in rows.columns and bool(rows["removed"].notna().all()):
-        return "removed"
-    return "step" if "step" in rows.columns and bool(rows["layer"].isna().all()) else "layer"
-
-
-def _keys(rows: pd.DataFrame, index: str) -> list[str]:
-    """Columns with several values (or some missing) among the rows."""
-    names = [name for name in rows.columns if name not in NOT_KEYS | {index}]
-    return [name for name in names if rows[name].nunique(dropna=False) > 1]
-
-
-def _choices(rows: pd.DataFrame, index: str) -> str:
-    """The columns that distinguish the rows, with their values."""
-    values = {name: rows[name].dropna().unique() for name in _keys(rows, index)}
-    return "; ".join(f"{name} is {_listed(found)}" for name, found in values.items()) or "equal rows"
-
-
-def _listed(values: Any) -> str:
-    return names_of(values, 200) if isinstance(values[0], str) else one_line(", ".join(map(str, values)), 200)
-
-
-def _example(rows: pd.DataFrame, index: str, chosen: Mapping[str, Any]) -> str:
-    """Arguments that choose one row for each layer; of several sites the stream before the final norm."""
-    values = {name: rows[name].dropna().unique() for name in _keys(rows, index)}
-    one = dict(chosen) | {name: RESIDUAL if RESIDUAL in found else found[-1] for name, found in values.items()}
-    shown = {name: repr(value) if isinstance(value, str) else value for name, value in one.items()}
-    return ", ".join(f"{name}={value}" for name, value in shown.items())

@@ -14,7 +14,7 @@ import pyarrow.parquet
 
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import reading
-from fulldepth.results.parts import MOST_LAYERS
+from fulldepth.results.document import MOST_LAYERS
 
 COLUMNS = ["measure", "site", "layer", "other", "statistic", "value", "count", "unit"]
 """Columns of every table. A series adds `step`; a comparison adds `model`, `difference` and `difference_error`."""
@@ -66,9 +66,18 @@ def read(path: Path, required: Sequence[str] = COLUMNS) -> pd.DataFrame:
         groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
         size = sum(group.total_byte_size for group in groups)
     with file:
-        _check_shape(path, names, required, file.metadata.num_rows, size)
+        rows = file.metadata.num_rows
+        if missing := [column for column in required if column not in names]:
+            raise FulldepthError(f"{path} lacks the columns {', '.join(missing)}.")
+        if len(names) > MOST_COLUMNS or len(set(names)) < len(names):
+            raise FulldepthError(f"Cannot read {path}: it has {len(names):,} columns, or one of them twice.")
+        if not (0 <= rows <= MOST_ROWS and 0 <= size <= MOST_BYTES):
+            raise FulldepthError(
+                f"Cannot read {path}: it declares {rows:,} rows and {size:,} bytes of values, at most {MOST_ROWS:,} "
+                f"and {MOST_BYTES:,} are read."
+            )
         for name, kind in fields.items():
-            _check_type(path, name, kind, file.metadata.num_rows)
+            _check_type(path, name, kind, rows)
         with reading(path):
             texts = [name for name, kind in fields.items() if _is_text(kind)]
             columns = pyarrow.parquet.ParquetFile(path, read_dictionary=texts).read()
@@ -76,22 +85,13 @@ def read(path: Path, required: Sequence[str] = COLUMNS) -> pd.DataFrame:
     _check_text(path, columns, texts)
     with reading(path):
         table = pd.DataFrame({name: _series(columns[name], name) for name in names})
-    _check_ranges(path, table)
+    for name in table.columns:
+        if name in STATED and table[name].isna().any():
+            raise FulldepthError(f"Cannot read {path}: the column {name} has missing values.")
+        values = table[name].dropna() if name in WHOLE else pd.Series()
+        if len(values) and not 0 <= (worst := values.min() if values.min() < 0 else values.max()) <= WHOLE[name]:
+            raise FulldepthError(f"Cannot read {path}: the column {name} holds {worst}, expected 0 to {WHOLE[name]}.")
     return table
-
-
-def _check_shape(path: Path, names: list[str], required: Sequence[str], rows: int, size: int) -> None:
-    """Refuse a table that lacks columns or exceeds the limits."""
-    if missing := [column for column in required if column not in names]:
-        raise FulldepthError(f"{path} lacks the columns {', '.join(missing)}.")
-    if len(names) > MOST_COLUMNS or len(set(names)) < len(names):
-        raise FulldepthError(f"Cannot read {path}: it has {len(names):,} columns, or one of them twice.")
-    if not 0 <= rows <= MOST_ROWS:
-        raise FulldepthError(f"Cannot read {path}: it has {rows:,} rows, at most {MOST_ROWS:,} are read.")
-    if not 0 <= size <= MOST_BYTES:
-        raise FulldepthError(
-            f"Cannot read {path}: it declares {size:,} bytes of values, at most {MOST_BYTES:,} are read."
-        )
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -138,15 +138,3 @@ def _series(column: pa.ChunkedArray, name: str) -> pd.Series:
     if name in WHOLE or pa.types.is_integer(kind):
         return column.cast(pa.int64()).to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
     return column.cast(pa.float64()).to_pandas() if name in REAL else column.to_pandas()
-
-
-def _check_ranges(path: Path, table: pd.DataFrame) -> None:
-    """Refuse missing values in `STATED` columns, and whole numbers out of range."""
-    for name in (name for name in STATED if name in table.columns):
-        if table[name].isna().any():
-            raise FulldepthError(f"Cannot read {path}: the column {name} has missing values.")
-    for name, largest in WHOLE.items():
-        values = table[name].dropna() if name in table.columns else pd.Series()
-        if len(values) and (values.min() < 0 or values.max() > largest):
-            worst = values.min() if values.min() < 0 else values.max()
-            raise FulldepthError(f"Cannot read {path}: the column {name} holds {worst}, expected 0 to {largest}.")

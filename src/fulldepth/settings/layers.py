@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 import pydantic
 import yaml
 
-from fulldepth.errors import FulldepthError, one_line, unknown
+from fulldepth.errors import FulldepthError, brief, one_line, unknown
 from fulldepth.files import read_bytes, reading
 
 _INSTALLED = Path(__file__).parents[1] / "recipes_data"
@@ -34,8 +34,6 @@ MOST_DEPTH = 32
 """Deepest nesting of settings."""
 MOST_DIGITS = 40
 """Digits of the longest integer."""
-MOST_CHARACTERS = 950
-"""Longest error message about invalid settings."""
 MOST_PROBLEMS = 100
 """Invalid settings that one error message lists at most."""
 
@@ -91,7 +89,7 @@ def layer(model: type[S], *sources: Mapping[str, Any], lists_of_one: bool = True
     try:
         return model.model_validate_json(document, strict=True)
     except pydantic.ValidationError as error:
-        raise FulldepthError(_few_lines(_complaints(model, merged, error))) from error
+        raise FulldepthError(brief("\n".join(_complaints(model, merged, error)))) from error
 
 
 def read(recipe: str | Path, verb: str) -> dict[str, Any]:
@@ -308,7 +306,11 @@ def _complaints(model: type[pydantic.BaseModel], given: dict[str, Any], error: p
     for problem in error.errors(include_url=False)[:MOST_PROBLEMS]:
         keys, value = _locate(given, problem["loc"])
         if problem["type"] == "extra_forbidden":
-            fields = _fields(model, keys[:-1])
+            inner: type[pydantic.BaseModel] = model
+            for key in keys[:-1]:
+                if key in inner.model_fields:  # otherwise an index or key of a container of settings
+                    inner = next(_classes(inner.model_fields[key].annotation))
+            fields = inner.model_fields
             lines.append(str(unknown("setting", ".".join(keys), [".".join([*keys[:-1], name]) for name in fields])))
         elif isinstance(stated := problem.get("ctx", {}).get("error"), FulldepthError):
             lines.append(str(stated))
@@ -316,7 +318,8 @@ def _complaints(model: type[pydantic.BaseModel], given: dict[str, Any], error: p
             lines.append(f"{'.'.join([*keys, str(problem['loc'][-1])])}: a value is required.")
         else:
             got[".".join(keys)] = value
-            expected.setdefault(".".join(keys), []).append(_expectation(problem["msg"]))
+            message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+            expected.setdefault(".".join(keys), []).append(EXPECTATIONS.get(message, message))
     for name, wanted in expected.items():
         hint = " Put it in quotes." if "text" in wanted and isinstance(got[name], bool | int | float) else ""
         lines.append(
@@ -337,14 +340,6 @@ def _locate(given: Any, location: tuple[int | str, ...]) -> tuple[list[str], Any
     return keys, given
 
 
-def _fields(model: type[pydantic.BaseModel], path: list[str]) -> list[str]:
-    """Field names of the settings class at `path` inside `model`."""
-    for key in path:
-        if key in model.model_fields:  # otherwise an index or key of a container of settings
-            model = next(_classes(model.model_fields[key].annotation))
-    return list(model.model_fields)
-
-
 def _classes(annotation: Any) -> Iterator[type[pydantic.BaseModel]]:
     """Settings classes in an annotation, such as `Inner` in `list[Inner] | None`."""
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
@@ -353,23 +348,7 @@ def _classes(annotation: Any) -> Iterator[type[pydantic.BaseModel]]:
         yield from _classes(argument)
 
 
-def _expectation(message: str) -> str:
-    for prefix in ("Input should be ", "Value error, "):
-        message = message.removeprefix(prefix)
-    return EXPECTATIONS.get(message, message)
-
-
 def _show(value: Any) -> str:
     text = one_line(json.dumps(value, default=os.fspath, ensure_ascii=False), 1000)
     kind = "nothing" if value is None else KINDS.get(type(value).__name__, type(value).__name__)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind})"
-
-
-def _few_lines(lines: list[str]) -> str:
-    """Join as many lines as fit into `MOST_CHARACTERS`."""
-    message = one_line(lines[0], MOST_CHARACTERS)
-    for line in lines[1:]:
-        if len(message) + len(line) + 1 > MOST_CHARACTERS:
-            return f"{message}\n... and more."
-        message += f"\n{line}"
-    return message

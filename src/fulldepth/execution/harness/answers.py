@@ -90,7 +90,9 @@ class Answers:
         valid = 0
         with suppress(OSError), path.open("rb") as file:
             while (line := file.readline(MOST_LINE)).endswith(b"\n"):
-                entry = _parsed(line)
+                entry = None
+                with suppress(ValueError, RecursionError):
+                    entry = json.loads(line)
                 if valid == 0:
                     if entry != self.identity:
                         return 0
@@ -104,26 +106,13 @@ class Answers:
 
     def _checked(self, entry: Any) -> tuple[str, Any] | None:
         """A key with its answer; None for anything else."""
-        if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)):
-            return None
-        key, value = entry
-        if isinstance(value, str):
-            return key, value
-        if not (isinstance(value, list) and len(value) == self.layers and all(map(_is_pair, value))):
-            return None
-        return key, [(float(number), greedy) for number, greedy in value]
-
-
-def _parsed(line: bytes) -> Any:
-    with suppress(ValueError, RecursionError):
-        return json.loads(line)
-    return None
-
-
-def _is_pair(value: Any) -> bool:
-    return (
-        isinstance(value, list) and len(value) == 2 and isinstance(value[0], int | float) and isinstance(value[1], bool)
-    )
+        match entry:
+            case [str(key), str(text)]:
+                return key, text
+            case [str(key), [*pairs]] if len(pairs) == self.layers:
+                if all(isinstance(pair, list) and list(map(type, pair)) == [float, bool] for pair in pairs):
+                    return key, [(number, greedy) for number, greedy in pairs]
+        return None
 
 
 def key_of(kind: str, *parts: Any) -> str:
