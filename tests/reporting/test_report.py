@@ -162,8 +162,6 @@ def test_a_comparison_says_first_what_its_table_does_not():
 def test_long_lists_of_sentences_are_folded():
     findings = [Shown({"sentence": text}, later=text == "b") for text in "abcd"]
     assert sentences(findings) == (["a", "c", "d"], ["b"])
-    assert sentences(findings, most=4) == (["a", "b", "c", "d"], [])
-    assert sentences(findings, most=2) == (["a", "c"], ["b", "d"])
 
 
 def test_the_title_is_the_end_of_a_path():
