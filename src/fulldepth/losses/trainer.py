@@ -319,8 +319,9 @@ class ObjectiveMixin(AnyTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """As the Trainer, and the exit heads of a multi-exit model beside it."""
+        passed = None if state_dict is None else dict(state_dict)  # transformers removes the heads from it
         with self.config_as_given():
-            super()._save(output_dir, state_dict=state_dict)
+            super()._save(output_dir, state_dict=passed)
         if self.args.should_save:
             save_exit_heads(self.accelerator.unwrap_model(self.model), output_dir or self.args.output_dir, state_dict)
 
