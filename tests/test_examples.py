@@ -94,6 +94,8 @@ def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (rows.value - rows.difference).to_dict() == pytest.approx(before.to_dict())
 
 
-def test_every_example_is_run_here() -> None:
+def test_every_example_is_run() -> None:
+    """Here; `authors` and `shapes` by tests/cli/test_tiny_recipes.py and tests/drawn_shapes.py."""
+    here, elsewhere = {"any_module", "hand_written_loop", "trainer", "sft"}, {"authors", "shapes"}
     assert {path.stem for path in EXAMPLES.glob("*.ipynb")} == {"tour"}
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"any_module", "hand_written_loop", "trainer", "sft"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == here | elsewhere
