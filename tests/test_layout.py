@@ -73,7 +73,7 @@ EVERYWHERE = {
 
 LAZY = {SOURCE / "__init__.py", *(SOURCE / "cli").glob("*.py")}
 """May import rooms of ours when called, so that `--help` and `import fulldepth` need no torch."""
-OPTIONAL = {"bitsandbytes", "gguf", "gptqmodel", "kornia", "lm_eval", "pycocotools", "torchao", "trl"}
+OPTIONAL = {"bitsandbytes", "gguf", "kornia", "lm_eval", "pycocotools", "torchao", "trl"}
 """Extras that a user may not have: imported where they are used."""
 
 WITHOUT_TORCH = ["", ".cli", ".comparison", ".errors", ".figures", ".files", ".settings", ".reporting", ".results"]

@@ -81,10 +81,10 @@ Drawn = Sequence[tuple[Line, Curve]]
 """The lines of a figure that have values."""
 
 
-def each_line(form: str = "", name: Callable[[Line], str] = lambda line: line.name) -> Callable[[Drawn], str]:
+def each_line(form: str = "") -> Callable[[Drawn], str]:
     """Alternative text: at which layers each line is lowest and highest. `form` is a Python number format."""
     return lambda drawn: " ".join(
-        extremes(name(line), values.layers, values.values, form or line.form.replace("~", "")) for line, values in drawn
+        extremes(line.name, values.layers, values.values, form or line.form.replace("~", "")) for line, values in drawn
     )
 
 
@@ -112,11 +112,9 @@ def over_layers(
     alt: Callable[[Drawn], str] | None = None,
     first: int = 1,
     other: int | None = None,
-    read: Callable[[Curve], Curve] = lambda values: values,
     behind: Sequence[go.Scatter] = (),
     after: Sequence[go.Scatter] = (),
     level: float | None = None,
-    dash: str = "dot",
     **layout: Any,
 ) -> go.Figure | None:
     """Lines and bars over the layers of one model; None if there is nothing to draw.
@@ -130,24 +128,22 @@ def over_layers(
             highest.
         first: the first layer of the axis.
         other: the second layer if the rows are pairs.
-        read: applied to every curve before it is drawn.
         behind: traces behind the lines; drawn even if there are no lines.
         after: traces after the lines; drawn only with lines or traces in `behind`.
         level: value at which a horizontal line is drawn.
-        dash: of that line.
         layout: passed on to `figure`.
     """
     drawn = [(line, values) for line in lines if (values := line.curve(table, other))]
     traces = [*behind]
     for line, values in drawn:
-        traces.append(line.drawn(read(values), curve(table, line.measure, line.spread, line.site)))
+        traces.append(line.drawn(values, curve(table, line.measure, line.spread, line.site)))
     if not traces:
         return None
     if callable(yaxis):
         yaxis = yaxis([value for trace in traces for value in trace.y])
     told = alt(drawn) if alt else each_line()(drawn[:TOLD])
     result = figure([*traces, *after], alt=told, xaxis=layer_axis(layers, first=first), yaxis=yaxis, **layout)
-    return result if level is None else add_level(result, level, dash)
+    return result if level is None else add_level(result, level, "dot")
 
 
 def set_first_apart(drawn: go.Figure, names: Collection[str]) -> go.Figure:

@@ -4,7 +4,6 @@ from fulldepth.execution.harness.answers import Answers
 from fulldepth.execution.harness.catalogue import Catalogue, Loaded, Unit
 from fulldepth.execution.harness.layered import LayerReader, layered_model
 from fulldepth.execution.harness.running import Score, UnitScores, lm_eval_version, run_unit
-from fulldepth.execution.harness.scorer import TaskScorer
 
 __all__ = [
     "Answers",
@@ -12,7 +11,6 @@ __all__ = [
     "LayerReader",
     "Loaded",
     "Score",
-    "TaskScorer",
     "Unit",
     "UnitScores",
     "layered_model",
