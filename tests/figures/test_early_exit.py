@@ -120,7 +120,7 @@ def test_sweeps_of_several_models_share_a_figure():
 
 
 def test_what_cannot_be_compared_is_refused_in_one_sentence():
-    with pytest.raises(FulldepthError, match=r"a is an early-exit sweep, b is an evaluation\.$"):
+    with pytest.raises(FulldepthError, match="an early-exit sweep: a; an evaluation: b"):
         compare([folders.classifier_exit(), folders.evaluation()], names=["a", "b"])
     with pytest.raises(FulldepthError, match="is a generation, which has nothing to compare by layer"):
         compare([folders.generation(), folders.generation()])
