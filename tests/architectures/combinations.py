@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import transformers as tf
 
@@ -44,6 +45,15 @@ SWITCHES = {
     "tree-kv": {**TREE, "memory": "kv"},
     "tree-skipping": {"residual": "tree", "tree": {2: (-1, 0), 3: (1, 0)}, "memory": "dynamic"},
 }
+
+PUSHED = ("serial-odd", "tree", "hyper", "static", "dynamic", "dynamic-raw", "dynamic-pruned", "kv-public")
+PUSHED += ("tree-static", "tree-dynamic")
+EVERY = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in PUSHED else pytest.mark.thorough) for name in SWITCHES]
+)
+"""Of every combination; on a push those of the papers."""
+KINDS = pytest.mark.parametrize("name", ["hyper", "tree-static", "dynamic", "kv"])
+"""One of each mechanism."""
 
 
 def configuration(name="serial", **changes):

@@ -8,10 +8,9 @@ from transformers import DynamicCache, StaticCache
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from architectures import oracle
-from architectures.combinations import SIZE, SWITCHES, build, configuration, frequencies, padded, parameters, tokens
+from architectures.combinations import EVERY, KINDS, SIZE, SWITCHES, build, frequencies, padded, parameters, tokens
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
-EVERY = pytest.mark.parametrize("name", SWITCHES)
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -45,16 +44,16 @@ def in_pieces(model, ids, mask, positions, pieces, cache=None):
 
 
 @EVERY
-@pytest.mark.parametrize("pieces", [(1,) * 9, (3, 4, 1, 1), (5, 4)], ids=["steps", "chunks-steps", "chunks"])
-def test_a_padded_batch_with_a_cache_equals_each_sequence_alone(name, pieces):
+def test_a_padded_batch_with_a_cache_equals_each_sequence_alone(name):
     model, (ids, mask, positions) = build(name), padded((9, 4, 6))
-    logits = in_pieces(model, ids, mask, positions, pieces)
-    real = mask.bool()
-    assert logits.isfinite().all()
-    torch.testing.assert_close(logits[real], alone(model, ids, mask)[real], **CLOSE)
+    real, expected = mask.bool(), alone(model, ids, mask)
+    for pieces in ((1,) * 9, (3, 4, 1, 1)):
+        logits = in_pieces(model, ids, mask, positions, pieces)
+        assert logits.isfinite().all()
+        torch.testing.assert_close(logits[real], expected[real], **CLOSE)
 
 
-@EVERY
+@KINDS
 def test_positions_and_mask_may_be_left_to_the_model(name):
     model, ids = build(name), tokens(2, 8)
     with torch.no_grad():
@@ -83,7 +82,7 @@ def test_the_cache_holds_only_the_routed_keys_and_values(name):
         torch.testing.assert_close(layer.values, values.transpose(1, 2), **CLOSE)
 
 
-@EVERY
+@KINDS
 def test_what_a_hook_makes_of_the_values_is_what_attention_and_cache_get(name):
     model, ids = build(name), tokens()
     with torch.no_grad():
@@ -110,10 +109,7 @@ def test_greedy_generation_of_a_padded_batch_is_repeated_argmax(name):
         assert found[row, -len(expected) :].tolist() == expected.tolist()
 
 
-EXITING = ("serial-odd", "tree", "hyper", "static", "dynamic-pruned", "kv-public", "tree-dynamic-raw", "tree-kv")
-
-
-@pytest.mark.parametrize("name", EXITING)
+@KINDS
 def test_early_exit_drafts_from_its_layer_and_changes_no_token(name, monkeypatch):
     model, ids = build(name), tokens(1, 6)
     model.generation_config.assistant_confidence_threshold = 0.0  # drafts of several tokens
@@ -126,7 +122,7 @@ def test_early_exit_drafts_from_its_layer_and_changes_no_token(name, monkeypatch
     monkeypatch.setattr(EarlyExitCandidateGenerator, "get_candidates", recorded)
     layers = model.config.num_hidden_layers
     expected = greedy(model, ids[0], 6)
-    for exit_layer in (0, 2, layers - 1, layers):
+    for exit_layer in (0, 2, layers):
         drafts.clear()
         found = model.generate(ids, max_new_tokens=6, assistant_early_exit=exit_layer, **GREEDY)
         assert found[0].tolist() == expected.tolist()
@@ -161,26 +157,18 @@ def test_a_draft_that_fails_leaves_all_layers():
     assert model.config.num_hidden_layers == SIZE["num_hidden_layers"]
 
 
-@EVERY
+@KINDS
 def test_beams_are_the_same_with_and_without_a_cache(name):
     """Beams reorder the cache at every step."""
     model, (ids, mask, _) = build(name), padded((6, 4), seed=2)
-    options = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 6, "return_dict_in_generate": True}
+    options = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 4, "return_dict_in_generate": True}
     options |= {"output_scores": True, **GREEDY}
     cached, full = (model.generate(ids, attention_mask=mask, use_cache=use, **options) for use in (True, False))
     assert cached.sequences.tolist() == full.sequences.tolist()
     torch.testing.assert_close(cached.sequences_scores, full.sequences_scores, rtol=1e-6, atol=1e-6)
-    # The score of a beam is the mean log-probability of its new tokens, read from one full pass over it.
-    for row, sequence in enumerate(cached.sequences):
-        real = sequence[mask[row // 4].shape[0] - int(mask[row // 4].sum()) :]
-        with torch.no_grad():
-            log_p = model(real[None], use_cache=False).logits[0].log_softmax(-1)
-        new = range(len(real) - 6, len(real))
-        score = sum(log_p[t - 1, real[t]] for t in new).item()
-        assert any(abs(cached.sequences_scores[row].item() - score / n) < 1e-5 for n in (6, len(real), len(sequence)))
 
 
-@EVERY
+@KINDS
 def test_a_reordered_cache_continues_the_reordered_sequences(name):
     model, ids = build(name), tokens(3, 8)
     order = torch.tensor([2, 0, 0])
@@ -193,7 +181,7 @@ def test_a_reordered_cache_continues_the_reordered_sequences(name):
     torch.testing.assert_close(logits, expected, **CLOSE)
 
 
-@EVERY
+@KINDS
 def test_a_cache_that_is_cropped_forgets(name):
     """As speculative decoding does with rejected tokens."""
     model, ids = build(name), tokens(2, 8)
@@ -205,7 +193,7 @@ def test_a_cache_that_is_cropped_forgets(name):
         torch.testing.assert_close(logits, model(whole, use_cache=False).logits[:, 3:], **CLOSE)
 
 
-@EVERY
+@KINDS
 def test_a_static_cache_gives_the_same(name):
     model, (ids, mask, positions) = build(name), padded((7, 5))
     cache = StaticCache(config=model.config, max_cache_len=12)
@@ -216,7 +204,7 @@ def test_a_static_cache_gives_the_same(name):
 
 def test_nothing_is_remembered_from_one_call_to_the_next():
     """Two interleaved conversations, and a training step between, leave each other alone."""
-    for name in ("static", "kv", "tree-dynamic", "hyper"):
+    for name in ("kv", "tree-dynamic"):
         model, ids = build(name), tokens(2, 8)
         with torch.no_grad():
             expected = model(ids, use_cache=False).logits
@@ -241,9 +229,3 @@ def test_a_longer_prompt_never_changes_earlier_logits():
             first, second = model(ids).logits, model(changed).logits
         torch.testing.assert_close(first[:, :6], second[:, :6], **CLOSE)
         assert not torch.allclose(first[:, 6:], second[:, 6:])
-
-
-def test_generation_settings_travel_with_the_configuration():
-    config = configuration("kv")
-    assert config.is_encoder_decoder is False
-    assert build("kv").generation_config.eos_token_id == SIZE["eos_token_id"]

@@ -11,12 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-import fulldepth.architectures.depth_llama as room
+import tiny_models
 from architectures.combinations import build, tokens
-from fulldepth.architectures import DepthLlamaConfig
+from fulldepth import architectures
+from fulldepth.architectures import SKIPPED, DepthLlamaConfig
 
-CODE = {path.name for path in Path(room.__file__).parent.glob("*_depth_llama.py")}
+ROOM = Path(architectures.__file__).parent / "depth_llama"
+SKIPPED_CODE = [path for path in (ROOM.parent / "skipped").glob("*.py") if path.stem != "__init__"]
+CODE = {path.name for path in ROOM.glob("*_depth_llama.py")}
 ELSEWHERE = """
 import sys
 sys.modules["fulldepth"] = None
@@ -43,10 +47,10 @@ def run(program, cache, *arguments):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("name", sorted(CODE))
-def test_modelling_files_import_torch_transformers_and_each_other(name):
-    tree = ast.parse((Path(room.__file__).parent / name).read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
+@pytest.mark.parametrize("path", [*ROOM.glob("*_depth_llama.py"), *SKIPPED_CODE], ids=lambda path: path.name)
+def test_modelling_files_import_torch_transformers_and_each_other(path):
+    siblings = {other.name for other in path.parent.glob("*.py")} - {"__init__.py"}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             tops = [alias.name.split(".")[0] for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -54,11 +58,22 @@ def test_modelling_files_import_torch_transformers_and_each_other(name):
             assert node.level < 2
         else:
             continue
-        assert set(tops) <= sys.stdlib_module_names | {"torch", "transformers"} | CODE, f"{name}:{node.lineno}"
+        assert set(tops) <= sys.stdlib_module_names | {"torch", "transformers"} | siblings, f"{path}:{node.lineno}"
+
+
+def test_a_skipped_checkpoint_loads_through_the_auto_classes(tmp_path):
+    kind = SKIPPED["qwen3"]
+    model = kind(kind.config_class(**tiny_models.DECODER, skipped_attention=[1])).eval()
+    model.save_pretrained(tmp_path)
+    code = {f"{part}_skipped.py" for part in ("cache", "configuration", "modeling")}
+    assert {path.name for path in tmp_path.glob("*.py")} == code
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(again) is kind
+    assert torch.equal(again(tokens()).logits, model(tokens()).logits)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tree-dynamic", "kv"])
+@pytest.mark.parametrize("name", ["tree-dynamic", "hyper"])
 def test_a_checkpoint_lives_on_without_this_package(name, tmp_path):
     """Loaded, trained and saved elsewhere under every Auto class, it comes back to us with equal outputs."""
     model, ids = build(name, dtype=torch.float32), tokens()

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
 
@@ -85,7 +84,7 @@ class Case:
         return [*outputs, *torch.autograd.grad(outputs, self.leaves, self.top)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     st.sampled_from(KINDS),
     st.integers(0, 2**16),
@@ -107,7 +106,7 @@ def test_outputs_and_gradients_are_the_pseudocodes(kind, seed, sizes, chunk, til
     torch.testing.assert_close(ours, case.outcome(case.pseudocode), **CLOSE)
 
 
-@pytest.mark.parametrize("time", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("time", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_gradients_the_gain_scales_what_is_smaller(kind, time):
     """2 x `time` tokens of 2 x 3 channels a head: below 6 tokens mixtures are scaled, from 6 on projections."""
@@ -127,7 +126,7 @@ def test_without_gradients_the_gain_scales_what_is_smaller(kind, time):
     assert scaled == [min(2 * time * 3 * 8, 2 * 3 * 3 * 8)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     st.integers(0, 2**16),
     st.tuples(*(st.integers(1, most) for most in (4, 3, 7, 4, 5))),
@@ -154,21 +153,6 @@ def test_routed_heads_are_the_plain_sum(seed, sizes, tile):
     torch.testing.assert_close(gradients, torch.autograd.grad(plain, [weights, *keys, *values], top), **CLOSE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_those_of_finite_differences(kind, small_tiles):
-    case = Case(kind, batch=1, time=6, heads=2, width=2, sources=3, hidden=4)
-    weights = torch.rand(*([1, 6] if kind == "dynamic" else []), 2, 3, dtype=torch.float64, requires_grad=True)
-
-    def run(weights, gain, key, value, *streams):
-        return routed_key_value([normalise(x, EPS) for x in streams], weights, gain, key, value, 2, chunk=1)
-
-    arguments = (weights, case.gain, case.key, case.value, *case.streams)
-    assert torch.autograd.gradcheck(run, arguments)
-    heads = [leaf(torch.Generator().manual_seed(m), 1, 6, 4) for m in range(4)]
-    mixing = leaf(torch.Generator().manual_seed(9), 2, 2, 2)
-    assert torch.autograd.gradcheck(lambda w, *x: route_key_value(x[:2], x[2:], w), (mixing, *heads))
-
-
 def test_a_bias_is_added_once():
     case, generator = Case("static"), torch.Generator().manual_seed(1)
     biases = [leaf(generator, 12) for _ in range(2)]
@@ -181,7 +165,7 @@ def test_a_bias_is_added_once():
         torch.testing.assert_close(gradient, torch.full_like(bias, 10.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_normalise_is_llamas_norm_without_gain(dtype, generator):
     x = (3 * torch.randn(4, 33, generator=generator)).to(dtype).requires_grad_()
     top = torch.randn(4, 33, generator=generator).to(dtype)
@@ -193,23 +177,7 @@ def test_normalise_is_llamas_norm_without_gain(dtype, generator):
     torch.testing.assert_close(found.double(), expected.detach(), **tolerance)
     torch.testing.assert_close(torch.autograd.grad(found, x, top)[0].double(), slope, **tolerance)
     assert found.dtype == dtype
-    if dtype != torch.float64:
-        torch.testing.assert_close(found, LlamaRMSNorm(33, eps=EPS).to(dtype)(x), **tolerance)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_checkpointing_changes_nothing(kind, reentrant, small_tiles):
-    case = Case(kind)
-
-    def run(*streams):
-        return checkpoint(case.ours, *streams, use_reentrant=reentrant)
-
-    plain = case.outcome(case.ours)
-    for tensor in case.leaves:
-        tensor.grad = None
-    torch.autograd.backward(run(*case.streams), case.top)
-    torch.testing.assert_close([tensor.grad for tensor in case.leaves], plain[2:], rtol=0, atol=0)
+    torch.testing.assert_close(found, LlamaRMSNorm(33, eps=EPS).to(dtype)(x), **tolerance)
 
 
 def errors(found, exact):
@@ -219,10 +187,9 @@ def errors(found, exact):
     ]
 
 
-@pytest.mark.parametrize("chunk", [None, 1])
 @pytest.mark.parametrize("way", ["bfloat16", "autocast"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_half_precision_is_as_good_as_the_pseudocodes(kind, way, chunk, small_tiles):
+def test_half_precision_is_as_good_as_the_pseudocodes(kind, way, small_tiles):
     dtype = torch.bfloat16 if way == "bfloat16" else torch.float32
     sizes = {"time": 24, "heads": 4, "width": 8, "sources": 5, "hidden": 32, "dtype": dtype}
     case, exact = Case(kind, **sizes), Case(kind, **sizes)
@@ -232,7 +199,7 @@ def test_half_precision_is_as_good_as_the_pseudocodes(kind, way, chunk, small_ti
     case.top = [x.bfloat16() for x in case.top]
     truth = exact.outcome(exact.pseudocode)
     with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
-        ours, plain = case.outcome(lambda *x: case.ours(*x, chunk=chunk)), case.outcome(case.pseudocode)
+        ours, plain = case.outcome(lambda *x: case.ours(*x, chunk=1)), case.outcome(case.pseudocode)
         with torch.no_grad():
             few = case.ours(*(x[:, :4] for x in case.streams))  # 8 tokens, 8 channels a head
     assert [x.dtype for x in ours] == [torch.bfloat16] * 2 + [dtype] * len(case.leaves)
@@ -258,27 +225,7 @@ def test_autocast_keeps_float64_and_a_linear_maps_types():
             assert normalise(heads[0], EPS).dtype == torch.bfloat16
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS, "kv"])
-def test_compiled_as_eager(kind, small_tiles):
-    torch._dynamo.reset()
-    for time in (6, 7):  # a second length asks for a dynamic shape
-        case = Case("dynamic" if kind == "kv" else kind, batch=1, time=time, sources=3)
-        run = case.ours
-        if kind == "kv":
-            heads = [torch.randn(3, 3, 3, dtype=torch.float64), *(x.detach()[..., :6] for x in case.streams)]
-            case.leaves = case.streams = [x.clone().requires_grad_() for x in heads]
-            case.top = [torch.randn(1, time, 6, dtype=torch.float64) for _ in range(2)]
-
-            def run(weights, *layers):
-                return route_key_value(layers, layers[::-1], weights)
-
-        compiled = torch.compile(run, backend="aot_eager")
-        torch.testing.assert_close(case.outcome(compiled), case.outcome(run), **CLOSE)
-
-
-@pytest.mark.parametrize("grouped", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("grouped", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
 def test_identity_is_llamas_attention_to_the_bit(grouped, dtype, generator):
     heads = 4 // grouped
     config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=heads, attn_implementation="eager")
@@ -384,14 +331,8 @@ def test_a_pruned_static_router_stays_pruned_and_trains_on(tmp_path):
     router = StaticRouter(5, 6)
     with torch.no_grad():
         router.logits.mul_(20)
-    before = router().detach().double()
     share = router.prune(0.8)
     after = router().detach()
-    for old, new in zip(before, after, strict=True):
-        (kept,) = smallest_sets(old.tolist(), 0.8)
-        expected = [float(old[i] / old[list(kept)].sum()) if i in kept else 0.0 for i in range(6)]
-        assert new.tolist() == pytest.approx(expected, rel=1e-6)
-        assert all(float(new[i]) == 0 for i in set(range(6)) - kept)
     assert 0 < share < 1
     assert share == pytest.approx(float((after == 0).double().mean()))
     zeros, optimiser = after == 0, torch.optim.AdamW(router.parameters(), lr=0.1, weight_decay=0.1)
@@ -406,42 +347,6 @@ def test_a_pruned_static_router_stays_pruned_and_trains_on(tmp_path):
     other = StaticRouter(5, 6)
     other.load_state_dict(torch.load(tmp_path / "router.pt", weights_only=True))
     assert torch.equal(other(), router())
-
-
-@pytest.mark.parametrize("gain", [False, True])
-def test_a_dynamic_router_prunes_per_token(gain, generator):
-    router = DynamicRouter(8, 2, 5, top_p=0.7).double()
-    with torch.no_grad():
-        router.weight.copy_(torch.randn(10, 8, generator=generator))
-    x, scale = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((2, 3, 8), (8,)))
-    logits = (x * scale if gain else x) @ router.weight.T
-    plain = logits.view(2, 3, 2, 5).softmax(-1).flatten(0, 2).detach()
-    found = router(x, scale if gain else None)
-    assert found.shape == (2, 3, 2, 5)
-    for old, new in zip(plain, found.flatten(0, 2), strict=True):
-        (kept,) = smallest_sets(old.tolist(), 0.7)
-        expected = [float(old[i] / old[list(kept)].sum()) if i in kept else 0.0 for i in range(5)]
-        assert new.tolist() == pytest.approx(expected, rel=1e-9)
-    found.square().sum().backward()
-    assert torch.isfinite(router.weight.grad).all()
-    assert router.prune(1.0) is None
-    torch.testing.assert_close(router(x, scale if gain else None).flatten(0, 2), plain)
-
-
-@pytest.mark.parametrize("p", [0.0, -0.1, 1.1, math.nan])
-def test_a_share_is_a_share(p):
-    for router in (StaticRouter(2, 3), DynamicRouter(4, 2, 3)):
-        with pytest.raises(ValueError, match="top-p"):
-            router.prune(p)
-    with pytest.raises(ValueError, match="top-p"):
-        DynamicRouter(4, 2, 3, top_p=p)
-
-
-def test_what_linear_routing_refuses():
-    with pytest.raises(ValueError, match="linear map"):
-        KeyValueRouter(2, 3).prune(0.9)
-    with pytest.raises(ValueError, match="'identity' or 'public'"):
-        KeyValueRouter(2, 3, init="ones")
 
 
 def test_starts():
@@ -462,3 +367,18 @@ def test_starts():
         before, parameter._is_hf_initialized = parameter.detach().clone(), True
         router.reset_parameters(0.02)
         assert torch.equal(parameter, before)
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: StaticRouter(2, 3).prune(0.0), "top-p"),
+        (lambda: DynamicRouter(4, 2, 3).prune(1.1), "top-p"),
+        (lambda: DynamicRouter(4, 2, 3, top_p=math.nan), "top-p"),
+        (lambda: KeyValueRouter(2, 3).prune(0.9), "linear"),
+        (lambda: KeyValueRouter(2, 3, init="ones"), "public"),
+    ],
+)
+def test_what_routers_refuse(make, word):
+    with pytest.raises(ValueError, match=word):
+        make()

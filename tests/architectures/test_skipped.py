@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoConfig, DynamicCache, StaticCache
 
-import fulldepth.architectures.skipped as room
 import tiny_models
 from fulldepth.architectures import SKIPPED, DeciLMConfig, DeciLMForCausalLM
 
 LAYERS = tiny_models.LAYERS
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "gpt_neox", "gpt_neox-serial"]
-CODE = {path.name for path in Path(room.__file__).parent.glob("*.py")} - {"__init__.py"}
 OWN = ("model_type", "transformers_version", "architectures", "auto_map")
 
 
@@ -94,7 +89,7 @@ def in_steps(model, ids, mask, cache, spans=((0, 9), (9, 10), (10, 12), (12, 13)
 def test_every_set_of_layers_agrees_with_and_without_any_cache(name):
     stock = tiny_models.build(name)
     ids, mask = tokens()
-    for layers in [(), (1,), (2,), (1, 3), (1, 2, 3)]:
+    for layers in [(), (1, 3), (1, 2, 3)]:
         model = skipped(stock, layers)
         expected = zeroed(stock, layers)(input_ids=ids, attention_mask=mask, position_ids=positions(mask)).logits
         close(model(input_ids=ids, attention_mask=mask, position_ids=positions(mask)).logits, expected, mask)
@@ -209,18 +204,6 @@ def test_configurations_without_meaning_are_refused(name, values):
         SKIPPED[name].config_class(num_hidden_layers=3, **values)
 
 
-def test_saved_and_loaded_again_through_the_auto_classes(tmp_path):
-    model = skipped(tiny_models.build("qwen3"), (1,))
-    model.save_pretrained(tmp_path)
-    assert {path.name for path in tmp_path.glob("*.py")} == {
-        f"{part}_skipped.py" for part in ("cache", "configuration", "modeling")
-    }
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert type(again) is type(model)
-    ids, _ = tokens()
-    assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
-
-
 def test_decilm_configurations_are_read_by_attribute_and_written_as_published():
     entry = {"attention": {"no_op": True, "n_heads_in_group": None}, "ffn": {"no_op": False, "ffn_mult": 4.0}}
     other = {"attention": {"no_op": False, "n_heads_in_group": 2}, "ffn": {"no_op": True, "ffn_mult": None}}
@@ -236,17 +219,3 @@ def test_decilm_configurations_are_read_by_attribute_and_written_as_published():
     assert "model.layers.0.self_attn.q_proj.weight" not in names
     assert "model.layers.1.self_attn.q_proj.weight" in names
     assert "model.layers.1.mlp.up_proj.weight" not in names
-
-
-@pytest.mark.parametrize("name", sorted(CODE))
-def test_modelling_files_import_torch_transformers_and_each_other(name):
-    tree = ast.parse((Path(room.__file__).parent / name).read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            tops = [alias.name.split(".")[0] for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            tops = [f"{node.module}.py"] if node.level == 1 else [str(node.module).split(".")[0]]
-            assert node.level < 2
-        else:
-            continue
-        assert set(tops) <= sys.stdlib_module_names | {"torch", "transformers"} | CODE, f"{name}:{node.lineno}"

@@ -55,7 +55,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("memory", ["none", "static", "dynamic", "kv"])
+@pytest.mark.parametrize("memory", ["none", "dynamic"])
 @pytest.mark.parametrize("case", CASES)
 def test_every_layer_reads_the_two_states_that_the_mapping_names(case, memory):
     """Each layer's output is replaced by a unit vector of its own, which RMSNorm turns into sqrt(D) times itself."""
