@@ -64,7 +64,7 @@ def trainer(folder: Path, model: Any, steps: int, broken: int | None, fused: boo
 
 @pytest.mark.parametrize(
     ("where", "late", "fused"),
-    [("loss", False, True), ("loss", True, True), ("loss", True, False), ("gradient", True, True)],
+    [("loss", False, True), ("loss", True, False), ("gradient", True, True)],
 )
 def test_the_weights_stay_those_before_the_broken_step(where: str, late: bool, fused: bool, tmp_path: Path) -> None:
     good = trainer(tmp_path / "good", fragile(where), 2, None, fused)
@@ -122,11 +122,10 @@ class Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_step_reads_no_number(accumulation: int, tmp_path: Path) -> None:
+def test_a_step_reads_no_number(tmp_path: Path) -> None:
     counts = []
     for steps in (2, 4):
-        run = trainer(tmp_path, build("llama"), steps, None, gradient_accumulation_steps=accumulation)
+        run = trainer(tmp_path, build("llama"), steps, None, gradient_accumulation_steps=2)
         run.guard.late = True
         with Reads() as reads:
             run.train()

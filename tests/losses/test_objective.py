@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -80,9 +79,10 @@ def close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float)
     assert worst <= tolerance * scale, (worst, scale)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("alpha", [0.0, 1.0, math.inf])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gemma2"])
+@pytest.mark.parametrize(
+    ("name", "alpha", "padded"),
+    [("llama", math.inf, True), ("qwen3", 1.0, False), ("gpt2", 0.0, True), ("gemma2", 1.0, True)],
+)
 def test_jreg_on_stock_models(name: str, alpha: float, padded: bool) -> None:
     model, inputs = build(name), batch(padded)
     ce, states = plain_states(model, inputs)
@@ -162,9 +162,8 @@ ALL = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_gradient_checkpointing_changes_nothing(name: str) -> None:
-    model, inputs = build(name), batch()
+def test_gradient_checkpointing_changes_nothing() -> None:
+    model, inputs = build("gpt2"), batch()
     loss, parts = step(model, Objective(**ALL), inputs)
     expected = gradients(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -198,21 +197,6 @@ def test_a_compiled_model_gives_the_same() -> None:
     objective.detach()
     assert float(again.detach()) == pytest.approx(float(loss), rel=1e-9)
     close(gradients(model), expected, 1e-9)
-
-
-def test_accumulated_micro_batches_add_up() -> None:
-    model, inputs = build("llama"), batch(rows=4)
-    terms = {"jump": 1.5, "similarity": 0.3, "aligned": {"schedule": "always"}}
-    step(model, Objective(**terms), inputs)
-    expected = gradients(model)
-    model.zero_grad()
-    objective = Objective(**terms).attach(model)
-    for part in (slice(0, 2), slice(2, 4)):
-        micro = {name: value[part] for name, value in inputs.items()}
-        loss, _ = objective(model(**micro), micro)
-        (loss / 2).backward()
-    objective.detach()
-    close(gradients(model), expected, 1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "autocast"])
@@ -285,23 +269,30 @@ def test_what_cannot_be_right_is_refused() -> None:
     with pytest.raises(FulldepthError, match="second derivatives"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
     objective.detach()
-    for terms, message in (
-        ({"jump": {"alhpa": 1.0}}, "alpha"),
-        ({"jump": -1.0}, "at least 0"),
-        ({"aligned": {"schedule": "sometimes"}}, "alternate"),
-        ({"similarity": {"weights": "quadratic"}}, "linear"),
-    ):
-        with pytest.raises(FulldepthError, match=message):
-            Objective(**terms)
-    with pytest.raises(FulldepthError, match="0 to 2 of 3"):
-        Objective(coherence={"layers": [3]}).attach(model)
-    with pytest.raises(FulldepthError, match="wrapping"):
-        Objective(jump=1.0).attach(torch.nn.Sequential(copy.deepcopy(model)))
     padded = batch(padded=True)
     objective = Objective(coherence={"layers": [1]}).attach(model)
     with pytest.raises(FulldepthError, match="got padding in 2 of 3"):
         objective(model(**padded), padded)
     objective.detach()
+
+
+@pytest.mark.parametrize(
+    ("terms", "word"),
+    [
+        ({"jump": {"alhpa": 1.0}}, "alpha"),
+        ({"jump": -1.0}, "jump.weight"),
+        ({"aligned": {"schedule": "sometimes"}}, "alternate"),
+        ({"similarity": {"weights": "quadratic"}}, "linear"),
+        ({"aligned": {"weights": [1.0]}}, "3 finite weights"),
+        ({"similarity": {"weights": [1.0, 2.0, math.nan]}}, "3 finite weights"),
+        ({"coherence": {"layers": [3]}}, "coherence.layers"),
+        ({"multi_exit": 1.0}, "add_exit_heads"),
+        ({"multi_exit": 1.0, "aligned": 1.0}, "aligned"),
+    ],
+)
+def test_terms_without_a_meaning_are_refused(terms: dict[str, Any], word: str) -> None:
+    with pytest.raises(FulldepthError, match=word):
+        Objective(**terms).attach(BUILDERS["llama"]())
 
 
 def test_the_paper_s_layers_are_the_default() -> None:
@@ -312,9 +303,7 @@ def test_the_paper_s_layers_are_the_default() -> None:
         assert max(Orthogonality().chosen_layers(depth)) < depth
 
 
-@pytest.mark.parametrize(
-    "switches", [{"residual": "hyper"}, {"residual": "tree", "tree": {2: [0, 1]}}, {"memory": "dynamic"}]
-)
+@pytest.mark.parametrize("switches", [{"residual": "hyper"}, {"residual": "tree", "tree": {2: [0, 1]}}])
 def test_every_kind_of_depth_llama(switches: dict[str, Any]) -> None:
     """Streams are summed before they are compared, so the gradient has to find its way into each of them."""
     from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM

@@ -1,8 +1,9 @@
-"""Objectives on one stack of an encoder-decoder, one tower of CLIP, and modules of one's own, against plain loops."""
+"""Objectives on one stack of an encoder-decoder, one tower of CLIP, the text model of images and text, and modules of
+one's own, against plain loops.
+"""
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from test_objective import close, gradients, plain_jump
 
 from fulldepth.errors import FulldepthError
 from fulldepth.losses import DepthTrainer, Objective
+from tiny_models import DECODER
 
 SIZES = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 2}
 TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -164,14 +166,14 @@ def test_a_module_of_ones_own_is_trained_by_its_stages() -> None:
 
 
 REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any], str]] = {
-    "no tower": (t5, {"jump": 1.0}, {}, r"tower: encoder or decoder"),
-    "no tower of two": (clip, {"jump": 1.0}, {}, r"choose one by tower: text or vision"),
-    "wrong tower": (t5, {"jump": 1.0}, {"tower": "vision"}, "has no vision"),
-    "own": (Own, {"jump": 1.0}, {}, r"Objective\(...\).attach\(module, stages=\[...\], head=...\)"),
-    "a head alone": (t5, {"jump": 1.0}, {"head": "lm_head"}, "head belongs to stages"),
-    "no head": (Own, {"aligned": 1.0}, {"stages": ["blocks.0", "blocks.1"]}, r"attach\(..., head=module\)"),
-    "no attention": (Own, {"coherence": 1.0}, {"stages": ["blocks.0", "blocks.1"]}, "coherence needs the attention"),
-    "one stage": (Own, {"jump": 1.0}, {"stages": ["blocks.0"]}, "at least two"),
+    "no tower": (t5, {"jump": 1.0}, {}, "encoder or decoder"),
+    "no tower of two": (clip, {"jump": 1.0}, {}, "text or vision"),
+    "wrong tower": (t5, {"jump": 1.0}, {"tower": "vision"}, "vision"),
+    "own": (Own, {"jump": 1.0}, {}, "stages="),
+    "a head alone": (t5, {"jump": 1.0}, {"head": "lm_head"}, "head"),
+    "no head": (Own, {"aligned": 1.0}, {"stages": ["blocks.0", "blocks.1"]}, "head="),
+    "no attention": (Own, {"coherence": 1.0}, {"stages": ["blocks.0", "blocks.1"]}, "coherence"),
+    "one stage": (Own, {"jump": 1.0}, {"stages": ["blocks.0"]}, "two"),
 }
 
 
@@ -192,25 +194,89 @@ def test_stages_that_give_no_vectors_at_positions_are_refused() -> None:
 def test_reentrant_checkpointing_of_a_trainer_gets_the_reason(tmp_path: Path) -> None:
     """The Trainer switches it on after the objective is attached."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
-    config = tf.LlamaConfig(vocab_size=50, **sizes)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=50, **{**TOWER, "num_hidden_layers": 3}))
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 50, (4, 8))]
-    for kind, terms in (("inside", {"coherence": {"layers": [1]}}), ("blocks", {"jump": 1.0})):
-        arguments = tf.TrainingArguments(
-            str(tmp_path),
-            max_steps=1,
-            report_to=[],
-            use_cpu=True,
-            save_strategy="no",
-            per_device_train_batch_size=4,
-            gradient_checkpointing=True,
-            gradient_checkpointing_kwargs={"use_reentrant": True},
-        )
-        trainer = DepthTrainer(
-            tf.LlamaForCausalLM(copy.deepcopy(config)), arguments, train_dataset=rows, objective=Objective(**terms)
-        )
-        if kind == "blocks":
-            assert trainer.train().global_step == 1
-            continue
-        with pytest.raises(FulldepthError, match=r"gradient_checkpointing_kwargs=\{'use_reentrant': False\}"):
-            trainer.train()
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    options |= {"per_device_train_batch_size": 4}
+    arguments = tf.TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, **options)
+    trainer = DepthTrainer(model, arguments, train_dataset=rows, objective=Objective(coherence={"layers": [1]}))
+    with pytest.raises(FulldepthError, match=r"gradient_checkpointing_kwargs=\{'use_reentrant': False\}"):
+        trainer.train()
+
+
+TEXT = {**DECODER, "num_hidden_layers": 2}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4}
+VISION |= {"image_size": 16, "patch_size": 4}
+IMAGE = 90
+QWEN = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+PATCHES = {"depth": 5, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "mlp_ratio": 2}
+QWEN_IDS = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+
+FAMILIES: dict[str, tuple[Any, int]] = {
+    "gemma3": (
+        lambda: tf.Gemma3ForConditionalGeneration(
+            tf.Gemma3Config(
+                text_config=tf.Gemma3TextConfig(**TEXT, sliding_window=8),
+                vision_config=tf.SiglipVisionConfig(**VISION),
+                mm_tokens_per_image=4,
+                image_token_index=IMAGE,
+                boi_token_index=91,
+                eoi_token_index=92,
+            )
+        ),
+        4,
+    ),
+    "llava": (
+        lambda: tf.LlavaForConditionalGeneration(
+            tf.LlavaConfig(
+                text_config=tf.LlamaConfig(**TEXT),
+                vision_config=tf.CLIPVisionConfig(**VISION),
+                image_token_index=IMAGE,
+            )
+        ),
+        16,
+    ),
+    "qwen2_vl": (
+        lambda: tf.Qwen2VLForConditionalGeneration(
+            tf.Qwen2VLConfig(text_config={**QWEN, "head_dim": None}, vision_config=PATCHES, **QWEN_IDS)
+        ),
+        0,
+    ),
+}
+"""Family -> how it is built, and positions of an image (0: its images need a processor)."""
+
+
+def pictures(name: str, positions: int) -> dict[str, Tensor]:
+    """Two sequences of text, after an image each if it has positions; the second one ends in padding."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, IMAGE - 1, (2, 8), generator=generator)
+    ids = torch.cat([torch.full((2, positions), IMAGE), ids], 1)
+    mask = torch.ones_like(ids)
+    mask[1, -2:] = 0
+    made = {"input_ids": ids, "attention_mask": mask}
+    made["labels"] = ids.masked_fill((mask == 0) | (ids == IMAGE), -100)
+    if name == "gemma3":
+        made["token_type_ids"] = (ids == IMAGE).long()
+    if positions:
+        made["pixel_values"] = torch.randn(2, 3, 16, 16, generator=generator).double()
+    return made
+
+
+@pytest.mark.parametrize(("name", "image"), [("gemma3", True), ("gemma3", False), ("llava", True), ("qwen2_vl", False)])
+def test_the_text_model_of_images_and_text_is_trained(name: str, image: bool) -> None:
+    """Also where the vision tower is deeper."""
+    make, positions = FAMILIES[name]
+    torch.manual_seed(0)
+    model = make().double().train()
+    inputs = pictures(name, positions if image else 0)
+    blocks = model.get_decoder().layers
+    output, states = states_of(blocks, lambda: model(**inputs))
+    (output.loss + 2.0 * plain_jump(tuple(states), inputs["attention_mask"], 1.0)).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with Objective(jump=2.0).attach(model) as objective:
+        loss, _ = objective(model(**inputs), inputs)
+    assert objective.anatomy is not None
+    assert list(objective.anatomy.blocks) == list(blocks)
+    loss.backward()
+    close(gradients(model), expected, 1e-6)
