@@ -85,11 +85,11 @@ def train(recipe: str, method: str, seed: int, changes: Sequence[str], folder: P
 def assess(checkpoint: Path, data: str, sequences: int, folder: Path) -> tuple[Results, Results]:
     """Results of `measure` and `exit` on test data."""
     measured, left = folder.with_name(f"{folder.name}-measure"), folder.with_name(f"{folder.name}-exit")
-    log, most = folder.parent / "log" / f"{folder.name}.txt", ["--max-sequences", str(sequences), "--truncate"]
+    log, most = folder.parent / "log" / f"{folder.name}.txt", ["--max-sequences", str(sequences), "--set", "truncate=true"]
     if not complete(measured):
         run(["measure", str(checkpoint), "--data", data, *most, "--output", str(measured)], log)
     if not complete(left):
-        options = ["--thresholds", THRESHOLDS, "--target-accuracy-drop", str(DROP), "--output", str(left)]
+        options = ["--threshold", THRESHOLDS, "--target-accuracy-drop", str(DROP), "--output", str(left)]
         run(["exit", str(checkpoint), "--data", data, *most, *options], log)
     return Results.load(measured), Results.load(left)
 

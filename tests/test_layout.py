@@ -38,7 +38,7 @@ ARROWS: dict[str, set[str]] = {
     "files": set(),
     "bars": {"console"},
     "console": set(),
-    "settings": set(),
+    "settings": {"bars"},
     "figures": set(),
     "metrics": set(),
     "architectures": set(),

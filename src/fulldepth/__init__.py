@@ -13,24 +13,24 @@ from fulldepth import pages
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fulldepth.api.comparing import compare as compare
-    from fulldepth.api.demonstrating import demo as demo
-    from fulldepth.api.evaluating import evaluate as evaluate
     from fulldepth.api.measuring import measure as measure
     from fulldepth.api.reporting import report as report
-    from fulldepth.api.training import train as train
+    from fulldepth.comparison import compare as compare
+    from fulldepth.demonstration import demo as demo
     from fulldepth.errors import FulldepthError as FulldepthError
+    from fulldepth.evaluation import evaluate as evaluate
     from fulldepth.results import Results as Results
+    from fulldepth.training import train as train
 
 _HOME = {
     "FulldepthError": "errors",
     "Results": "results",
-    "compare": "api.comparing",
-    "demo": "api.demonstrating",
-    "evaluate": "api.evaluating",
+    "compare": "comparison",
+    "demo": "demonstration",
+    "evaluate": "evaluation",
     "measure": "api.measuring",
     "report": "api.reporting",
-    "train": "api.training",
+    "train": "training",
 }
 """Public name -> the subpackage that defines it."""
 _ROOMS = (

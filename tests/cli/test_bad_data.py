@@ -128,7 +128,7 @@ def test_a_bad_entry_is_named_or_skipped(main, checkpoints, tmp_path, case):
         "measure": ("measure", checkpoints[kind], "--data", path),
     }
     if kind != "objects":
-        commands["exit"] = ("exit", checkpoints[kind], "--data", path, "--rounds", 1, "--thresholds", "0.5")
+        commands["exit"] = ("exit", checkpoints[kind], "--data", path, "--repeats", 1, "--threshold", "0.5")
     for name, command in commands.items():
         code, out, err = main(*command, "--output", tmp_path / name)
         assert code == 2, (name, out, err)
@@ -146,7 +146,7 @@ def test_a_bad_entry_is_named_or_skipped(main, checkpoints, tmp_path, case):
 @pytest.mark.slow
 def test_the_folder_of_a_run_stands_for_its_last_checkpoint(main, checkpoints, tmp_path):
     run = checkpoints["images"].parent
-    code, _, err = main("exit", run, "--data", images(tmp_path / "data"), "--rounds", 0, "--output", tmp_path / "out")
+    code, _, err = main("exit", run, "--data", images(tmp_path / "data"), "--repeats", 0, "--output", tmp_path / "out")
     assert code == 0, err
     meta = Results.load(tmp_path / "out").meta
     assert Path(meta["model"]["name"]) == checkpoints["images"]

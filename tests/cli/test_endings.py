@@ -16,6 +16,8 @@ from fulldepth.cli import program
 from fulldepth.errors import FulldepthError, brief
 from fulldepth.files import atomic
 from fulldepth.results import Results, tabulate
+from fulldepth.settings import layer
+from fulldepth.settings.bench import BenchSettings
 
 
 class Panic(BaseException):
@@ -150,9 +152,9 @@ def test_a_closed_pipe_ends_quietly():
 
 @pytest.mark.parametrize("text", ["9" * 30, "1,x", "", "1," + "9" * 5000])
 def test_lists_of_whole_numbers(text):
-    with pytest.raises(FulldepthError, match="expected whole numbers"):
-        program.whole_numbers("--batches", text)
-    assert program.whole_numbers("--batches", "3, 7") == [3, 7]
+    with pytest.raises(FulldepthError, match="batches|digits"):
+        layer(BenchSettings, {"batches": text})
+    assert layer(BenchSettings, {"batches": "3, 7"}).batches == [3, 7]
 
 
 def test_markup_in_a_result_is_printed_as_it_is(capsys):

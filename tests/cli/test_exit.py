@@ -7,8 +7,7 @@ import json
 import pytest
 
 import tiny_models
-from fulldepth.settings import layer
-from fulldepth.settings.exit import ExitSettings, file_size
+from fulldepth.settings.exit import file_size
 from skip.word_tokenizer import tokenizer, words
 
 
@@ -23,8 +22,8 @@ def checkpoint(tmp_path_factory):
 
 def test_a_sweep_and_a_checkpoint(main, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr("fulldepth.exit.elastic._prove", lambda *_: 0.0)  # see `exit.test_elastic`
-    data = ["--data", checkpoint / "text.txt", "--sequence-length", 16, "--new-tokens", 2]
-    arguments = ["exit", checkpoint, *data, "--output", tmp_path / "out", "--thresholds", "0.5,1"]
+    data = ["--data", checkpoint / "text.txt", "--sequence-length", 16, "--max-new-tokens", 2]
+    arguments = ["exit", checkpoint, *data, "--output", tmp_path / "out", "--threshold", "0.5,1"]
     code, out, _ = main(*arguments, "--rule", "confidence,patience", "--target-accuracy-drop", "0.1", "--json")
     assert code == 0
     assert json.loads(out)["accuracy"]["sentence"].endswith("nothing is advised.")  # random weights
@@ -36,7 +35,7 @@ def test_a_sweep_and_a_checkpoint(main, checkpoint, tmp_path, monkeypatch):
     assert code == 2
     assert "already holds results" in err
     assert main(*arguments, "--overwrite")[0] == 0
-    code, out, _ = main("exit", checkpoint, "--export-layers", 2, "--output", tmp_path / "short")
+    code, out, _ = main("exit", "export", checkpoint, "--layers", 2, "--output", tmp_path / "short")
     assert code == 0
     assert "2 of 3" in out
     assert json.loads((tmp_path / "short" / "config.json").read_text())["num_hidden_layers"] == 2
@@ -46,20 +45,23 @@ def test_a_sweep_and_a_checkpoint(main, checkpoint, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
-        (("--thresholds", "0,0.5"), "thresholds"),
+        (("--threshold", "0,0.5"), "threshold"),
         (("--rule", "hope"), "rule"),
-        (("--min-layer", "9"), "min_layer is 9"),
+        (("--set", "min_layer=9"), "min_layer is 9"),
         (("--target-accuracy-drop", "-0.1"), "target_accuracy_drop"),
-        (("--export-layers", "9"), "first 9"),
-        (("--memory-budget", "much"), "much"),
-        (("--export-layers", "2", "--effective-depth", "0.1"), "--export-layers and --effective-depth"),
-        (("--push-to-hub", "me/model"), "--push-to-hub"),
+        (("export", "--layers", "9"), "first 9"),
+        (("export", "--memory-budget", "much"), "much"),
+        (("export", "--layers", "2", "--effective-depth", "0.1"), "--layers, --memory-budget"),
+        (("export",), "--layers, --memory-budget"),
         (("--no-data",), "--data"),
     ],
 )
 def test_a_mistake_ends_with_one_message(main, checkpoint, tmp_path, arguments, name):
-    given = arguments[1:] if arguments[0] == "--no-data" else ("--data", checkpoint / "text.txt", *arguments)
-    code, _, err = main("exit", checkpoint, "--output", tmp_path / "out", *given)
+    verb = ("exit", "export") if arguments[0] == "export" else ("exit",)
+    given = (
+        arguments[1:] if arguments[0] in ("--no-data", "export") else ("--data", checkpoint / "text.txt", *arguments)
+    )
+    code, _, err = main(*verb, checkpoint, "--output", tmp_path / "out", *given)
     assert code == 2
     assert name in err
     assert "Traceback" not in err
@@ -69,4 +71,3 @@ def test_a_mistake_ends_with_one_message(main, checkpoint, tmp_path, arguments, 
 def test_sizes_and_defaults():
     assert file_size("500MB") == 500 * 10**6
     assert file_size("1.5 GiB") == 3 * 2**29
-    assert not layer(ExitSettings, {}).exports

@@ -66,12 +66,12 @@ def house(built: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 COMMANDS = {
     "measure": ["measure", "{model}", "--data", "{home}/text.jsonl"],
     "search": ["skip", "search", "{model}", "--data", "{home}/pairs.jsonl", "--blocks", "1", "--no-fit"],
-    "curve": ["skip", "curve", "{model}", "--data", "{home}/pairs.jsonl", "--max-blocks", "1"],
+    "curve": ["skip", "curve", "{model}", "--data", "{home}/pairs.jsonl", "--blocks", "1"],
     "apply": ["skip", "apply", "{home}/plan.json", "{model}"],
     "bench": ["skip", "bench", "{model}", "{model}", "--batches", "1", "--contexts", "4", "--repeats", "1"],
     "quantise": ["skip", "quantise", "{model}", "{home}/plan.json", "--data", "{home}/pairs.jsonl"],
-    "exit": ["exit", "{model}", "--data", "{home}/text.jsonl", "--prompts", "0"],
-    "exit export": ["exit", "{model}", "--export-layers", "1"],
+    "exit": ["exit", "{model}", "--data", "{home}/text.jsonl", "--set", "prompts=0"],
+    "exit export": ["exit", "export", "{model}", "--layers", "1"],
     "train": ["train", "{model}.yaml"],
 }
 

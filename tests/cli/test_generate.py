@@ -46,7 +46,7 @@ def text_of(folder, new: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "options", [(), ("--speculate-from", "2", "--draft-length", "3"), ("--speculate-from", "auto")]
+    "options", [(), ("--speculate-from", "2", "--set", "draft_length=3"), ("--speculate-from", "auto")]
 )
 def test_text_is_that_of_transformers(run, checkpoint, options):
     result = run("generate", checkpoint, "--prompt", PROMPT, "--raw", "--max-new-tokens", "9", *options)
@@ -58,7 +58,7 @@ def test_results_hold_text_and_statistics(run, checkpoint, tmp_path):
     output = tmp_path / "out"
     result = run(
         *("generate", checkpoint, "--prompt", PROMPT, "--raw", "--max-new-tokens", "9", "--speculate-from", "2"),
-        *("--draft-length", "3", "--output", output, "--json"),
+        *("--set", "draft_length=3", "--output", output, "--json"),
     )
     assert json.loads(result.stdout)["texts"] == [text_of(checkpoint, 9)]
     meta = Results.load(output).meta
@@ -75,10 +75,10 @@ def test_results_hold_text_and_statistics(run, checkpoint, tmp_path):
     [
         (("--threshold", "0"), "threshold"),
         (("--speculate-from", "3"), "speculate_from"),
-        (("--exit-layer", "3"), "exit_layer"),
+        (("--set", "exit_layer=3"), "exit_layer"),
         (("--max-new-tokens", "600"), "600"),
         (("--chat",), "--chat"),
-        (("--draft-length", "3"), "draft_length"),
+        (("--set", "draft_length=3"), "draft_length"),
         (("--threshold", "0.5", "--speculate-from", "2"), "threshold"),
         (("--rule", "confidance"), "confidence"),
         (("--prompt", " "), "prompt is empty"),
@@ -98,7 +98,7 @@ def test_the_plan_of_a_search_drafts(run, checkpoint, tmp_path):
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     run("skip", "search", checkpoint, "--data", data, "--blocks", "1", "--output", tmp_path / "plan")
-    asked = ("--raw", "--max-new-tokens", "40", "--draft-length", "3", "--json")
+    asked = ("--raw", "--max-new-tokens", "40", "--set", "draft_length=3", "--json")
     result = run("generate", checkpoint, "--prompt", PROMPT, "--plan", tmp_path / "plan" / "plan.json", *asked)
     written = json.loads(result.stdout)
     assert written["texts"] == [text_of(checkpoint, 40)]
@@ -113,5 +113,5 @@ def test_layers_that_do_not_exist_are_refused_before_weights_are_read(run, check
     for option, value in (("exit-layer", "3"), ("speculate-from", "7")):
         result = run("generate", tmp_path, "--prompt", PROMPT, f"--{option}", value, code=2)
         assert f"{option.replace('-', '_')} is {value}" in result.stderr
-    sweep = ("exit", tmp_path, "--data", "corpus:builtin", "--min-layer", "4", "--output", tmp_path / "out")
+    sweep = ("exit", tmp_path, "--data", "corpus:builtin", "--set", "min_layer=4", "--output", tmp_path / "out")
     assert "min_layer is 4" in run(*sweep, code=2).stderr

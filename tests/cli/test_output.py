@@ -92,7 +92,10 @@ def test_completion_knows_choices_and_loads_no_torch():
         "try:\n    main()\n"
         "except SystemExit:\n    assert not {'torch', 'pandas', 'plotly'} & set(sys.modules)\n"
     )
-    for words, expected in {"measure m --tokens c": ["cls"], "train tiny-tr": ["tiny-tree", "tiny-tree-cr"]}.items():
+    for words, expected in {
+        "measure m --token-policy c": ["cls"],
+        "train tiny-tr": ["tiny-tree", "tiny-tree-cr"],
+    }.items():
         environment = {"COMP_WORDS": f"fulldepth {words}", "COMP_CWORD": str(len(words.split()))}
         done = subprocess.run(
             [sys.executable, "-c", program],

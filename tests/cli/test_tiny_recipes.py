@@ -52,14 +52,14 @@ def test_a_tiny_recipe_is_trained_measured_and_left_early(main, tmp_path, made_o
     layerwise = LAYERWISE.get(task, "lens_accuracy")
     assert layerwise in set(Results.load(tmp_path / "run").table.measure)
 
-    run = ("--data", data, "--max-sequences", 6, "--truncate", "--output")
+    run = ("--data", data, "--max-sequences", 6, "--set", "truncate=true", "--output")
     assert main("measure", tmp_path / "run" / "checkpoint-2", *run, tmp_path / "measured")[0] == 0
     table = Results.load(tmp_path / "measured").table
     depth = int(table[table.measure == layerwise].layer.max())
     assert depth == Results.load(tmp_path / "run").meta["model"]["num_layers"]
     checkpoint = tmp_path / "run" / "checkpoint-2"
     assert (checkpoint / EXIT_HEADS).is_file() == (method == "multi-exit")
-    code, _, err = main("exit", checkpoint, *run, tmp_path / "exits", "--thresholds", "0.2,1", "--rounds", 1)
+    code, _, err = main("exit", checkpoint, *run, tmp_path / "exits", "--threshold", "0.2,1", "--repeats", 1)
     if task == "detection":
         assert code == 2
         assert "DetrForObjectDetection" in err

@@ -126,7 +126,7 @@ def test_finished_results_of_other_content_are_not_returned(change, checkpoint, 
     (tmp_path / "mine.yaml").write_text(own_task(folder) + "doc_to_text: !function code.question\n")
     (tmp_path / "code.py").write_text("MARK = '?'\ndef question(doc):\n    return doc['goal'] + MARK\n")
     places = {"task_data": [str(folder)], "include_path": str(tmp_path), "generation_quality": str(text)}
-    options = {**places, "exit_layers": "full", "limit": 4, "bootstrap_iters": 10, "prompts": 2, "new_tokens": 4}
+    options = {**places, "exit_layers": "full", "limit": 4, "bootstrap_iters": 10, "prompts": 2, "max_new_tokens": 4}
     out, tokenizer = tmp_path / "out", small_world.tokenizer()
 
     def run(**changed):
@@ -247,12 +247,12 @@ REFUSED = {
     "--tasks piqa_local --exit-layers 2,5": "exit layer 5",
     "--tasks piqa_local --exit-layers 0": "exit layer 0",
     "--tasks piqa_local --exit-layers some": "all, full",
-    "--tasks piqa_local --include-path absent": "absent",
-    "--tasks piqa_local --gen-kwargs max_gen_toks=8": "gen_kwargs",
+    "--tasks piqa_local --set include_path=absent": "absent",
+    "--tasks piqa_local --set gen_kwargs=max_gen_toks=8": "gen_kwargs",
     "--tasks piqa_local --apply-chat-template": "chat template",
     "--tasks piqa_local --fewshot-as-multiturn": "--apply-chat-template",
     "--tasks piqa_local --top-p 0.5": "--generation-quality",
-    "--tasks piqa_local --judge x": "--generation-quality",
+    "--tasks piqa_local --set judge=x": "--generation-quality",
 }
 """Options -> what the message names."""
 

@@ -69,7 +69,7 @@ def test_quality_of_data_and_of_generated_text_at_exit_layers(text, tmp_path):
     model, judge, tokens = small_world.model(), small_world.model(seed=3), small_world.tokenizer()
     judge.save_pretrained(tmp_path / "judge")
     tokens.save_pretrained(tmp_path / "judge")
-    options = {"prompts": PROMPTS, "prefix_tokens": PREFIX, "new_tokens": NEW, "seed": 7, "batch_size": 4}
+    options = {"prompts": PROMPTS, "prefix_tokens": PREFIX, "max_new_tokens": NEW, "seed": 7, "batch_size": 4}
     judging = {"judge": str(tmp_path / "judge")}
     results = evaluate(
         model, tokenizer=tokens, output=tmp_path / "out", generation_quality=text, exit_layers="2", **options, **judging
@@ -99,7 +99,7 @@ def test_quality_of_data_and_of_generated_text_at_exit_layers(text, tmp_path):
 
 def test_windows_are_a_sample_whatever_the_order_of_the_documents(tmp_path):
     model, options = small_world.model(), {"tokenizer": small_world.tokenizer(), "exit_layers": "full"}
-    options |= {"prompts": 4, "prefix_tokens": PREFIX, "new_tokens": NEW}
+    options |= {"prompts": 4, "prefix_tokens": PREFIX, "max_new_tokens": NEW}
     files = [
         documents(tmp_path / f"{at}.jsonl", one) for at, one in enumerate((range(40), range(39, -1, -1), range(4)))
     ]
@@ -132,11 +132,11 @@ def test_refusals(text, tmp_path):
     with pytest.raises(FulldepthError, match="more than the model's 2048 positions"):
         evaluate(model, generation_quality=text, prefix_tokens=2040, **options)
     with pytest.raises(FulldepthError, match="has no text of 1300 tokens"):
-        evaluate(model, generation_quality=text, prefix_tokens=1000, new_tokens=300, **options)
+        evaluate(model, generation_quality=text, prefix_tokens=1000, max_new_tokens=300, **options)
     small = small_world.model()
     small.config.max_position_embeddings = PREFIX + 2
     small.save_pretrained(tmp_path / "judge")
     small_world.tokenizer().save_pretrained(tmp_path / "judge")
-    sizes = {"prompts": 2, "prefix_tokens": PREFIX, "new_tokens": NEW, "exit_layers": "full"}
+    sizes = {"prompts": 2, "prefix_tokens": PREFIX, "max_new_tokens": NEW, "exit_layers": "full"}
     with pytest.raises(FulldepthError, match=f"has {PREFIX + 2} positions, and a text has"):
         evaluate(model, generation_quality=text, judge=str(tmp_path / "judge"), **sizes, **options)

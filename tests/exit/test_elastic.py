@@ -18,7 +18,7 @@ from skip.word_tokenizer import tokenizer
 @torch.no_grad()
 def test_a_decoder_is_written_with_its_tokenizer_and_card(tmp_path):
     model = tiny_models.build("gemma3")
-    made = exit.export_layers(model, tmp_path / "two", export_layers=2, tokenizer=tokenizer())
+    made = exit.export_layers(model, tmp_path / "two", layers=2, tokenizer=tokenizer())
     again = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "two")
     assert type(again) is type(model)
     assert again.config.layer_types == model.config.layer_types[:2]
@@ -37,7 +37,7 @@ def test_a_decoder_is_written_with_its_tokenizer_and_card(tmp_path):
 @torch.no_grad()
 def test_a_classifier_is_written_in_its_class(tmp_path):
     model = tiny_models.build("vit")
-    exit.export_layers(model, tmp_path / "one", export_layers=1, tokenizer=tokenizer())
+    exit.export_layers(model, tmp_path / "one", layers=1, tokenizer=tokenizer())
     again = type(model).from_pretrained(tmp_path / "one")
     inputs = tiny_models.inputs(model)
     assert again.config.num_hidden_layers == 1
@@ -48,7 +48,7 @@ def test_a_classifier_is_written_in_its_class(tmp_path):
 
 def test_a_model_of_this_package_carries_its_code(tmp_path):
     model = tiny_models.build("depth_llama-tree")
-    made = exit.export_layers(model, tmp_path / "two", export_layers=2, tokenizer=tokenizer())
+    made = exit.export_layers(model, tmp_path / "two", layers=2, tokenizer=tokenizer())
     assert made.logit_error < 1e-5
     assert (tmp_path / "two" / "modeling_depth_llama.py").is_file()
 
@@ -58,7 +58,7 @@ def test_a_budget_counts_what_a_multi_exit_model_keeps(tmp_path, without_fresh_p
     model = tiny_models.build("gpt2")
     add_exit_heads(model)
     for layers in (1, 2, 3):
-        exit.export_layers(model, tmp_path / f"{layers}", export_layers=layers, tokenizer=tokenizer())
+        exit.export_layers(model, tmp_path / f"{layers}", layers=layers, tokenizer=tokenizer())
         files = [load_file(path) for path in (tmp_path / f"{layers}").glob("*.safetensors")]
         size = sum(tensor.nbytes for tensors in files for tensor in tensors.values())
         for spare, expected in ((0, layers), (-1, layers - 1)):
@@ -80,7 +80,7 @@ def test_the_budget_and_the_accuracy_choose_the_layers(labelled, tmp_path, witho
     with pytest.raises(FulldepthError, match="One layer with embeddings and head takes"):
         exit.export_layers(model, tmp_path / "b", memory_budget=f"{rest / 1e3:.3f}KB", tokenizer=tokenizer())
     known = taught(model, labelled)
-    results = exit.sweep(model, known, tokenizer=tokenizer(), rounds=0, thresholds=[1.0])
+    results = exit.sweep(model, known, tokenizer=tokenizer(), repeats=0, threshold=[1.0])
     drops = {entry["layer"]: entry for entry in results.meta["stopping"]}
     assert drops[3]["drop"] == 0
     made = exit.export_layers(model, tmp_path / "c", effective_depth=0.9, data=known, tokenizer=tokenizer())
@@ -94,11 +94,11 @@ def test_the_budget_and_the_accuracy_choose_the_layers(labelled, tmp_path, witho
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"export_layers": 4}, "first 4"),
-        ({"export_layers": 2, "memory_budget": "5MB"}, "--export-layers and --memory-budget"),
+        ({"layers": 4}, "first 4"),
+        ({"layers": 2, "memory_budget": "5MB"}, "--layers, --memory-budget"),
         ({"effective_depth": 0.1}, "effective_depth"),
-        ({}, "export_layers"),
-        ({"export_layers": 2, "output": "."}, "exists already"),
+        ({}, "layers"),
+        ({"layers": 2, "output": "."}, "exists already"),
     ],
 )
 def test_what_cannot_be_exported_is_refused(tmp_path, options, name):

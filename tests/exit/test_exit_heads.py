@@ -154,7 +154,7 @@ def test_measure_and_exit_read_each_layer_by_its_own_head(run: Path, tmp_path: P
     assert results.meta["model"]["exit_heads"] == 2
 
     threshold = 0.6
-    sweeps = sweep(checkpoint, data, thresholds=[threshold], rounds=1)
+    sweeps = sweep(checkpoint, data, threshold=[threshold], repeats=1)
     sure = probability.max(-1) >= threshold  # [L, N]
     sure[-1] = True
     left = sure.argmax(0)
@@ -169,7 +169,7 @@ def test_the_first_layers_end_in_their_own_head(run: Path, tmp_path: Path, witho
     pixels = torch.stack([row["pixel_values"] for row in images(4)])
     expected = layer_logits(checkpoint, pixels)
     opened = open_model(checkpoint, exit_heads=True).model
-    export_layers(checkpoint, tmp_path / "2", export_layers=2)
+    export_layers(checkpoint, tmp_path / "2", layers=2)
     stock, report = tf.ViTForImageClassification.from_pretrained(tmp_path / "2", output_loading_info=True)
     assert not any(report.values())
     with torch.no_grad():

@@ -89,7 +89,7 @@ def test_exit(cases: Any, name: str) -> None:
     middle = len(values) // 2
     thresholds = [(values[middle - 1] + values[middle]) / 2, 0.5, 1.0]
     options = {"dtype": "float64", "sequence_length": LENGTH, "batch_size": 3, "lens_tokens": None, "prompts": 0}
-    results = sweep(str(case.path), str(case.data), rule=RULES, thresholds=thresholds, **options)
+    results = sweep(str(case.path), str(case.data), rule=RULES, threshold=thresholds, **options)
     seen = [0, 0, 0]
     assert len(results.meta["exits"]) == len(RULES) * len(thresholds)
     for row in results.meta["exits"]:
@@ -146,7 +146,7 @@ def test_generation_leaves_by_the_layers_own_heads(cases: Any, name: str, policy
 def test_a_cut_model_is_a_stock_checkpoint(cases: Any, name: str, tmp_path: Path, without_fresh_process: None) -> None:
     case, ids = cases(name), list(range(20, 32))
     expected, stored = case.plain.layers(ids), load_file(case.path / HEADS)
-    export_layers(case.path, tmp_path / "2", export_layers=2, tokenizer=case.tokenizer)
+    export_layers(case.path, tmp_path / "2", layers=2, tokenizer=case.tokenizer)
     auto = tf.AutoModelForMaskedLM if name in ENCODERS else tf.AutoModelForCausalLM
     stock, report = auto.from_pretrained(tmp_path / "2", dtype=torch.float64, output_loading_info=True)
     assert not any(report.values())

@@ -71,8 +71,8 @@ def test_a_classifier_of_texts(labelled, name, side, min_layer):
     """A decoder reads the last token that is not padding, on whichever side that is."""
     model, tokens = sharpened(name, 2.0), tokenizer()
     tokens.padding_side, model.config.pad_token_id = side, tokens.pad_token_id
-    options = {"rule": RULES, "thresholds": THRESHOLDS, "min_layer": min_layer, "tokenizer": tokens}
-    results = exit.sweep(model, labelled, batch_size=7, rounds=1, **options)
+    options = {"rule": RULES, "threshold": THRESHOLDS, "min_layer": min_layer, "tokenizer": tokens}
+    results = exit.sweep(model, labelled, batch_size=7, repeats=1, **options)
     check(results, *by_layer(model, labelled), min_layer)
     assert all(row["measured_speedup"] > 0 and row["policy"] is None for row in results.meta["exits"])
     assert results.meta["full"]["seconds"] > 0
@@ -82,7 +82,7 @@ def test_a_classifier_of_texts(labelled, name, side, min_layer):
 def test_a_decoder_with_the_true_tokens(texts):
     model = sharpened("gpt2", 6.0)
     options = {"sequence_length": 8, "tokenizer": tokenizer(), "lens_tokens": None, "prompts": 0, "order": "first"}
-    results = exit.sweep(model, texts, rule=RULES, thresholds=THRESHOLDS, **options)
+    results = exit.sweep(model, texts, rule=RULES, threshold=THRESHOLDS, **options)
     body, norm = model.transformer, model.transformer.ln_f
     samples, targets = [], []
     joined = [t for text in texts for t in (*tokenizer()(text).input_ids, 2)][:-1]  # documents end with [EOS]
@@ -125,7 +125,7 @@ def test_samples_leave_where_they_leave_alone(labelled):
 
 def test_the_sample_of_positions_does_not_depend_on_batches(texts):
     model = tiny_models.build("llama")
-    options = {"sequence_length": 8, "tokenizer": tokenizer(), "thresholds": [0.5], "prompts": 0}
+    options = {"sequence_length": 8, "tokenizer": tokenizer(), "threshold": [0.5], "prompts": 0}
     few = exit.sweep(model, texts, lens_tokens=50, batch_size=2, **options)
     again = exit.sweep(model, texts, lens_tokens=50, batch_size=5, **options)
     assert few.meta["exits"][0]["samples"] == 50
@@ -137,11 +137,11 @@ def test_the_sample_of_positions_does_not_depend_on_batches(texts):
 def test_generation_beside_the_sweep_is_compared_with_plain_greedy(texts):
     model = sharpened("llama", 4.0)
     options = {
-        "thresholds": [0.1, 0.2, 0.3, 0.999999, 1.0],
+        "threshold": [0.1, 0.2, 0.3, 0.999999, 1.0],
         "sequence_length": 16,
         "prompts": 3,
-        "new_tokens": 6,
-        "rounds": 1,
+        "max_new_tokens": 6,
+        "repeats": 1,
         "order": "first",
     }
     results = exit.sweep(model, texts, tokenizer=tokenizer(), **options)
@@ -166,7 +166,7 @@ def test_generation_beside_the_sweep_is_compared_with_plain_greedy(texts):
 def test_results_are_saved_and_read(labelled, tmp_path):
     model = sharpened("bert-classifier", 2.0)
     known = taught(model, labelled)
-    results = exit.sweep(model, known, tokenizer=tokenizer(), rounds=1, output=tmp_path / "out")
+    results = exit.sweep(model, known, tokenizer=tokenizer(), repeats=1, output=tmp_path / "out")
     stored = Results.load(tmp_path / "out")
     assert stored.meta["kind"] == "exit"
     assert json.loads(json.dumps(results.meta["exits"])) == stored.meta["exits"]
@@ -182,20 +182,20 @@ def test_results_are_saved_and_read(labelled, tmp_path):
 def test_nothing_is_advised_of_a_model_at_chance(labelled, texts):
     """Random weights and labels: one sentence, on the console and the page, and no command."""
     model = sharpened("bert-classifier", 2.0)
-    results = exit.sweep(model, labelled, tokenizer=tokenizer(), rounds=0, target_accuracy_drop=0.01)
+    results = exit.sweep(model, labelled, tokenizer=tokenizer(), repeats=0, target_accuracy_drop=0.01)
     [(name, finding)] = results.headline.items()
     assert name == "accuracy"
     assert finding["sentence"].endswith("nothing is advised.")
     told = payload(results)["story"]
     assert told == {"sentences": [finding["sentence"]], "next": None}
-    options = {"sequence_length": 8, "tokenizer": tokenizer(), "thresholds": [0.5], "prompts": 0}
+    options = {"sequence_length": 8, "tokenizer": tokenizer(), "threshold": [0.5], "prompts": 0}
     language = exit.sweep(tiny_models.build("llama"), texts, **options)
     assert language.headline.keys() == {"accuracy"}
 
 
 def test_the_full_accuracy_and_chance_are_those_of_the_reported_part(labelled):
     results = exit.sweep(
-        sharpened("bert-classifier", 2.0), labelled, tokenizer=tokenizer(), rounds=0, target_accuracy_drop=0.2
+        sharpened("bert-classifier", 2.0), labelled, tokenizer=tokenizer(), repeats=0, target_accuracy_drop=0.2
     )
     rows = results.meta["exits"]
     for split in ("calibration", "report"):

@@ -101,7 +101,7 @@ def check_own_heads(model: tf.PreTrainedModel, batch: dict[str, torch.Tensor], f
 def check_commands(subject: Stock) -> None:
     """Measure, early exit and the aligned loss against the stock answers."""
     lens = fulldepth.measure(subject.folder, subject.data, measures=["lens_accuracy", "lens_loss"], batch_size=4)
-    swept = exit.sweep(subject.folder, subject.data, thresholds=[0.34, 0.37, 0.4, 0.5, 1.0], batch_size=4, rounds=1)
+    swept = exit.sweep(subject.folder, subject.data, threshold=[0.34, 0.37, 0.4, 0.5, 1.0], batch_size=4, repeats=1)
     for results in (lens, swept):
         assert results.values("lens_accuracy", "mean").iloc[-1] == pytest.approx(subject.accuracy, abs=1e-12)
         assert results.values("lens_loss", "mean").iloc[-1] == pytest.approx(subject.loss, rel=1e-4)

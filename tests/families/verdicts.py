@@ -75,7 +75,7 @@ class Verdict:
     """`right`, `right, no lens` or `refused`."""
     branches: str
     cut: str
-    """Whether its first layers are a model of the same class (`fulldepth exit --export-layers`)."""
+    """Whether its first layers are a model of the same class (`fulldepth exit export`)."""
     reason: str
 
     @property
@@ -218,7 +218,7 @@ state of the residual stream equals the hidden states that transformers gives, o
 seen, and the lens of the last layer gives the model's own logits. *Right, no lens*: the stream is right, and the lens
 measures are left out, because part of the head is not a module or its task is unknown. *Refused*: nothing is measured;
 the reason is the one that `fulldepth measure` prints. The column *branches* says whether attention and MLP are measured
-one by one, the column *cut* whether the first layers are a model of the same class (`fulldepth exit --export-layers`).
+one by one, the column *cut* whether the first layers are a model of the same class (`fulldepth exit export`).
 
 {{counts}}
 

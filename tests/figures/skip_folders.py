@@ -177,7 +177,7 @@ def bench(planned: dict[str, Any] | None = None, cells: tuple[tuple[int, int], .
     ]  # fmt: skip
     meta = {
         "schema_version": 1, "kind": "bench", "created": "2026-11-21T09:00:00Z", "complete": True, "baseline": "base",
-        "settings": {"batches": [1, 4], "contexts": [128, 512], "new_tokens": 16, "repeats": 9, "warmup": 1,
+        "settings": {"batches": [1, 4], "contexts": [128, 512], "max_new_tokens": 16, "repeats": 9, "warmup": 1,
                      "dtype": "auto"},
         "model": entries[0]["model"], "models": entries, "versions": VERSIONS, "seed": 0,
         "machine": {"device": "cpu", "name": "x86_64", "threads": 4},

@@ -50,7 +50,7 @@ MEASURE = {
         "measure model --data data/text.txt --output new --recipe recipes/measure.yaml", "recipes/measure.yaml", 2
     ),
     "measure recipe and flags": Scenario(
-        "measure model --data data/text.txt --output new --recipe recipes/measure.yaml --seed 4 --set tokens=no-first",
+        "measure model --data data/text.txt --output new --recipe recipes/measure.yaml --seed 4 --set token_policy=no-first",
         "recipes/measure.yaml",
         1,
         arguments=0.5,
@@ -123,7 +123,7 @@ SKIPS = {
     ),
     "search recipe and flags": Scenario(
         "skip search model --data data/text.jsonl --recipe recipes/search.yaml --blocks 2 --output new "
-        "--set epochs=2 --limit 6",
+        "--set epochs=2 --max-sequences 6",
         "recipes/search.yaml",
         1,
         writes="plan",
@@ -157,22 +157,22 @@ SKIPS = {
         "skip apply plan-layer model --format layer --output new", "plan-layer/plan.json model", 1, writes="checkpoint"
     ),
     "bench": Scenario(
-        "skip bench model folded --batches 1 --contexts 8 --new-tokens 2 --repeats 1 --output new",
+        "skip bench model folded --batches 1 --contexts 8 --max-new-tokens 2 --repeats 1 --output new",
         "model folded",
         2,
         arguments=0.4,
     ),
     "curve": Scenario(
-        f"skip curve model --data data/pairs.jsonl --max-blocks 2 --output new {SKIP}", "model data/pairs.jsonl", 1
+        f"skip curve model --data data/pairs.jsonl --blocks 2 --output new {SKIP}", "model data/pairs.jsonl", 1
     ),
     "curve resume": Scenario(
-        f"skip curve model --data data/pairs.jsonl --max-blocks 2 --output curve-part --resume {SKIP}",
+        f"skip curve model --data data/pairs.jsonl --blocks 2 --output curve-part --resume {SKIP}",
         "curve-part",
         2,
         grows=("curve-part/*",),
     ),
     "quantise": Scenario(
-        "skip quantise model plan --data data/pairs.jsonl --context 8 --new-tokens 2 --repeats 1 --output new",
+        "skip quantise model plan --data data/pairs.jsonl --contexts 8 --max-new-tokens 2 --repeats 1 --output new",
         "plan/plan.json model",
         2,
     ),
@@ -210,17 +210,19 @@ TRAIN = {
     ),
     "train list": Scenario("train --list", "recipes/train.yaml", 0.3, writes="nothing", arguments=1.0),
 }
-EXIT = "--sequence-length 12 --max-sequences 4 --thresholds 0.5 --new-tokens 2 --prompts 1 --rounds 1"
+EXIT = "--sequence-length 12 --max-sequences 4 --threshold 0.5 --max-new-tokens 2 --set prompts=1 --repeats 1"
 EXITS = {
     "exit": Scenario(f"exit model --data data/text.txt --output new {EXIT}", "model data/text.txt", 2, arguments=0.4),
     "exit again": Scenario(f"exit model --data data/text.txt --output out-a {EXIT}", "out-a", 0.5),
-    "exit export": Scenario("exit model --export-layers 1 --output new", "model", 1, writes="checkpoint"),
+    "exit export": Scenario("exit export model --layers 1 --output new", "model", 1, writes="checkpoint"),
 }
 GENERATE = "generate model --prompt w1 --raw --max-new-tokens 4"
 GENERATES = {
     "generate": Scenario(f"{GENERATE} --output new", "model", 2, arguments=0.5),
-    "generate drafts": Scenario(f"{GENERATE} --speculate-from 1 --draft-length 2 --output new", "model", 1),
-    "generate plan": Scenario(f"{GENERATE} --plan plan/plan.json --draft-length 2 --output new", "plan/plan.json", 2),
+    "generate drafts": Scenario(f"{GENERATE} --speculate-from 1 --set draft_length=2 --output new", "model", 1),
+    "generate plan": Scenario(
+        f"{GENERATE} --plan plan/plan.json --set draft_length=2 --output new", "plan/plan.json", 2
+    ),
     "generate early": Scenario(f"{GENERATE} --threshold 0.1 --output new", "model", 1, arguments=0.5),
     "generate again": Scenario(f"{GENERATE} --output out-a", "out-a", 0.5),
 }
@@ -239,7 +241,7 @@ EVALUATE = {
         grows=("answers-left/*",),
     ),
     "evaluate quality": Scenario(
-        "evaluate model --generation-quality data/text.txt --prompts 2 --prefix-tokens 4 --new-tokens 4 --output new",
+        "evaluate model --generation-quality data/text.txt --set prompts=2 --set prefix_tokens=4 --max-new-tokens 4 --output new",
         "data/text.txt model",
         1,
         arguments=0.3,

@@ -200,10 +200,10 @@ STEPS = [
         stop=("results.json", 1),
     ),
     Step("skip apply plan model --format folded --output folded"),
-    Step("skip bench model folded --batches 1 --contexts 8 --new-tokens 2 --repeats 2 --output bench"),
-    Step(f"skip curve model --data data/pairs.jsonl --max-blocks 2 --output curve {SKIP}"),
+    Step("skip bench model folded --batches 1 --contexts 8 --max-new-tokens 2 --repeats 2 --output bench"),
+    Step(f"skip curve model --data data/pairs.jsonl --blocks 2 --output curve {SKIP}"),
     Step(
-        f"skip curve model --data data/pairs.jsonl --max-blocks 2 --output curve-part {SKIP}",
+        f"skip curve model --data data/pairs.jsonl --blocks 2 --output curve-part {SKIP}",
         stop=("progress.json", 3),
     ),
 ]

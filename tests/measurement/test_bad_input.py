@@ -129,8 +129,8 @@ OPTIONS = {
     "reservoir_tokens=0": "reservoir_tokens",
     "grid_samples=1001": "grid_samples",
     "tower=sound": "sound",
-    "tokens=some": "some",
-    "tokens=patches": "patches",
+    "token_policy=some": "some",
+    "token_policy=patches": "patches",
     "dtype=float12": "float12",
     "device=abacus": "abacus",
     "reference=/absent/model": "/absent/model",
@@ -185,7 +185,7 @@ def test_a_broken_picture(wrong, checkpoint, tmp_path):
 
 def test_activations_that_overflow(refused, overflowing, text_file, output):
     command = ["measure", overflowing, "--data", text_file, "--output", output, "--batch-size", "1"]
-    command += ["--max-sequences", "6", "--sequence-length", "16", "--order", "first"]
+    command += ["--max-sequences", "6", "--sequence-length", "16", "--set", "order=first"]
     refused(*command, says=["sequences 5..5"])
     assert not list(output.rglob("[!.]*"))
 

@@ -17,7 +17,7 @@ FEW = ["--max-sequences", "4", "--sequence-length", "12"]
 def test_measure_with_every_option_of_the_example(main, checkpoint, tmp_path):
     outcome = main(
         *("measure", checkpoint("llama"), "--data", "corpus:builtin", "--measures", "displacement,cka"),
-        *("--max-sequences", 6, "--sequence-length", 32, "--batch-size", 8, "--tokens", "no-first"),
+        *("--max-sequences", 6, "--sequence-length", 32, "--batch-size", 8, "--token-policy", "no-first"),
         *("--output", tmp_path / "out"),
     )
     assert outcome.code == 0, outcome.err

@@ -62,5 +62,5 @@ def test_classifiers_are_read_there_too(checkpoint, ragged_tsv):
     [("gpt_neox", LENS), ("bert", LENS), ("depth_llama-hyper", LENS), ("llama", ["displacement"])],
 )
 def test_where_there_is_no_such_stream_it_is_refused(family, measures, checkpoint, text_file):
-    with pytest.raises(FulldepthError, match="--lens-sites attention_output"):
+    with pytest.raises(FulldepthError, match="lens_sites: attention_output"):
         measure(checkpoint(family), text_file, measures=measures, lens_sites=BOTH, **SIZES)

@@ -44,7 +44,7 @@ def cells(results, section, title):
 def test_the_paragraph_of_a_sweep_is_its_findings_and_the_export_that_follows():
     said, after = story(folders.classifier_exit())
     assert said == "Layer 9 is enough. At confidence 0.9 it is 1.36 times as fast."
-    assert after["command"].endswith("--export-layers 9 --output first-9/")
+    assert after["command"].endswith("--layers 9 --output first-9/")
     chance = folders.classifier_exit()
     chance.meta["headline"] = {"accuracy": {"value": 0.5, "unit": "1", "sentence": "Nothing is advised."}}
     assert story(chance) == ("Nothing is advised.", None)
@@ -93,7 +93,7 @@ def test_the_paragraph_of_an_evaluation_names_the_layer_that_is_enough():
     layers = {name: int(row["As good from"].split()[1]) for name, row in rows.items()}
     assert f"From layer {max(layers.values())} on, stopping early is shown to lose at most one point" in said
     assert f"on piqa_local from layer {layers['piqa_local']} on." in said
-    assert f"--export-layers {max(layers.values())} " in after["command"]
+    assert f"--layers {max(layers.values())} " in after["command"]
     results.meta["tasks"]["piqa_local"]["advised"] = False
     assert "piqa_local is not measurably above chance." in story(results)[0]
 

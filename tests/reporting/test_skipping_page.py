@@ -246,12 +246,12 @@ def real(tmp_path_factory):
     options = {"tokenizer": tokenizer(), "batch_size": 4}
     plan = search(str(place / "model"), data, 1, fit_batch_size=8, epochs=1, **options)
     analyse(str(place / "model"), plan, data, tokenizer=tokenizer(), output=place / "out")
-    curve(str(place / "model"), data, max_blocks=2, output=place / "curve", **options)
+    curve(str(place / "model"), data, blocks=2, output=place / "curve", **options)
     export(plan, str(place / "model"), "fast", place / "fast", tokenizer=tokenizer())
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(OtherLoad, "share", lambda self: 0.0)
-        grid = {"batches": [1], "contexts": [8, 16], "new_tokens": 2}
+        grid = {"batches": [1], "contexts": [8, 16], "max_new_tokens": 2}
         bench(place / "model", [place / "fast"], place / "bench", **grid)
     return SimpleNamespace(place=place, plan=plan)
 

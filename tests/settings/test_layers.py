@@ -66,7 +66,8 @@ def test_a_single_value_of_a_list_is_a_list_of_one() -> None:
     settings = layer(Lists, {"inner": {"measures": "cka"}, "numbers": 0.5, "choices": "b", "either": "text"})
     assert settings.inner.measures == ["cka"]
     assert (settings.numbers, settings.choices, settings.either) == ([0.5], ["b"], "text")
-    for wrong in ({"numbers": "0.5"}, {"numbers": True}, {"choices": "c"}):
+    assert layer(Lists, {"numbers": "0.5, 1", "choices": "a,b"}) == Lists(numbers=[0.5, 1.0], choices=["a", "b"])
+    for wrong in ({"numbers": "0.5,x"}, {"numbers": True}, {"choices": "c"}, {"choices": ""}):
         with pytest.raises(FulldepthError, match=next(iter(wrong))):
             layer(Lists, wrong)
 

@@ -51,7 +51,7 @@ def test_measure_exit_and_the_balanced_option(constant: Any, tokenizer: Any) -> 
         constant, ROWS, tokenizer=tokenizer, max_sequences=SAMPLE, measures=["lens_accuracy"], lens_tokens=None
     )
     assert is_about_nine_tenths(accuracy_of(measured.table, "lens_accuracy"))
-    swept = sweep(constant, ROWS, tokenizer=tokenizer, max_sequences=SAMPLE, rounds=0)
+    swept = sweep(constant, ROWS, tokenizer=tokenizer, max_sequences=SAMPLE, repeats=0)
     assert is_about_nine_tenths(max(row["accuracy"] for row in swept.meta["exits"]))
     balanced = fulldepth.measure(
         constant, ROWS, tokenizer=tokenizer, max_sequences=200, measures=["lens_accuracy"], balanced=True

@@ -101,7 +101,7 @@ def test_a_model_trained_from_a_run_generates_as_the_first_one_does(
     assert {1, 2} <= set(kept.eos_token_id)  # the Trainer adds the tokenizer's own
     assert (kept.max_new_tokens, kept.use_cache) == (7, True)
     command = ["generate", str(tmp_path / "second"), "--prompt", "The king", "--max-new-tokens", "3"]
-    for further in ([], ["--min-layer", "2", "--threshold", "0.5"], ["--speculate-from", "2"]):
+    for further in ([], ["--set", "min_layer=2", "--threshold", "0.5"], ["--speculate-from", "2"]):
         monkeypatch.setattr(sys, "argv", ["fulldepth", *command, *further])
         with pytest.raises(SystemExit, match=r"^0$"):
             main()

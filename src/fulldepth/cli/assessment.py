@@ -3,57 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from fulldepth import bars, console
+from fulldepth import console
 from fulldepth.cli.options import command
-from fulldepth.cli.skip import DATA, Data, Heldout, Model, PlanFile, Planned, RemoteCode, Results, skip
-from fulldepth.settings import layer
-from fulldepth.settings.bench import BenchSettings
-from fulldepth.settings.search import SearchSettings
-
-GRID = "What is timed"
+from fulldepth.cli.skip import DATA, Data, Heldout, Model, PlanFile, Planned, Results, skip
+from fulldepth.settings.bench import BenchSettings, QuantiseSettings
+from fulldepth.settings.search import CurveSettings
 
 
-@command(
-    skip, "curve", SearchSettings, without=("blocks", "given", "format", "criterion", "budget", "fit"), headline=True
-)
+@command(skip, "curve", CurveSettings, headline=True)
 def curve_command(
     model: Model,
     data: Data,
     output: Results,
-    settings: dict[str, Any],
-    max_blocks: Annotated[
-        int, typer.Option(help="Maximum number of blocks to remove.", rich_help_panel="The search")
-    ] = 12,
+    settings: CurveSettings,
     heldout: Heldout = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted curve.")] = False,
 ) -> None:
     """Remove blocks one by one and show the cost of each: loss, divergence, changed predictions, break point.
 
     The break point is the number of blocks up to which the loss grows in a straight line that ends in a kink, with its
-    confidence; a curve that bends smoothly has none. It does not depend on --max-blocks.
+    confidence; a curve that bends smoothly has none. It does not depend on --blocks.
 
-    Example: `fulldepth skip curve MODEL --data text.txt --max-blocks 12 --output curve/`
+    Example: `fulldepth skip curve MODEL --data text.txt --blocks 12 --output curve/`
     """
-    layer(SearchSettings, settings)  # finds wrong settings before torch is imported
     console.loading()
     from fulldepth.results import PAGE
     from fulldepth.skip import curve
 
-    with bars.watching() as watcher:
-        measured = curve(
-            model,
-            data,
-            max_blocks=max_blocks,
-            output=output,
-            heldout=heldout,
-            resume=resume,
-            watcher=watcher,
-            **settings,
-        )
+    measured = curve(model, data, output=output, heldout=heldout, resume=resume, settings=settings, progress=True)
     if console.is_main():
         console.finish(measured.results, output / PAGE)
 
@@ -92,27 +73,19 @@ def bench_command(
     console.loading()
     from fulldepth.skip import bench
 
-    with bars.watching() as watcher:
-        results = bench(
-            original,
-            exports,
-            output,
-            overwrite=overwrite,
-            data=data,
-            heldout=heldout,
-            watcher=watcher,
-            **settings.model_dump(exclude_unset=True),
-        )
+    results = bench(
+        original, exports, output, overwrite=overwrite, data=data, heldout=heldout, settings=settings, progress=True
+    )
     console.finish(results, output / PAGE)
 
 
-@command(skip, "quantise", headline=True, alias="quantize")
+@command(skip, "quantise", QuantiseSettings, headline=True, alias="quantize")
 def quantise_command(
     model: Planned,
     plan: PlanFile,
     data: Data,
     output: Results,
-    settings: dict[str, Any],
+    settings: QuantiseSettings,
     save: Annotated[
         Path | None,
         typer.Option(
@@ -122,11 +95,6 @@ def quantise_command(
         ),
     ] = None,
     heldout: Heldout = None,
-    batch: Annotated[int, typer.Option(help="Batch size.", rich_help_panel=GRID)] = 1,
-    context: Annotated[int, typer.Option(help="Tokens of the prompt.", rich_help_panel=GRID)] = 128,
-    new_tokens: Annotated[int, typer.Option(help="Tokens decoded after it.", rich_help_panel=GRID)] = 16,
-    repeats: Annotated[int, typer.Option(help="Rounds; every model runs once in each.", rich_help_panel=GRID)] = 9,
-    trust_remote_code: RemoteCode = False,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted second search.")] = False,
 ) -> None:
     """Quantise a model to int8 before and after its blocks are removed; list loss, size and speed of all in one table.
@@ -136,27 +104,13 @@ def quantise_command(
 
     Example: `fulldepth skip quantise MODEL plan/plan.json --data pairs.jsonl --output int8/`
     """
-    layer(SearchSettings, settings)  # finds wrong settings before torch is imported
     console.loading()
     from fulldepth.results import PAGE
     from fulldepth.skip import quantise
 
-    with bars.watching() as watcher:
-        results = quantise(
-            model,
-            plan,
-            data,
-            output=output,
-            save=save,
-            heldout=heldout,
-            batch=batch,
-            context=context,
-            new_tokens=new_tokens,
-            repeats=repeats,
-            resume=resume,
-            watcher=watcher,
-            **({"trust_remote_code": True} if trust_remote_code else {}) | settings,
-        )
+    results = quantise(
+        model, plan, data, output=output, save=save, heldout=heldout, resume=resume, settings=settings, progress=True
+    )
     for saved in results.meta["saved"]:
         error = f"logit error {saved['logit_error']:.1e}, loaded again in a fresh process"
         console.line(f"Checkpoint: {saved['path']} ({error})")

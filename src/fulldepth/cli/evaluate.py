@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fulldepth import bars, console
+from fulldepth import console
 from fulldepth.cli.options import command
 from fulldepth.cli.program import app
 from fulldepth.settings.evaluate import EvaluateSettings, check_asked
@@ -53,14 +53,13 @@ def evaluate_command(
     from fulldepth.evaluation import evaluate
     from fulldepth.skip import Plan
 
-    with bars.watching() as watcher:
-        results = evaluate(
-            model,
-            output=output,
-            plan=None if plan is None else Plan.load(plan),
-            resume=resume,
-            overwrite=overwrite,
-            watcher=watcher,
-            **settings.model_dump(exclude_unset=True),
-        )
+    results = evaluate(
+        model,
+        output=output,
+        plan=None if plan is None else Plan.load(plan),
+        resume=resume,
+        overwrite=overwrite,
+        settings=settings,
+        progress=True,
+    )
     console.finish(results, output / PAGE)

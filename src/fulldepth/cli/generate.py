@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fulldepth import bars, console
+from fulldepth import console
 from fulldepth.cli.options import command
 from fulldepth.cli.program import app
 from fulldepth.settings.generate import GenerateSettings
@@ -70,18 +70,17 @@ def generate_command(
     from fulldepth.exit import generate_texts
     from fulldepth.skip import draft_plan
 
-    settings = settings.model_copy(update={} if chat is None else {"chat": chat})
-    with bars.watching() as watcher:
-        written = generate_texts(
-            model,
-            prompt,
-            output=output,
-            overwrite=overwrite,
-            plan=None if plan is None else draft_plan(plan),
-            show=(lambda text, last: console.texts(text, end="\n" if last else "")) if stream else None,
-            watcher=watcher,
-            settings=settings,
-        )
+    written = generate_texts(
+        model,
+        prompt,
+        output=output,
+        overwrite=overwrite,
+        plan=None if plan is None else draft_plan(plan),
+        show=(lambda text, last: console.texts(text, end="\n" if last else "")) if stream else None,
+        settings=settings,
+        chat=chat,
+        progress=True,
+    )
     if not stream:
         for number, text in enumerate(written.texts, start=1):
             console.texts(text if len(written.texts) == 1 else f"[{number}] {text}")

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from fulldepth import console
 from fulldepth.cli import interruption
-from fulldepth.cli.program import DEBUG, Debug, listed, numbers, whole_numbers
+from fulldepth.cli.program import DEBUG, Debug
 from fulldepth.settings import Settings, assignments, layer, merge, names, read
 from fulldepth.settings.layers import kinds
 
@@ -92,8 +92,7 @@ def command(
             interruption.note(values, resumes)
             as_json = values.pop("as_json", False)
             if "settings" in own:
-                chosen = {key: _value(key, field, values.pop(key)) for key, (field, _) in fields.items()}
-                chosen = {key: value for key, value in chosen.items() if value is not None}
+                chosen = {key: value for key in fields if (value := values.pop(key)) is not None}
                 assigned = [*(values.pop("changes", None) or []), *(values.pop("assigned") or [])]
                 changes = merge(chosen, assignments(assigned))
                 recipe = read(values["recipe"], recipes or "") if values.get("recipe") else {}
@@ -188,18 +187,6 @@ def _help(field: FieldInfo) -> str:
     if default is True:
         return f"{text} [default: on]"
     return f"{text} [default: {','.join(map(str, default)) if isinstance(default, list) else default}]"
-
-
-def _value(name: str, field: FieldInfo, value: Any) -> Any:
-    """The given value in the setting's type: a comma-separated list becomes a list."""
-    if not isinstance(value, str) or list not in kinds(field.annotation):
-        return value
-    inner = next(get_args(part)[0] for part in _parts(field.annotation) if get_origin(part) is list)
-    read_list = {int: whole_numbers, float: numbers}
-    for kind in read_list:
-        if kinds(inner) == {kind}:
-            return read_list[kind](f"--{name.replace('_', '-')}", value)
-    return listed(value)
 
 
 def _parts(annotation: Any) -> list[Any]:

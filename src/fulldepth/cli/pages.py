@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fulldepth import bars, console
+from fulldepth import console
 from fulldepth.cli.options import command
 from fulldepth.cli.program import app
 from fulldepth.settings.compare import CompareSettings
@@ -28,11 +28,9 @@ def compare_command(
     Example: `fulldepth compare baseline-out/ jreg-out/ --output comparison/`
     """
     from fulldepth.comparison import compare
-    from fulldepth.results import PAGE, claimed
+    from fulldepth.results import PAGE
 
-    with claimed(output, overwrite):
-        results = compare(folders, **settings.model_dump())
-        results.save(output)
+    results = compare(folders, output=output, overwrite=overwrite, settings=settings)
     console.finish(results, output / PAGE)
 
 
@@ -79,7 +77,6 @@ def demo_command(
     console.loading()
     from fulldepth.demonstration import demo
 
-    with bars.watching() as watcher:
-        parts = demo(output, model=model, blocks=blocks, watcher=watcher)
+    parts = demo(output, model=model, blocks=blocks, progress=True)
     console.finish_parts(parts)
     console.line(f"Page: {output / 'index.html'}")

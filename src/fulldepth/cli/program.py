@@ -6,7 +6,6 @@ are imported when called, so that `--help` needs no torch.
 
 from __future__ import annotations
 
-import math
 import signal
 import sys
 import threading
@@ -75,8 +74,6 @@ PATIENCE = 3.0
 """Seconds that a process other than the first waits before it reports an error."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "NCCL", "gloo")
 """Parts of torch.distributed's messages when another process has ended."""
-MOST_DIGITS = 19
-"""Maximum number of digits of an integer in a list."""
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 """Option of every command; it may also follow the command's name."""
@@ -100,30 +97,6 @@ def options(
 ) -> None:
     """Options of every command."""
     DEBUG["on"] = debug
-
-
-def listed(text: str | None) -> list[str] | None:
-    """A comma-separated list."""
-    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
-
-
-def whole_numbers(option: str, text: str | None) -> list[int] | None:
-    """A comma-separated list of whole numbers."""
-    numbers = listed(text)
-    if numbers is not None and not (numbers and all(n.isdecimal() and len(n) < MOST_DIGITS for n in numbers)):
-        raise FulldepthError(f"{option} {one_line(text, 100)}: expected whole numbers such as 3,7.")
-    return None if numbers is None else [int(n) for n in numbers]
-
-
-def numbers(option: str, text: str | None) -> list[float] | None:
-    """A comma-separated list of numbers."""
-    try:
-        found = None if text is None else [float(number) for number in listed(text) or [""]]
-    except ValueError:
-        found = [math.nan]
-    if found is not None and not all(map(math.isfinite, found)):
-        raise FulldepthError(f"{option} {one_line(text, 100)}: expected numbers such as 0.5,0.9.")
-    return found
 
 
 def main() -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from fulldepth import bars, console
+from fulldepth import console
 from fulldepth.cli.options import PushToHub, command, starting
 from fulldepth.cli.program import app
 from fulldepth.errors import FulldepthError
-from fulldepth.settings import layer, merge, names, read
+from fulldepth.settings import names, read
 from fulldepth.settings.train import TrainSettings
 
 
@@ -26,18 +26,10 @@ def train_command(
             autocompletion=starting(names("train")),
         ),
     ] = None,
-    settings: dict[str, Any],
+    settings: TrainSettings,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder; created if absent.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the last complete checkpoint in the run folder.")
-    ] = False,
-    skip_bad: Annotated[
-        bool,
-        typer.Option(
-            "--skip-bad",
-            help="Of classification and detection: leave bad rows, images and boxes out and count them instead of "
-            "refusing the data (data.skip_bad).",
-        ),
     ] = False,
     listing: Annotated[bool, typer.Option("--list", help="List the recipes and exit.")] = False,
     dry_run: Annotated[
@@ -65,26 +57,15 @@ def train_command(
         raise FulldepthError(f"A recipe is required: {', '.join(names('train'))}, or a YAML file.")
     if output is None and not dry_run:
         raise FulldepthError("A run folder is required: --output RUN.")
-    if skip_bad:
-        settings = merge(settings, {"data": {"skip_bad": True}})
-    resolved = layer(TrainSettings, settings)  # before torch is imported
     console.loading()
     from fulldepth import reporting
     from fulldepth.results import PAGE
     from fulldepth.training import dry_run_lines, train
 
     if output is None or dry_run:
-        console.table(dry_run_lines(resolved))
+        console.table(dry_run_lines(settings))
         return
-    with bars.watching() as watcher:
-        results = train(
-            resolved,
-            output,
-            resume=resume,
-            recipe=Path(recipe).stem,
-            watcher=watcher,
-            after_evaluation=reporting.write,
-        )
+    results = train(recipe, output, resume=resume, settings=settings, after_evaluation=reporting.write, progress=True)
     if console.is_main():
         console.finish(results, output / PAGE)
 
@@ -104,6 +85,5 @@ def train_export_command(
     console.loading()
     from fulldepth.training import export_run
 
-    with bars.watching() as watcher:
-        folder = export_run(run, output, step=step, dtype=dtype, push_to_hub=push_to_hub, watcher=watcher)
+    folder = export_run(run, output, step=step, dtype=dtype, push_to_hub=push_to_hub, progress=True)
     console.table([("model", str(folder))])

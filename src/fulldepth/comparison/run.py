@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from fulldepth import launch
 from fulldepth.comparison import early_exit, paired, training, verdict
 from fulldepth.comparison.align import Depth, differences
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.results import COLUMNS, SCHEMA_VERSION, Results, finite, provenance
-from fulldepth.settings import layer
+from fulldepth.results import COLUMNS, SCHEMA_VERSION, Results, claimed, finite, provenance
 from fulldepth.settings.compare import CompareSettings
+from fulldepth.settings.keywords import takes_settings
 
 KINDS = {
     "measure": "a measurement",
@@ -24,12 +25,13 @@ KINDS = {
 """Kinds of results that can be compared -> what one is called."""
 
 
+@takes_settings(CompareSettings)
 def compare(
-    results: Sequence[Results | str | Path],
+    results: Sequence[Results | str | Path] | Mapping[str, Results | str | Path],
     *,
-    names: Sequence[str] | None = None,
-    baseline: int | str = 0,
-    depth: str | None = None,
+    settings: CompareSettings,
+    output: str | Path | None = None,
+    overwrite: bool = False,
 ) -> Results:
     r"""Compare measurements of several models (or of one model on several data), or several training runs.
 
@@ -45,14 +47,20 @@ def compare(
     where both results are of the same documents (see `fulldepth.comparison.paired`, and the entry `paired` of a model).
     Training runs keep their column `step` and are compared at equal steps, see `comparison.training.compare_runs`.
 
+    ```python
+    both = fulldepth.compare({"plain": "out-a", "tuned": "out-b"}, output="cmp/")
+    both.values("displacement", "mean", "residual", model="tuned")
+    ```
+
+    At equal relative depth l/L the baseline is interpolated between its layers, and `jump_rate` is counted from the
+    last layer.
+
     Args:
-        results: two or more result folders, or `Results`. Of a series of checkpoints, the last step is compared.
-            Training runs cannot be mixed with measurements.
-        names: one label for each; by default the folders' names, made unique.
-        baseline: position or label of the measurement that the others are compared with.
-        depth: `"layer"` compares equal layer numbers; `"relative"` equal shares l/L of the depth, interpolating the
-            baseline between its layers, with `jump_rate` counted from the last layer. By default relative where the
-            numbers of layers differ.
+        results: two or more result folders, or `Results`; or a mapping of their labels to them. Of a series of
+            checkpoints, the last step is compared. Training runs cannot be mixed with measurements.
+        settings: fields of `CompareSettings` as keywords, or an instance.
+        output: result folder, which also gets the page; None = nothing is written.
+        overwrite: replace results in the output folder.
 
     Returns:
         Results of kind `comparison`, one sentence for each headline difference, and a warning if data, token policy
@@ -65,7 +73,18 @@ def compare(
 
     Source: "JREG: final-layer jumps", Eq. 7.
     """
-    settings = layer(CompareSettings, {"names": names and list(names), "baseline": baseline, "depth": depth})
+    with claimed(output, overwrite):
+        if isinstance(results, Mapping):
+            settings = settings.model_copy(update={"names": list(results)})
+            results = list(results.values())
+        compared = _compared(results, settings)
+        if output is not None and launch.is_main():
+            compared.save(output)
+    return compared
+
+
+def _compared(results: Sequence[Results | str | Path], settings: CompareSettings) -> Results:
+    """The comparison as results."""
     if isinstance(results, str | Path | Results) or len(results) < 2:
         raise FulldepthError("A comparison needs at least two result folders.")
     loaded = [_readable(item) for item in results]

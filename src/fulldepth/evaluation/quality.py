@@ -70,7 +70,7 @@ class Judge:
             if self._most is not None and ids.shape[1] > self._most:
                 raise FulldepthError(
                     f"{self.name} has {self._most:,} positions, and a text has {ids.shape[1]:,} tokens with its "
-                    "tokenizer; set fewer --prefix-tokens or --new-tokens."
+                    "tokenizer; lower prefix_tokens or max_new_tokens."
                 )
             start = max(1, len(self.tokenizer(prefix)["input_ids"]))
             if start < ids.shape[1]:
@@ -104,17 +104,17 @@ class Quality:
         self.judge = None if settings.judge is None else Judge(settings.judge, settings)
 
     def _windows(self) -> tuple[Tensor, list[int]]:
-        """A uniform sample of windows of `prefix_tokens + new_tokens` tokens, `[N, T]`, and the cluster of each.
+        """A uniform sample of windows of `prefix_tokens + max_new_tokens` tokens, `[N, T]`, and the cluster of each.
 
         There are no clusters if no error is known.
         """
         settings, name = self.settings, self.settings.generation_quality
-        length = settings.prefix_tokens + settings.new_tokens
+        length = settings.prefix_tokens + settings.max_new_tokens
         limit = self.subject.anatomy.max_positions
         if limit is not None and length > limit:
             raise FulldepthError(
-                f"{settings.prefix_tokens} tokens of a beginning and {settings.new_tokens} new ones are more than the "
-                f"model's {limit} positions."
+                f"{settings.prefix_tokens} tokens of a beginning and {settings.max_new_tokens} new ones are more than "
+                f"the model's {limit} positions."
             )
         count, seed = settings.prompts, settings.seed or 0
         documents = thinned(open_documents(name), count=count, window=length, seed=seed)
@@ -125,7 +125,7 @@ class Quality:
 
         windows = draw_windows(documents, tokenise, window=length, count=count, seed=seed, least=length).windows
         if not windows:
-            raise FulldepthError(f"{name} has no text of {length} tokens; set fewer --prefix-tokens or --new-tokens.")
+            raise FulldepthError(f"{name} has no text of {length} tokens; lower prefix_tokens or max_new_tokens.")
         clusters, _, no_error = block_clusters(windows, [identity for identity, _ in documents])
         return torch.tensor([window.ids for window in windows]), [] if no_error else clusters
 
@@ -216,7 +216,7 @@ class Quality:
                 sequences = model.generate(  # type: ignore[operator]
                     prefixes,
                     attention_mask=torch.ones_like(prefixes),
-                    max_new_tokens=self.settings.new_tokens,
+                    max_new_tokens=self.settings.max_new_tokens,
                     do_sample=True,
                     top_p=self.settings.top_p,
                     top_k=0,

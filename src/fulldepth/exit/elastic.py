@@ -47,8 +47,8 @@ from fulldepth.hf.checkpoint_folder import (
     strip_foreign_code,
 )
 from fulldepth.progress import Watcher
-from fulldepth.settings import layer as layered
-from fulldepth.settings.exit import ExitSettings, file_size
+from fulldepth.settings.exit import LayersSettings, file_size
+from fulldepth.settings.keywords import takes_settings
 
 PIPELINES = {
     "causal-lm": "text-generation",
@@ -80,38 +80,37 @@ class LayersExport:
     """Address on the Hub, if it was uploaded."""
 
 
+@takes_settings(LayersSettings)
 def export_layers(
     model: str | Path | PreTrainedModel,
     output: str | Path,
     *,
+    settings: LayersSettings,
+    watcher: Watcher,
     data: Any = None,
     tokenizer: Any = None,
     push_to_hub: str | None = None,
-    watcher: Watcher | None = None,
-    **options: Any,
 ) -> LayersExport:
     """Write a checkpoint of the same class with the first E layers, the final norm and the head.
 
-    One of `export_layers`, `memory_budget` and `effective_depth` among the options chooses E. The checkpoint is loaded
+    One of the settings `layers`, `memory_budget` and `effective_depth` chooses E. The checkpoint is loaded
     in a fresh process, by transformers alone, and its logits are compared before the folder is renamed to `output`. It
     holds the tokenizer or the image processor, the generation settings and a model card.
 
     Args:
         model: checkpoint folder, Hub name, or a loaded model.
         output: folder to create.
+        settings: fields of `LayersSettings` as keywords, or an instance.
+        watcher: receives messages and progress.
         data: for `effective_depth`; as for `sweep`.
         tokenizer: tokenizer to save, or its folder or Hub name; None = the checkpoint's.
         push_to_hub: name (`user/model`) to upload the folder to; a new repository is private.
-        watcher: receives messages and progress.
-        **options: fields of `ExitSettings`.
 
     Raises:
         FulldepthError: if `output` exists, E is out of range, no layer fits into the memory, the model cannot be cut
             (`hf.truncated`), or the checkpoint computes other logits when it is loaded again.
     """
-    settings, watcher, target = layered(ExitSettings, options), watcher or Watcher(), Path(output)
-    if not settings.exports:
-        raise FulldepthError("Set export_layers, memory_budget or effective_depth, which choose the number of layers.")
+    target = Path(output)
     if settings.effective_depth is not None and data is None:
         raise FulldepthError("effective_depth measures the accuracy of every layer, and needs data (--data).")
     check_publishing(push_to_hub)
@@ -131,7 +130,7 @@ def export_layers(
 def _choose(
     checkpoint: Checkpoint,
     anatomy: Anatomy,
-    settings: ExitSettings,
+    settings: LayersSettings,
     data: Any,
     tokenizer: Any,
     watcher: Watcher,
@@ -142,7 +141,7 @@ def _choose(
         FulldepthError: if it is out of range, no layer fits into the memory, or data are missing.
     """
     num_layers, share = anatomy.num_layers, 1 - (settings.effective_depth or 0)
-    if (layers := settings.export_layers) is not None:
+    if (layers := settings.layers) is not None:
         if layers > num_layers:
             raise FulldepthError(
                 f"{type(checkpoint.model).__name__} has {num_layers} layers, so its first {layers} cannot be exported."
@@ -165,7 +164,7 @@ def _choose(
     subject = prepare_subject(checkpoint, data, settings, tokenizer)
     readings = read_layers(subject, (), settings, watcher)
     if reason := no_advice(subject, readings):
-        raise FulldepthError(f"{reason} Give other data, or choose the layers with --export-layers.")
+        raise FulldepthError(f"{reason} Give other data, or choose the layers with --layers.")
     plain, low, layers = readings.depth(share)
     kept, full = (readings.accuracy(readings.all_at(layer)) for layer in (layers, num_layers))
     return layers, (
@@ -181,7 +180,7 @@ def _bytes(anatomy: Anatomy, layers: int) -> int:
 
 
 def _write(
-    checkpoint: Checkpoint, anatomy: Anatomy, layers: int, folder: Path, tokenizer: Any, settings: ExitSettings
+    checkpoint: Checkpoint, anatomy: Anatomy, layers: int, folder: Path, tokenizer: Any, settings: LayersSettings
 ) -> LayersExport:
     """Write the checkpoint, and compare its logits in a fresh process."""
     cut = truncated(anatomy, layers)

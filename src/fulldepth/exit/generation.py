@@ -21,8 +21,8 @@ from fulldepth.results import Results, claimed, provenance
 from fulldepth.results.finding import Finding
 from fulldepth.results.folder import finite
 from fulldepth.results.table import tabulate
-from fulldepth.settings import layer
 from fulldepth.settings.generate import GenerateSettings
+from fulldepth.settings.keywords import takes_settings
 
 
 @dataclass(frozen=True)
@@ -37,39 +37,36 @@ class Written:
     """Kind `generation`."""
 
 
+@takes_settings(GenerateSettings)
 def generate_texts(
     model: str | Path | PreTrainedModel,
     prompts: str | Sequence[str],
     *,
+    settings: GenerateSettings,
+    watcher: Watcher,
     tokenizer: Any = None,
     output: str | Path | None = None,
     overwrite: bool = False,
     plan: Callable[[PreTrainedModel], Any] | None = None,
     show: Callable[[str, bool], None] | None = None,
-    watcher: Watcher | None = None,
-    settings: GenerateSettings | None = None,
-    **options: Any,
 ) -> Written:
     """Continue texts with a decoder, as `fulldepth generate` does.
 
     Args:
         model: checkpoint folder, GGUF file, `package:NAME`, Hub name, or a model.
         prompts: texts, generated as one batch; or one text.
-        tokenizer: of a model that is passed in; None = as the settings say, or the checkpoint's.
+        settings: fields of `GenerateSettings` as keywords, or an instance.
+        watcher: receives messages.
+        tokenizer: a tokenizer, its folder or Hub name; None = the checkpoint's.
         output: result folder, which also gets the page; None = nothing is written.
         overwrite: replace results in the output folder.
         plan: gives the skip plan whose model drafts, from the loaded model; None = the first layers draft.
         show: called with new text while it is generated, and whether it is the last; for one prompt.
-        watcher: receives messages.
-        settings: None = `options` on top of the defaults.
-        **options: entries of `GenerateSettings`.
 
     Raises:
         FulldepthError: for an empty prompt, a prompt that exceeds the model's positions, a model that is no decoder or
             cannot be run layer by layer, layers out of range, and a folder that holds other results.
     """
-    settings = settings or layer(GenerateSettings, options)
-    watcher = watcher or Watcher()
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if not prompts or any(not prompt.strip() for prompt in prompts):
         raise FulldepthError("A prompt is empty; give some text to continue.")

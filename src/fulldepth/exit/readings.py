@@ -34,7 +34,7 @@ from fulldepth.exit.subject import Subject
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.metrics.reservoir import priority
 from fulldepth.progress import Watcher
-from fulldepth.settings.exit import ExitSettings, Rule
+from fulldepth.settings.exit import LayerReadingSettings, Rule
 from fulldepth.targets import IGNORE
 from fulldepth.uncertainty import advisable, sample
 
@@ -175,7 +175,7 @@ def no_advice(subject: Subject, readings: Readings) -> str | None:
 
 
 @torch.no_grad()
-def read(subject: Subject, rules: Sequence[Rule], settings: ExitSettings, watcher: Watcher) -> Readings:
+def read(subject: Subject, rules: Sequence[Rule], settings: LayerReadingSettings, watcher: Watcher) -> Readings:
     """Run the data through the model once, and apply its classifier to all layers, for all rules and thresholds.
 
     Args:

@@ -24,8 +24,8 @@ from fulldepth.hf import evaluating, unwrapped
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding, Results, claimed, finite, provenance, tabulate
-from fulldepth.settings import layer as layered
 from fulldepth.settings.exit import ExitSettings
+from fulldepth.settings.keywords import takes_settings
 
 MOST_GENERATED = 3
 """Thresholds of each rule with which text is generated beside the sweep of a language model."""
@@ -87,16 +87,16 @@ class Row:
         }
 
 
+@takes_settings(ExitSettings)
 def sweep(
     model: str | Path | PreTrainedModel,
     data: Any,
     *,
+    settings: ExitSettings,
+    watcher: Watcher,
     output: str | Path | None = None,
     overwrite: bool = False,
     tokenizer: Any = None,
-    watcher: Watcher | None = None,
-    settings: ExitSettings | None = None,
-    **options: Any,
 ) -> Results:
     """Leave a model early, over rules and thresholds: accuracy, loss, agreement, exits per layer, and speed.
 
@@ -107,15 +107,11 @@ def sweep(
     Args:
         model: checkpoint folder, Hub name, or a loaded model (left on its device, in its mode).
         data: labelled texts or images for classifiers, texts for language models; as for `measure`.
+        settings: fields of `ExitSettings` as keywords, or an instance; rules are in `fulldepth.exit.readings`.
+        watcher: receives messages and progress.
         output: result folder, which also gets the page; None = nothing is written.
         overwrite: replace results in the output folder.
         tokenizer: a tokenizer, its folder or Hub name; None = the checkpoint's.
-        watcher: receives messages and progress.
-        settings: None = `options` on top of the defaults.
-        **options: fields of `ExitSettings`: `rule` (one or several of `confidence`, `margin`, `entropy` and `patience`,
-            see `fulldepth.exit.readings`), `thresholds` (above 0 and at most 1, which is the full model), `min_layer`
-            (first layer after which a sample may leave), `target_accuracy_drop` (also choose a threshold for every
-            rule, on one part of the data, and report it on the other), `max_sequences`, `batch_size`, `rounds`, ...
 
     Returns:
         Results of the kind `exit`: `.meta["exits"]`, `.headline`, and `lens_loss` and `lens_accuracy` of every layer.
@@ -124,10 +120,7 @@ def sweep(
         FulldepthError: if model, data or options are invalid, the data have no labels for a classifier, or the
             model's layers cannot be run one by one, or the folder holds other results.
     """
-    start, watcher = perf_counter(), watcher or Watcher()
-    plain = (torch.dtype, torch.device)
-    options = {k: str(v).removeprefix("torch.") if isinstance(v, plain) else v for k, v in options.items()}
-    settings = settings or layered(ExitSettings, options)
+    start = perf_counter()
     if isinstance(model, torch.nn.Module):
         model = unwrapped(model)
     with claimed(output, overwrite), evaluating(model) if isinstance(model, PreTrainedModel) else nullcontext():
@@ -139,7 +132,7 @@ def sweep(
         read_at = perf_counter()
         rows, parts = _rows(readings, settings)
         report, seconds = parts["report"], None
-        if subject.classifies and settings.rounds:
+        if subject.classifies and settings.repeats:
             exits = {row.exit: row.layers for row in rows if row.split == "report"}
             speedups, seconds = timed(subject, exits, report, settings, watcher)
             rows = [replace(row, speedup=speedups[row.exit]) if row.split == "report" else row for row in rows]
@@ -163,9 +156,9 @@ def _rows(readings: Readings, settings: ExitSettings) -> tuple[list[Row], dict[s
         parts = splits(readings, settings.calibration_share, settings.seed)
     rows = []
     for rule in settings.rule:
-        thresholds = [(threshold, False) for threshold in sorted(set(settings.thresholds))]
+        thresholds = [(threshold, False) for threshold in sorted(set(settings.threshold))]
         if target is not None:
-            best = calibrated(parts["calibration"], rule, settings.min_layer, settings.thresholds, target)
+            best = calibrated(parts["calibration"], rule, settings.min_layer, settings.threshold, target)
             thresholds.append((best, True))
         for threshold, chosen in thresholds:
             exit = Exit(rule, threshold, settings.min_layer, readings.num_layers)
@@ -255,13 +248,13 @@ def generation_rows(
     decoder, limit = Decoder(subject.checkpoint.model), subject.anatomy.max_positions
     batch = subject.sequences.collate(range(min(settings.prompts, len(subject.sequences))))
     width = int(batch.inputs["attention_mask"].sum(1).min()) // 2
-    width = max(1, width if limit is None else min(width, limit - settings.new_tokens))
+    width = max(1, width if limit is None else min(width, limit - settings.max_new_tokens))
     prompts = batch.inputs["input_ids"][:, :width].to(subject.device)
     runs: list[dict[str, Any]] = [
         {"rule": exit.rule, "threshold": exit.threshold, "min_layer": exit.min_layer, "policy": policy}
         for exit, policy in product(exits, settings.policy)
     ]
-    rounds, load = max(1, settings.rounds), OtherLoad()
+    rounds, load = max(1, settings.repeats), OtherLoad()
     watcher.begin("Generating with early exit", rounds * (1 + len(runs)))
     made: dict[int, Generation] = {}  # run 0 is plain
     seconds: list[list[float]] = [[] for _ in range(1 + len(runs))]
@@ -270,7 +263,7 @@ def generation_rows(
             made[run] = decoder.generate(
                 prompts,
                 torch.ones_like(prompts),
-                max_new_tokens=settings.new_tokens,
+                max_new_tokens=settings.max_new_tokens,
                 eos_token_id=subject.anatomy.vocab_size or 1 << 30,  # no token: nothing ends early
                 pad_token_id=0,
                 **(runs[run - 1] if run else {}),
@@ -280,7 +273,7 @@ def generation_rows(
     share, plain = load.share(), made[0].sequences[:, width:]
     entries = []
     for run, options in enumerate(runs, start=1):
-        stats, speedup = made[run].stats, SpeedUp.of(seconds[0], seconds[run], share) if settings.rounds else None
+        stats, speedup = made[run].stats, SpeedUp.of(seconds[0], seconds[run], share) if settings.repeats else None
         agreement = float((made[run].sequences[:, width:] == plain).double().mean())
         counts = {"exits": stats.exits, "tokens": plain.numel(), "agreement": agreement}
         speeds = {"layers_computed": stats.layers_computed, "theoretical_speedup": stats.theoretical_speedup}

@@ -151,7 +151,7 @@ def timed(
     """
     early, load, model = EarlyExit(subject), OtherLoad(), subject.checkpoint.model
     place = {int(sequence): row for row, sequence in enumerate(readings.sequence)}
-    groups, rounds = _groups(subject, place), settings.rounds
+    groups, rounds = _groups(subject, place), settings.repeats
     watcher.begin("Timing early exit", rounds * len(groups))
     seconds = [[0.0] * rounds for _ in range(1 + len(exits))]
     found = {exit: torch.zeros_like(readings.sequence) for exit in exits}
@@ -176,7 +176,7 @@ def timed(
             raise FulldepthError(
                 f"{changed:.1%} of the samples leave after another layer when others are removed from their batch "
                 f"(rule {exit.rule}, threshold {exit.threshold:g}): the model's results depend on the batch. Time it "
-                "with --batch-size 1, or not at all (--rounds 0)."
+                "with --batch-size 1, or not at all (--repeats 0)."
             )
     share = load.share()
     speedups = {exit: SpeedUp.of(seconds[0], own, share) for exit, own in zip(exits, seconds[1:], strict=True)}

@@ -27,7 +27,7 @@ from fulldepth.hf import (
     first_broken_weight,
     no_single_class,
 )
-from fulldepth.settings.exit import ExitSettings
+from fulldepth.settings.exit import ExitSettings, LayerReadingSettings
 
 CLASSIFIES = ("text-classification", "image-classification")
 
@@ -61,13 +61,13 @@ class Subject:
         return model_inputs(inputs, self.device, self.checkpoint.model.dtype)
 
 
-def open_checkpoint(model: str | Path | PreTrainedModel, settings: ExitSettings) -> Checkpoint:
+def open_checkpoint(model: str | Path | PreTrainedModel, settings: LayerReadingSettings) -> Checkpoint:
     """The model as passed in, or loaded according to the settings.
 
     Raises:
         FulldepthError: if it cannot be loaded, or has NaN or infinite weights.
     """
-    if settings.min_layer > 1 and not isinstance(model, PreTrainedModel):  # before weights are loaded
+    if not isinstance(model, PreTrainedModel):  # before weights are loaded
         _check_min_layer(settings, depth_of(checkpoint_of(model), settings.revision, settings.trust_remote_code))
     checkpoint = subjects.open_checkpoint(model, settings)
     if broken := first_broken_weight(checkpoint.model):
@@ -75,7 +75,9 @@ def open_checkpoint(model: str | Path | PreTrainedModel, settings: ExitSettings)
     return checkpoint
 
 
-def prepare_subject(checkpoint: Checkpoint, data: Any, settings: ExitSettings, tokenizer: Any = None) -> Subject:
+def prepare_subject(
+    checkpoint: Checkpoint, data: Any, settings: LayerReadingSettings, tokenizer: Any = None
+) -> Subject:
     """Prepare the data for a model in evaluation mode, and verify its anatomy and head on the first sequences.
 
     Raises:
@@ -112,6 +114,6 @@ def prepare_subject(checkpoint: Checkpoint, data: Any, settings: ExitSettings, t
     return Subject(checkpoint, verified, verified.classifier, sequences, device, batch_size, warnings)
 
 
-def _check_min_layer(settings: ExitSettings, depth: int | None) -> None:
-    if depth is not None and settings.min_layer > depth:
+def _check_min_layer(settings: LayerReadingSettings, depth: int | None) -> None:
+    if isinstance(settings, ExitSettings) and depth is not None and settings.min_layer > depth:
         raise FulldepthError(f"min_layer is {settings.min_layer}, but the model has {depth} layers.")

@@ -80,7 +80,7 @@ def make_plan(
     if "attention_output" in setup.lens_sites:
         reason = _no_inner_stream(verified) if reads_predictions else reasons.get("targets", "no measure reads it")
         if reason is not None:
-            raise FulldepthError(f"--lens-sites attention_output cannot be read: {reason}.")
+            raise FulldepthError(f"lens_sites: attention_output cannot be read: {reason}.")
         plan.sites.add("attention_output")
     plan.masked_pass = sequences.masked and reads_predictions
     if not plan.measures:
@@ -198,7 +198,7 @@ def check_memory(plan: Plan, subject: Subject, batch_size: int) -> str:
     if total > free:
         raise FulldepthError(
             f"Out of memory before the start. {sentence} Free: {_mib(free)}. Try a smaller --batch-size, "
-            "--sequence-length or --reservoir-tokens, or fewer --measures."
+            "--sequence-length or reservoir_tokens, or fewer --measures."
         )
     return sentence
 

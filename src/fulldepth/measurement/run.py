@@ -216,7 +216,7 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
         lengths = [verified.positions] * len(sequences)
     num_tokens = tokens.how_many(subject.policy, lengths, subject.leading)
     if not num_tokens:
-        raise FulldepthError(f"--tokens {subject.policy} leaves no token: every sequence is a single one.")
+        raise FulldepthError(f"--token-policy {subject.policy} leaves no token: every sequence is a single one.")
     device = subject.device if subject.device.type != "mps" else torch.device("cpu")  # MPS has no float64
     return Setup(
         num_layers=anatomy.num_layers,

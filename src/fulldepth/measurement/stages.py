@@ -88,7 +88,7 @@ def prepare_stages(
         raise FulldepthError(f"{type(module).__name__} has NaN or infinite weights (first: {broken}).")
     parts = resolve_stages(module, stages)
     head = module.get_submodule(head) if isinstance(head, str) else head
-    policy = "all" if settings.tokens == "auto" else settings.tokens
+    policy = "all" if settings.token_policy == "auto" else settings.token_policy
     if policy not in POLICIES:
         raise FulldepthError(f"The token policy {policy} needs text; a plain module takes {', '.join(POLICIES)}.")
     sequences = data

@@ -103,9 +103,9 @@ def prepare_subject(
     if first.token_ids is not None:
         cls = getattr(tokenizer, "cls_token_id", None)
         class_token = cls is not None and bool((first.token_ids[:, 0] == cls).all())
-    policy = tokens.resolve(settings.tokens, verified.anatomy, class_token)
+    policy = tokens.resolve(settings.token_policy, verified.anatomy, class_token)
     if policy in ("patches", "mean-patches") and leading is None:
-        raise FulldepthError(f"--tokens {policy} needs images that the model cuts into patches of one known size.")
+        raise FulldepthError(f"--token-policy {policy} needs images cut into patches of one known size.")
     bos = getattr(verified.anatomy.config if tokenizer is None else tokenizer, "bos_token_id", None)
     openings = tokens.openings(sequences, bos, getattr(tokenizer, "bos_token", None) or f"id {bos}")
     warnings = [] if batching is None else [batching]
@@ -115,7 +115,7 @@ def prepare_subject(
             "and those without it are unlike."
         )
     subject = Subject(checkpoint, verified, sequences, tokenizer, policy, where, openings, class_token, leading or 0)
-    if settings.tokens == "auto" and policy == "eos":
+    if settings.token_policy == "auto" and policy == "eos":
         ids, eos = first.token_ids, subject.eos
         if ids is None or eos is None or not bool((ids == eos).any(1).all()):
             warnings.append("The tokenizer adds no end-of-sequence token, so the last token of each sequence counts.")

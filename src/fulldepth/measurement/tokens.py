@@ -149,10 +149,10 @@ def counted(policy: str, attention_mask: Tensor, token_ids: Tensor | None, eos: 
     if policy == "last":
         return attention_mask & (position == attention_mask.sum(1, keepdim=True) - 1)
     if token_ids is None or eos is None:
-        raise FulldepthError("--tokens eos needs text and a model whose configuration names its eos_token_id.")
+        raise FulldepthError("--token-policy eos needs text and a model whose configuration names its eos_token_id.")
     is_eos = attention_mask & (token_ids.to(attention_mask.device) == eos)
     if not bool(is_eos.any(1).all()):
-        raise FulldepthError(f"--tokens eos: some sequences hold no end-of-sequence token (id {eos}).")
+        raise FulldepthError(f"--token-policy eos: some sequences hold no end-of-sequence token (id {eos}).")
     last_eos = torch.where(is_eos, position, -1).argmax(1)
     return torch.zeros_like(attention_mask).scatter_(1, last_eos[:, None], True)
 

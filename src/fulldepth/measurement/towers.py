@@ -119,7 +119,7 @@ def _projected(subject: Subject, setup: Setup, kept: dict[str, Projected], name:
     if projection is None:
         return None
     if subject.policy not in ("cls", "eos", "last"):
-        raise FulldepthError(f"--tokens {subject.policy}: the projection reads one token of each image and text.")
+        raise FulldepthError(f"--token-policy {subject.policy}: the projection reads one token of each image and text.")
     parameter = next(projection.parameters())
 
     def project(states: Tensor) -> Tensor:

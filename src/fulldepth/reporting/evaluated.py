@@ -140,7 +140,7 @@ def _next(meta: Meta, layer: int, layers: int) -> dict[str, str] | None:
     name = (meta.get("model") or {}).get("name")
     if not name or not 0 < layer < layers:
         return None
-    command = f"fulldepth exit {shlex.quote(short(name, 160))} --export-layers {layer} --output first-{layer}/"
+    command = f"fulldepth exit export {shlex.quote(short(name, 160))} --layers {layer} --output first-{layer}/"
     return {"why": f"export the first {layer} layers as a checkpoint:", "command": command}
 
 

@@ -37,7 +37,7 @@ def story(source: Source) -> dict[str, Any] | None:
     name, after = (meta.get("model") or {}).get("name"), None
     if name and depth is not None and depth < source.layers:
         count = f"{depth:.0f}"
-        command = f"fulldepth exit {shlex.quote(short(name, 160))} --export-layers {count} --output first-{count}/"
+        command = f"fulldepth exit export {shlex.quote(short(name, 160))} --layers {count} --output first-{count}/"
         after = {"why": f"export the first {count} layers as a checkpoint:", "command": command}
     return {"sentences": sentences, "next": after} if sentences else None
 

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.settings.loading import Count, Length, LoadingSettings, Seed
 
-QUALITY = ("judge", "prompts", "prefix_tokens", "new_tokens", "top_p")
+QUALITY = ("judge", "prompts", "prefix_tokens", "max_new_tokens", "top_p")
 """Settings of `generation_quality`."""
 TASKS = (
     "num_fewshot",
@@ -56,16 +56,10 @@ class EvaluateSettings(LoadingSettings):
 
     options: ClassVar = {
         "What is evaluated": (
-            *("tasks", "exit_layers", "limit", "num_fewshot", "task_data", "include_path", "batch_size", "seed"),
-        ),
-        "Chat models": (
+            *("tasks", "exit_layers", "limit", "num_fewshot", "task_data", "batch_size", "seed"),
             "apply_chat_template",
-            "system_instruction",
-            "fewshot_as_multiturn",
-            "gen_kwargs",
-            "log_samples",
         ),
-        "Generation quality": (*("generation_quality", "judge", "prompts", "prefix_tokens", "new_tokens", "top_p"),),
+        "Generation quality": ("generation_quality", "max_new_tokens", "top_p"),
         "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
     }
 
@@ -112,7 +106,7 @@ class EvaluateSettings(LoadingSettings):
     """Beginnings that are continued."""
     prefix_tokens: Length = 32
     """Tokens of a beginning."""
-    new_tokens: Annotated[Length, Field(ge=4)] = 64
+    max_new_tokens: Annotated[Length, Field(ge=4)] = 64
     """Tokens of a continuation."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
     """Nucleus sampling: the smallest set of tokens with this total probability is sampled from."""
@@ -122,10 +116,9 @@ class EvaluateSettings(LoadingSettings):
         for needed, names in {"generation_quality": QUALITY, "tasks": TASKS}.items():
             for name in names if not getattr(self, needed) else ():
                 if getattr(self, name) != type(self).model_fields[name].default:
-                    option, owner = (f"--{text.replace('_', '-')}" for text in (name, needed))
-                    raise FulldepthError(f"{option} is used by {owner}, which is not set.")
+                    raise FulldepthError(f"{name} is used by {needed}, which is not set.")
         if self.fewshot_as_multiturn and not self.apply_chat_template:
-            raise FulldepthError("--fewshot-as-multiturn is used by --apply-chat-template, which is not set.")
+            raise FulldepthError("fewshot_as_multiturn is used by --apply-chat-template, which is not set.")
         return self
 
     @property

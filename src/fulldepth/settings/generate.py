@@ -16,9 +16,9 @@ class GenerateSettings(LoadingSettings):
     """Everything that determines a generation; saved with its results."""
 
     options: ClassVar = {
-        "Text": ("max_new_tokens", "temperature", "top_p", "top_k", "seed"),
-        "Speculation": ("speculate_from", "draft_length", "draft_threshold"),
-        "Early exit": ("threshold", "exit_layer", "rule", "policy", "min_layer"),
+        "Text": ("max_new_tokens", "temperature", "top_p", "seed"),
+        "Speculation": ("speculate_from",),
+        "Early exit": ("threshold", "rule"),
         "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
     }
 

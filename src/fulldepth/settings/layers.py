@@ -72,7 +72,8 @@ def layer(model: type[S], *sources: Mapping[str, Any], lists_of_one: bool = True
     Args:
         model: the settings class, which defines the defaults.
         sources: nested mappings of plain values (`read`, `assignments`, or keyword arguments).
-        lists_of_one: read a single value of a list as a list of one; False for a file that a program wrote.
+        lists_of_one: read comma-separated text, or a single value, as a list where one is expected; False for a file
+            that a program wrote.
 
     Raises:
         FulldepthError: one line for each unknown key, missing value and wrong type.
@@ -83,7 +84,7 @@ def layer(model: type[S], *sources: Mapping[str, Any], lists_of_one: bool = True
             merged = merge(merged, source, model)
         merged = _with_lists(model, merged) if lists_of_one else merged
         document = json.dumps(merged, default=os.fspath)
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = one_line(error)
         raise FulldepthError(f"Settings hold plain values (text, numbers, lists, mappings): {reason}.") from error
     try:
@@ -201,7 +202,7 @@ def merge(
 
 
 def _with_lists(model: type[pydantic.BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, with a single text or number where a list is expected as a list of one."""
+    """The settings, with comma-separated text, or a single number, where a list is expected as a list."""
     listed = {}
     for key, value in values.items():
         inner, field = _inner_class(model, key), model.model_fields.get(key)
@@ -209,7 +210,9 @@ def _with_lists(model: type[pydantic.BaseModel], values: Mapping[str, Any]) -> d
             value = _with_lists(inner, value)
         elif field is not None and type(value) in (str, int, float):
             expected = kinds(field.annotation)
-            value = [value] if list in expected and type(value) not in expected else value
+            if list in expected and type(value) not in expected:
+                items = [part.strip() for part in str(value).split(",") if part.strip()]
+                value = items if str in _item_kinds(field.annotation) else [_parse(item) for item in items]
         listed[key] = value
     return listed
 
@@ -223,6 +226,14 @@ def kinds(annotation: Any) -> set[Any]:
     if get_origin(annotation) is Literal:
         return {str}
     return set() if annotation is NoneType else {get_origin(annotation) or annotation}
+
+
+def _item_kinds(annotation: Any) -> set[Any]:
+    """The plain types of a list's items in an annotation."""
+    if get_origin(annotation) is list:
+        return kinds(get_args(annotation)[0])
+    parts = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
+    return set().union(*map(_item_kinds, parts))
 
 
 def _inner_class(model: type[pydantic.BaseModel] | None, key: str) -> type[pydantic.BaseModel] | None:

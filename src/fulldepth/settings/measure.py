@@ -19,15 +19,9 @@ class MeasureSettings(ReadingSettings):
     """Everything that determines the results of a measurement; saved with them."""
 
     options: ClassVar = {
-        "What to measure": ("measures", "tokens", "words", "reference", "probe_data"),
-        "Samples": (
-            *("max_sequences", "sequence_length", "batch_size", "exact", "lens_tokens", "reservoir_tokens"),
-            *("entropy_sequences", "lens_sites", "seed", "split", "truncate", "skip_bad"),
-            *("order", "bos", "one_per_row", "balanced"),
-        ),
-        "Loading the model": (
-            *("dtype", "device", "device_map", "tokenizer", "revision", "tower", "trust_remote_code"),
-        ),
+        "What to measure": ("measures", "token_policy", "words", "reference"),
+        "Data": ("max_sequences", "sequence_length", "batch_size", "exact", "seed", "split", "skip_bad"),
+        "Loading the model": ("dtype", "device", "device_map", "tokenizer", "revision", "trust_remote_code"),
     }
 
     measures: list[str] | None = None
@@ -37,7 +31,7 @@ class MeasureSettings(ReadingSettings):
     and data allow."""
     batch_size: Count = 8
     """Sequences in one forward pass; does not affect results."""
-    tokens: TokenPolicy = "auto"
+    token_policy: TokenPolicy = "auto"
     """Which tokens count: all, no-first, last, cls (the first), eos, patches, or one vector each: mean, mean-patches;
     never padding. auto: all for language models, what the head reads for classifiers and CLIP."""
     words: list[str] = Field(default_factory=list)

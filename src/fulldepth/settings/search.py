@@ -59,25 +59,25 @@ def _a_time(text: str) -> str:
     return text
 
 
-class ReadingSettings(LoadingSettings):
+class HeldoutSettings(LoadingSettings):
     """How the data of a search, a curve or a benchmark are read."""
 
     batch_size: Batch = 8
     """Sequences in one forward pass when losses are computed."""
     sequence_length: Length | None = None
     """Tokens in a window of plain text; None = 256, or the model's positions if fewer."""
-    limit: Rows | None = None
+    max_sequences: Rows | None = None
     """Rows (or windows of text) to read; None = all."""
     seed: Seed = 0
     """Seed of the held-out fifth and of all other random choices."""
 
 
-class SearchSettings(ReadingSettings):
+class SearchSettings(HeldoutSettings):
     """Everything that determines the plan that a search returns."""
 
     options: ClassVar = {
         "The search": ("blocks", "search", "criterion", "granularity", "given", "format", "budget", "seed"),
-        "Data": ("sequence_length", "limit", "batch_size"),
+        "Data": ("max_sequences", "sequence_length", "batch_size"),
         "Healing": ("fit",),
         "Loading the model": ("dtype", "device", "device_map", "tokenizer", "revision", "trust_remote_code"),
     }
@@ -130,5 +130,22 @@ class SearchSettings(ReadingSettings):
         return values
 
 
+class CurveSettings(SearchSettings):
+    """Everything that determines a curve."""
+
+    options: ClassVar = {
+        "The search": ("blocks", "search", "granularity", "seed"),
+        "Data": ("max_sequences", "sequence_length", "batch_size"),
+        "Loading the model": ("dtype", "device", "device_map", "tokenizer", "revision", "trust_remote_code"),
+    }
+
+    blocks: Layer = 12
+    """Most blocks to remove; fewer, with a message, if the model has fewer."""
+    fit: bool = False
+    """Heal the last plan with scalars."""
+
+
 PLACES = {"device", "device_map", "format", "gradient_checkpointing", "tokenizer", "revision", "trust_remote_code"}
 """Settings that a resumed search may change."""
+RENAMED = {"limit": "max_sequences"}
+"""Setting in the plans of earlier versions -> its name."""

@@ -161,27 +161,17 @@ class TrainSettings(Settings):
     options: ClassVar = {
         "What is trained": (
             *(
-                "task",
                 "method",
                 "steps",
                 "global_batch_size",
-                "micro_batch_size",
                 "sequence_length",
                 "seed",
                 "tokenizer",
             ),
         ),
-        "Optimiser": (
-            "learning_rate",
-            "min_learning_rate",
-            "schedule",
-            "warmup",
-            "warmup_steps",
-            "weight_decay",
-            "clip",
-        ),
-        "Machine": ("precision", "device", "gradient_checkpointing", "compile", "fsdp", "workers"),
-        "Evaluation and checkpoints": ("eval_every", "save_every", "keep_checkpoints", "log_every", "report_to"),
+        "Optimiser": ("learning_rate",),
+        "Machine": ("precision", "device", "gradient_checkpointing", "fsdp"),
+        "Evaluation and checkpoints": ("eval_every", "save_every", "report_to"),
     }
 
     task: Literal["causal-lm", "image-classification", "text-classification", "detection"] = "causal-lm"

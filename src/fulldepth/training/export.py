@@ -20,12 +20,14 @@ from fulldepth.hf import (
     sealed_checkpoints,
 )
 from fulldepth.progress import Watcher
+from fulldepth.settings.keywords import with_progress
 from fulldepth.training.resume import step_of
 
 NOT_THE_MODEL = ("complete.json", "unfinished", "record.parquet", "scheduler.pt", "optimizer.pt", "training_args.bin")
 """Files of a checkpoint that only resuming needs, beside the random states."""
 
 
+@with_progress
 def export_run(
     run: str | Path,
     output: str | Path,
@@ -33,7 +35,7 @@ def export_run(
     step: int | None = None,
     dtype: str | None = None,
     push_to_hub: str | None = None,
-    watcher: Watcher | None = None,
+    watcher: Watcher,
 ) -> Path:
     """Write the model of a run's checkpoint (configuration, tokenizer, safetensors) into a folder of its own.
 
@@ -54,7 +56,7 @@ def export_run(
     """
     if is_sealed(run) and step is None:  # the folder of a checkpoint instead of its run
         run, step = Path(run).absolute().parent, step_of(Path(run).absolute())
-    watcher, checkpoints, target = watcher or Watcher(), dict(sealed_checkpoints(run)), Path(output)
+    checkpoints, target = dict(sealed_checkpoints(run)), Path(output)
     if not checkpoints:
         raise FulldepthError(f"{run} holds no whole checkpoint of a training run; expected the folder of one.")
     check_publishing(push_to_hub)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from fulldepth.execution import find_anatomy
 from fulldepth.hf import sealed_checkpoints, silent
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, versions
+from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.arguments import batch_note, resolved, training_arguments
 from fulldepth.training.callback import Conductor, stopping
@@ -40,33 +41,41 @@ EVALUATION_BATCH = {True: 8, False: 32}
 """Whether the task is causal-lm -> sequences or images in a forward pass of an evaluation."""
 
 
+@takes_settings(TrainSettings, recipes="train")
 def train(
-    settings: TrainSettings,
+    recipe: str | Path | Mapping[str, Any] | TrainSettings,
     output: str | Path,
     *,
+    settings: TrainSettings,
+    watcher: Watcher,
     resume: bool = False,
-    recipe: str = "settings",
-    watcher: Watcher | None = None,
     after_evaluation: Callable[[Path], object] | None = None,
 ) -> Results:
-    """Train a model by the settings, into a run folder.
+    """Train a model, into a run folder.
 
     The folder holds `settings.yaml`, `checkpoint-N` (weights, tokenizer, optimiser, everything that resuming needs),
     `results.parquet` and `results.json` (losses, penalties, displacement, jump rates at every evaluation). Under
     torchrun every process trains on its share of each batch, and the first one writes.
 
+    ```python
+    run = fulldepth.train("tiny-jreg", "jreg-run/", steps=300, objective={"jump": {"alpha": 0.3}})
+    run.values("validation_loss", "mean")  # step -> nats
+    fulldepth.measure("jreg-run/", "corpus:builtin").show()
+    ```
+
     Args:
-        settings: the run's settings.
+        recipe: name of a recipe (`fulldepth train --list`), a YAML file, a mapping of settings, or `TrainSettings`.
         output: the run folder; made if absent.
-        resume: resume from the last complete checkpoint; without one, start at the beginning.
-        recipe: name of the recipe, for the record.
+        settings: fields of `TrainSettings` as keywords, which override the recipe; mappings are merged key by key.
         watcher: receives progress and messages.
+        resume: resume from the last complete checkpoint; without one, start at the beginning.
         after_evaluation: called with the folder whenever its results have changed.
 
     Raises:
         FulldepthError: if the folder holds another run, the settings are inconsistent, or the loss is not finite.
     """
-    settings, watcher, folder = resolved(settings), watcher or Watcher(), Path(output)
+    settings, folder = resolved(settings), Path(output)
+    name = Path(recipe).stem if isinstance(recipe, str | Path) else "settings"
     if launch.rank() == 0:
         open_run(folder, settings, resume)
     with silent(logging.ERROR), explaining_full_disk(lambda: _last_good(folder)):
@@ -75,7 +84,7 @@ def train(
             for path in renamed:
                 watcher.say(f"A checkpoint that is not whole is now called {path.name}.")
             trainer, conductor = _prepare(
-                settings, arguments, folder, checkpoint, notes, recipe, watcher, after_evaluation
+                settings, arguments, folder, checkpoint, notes, name, watcher, after_evaluation
             )
             return conduct(trainer, conductor, checkpoint)
 

@@ -34,7 +34,7 @@ from skip.planned import plan
 from skip.word_tokenizer import tokenizer
 from tiny_models import LAYERS, VOCAB, build
 
-SMALL = {"batches": [2], "contexts": [12], "new_tokens": 3, "repeats": 2}
+SMALL = {"batches": [2], "contexts": [12], "max_new_tokens": 3, "repeats": 2}
 KV = 2 * 2 * 8 * 4
 """Bytes of a token's keys and values in one layer of the tiny Llama: two, of 2 heads of 8 float32 numbers."""
 
@@ -148,7 +148,7 @@ def test_models_take_turns(monkeypatch) -> None:
         layers = ()
 
     monkeypatch.setattr(Runner, "run", run)
-    results = bench(original, [other], batches=[1, 2], contexts=[5], new_tokens=2, repeats=3, warmup=1)
+    results = bench(original, [other], batches=[1, 2], contexts=[5], max_new_tokens=2, repeats=3, warmup=1)
     for batch, start in ((1, 0), (2, 12)):
         part = runs[start : start + 12]  # a warm-up and three rounds of two models, then their memory and cache
         assert {shape for _, shape, _ in part} == {(batch, 7)}
@@ -271,7 +271,7 @@ def test_losses_are_read_from_files_as_a_search_reads_them(folders, tmp_path) ->
     export(made, original, "fast", tmp_path / "fast", tokenizer=tokenizer())
     given = {**SMALL, "repeats": 1, "tokenizer": words, "sequence_length": 8}
     file = str(tmp_path / "data.jsonl")
-    results = bench(folders / "original", [tmp_path / "fast"], data=file, limit=14, **given)
+    results = bench(folders / "original", [tmp_path / "fast"], data=file, max_sequences=14, **given)
     expected = plain.loss(original, searched.heldout, (), "attention")
     assert value(results, "loss", "original", "mean") == pytest.approx(expected, rel=1e-6)
     assert "Measured on the text that chose the blocks" in results.headline["loss_added fast"]["sentence"]
@@ -395,7 +395,7 @@ def test_headline_table_and_figure_show_one_number(monkeypatch, quiet, grid) -> 
 
     monkeypatch.setattr(Runner, "run", noisy)
     heldout = [{"text": " ".join(["one two three"] * 4)}] * 4
-    results = bench(original, [other], heldout=heldout, tokenizer=tokenizer(), batches=[1], new_tokens=2, **grid)
+    results = bench(original, [other], heldout=heldout, tokenizer=tokenizer(), batches=[1], max_new_tokens=2, **grid)
     assert results.meta["settings"]["repeats"] == 9
     label = results.meta["models"][1]["label"]
     made = payload(results)

@@ -203,7 +203,7 @@ def drawn(tmp_path_factory):
     folder, model = tmp_path_factory.mktemp("curve") / "out", build("llama")
     titles = []
     watcher = SimpleNamespace(say=lambda line: None, begin=lambda title, total: titles.append(title), advance=int)
-    found = curve(model, pairs(), max_blocks=TRIED, output=folder, tokenizer=tokenizer(), batch_size=4, watcher=watcher)
+    found = curve(model, pairs(), blocks=TRIED, output=folder, tokenizer=tokenizer(), batch_size=4, watcher=watcher)
     return SimpleNamespace(found=found, model=model, folder=folder, titles=titles)
 
 
@@ -271,7 +271,7 @@ def test_plans_and_folder(drawn) -> None:
 
 
 def test_an_interrupted_curve_goes_on(drawn) -> None:
-    options = {"max_blocks": TRIED, "output": drawn.folder, "tokenizer": tokenizer(), "batch_size": 4}
+    options = {"blocks": TRIED, "output": drawn.folder, "tokenizer": tokenizer(), "batch_size": 4}
     with pytest.raises(FulldepthError, match="already holds"):
         curve(drawn.model, pairs(), **options)
     found = curve(drawn.model, pairs(), resume=True, **options)
@@ -283,11 +283,11 @@ def test_other_orders_and_parts() -> None:
     found = curve(build("gpt2"), pairs(12), tokenizer=tokenizer(), search="given", given=[3, 1], granularity="mlp")
     assert found.plan.blocks == [3, 1]
     assert found.results.table["removed"].max() == 2
-    found = curve(build("gpt2"), pairs(12), tokenizer=tokenizer(), search="last", max_blocks=1, granularity="layer")
+    found = curve(build("gpt2"), pairs(12), tokenizer=tokenizer(), search="last", blocks=1, granularity="layer")
     assert found.plan.blocks == [3]
     said: list[str] = []
     heard = Watcher(say=said.append)
-    found = curve(build("gpt2"), pairs(12), tokenizer=tokenizer(), search="last", max_blocks=12, watcher=heard)
+    found = curve(build("gpt2"), pairs(12), tokenizer=tokenizer(), search="last", blocks=12, watcher=heard)
     assert any(f"has {LAYERS} blocks" in line for line in said)
     assert found.plan.blocks == list(range(LAYERS, 0, -1))  # all that there are
     assert "2 held-out documents" in found.results.headline["break_point"]["sentence"]
@@ -299,8 +299,7 @@ def test_other_orders_and_parts() -> None:
 @pytest.mark.parametrize(
     ("family", "options", "named"),
     [
-        ("llama", {"max_blocks": 0}, "max_blocks"),
-        ("llama", {"blocks": 2}, "max_blocks"),
+        ("llama", {"blocks": 0}, "blocks"),
         ("llama", {"serch": "last"}, "serch"),
         ("bert", {}, "causal language model"),
     ],

@@ -38,8 +38,8 @@ from fulldepth.hf import Anatomy, Checkpoint, anatomy_candidates, evaluating, op
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding, Results, claimed, finite, provenance
-from fulldepth.settings import layer as layered
 from fulldepth.settings.bench import BenchSettings
+from fulldepth.settings.keywords import takes_settings
 from fulldepth.skip.assessment.compared import Cell, Measured, heldout_losses, vocabulary
 from fulldepth.skip.exports.export import NOTES, load, read_notes
 from fulldepth.skip.exports.formats import FORMATS
@@ -48,24 +48,18 @@ from fulldepth.skip.plan import Plan
 from fulldepth.skip.selection.problem import read_data
 
 
+@takes_settings(BenchSettings)
 def bench(
     original: str | Path | PreTrainedModel,
     exports: Sequence[str | Path | PreTrainedModel],
     output: str | Path | None = None,
     *,
+    settings: BenchSettings,
+    watcher: Watcher,
     overwrite: bool = False,
     data: Any = None,
     heldout: Any = None,
     tokenizer: Any = None,
-    batches: Sequence[int] = (1, 4),
-    contexts: Sequence[int] | None = None,
-    new_tokens: int = 16,
-    repeats: int = 9,
-    seed: int = 0,
-    device: str | None = None,
-    dtype: str = "auto",
-    watcher: Watcher | None = None,
-    **options: Any,
 ) -> Results:
     """Time exports against the original model, over batch sizes and contexts; see the docstring of this module.
 
@@ -73,40 +67,29 @@ def bench(
         original: the checkpoint (folder, Hub name) or the loaded model; a loaded model is not moved or changed.
         exports: folders that `export` wrote, other checkpoints, loaded models.
         output: result folder, which also gets the page; None = not saved.
+        settings: fields of `BenchSettings` as keywords, or an instance.
+        watcher: receives progress.
         overwrite: replace results in the output folder.
         data: as for `search`: losses of all models are computed on its held-out fifth, the one that a search with the
             same seed scores blocks with. None = no losses, unless `heldout` is set.
         heldout: held-out data, used entirely in place of that fifth.
         tokenizer: for data: a tokenizer, its folder or Hub name; None = the original's.
-        batches: batch sizes.
-        contexts: lengths of the prompt in tokens; None = 128 and 512, less if the model has fewer positions.
-        new_tokens: number of decoded tokens.
-        repeats: number of rounds; with fewer than 9, ratios of times have no interval.
-        seed: of tokens and order.
-        device: None = the first accelerator, else the CPU.
-        dtype: `auto` = each checkpoint's own.
-        watcher: receives progress.
-        **options: any other field of `BenchSettings`.
 
     Raises:
         FulldepthError: if there are no exports, a model cannot be loaded or is no language model, models are on
             different devices or have different vocabularies, a context with its new tokens exceeds their positions, or
             the data cannot be read (as `search`), or the folder holds other results.
     """
-    fields: dict[str, Any] = {"batches": list(batches), "new_tokens": new_tokens, "repeats": repeats, "seed": seed}
-    fields |= {} if contexts is None else {"contexts": list(contexts)}
-    settings = layered(BenchSettings, {**fields, "device": device, "dtype": dtype, **options})
     if isinstance(exports, str | Path | PreTrainedModel) or not exports:
         raise FulldepthError("Expected one export or more to compare with the original.")
-    watcher = watcher or Watcher()
     with ExitStack() as stack:
         stack.enter_context(claimed(output, overwrite))
         entries = _opened([original, *exports], settings)
         for entry in entries:
             stack.enter_context(evaluating(entry.model))
         anatomy = check_task(anatomy_candidates(entries[0].model)[0])
-        if contexts is None and anatomy.max_positions is not None:
-            longest = max(1, anatomy.max_positions - settings.new_tokens)
+        if "contexts" not in settings.model_fields_set and anatomy.max_positions is not None:
+            longest = max(1, anatomy.max_positions - settings.max_new_tokens)
             shortened = list(dict.fromkeys(min(context, longest) for context in settings.contexts))
             settings = settings.model_copy(update={"contexts": shortened})
         _check(entries, anatomy, settings)
@@ -169,7 +152,7 @@ def _opened(models: Sequence[str | Path | PreTrainedModel], settings: BenchSetti
 def _check(entries: Sequence[Entry], anatomy: Anatomy, settings: BenchSettings) -> None:
     """Refuse models that cannot run, or cannot be compared."""
     first = entries[0].model
-    check_positions(anatomy, max(settings.contexts), settings.new_tokens)
+    check_positions(anatomy, max(settings.contexts), settings.max_new_tokens)
     for entry in entries[1:]:
         if entry.model.device != first.device:
             raise FulldepthError(f"{entry.label} is on {entry.model.device}, the original on {first.device}.")

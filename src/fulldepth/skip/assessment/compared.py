@@ -27,7 +27,7 @@ from fulldepth.execution.scoring import DEVICE_LOGITS, Batch, batch_sums
 from fulldepth.hf import Anatomy, device_of
 from fulldepth.progress import Watcher
 from fulldepth.results import COLUMNS, Finding, tabulate
-from fulldepth.settings.bench import BenchSettings
+from fulldepth.settings.bench import BenchSettings, QuantiseSettings
 from fulldepth.skip.scored_batches import make_batches
 from fulldepth.thresholds import BUSY
 from fulldepth.uncertainty import (
@@ -193,11 +193,11 @@ class Measured:
         cell: Cell,
         runs: Mapping[str, tuple[Runner, Callable[[], AbstractContextManager[Any]]]],
         anatomy: Anatomy,
-        timing: BenchSettings,
+        timing: BenchSettings | QuantiseSettings,
         watcher: Watcher,
     ) -> torch.Tensor:
         """Time all models in rounds; returns the tokens that they ran, `[B, context + new]`."""
-        ids = random_tokens(anatomy, cell.batch, cell.context + timing.new_tokens, timing.seed)
+        ids = random_tokens(anatomy, cell.batch, cell.context + timing.max_new_tokens, timing.seed)
         options = timing.model_dump(include={"repeats", "warmup", "seed"})
         rounds = time_in_rounds(runs, ids, cell.context, **options, advance=watcher.advance)
         self.other_load[cell] = rounds.other_load

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
-from pydantic import Field, PositiveInt
 from transformers import PreTrainedModel
 
 from fulldepth.distributed import Processes, processes
@@ -24,9 +23,8 @@ from fulldepth.execution.scoring import BASE, Batch
 from fulldepth.hf import GRANULARITIES
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Finding, Results, finite, provenance, tabulate
-from fulldepth.settings import Settings
-from fulldepth.settings import layer as layered
-from fulldepth.settings.search import SearchSettings
+from fulldepth.settings.keywords import takes_settings
+from fulldepth.settings.search import CurveSettings
 from fulldepth.skip.assessment.breakpoint import FEWEST, Breakpoint, find_breakpoint
 from fulldepth.skip.assessment.compared import joined
 from fulldepth.skip.plan import Plan
@@ -37,13 +35,6 @@ from fulldepth.uncertainty import quantile, ratio_error
 MEASURES = {"loss": (0.0, math.inf, "nats"), "kl": (0.0, math.inf, "nats"), "greedy_agreement": (0.0, 1.0, "1")}
 """Measure at every number of removed blocks -> its smallest and largest possible value, and its unit."""
 KIND = "curve"
-MOST_BLOCKS = 10_000
-
-
-class CurveLimits(Settings):
-    """The setting of a curve beside those of its search."""
-
-    max_blocks: Annotated[PositiveInt, Field(le=MOST_BLOCKS)]
 
 
 class Curve(NamedTuple):
@@ -72,17 +63,17 @@ class Curve(NamedTuple):
         )
 
 
+@takes_settings(CurveSettings)
 def curve(
     model: str | Path | PreTrainedModel,
     data: Any,
     *,
-    max_blocks: int = 12,
+    settings: CurveSettings,
+    watcher: Watcher,
     output: str | Path | None = None,
     tokenizer: Any = None,
     heldout: Any = None,
     resume: bool = False,
-    watcher: Watcher | None = None,
-    **options: Any,
 ) -> Curve:
     """Remove blocks one after another, and measure the held-out loss after each removal.
 
@@ -96,38 +87,33 @@ def curve(
     Args:
         model: checkpoint folder, Hub name, or a loaded model (restored on return).
         data: as for `search`.
-        max_blocks: most blocks to remove; fewer, with a message, if the model has fewer.
+        settings: fields of `CurveSettings` as keywords, or an instance.
+        watcher: receives progress.
         output: folder for `plan.json` (with all blocks) and the results; None = not saved.
         tokenizer: as for `search`.
         heldout: as for `search`.
         resume: continue an interrupted curve.
-        watcher: receives progress.
-        **options: fields of `SearchSettings`; `fit` (off by default) heals the last plan only.
 
     Raises:
         FulldepthError: as `search`.
     """
-    layered(CurveLimits, {"max_blocks": max_blocks})
-    watcher, settings = watcher or Watcher(), layered(SearchSettings, {"fit": False, **options})
-    if settings.blocks is not None:
-        raise FulldepthError("A curve has max_blocks, not blocks.")
     with processes() as process, process.holding(output):
         process.first(partial(_check_folder, output, resume))
         owner = open_for(model, settings, process).model
         if settings.search != "given":
             anatomy = check_task(find_anatomy(owner))
             whole = settings.granularity == GRANULARITIES[-1]
-            most = anatomy.num_layers if whole else len(anatomy.layers_with(settings.granularity)) or max_blocks
-            settings = layered(SearchSettings, settings.model_dump(), {"blocks": min(max_blocks, most)})
-            if most < max_blocks:
-                watcher.say(f"The model has {most} blocks: the curve ends there, not at max_blocks = {max_blocks}.")
+            most = anatomy.num_layers if whole else len(anatomy.layers_with(settings.granularity)) or settings.blocks
+            if most < settings.blocks:
+                watcher.say(f"The model has {most} blocks: the curve ends there, not at blocks = {settings.blocks}.")
+                settings = settings.model_copy(update={"blocks": most})
         with prepared(owner, data, settings, process, tokenizer=tokenizer, heldout=heldout) as problem:
             plan = search_with(problem, process, watcher, output=output, resume=resume)
             read = _read(problem, plan, process, watcher)
         end = find_breakpoint(read.sums["loss"] / read.tokens[:, None], read.tokens, read.documents, seed=settings.seed)
         table = _table(plan, read, end)
         document = {
-            **provenance(KIND, {**settings.model_dump(), "max_blocks": max_blocks}, seed=settings.seed),
+            **provenance(KIND, settings.model_dump(), seed=settings.seed),
             "model": {**plan.document()["model"], "num_layers": problem.scorer.costs.num_layers},
             "data": plan.data,
             "plan": plan.document(),

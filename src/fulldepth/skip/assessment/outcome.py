@@ -6,9 +6,9 @@ every removal, healed, and of the control; `mmd` of every layer to the original,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 import torch
@@ -29,7 +29,8 @@ from fulldepth.metrics.base import Row
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Finding, Results, finite, provenance, tabulate
 from fulldepth.settings import layer as layered
-from fulldepth.settings.search import PLACES, SearchSettings
+from fulldepth.settings.keywords import takes_settings
+from fulldepth.settings.search import PLACES, RENAMED, SearchSettings
 from fulldepth.skip.assessment.compared import joined
 from fulldepth.skip.in_sample import in_sample
 from fulldepth.skip.plan import Plan, plan_scalars
@@ -38,6 +39,7 @@ from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.summary import stopped_rounds
 
 KIND = "skip"
+Chosen = TypeVar("Chosen", bound=SearchSettings)
 RESERVOIR_TOKENS = 2048
 """Most tokens that the discrepancy is computed from; exact if the data have no more."""
 UNKNOWN = "A plan keeps no losses of single documents; fulldepth skip bench --heldout states the error."
@@ -45,17 +47,18 @@ KINDS = {"attention": ("attention block", "attention blocks"), "mlp": ("MLP", "M
 """Granularity -> a removed block, and several."""
 
 
+@takes_settings(SearchSettings)
 def analyse(
     model: str | Path | PreTrainedModel,
     plan: Plan,
     data: Any,
     *,
+    settings: SearchSettings,
+    watcher: Watcher,
     output: str | Path | None = None,
     tokenizer: Any = None,
     heldout: Any = None,
     reservoir_tokens: int = RESERVOIR_TOKENS,
-    watcher: Watcher | None = None,
-    **options: Any,
 ) -> Results:
     """The results of an existing plan, as `fulldepth skip search` saves them beside `plan.json`.
 
@@ -63,19 +66,19 @@ def analyse(
         model: the checkpoint that the plan was made for, or the loaded model (restored on return).
         plan: the plan to analyse.
         data: as for `search`; the data of the search give the same held-out tokens.
+        settings: fields of `SearchSettings` as keywords, which replace the plan's.
+        watcher: receives progress.
         output: result folder; None = not saved.
         tokenizer: as for `search`.
         heldout: as for `search`.
         reservoir_tokens: most tokens that the discrepancy (MMD) is computed from.
-        watcher: receives progress.
-        **options: fields of `SearchSettings` that replace the plan's.
 
     Raises:
         FulldepthError: if the plan is for another model, or the folder holds other results.
     """
     if output is not None and (Path(output) / DOCUMENT).exists():
         raise FulldepthError(f"{output} already holds results. Choose another output folder.")
-    settings, process = settings_of(plan, options), Processes()
+    settings, process = settings_of(plan, settings), Processes()
     owner = open_for(model, settings, process).model
     plan.check_model(owner)
     opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": plan.model.hash}  # as just checked
@@ -86,19 +89,21 @@ def analyse(
     return results
 
 
-def settings_of(plan: Plan, options: Mapping[str, Any]) -> SearchSettings:
-    """The settings recorded in a plan, updated with `options`.
+def settings_of(plan: Plan, given: Chosen) -> Chosen:
+    """The settings recorded in a plan, updated with those that `given` states.
 
     Settings of the machine and of permissions (`PLACES`: `trust_remote_code`, the tokenizer, ...) are never taken from
     the plan.
     """
     noted = plan.cost.get("settings")
     known = SearchSettings.model_fields.keys() - PLACES
-    stored = noted.items() if isinstance(noted, dict) else ()
-    settings = {name: value for name, value in stored if value is not None and name in known}
+    stored = noted if isinstance(noted, dict) else {}
+    settings = {RENAMED.get(name, name): value for name, value in stored.items() if value is not None}
+    settings = {name: value for name, value in settings.items() if name in known}
     if settings.get("given") is None:
         settings["blocks"] = len(plan.blocks)
-    return layered(SearchSettings, {"granularity": plan.granularity, **settings}, dict(options))
+    stated = given.model_dump(mode="json", exclude_unset=True)
+    return layered(type(given), {"granularity": plan.granularity, **settings}, stated)
 
 
 def outcome(

@@ -34,16 +34,14 @@ from fulldepth.execution.scoring import LOSS
 from fulldepth.hf import Anatomy, evaluating, skipping
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, FRAMEWORKS, Finding, Results, finite, provenance
-from fulldepth.settings import layer as layered
-from fulldepth.settings.bench import BenchSettings
-from fulldepth.settings.search import SearchSettings
+from fulldepth.settings.bench import QuantiseSettings
+from fulldepth.settings.keywords import takes_settings
 from fulldepth.skip.assessment.compared import Cell, HeldoutLosses, Measured, losses_of
 from fulldepth.skip.assessment.int8 import METHOD, Saver, check_torchao, int8
 from fulldepth.skip.assessment.outcome import settings_of
 from fulldepth.skip.plan import FILE, Plan, plan_scalars
 from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.selection.search import search_with
-from fulldepth.uncertainty import FEWEST_ROUNDS
 
 ORIGINAL, SKIPPED, QUANTISED = "original", "skipped", "quantised"
 FIRST, SECOND = "quantised, then skipped", "skipped, then quantised"
@@ -58,22 +56,19 @@ PARTS = {
 """Granularity -> roles of the modules that are not needed."""
 
 
+@takes_settings(QuantiseSettings)
 def quantise(
     model: str | Path | PreTrainedModel,
     plan: Plan | str | Path,
     data: Any,
     *,
+    settings: QuantiseSettings,
+    watcher: Watcher,
     output: str | Path | None = None,
     save: str | Path | None = None,
     tokenizer: Any = None,
     heldout: Any = None,
-    batch: int = 1,
-    context: int = 128,
-    new_tokens: int = 16,
-    repeats: int = FEWEST_ROUNDS,
     resume: bool = False,
-    watcher: Watcher | None = None,
-    **options: Any,
 ) -> Results:
     """Quantise a model to int8 before and after its blocks are removed, and measure every combination.
 
@@ -81,17 +76,14 @@ def quantise(
         model: the checkpoint that the plan was made for, or the loaded model (not changed).
         plan: a plan, its file, or its folder.
         data: as for `search`; the data of the search give the same held-out tokens.
+        settings: fields of `QuantiseSettings` as keywords; those of a search replace the plan's, for the search on the
+            quantised model.
+        watcher: receives progress.
         output: result folder; the plan of the quantised model is saved in its folder `quantised`. None = not saved.
         save: folder to create for the checkpoints that `int8.py` describes; None = no weights are saved.
         tokenizer: as for `search`; also saved with the checkpoints.
         heldout: as for `search`.
-        batch: batch size of timed runs.
-        context: length of the prompt in tokens.
-        new_tokens: number of decoded tokens.
-        repeats: number of rounds; fewer than 9 give no verdict on times.
         resume: continue an interrupted search on the quantised model.
-        watcher: receives progress.
-        **options: fields of `SearchSettings` that replace the plan's, for the search on the quantised model.
 
     Raises:
         FulldepthError: if the plan is for another model, torchao is missing or cannot quantise this model, its
@@ -101,17 +93,15 @@ def quantise(
     if launch.world() > 1:
         raise FulldepthError("Times are taken in one process: run `fulldepth skip quantise` without torchrun.")
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    settings = settings_of(plan, options)
-    timed = {"batches": [batch], "contexts": [context], "new_tokens": new_tokens, "repeats": repeats}
-    timing = layered(BenchSettings, {**timed, "seed": settings.seed})
-    watcher, process, folder = watcher or Watcher(), Processes(), None if output is None else Path(output)
+    settings = settings_of(plan, settings)
+    process, folder = Processes(), None if output is None else Path(output)
     with process.holding(folder):
         for name in (DOCUMENT, *(() if resume else (f"{SEARCHED}/{FILE}",))):
             if folder is not None and (folder / name).exists():
                 raise FulldepthError(f"{folder} already holds {name}. Choose another output folder.")
         owner = open_for(model, settings, process).model
         plan.check_model(owner)
-        check_positions(find_anatomy(owner), context, new_tokens)
+        check_positions(find_anatomy(owner), max(settings.contexts), settings.max_new_tokens)
         saver = None
         if save is not None:
             source = model.name_or_path if isinstance(model, PreTrainedModel) else model
@@ -148,9 +138,11 @@ def quantise(
             sizes = {name: each.bytes for name, each in combinations.items()}
             measured = Measured(list(combinations), sizes, losses_of(sums, batches))
             runs = {name: (Runner(each.anatomy.model), each.switched) for name, each in combinations.items()}
-            watcher.begin("Timing", len(runs) * (timing.warmup + timing.repeats))
-            measured.take_times(Cell(batch, context), runs, anatomy, timing, watcher)
-        results = Results(measured.table(), _document(combinations, measured, examples, settings, timing, saver))
+            cells = [Cell(batch, context) for batch in settings.batches for context in settings.contexts]
+            watcher.begin("Timing", len(cells) * len(runs) * (settings.warmup + settings.repeats))
+            for cell in cells:
+                measured.take_times(cell, runs, anatomy, settings, watcher)
+        results = Results(measured.table(), _document(combinations, measured, examples, settings, saver))
         if folder is not None:
             results.save(folder)
         return results
@@ -205,8 +197,7 @@ def _document(
     combinations: dict[str, Combination],
     measured: Measured,
     examples: Examples,
-    settings: SearchSettings,
-    timing: BenchSettings,
+    settings: QuantiseSettings,
     saver: Saver | None,
 ) -> dict[str, Any]:
     """The entries of `results.json`."""
@@ -216,7 +207,7 @@ def _document(
     document = {
         **provenance(
             "quantise",
-            {**settings.model_dump(), "timing": timing.model_dump()},
+            settings.model_dump(),
             packages=(*FRAMEWORKS, "torchao"),
             seed=settings.seed,
             machine=machine(anatomy.model.device),

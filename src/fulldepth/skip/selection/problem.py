@@ -29,7 +29,7 @@ from fulldepth.hf import (
 )
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.surgery import Switches
-from fulldepth.settings.search import PLACES, ReadingSettings, SearchSettings
+from fulldepth.settings.search import PLACES, HeldoutSettings, SearchSettings
 from fulldepth.skip.scored_batches import make_batches
 from fulldepth.skip.selection.fit import check_fit
 from fulldepth.skip.selection.loss_cache import Chunk
@@ -82,7 +82,7 @@ def open_for(model: str | Path | PreTrainedModel, settings: SearchSettings, proc
     return checkpoint
 
 
-def tokenizer_of(checkpoint: Checkpoint, settings: ReadingSettings, tokenizer: Any = None) -> Any:
+def tokenizer_of(checkpoint: Checkpoint, settings: HeldoutSettings, tokenizer: Any = None) -> Any:
     """The tokenizer as passed in, or the one that the settings name, or the checkpoint's own.
 
     Raises:
@@ -145,7 +145,7 @@ def prepared(
 
 
 def read_data(
-    checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: ReadingSettings, *, tokenizer: Any, heldout: Any
+    checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: HeldoutSettings, *, tokenizer: Any, heldout: Any
 ) -> Examples:
     """The examples of a search, a curve or a benchmark.
 
@@ -169,7 +169,7 @@ def read_data(
         heldout=heldout,
         seed=settings.seed,
         sequence_length=settings.sequence_length,
-        limit=settings.limit,
+        limit=settings.max_sequences,
         vocab_size=anatomy.vocab_size,
     )
 

@@ -19,7 +19,7 @@ from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS
 from fulldepth.progress import Watcher
 from fulldepth.results import versions
 from fulldepth.settings import Settings
-from fulldepth.settings import layer as layered
+from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import SearchSettings, seconds_of
 from fulldepth.skip.exports.possible import announce
 from fulldepth.skip.in_sample import ENTRY, rows_of
@@ -42,18 +42,19 @@ class StoredFit(Settings):
     train_losses: list[FiniteFloat]
 
 
+@takes_settings(SearchSettings)
 def search(
     model: str | Path | PreTrainedModel,
     data: Any,
     blocks: int | None = None,
     *,
+    settings: SearchSettings,
+    watcher: Watcher,
     tokenizer: Any = None,
     heldout: Any = None,
     output: str | Path | None = None,
     resume: bool = False,
     responses: Mapping[str, Any] | None = None,
-    watcher: Watcher | None = None,
-    **options: Any,
 ) -> Plan:
     """Find the blocks whose removal costs least on held-out data, then train scalars; runs in parallel under torchrun.
 
@@ -61,22 +62,20 @@ def search(
         model: checkpoint folder, Hub name, or a loaded model (unchanged on return).
         data: any data that `read_examples` reads (pairs, chats, plain text, `corpus:builtin`), or `Examples`.
         blocks: k, the number to remove; None = the number of layers in `given`.
+        settings: fields of `SearchSettings` as keywords, or an instance.
+        watcher: receives progress and messages.
         tokenizer: required for a loaded model, unless data are `Examples`; None = the one saved with the checkpoint.
         heldout: data to score with, of the same kinds; None = a random fifth of `data`.
         output: folder for `plan.json`, and for `progress.json` while the search runs.
         resume: continue an interrupted search; the plan is the same as without interruption.
         responses: settings of the generated responses, for the plan's `data`.
-        watcher: receives progress and messages.
-        **options: fields of `SearchSettings`: `criterion`, `search`, `granularity`, `given` (1-based layers in order of
-            removal), `fit`, `batch_size`, `seed`, ...
 
     Raises:
         FulldepthError: if the model, data or options are not valid, or the output folder holds other files.
     """
-    settings = layered(SearchSettings, {"blocks": blocks, **options})
     opened = {"tokenizer": tokenizer, "heldout": heldout}
     with processes() as process, process.holding(output), prepared(model, data, settings, process, **opened) as problem:
-        return search_with(problem, process, watcher or Watcher(), output=output, resume=resume, responses=responses)
+        return search_with(problem, process, watcher, output=output, resume=resume, responses=responses)
 
 
 def search_with(

@@ -1,0 +1,116 @@
+"""Settings of a command as keyword arguments of its Python function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import reduce, wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fulldepth import bars
+from fulldepth.progress import Watcher
+from fulldepth.settings.layers import Settings, layer, merge, read
+
+Result = TypeVar("Result")
+PLAIN = (str, int, float, list, tuple, Path)
+"""Types of arguments that are settings where a parameter and a setting have the same name, such as `tokenizer`."""
+PROGRESS = inspect.Parameter("progress", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None")
+
+
+def with_progress(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Give a function with a parameter `watcher` the keyword `progress`, which shows a bar where no watcher is given.
+
+    None = a bar in a terminal, lines in a notebook; True = also lines in a log file; False = none.
+    """
+
+    @wraps(function)
+    def call(*args: Any, progress: bool | None = None, **given: Any) -> Result:
+        with _watching(progress, given.pop("watcher", None)) as watcher:
+            return function(*args, watcher=watcher, **given)
+
+    signature = inspect.signature(function)
+    call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), PROGRESS])  # type: ignore[attr-defined]
+    return call
+
+
+def takes_settings(
+    kind: type[Settings], *, recipes: str | None = None
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Give a command's function its settings as keyword arguments.
+
+    The function has a keyword `settings`, and receives an instance of `kind` there. Its callers give the fields of
+    `kind` by name (a dot in a name opens a mapping, as on the command line), or an instance, or both; settings are
+    layered as defaults < recipe < instance < keywords, and checked once. The signature and the docstring list them.
+    A function with a parameter `watcher` also gets `progress`, see `with_progress`.
+
+    Args:
+        kind: the settings class.
+        recipes: the command whose recipes the function's parameter `recipe` names; it may also be a mapping or an
+            instance.
+    """
+
+    def add(function: Callable[..., Result]) -> Callable[..., Result]:
+        own = inspect.signature(function)
+
+        @wraps(function)
+        def call(*args: Any, settings: Settings | None = None, **given: Any) -> Result:
+            bound = own.bind_partial(*args, **{name: given.pop(name) for name in [*given] if name in own.parameters})
+            for name in kind.model_fields:
+                if isinstance(bound.arguments.get(name), PLAIN):
+                    given[name] = bound.arguments.pop(name)
+            chosen = {name: _plain(value) for name, value in given.items() if value is not None}
+            recipe = bound.arguments.get("recipe")
+            below = read(recipe, recipes or "") if isinstance(recipe, str | Path) else _stated(recipe)
+            resolved = layer(kind, below, _stated(settings), nested(chosen))
+            return function(*bound.args, settings=resolved, **bound.kwargs)
+
+        fields = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.get_default(call_default_factory=True),
+                annotation=field.annotation,
+            )
+            for name, field in kind.model_fields.items()
+            if name not in own.parameters
+        ]
+        listed = [parameter for parameter in own.parameters.values() if parameter.name != "settings"]
+        call.__signature__ = own.replace(parameters=[*listed, *fields])  # type: ignore[attr-defined]
+        entries = [f"    {name}: {' '.join((f.description or '').split())}" for name, f in kind.model_fields.items()]
+        call.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Settings:", *entries])
+        return with_progress(call) if "watcher" in own.parameters else call
+
+    return add
+
+
+@contextmanager
+def _watching(progress: bool | None, watcher: Watcher | None) -> Iterator[Watcher]:
+    """The caller's watcher, or else one that shows progress as `bars.watching` does."""
+    if watcher is not None:
+        yield watcher
+        return
+    with bars.watching(progress) as shown:
+        yield shown
+
+
+def _stated(settings: Settings | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The given settings as plain values, without defaults."""
+    return settings.model_dump(mode="json", exclude_unset=True) if isinstance(settings, Settings) else settings or {}
+
+
+def _plain(value: Any) -> Any:
+    """The value as a recipe would state it; a dtype or device of torch by its name."""
+    is_torch = type(value).__module__ == "torch"
+    return str(value).removeprefix("torch.") if is_torch else list(value) if isinstance(value, tuple) else value
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings given as keywords; a dot in a name opens a mapping, as in `key.inner=value` on the command line."""
+
+    def opened(name: str, value: Any) -> dict[str, Any]:
+        first, _, rest = name.partition(".")
+        return {first: opened(rest, value) if rest else value}
+
+    return reduce(merge, (opened(name, value) for name, value in settings.items()), {})
