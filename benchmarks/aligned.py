@@ -85,7 +85,8 @@ def train(recipe: str, method: str, seed: int, changes: Sequence[str], folder: P
 def assess(checkpoint: Path, data: str, sequences: int, folder: Path) -> tuple[Results, Results]:
     """Results of `measure` and `exit` on test data."""
     measured, left = folder.with_name(f"{folder.name}-measure"), folder.with_name(f"{folder.name}-exit")
-    log, most = folder.parent / "log" / f"{folder.name}.txt", ["--max-sequences", str(sequences), "--set", "truncate=true"]
+    log = folder.parent / "log" / f"{folder.name}.txt"
+    most = ["--max-sequences", str(sequences), "--set", "truncate=true"]
     if not complete(measured):
         run(["measure", str(checkpoint), "--data", data, *most, "--output", str(measured)], log)
     if not complete(left):

@@ -152,7 +152,7 @@ def test_a_closed_pipe_ends_quietly():
 
 @pytest.mark.parametrize("text", ["9" * 30, "1,x", "", "1," + "9" * 5000])
 def test_lists_of_whole_numbers(text):
-    with pytest.raises(FulldepthError, match="batches|digits"):
+    with pytest.raises(FulldepthError, match=r"batches|digits"):
         layer(BenchSettings, {"batches": text})
     assert layer(BenchSettings, {"batches": "3, 7"}).batches == [3, 7]
 

@@ -110,8 +110,8 @@ def test_layers_that_do_not_exist_are_refused_before_weights_are_read(run, check
     for path in checkpoint.iterdir():
         if path.suffix != ".safetensors":
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    for option, value in (("exit-layer", "3"), ("speculate-from", "7")):
-        result = run("generate", tmp_path, "--prompt", PROMPT, f"--{option}", value, code=2)
-        assert f"{option.replace('-', '_')} is {value}" in result.stderr
+    for name, value in (("exit_layer", "3"), ("speculate_from", "7")):
+        result = run("generate", tmp_path, "--prompt", PROMPT, "--set", f"{name}={value}", code=2)
+        assert f"{name} is {value}" in result.stderr
     sweep = ("exit", tmp_path, "--data", "corpus:builtin", "--set", "min_layer=4", "--output", tmp_path / "out")
     assert "min_layer is 4" in run(*sweep, code=2).stderr

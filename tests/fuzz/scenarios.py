@@ -50,7 +50,7 @@ MEASURE = {
         "measure model --data data/text.txt --output new --recipe recipes/measure.yaml", "recipes/measure.yaml", 2
     ),
     "measure recipe and flags": Scenario(
-        "measure model --data data/text.txt --output new --recipe recipes/measure.yaml --seed 4 --set token_policy=no-first",
+        "measure model --data data/text.txt --output new --recipe recipes/measure.yaml --set token_policy=last",
         "recipes/measure.yaml",
         1,
         arguments=0.5,
@@ -220,9 +220,7 @@ GENERATE = "generate model --prompt w1 --raw --max-new-tokens 4"
 GENERATES = {
     "generate": Scenario(f"{GENERATE} --output new", "model", 2, arguments=0.5),
     "generate drafts": Scenario(f"{GENERATE} --speculate-from 1 --set draft_length=2 --output new", "model", 1),
-    "generate plan": Scenario(
-        f"{GENERATE} --plan plan/plan.json --set draft_length=2 --output new", "plan/plan.json", 2
-    ),
+    "generate plan": Scenario(f"{GENERATE} --plan plan/plan.json --set draft_length=2 --output new", "plan", 2),
     "generate early": Scenario(f"{GENERATE} --threshold 0.1 --output new", "model", 1, arguments=0.5),
     "generate again": Scenario(f"{GENERATE} --output out-a", "out-a", 0.5),
 }
@@ -241,7 +239,8 @@ EVALUATE = {
         grows=("answers-left/*",),
     ),
     "evaluate quality": Scenario(
-        "evaluate model --generation-quality data/text.txt --set prompts=2 --set prefix_tokens=4 --max-new-tokens 4 --output new",
+        "evaluate model --generation-quality data/text.txt --set prompts=2 --set prefix_tokens=4 --max-new-tokens 4 "
+        "--output new",
         "data/text.txt model",
         1,
         arguments=0.3,

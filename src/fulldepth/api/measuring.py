@@ -65,7 +65,7 @@ def measure(
         max_sequences: maximum number of sequences. None = 256.
         sequence_length: tokens per sequence. None = 256, or the model's maximum if smaller.
         batch_size: sequences per forward pass; it does not affect the results. None = 8.
-        token_policy: as `MeasureSettings.tokens`; padding never counts. None = `auto`.
+        token_policy: as `MeasureSettings.token_policy`; padding never counts. None = `auto`.
         device: None = the first accelerator, else the CPU.
         dtype: None = the checkpoint's own.
         series: False = of a folder with checkpoints and a model, measure the model alone.
@@ -88,7 +88,7 @@ def measure(
         "max_sequences": max_sequences,
         "sequence_length": sequence_length,
         "batch_size": batch_size,
-        "tokens": token_policy,
+        "token_policy": token_policy,
         "device": None if device is None else str(device),
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         "tokenizer": str(tokenizer) if isinstance(tokenizer, str | Path) else None,

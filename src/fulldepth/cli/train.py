@@ -58,14 +58,13 @@ def train_command(
     if output is None and not dry_run:
         raise FulldepthError("A run folder is required: --output RUN.")
     console.loading()
-    from fulldepth import reporting
     from fulldepth.results import PAGE
     from fulldepth.training import dry_run_lines, train
 
     if output is None or dry_run:
         console.table(dry_run_lines(settings))
         return
-    results = train(recipe, output, resume=resume, settings=settings, after_evaluation=reporting.write, progress=True)
+    results = train(recipe, output, resume=resume, settings=settings, progress=True)
     if console.is_main():
         console.finish(results, output / PAGE)
 

@@ -77,7 +77,7 @@ def measure(
         max_sequences: maximum number of sequences.
         sequence_length: tokens per sequence; None = 256, or the model's maximum if smaller.
         batch_size: sequences per forward pass; it does not affect the results.
-        token_policy: as `MeasureSettings.tokens`; padding never counts.
+        token_policy: as `MeasureSettings.token_policy`; padding never counts.
         device: None = the first accelerator, else the CPU.
         dtype: `auto` = the checkpoint's own.
         watcher: receives messages and progress.
@@ -96,7 +96,7 @@ def measure(
         "max_sequences": max_sequences,
         "sequence_length": sequence_length,
         "batch_size": batch_size,
-        "tokens": token_policy,
+        "token_policy": token_policy,
         "device": None if device is None else str(device),
         "dtype": str(dtype).removeprefix("torch."),
         **options,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,6 +17,7 @@ from fulldepth.execution.memory import reset_peak, run_peak
 from fulldepth.hf import begin_checkpoint, drop_checkpoints, seal
 from fulldepth.losses import Tally
 from fulldepth.progress import Watcher
+from fulldepth.results import Results
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.evaluation import Evaluator, tracked
 from fulldepth.training.record import Record, Stopwatch
@@ -33,7 +33,6 @@ class Conductor(TrainerCallback):
         evaluator: evaluates the model on the held-out windows.
         watcher: receives progress and messages.
         notes: notes of the checkpoint to resume from, default ones at the start; with the run's origin.
-        after_evaluation: called with the run folder when its results have changed, on the first process.
     """
 
     def __init__(
@@ -43,10 +42,8 @@ class Conductor(TrainerCallback):
         evaluator: Evaluator,
         watcher: Watcher,
         notes: RunNotes,
-        after_evaluation: Callable[[Path], object] | None = None,
     ) -> None:
         self.settings, self.record, self.evaluator, self.watcher = settings, record, evaluator, watcher
-        self.after_evaluation = after_evaluation
         self.tally = Tally()
         self.carried: dict[str, list[float]] = dict(notes.tally) if current().is_main else {}
         self.clock = Stopwatch(notes.elapsed)
@@ -139,8 +136,7 @@ class Conductor(TrainerCallback):
         }
         if self.trainer.args.should_save:
             self.record.add(step, evaluation, {name: (total, round(n)) for name, (total, n) in means.items()}, facts)
-            if self.after_evaluation is not None:
-                self.after_evaluation(self.record.folder)
+            Results.load(self.record.folder).save_page(self.record.folder)
         if self.settings.report_to:
             due = self.trainer.control.should_log
             self.trainer.log(tracked(evaluation, means))

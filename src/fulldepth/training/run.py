@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,6 @@ def train(
     settings: TrainSettings,
     watcher: Watcher,
     resume: bool = False,
-    after_evaluation: Callable[[Path], object] | None = None,
 ) -> Results:
     """Train a model, into a run folder.
 
@@ -69,7 +68,6 @@ def train(
         settings: fields of `TrainSettings` as keywords, which override the recipe; mappings are merged key by key.
         watcher: receives progress and messages.
         resume: resume from the last complete checkpoint; without one, start at the beginning.
-        after_evaluation: called with the folder whenever its results have changed.
 
     Raises:
         FulldepthError: if the folder holds another run, the settings are inconsistent, or the loss is not finite.
@@ -83,9 +81,7 @@ def train(
         with holding(folder, settings, resume) as (checkpoint, notes, renamed):
             for path in renamed:
                 watcher.say(f"A checkpoint that is not whole is now called {path.name}.")
-            trainer, conductor = _prepare(
-                settings, arguments, folder, checkpoint, notes, name, watcher, after_evaluation
-            )
+            trainer, conductor = _prepare(settings, arguments, folder, checkpoint, notes, name, watcher)
             return conduct(trainer, conductor, checkpoint)
 
 
@@ -97,7 +93,6 @@ def _prepare(
     notes: RunNotes,
     recipe: str,
     watcher: Watcher,
-    after_evaluation: Callable[[Path], object] | None,
 ) -> tuple[Any, Conductor]:
     """The trainer of a run, and the callback that controls it."""
     make = conversation_trainer if settings.stage == "sft" else TRAINERS[settings.task]
@@ -134,7 +129,6 @@ def _prepare(
         evaluator(held_out, trainer.data_collator, EVALUATION_BATCH[settings.task == "causal-lm"]),
         watcher,
         notes.model_copy(update={"origin": origin}),
-        after_evaluation,
     )
     return trainer, conductor
 
@@ -166,8 +160,7 @@ def conduct(trainer: Any, conductor: Conductor, checkpoint: Path | None) -> Resu
     record.complete = True
     if trainer.args.should_save:
         record.save()
-        if conductor.after_evaluation is not None:
-            conductor.after_evaluation(record.folder)  # the page says that the run is complete
+        Results.load(record.folder).save_page(record.folder)  # it says that the run is complete
     return record.results()
 
 
