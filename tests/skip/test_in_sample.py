@@ -8,8 +8,8 @@ from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.skip.exports.card import card_of
 from fulldepth.skip.exports.formats import FORMATS
-from fulldepth.skip.in_sample import ENTRY, in_sample, overlap, rows_of
 from fulldepth.skip.selection.search import search
+from fulldepth.skip.summary import ENTRY, in_sample, overlap, rows_of
 from skip import plain
 from skip.planned import plan
 from skip.word_tokenizer import tokenizer

@@ -39,8 +39,8 @@ from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.assessment.compared import Cell, HeldoutLosses, Measured, losses_of
 from fulldepth.skip.assessment.int8 import METHOD, Saver, check_torchao, int8
-from fulldepth.skip.assessment.outcome import settings_of
 from fulldepth.skip.plan import FILE, Plan, plan_scalars
+from fulldepth.skip.selection.outcome import settings_of
 from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.selection.search import search_with
 from fulldepth.uncertainty import FEWEST_ROUNDS

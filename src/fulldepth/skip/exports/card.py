@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from fulldepth.errors import one_line
 from fulldepth.hf import ModelCard
 from fulldepth.skip.exports.formats import Format
-from fulldepth.skip.in_sample import in_sample
 from fulldepth.skip.plan import Plan
+from fulldepth.skip.summary import in_sample
 
 STOCK = """\
 from transformers import AutoModelForCausalLM

@@ -16,9 +16,9 @@ from fulldepth.execution.language_model import prove
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.results import COLUMNS, Results
-from fulldepth.skip.assessment.outcome import analyse, discrepancies, headline, settings_of
 from fulldepth.skip.exports.fold import fold
-from fulldepth.skip.scored_batches import make_batches
+from fulldepth.skip.selection.fit import make_batches
+from fulldepth.skip.selection.outcome import analyse, discrepancies, headline, settings_of
 from fulldepth.skip.summary import lines
 from skip import plain, planned
 from skip.word_tokenizer import tokenizer, words
