@@ -154,11 +154,18 @@ def test_losses_are_those_of_stock_passes_on_the_same_sequences(folders) -> None
     results = bench(folders / "original", exports, data=examples, batch_size=4, **SMALL)
     assert results.meta["data"]["hash"] == examples.meta["hash"]
     tokens, documents = (np.array([getattr(one, name) for one in held]) for name in ("predicted", "document"))
-    for name in NAMES:
-        options = {"dtype": torch.float64, "trust_remote_code": name == "fast"}
-        sums = plain_sums(AutoModelForCausalLM.from_pretrained(folders / name, **options), held)
-        base = sums if name == "original" else base
-        gap, rows = sums - base, results.table[(results.table.measure == "loss") & (results.table.model == name)]
+    stock = {
+        name: AutoModelForCausalLM.from_pretrained(
+            folders / name, dtype=torch.float64, trust_remote_code=name == "fast"
+        )
+        for name in NAMES
+    }
+    every = {name: plain_sums(model, held) for name, model in stock.items()}
+    for name, sums in every.items():
+        gap, rows = (
+            sums - every["original"],
+            results.table[(results.table.measure == "loss") & (results.table.model == name)],
+        )
         rate, rows = gap.sum() / tokens.sum(), rows.set_index("statistic")
         assert rows["value"]["mean"] == pytest.approx(sums.sum() / tokens.sum(), rel=1e-6)
         assert rows["count"]["mean"] == tokens.sum()
@@ -199,7 +206,9 @@ CELL, OTHER = Cell(1, 8), Cell(4, 8)
 
 def timed(own, load=0.0) -> Measured:
     """Two models, timed in one cell; the original takes 10 s in every round."""
-    times = {(n, CELL, p): s for n, s in (("original", [10.0] * len(own)), ("other", own)) for p in ("prefill", "decode")}
+    times = {
+        (n, CELL, p): s for n, s in (("original", [10.0] * len(own)), ("other", own)) for p in ("prefill", "decode")
+    }
     return Measured(["original", "other"], {"original": 1, "other": 1}, None, times, {CELL: load})
 
 
