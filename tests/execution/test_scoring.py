@@ -18,7 +18,7 @@ from fulldepth.execution.layer_runner import LayerRunner
 from fulldepth.execution.scoring import BASE, Scorer
 from fulldepth.hf import GRANULARITIES, Switches, anatomy_candidates, frozen
 from fulldepth.hf.scalars import Scalars
-from fulldepth.skip.scored_batches import make_batches
+from fulldepth.skip.selection.fit import make_batches
 from fulldepth.skip.selection.search import plain_flops
 from skip import plain, planned
 

@@ -18,9 +18,9 @@ def anatomy_of(model):
     return candidates[0] if len(candidates) == 1 else verify(candidates, tm.inputs(model)).anatomy
 
 
-def random_scalars(skipped=(), granularity="attention", width=None, seed=0, num_layers=3):
+def random_scalars(skipped=(), granularity="attention", seed=0, num_layers=3):
     generator = torch.Generator().manual_seed(seed)
-    scalars = Scalars(num_layers, skipped, granularity, width)
+    scalars = Scalars(num_layers, skipped, granularity)
     with torch.no_grad():
         for factor in scalars.parameters():
             factor.uniform_(0.5, 1.5, generator=generator)
@@ -113,25 +113,24 @@ def numbers(scalars):
     return {int(layer): {n: np.array(v) for n, v in values.items()} for layer, values in scalars.as_dict().items()}
 
 
-@pytest.mark.parametrize(("skipped", "width"), [(set(), tm.WIDTH), ({1}, None), ({2, 3}, tm.WIDTH)])
+@pytest.mark.parametrize("skipped", [set(), {1}, {2, 3}])
 @pytest.mark.parametrize("name", FORMULAS)
-def test_the_model_with_scalars_is_the_formula(name, skipped, width):
+def test_the_model_with_scalars_is_the_formula(name, skipped):
     model, ids = tm.build(name), tm.inputs(tm.build("llama"))["input_ids"]
-    scalars = random_scalars(skipped, width=width)
+    scalars = random_scalars(skipped)
     with skipping(anatomy_of(model), skipped, scalars=scalars), torch.no_grad():
         got = model(input_ids=ids).logits
     expected = FORMULAS[name](model, ids.numpy(), numbers(scalars), skipped)
     torch.testing.assert_close(got.double(), torch.from_numpy(expected), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("width", [None, tm.WIDTH])
 @pytest.mark.parametrize("name", FORMULAS)
-def test_gradients_reach_the_scalars(name, width):
+def test_gradients_reach_the_scalars(name):
     """The gradient of the cross-entropy, against finite differences of the formula."""
     skipped = {2}
     model, ids = tm.build(name), tm.inputs(tm.build("llama"))["input_ids"]
     model.requires_grad_(False)
-    scalars = random_scalars(skipped, width=width)
+    scalars = random_scalars(skipped)
     with skipping(anatomy_of(model), skipped, scalars=scalars):
         loss = F.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     loss.backward()
@@ -144,13 +143,12 @@ def test_gradients_reach_the_scalars(name, width):
     assert abs(formula(numbers(scalars)) - float(loss.detach())) < 1e-4
     for layer in (1, 2, 3):
         for factor, parameter in scalars.get(layer).items():
-            at = () if width is None else (5,)
             step = 1e-5
             values = [numbers(scalars) for _ in range(2)]
-            values[0][layer][factor][at] += step
-            values[1][layer][factor][at] -= step
+            values[0][layer][factor] += step
+            values[1][layer][factor] -= step
             slope = (formula(values[0]) - formula(values[1])) / (2 * step)
-            assert parameter.grad[at].item() == pytest.approx(slope, rel=2e-3, abs=2e-5)
+            assert parameter.grad.item() == pytest.approx(slope, rel=2e-3, abs=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -159,14 +157,13 @@ def test_factors_of_one_change_no_bit(name, dtype):
     model = tm.build(name, dtype=dtype)
     with torch.no_grad():
         plain = model(**tm.inputs(model)).logits
-        for width in (None, tm.WIDTH):
-            for granularity in GRANULARITIES:
-                with skipping(anatomy_of(model), [], granularity, Scalars(3, (), granularity, width)):
-                    assert torch.equal(model(**tm.inputs(model)).logits, plain)
-                with skipping(anatomy_of(model), [2], granularity):
-                    skipped = model(**tm.inputs(model)).logits
-                with skipping(anatomy_of(model), [2], granularity, Scalars(3, [2], granularity, width)):
-                    assert torch.equal(model(**tm.inputs(model)).logits, skipped)
+        for granularity in GRANULARITIES:
+            with skipping(anatomy_of(model), [], granularity, Scalars(3, (), granularity)):
+                assert torch.equal(model(**tm.inputs(model)).logits, plain)
+            with skipping(anatomy_of(model), [2], granularity):
+                skipped = model(**tm.inputs(model)).logits
+            with skipping(anatomy_of(model), [2], granularity, Scalars(3, [2], granularity)):
+                assert torch.equal(model(**tm.inputs(model)).logits, skipped)
 
 
 def test_float32_factors_heal_a_bfloat16_model_from_above():
@@ -215,7 +212,7 @@ def test_scalars_for_another_set_are_refused():
                     model(**tm.inputs(model))
         switches.scalars = None
         model(**tm.inputs(model))
-        for scalars in (Scalars(4), Scalars(3, granularity="mlp"), Scalars(3, width=16)):
+        for scalars in (Scalars(4), Scalars(3, granularity="mlp")):
             with pytest.raises(FulldepthError, match="Scalars of"):
                 switches.scalars = scalars
 
@@ -223,15 +220,13 @@ def test_scalars_for_another_set_are_refused():
 # The numbers by themselves.
 
 
-@pytest.mark.parametrize(
-    ("granularity", "left", "width"), [("attention", NAMES[2:], None), ("mlp", NAMES[:2], 5), ("layer", (), None)]
-)
-def test_a_dictionary_gives_the_same_scalars_back(granularity, left, width):
-    scalars = random_scalars({2}, granularity, width)
+@pytest.mark.parametrize(("granularity", "left"), [("attention", NAMES[2:]), ("mlp", NAMES[:2]), ("layer", ())])
+def test_a_dictionary_gives_the_same_scalars_back(granularity, left):
+    scalars = random_scalars({2}, granularity)
     assert (tuple(scalars.get(1)), tuple(scalars.get(2))) == (NAMES, left)
     assert {factor.dtype for factor in scalars.parameters()} == {torch.float32}
     again = Scalars.from_dict(scalars.as_dict(), 3, granularity)
-    assert (again.as_dict(), again.skipped, again.width) == (scalars.as_dict(), {2}, width)
+    assert (again.as_dict(), again.skipped) == (scalars.as_dict(), {2})
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_every_way_of_decoding_agrees_whatever_is_skipped(name):
 @pytest.mark.parametrize(("name", "granularity"), [("llama", "layer"), ("gemma3", "attention"), ("gpt2", "mlp")])
 def test_every_way_of_decoding_agrees_with_scalars(name, granularity):
     model = endless(model_of(name))
-    scalars = Scalars(3, {1}, granularity, width=tm.WIDTH)
+    scalars = Scalars(3, {1}, granularity)
     with torch.no_grad():
         for factor in scalars.parameters():
             factor.uniform_(0.6, 1.4)

@@ -30,8 +30,8 @@ from fulldepth.settings.measure import MeasureSettings
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.run import search_into
 from fulldepth.skip.selection import loss_cache
+from fulldepth.skip.selection.search import search_into
 from fulldepth.training import TrainSettings, train
 from fulldepth.training import run as training_run
 from kills.moments import Content, differences, moments, resumed

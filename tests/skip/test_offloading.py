@@ -16,7 +16,7 @@ from fulldepth.execution.scoring import Scorer
 from fulldepth.hf import Switches, frozen, is_offloaded, load_checkpoint
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.scalars import Scalars
-from fulldepth.skip.scored_batches import make_batches
+from fulldepth.skip.selection.fit import make_batches
 from fulldepth.skip.selection.search import search
 from skip import plain
 

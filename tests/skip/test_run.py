@@ -17,10 +17,10 @@ from fulldepth.execution import verify
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.results import Results
 from fulldepth.settings.search import SearchSettings
-from fulldepth.skip.assessment.outcome import analyse, settings_of
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.responses import Responses, stored_responses
-from fulldepth.skip.run import search_into
+from fulldepth.skip.selection.outcome import analyse, settings_of
+from fulldepth.skip.selection.search import search_into
 from skip import plain, planned
 from skip.word_tokenizer import tokenizer, words
 from tiny_models import build

@@ -56,7 +56,6 @@ class Scalars(nn.Module):
         num_layers: L.
         skipped: 1-based layers whose part is skipped.
         granularity: which part: `attention`, `mlp` or `layer`.
-        width: D for one factor a channel, `[D]`; None for one a layer.
 
     Raises:
         FulldepthError: for layers out of range, or an unknown granularity.
@@ -64,24 +63,16 @@ class Scalars(nn.Module):
     Source: Hopscotch (arXiv 2506.03303); skipped layers as in its public code.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        skipped: Iterable[int] = (),
-        granularity: str = "attention",
-        width: int | None = None,
-    ) -> None:
+    def __init__(self, num_layers: int, skipped: Iterable[int] = (), granularity: str = "attention") -> None:
         super().__init__()
         self.num_layers = num_layers
         self.skipped = check_layers(skipped, num_layers)
         self.granularity = granularity
-        self.width = width
-        shape = () if width is None else (width,)
         self.layers = nn.ModuleDict(
             {
                 str(layer): nn.ParameterDict(
                     {
-                        name: nn.Parameter(torch.ones(shape, dtype=torch.float32))
+                        name: nn.Parameter(torch.ones((), dtype=torch.float32))
                         for name in factor_names(granularity, layer in self.skipped)
                     }
                 )
@@ -90,15 +81,15 @@ class Scalars(nn.Module):
         )
 
     def get(self, layer: int) -> dict[str, nn.Parameter]:
-        """Name -> factor of a 1-based layer, `[]` or `[D]`; empty for a skipped layer."""
+        """Name -> factor of a 1-based layer, a single number; empty for a skipped layer."""
         factors: Any = self.layers[str(layer)]
         return {name: factors[name] for name in FACTORS if name in factors}
 
-    def as_dict(self) -> dict[str, dict[str, Any]]:
-        """1-based layer as text -> name -> number (a list of D numbers where there is one a channel)."""
+    def as_dict(self) -> dict[str, dict[str, float]]:
+        """1-based layer as text -> name -> number."""
         values = {str(layer): self.get(layer) for layer in range(1, self.num_layers + 1)}
         return {
-            layer: {name: factor.detach().tolist() for name, factor in factors.items()}
+            layer: {name: factor.item() for name, factor in factors.items()}
             for layer, factors in values.items()
             if factors
         }
@@ -108,7 +99,7 @@ class Scalars(nn.Module):
         """The inverse of `as_dict`; the factors that a layer lacks show that it is skipped.
 
         Raises:
-            FulldepthError: for anything but finite numbers, or lists of one length, for the factors of every layer.
+            FulldepthError: for anything but finite numbers for the factors of every layer.
         """
         try:
             tensors = {
@@ -116,14 +107,13 @@ class Scalars(nn.Module):
                 for layer, values in mapping.items()
                 for name, value in values.items()
             }
-            width = next((len(tensor) for tensor in tensors.values() if tensor.ndim), None)
             layers, first = range(1, num_layers + 1), "b_mlp" if granularity == "mlp" else "b_att"
             skipped = [layer for layer in layers if (layer, first) not in tensors]
-            scalars = cls(num_layers, skipped, granularity, width)
+            scalars = cls(num_layers, skipped, granularity)
             factors = {(layer, name): factor for layer in layers for name, factor in scalars.get(layer).items()}
-            finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
-            if factors.keys() != tensors.keys() or len({t.shape for t in tensors.values()}) > 1 or not finite:
-                raise ValueError("expected finite factors of every layer, all of one shape")
+            finite = all(tensor.ndim == 0 and bool(tensor.isfinite()) for tensor in tensors.values())
+            if factors.keys() != tensors.keys() or not finite:
+                raise ValueError("expected a finite number for each factor of every layer")
             with torch.no_grad():
                 for key, tensor in tensors.items():
                     factors[key].copy_(tensor)

@@ -129,7 +129,6 @@ class Switches:
             for name, own, other in (
                 ("layers", scalars.num_layers, anatomy.num_layers),
                 ("granularity", scalars.granularity, self.granularity),
-                ("channels", scalars.width or anatomy.width, anatomy.width),
             ):
                 if own != other:
                     raise FulldepthError(f"Scalars of {name} {own}, for a model with switches of {name} {other}.")

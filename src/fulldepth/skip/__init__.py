@@ -8,15 +8,14 @@ from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.assessment.bench import bench
 from fulldepth.skip.assessment.curve import Curve, curve
-from fulldepth.skip.assessment.outcome import analyse
 from fulldepth.skip.assessment.quantise import quantise
 from fulldepth.skip.exports.export import Export, export, load
 from fulldepth.skip.exports.fold import fold
 from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan, draft_plan
 from fulldepth.skip.responses import generate_responses, read_prompts
-from fulldepth.skip.run import search_into
 from fulldepth.skip.selection.fit import FitResult, fit_scales
-from fulldepth.skip.selection.search import search
+from fulldepth.skip.selection.outcome import analyse
+from fulldepth.skip.selection.search import search, search_into
 from fulldepth.skip.summary import lines
 
 quantize = quantise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -252,21 +252,46 @@ def _responses(
     return Responses(pairs, settings)
 
 
-def stored_responses(folder: Path, asked: Mapping[str, Any], generate: Callable[[], Responses]) -> dict[str, Any]:
-    """Write generated responses into `folder`, or reuse those of an earlier start with the same settings.
+def respond(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    data: Any,
+    count: int,
+    folder: Path,
+    *,
+    hashed: str,
+    batch_size: int,
+    watcher: Watcher,
+    **sampling: Any,
+) -> dict[str, Any]:
+    """Write responses to prompts of `data` into `folder`, or reuse those of an earlier start with the same settings.
 
     Args:
+        model: a causal language model.
+        tokenizer: the model's.
+        data: as for `read_prompts`.
+        count: number of prompts.
         folder: for `responses.jsonl` and `responses.json`.
-        asked: settings that determine the responses, as plain values.
-        generate: generates the responses.
+        hashed: `model_hash` of the model.
+        batch_size: as for `generate_responses`.
+        watcher: as for `generate_responses`.
+        **sampling: `temperature`, `seed` and `max_new_tokens`.
 
     Returns:
         `Responses.settings`, as stored.
 
     Raises:
-        FulldepthError: if the folder holds other responses, or incomplete files of these names.
+        FulldepthError: as `generate_responses`; if the folder holds other responses, incomplete files of these names,
+            or the data.
     """
     notes, responses = folder / NOTES, folder / FILE
+    if isinstance(data, str | Path) and Path(data).resolve() == responses.resolve():
+        raise FulldepthError(
+            f"The prompts are in {data}, which the generated responses would replace. Choose another output folder."
+        )
+    prompts = read_prompts(data, tokenizer, count, sampling["seed"])
+    digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+    asked = {"model": hashed, "prompts": f"sha256:{digest}", "count": count, **sampling}
     again = f"Remove {notes} and {responses} to generate the responses again, or choose another output folder."
     if notes.exists():
         try:
@@ -285,9 +310,9 @@ def stored_responses(folder: Path, asked: Mapping[str, Any], generate: Callable[
             f"{responses} exists without {NOTES}, which describes its generation. It is never written over; choose "
             "another output folder."
         )
-    generated = generate()
+    generated = generate_responses(model, tokenizer, prompts, batch_size=batch_size, watcher=watcher, **sampling)
     digest = hashlib.sha256(generated.text().encode()).hexdigest()
-    write_text(notes, json.dumps({"asked": dict(asked), "made": generated.settings, "sha256": digest}, indent=2))
+    write_text(notes, json.dumps({"asked": asked, "made": generated.settings, "sha256": digest}, indent=2))
     generated.save(responses)
     return dict(read_document(notes, StoredNotes).made)
 

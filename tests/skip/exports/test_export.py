@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import resource
@@ -10,26 +11,20 @@ import threading
 import time
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import tiny_models
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import readers
+from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.exports.export import NOTES, export, load
 from fulldepth.skip.exports.formats import FORMATS, decilm
 from skip import planned
-
-EXPORT = "fulldepth.skip.exports.export"
-
-
-@pytest.fixture
-def unproven(monkeypatch):
-    """Exports without the fresh process, for tests of what is written."""
-    monkeypatch.setattr(f"{EXPORT}.prove", lambda *_: 0.0)
 
 
 def ids(batch=2, length=12):
@@ -61,32 +56,20 @@ def prepared(name, blocks, granularity="attention", **options):
     return model, plan, logits(planned.scaled(model, plan))
 
 
-PROVEN = [
-    ("gpt_neox", "folded", "attention", [1, 2, 3]),
-    ("gemma3", "fast", "attention", [1, 3]),
-    ("qwen2", "decilm", "attention", [1, 3]),
-    ("gemma2", "layer", "layer", [2]),
-]
-
-
 @pytest.mark.slow
-def test_a_tokenizer_that_does_not_load_again_drops_the_export(tmp_path):
-    model, plan, _ = prepared("llama", [2])
-    model.save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").write_bytes(b'{"version": "1.0", "model": {}}')
-    with pytest.raises(FulldepthError, match="does not load in a fresh process"):
-        export(plan, tmp_path / "model", "folded", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "format", "granularity", "blocks"), PROVEN)
+@pytest.mark.parametrize(
+    ("name", "format", "granularity", "blocks"),
+    [
+        ("gpt_neox", "folded", "attention", [1, 2, 3]),
+        ("gemma3", "fast", "attention", [1, 3]),
+        ("qwen2", "decilm", "attention", [1, 3]),
+        ("gemma2", "layer", "layer", [2]),
+    ],
+)
 def test_every_format_gives_the_plans_logits_in_a_fresh_process(name, format, granularity, blocks, tmp_path):
     model, plan, expected = prepared(name, blocks, granularity)
     before = {n: w.clone() for n, w in model.state_dict().items()}
     report = export(plan, model, format, tmp_path / "made" / "here", tokenizer=tokenizer())
-    assert report.path.is_dir()
     assert [path.name for path in report.path.parent.iterdir()] == ["here"]
     assert report.logit_error < 1e-4
     assert report.verified or format == "decilm"
@@ -94,31 +77,34 @@ def test_every_format_gives_the_plans_logits_in_a_fresh_process(name, format, gr
     assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
     assert relative(logits(load(report.path)), expected) < 1e-4
     notes = json.loads((report.path / NOTES).read_text())
-    assert notes["plan"] == plan.document()
-    assert (notes["format"], notes["logit_error"]) == (format, report.logit_error)
+    assert (notes["plan"], notes["format"], notes["logit_error"]) == (plan.document(), format, report.logit_error)
     assert AutoTokenizer.from_pretrained(report.path)("w5 w9").input_ids == [5, 9]
     assert (report.path / "generation_config.json").is_file()
 
 
 @pytest.mark.slow
-def test_what_transformers_would_load_without_its_code_is_dropped(tmp_path, monkeypatch):
+@pytest.mark.parametrize("wrong", ["type", pytest.param("tokenizer", marks=pytest.mark.thorough)])
+def test_what_a_fresh_process_does_not_load_is_dropped(wrong, tmp_path, monkeypatch):
     """The trap of a stock class: without a type of its own, the fast format would load with attention at random."""
     model, plan, _ = prepared("llama", [2])
+    (tmp_path / "tokens").mkdir()
+    tokenizer().save_pretrained(tmp_path / "tokens")
     write = FORMATS["fast"].write
 
     def stock_type(draft):
-        notes = write(draft)
-        path = draft.folder / "config.json"
-        values = json.loads(path.read_text())
-        for name in ("auto_map", "layer_types", "skipped_attention", "skipped_mlp", "stream_scale"):
-            del values[name]
+        notes, path = write(draft), draft.folder / "config.json"
+        own = {"auto_map", "layer_types", "skipped_attention", "skipped_mlp", "stream_scale"}
+        values = {name: value for name, value in json.loads(path.read_text()).items() if name not in own}
         path.write_text(json.dumps(values | {"model_type": "llama"}))
         return notes
 
-    monkeypatch.setattr(FORMATS["fast"], "write", stock_type)
-    with pytest.raises(readers.NotLoadedError, match="without its code"):
-        export(plan, model, "fast", tmp_path / "out")
-    assert not list(tmp_path.iterdir())
+    if wrong == "type":
+        monkeypatch.setattr(FORMATS["fast"], "write", stock_type)
+    else:
+        (tmp_path / "tokens" / "tokenizer.json").write_bytes(b'{"version": "1.0", "model": {}}')
+    with pytest.raises(readers.NotLoadedError if wrong == "type" else FulldepthError):
+        export(plan, model, "fast", tmp_path / "out", tokenizer=str(tmp_path / "tokens"))
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
 
 
 @pytest.mark.usefixtures("unproven")
@@ -127,15 +113,12 @@ def test_fast_is_exact_whatever_the_norms_eps(name, tmp_path):
     """Streams hardly larger than eps, where folding alone is not: the class's norms follow the scale."""
     model, blocks = tiny_models.build(name), [1, 3]
     plan = planned.plan(model, blocks)
-    expected = logits(planned.scaled(model, plan))
     report = export(plan, model, "fast", tmp_path / "out")
     made = load(report.path)
-    assert relative(logits(made), expected) < 5e-6
+    assert relative(logits(made), logits(planned.scaled(model, plan))) < 5e-6
     assert type(made).__name__.startswith("Skipped")
-    removed = (
-        sum(w.numel() for n, w in model.state_dict().items() if "attn" in n or "attention." in n) / 3 * len(blocks)
-    )
-    assert report.parameters <= sum(p.numel() for p in model.parameters()) - removed
+    attention = sum(w.numel() for n, w in model.state_dict().items() if "attn" in n or "attention." in n)
+    assert report.parameters <= sum(p.numel() for p in model.parameters()) - attention * 2 / 3
     stored = load_file(report.path / "model.safetensors")
     assert not any(f".{block - 1}.{part}" in n for n in stored for block in blocks for part in ("self_attn", "attn."))
 
@@ -149,21 +132,51 @@ def test_a_depth_llama_without_switches_becomes_a_stock_model(tmp_path):
 
 
 @pytest.mark.usefixtures("unproven")
-@pytest.mark.parametrize("name", ["gemma3", "gpt2"])
-def test_the_layer_format_is_shallower_and_every_list_of_the_configuration_with_it(name, tmp_path):
-    model, plan, expected = prepared(name, [2], "layer")
-    model.config.layer_thing, model.config.eos_token_id = (
-        ["a", "b", "c"],
-        [2, 3, 4],
-    )  # both as long as the model is deep
-    made = load(export(plan, model, "layer", tmp_path / "out").path)
+@pytest.mark.parametrize(("name", "block", "said"), [("gemma2", 2, True), ("gemma2", 3, False), ("gpt2", 2, True)])
+def test_the_layer_format_is_shallower_and_every_list_of_the_configuration_with_it(name, block, said, tmp_path):
+    model, plan, expected = prepared(name, [block], "layer")
+    model.config.layer_thing, model.config.eos_token_id = ["a", "b", "c"], [2, 3, 4]  # as long as the model is deep
+    report = export(plan, model, "layer", tmp_path / "out")
+    made = load(report.path)
     assert relative(logits(made), expected) < 1e-5
     assert made.config.num_hidden_layers == 2
-    assert made.config.layer_thing == ["a", "c"]
+    assert made.config.layer_thing == [letter for number, letter in enumerate("abc", start=1) if number != block]
     assert made.config.eos_token_id == [2, 3, 4]
     assert len(getattr(made.config, "layer_types", None) or "ab") == 2
     assert made.generate(ids(), max_new_tokens=2, pad_token_id=0).shape[1] <= 14
     assert model.config.num_hidden_layers == 3
+    # Without the last one, lists still follow the period of the original (Gemma 2: sliding, full, sliding).
+    assert any("another model without an error" in note for note in report.notes) is said
+
+
+EXPERTS = {
+    "qwen3_moe": {"decoder_sparse_step": 2, "mlp_only_layers": [3], "num_experts": 4, "moe_intermediate_size": 16},
+    "deepseek_v3": {
+        **{"first_k_dense_replace": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "head_dim": 8},
+        **{"moe_intermediate_size": 16, "kv_lora_rank": 16, "q_lora_rank": 16, "num_key_value_heads": 4},
+        **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    },
+}
+
+
+@pytest.mark.usefixtures("unproven")
+@pytest.mark.parametrize("family", EXPERTS)
+def test_layers_that_the_configuration_names_by_number_are_renumbered(family, tmp_path):
+    options = tiny_models.DECODER | {"num_hidden_layers": 6, "num_experts_per_tok": 2} | EXPERTS[family]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options)).eval()
+    shorter = copy.deepcopy(model)
+    for layer in (4, 2):
+        del planned.layers(shorter)[layer - 1]
+    shorter.config.num_hidden_layers = 4
+    with torch.no_grad():
+        expected = shorter(input_ids=ids(), use_cache=False).logits
+    made = load(export(planned.plan(model, [2, 4], "layer", values=None), model, "layer", tmp_path / "out").path)
+    assert relative(logits(made), expected) < 1e-6
+    if family == "qwen3_moe":  # layers 1, 3, 5, 6 are left, with experts in 6 alone
+        assert (made.config.decoder_sparse_step, made.config.mlp_only_layers) == (1, [0, 1, 2])
+    else:
+        assert made.config.first_k_dense_replace == 1
 
 
 PUBLISHED = {
@@ -182,31 +195,33 @@ LLAMA_NAMES = {
 
 @pytest.mark.usefixtures("unproven")
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_decilm_speaks_by_the_published_names(name, tmp_path):
+def test_decilm_speaks_by_the_published_names_also_when_saved_again(name, tmp_path):
     model, plan, expected = prepared(name, [1, 3])
     report = export(plan, model, "decilm", tmp_path / "out")
     config = json.loads((report.path / "config.json").read_text())
     assert (config["model_type"], config["architectures"]) == ("nemotron-nas", ["DeciLMForCausalLM"])
-    assert [{part: set(block[part]) for part in block} for block in config["block_configs"]] == [PUBLISHED] * 3
-    assert [block["attention"]["no_op"] for block in config["block_configs"]] == [False, False, True]
-    assert [block["attention"]["n_heads_in_group"] for block in config["block_configs"]] == [2, 2, None]
+    blocks = config["block_configs"]
+    assert [{part: set(block[part]) for part in block} for block in blocks] == [PUBLISHED] * 3
+    assert [block["attention"]["no_op"] for block in blocks] == [False, False, True]
+    assert [block["attention"]["n_heads_in_group"] for block in blocks] == [2, 2, None]
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert config["attention_bias"] is (name == "qwen2")
     weights = load_file(report.path / "model.safetensors")
     assert {n.split(".", 3)[3].rpartition(".")[0] for n in weights if ".layers." in n} == LLAMA_NAMES
     assert not any(".2.self_attn" in n or ".2.input_layernorm" in n for n in weights)
-    assert not weights[
-        "model.layers.0.self_attn.o_proj.weight"
-    ].any()  # readers fail on a first layer without attention
-    mult = {block["ffn"]["ffn_mult"] for block in config["block_configs"]}
-    assert len(mult) == 1
-    assert decilm.intermediate_size(mult.pop(), 32) == 256 == weights["model.layers.1.mlp.up_proj.weight"].shape[0]
-    assert relative(logits(load(report.path)), expected) < 1e-5
+    first = weights["model.layers.0.self_attn.o_proj.weight"]  # readers fail on a first layer without attention
+    assert not first.any()
+    (mult,) = {block["ffn"]["ffn_mult"] for block in blocks}
+    assert decilm.intermediate_size(mult, 32) == 256 == weights["model.layers.1.mlp.up_proj.weight"].shape[0]
+    made = load(report.path)
+    assert relative(logits(made), expected) < 1e-5
     assert not report.verified
     assert "UNVERIFIED" in report.notes[0]
+    made.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again")), logits(made))
 
 
-@pytest.mark.parametrize(("size", "width"), [(256, 8192), (4864, 896), (8960, 1536), (11008, 4096), (18944, 3584)])
+@pytest.mark.parametrize(("size", "width"), [(256, 8192), (4864, 896), (8960, 1536), (11008, 4096)])
 def test_every_reader_computes_the_width_that_was_meant(size, width):
     config = tiny_models.build("llama").config
     config.hidden_size = width
@@ -215,53 +230,81 @@ def test_every_reader_computes_the_width_that_was_meant(size, width):
         assert decilm.intermediate_size(read, width) == size
 
 
-REFUSED = [
-    ("llama", "folded", "attention", [2], {}, "exists", "there"),
-    ("llama", "fats", "attention", [2], {}, "fast", "out"),
-    ("llama", "layer", "attention", [2], {}, "layer", "out"),
-    ("llama", "fast", "layer", [2], {}, "fast", "out"),
-    ("llama", "decilm", "mlp", [2], {}, "decilm", "out"),
-    ("llama", "layer", "layer", [1, 2, 3], {}, "3 layers", "out"),
-    ("llama", "folded", "attention", [2], {}, "Cannot write", "file/out"),
-    ("gpt2", "layer", "layer", [1], {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse", "out"),
-    ("mistral", "decilm", "attention", [2], {}, "mistral", "out"),
-    ("llama", "decilm", "attention", [2], {"head_dim": 16}, "head_dim", "out"),
-    ("qwen2", "decilm", "attention", [2], {"layer_types": ["sliding_attention"] * 3}, "sliding window", "out"),
-    ("llama-classifier", "folded", "attention", [2], {}, "language model", "out"),
-]
+@pytest.mark.usefixtures("unproven")
+def test_tokenizer_and_precision_are_those_of_the_search(tmp_path):
+    model = tiny_models.build("llama")
+    source, words = tmp_path / "runs" / "checkpoint", tmp_path / "words"
+    model.save_pretrained(source)
+    tokenizer().save_pretrained(words)
+    plan = planned.plan(model, [2])
+
+    def copied(name, plan, **options):
+        file = export(plan, source, "folded", tmp_path / name, **options).path / "tokenizer.json"
+        return file.is_file() and file.read_bytes() == (words / "tokenizer.json").read_bytes()
+
+    settings = {"top_k": 7, "do_sample": False}  # as in some published checkpoints; transformers would not save it
+    (source / "generation_config.json").write_text(json.dumps(settings))
+    assert not copied("none", plan)
+    assert json.loads((tmp_path / "none" / "generation_config.json").read_text())["top_k"] == 7
+    assert copied("named", plan, tokenizer=words)
+    assert copied("noted", plan.changed(data=plan.data | {"tokenizer": str(words)}))
+    tokenizer().save_pretrained(source.parent)
+    assert copied("beside", plan)
+
+    plan = planned.plan(model.to(torch.bfloat16), [2])
+    plan = plan.changed(cost=plan.cost | {"settings": {"dtype": "bfloat16"}})
+    assert load(export(plan, source, "fast", tmp_path / "out").path).dtype == torch.bfloat16
+    with pytest.raises(FulldepthError, match="weights"):
+        export(plan, source, "fast", tmp_path / "other", dtype="float32")
+
+
+NEGATIVE = planned.scalars([2]) | {"1": dict.fromkeys(planned.NAMES, -0.1)}
 
 
 @pytest.mark.usefixtures("unproven")
-@pytest.mark.parametrize(("name", "format", "granularity", "blocks", "options", "words", "target"), REFUSED)
+@pytest.mark.parametrize(
+    ("name", "format", "granularity", "blocks", "options", "words", "target"),
+    [
+        ("llama", "folded", "attention", [2], {}, "exists", "there"),
+        ("llama", "fats", "attention", [2], {}, "fast", "out"),
+        ("llama", "fast", "layer", [2], {}, "fast", "out"),
+        ("llama", "layer", "layer", [1, 2, 3], {}, "3 layers", "out"),
+        ("llama", "folded", "attention", [2], {}, "Cannot write", "file/out"),
+        ("llama", "fast", "attention", [2], {"seed": 3}, "another LlamaForCausalLM", "deep/out"),
+        ("llama", "fast", "attention", [2], {"values": NEGATIVE}, "s_att of layer 1", "deep/out"),
+        ("llama", "fast", "attention", [2], {"tokenizer": "/no/such/folder"}, "/no/such/folder", "out"),
+        ("gpt2", "layer", "layer", [1], {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse", "out"),
+        ("mistral", "decilm", "attention", [2], {}, "mistral", "out"),
+        ("llama", "decilm", "attention", [2], {"head_dim": 16}, "head_dim", "out"),
+        ("qwen2", "decilm", "attention", [2], {"layer_types": ["sliding_attention"] * 3}, "sliding window", "out"),
+        ("llama-classifier", "folded", "attention", [2], {}, "language model", "out"),
+    ],
+)
 def test_what_cannot_be_is_refused(name, format, granularity, blocks, options, words, target, tmp_path, monkeypatch):
     (tmp_path / "there").mkdir()
     (tmp_path / "file").write_text("a file")
-    model = tiny_models.build(name)
-    plan = planned.plan(model, blocks, granularity)
+    model, options = tiny_models.build(name), dict(options)
+    other = tiny_models.build(name, seed=options.pop("seed", 0))
+    plan = planned.plan(other, blocks, granularity, options.pop("values", "fitted"))
+    named = {"tokenizer": options.pop("tokenizer", None)}
     for option, value in options.items():
         monkeypatch.setattr(model.config, option, value)
     with pytest.raises(FulldepthError, match=words):
-        export(plan, model, format, tmp_path / target)
+        export(plan, model, format, tmp_path / target, **named)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there"]
 
 
-def test_plans_of_other_models_and_scalars_that_do_not_fold_are_refused(tmp_path):
-    model, values = tiny_models.build("llama"), planned.scalars([2])
-    values["1"]["s_mlp"] = -0.1
-    for plan in (planned.plan(tiny_models.build("llama", seed=3), [2]), planned.plan(model, [2], values=values)):
-        with pytest.raises(FulldepthError, match=r"another LlamaForCausalLM|s_mlp of layer 1"):
-            export(plan, model, "fast", tmp_path / "deep" / "er" / "out")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypatch):
-    model = tiny_models.build("llama")
-    target = tmp_path / "out"
-    monkeypatch.setattr(f"{EXPORT}.prove", lambda *_: target.mkdir() or 0.0)
+def test_a_folder_that_appears_meanwhile_is_not_replaced_and_an_adapter_is_refused(tmp_path, monkeypatch):
+    model, target = tiny_models.build("llama"), tmp_path / "out"
+    monkeypatch.setattr(exporting, "prove", lambda *_: target.mkdir() or 0.0)
     with pytest.raises(FulldepthError, match="exists already"):
         export(planned.plan(model, [2]), model, "folded", target)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert not list(target.iterdir())
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, config).base_model.model
+    with pytest.raises(FulldepthError, match="merge_and_unload"):
+        export(planned.plan(adapted, [2]), adapted, "fast", tmp_path / "fast")
 
 
 def test_a_full_disk_leaves_nothing_and_is_said(tmp_path):
@@ -271,7 +314,7 @@ def test_a_full_disk_leaves_nothing_and_is_said(tmp_path):
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        with pytest.raises(FulldepthError, match=r"Cannot write the export to .*out: .*[Ff]ile too large"):
+        with pytest.raises(FulldepthError, match="Cannot write"):
             export(plan, model, "fast", tmp_path / "new" / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -307,30 +350,24 @@ def test_a_terminated_export_leaves_no_folder_and_no_process(tmp_path, monkeypat
         os.kill(int(number.read_text()), 0)
 
 
-BROKEN = [
-    (None, "is not an export"),
-    ({"schema_version": 9}, "schema_version"),
-    ("{", "fulldepth_skip"),
-    ({"notes": None}, "notes"),
-    ({"format": "decilmm"}, "'decilm'"),
-    ({"plan": {"blocks": []}}, "blocks"),
-    ({}, r"config\.json"),
-]
-
-
-@pytest.mark.parametrize(("change", "words"), BROKEN)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (None, "is not an export"),
+        ("{", "fulldepth_skip"),
+        ({"schema_version": 9}, "schema_version"),
+        ({"format": "decilmm"}, "'decilm'"),
+        ({"plan": {"blocks": []}}, "blocks"),
+        ({}, r"config\.json"),
+    ],
+)
 def test_load_wants_an_export(change, words, tmp_path):
+    model = tiny_models.build("llama")
     notes = {"schema_version": 1, "format": "decilm", "logit_error": 0.0, "parameters": 1, "verified": True}
-    notes |= {"notes": [], "versions": {}, "plan": planned.plan(tiny_models.build("llama"), [2]).document()}
-    if change is not None:
-        text = change if isinstance(change, str) else json.dumps(notes | change)
-        (tmp_path / NOTES).write_text(text)
+    notes |= {"notes": [], "versions": {}, "plan": planned.plan(model, [2]).document()}
+    if change is None:
+        model.save_pretrained(tmp_path)
+    else:
+        (tmp_path / NOTES).write_text(change if isinstance(change, str) else json.dumps(notes | change))
     with pytest.raises(FulldepthError, match=words):
         load(tmp_path)
-
-
-@pytest.mark.parametrize(("blocks", "said"), [([2], True), ([3], False)])
-def test_layers_that_no_longer_follow_the_period_are_named(blocks, said, tmp_path, unproven):
-    model = tiny_models.build("gemma2")  # sliding, full, sliding
-    notes = export(planned.plan(model, blocks, "layer", values=None), model, "layer", tmp_path / "out").notes
-    assert any("another model without an error" in note for note in notes) is said

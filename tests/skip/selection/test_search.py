@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import peft
@@ -14,11 +15,8 @@ from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
-from fulldepth.skip import export
 from fulldepth.skip.selection.search import search
 from skip import plain
-
-MEASURES = {"loss": plain.loss, "kl": plain.divergence}
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +29,12 @@ def find(model, data, blocks=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("criterion", "seed", "granularity"),
-    [("loss", 0, "attention"), ("kl", 1, "mlp"), ("loss", 2, "layer"), ("kl", 3, "attention")],
+    ("criterion", "seed", "granularity"), [("loss", 0, "attention"), ("kl", 1, "mlp"), ("loss", 2, "layer")]
 )
 def test_exact_and_greedy_pick_what_the_plain_loop_picks_down_to_the_last_block(model, criterion, seed, granularity):
     examples = plain.examples(heldout=20, seed=seed)
-    picks, measures = plain.plain_loop(model, examples.heldout, 5, granularity, MEASURES[criterion])
+    measure = plain.loss if criterion == "loss" else plain.divergence
+    picks, measures = plain.plain_loop(model, examples.heldout, 5, granularity, measure)
     for name in ("exact", "greedy"):
         plan = find(model, examples, 5, search=name, criterion=criterion, granularity=granularity)
         assert plan.blocks == picks, name
@@ -48,41 +46,28 @@ def test_exact_and_greedy_pick_what_the_plain_loop_picks_down_to_the_last_block(
 
 
 def test_layers_of_experts_are_candidates():
-    """Experts are no linear layers; the plain loop prefers layer 1, whose experts add next to nothing."""
-    model, examples = zoo.build("mixtral", "causal-lm"), plain.examples(heldout=8)
+    """Experts are no linear layers; those of layer 1 add next to nothing."""
+    model = zoo.build("mixtral", "causal-lm")
     with torch.no_grad():
         model.model.layers[0].mlp.experts.down_proj.mul_(1e-3)
-    picks, losses = plain.plain_loop(model, examples.heldout, 3, "mlp")
-    assert picks[0] == 1
-    plan = find(model, examples, 3, search="exact", granularity="mlp")
-    assert plan.blocks == picks
-    assert plan.losses == pytest.approx(losses, rel=1e-5)
+    plan = find(model, plain.examples(heldout=8), 3, search="exact", granularity="mlp")
+    assert plan.blocks[0] == 1
+    assert plan.losses[3] == pytest.approx(
+        plain.loss(model, plain.examples(heldout=8).heldout, plan.blocks, "mlp"), rel=1e-5
+    )
 
 
-def test_a_model_with_an_adapter_is_merged_first(tmp_path):
-    adapted = peft.get_peft_model(plain.fresh(3, 32), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    examples, inner = plain.examples(heldout=8), adapted.base_model.model
-    with pytest.raises(FulldepthError, match="merge_and_unload"):
-        find(adapted, examples, 1)
-    plan = find(inner, examples, 1)
-    with pytest.raises(FulldepthError, match="merge_and_unload"):
-        export(plan, inner, "fast", tmp_path / "fast")
-    assert find(adapted.merge_and_unload(), examples, 1).blocks == plan.blocks
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_exact_is_exact_where_nothing_separates_the_candidates(seed):
-    torch.manual_seed(seed)
-    model = plain.fresh(6, 16).double().eval()  # untrained: every guess is a guess
-    examples = plain.examples(heldout=24, seed=seed)
+def test_exact_is_exact_where_nothing_separates_the_candidates():
+    torch.manual_seed(0)
+    model, examples = plain.fresh(6, 16).double().eval(), plain.examples(heldout=24)  # untrained: guesses are wrong
     picks, losses = plain.plain_loop(model, examples.heldout, 6, "attention")
     plan = find(model, examples, 6, search="exact", batch_size=2)
     assert (plan.blocks, plan.cost["chunks"]) == (picks, 12)
     assert plan.losses == pytest.approx(losses, rel=1e-6)
 
 
-def test_of_equals_the_first_goes_first():
-    model = plain.trained(5, 32, 200)
+def test_of_equals_the_first_goes_first(model):
+    model = copy.deepcopy(model)
     with torch.no_grad():
         for layer in (2, 4, 5):
             model.model.layers[layer - 1].self_attn.o_proj.weight.zero_()
@@ -94,31 +79,22 @@ def test_of_equals_the_first_goes_first():
     assert 1 in find(model, examples, 1).cost["unsure_rounds"]
 
 
-def sure_rounds(plan):
-    """Rounds up to the first of which greedy says that other data might decide otherwise."""
-    return min([len(plan.blocks) + 1, *plan.cost["unsure_rounds"]]) - 1
-
-
-def test_greedy_is_right_wherever_it_is_sure():
-    model, sure = plain.trained(5, 32, 200), 0
-    with torch.no_grad():  # blocks that clearly differ in worth
-        for layer, change in ((4, 0.02), (3, 0.3), (2, 5.0)):
-            model.model.layers[layer - 1].self_attn.o_proj.weight *= change
-    for seed in range(2):
-        examples = plain.examples(heldout=128, seed=seed)
-        exact, greedy = (find(model, examples, 3, search=name) for name in ("exact", "greedy"))
-        sure += sure_rounds(greedy)
-        assert greedy.blocks[: sure_rounds(greedy)] == exact.blocks[: sure_rounds(greedy)]
-        assert greedy.cost["flops"] < exact.cost["flops"] < 0.75 * exact.cost["plain_flops"]  # five layers share little
-    assert sure >= 2
-
-
-def test_a_greedy_round_reads_until_the_data_decide(model):
+def test_greedy_is_right_where_it_is_sure_and_reads_until_the_data_decide(model):
     examples = plain.examples(heldout=96, seed=3)
     picks, _ = plain.plain_loop(model, examples.heldout, 3, "attention")
     plan = find(model, examples, 3)
     assert plan.blocks == picks  # a quarter of the plain loop's FLOPs gives 2, 3, 4
     assert {found["decided_by"] for found in plan.cost["rounds"]} <= {"bounds", "data"}
+
+    distinct, examples = copy.deepcopy(model), plain.examples(heldout=128)
+    with torch.no_grad():  # blocks that clearly differ in worth
+        for layer, change in ((4, 0.02), (3, 0.3), (2, 5.0)):
+            distinct.model.layers[layer - 1].self_attn.o_proj.weight *= change
+    exact, greedy = (find(distinct, examples, 3, search=name) for name in ("exact", "greedy"))
+    sure = min([4, *greedy.cost["unsure_rounds"]]) - 1
+    assert sure
+    assert greedy.blocks[:sure] == exact.blocks[:sure]
+    assert greedy.cost["flops"] < exact.cost["flops"] < 0.75 * exact.cost["plain_flops"]  # five layers share little
 
 
 def test_under_scaled_a_candidate_is_ranked_by_its_own_fit(model):
@@ -135,8 +111,6 @@ def test_under_scaled_a_candidate_is_ranked_by_its_own_fit(model):
                 ).cost["fit"]["healed"]["losses"][-1]
         picks.append(min(healed, key=healed.__getitem__))
     assert plan.blocks == picks
-    losses = [plain.loss(model, examples.heldout, picks[:n], "attention") for n in range(3)]
-    assert plan.losses == pytest.approx(losses, rel=1e-5)
 
 
 def influences(model, example):
@@ -179,64 +153,52 @@ def oracle_of(name, model, examples):
     return {layer: abs(sum(column)) for layer, column in enumerate(zip(*found, strict=True), start=1)}
 
 
-@pytest.mark.parametrize(("name", "seed"), [("one-shot", 0), ("cosine", 1), ("taylor", 0)])
-def test_rankings_are_those_of_their_formulas(model, name, seed):
-    examples = plain.examples(heldout=12, seed=seed)
+@pytest.mark.parametrize("name", ["one-shot", "cosine", "taylor"])
+def test_rankings_are_those_of_their_formulas(model, name):
+    examples = plain.examples(heldout=12)
     scores = oracle_of(name, model, examples.heldout)
-    plan = find(model, examples, 5, search=name)
-    assert plan.blocks == sorted(scores, key=scores.__getitem__)
-    losses = [plain.loss(model, examples.heldout, plan.blocks[:n], "attention") for n in range(6)]
-    assert plan.losses == pytest.approx(losses, rel=1e-5)
+    assert find(model, examples, 5, search=name).blocks == sorted(scores, key=scores.__getitem__)
 
 
 def test_rankings_without_a_score(model):
     examples = plain.examples(heldout=6)
     assert find(model, examples, 3, search="last").blocks == [5, 4, 3]
     assert find(model, examples, search="given", given=[2, 5]).blocks == [2, 5]
-    drawn = [find(model, examples, 5, search="random", seed=seed).blocks for seed in range(4)]
+    drawn = [find(model, examples, 5, search="random", seed=seed).blocks for seed in (0, 0, 1, 2)]
     assert all(sorted(blocks) == [1, 2, 3, 4, 5] for blocks in drawn)
-    assert drawn[0] == find(model, examples, 5, search="random", seed=0).blocks
+    assert drawn[0] == drawn[1]
     assert len(set(map(tuple, drawn))) > 1
 
 
-def test_the_model_is_whole_after_a_search_that_breaks_off(model, tmp_path):
-    before, model = plain.trained_weights(5, 32, 200), model.train()
-    asks = {name: p.requires_grad for name, p in model.named_parameters()}
+def test_the_model_is_whole_after_a_search_that_breaks_off(model):
+    before, model = plain.trained_weights(5, 32, 200), copy.deepcopy(model).train()
     for at in (0, 3):
         told = itertools.count()
         watcher = Watcher(begin=lambda title, total, told=told, at=at: 1 // (next(told) != at))
         with pytest.raises(ZeroDivisionError):
             search(model, plain.examples(), 2, batch_size=4, epochs=1, watcher=watcher)
         assert model.training
-        assert {name: p.requires_grad for name, p in model.named_parameters()} == asks
-        assert all(p.grad is None for p in model.parameters())
+        assert all(p.requires_grad and p.grad is None for p in model.parameters())
         assert not any("forward" in vars(module) for module in model.modules())
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    model.eval()
 
 
 BLANK = Example(torch.arange(3, 9), torch.full((6,), -100), 0)
 REFUSED = [
     ("6 blocks", {"blocks": 6}),
-    ("blocks: got 0", {"blocks": 0}),
     ("How many blocks", {"blocks": None}),
     ("criterion", {"criterion": "nll"}),
-    ("search", {"search": "best"}),
-    ("granularity", {"granularity": "head"}),
     ("given", {"blocks": 2, "given": [1, 2], "search": "greedy"}),
     ("blocks is 1", {"search": "given", "given": [1, 2]}),
     ("name 3 twice", {"blocks": None, "search": "given", "given": [3, 3]}),
     ("layer 6", {"blocks": None, "search": "given", "given": [6]}),
-    ("given.0", {"given": "three"}),
     ("budget", {"budget": "soon"}),
-    ("budget", {"budget": "0s"}),
     ("budget", {"budget": "10m", "search": "exact"}),
-    ("confidence", {"confidence": 1.0}),
     ("'chunks'", {"chunk": 4}),
-    ("'per_channel'", {"per_channel": True}),
     ("device", {"device": "cpu", "device_map": "auto"}),
     ("BertForMaskedLM", {"model": tm.build("bert")}),
     ("tree", {"model": tm.build("depth_llama-tree")}),
+    ("merge_and_unload", {"model": "adapted"}),
     ("NaN", {"model": "broken"}),
     ("held-out data are empty", {"heldout": []}),
     ("no token counts", {"heldout": [BLANK]}),
@@ -248,11 +210,13 @@ REFUSED = [
 def test_what_cannot_be_searched_is_refused(model, words, changes):
     examples = plain.examples(heldout=4)
     given = {"model": model, "train": examples.train, "heldout": examples.heldout, "blocks": 1, **changes}
+    if given["model"] == "adapted":
+        config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+        given["model"] = peft.get_peft_model(plain.fresh(3, 32), config)
     if given["model"] == "broken":
-        given["model"] = plain.trained(5, 32, 200)
+        given["model"] = copy.deepcopy(model)
         with torch.no_grad():
             given["model"].model.layers[2].mlp.down_proj.weight[0, 0] = torch.nan
     data = Examples(given.pop("train"), given.pop("heldout"), examples.meta)
-    with pytest.raises(FulldepthError, match=words) as error:
+    with pytest.raises(FulldepthError, match=words):
         find(given.pop("model"), data, **given)
-    assert "\n" not in str(error.value)

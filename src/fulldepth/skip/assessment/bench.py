@@ -43,9 +43,9 @@ from fulldepth.settings.keywords import takes_settings
 from fulldepth.skip.assessment.compared import Cell, Measured, heldout_losses, vocabulary
 from fulldepth.skip.exports.export import NOTES, load, read_notes
 from fulldepth.skip.exports.formats import FORMATS
-from fulldepth.skip.in_sample import overlap
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.selection.problem import read_data
+from fulldepth.skip.summary import overlap
 
 
 @takes_settings(BenchSettings)

@@ -26,9 +26,10 @@ from fulldepth.execution.latency import PHASES, Runner, random_tokens, time_in_r
 from fulldepth.execution.scoring import DEVICE_LOGITS, Batch, batch_sums
 from fulldepth.hf import Anatomy, device_of
 from fulldepth.progress import Watcher
-from fulldepth.results import COLUMNS, Finding, tabulate
+from fulldepth.results import Finding, tabulate
 from fulldepth.settings.bench import BenchSettings, QuantiseSettings
-from fulldepth.skip.scored_batches import make_batches
+from fulldepth.skip.selection.fit import make_batches
+from fulldepth.skip.selection.outcome import joined
 from fulldepth.thresholds import BUSY
 from fulldepth.uncertainty import (
     FEWEST_CLUSTERS,
@@ -273,9 +274,3 @@ class Measured:
             for statistic, value in zip(("median", "low", "high"), self.ratio(label, phase, *cells), strict=True):
                 if math.isfinite(value):
                     yield "time_ratio", phase, None, None, statistic, value, rounds, "1"
-
-
-def joined(tables: Sequence[pd.DataFrame], **types: str) -> pd.DataFrame:
-    """Concatenated tables: the tidy columns, then further ones of these types, in this order."""
-    table = pd.concat([part.astype(types) for part in tables if len(part)], ignore_index=True)
-    return table[[*COLUMNS, *types]]

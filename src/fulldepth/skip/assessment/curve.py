@@ -26,8 +26,8 @@ from fulldepth.results import DOCUMENT, Finding, Results, finite, provenance, ta
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import CurveSettings
 from fulldepth.skip.assessment.breakpoint import FEWEST, Breakpoint, find_breakpoint
-from fulldepth.skip.assessment.compared import joined
 from fulldepth.skip.plan import Plan
+from fulldepth.skip.selection.outcome import joined
 from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.selection.search import search_with
 from fulldepth.uncertainty import quantile, ratio_error

@@ -25,10 +25,10 @@ from transformers import TorchAoConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.readers import prove
 from fulldepth.execution.stream import TOLERANCE, relative_error
-from fulldepth.hf import Anatomy, find_output_weights, silent
+from fulldepth.hf import Anatomy, ModelCard, find_output_weights, silent
 from fulldepth.hf.checkpoint_folder import (
     check_target,
     folder_to_be,
@@ -37,7 +37,7 @@ from fulldepth.hf.checkpoint_folder import (
     save_tokenizer,
     strip_foreign_code,
 )
-from fulldepth.skip.exports.card import quantised_card
+from fulldepth.skip.exports.export import STOCK
 from fulldepth.skip.exports.fold import MOST, branch_factors, check_foldable, logits, probes, scaled_logits
 from fulldepth.skip.exports.formats import FORMATS, as_stock
 from fulldepth.skip.exports.possible import Outline, check_format
@@ -226,7 +226,16 @@ class Saver:
             strip_foreign_code(part, carries_code=False)
             error = prove(part, ids, expected, TOLERANCE[expected.dtype] + moved, "stock")
             name = self.original.model.name_or_path or type(self.original.model).__name__
-            quantised_card(label, METHOD, name, plan, error).write(part)
+            blocks = "" if plan is None else ", ".join(map(str, sorted(plan.blocks)))
+            skipped = "" if plan is None else f", without the {plan.granularity} of layers {blocks} (counted from 1)"
+            ModelCard(
+                title=f"{one_line(name, 200)}: {label}",
+                method=f"`{one_line(name, 200)}` quantised by the method `{METHOD}`{skipped}, with fulldepth.",
+                numbers={"Largest difference of a logit from the measured model": f"{error:.1e} of the largest logit"},
+                loading=STOCK,
+                source=name,
+                tags=["quantized"],
+            ).write(part)
             size = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
         self.saved.append({"model": label, "path": str(target), "logit_error": error, "bytes": size})
 

@@ -38,8 +38,8 @@ from fulldepth.settings.bench import QuantiseSettings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.skip.assessment.compared import Cell, HeldoutLosses, Measured, losses_of
 from fulldepth.skip.assessment.int8 import METHOD, Saver, check_torchao, int8
-from fulldepth.skip.assessment.outcome import settings_of
 from fulldepth.skip.plan import FILE, Plan, plan_scalars
+from fulldepth.skip.selection.outcome import settings_of
 from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.selection.search import search_with
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,11 +14,12 @@ import torch
 from pydantic import AfterValidator
 from transformers import PreTrainedModel
 
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.readers import prove
 from fulldepth.files import read_document, read_json
 from fulldepth.hf import (
+    ModelCard,
     check_publishing,
     is_offloaded,
     load_checkpoint,
@@ -38,17 +40,30 @@ from fulldepth.results import versions
 from fulldepth.settings import Settings
 from fulldepth.settings.exit import file_size
 from fulldepth.settings.search import known_format
-from fulldepth.skip.exports.card import card_of
 from fulldepth.skip.exports.fold import probes, rounding_error, scaled_logits
-from fulldepth.skip.exports.formats import FORMATS, SHARD_SIZE, Draft
+from fulldepth.skip.exports.formats import FORMATS, SHARD_SIZE, Draft, Format
 from fulldepth.skip.exports.possible import Outline, check_format
 from fulldepth.skip.plan import MOST_BYTES, Plan
+from fulldepth.skip.summary import in_sample
 
 NOTES = "fulldepth_skip.json"
 """File of an export with its format, error, notes and plan."""
 SCHEMA_VERSION = 1
 ALLOWANCE, MOST_NOISE = 1.5, 0.2
 """Multiple of the error of rounding in half precision that an export may have, and an upper limit."""
+STOCK = """\
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("PATH")"""
+CARRIED = """\
+from fulldepth.skip import load
+
+model = load("PATH")
+
+# Without fulldepth, run the code that the checkpoint carries:
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)"""
 
 
 @dataclass(frozen=True)
@@ -165,6 +180,37 @@ def export(
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     published = publish(target, push_to_hub)
     return Export(format, target, logit_error, parameters, size, file_format.verified, tuple(notes), published)
+
+
+def card_of(plan: Plan, format: Format, logit_error: float, parameters: int, notes: Sequence[str]) -> ModelCard:
+    """The card of an export: what was removed, held-out losses, how far the logits are from the plan's."""
+    name, blocks = one_line(plan.model.name, 200), ", ".join(map(str, sorted(plan.blocks)))
+    title = f"{name} without the {plan.granularity} of layer{'s' * (len(plan.blocks) > 1)} {blocks}"
+    scalars = "" if plan.healed_loss is None else ", and scalars fitted on the remaining blocks compensate for them"
+    losses = {"Held-out loss of the original": plan.losses[0], "without the blocks": plan.losses[-1]}
+    if plan.healed_loss is not None:
+        losses["without the blocks, with scalars"] = plan.healed_loss
+    numbers = {key: f"{loss:.4f} nats a token" for key, loss in losses.items()}
+    heldout = plan.data.get("heldout")
+    text = heldout.get("name") if isinstance(heldout, dict) else None
+    shown = text if isinstance(text, str) else f"examples with the hash {plan.data['hash']}"
+    numbers["Held-out text"] = one_line(shown, 200).replace("|", r"\|")
+    numbers |= {"In-sample": sentence} if (sentence := in_sample(plan)) else {}
+    return ModelCard(
+        title=title,
+        method=f"{title} (layers are counted from 1). The blocks were chosen by {plan.search} search with the "
+        f"criterion {plan.criterion}{scalars}: [Hopscotch](https://arxiv.org/abs/2506.03303), with fulldepth.",
+        numbers=numbers
+        | {
+            "Parameters": f"{parameters:,}",
+            "Largest difference of a logit from the plan's model": f"{logit_error:.1e} of the largest logit",
+            "Format": f"`{format.name}`",
+        },
+        loading=CARRIED if format.reader == "carried" else STOCK,
+        source=plan.model.name,
+        tags=["hopscotch", "pruning"],
+        notes=["\n".join(f"- {note}" for note in notes)],
+    )
 
 
 def load(

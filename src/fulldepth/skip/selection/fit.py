@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from fulldepth.data.batches import Example
+from fulldepth.data.batches import Example, batches, grouped
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.language_model import prove
@@ -23,7 +23,6 @@ from fulldepth.progress import Watcher
 from fulldepth.settings import Settings, layer
 from fulldepth.settings.loading import Rate, Seed
 from fulldepth.settings.search import Epochs, Rows, SearchSettings
-from fulldepth.skip.scored_batches import make_batches
 
 
 class FitOptions(Settings):
@@ -188,3 +187,16 @@ def fit(
     if heldout:
         result.heldout_loss = result.losses[result.epoch]
     return result
+
+
+def make_batches(examples: Sequence[Example], batch_size: int) -> list[Batch]:
+    """Batches of examples, the longest first.
+
+    Raises:
+        FulldepthError: if no token of the examples is predicted.
+    """
+    padded = zip(batches(examples, batch_size), grouped(examples, batch_size), strict=True)
+    scored = [Batch.of(tensors, [example.document for example in group]) for tensors, group in padded]
+    if not any(len(batch.targets) for batch in scored):
+        raise FulldepthError("The data are empty: no token counts.")
+    return scored

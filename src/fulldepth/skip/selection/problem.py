@@ -30,8 +30,7 @@ from fulldepth.hf import (
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.surgery import Switches
 from fulldepth.settings.search import PLACES, HeldoutSettings, SearchSettings
-from fulldepth.skip.scored_batches import make_batches
-from fulldepth.skip.selection.fit import check_fit
+from fulldepth.skip.selection.fit import check_fit, make_batches
 from fulldepth.skip.selection.loss_cache import Chunk
 
 SMALL_CHUNK = 4

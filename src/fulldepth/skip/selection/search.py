@@ -1,7 +1,11 @@
-"""`search`: finds the blocks to remove, their order and the losses, and returns a `Plan`."""
+"""`search`: finds the blocks to remove, their order and the losses, and returns a `Plan`.
+
+`search_into` implements `fulldepth skip search`, from the name of a checkpoint to the folder with the plan.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -12,24 +16,32 @@ from typing import Any
 from pydantic import FiniteFloat, NonNegativeInt
 from transformers import PreTrainedModel
 
+from fulldepth.data.examples import Examples
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Costs, Shape, Variant
 from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS
+from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
-from fulldepth.results import versions
+from fulldepth.results import DOCUMENT, Results, versions
 from fulldepth.settings import Settings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import SearchSettings, seconds_of
 from fulldepth.skip.exports.possible import announce
-from fulldepth.skip.in_sample import ENTRY, rows_of
 from fulldepth.skip.plan import FILE, SCHEMA_VERSION, Factors, Loss, Plan
+from fulldepth.skip.responses import FILE as RESPONSES
+from fulldepth.skip.responses import respond
 from fulldepth.skip.selection.elimination import Round, chain, eliminate
 from fulldepth.skip.selection.exact import exact
 from fulldepth.skip.selection.fit import fit, fit_options
 from fulldepth.skip.selection.loss_cache import PROGRESS, LossCache
-from fulldepth.skip.selection.problem import SearchProblem, prepared
+from fulldepth.skip.selection.outcome import KIND, outcome
+from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared, tokenizer_of
 from fulldepth.skip.selection.rankings import rank
+from fulldepth.skip.summary import ENTRY, rows_of
+
+RUN_SETTINGS = "settings.yaml"
+"""File of a training run's folder, in which results have the same names."""
 
 
 class StoredFit(Settings):
@@ -78,6 +90,79 @@ def search(
         return search_with(problem, process, watcher, output=output, resume=resume, responses=responses)
 
 
+def search_into(
+    model: str | Path | PreTrainedModel,
+    data: Any,
+    output: str | Path,
+    settings: SearchSettings,
+    *,
+    heldout: Any = None,
+    responses: int | None = None,
+    temperature: float = 0.0,
+    max_new_tokens: int = 256,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+) -> Plan:
+    """Search for a plan; optionally generate responses with the unmodified model first.
+
+    Args:
+        model: checkpoint folder or Hub name.
+        data: as `search`; with `responses`, rows with prompts to respond to.
+        output: folder for `plan.json`, the results of `outcome`, and `responses.jsonl`.
+        settings: of the search.
+        heldout: data to score with; None = a random fifth of `data`.
+        responses: number of prompts to respond to; None = the data hold responses.
+        temperature: of the generation, 0 = greedy.
+        max_new_tokens: most tokens of a response.
+        resume: continue an interrupted search.
+        watcher: receives progress and messages.
+
+    Raises:
+        FulldepthError: as `search` and `generate_responses`.
+    """
+    folder, watcher = Path(output), watcher or Watcher()
+    if responses is not None and responses < 1:
+        raise FulldepthError(f"The number of responses must be at least 1, got {responses}.")
+    with processes() as process, process.holding(folder):
+        process.first(lambda: _check_folder(folder, resume))
+        checkpoint = open_for(model, settings, process)
+        owner, source, generation = checkpoint.model, data, None
+        tokenizer = None if isinstance(data, Examples) else tokenizer_of(checkpoint, settings)
+        hashed = model_hash(owner)
+        if responses is not None:
+            announce(owner, settings, settings.blocks or len(settings.given or ()))  # before responses are generated
+            sampling = {"temperature": temperature, "seed": settings.seed, "max_new_tokens": max_new_tokens}
+            options: dict[str, Any] = {"batch_size": settings.batch_size, "watcher": watcher, **sampling}
+            generation = process.first(
+                lambda: respond(owner, tokenizer, data, responses, folder, hashed=hashed, **options)
+            )
+            source = str(folder / RESPONSES)
+        opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": hashed}
+        with prepared(owner, source, settings, process, **opened) as problem:
+            plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=generation)
+            if process.is_main:
+                if not (folder / DOCUMENT).exists():
+                    outcome(plan, problem, watcher=watcher).save(folder)
+                else:
+                    results = Results.load(folder)
+                    if results.meta.get("plan") != json.loads(json.dumps(plan.document())):
+                        raise FulldepthError(f"{folder} holds other results. Choose another output folder.")
+                    results.save_page(folder)
+        process.wait()
+    return plan
+
+
+def _check_folder(folder: Path, resume: bool) -> None:
+    """Refuse a folder with files of anything but a search to resume."""
+    for name in (RUN_SETTINGS,) if resume else (FILE, DOCUMENT, RUN_SETTINGS):
+        if (folder / name).exists():
+            raise FulldepthError(f"{folder} already holds a {name}. Choose another output folder.")
+    if (folder / DOCUMENT).exists():
+        kind = Results.load(folder).meta.get("kind")
+        if kind != KIND or not (folder / FILE).exists():
+            raise FulldepthError(f"{folder} holds other results. Choose another output folder.")
+
+
 def search_with(
     problem: SearchProblem,
     process: Processes,
@@ -88,21 +173,20 @@ def search_with(
     responses: Mapping[str, Any] | None = None,
 ) -> Plan:
     """`search` of a prepared problem, in an output folder that the caller has locked; the model is restored."""
-    folder, settings = None if output is None else Path(output), problem.settings
-    finished = _finished(folder, problem, resume, process)
-    if finished is not None:
-        return finished
+    folder, settings, scorer = None if output is None else Path(output), problem.settings, problem.scorer
+    if folder is not None and process.agree((folder / FILE).exists()):
+        return _finished(folder, problem, resume, process)
     watcher.say(announce(problem.checkpoint.model, settings, problem.blocks))
 
     def fitted(variant: Variant, *, candidate: bool = False) -> tuple[dict[str, Any], int, float]:
         options, heldout = fit_options(settings, candidate=candidate), () if candidate else problem.batches
-        result = fit(problem.scorer, variant, problem.examples.train, heldout, options, None if candidate else watcher)
+        result = fit(scorer, variant, problem.examples.train, heldout, options, None if candidate else watcher)
         names = () if candidate else ("heldout_loss", "losses", "epoch", "train_losses")
         values = {"scalars": result.scalars.as_dict(), **{name: getattr(result, name) for name in names}}
         return values, result.forwards, result.flops
 
     loss_cache = LossCache(
-        problem.scorer,
+        scorer,
         problem.chunks,
         process,
         criterion=settings.criterion,
@@ -124,8 +208,35 @@ def search_with(
     searched = dict(loss_cache.spent)
     work = {"fit healed": partial(fitted, Variant(picks)), "fit control": partial(fitted, BASE)}
     fits = loss_cache.task(work, StoredFit) if settings.fit else []
-    problem.scorer.plain()
-    plan = Plan.of(_document(problem, loss_cache, picks, rounds, searched, fits, responses))
+    healed, control = fits or (None, None)
+    scorer.plain()
+    plan = Plan.of(
+        {
+            "schema_version": SCHEMA_VERSION,
+            "model": {
+                "name": problem.checkpoint.name,
+                "class": type(problem.checkpoint.model).__name__,
+                "hash": problem.hash,
+            },
+            "granularity": settings.granularity,
+            "criterion": settings.criterion,
+            "search": settings.search,
+            "blocks": picks,
+            "losses": [loss_cache.mean(variant, LOSS) for variant in chain(picks)],
+            "healed_loss": healed and healed["heldout_loss"],
+            "control_loss": control and {"scalars_only": control["heldout_loss"]},
+            "scalars": healed["scalars"] if healed else {},
+            "data": {
+                **problem.examples.meta,
+                ENTRY: rows_of(problem.examples.heldout),
+                **({"tokenizer": settings.tokenizer} if settings.tokenizer else {}),
+                **({"responses": dict(responses)} if responses else {}),
+            },
+            "seed": settings.seed,
+            "versions": versions(),
+            "cost": _cost(problem, loss_cache, picks, rounds, searched, fits),
+        }
+    )
     if folder is not None and process.is_main:
         plan.save(folder)
         (folder / PROGRESS).unlink(missing_ok=True)
@@ -133,28 +244,29 @@ def search_with(
     return plan
 
 
-def _document(
+def _finished(folder: Path, problem: SearchProblem, resume: bool, process: Processes) -> Plan:
+    """The plan of this search, which has finished before."""
+    if not resume:
+        raise FulldepthError(f"{folder} already holds a {FILE}. Choose another output folder.")
+    plan = Plan.load(folder)
+    expected = problem.hash, problem.examples.meta["hash"], problem.noted_settings
+    if (plan.model.hash, plan.data["hash"], plan.cost.get("settings")) != expected:
+        raise FulldepthError(f"{folder} holds the plan of another search. Choose another output folder.")
+    if process.is_main:
+        (folder / PROGRESS).unlink(missing_ok=True)
+    return plan
+
+
+def _cost(
     problem: SearchProblem,
     loss_cache: LossCache,
     picks: Sequence[int],
     rounds: Sequence[Round],
     searched: Mapping[str, float],
     fits: Sequence[Mapping[str, Any]],
-    responses: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The entries of `plan.json`.
-
-    Args:
-        problem: the search problem.
-        loss_cache: holds the losses of the plan.
-        picks: layers in the order of removal.
-        rounds: record of each choice.
-        searched: cost of the search, without fits.
-        fits: of the scalars, and of the control; empty if none were fitted.
-        responses: how the data's responses were generated.
-    """
+    """The entry `cost` of `plan.json`: what the search (`searched`) and the fits took, and how blocks were chosen."""
     settings = problem.settings
-    healed, control = fits or (None, None)
     plain = plain_flops(loss_cache.costs, picks, [batch.shape for batch in problem.batches])
     cost: dict[str, Any] = {
         **_spent(searched),
@@ -175,31 +287,7 @@ def _document(
             name: {key: record[key] for key in ("losses", "epoch", "train_losses")}
             for name, record in zip(("healed", "control"), fits, strict=True)
         }
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "model": {
-            "name": problem.checkpoint.name,
-            "class": type(problem.checkpoint.model).__name__,
-            "hash": problem.hash,
-        },
-        "granularity": settings.granularity,
-        "criterion": settings.criterion,
-        "search": settings.search,
-        "blocks": list(picks),
-        "losses": [loss_cache.mean(variant, LOSS) for variant in chain(picks)],
-        "healed_loss": healed and healed["heldout_loss"],
-        "control_loss": control and {"scalars_only": control["heldout_loss"]},
-        "scalars": healed["scalars"] if healed else {},
-        "data": {
-            **problem.examples.meta,
-            ENTRY: rows_of(problem.examples.heldout),
-            **({"tokenizer": settings.tokenizer} if settings.tokenizer else {}),
-            **({"responses": dict(responses)} if responses else {}),
-        },
-        "seed": settings.seed,
-        "versions": versions(),
-        "cost": {**cost, "settings": problem.noted_settings},
-    }
+    return {**cost, "settings": problem.noted_settings}
 
 
 def plain_flops(costs: Costs, picks: Sequence[int], shapes: Sequence[Shape]) -> float:
@@ -215,23 +303,4 @@ def plain_flops(costs: Costs, picks: Sequence[int], shapes: Sequence[Shape]) -> 
 
 
 def _spent(amounts: Mapping[str, float]) -> dict[str, Any]:
-    return {
-        "forwards": int(amounts["forwards"]),
-        "flops": amounts["flops"],
-        "seconds": round(amounts["seconds"], 3),
-    }
-
-
-def _finished(folder: Path | None, problem: SearchProblem, resume: bool, process: Processes) -> Plan | None:
-    """The plan in the folder, if this search has already finished."""
-    if folder is None or not process.agree((folder / FILE).exists()):
-        return None
-    if not resume:
-        raise FulldepthError(f"{folder} already holds a {FILE}. Choose another output folder.")
-    plan = Plan.load(folder)
-    expected = problem.hash, problem.examples.meta["hash"], problem.noted_settings
-    if (plan.model.hash, plan.data["hash"], plan.cost.get("settings")) != expected:
-        raise FulldepthError(f"{folder} holds the plan of another search. Choose another output folder.")
-    if process.is_main:
-        (folder / PROGRESS).unlink(missing_ok=True)
-    return plan
+    return {**amounts, "forwards": int(amounts["forwards"]), "seconds": round(amounts["seconds"], 3)}

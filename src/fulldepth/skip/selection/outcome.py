@@ -27,16 +27,14 @@ from fulldepth.hf.surgery import Switches
 from fulldepth.metrics import Mmd, Observation, Setup
 from fulldepth.metrics.base import Row
 from fulldepth.progress import Watcher
-from fulldepth.results import DOCUMENT, Finding, Results, finite, provenance, tabulate
+from fulldepth.results import COLUMNS, DOCUMENT, Finding, Results, finite, provenance, tabulate
 from fulldepth.settings import layer as layered
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import PLACES, RENAMED, SearchSettings
-from fulldepth.skip.assessment.compared import joined
-from fulldepth.skip.in_sample import in_sample
 from fulldepth.skip.plan import Plan, plan_scalars
-from fulldepth.skip.scored_batches import make_batches
+from fulldepth.skip.selection.fit import make_batches
 from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
-from fulldepth.skip.summary import stopped_rounds
+from fulldepth.skip.summary import in_sample, stopped_rounds
 
 KIND = "skip"
 Chosen = TypeVar("Chosen", bound=SearchSettings)
@@ -324,3 +322,9 @@ def _discrepancy(plan: Plan, table: pd.DataFrame) -> Finding | None:
     if plan.healed_loss is not None and after > before and plan.healed_loss < plan.losses[-1]:
         sentence += " (They may scale the whole stream, which the final norm takes away and this measure does not.)"
     return Finding(after, "1", sentence)
+
+
+def joined(tables: Sequence[pd.DataFrame], **types: str) -> pd.DataFrame:
+    """Concatenated tables: the tidy columns, then further ones of these types, in this order."""
+    table = pd.concat([part.astype(types) for part in tables if len(part)], ignore_index=True)
+    return table[[*COLUMNS, *types]]

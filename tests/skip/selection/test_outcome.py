@@ -1,0 +1,166 @@
+"""A plan as results: rows out of the plan, discrepancies by the formula in float64 on stock models, sentences."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from fulldepth import measure
+from fulldepth.errors import FulldepthError
+from fulldepth.results import COLUMNS, Results
+from fulldepth.settings.search import SearchSettings
+from fulldepth.skip.exports.fold import fold
+from fulldepth.skip.selection.outcome import analyse, headline, settings_of
+from skip import plain, planned
+from skip.word_tokenizer import tokenizer, words
+from tiny_models import LAYERS, build
+
+EXAMPLES = plain.examples(4, 6)
+NOTHING = {"forwards": 0, "flops": 0, "seconds": 0.0}
+
+
+def healed_plan(model, **entries):
+    entries = {"losses": [2.0, 2.1, 2.5], "healed_loss": 2.2, "control_loss": {"scalars_only": 1.9}} | entries
+    return planned.plan(model, (3, 1), **entries)
+
+
+def test_rows_say_what_the_plan_says(tmp_path) -> None:
+    model = build("llama")
+    plan = healed_plan(model, data=EXAMPLES.meta)
+    results = analyse(model, plan, EXAMPLES, output=tmp_path / "out")
+    assert list(results.table.columns) == [*COLUMNS, "removed", "state"]
+    losses = results.table[results.table.measure == "loss"]
+    kept = losses[["layer", "value", "removed", "state"]].astype(object)
+    assert kept.where(kept.notna(), None).values.tolist() == [
+        [None, 2.0, 0, "original"],
+        [3, 2.1, 1, "skipped"],
+        [1, 2.5, 2, "skipped"],
+        [1, 2.2, 2, "healed"],
+        [None, 1.9, 0, "scalars_only"],
+    ]
+    assert set(losses["count"]) == {sum(example.predicted for example in EXAMPLES.heldout)}
+    last = results.table[(results.table.measure == "mmd") & (results.table.layer == LAYERS)].set_index("state").value
+    assert results.headline["mmd"]["value"] == last["healed"]
+    both = f"{last['skipped']:.2e} before and {last['healed']:.2e} after healing"
+    assert both in results.headline["mmd"]["sentence"]
+    again = Results.load(tmp_path / "out")
+    pd.testing.assert_frame_equal(again.table, results.table)
+    assert (again.meta["kind"], again.meta["plan"], again.meta["warnings"]) == ("skip", plan.document(), [])
+    with pytest.raises(FulldepthError, match="already holds results"):
+        analyse(model, plan, EXAMPLES, output=tmp_path / "out")
+    with pytest.raises(FulldepthError, match="another LlamaForCausalLM"):
+        analyse(build("llama", seed=1), plan, EXAMPLES)
+
+
+def test_a_plan_that_was_not_healed_says_so_and_what_is_doubtful_is_warned_of() -> None:
+    model = build("gpt2")
+    doubtful = {"cost": NOTHING | {"unsure_rounds": [1]}, "data": {"hash": "sha256:" + "1" * 64}}
+    plan = planned.plan(model, (2,), values=None, losses=[1.0, 1.5], **doubtful)
+    results = analyse(model, plan, EXAMPLES)
+    assert set(results.table.state) == {"original", "skipped"}
+    assert results.headline["loss_healed"]["value"] is None
+    unsure, other = results.meta["warnings"]
+    assert "1 of 1 rounds" in unsure
+    assert "other data" in other
+
+
+@pytest.mark.parametrize(
+    ("losses", "healed", "added", "helped"),
+    [
+        ([2.0, 2.1, 2.5], 2.2, "adds 0.5000 nats to", True),
+        ([2.0, 2.1, 2.5], 2.5, "adds 0.5000 nats to", False),
+        ([2.0, 1.9, 1.8], 1.7, "takes 0.2000 nats off", True),
+    ],
+)
+def test_losses_without_errors_are_not_interpreted(losses, healed, added, helped) -> None:
+    plan = healed_plan(build("llama"), losses=losses, healed_loss=healed, search="greedy")
+    found = headline(plan, pd.DataFrame(columns=[*COLUMNS, "removed", "state"]), LAYERS)
+    assert set(found) == {"loss_added", "loss_healed"}
+    assert found["loss_added"].value == pytest.approx(losses[-1] - losses[0])
+    assert found["loss_added"].document()["standard_error"] is None
+    assert found["loss_healed"].value == healed
+    for part in (added, "of layers 3, 1, in this order", "chose the blocks and stopped the training of scalars"):
+        assert part in found["loss_added"].sentence
+    assert ("No epoch" not in found["loss_healed"].sentence) is helped
+    shown = [float(number) for number in re.findall(r"\d\.\d{4}", found["loss_healed"].sentence)]
+    assert shown == [healed, losses[-1], 1.9, losses[0]], "losses only: no difference"
+
+
+def test_settings_come_from_the_plan_which_grants_nothing() -> None:
+    model = build("llama")
+    granted = {"trust_remote_code": True, "tokenizer": "elsewhere", "revision": "theirs", "device": "meta"}
+    stored = {"criterion": "kl", "epochs": 3, "budget": None, "of_an_earlier_version": True, **granted}
+    plan = planned.plan(model, (2, 1), "mlp", cost=NOTHING | {"settings": stored})
+    expected = SearchSettings(blocks=2, criterion="kl", epochs=4, granularity="mlp")
+    assert settings_of(plan, {"epochs": 4}) == expected
+    assert settings_of(plan, {"trust_remote_code": True}).trust_remote_code
+
+
+def discrepancy(x: np.ndarray, y: np.ndarray) -> float:
+    """Squared MMD as a V-statistic, the bandwidth the median distance of all different pairs of the pooled points."""
+    points = np.concatenate([x, y])
+    squared = ((points[:, None] - points[None]) ** 2).sum(-1)
+    width = np.median(np.sqrt(squared[np.triu_indices(len(points), 1)]))
+    kernel = np.exp(-squared / (2 * width**2))
+    n = len(x)
+    return kernel[:n, :n].mean() + kernel[n:, n:].mean() - 2 * kernel[:n, n:].mean()
+
+
+@torch.no_grad()
+def streams(model, examples) -> np.ndarray:
+    """[L+1, N, D] the stream at every token, one sequence at a time: into the first block, and out of each."""
+    model, found, seen = copy.deepcopy(model).double(), [], []
+    blocks = planned.layers(model)
+    blocks[0].register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    for block in blocks:
+        block.register_forward_hook(lambda m, given, out: seen.append(out[0] if isinstance(out, tuple) else out))
+    for example in examples:
+        seen.clear()
+        model(input_ids=example.input_ids[None])
+        found.append(torch.cat(seen))
+    return torch.cat(found, dim=1).numpy()
+
+
+@pytest.mark.parametrize(
+    ("family", "blocks", "granularity", "healed"),
+    [
+        ("gpt2", (3, 1), "attention", False),
+        ("gpt_neox", (2,), "attention", True),
+        ("gemma2", (1,), "mlp", True),
+        ("qwen3", (2,), "layer", False),
+    ],
+)
+def test_the_discrepancy_is_that_of_stock_models(family, blocks, granularity, healed) -> None:
+    model = build(family)
+    plan = planned.plan(model, blocks, granularity, values="fitted" if healed else None, data=EXAMPLES.meta)
+    own, reference = streams(planned.scaled(model, plan), EXAMPLES.heldout), streams(model, EXAMPLES.heldout)
+    expected = [discrepancy(x, y) for x, y in zip(own, reference, strict=True)]
+    assert expected[1 if healed else min(blocks)] > 1e-3  # there is something to see
+    logits = model(input_ids=EXAMPLES.heldout[0].input_ids[None]).logits
+    for batch_size in (1, 4):
+        table = analyse(model, plan, EXAMPLES, batch_size=batch_size).table
+        rows = table[(table.measure == "mmd") & (table.state == ("healed" if healed else "skipped"))]
+        assert rows.layer.tolist() == list(range(LAYERS + 1))
+        assert set(rows["count"]) == {sum(map(len, EXAMPLES.heldout))}
+        np.testing.assert_allclose(rows.value, expected, rtol=1e-3, atol=1e-6)
+    assert torch.equal(model(input_ids=EXAMPLES.heldout[0].input_ids[None]).logits, logits)
+
+
+def test_measure_sees_the_same_of_a_sample_in_the_folded_model(tmp_path) -> None:
+    model, numbers = build("llama"), [[(7 * n + 3 * i * i) % 80 for i in range(12)] for n in range(6)]
+    pairs = [{"prompt": words(*row[:5]), "response": " " + words(*row[5:])} for row in numbers]
+    plan = planned.plan(model, (1, 3), values=None)
+    model.save_pretrained(tmp_path / "original")
+    options = {"tokenizer": tokenizer(), "reservoir_tokens": 40}
+    found = analyse(model, plan, [words(1, 2, 3)], heldout=pairs, fit=False, **options)
+    folded = copy.deepcopy(model)
+    fold(folded, plan)
+    seen = measure(folded, pairs, measures=["mmd"], reference=str(tmp_path / "original"), **options)
+    own = found.table[found.table.measure == "mmd"]
+    assert own["count"].tolist() == seen.table["count"].tolist() == [40] * (LAYERS + 1)
+    np.testing.assert_allclose(own["value"], seen.table["value"], rtol=1e-4, atol=1e-9)
