@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from fulldepth.errors import FulldepthError
 from fulldepth.losses.displacement import Displacements, displacement_gradient, displacement_parts
 from fulldepth.losses.jump_penalty import jump_penalty, jump_weights
-from fulldepth.losses.states import blocks
+from fulldepth.losses.term import blocks
 from fulldepth.metrics import displacement
 
 

@@ -9,7 +9,7 @@ from scipy.stats import ortho_group
 
 from fulldepth.errors import FulldepthError
 from fulldepth.losses.orthogonality_penalty import orthogonality_penalty
-from fulldepth.losses.states import blocks
+from fulldepth.losses.term import blocks
 
 SHAPES = [(3, 9, 5), (3, 5, 8), (2, 3, 8), (2, 1, 4)]
 """Long, wide, so wide that the other Gram matrix is used, and one position."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fulldepth.errors import FulldepthError
-from fulldepth.losses.states import blocks, check_states, statistics_dtype
+from fulldepth.losses.term import blocks, check_states, statistics_dtype
 from fulldepth.metrics.base import angular, cosine
 
 Side = Literal["previous", "current"]
@@ -101,8 +101,6 @@ def displacement_gradient(
     Returns:
         `[..., D]` with the dtype and device of that state; 0 where either state is zero.
     """
-    if wrt not in ("previous", "current"):
-        raise FulldepthError(f"wrt must be 'previous' or 'current', got {wrt!r}")
     own, other = (previous, current) if wrt == "previous" else (current, previous)
     shares = gradient_shares(Parts(*parts), weight)
     terms = [(own, shares.previous if wrt == "previous" else shares.current), (other, shares.other)]

@@ -11,8 +11,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig
 
 from fulldepth.errors import unknown
-from fulldepth.losses.states import blocks, check_states, statistics_dtype
-from fulldepth.losses.term import Context, LayerTerm
+from fulldepth.losses.term import Context, LayerTerm, blocks, check_states, statistics_dtype
 
 FORMS = ("mean", "frobenius")
 
