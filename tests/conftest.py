@@ -16,6 +16,8 @@ if LIMIT not in os.environ and "PYTEST_XDIST_WORKER" not in os.environ and (fail
 
 import torch
 
+from two_processes import TwoProcesses
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["FULLDEPTH_CACHE"] = tempfile.mkdtemp(prefix="fulldepth-tests-")
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -48,6 +50,14 @@ def made_once(tmp_path_factory):
         return folder
 
     return folder_of
+
+
+@pytest.fixture(scope="session")
+def two_processes():
+    """`two_processes(function, *arguments)`: the results of a function in each of two processes, see its module."""
+    pool = TwoProcesses()
+    yield pool
+    pool.stop()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,11 @@ from datasets import Dataset
 from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parent))
-from trained_step import WEIGHTS, arguments, collate, examples, plain_loss
-
 import fulldepth
 from fulldepth.data import train_tokenizer
 from fulldepth.errors import FulldepthError
 from fulldepth.losses import DepthTrainer, Objective, ObjectiveMixin
+from losses.trained_step import WEIGHTS, arguments, collate, examples, plain_loss
 from tiny_models import BUILDERS, DECODER
 
 TEXT = "The quick brown fox jumps over the lazy dog while seven wizards mix five boxing potions. " * 40

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from fulldepth.errors import FulldepthError
 from fulldepth.losses import DepthTrainer, Objective, aligned_loss
-from fulldepth.training.evaluation import Evaluator
+from fulldepth.training.evaluation import evaluate
 from tiny_models import build
 
 VOCABULARY = 60
@@ -185,13 +185,15 @@ def test_a_run_records_the_cross_entropy_and_the_balance_beside_it():
     model = experts()
     rows = [{name: value[i] for name, value in batch(5, 5).items()} for i in range(5)]
     stack = lambda items: {name: torch.stack([item[name] for item in items]) for name in items[0]}  # noqa: E731
-    found = Evaluator(rows, stack, batch_size=2)(model)
+    found = evaluate(model, rows, stack, 2)
     with torch.no_grad():
         output = model.eval()(**stack(rows))
         parts = [(model(**stack(rows[i : i + 2])).aux_loss, len(rows[i : i + 2])) for i in (0, 2, 4)]
     plain = cross_entropy(output.logits[:, :-1].flatten(0, 1), stack(rows)["labels"][:, 1:].flatten())
     assert found.loss == pytest.approx(float(plain), rel=1e-5)
-    assert found.auxiliary == pytest.approx(0.7 * sum(float(value) * n for value, n in parts) / 5, rel=1e-5)
+    assert found.value("validation_auxiliary_loss") == pytest.approx(
+        0.7 * sum(float(value) * n for value, n in parts) / 5, rel=1e-5
+    )
 
 
 def test_what_changes_a_replaced_cross_entropy_is_refused(tmp_path):

@@ -10,7 +10,7 @@ import torch
 
 from fulldepth.errors import FulldepthError
 from fulldepth.losses.coherence_penalty import coherence_penalty, refuse_padding
-from fulldepth.losses.states import blocks
+from fulldepth.losses.term import blocks
 
 SHAPES = [(5, 8, 3), (2, 9, 4), (3, 24, 2), (4, 2, 2), (2, 3, 2)]
 SETTINGS = [

@@ -4,7 +4,6 @@ that are functions of a batch see whole batches only, the others every example.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,21 @@ from typing import Any
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_objective import close
-from test_processes import launch
-from trained_step import WEIGHTS, OneStep, arguments, build, collate, examples, gradient, plain_loss
 
 from fulldepth.errors import FulldepthError
 from fulldepth.losses import Objective, Task
-
-
-def plain_gradient(kind: str, rows: list[dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
-    model = build(kind)
-    loss = plain_loss(model, kind, rows, WEIGHTS)
-    loss.backward()
-    return loss.detach(), {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+from losses.trained_step import (
+    WEIGHTS,
+    OneStep,
+    arguments,
+    build,
+    close,
+    collate,
+    examples,
+    gradient,
+    plain_gradient,
+    plain_loss,
+)
 
 
 @pytest.mark.parametrize("kind", ["vit", "bert", "llama"])
@@ -81,14 +79,6 @@ def test_every_term_adds_up(kind: str, tmp_path: Path) -> None:
         for size, steps in settings
     )
     close(parts, whole, 1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["vit", "llama"])
-def test_two_processes_are_one_large_batch(kind: str, tmp_path: Path) -> None:
-    launch(kind, str(tmp_path / "step.pt"), script="trained_step.py")
-    _, expected = plain_gradient(kind, examples(kind))
-    close(torch.load(tmp_path / "step.pt", weights_only=True), expected, 1e-6)
 
 
 def test_what_a_batch_counts() -> None:

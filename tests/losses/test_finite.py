@@ -6,7 +6,6 @@ event is what an accelerator does. The fused AdamW of CPUs skips a step by the s
 
 from __future__ import annotations
 
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).parent))
-from trained_step import OneStep, arguments, build, collate, examples
-
 from fulldepth.errors import FulldepthError
 from fulldepth.losses import Objective
+from losses.trained_step import OneStep, arguments, build, collate, examples
 
 MARK = 95
 """A sequence that begins with this token breaks the model."""

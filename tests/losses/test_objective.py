@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fulldepth.errors import FulldepthError
 from fulldepth.losses import Objective
-from fulldepth.losses.terms import Coherence, Orthogonality
+from fulldepth.losses.objective import Coherence, Orthogonality
 from tiny_models import BUILDERS
 
 VOCAB, LENGTH = 96, 12

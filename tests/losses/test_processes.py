@@ -2,38 +2,77 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from sharded_step import TERMS, batch, model
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from fulldepth.losses import Objective
+from losses.trained_step import WEIGHTS, build, close, examples, gradient, plain_gradient
+from tiny_models import BUILDERS, VOCAB
+
+TERMS: dict[str, Any] = {
+    "jump": 1.5,
+    "similarity": 0.3,
+    "coherence": {"weight": 0.5, "layers": [0, 1]},
+    "orthogonality": {"weight": 0.5, "layers": [2]},
+    "aligned": {"schedule": "always"},
+}
 
 
-def launch(*arguments: str, script: str = "sharded_step.py") -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    program = str(Path(__file__).with_name(script))
-    done = subprocess.run([*command, program, *arguments], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ddp", "resharded"])
-def test_two_processes_equal_one(mode: str, tmp_path: Path) -> None:
-    plain, inputs = model(), batch()
+def step(mode: str) -> dict[str, Any]:
+    """Loss and gradients of the whole model from this process's share of a batch; mode: alone, ddp, sharded."""
+    torch.manual_seed(0)
+    plain: Any = BUILDERS["llama"]().float().train()
+    ids = torch.randint(3, VOCAB, (4, 10), generator=torch.Generator().manual_seed(5))
     objective = Objective(**TERMS).attach(plain)
-    # Orthogonality is a mean over sequences and all else over tokens or the global batch, so equal shares add up.
-    loss, _ = objective(plain(**inputs), inputs)
+    runner, rank, world = plain, 0, 1
+    if mode != "alone":
+        rank, world = distributed.get_rank(), distributed.get_world_size()
+    if mode == "ddp":
+        runner = DistributedDataParallel(plain)
+    elif mode == "sharded":  # the rest of the model, too, is sharded again when the forward pass ends
+        mesh = init_device_mesh("cpu", (world,))
+        for block in plain.model.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(plain, mesh=mesh, reshard_after_forward=True)
+    share = {"input_ids": ids[rank::world], "labels": ids[rank::world]}
+    loss, _ = objective(runner(**share), share)
     loss.backward()
-    launch(mode, str(tmp_path / "step.pt"))
-    found = torch.load(tmp_path / "step.pt", weights_only=True)
-    assert float(found["loss"]) == pytest.approx(float(loss.detach()), rel=1e-5)
+    found = {"loss": loss.detach() / world}
+    if world > 1:
+        distributed.all_reduce(found["loss"])
     for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(found["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-6)
+        slope = parameter.grad
+        found[name] = slope.full_tensor() if hasattr(slope, "full_tensor") else slope
+    return {name: value.numpy() for name, value in found.items()}
+
+
+def trained_step(kind: str, folder: str) -> dict[str, Any]:
+    """What a step of `DepthTrainer` with SGD takes away from the weights, in micro-batches of two rows."""
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    return {n: g.numpy() for n, g in gradient(build(kind), examples(kind), WEIGHTS, folder, **options)[0].items()}
+
+
+def tensors(values: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: torch.as_tensor(value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize("mode", ["ddp", "sharded"])
+def test_two_processes_equal_one(mode: str, two_processes: Any) -> None:
+    """Orthogonality is a mean over sequences and all else over tokens or the global batch, so equal shares add up."""
+    expected = tensors(step("alone"))
+    for found in map(tensors, two_processes(step, mode)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["vit", "llama"])
+def test_two_processes_are_one_large_batch(kind: str, two_processes: Any, tmp_path: Path) -> None:
+    _, expected = plain_gradient(kind, examples(kind))
+    for found in two_processes(trained_step, kind, str(tmp_path)):
+        close(tensors(found), expected, 1e-6)

@@ -4,7 +4,6 @@ one's own, against plain loops.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ import transformers as tf
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-sys.path.insert(0, str(Path(__file__).parent))
-from test_objective import close, gradients, plain_jump
-
 from fulldepth.errors import FulldepthError
 from fulldepth.losses import DepthTrainer, Objective
+from losses.test_objective import close, gradients, plain_jump
 from tiny_models import DECODER
 
 SIZES = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 2}

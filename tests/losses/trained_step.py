@@ -1,20 +1,14 @@
-"""One optimiser step of `DepthTrainer` with plain SGD, whose update is the gradient; also run by torchrun.
-
-Usage: trained_step.py KIND FILE. KIND: vit, bert, llama; the gradients go to FILE.
-"""
+"""One optimiser step of `DepthTrainer` with plain SGD, whose update is the gradient, and the same by hand."""
 
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as tf
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from fulldepth.losses import DepthTrainer, Objective
 from tiny_models import BUILDERS, VOCAB
 
@@ -107,17 +101,18 @@ def plain_loss(model: Any, kind: str, rows: list[dict[str, Tensor]], weights: di
 
 WEIGHTS = {"jump": 1.5, "similarity": 0.3}
 
-if __name__ == "__main__":
-    kind, file = sys.argv[1:]
-    found, _ = gradient(
-        build(kind),
-        examples(kind),
-        WEIGHTS,
-        str(Path(file).parent / "trainer"),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-    )
-    if torch.distributed.get_rank() == 0:
-        torch.save(found, file)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+
+def plain_gradient(kind: str, rows: list[dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """That loss and its gradient."""
+    model = build(kind)
+    loss = plain_loss(model, kind, rows, WEIGHTS)
+    loss.backward()
+    return loss.detach(), {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
+def close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Gradients that differ by at most `tolerance` of the largest."""
+    assert got.keys() == expected.keys()
+    scale = max(float(g.abs().max()) for g in expected.values())
+    worst = max(float((got[n] - expected[n]).abs().max()) for n in expected)
+    assert worst <= tolerance * scale, (worst, scale)

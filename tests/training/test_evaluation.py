@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import default_data_collator
 
-from fulldepth.training.evaluation import Evaluator
+from fulldepth.training.evaluation import evaluate
 from tiny_models import BUILDERS
 
 
@@ -18,7 +18,7 @@ def test_tokens_without_a_direction_are_left_out_of_a_layer() -> None:
         model.model.embed_tokens.weight[5] = 0.0
     ids = torch.randint(6, 90, (5, 8), generator=torch.Generator().manual_seed(0))
     ids[:, 0] = ids[3, 4] = 5
-    found = Evaluator([{"input_ids": row, "labels": row} for row in ids], default_data_collator, 2)(model)
+    found = evaluate(model, [{"input_ids": row, "labels": row} for row in ids], default_data_collator, 2)
     with torch.no_grad():
         out = model(input_ids=ids, labels=ids, output_hidden_states=True)
     states = torch.stack(out.hidden_states)
@@ -27,9 +27,11 @@ def test_tokens_without_a_direction_are_left_out_of_a_layer() -> None:
     counted = nonzero[:-1] & nonzero[1:]
     assert (~counted).sum(dim=(1, 2)).tolist() == [6, 5, 5]
     expected = [values[which].mean() for values, which in zip(psi, counted, strict=True)]
-    torch.testing.assert_close(torch.tensor(found.displacement), torch.stack(expected).to(torch.float32))
-    assert found.tokens == 40
-    assert found.targets == 35
+    torch.testing.assert_close(
+        torch.tensor([found.value("displacement", n) for n in (1, 2, 3)]), torch.stack(expected).to(torch.float32)
+    )
+    counts = {row.measure: row.count for row in found.rows}
+    assert (counts["displacement"], counts["validation_loss"]) == (40, 35)
     assert abs(found.loss - float(out.loss)) < 1e-6
 
 
@@ -59,8 +61,9 @@ def test_texts_that_end_with_the_padding_token(family: str, body: str, norm: str
     torch.testing.assert_close(logits[-1], output.logits, rtol=1e-5, atol=1e-5)
     labels = output.logits.argmax(-1)
     labels[::5] = (labels[::5] + 1) % output.logits.shape[-1]
-    found = Evaluator(
-        [{**item, "labels": label} for item, label in zip(items, labels, strict=True)], default_data_collator, 5
-    )(model)
-    assert found.accuracy == pytest.approx(19 / 24)
-    assert found.lens_accuracy == pytest.approx((logits.argmax(-1) == labels).double().mean(1).tolist())
+    rows = [{**item, "labels": label} for item, label in zip(items, labels, strict=True)]
+    found = evaluate(model, rows, default_data_collator, 5)
+    assert found.value("validation_accuracy") == pytest.approx(19 / 24)
+    assert [found.value("lens_accuracy", n) for n in range(len(logits))] == pytest.approx(
+        (logits.argmax(-1) == labels).double().mean(1).tolist()
+    )

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from fulldepth.data import ShuffledSampler
 from fulldepth.settings import layer, read
 from fulldepth.training import TrainSettings, train
-from fulldepth.training.trainer import RunTrainer, worker_count
+from fulldepth.training.arguments import worker_count
+from fulldepth.training.trainer import RunTrainer
 
 
 def settings(path: Path) -> TrainSettings:

@@ -169,6 +169,16 @@ def test_a_full_disk_names_the_last_whole_checkpoint(recipe: Any, tmp_path: Path
     assert same_weights(tmp_path / "run", tmp_path / "whole")
 
 
+def test_weights_that_are_saved_under_other_names_are_resumed_too(recipe: Any, tmp_path: Path) -> None:
+    chosen = layer(TrainSettings, read(recipe(model={"type": "mixtral"}, steps=4, eval_every=4, save_every=2), "train"))
+    train(chosen, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoint-4")
+    train(chosen, tmp_path / "again", resume=True)
+    again, before = (load_file(tmp_path / run / "checkpoint-4/model.safetensors") for run in ("again", "whole"))
+    assert all(torch.equal(again[name], weight) for name, weight in before.items())
+
+
 @pytest.mark.parametrize("changed", ["text", "validation", "tokenizer", "model", "batch"])
 def test_a_run_does_not_go_on_with_other_data_or_another_model(
     changed: str, recipe: Any, sources: Any, tmp_path: Path

@@ -81,6 +81,25 @@ def test_the_record_tells_what_the_checkpoints_do(recipe: Any, tmp_path: Path) -
     assert f"of the last evaluation, on a held-out part of {settings(path).data.name}." in card.text
 
 
+def test_an_exported_model_loads_in_its_precision(recipe: Any, tmp_path: Path) -> None:
+    train(layer(TrainSettings, read(recipe(steps=2, eval_every=2, save_every=1), "train")), tmp_path / "run")
+    for dtype in (None, "bfloat16"):
+        made = export_run(tmp_path / "run", tmp_path / str(dtype), step=1, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(made)
+        assert model.dtype == (torch.bfloat16 if dtype else torch.float32)
+        AutoTokenizer.from_pretrained(made)
+        assert not list(made.glob("optimizer*")) + list(made.glob("rng*"))
+    for run, options, word in (
+        (tmp_path / "run", {"output": tmp_path / "None"}, "already exists"),
+        (tmp_path / "run", {"output": tmp_path / "new", "step": 5}, "checkpoint-5"),
+        (tmp_path / "run", {"output": tmp_path / "new", "dtype": "int3"}, "dtype"),
+        (tmp_path, {"output": tmp_path / "new"}, "no whole checkpoint"),
+    ):
+        with pytest.raises(FulldepthError, match=word):
+            export_run(run, **options)
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_model_trained_from_a_run_generates_as_the_first_one_does(
     recipe: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -142,7 +161,7 @@ def test_memory_added_to_a_trained_llama_starts_where_it_stopped(recipe: Any, tm
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    from fulldepth.training import text as room
+    from fulldepth.training import run as room
 
     build = room.build_model
 

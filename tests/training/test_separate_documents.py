@@ -17,7 +17,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.results import Results
 from fulldepth.settings import layer, read
 from fulldepth.training import TrainSettings, train
-from fulldepth.training import text as room
+from fulldepth.training import run as room
 from fulldepth.training.text import require_separate_documents
 from fulldepth.training.trainer import window_collator
 

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from fulldepth.errors import FulldepthError
+from fulldepth.metrics import Row
 from fulldepth.results import Results
 from fulldepth.settings import layer, read
 from fulldepth.training import TrainSettings, train
@@ -66,7 +67,8 @@ def test_every_evaluation_is_tracked(recipe: Any, tmp_path: Path, monkeypatch: p
 
 
 def test_numbers_that_are_not_finite_are_left_out() -> None:
-    evaluation = Evaluation(2.0, 9, [math.nan, 0.5], 9, [1.0])
+    rows = [Row("displacement", "residual", n, None, "mean", psi, 9, "1") for n, psi in ((1, math.nan), (2, 0.5))]
+    evaluation = Evaluation(2.0, [*rows, Row("jump_rate", "residual", 2, None, "value", 1.0, 9, "%")], [])
     assert tracked(evaluation, {"ce": (3.0, 2), "jump": (math.inf, 1)}) == {
         **{"eval_loss": 2.0, "eval_displacement_layer_2": 0.5, "eval_zeta_L": 1.0},
         "cross_entropy": 1.5,

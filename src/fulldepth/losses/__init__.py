@@ -1,16 +1,14 @@
 """Training penalties that make a model use its depth, the objective that combines them, and a Trainer with it."""
 
-from fulldepth.losses.aligned_loss import aligned_loss
+from fulldepth.losses.aligned_loss import add_exit_heads, aligned_loss
 from fulldepth.losses.coherence_penalty import coherence_penalty
 from fulldepth.losses.detection import Detection, use_detection_loss
-from fulldepth.losses.exit_heads import add_exit_heads
 from fulldepth.losses.jump_penalty import jump_penalty, jump_weights
-from fulldepth.losses.objective import Objective
+from fulldepth.losses.objective import TERMS, Objective, per_batch_terms
 from fulldepth.losses.orthogonality_penalty import orthogonality_penalty
 from fulldepth.losses.similarity_penalty import similarity_penalty
 from fulldepth.losses.task import Task
 from fulldepth.losses.term import Context, LayerTerm, Portion, Term
-from fulldepth.losses.terms import TERMS, per_batch_terms
 from fulldepth.losses.trainer import DepthTrainer, ObjectiveMixin, Tally
 
 __all__ = [

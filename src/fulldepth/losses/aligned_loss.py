@@ -11,16 +11,17 @@ from typing import Annotated, Literal
 import pydantic
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
+from fulldepth import hf
 from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError, unknown
+from fulldepth.execution import find_anatomy
 from fulldepth.execution.flops import TokenFlops
 from fulldepth.hf import Classifier, exit_weights, uses_fsdp
-from fulldepth.losses.states import check_states, statistics_dtype
-from fulldepth.losses.term import Context, Term
+from fulldepth.losses.term import Context, Term, check_states, statistics_dtype
 from fulldepth.targets import IGNORE
 
 CHUNK = 1024
@@ -176,6 +177,28 @@ class MultiExit(LayerwiseLoss):
         return self._token_flops(config, sequence_length)
 
 
+def add_exit_heads(model: nn.Module, seed: int = 0) -> None:
+    """Give each of layers 1..L-1 a linear head of its own; call it before the optimiser is made.
+
+    A head is the model's own one with another matrix `[C, D]`, without bias, in its last linear layer; the final norm,
+    the pooling and the pooler before it are shared. `(L - 1) C D` parameters are added (Table 1); in a language model C
+    is the size of the vocabulary. A detector's decoder layers also get a matrix `[4, D]` each in the box head. They are
+    part of the model's `parameters()` and `state_dict()`. `save_pretrained` leaves them out, so that the checkpoint
+    stays an ordinary one; `DepthTrainer` and `fulldepth.hf.save_exit_heads` write them beside it.
+
+    Args:
+        model: a language model, a classifier of texts or images, or a detector of transformers, with or without
+            wrappers.
+        seed: of the heads' weights.
+
+    Raises:
+        FulldepthError: if the model has no head, its head does not end in a linear layer, or it has exit heads.
+
+    Source: "Representation progression and aligned training", Sec. 3.1 and Table 1 (multiple classifiers).
+    """
+    hf.add_exit_heads(find_anatomy(model), seed)  # type: ignore[arg-type]
+
+
 def _sample_loss(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
     """Mean cross-entropy of `logits: [B, C]`; 0 if no sample has a label."""
     if labels.is_floating_point() or labels.shape != logits.shape[:1] or logits.shape[1] < 2:
@@ -229,13 +252,30 @@ def aligned_loss(
     Source: "Representation progression and aligned training", Eq. 5; uniform weights: App. B.3.
     """
     check_states(hidden_states, None, least=1)
-    _check_labels(labels, hidden_states[-1], chunk, positions)
+    last = hidden_states[-1]
+    if labels.shape != last.shape[:-1] or labels.is_floating_point():
+        raise FulldepthError(
+            f"labels must be integers of shape {tuple(last.shape[:-1])}, one per position of the hidden states "
+            f"{tuple(last.shape)}, got {labels.dtype} {tuple(labels.shape)}"
+        )
+    if chunk < 1:
+        raise FulldepthError(f"chunk must be at least 1 position, got {chunk}")
+    if not 0 < positions <= 1:
+        raise FulldepthError(f"positions must be above 0 and at most 1, got {positions}")
+    heads = list(head) if isinstance(head, Sequence) else [head] * len(hidden_states)
+    if len(heads) != len(hidden_states) or (positions < 1 and isinstance(head, Sequence)):
+        raise FulldepthError(
+            f"expected one head, or one for each of {len(hidden_states)} layers with positions=1, got {len(heads)} "
+            f"with positions={positions:g}"
+        )
     shares = layer_weights(weights, len(hidden_states))
-    device, dtype = hidden_states[-1].device, statistics_dtype(*hidden_states)
-    heads = _heads(head, len(hidden_states), positions)
+    device, dtype = last.device, statistics_dtype(*hidden_states)
     if positions < 1 and bool((labels != ignore_index).any()):
         return _sampled(hidden_states, heads[0], labels.to(device), shares, ignore_index, chunk, positions)
-    chosen = [_counted(part, ignore_index) for part in labels.to(device).flatten().split(chunk)]
+    chosen = []  # of each chunk the labelled positions (None: all) and their labels
+    for part in labels.to(device).flatten().split(chunk):
+        index = (part != ignore_index).nonzero()[:, 0]
+        chosen.append((None, part) if len(index) == len(part) else (index, part[index]))
     count = sum(len(targets) for _, targets in chosen)
 
     total = torch.zeros((), dtype=dtype, device=device)
@@ -248,18 +288,6 @@ def aligned_loss(
                 summed = checkpoint(_cross_entropy, own, rows, index, targets, dtype, use_reentrant=False)
                 total = total + share * summed.to(device)
     return total / count
-
-
-def _heads(head: Reader | Sequence[Reader], num_layers: int, positions: float) -> list[Reader]:
-    """The head of each of layers 1..L."""
-    if not isinstance(head, Sequence):
-        return [head] * num_layers
-    if len(head) != num_layers or positions < 1:
-        raise FulldepthError(
-            f"expected one head, or one for each of {num_layers} layers with positions=1, got {len(head)} with "
-            f"positions={positions:g}"
-        )
-    return list(head)
 
 
 def layer_weights(weights: str | Sequence[float], num_layers: int) -> list[float]:
@@ -283,12 +311,6 @@ def layer_weights(weights: str | Sequence[float], num_layers: int) -> list[float
     if not numbers or len(weights) != num_layers or not all(0 <= weight < math.inf for weight in weights):
         raise FulldepthError(f"expected {num_layers} finite weights of at least 0, one per layer, got {weights}")
     return [float(weight) for weight in weights]
-
-
-def _counted(labels: Tensor, ignore_index: int) -> tuple[Tensor | None, Tensor]:
-    """Indices of the labelled positions of a chunk (None: all) and their labels."""
-    index = (labels != ignore_index).nonzero()[:, 0]
-    return (None, labels) if len(index) == len(labels) else (index, labels[index])
 
 
 def _cross_entropy(
@@ -334,15 +356,3 @@ def _sampled(
     for part, wanted, weight in zip(*(torch.cat(each).split(chunk) for each in (rows, drawn, weights)), strict=True):
         total = total + checkpoint(_cross_entropy, head, part, None, wanted, dtype, weight, use_reentrant=False)
     return total
-
-
-def _check_labels(labels: Tensor, state: Tensor, chunk: int, positions: float) -> None:
-    if labels.shape != state.shape[:-1] or labels.is_floating_point():
-        raise FulldepthError(
-            f"labels must be integers of shape {tuple(state.shape[:-1])}, one per position of the hidden states "
-            f"{tuple(state.shape)}, got {labels.dtype} {tuple(labels.shape)}"
-        )
-    if chunk < 1:
-        raise FulldepthError(f"chunk must be at least 1 position, got {chunk}")
-    if not 0 < positions <= 1:
-        raise FulldepthError(f"positions must be above 0 and at most 1, got {positions}")

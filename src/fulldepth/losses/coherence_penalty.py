@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fulldepth.distributed import sum_over_processes
 from fulldepth.errors import FulldepthError
-from fulldepth.losses.states import blocks, check_states, statistics_dtype
-from fulldepth.losses.term import Amount, Context, LayerTerm
+from fulldepth.losses.term import Amount, Context, LayerTerm, blocks, check_states, statistics_dtype
 
 POWER_RATIO = 2.0
 """The energy term is 0 if the power of the output's spectrum is within this factor of the input's."""
@@ -99,12 +98,22 @@ def coherence_penalty(
 
     Source: "CR-Guided Transformers", Sec. 3.3 and Listing 2.
     """
-    _check(h_in, h_out, layer, num_layers, alone=reduce is None)
+    check_states([h_in, h_out], None, least=2, dimensions=3)
+    if not 0 <= layer < num_layers:
+        raise FulldepthError(f"layer must be 0-based, in 0..{num_layers - 1} for {num_layers} layers, got {layer}")
+    if h_out.shape[1] < 2:
+        raise FulldepthError(f"the coherence penalty needs at least two positions, got {h_out.shape[1]}")
+    if reduce is None:
+        _check_sequences(len(h_out))
     shape = _Shape(2 + layer / 2, math.sqrt(num_layers - layer), eps, energy)
     spectra, excess = _Spectra.apply(h_in.to(h_out.device), h_out, shape)
     sequences: Tensor | int = len(h_out)
     if reduce is not None:
-        spectra, excess, sequences = _over_processes(spectra, excess, len(h_out), reduce)
+        spectra = reduce(spectra)
+        excess, total = reduce(torch.stack([excess, excess.new_tensor(float(len(h_out)))])).unbind()
+        if len(h_out) < 2:  # otherwise the total is sufficient, and reading it would synchronise with the device
+            _check_sequences(int(total))
+        sequences = total.detach()
     distance = checkpoint(
         _squared_distance, spectra, sequences, target, eps, use_reentrant=False, preserve_rng_state=False
     )
@@ -238,32 +247,11 @@ def _excess(x: Tensor, y: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, Ten
     return excess, ((-slope / (power_x + eps))[..., None], (slope / power_y)[..., None])
 
 
-def _over_processes(
-    spectra: Tensor, excess: Tensor, sequences: int, reduce: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Both sums and the number of sequences (without gradient), each over all processes."""
-    spectra = reduce(spectra)
-    excess, total = reduce(torch.stack([excess, excess.new_tensor(float(sequences))])).unbind()
-    if sequences < 2:  # otherwise the total is sufficient, and reading it would synchronise with the device
-        _check_sequences(int(total))
-    return spectra, excess, total.detach()
-
-
 def _squared_distance(spectra: Tensor, sequences: Tensor | int, target: float, eps: float) -> Tensor:
     """Mean over channels and frequencies of `(coherence - target)^2`, from sums over sequences."""
     real, imaginary, power_in, power_out = (spectra / sequences).unbind()
     ratio = (real.square() + imaginary.square()) / ((power_in + eps) * (power_out + eps) + eps)
     return (ratio - target).square().mean()
-
-
-def _check(h_in: Tensor, h_out: Tensor, layer: int, num_layers: int, alone: bool) -> None:
-    check_states([h_in, h_out], None, least=2, dimensions=3)
-    if not 0 <= layer < num_layers:
-        raise FulldepthError(f"layer must be 0-based, in 0..{num_layers - 1} for {num_layers} layers, got {layer}")
-    if h_out.shape[1] < 2:
-        raise FulldepthError(f"the coherence penalty needs at least two positions, got {h_out.shape[1]}")
-    if alone:
-        _check_sequences(len(h_out))
 
 
 def _check_sequences(sequences: int) -> None:

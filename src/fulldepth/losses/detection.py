@@ -13,8 +13,8 @@ from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import Classifier, DetectionHeads, unwrapped
-from fulldepth.losses.states import statistics_dtype
 from fulldepth.losses.task import Task
+from fulldepth.losses.term import statistics_dtype
 
 
 def detection_loss(

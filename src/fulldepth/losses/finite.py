@@ -78,7 +78,8 @@ class StepGuard:
         flags = self._collect(norm)
         step = Step(number, flags, None, self._micro_batches)
         self._micro_batches = []
-        if not self._reads_late(flags.device, optimizer):
+        late = flags.device.type in STREAMS if self.late is None else self.late
+        if not (late and getattr(optimizer, "_step_supports_amp_scaling", False)):  # set by fused optimisers
             return self._read(step)
         self._flags = flags = flags if self._flags is None else torch.maximum(flags, self._flags)
         self._optimizer, optimizer.found_inf = optimizer, flags.amax()
@@ -120,10 +121,6 @@ class StepGuard:
             else (gradient * 0).float()
         )
         return any_process((~torch.isfinite(torch.stack([total, (gradient * 0).float()]))).float())
-
-    def _reads_late(self, device: torch.device, optimizer: Any) -> bool:
-        late = device.type in STREAMS if self.late is None else self.late
-        return late and bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # set by fused optimisers
 
     def _read(self, step: Step) -> None:
         if step.event is not None:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fulldepth.errors import FulldepthError
 from fulldepth.losses.displacement import Displacements, mean_displacement
-from fulldepth.losses.states import check_states
-from fulldepth.losses.term import Context, Term
+from fulldepth.losses.term import Context, Term, check_states
 
 
 class Jump(Term):

@@ -1,16 +1,17 @@
-"""`Objective`: cross-entropy plus any subset of the penalties, for any model with a known anatomy."""
+"""`Objective`: cross-entropy plus any subset of the penalties, for any model with a known anatomy; their registry."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import Activations, capture, find_anatomy
 from fulldepth.execution.flops import TokenFlops
 from fulldepth.hf import (
@@ -24,10 +25,54 @@ from fulldepth.hf import (
     resolve_stages,
 )
 from fulldepth.hf.stages import STAGES
-from fulldepth.losses.aligned_loss import LayerwiseLoss, MultiExit
+from fulldepth.losses.aligned_loss import Aligned, LayerwiseLoss, MultiExit
+from fulldepth.losses.coherence_penalty import Coherence
+from fulldepth.losses.jump_penalty import Jump
+from fulldepth.losses.orthogonality_penalty import Orthogonality
+from fulldepth.losses.similarity_penalty import Similarity
 from fulldepth.losses.task import StagedTask, Task
 from fulldepth.losses.term import Context, Portion, Term
-from fulldepth.losses.terms import TERMS, make_term
+
+TERMS: dict[str, type[Term]] = {
+    term.name: term
+    for term in (
+        Aligned,  # first, because it replaces the cross-entropy
+        MultiExit,  # so does this one
+        Jump,
+        Coherence,
+        Orthogonality,
+        Similarity,
+    )
+}
+"""Terms by name, in the order in which an objective applies them."""
+
+
+def make_term(name: str, setting: float | Mapping[str, Any]) -> Term:
+    """A term from its weight, or from a mapping of its options.
+
+    Raises:
+        FulldepthError: for an unknown term or option, or an invalid value.
+    """
+    if name not in TERMS:
+        raise unknown("term", name, TERMS)
+    options = dict(setting) if isinstance(setting, Mapping) else {"weight": setting}
+    fields = TERMS[name].model_fields
+    for option in options:
+        if option not in fields:
+            raise unknown(f"option of {name}", option, fields)
+    try:
+        return TERMS[name](**options)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        wrong = problems[0]["loc"][0]
+        expected = " or ".join(p["msg"].removeprefix("Input should be ") for p in problems if p["loc"][0] == wrong)
+        expected = expected.replace("greater than or equal to", "at least")
+        raise FulldepthError(f"{name}.{wrong} is {options[str(wrong)]!r}; expected {expected}.") from error
+
+
+def per_batch_terms(names: Iterable[str]) -> list[str]:
+    """The names of terms that are functions of a whole batch (`Term.per_batch`)."""
+    return [name for name in names if TERMS[name].per_batch]
 
 
 class Objective:
@@ -131,8 +176,11 @@ class Objective:
         self._activations = self._open.enter_context(capture(self.anatomy, sites, grad=True))
         self._counting = optimizer is None
         if optimizer is not None:
-            self._open.enter_context(_Counter(self, optimizer))
+            self._open.callback(optimizer.register_step_post_hook(self._count_step).remove)
         return self
+
+    def _count_step(self, *_: Any) -> None:
+        self.step += 1
 
     def _check_stages(self, tower: str | None, head: nn.Module | str | None) -> None:
         """Refuse what a module of one's own has no part for."""
@@ -189,7 +237,10 @@ class Objective:
         except FulldepthError:
             self._activations.clear()  # of the pass that is refused
             raise
-        if isinstance(outputs, Tensor) and self.replaces and self._balances:
+        config: Any = getattr(self.anatomy.model, "config", None) if self.anatomy else None
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        balances = bool(getattr(text, "output_router_logits", False))
+        if isinstance(outputs, Tensor) and self.replaces and balances:
             raise FulldepthError(
                 "The model adds a balancing loss of its experts to the cross-entropy, which the objective replaces; "
                 "pass the model's output instead of its loss."
@@ -204,13 +255,6 @@ class Objective:
     def replaces(self) -> list[str]:
         """Names of the terms that take the place of the cross-entropy."""
         return [name for name, term in self.terms.items() if isinstance(term, LayerwiseLoss)]
-
-    @property
-    def _balances(self) -> bool:
-        """Whether the model adds a balancing loss of its experts."""
-        config: Any = getattr(self.anatomy.model, "config", None) if self.anatomy else None
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        return bool(getattr(text, "output_router_logits", False))
 
     def combine(
         self,
@@ -292,19 +336,3 @@ def _times(factor: Tensor | float, value: Tensor) -> Tensor:
     """The product; a mean over nothing (NaN) times a share of 0 is 0."""
     product = factor * value
     return product.where(torch.as_tensor(factor, device=value.device) != 0, 0.0)
-
-
-class _Counter:
-    """Advances an objective's step counter after each optimiser step while it is attached."""
-
-    def __init__(self, objective: Objective, optimizer: torch.optim.Optimizer) -> None:
-        self.objective, self.optimizer = objective, optimizer
-
-    def __enter__(self) -> None:
-        def count(*_: Any) -> None:
-            self.objective.step += 1
-
-        self.handle = self.optimizer.register_step_post_hook(count)
-
-    def __exit__(self, *_: object) -> None:
-        self.handle.remove()

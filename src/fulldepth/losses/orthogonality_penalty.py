@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from fulldepth.errors import unknown
-from fulldepth.losses.states import blocks, check_states, statistics_dtype
-from fulldepth.losses.term import Context, LayerTerm
+from fulldepth.losses.term import Context, LayerTerm, blocks, check_states, statistics_dtype
 
 FORMS = ("mean", "frobenius")
 
@@ -73,74 +72,26 @@ def orthogonality_penalty(h: Tensor, *, form: str = "mean", mask: Tensor | None 
     check_states([h], mask, least=1, dimensions=3)
     if form not in FORMS:
         raise unknown("form of the orthogonality penalty", form, FORMS)
-    sequences, _, width = h.shape
+    sequences, length, width = h.shape
     ignored = None if mask is None else ~mask.to(h.device, torch.bool)
-    total = _SquaredDeviation.apply(h, ignored, eps)
+    total = h.new_zeros((), dtype=statistics_dtype(h))
+    for rows in blocks(sequences, width * max(length, width), h.device):
+        some = None if ignored is None else ignored[rows]
+        total = total + checkpoint(
+            _squared_deviation, h[rows], some, eps, use_reentrant=False, preserve_rng_state=False
+        )
     return total / (sequences * width**2 if form == "mean" else sequences)
 
 
-class _SquaredDeviation(torch.autograd.Function):
-    """Sum over the batch of `|G - I|_F^2`, in blocks of sequences."""
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, ignored: Tensor | None, eps: float) -> Tensor:
-        ctx.save_for_backward(h, ignored)
-        ctx.eps = eps
-        total = h.new_zeros((), dtype=statistics_dtype(h))
-        with torch.autocast(h.device.type, enabled=False):
-            for rows in _blocks(h):
-                unit, _ = _unit_channels(h, ignored, rows, eps)
-                total += _deviation(unit)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, weight: Tensor) -> tuple[Tensor, None, None]:
-        h, ignored = ctx.saved_tensors
-        gradient = torch.empty_like(h)
-        with torch.autocast(h.device.type, enabled=False):
-            for rows in _blocks(h):
-                unit, norm = _unit_channels(h, ignored, rows, ctx.eps)
-                # d|G - I|^2 / d unit = 4 unit (G - I), then through the division by the norm
-                slope = _times_gram(unit).sub_(unit).mul_(4 * weight)
-                length = norm + ctx.eps
-                radial = (slope * unit).sum(1, keepdim=True) * (length / norm).masked_fill_(norm == 0, 0.0)
-                slope.sub_(unit.mul_(radial)).div_(length)
-                gradient[rows] = slope if ignored is None else slope.masked_fill_(ignored[rows, :, None], 0.0)
-        return gradient, None, None
-
-
-def _blocks(h: Tensor) -> Iterator[slice]:
-    """Slices of the batch whose normalised states and Gram matrices fit into one block."""
-    _, length, width = h.shape
-    return blocks(len(h), width * max(length, width), h.device)
-
-
-def _unit_channels(h: Tensor, ignored: Tensor | None, rows: slice, eps: float) -> tuple[Tensor, Tensor]:
-    """Channels of a block of sequences divided by their norm (plus eps), `[b, T, D]`, and the norms, `[b, 1, D]`."""
-    states = h[rows].to(statistics_dtype(h), copy=True)
-    if ignored is not None:
-        states.masked_fill_(ignored[rows, :, None], 0.0)
-    norm = torch.linalg.vector_norm(states, dim=1, keepdim=True)
-    return states.div_(norm + eps), norm
-
-
-def _deviation(unit: Tensor) -> Tensor:
-    """Sum over sequences of `|G - I|^2`; for short ones from the `[T, T]` Gram matrix, which has the same norm."""
-    if _is_short(unit):
-        # No significant cancellation: the rank is at most D/2, so the result is at least half of the first term
-        squares = unit.matmul(unit.mT).square_().sum()
-        return squares - 2 * unit.square().sum() + len(unit) * unit.shape[-1]
-    gram = unit.mT.matmul(unit)
-    gram.diagonal(dim1=1, dim2=2).sub_(1.0)
-    return gram.square_().sum()
-
-
-def _times_gram(unit: Tensor) -> Tensor:
-    """`[b, T, D]`: `unit G`, in the cheaper order."""
-    return unit.matmul(unit.mT).matmul(unit) if _is_short(unit) else unit.matmul(unit.mT.matmul(unit))
-
-
-def _is_short(unit: Tensor) -> bool:
-    """Whether sequences have at most half as many positions as channels."""
-    return 2 * unit.shape[1] <= unit.shape[2]
+def _squared_deviation(h: Tensor, ignored: Tensor | None, eps: float) -> Tensor:
+    """Sum over sequences of `|G - I|_F^2`; for short ones from the `[T, T]` Gram matrix, which has the same norm."""
+    with torch.autocast(h.device.type, enabled=False):
+        states = h.to(statistics_dtype(h))
+        if ignored is not None:
+            states = states.masked_fill(ignored[..., None], 0.0)
+        unit = states / (torch.linalg.vector_norm(states, dim=1, keepdim=True) + eps)
+        if 2 * unit.shape[1] <= unit.shape[2]:
+            # No significant cancellation: the rank is at most D/2, so the result is at least half of the first term
+            squares = unit.matmul(unit.mT).square().sum()
+            return squares - 2 * unit.square().sum() + len(unit) * unit.shape[-1]
+        return (unit.mT.matmul(unit) - torch.eye(unit.shape[-1], dtype=unit.dtype, device=unit.device)).square().sum()

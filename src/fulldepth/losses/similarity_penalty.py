@@ -9,8 +9,7 @@ from torch import Tensor
 
 from fulldepth.losses.aligned_loss import layer_weights
 from fulldepth.losses.displacement import mean_displacement
-from fulldepth.losses.states import check_states, statistics_dtype
-from fulldepth.losses.term import Context, Term
+from fulldepth.losses.term import Context, Term, check_states, statistics_dtype
 
 
 class Similarity(Term):

@@ -1,9 +1,12 @@
-"""`Term`: interface of a penalty, with its options, the sites that it reads, its loss and its cost."""
+"""`Term`: interface of a penalty, with its options, the sites that it reads, its loss and its cost.
+
+Below it what penalties share: checks of hidden states, dtype of statistics, blocks of rows.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -19,6 +22,10 @@ from fulldepth.losses.task import Task
 
 Amount = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 """A finite number of at least 0, such as a weight."""
+CPU_BLOCK = 1 << 18
+"""Elements per block on a CPU, small enough to stay in its cache."""
+ACCELERATOR_BLOCK = 1 << 23
+"""Elements per block on an accelerator: enough to fill it, few compared to a model's activations."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class Context:
 class Term(pydantic.BaseModel, ABC):
     """Base of the penalties: the fields are its options, checked by their types. A subclass must define `value`.
 
-    To add a penalty, subclass this in a file of its own, and add the class to `terms.TERMS`.
+    To add a penalty, subclass this in a file of its own, and add the class to `objective.TERMS`.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -175,3 +182,39 @@ class LayerTerm(Term):
 def _share(count: Tensor, total: Tensor) -> Tensor:
     """`count / total`; 0 if both are 0."""
     return torch.nan_to_num(count / total.to(count.device))
+
+
+def statistics_dtype(*tensors: Tensor) -> torch.dtype:
+    """Dtype of sums and norms of these tensors: float64 if one of them is, else float32."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def blocks(count: int, size: int, device: torch.device) -> Iterator[slice]:
+    """Slices that cover `count` items of `size` elements each, with a block size that suits the device."""
+    room = CPU_BLOCK if device.type == "cpu" else ACCELERATOR_BLOCK
+    step = max(1, room // max(1, size))
+    return (slice(start, start + step) for start in range(0, count, step))
+
+
+def check_states(hidden_states: Sequence[Tensor], mask: Tensor | None, least: int, dimensions: int = 0) -> None:
+    """Raise an error for too few states, states that are not `[..., D]` of one shape, or a mask of another shape.
+
+    Args:
+        hidden_states: states to check.
+        mask: mask to check.
+        least: minimum number of states.
+        dimensions: number of dimensions of each state (0: any number from 2).
+    """
+    if len(hidden_states) < least:
+        raise FulldepthError(f"expected at least {least} hidden states, one per layer, got {len(hidden_states)}")
+    shape, allowed = hidden_states[-1].shape, (dimensions,) if dimensions else range(2, 1 << 6)
+    for index, state in enumerate(hidden_states):
+        if not state.is_floating_point() or state.ndim not in allowed or state.shape != shape:
+            raise FulldepthError(
+                f"hidden states must be floating-point tensors [B, T, D] of one shape: number {index} is {state.dtype} "
+                f"{tuple(state.shape)}, the last one {tuple(shape)}"
+            )
+    if mask is not None and (mask.is_floating_point() or mask.shape != shape[:-1]):
+        raise FulldepthError(
+            f"mask must be boolean (or 0 and 1) of shape {tuple(shape[:-1])}, got {mask.dtype} {tuple(mask.shape)}"
+        )

@@ -23,12 +23,11 @@ from fulldepth.hf import (
     restore_exit_heads,
     save_exit_heads,
 )
-from fulldepth.losses.exit_heads import add_exit_heads
+from fulldepth.losses.aligned_loss import add_exit_heads
 from fulldepth.losses.finite import StepGuard
-from fulldepth.losses.objective import Objective
+from fulldepth.losses.objective import Objective, per_batch_terms
 from fulldepth.losses.task import Task
 from fulldepth.losses.term import Portion
-from fulldepth.losses.terms import per_batch_terms
 
 AnyTrainer: Any = object
 """The Trainer class that a mixin is put before."""
@@ -107,7 +106,11 @@ class ObjectiveMixin(AnyTrainer):
         self._examples = 0
         model = self.accelerator.unwrap_model(self.model)
         if self.depth_objective.attached:
-            self._check_attached(model)
+            anatomy = self.depth_objective.anatomy
+            if anatomy is not None and not any(module is anatomy.blocks[0] for module in model.modules()):
+                raise FulldepthError(
+                    "The objective is attached to another model than the Trainer's; detach() it first."
+                )
         else:
             self.depth_objective.task = Task.of(model)
         assert self.depth_objective.task is not None
@@ -131,27 +134,15 @@ class ObjectiveMixin(AnyTrainer):
         self.guard = StepGuard(lambda: self.accelerator.unwrap_model(self.model))
         """Stops the run at a loss or gradient that is not finite."""
         self.args.logging_nan_inf_filter = False  # it would read every loss, which the guard already checks
-        if self.depth_objective.needs_exit_heads:
-            self._add_exit_heads(model)
+        if self.depth_objective.needs_exit_heads and not has_exit_heads(model):
+            if self.optimizer is not None:
+                raise FulldepthError(
+                    "The optimiser was made before the model's exit heads, and would not train them; call "
+                    "add_exit_heads(model) before making it."
+                )
+            add_exit_heads(model, self.args.seed)
         if self.depth_objective.terms and not self.depth_objective.attached:
             self.depth_objective.attach(model)
-
-    def _check_attached(self, model: nn.Module) -> None:
-        """Refuse an objective that is attached to another model."""
-        anatomy = self.depth_objective.anatomy
-        if anatomy is not None and not any(module is anatomy.blocks[0] for module in model.modules()):
-            raise FulldepthError("The objective is attached to another model than the Trainer's; detach() it first.")
-
-    def _add_exit_heads(self, model: Any) -> None:
-        """Give the model a head for every layer, unless it has them."""
-        if has_exit_heads(model):
-            return
-        if self.optimizer is not None:
-            raise FulldepthError(
-                "The optimiser was made before the model's exit heads, and would not train them; call "
-                "add_exit_heads(model) before making it."
-            )
-        add_exit_heads(model, self.args.seed)
 
     def parameter_groups(self, model: Any) -> list[dict[str, Any]] | None:
         """Groups for the optimiser; None = the Trainer's own. By default the model's `parameter_groups`, if its class

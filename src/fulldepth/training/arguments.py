@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -16,11 +20,14 @@ from fulldepth.losses import Objective
 from fulldepth.processor import check_bfloat16
 from fulldepth.settings.penalties import METHODS
 from fulldepth.settings.train import ObjectiveSettings, TrainSettings
-from fulldepth.training.trainer import shard, worker_count
 
 TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "mlflow": ("mlflow",)}
 TRACKERS |= {"trackio": ("trackio",)}
 """Tracker -> packages of which it needs one; other trackers of transformers check this themselves."""
+MOST_WORKERS = 4
+"""Default maximum for each training process; few suffice, as reading a window is a copy from the page cache."""
+SMALL_RUN = 1 << 24
+"""Tokens below which a run starts no workers by default: starting them takes longer than reading all tokens."""
 
 
 def resolved(settings: TrainSettings) -> TrainSettings:
@@ -59,14 +66,12 @@ def make_objective(settings: TrainSettings) -> Objective:
     return Objective(energy_warmup=settings.objective.energy_warmup, **settings.objective.terms)
 
 
-def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = TrainingArguments, **more: Any) -> Any:
+def training_arguments(settings: TrainSettings, folder: Path) -> Any:
     """The Trainer's arguments for a run; under torchrun this also joins the other processes.
 
     Args:
         settings: the run's settings.
         folder: the run folder.
-        kind: class of the arguments (TRL has its own).
-        more: further arguments of that class.
 
     Raises:
         FulldepthError: if batch sizes do not divide, these processes cannot shard, settings contradict each other, or
@@ -78,6 +83,9 @@ def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = 
     if on_cpu and settings.precision != "float32":
         check_bfloat16()
     schedule = {"cosine": "cosine_with_min_lr", "linear": "linear"}.get(settings.schedule, "constant_with_warmup")
+    kind, more = TrainingArguments, dict[str, Any]()
+    if settings.stage == "sft":
+        kind, more = trl_module().SFTConfig, {"max_length": None, "packing": False}  # `conversation_data` cuts
     # The Trainer's name of gradient checkpointing depends on the version of transformers; multistep: see RunMixin.
     renamed = "activation_checkpointing" in TrainingArguments.__dataclass_fields__
     checkpointing = "activation_checkpointing" if renamed else "gradient_checkpointing"
@@ -118,12 +126,14 @@ def training_arguments(settings: TrainSettings, folder: Path, kind: type[Any] = 
         **more,
     )
     if settings.fsdp:
-        shard(arguments, settings)
+        _shard(arguments, settings)
     return arguments
 
 
 def _check(settings: TrainSettings) -> None:
     """Refuse a schedule that contradicts itself, and trackers that are not at hand."""
+    if settings.fsdp and settings.task != "causal-lm":
+        raise FulldepthError(f"fsdp shards language models; in task: {settings.task} every process has a copy.")
     if settings.warmup_length > settings.steps:
         raise FulldepthError(f"warmup_steps is {settings.warmup_steps}, but the run has {settings.steps} steps.")
     if settings.min_learning_rate > settings.learning_rate:
@@ -163,3 +173,57 @@ def batch_note(settings: TrainSettings, micro: int) -> list[str]:
     if asked in (None, micro):
         return []
     return [f"A forward pass has {micro} instead of {asked} sequences: micro_batch_size divides a process's batch."]
+
+
+def worker_count(settings: TrainSettings, processes: int) -> int:
+    """Data loading processes of each training process: `workers`, or by default up to four, one for each core.
+
+    Args:
+        settings: the run's settings.
+        processes: training processes on this machine.
+    """
+    if settings.workers is not None:
+        return settings.workers
+    if settings.steps * settings.global_batch_size * settings.sequence_length < SMALL_RUN:
+        return 0
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return min(MOST_WORKERS, cores // processes)
+
+
+def _shard(arguments: TrainingArguments, settings: TrainSettings) -> None:
+    """Check that these processes can shard, and set the precision of their communication.
+
+    Gradients are summed in float32. With `precision=autocast` weights are gathered in bfloat16, otherwise in their own
+    type; the model's outputs keep their type. accelerate's policy for bf16 would use bfloat16 for all three, the loss
+    included.
+
+    Args:
+        arguments: the Trainer's, with `fsdp`, after the processes have joined.
+        settings: the run's settings.
+
+    Raises:
+        FulldepthError: for a process that torchrun has not started, and for processes on CPUs, for which accelerate
+            would silently copy the weights.
+    """
+    kind = arguments.distributed_state.distributed_type
+    if kind == DistributedType.MULTI_CPU or (kind == DistributedType.NO and arguments.device.type == "cpu"):
+        raise FulldepthError("fsdp needs accelerators: on CPUs the processes copy the weights (fsdp=false).")
+    if kind == DistributedType.NO:
+        raise FulldepthError("fsdp shards over processes; start them with torchrun, or train with fsdp=false.")
+    gathered = torch.bfloat16 if settings.precision == "autocast" else None
+    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
+    arguments.fsdp_plugin_args["mixed_precision_policy"] = policy
+
+
+def trl_module() -> Any:
+    """The package trl.
+
+    Raises:
+        FulldepthError: if it is not installed.
+    """
+    try:
+        import trl  # noqa: PLC0415
+    except ImportError as error:
+        raise FulldepthError("Fine-tuning on conversations needs trl: pip install 'fulldepth[sft]'.") from error
+    return trl

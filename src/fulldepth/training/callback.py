@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -17,9 +17,8 @@ from fulldepth.execution.memory import reset_peak, run_peak
 from fulldepth.hf import begin_checkpoint, drop_checkpoints, seal
 from fulldepth.losses import Tally
 from fulldepth.progress import Watcher
-from fulldepth.results import Results
 from fulldepth.settings.train import TrainSettings
-from fulldepth.training.evaluation import Evaluator, tracked
+from fulldepth.training.evaluation import Evaluation, tracked
 from fulldepth.training.record import Record, Stopwatch
 from fulldepth.training.resume import RunNotes
 
@@ -28,36 +27,34 @@ class Conductor(TrainerCallback):
     """Controls a run: evaluates, records, requests and seals checkpoints, and stops on SIGTERM.
 
     Args:
-        settings: the run's settings.
+        trainer: gets this callback.
         record: receives the rows.
-        evaluator: evaluates the model on the held-out windows.
+        evaluate: evaluates a model on the held-out items.
         watcher: receives progress and messages.
         notes: notes of the checkpoint to resume from, default ones at the start; with the run's origin.
     """
 
     def __init__(
         self,
-        settings: TrainSettings,
+        trainer: Any,
         record: Record,
-        evaluator: Evaluator,
+        evaluate: Callable[[Any], Evaluation],
         watcher: Watcher,
         notes: RunNotes,
     ) -> None:
-        self.settings, self.record, self.evaluator, self.watcher = settings, record, evaluator, watcher
-        self.tally = Tally()
+        self.trainer, self.record, self.evaluate, self.watcher = trainer, record, evaluate, watcher
+        self.settings: TrainSettings = trainer.settings
+        self.tally = trainer.tallies["record"] = Tally()
         self.carried: dict[str, list[float]] = dict(notes.tally) if current().is_main else {}
         self.clock = Stopwatch(notes.elapsed)
         self.other_load = OtherLoad()
         reset_peak()
-        self.trainer: Any = None
         self.stop_asked = False
         self._notes, self._evaluated = notes, notes.evaluated
         self._rate = 0.0
-
-    def join(self, trainer: Any) -> None:
-        """Attach to a trainer."""
-        self.trainer = trainer
-        trainer.tallies["record"] = self.tally
+        for callback in list(trainer.callback_handler.callbacks):
+            if type(callback).__name__ in ("PrinterCallback", "ProgressCallback"):
+                trainer.remove_callback(callback)
         trainer.add_callback(self)
 
     def on_train_begin(
@@ -119,38 +116,30 @@ class Conductor(TrainerCallback):
 
     def _evaluate(self, step: int) -> None:
         self.trainer.guard.check()
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        evaluation = self.evaluator(model)
+        evaluation = self.evaluate(self.trainer.accelerator.unwrap_model(self.trainer.model))
         means = self._gathered(self._means(reset=True))
         seconds, steps = self.clock.lap(), step - self._evaluated
         self._evaluated = step
-        speed, unit = None, f"{self.settings.unit}/s"
+        line = [f"step {step}: validation {evaluation.loss:.4f}"]
+        line += [f"{'train' if name == 'ce' else name} {total / n:.4f}" for name, (total, n) in means.items()]
+        line += evaluation.shown
+        facts: list[tuple[str, str, float, str]] = []
+        if step:
+            facts.append(("learning_rate", "value", self._rate, "1"))
         if steps and seconds > 0:
-            speed = steps * self.settings.units_per_step / seconds
-        facts = {
-            "learning_rate": (self._rate, "value", "1") if step else None,
-            "throughput": None if speed is None else (speed, "mean", unit),
-            "elapsed": (self.clock.elapsed, "value", "s"),
-            "peak_memory": (run_peak() / 2**20, "value", "MiB"),
-            "other_load": (self.other_load.share(), "value", "1"),
-        }
+            speed, unit = steps * self.settings.units_per_step / seconds, f"{self.settings.unit}/s"
+            facts.append(("throughput", "mean", speed, unit))
+            line.append(f"{speed:,.0f} {unit}")
+        facts.append(("elapsed", "value", self.clock.elapsed, "s"))
+        facts.append(("peak_memory", "value", run_peak() / 2**20, "MiB"))
+        facts.append(("other_load", "value", self.other_load.share(), "1"))
         if self.trainer.args.should_save:
-            self.record.add(step, evaluation, {name: (total, round(n)) for name, (total, n) in means.items()}, facts)
-            Results.load(self.record.folder).save_page(self.record.folder)
+            self.record.add(step, evaluation, means, facts)
+            self.record.results().save(self.record.folder)
         if self.settings.report_to:
             due = self.trainer.control.should_log
             self.trainer.log(tracked(evaluation, means))
             self.trainer.control.should_log = due  # of this step's losses; a log resets it
-        line = [f"step {step}: validation {evaluation.loss:.4f}"]
-        for name, (total, count) in means.items():
-            line.append(f"{'train' if name == 'ce' else name} {total / count:.4f}")
-        if evaluation.accuracy is not None:
-            line.append(f"accuracy {evaluation.accuracy:.2%}")
-        line += evaluation.shown
-        if evaluation.jump_rates:
-            line.append(f"jump rate {evaluation.jump_rates[0]:.2f} %")
-        if speed is not None:
-            line.append(f"{speed:,.0f} {unit}")
         self.watcher.say("  ".join(line))
 
     def _means(self, reset: bool) -> dict[str, list[float]]:

@@ -1,10 +1,11 @@
-"""Evaluation during training: loss, displacement profile and a classifier's accuracies on the held-out data."""
+"""Evaluation during training: loss, displacement profile, a classifier's accuracies and a detector's precision."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from fulldepth.distributed import add_up, current
 from fulldepth.execution import capture, find_anatomy, read_layers
-from fulldepth.hf import Anatomy, Classifier
+from fulldepth.hf import Anatomy, Classifier, DetectionHeads
 from fulldepth.losses import Task
-from fulldepth.metrics import Row, displacement, jump_rate
+from fulldepth.metrics import AveragePrecision, Detections, Observation, Row, Setup, displacement, jump_rate
 from fulldepth.targets import IGNORE
 
 
@@ -25,99 +26,106 @@ class Evaluation:
     """Results of a model on the validation data."""
 
     loss: float
-    """Mean cross-entropy in nats."""
-    targets: int
-    displacement: list[float]
-    """Mean displacement of layers 1..L over the tokens with nonzero states; NaN where there are none."""
-    tokens: int
-    jump_rates: list[float]
-    """zeta_L, zeta_{L-1}, zeta_{L-2} in per cent; fewer in models of fewer layers."""
-    accuracy: float | None = None
-    """Share of the rows whose top class is their label; None for other tasks than classification."""
-    lens_accuracy: list[float] = field(default_factory=list)
-    """The same by the last layer's classifier on layers 0..L (aligned training, Eq. 2)."""
-    auxiliary: float | None = None
-    """Mean of the rest of the model's loss (balance of experts), with the model's factor; None if it has none."""
-    unit: str = "nats"
-    """Of the loss."""
-    rows: list[Row] = field(default_factory=list)
-    """Further rows of the table."""
-    shown: list[str] = field(default_factory=list)
+    """Mean cross-entropy in nats; of a detector its own loss."""
+    rows: list[Row]
+    """Of the run's table: loss, accuracies, precisions, displacements and jump rates."""
+    shown: list[str]
     """Further numbers for the line that a run prints."""
 
+    def value(self, measure: str, layer: int | None = None) -> float | None:
+        """A number of the rows; None without it."""
+        return next((row.value for row in self.rows if (row.measure, row.layer) == (measure, layer)), None)
 
-class Evaluator:
-    """Evaluates a model on held-out sequences, which the processes share.
+
+@torch.no_grad()
+def evaluate(
+    model: Any, data: Sequence[Any], collate: Callable[[list[Any]], Mapping[str, Any]], batch_size: int
+) -> Evaluation:
+    """Evaluate a model on held-out items, which the processes share; every process must call this.
+
+    The training mode of the model is restored. A detector's loss is the mean over batches, weighted by their numbers of
+    objects.
 
     Args:
+        model: to evaluate.
         data: items for `collate`.
-        collate: makes a batch of items: `input_ids`, `labels` and, if there is padding, `attention_mask`.
-        batch_size: sequences in one forward pass.
+        collate: makes a batch of items.
+        batch_size: items in one forward pass.
     """
+    anatomy, task, device = find_anatomy(model), Task.of(model), next(model.parameters()).device
+    layers, detects = anatomy.num_layers, task.name == "detection"
+    options = {} if detects else {"use_cache": False}
+    one_cluster = (0,) * len(data)  # no standard errors, which take time
+    precision = AveragePrecision(Setup(layers, 1, num_sequences=len(data), clusters=one_cluster)) if detects else None
+    size = 2 * layers + 4 + (layers + 2 if task.classifies else 0)
+    sums = torch.zeros(size, dtype=torch.float64, device=device)
+    training = model.training
+    model.eval()
+    try:
+        with capture(anatomy, ["residual"]) as activations:
+            for start, counts in _share(len(data), batch_size):
+                items = [data[index] for index in range(start, min(start + batch_size, len(data)))]
+                batch = send_to_device(dict(collate(items)), device)
+                outputs = model(**batch, **options)
+                states = list(activations["residual"])
+                row = _sums(task, outputs, batch, states)
+                if task.classifies:
+                    row = torch.cat([row, _correct(anatomy, task, outputs, batch, states)])
+                if counts:
+                    sums += row
+                    if precision is not None:
+                        precision.update(_detected(anatomy, batch, states, start))
+                activations.clear()
+    finally:
+        model.train(training)
+    add_up(sums)
+    tokens, loss, rest, targets, *correct = sums[2 * layers :].tolist()
+    tokens, targets = round(tokens), round(targets)
+    unit = "1" if detects else "nats"
+    rows = [Row("validation_loss", "model", None, None, "mean", loss / targets, targets, unit)]
+    shown = []
+    if rest and task.auxiliary_weight is not None:  # balance of experts, with the model's factor
+        rows.append(Row("validation_auxiliary_loss", "model", None, None, "mean", rest / targets, targets, "1"))
+    if correct:
+        rows.append(Row("validation_accuracy", "model", None, None, "mean", correct[0] / targets, targets, "1"))
+        shown.append(f"accuracy {correct[0] / targets:.2%}")
+    for layer, number in enumerate(correct[1:]):  # by the last layer's classifier (aligned training, Eq. 2)
+        rows.append(Row("lens_accuracy", "residual", layer, None, "mean", number / targets, targets, "1"))
+    if precision is not None:
+        with warnings.catch_warnings():  # a process may have had no batches
+            warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
+            of_layers = precision.rows()
+        rows += of_layers
+        shown += [f"AP50 {row.value:.1%}" for row in of_layers if row.statistic == "ap50" and row.layer == layers]
+    psi = [total / count if count else math.nan for total, count in sums[: 2 * layers].view(2, layers).T.tolist()]
+    for layer, value in enumerate(psi, start=1):
+        rows.append(Row("displacement", "residual", layer, None, "mean", value, tokens, "1"))
+    for back in range(min(3, layers - 1)):
+        value = jump_rate(torch.tensor(psi, dtype=torch.float64), -1 - back)
+        if math.isfinite(value):
+            rows.append(Row("jump_rate", "residual", layers - back, None, "value", value, tokens, "%"))
+            shown += [] if back else [f"jump rate {value:.2f} %"]
+    return Evaluation(loss / targets, rows, shown)
 
-    def __init__(self, data: Sequence[Any], collate: Callable[[list[Any]], Mapping[str, Any]], batch_size: int) -> None:
-        self.data, self.collate, self.batch_size = data, collate, batch_size
 
-    @torch.no_grad()
-    def __call__(self, model: Any) -> Evaluation:
-        """Evaluate `model`; its training mode is restored."""
-        anatomy: Anatomy = find_anatomy(model)
-        device = next(model.parameters()).device
-        task = Task.of(model)
-        classifies = task.name.endswith("-classification")
-        size = 2 * anatomy.num_layers + 4 + (anatomy.num_layers + 2 if classifies else 0)
-        sums = torch.zeros(size, dtype=torch.float64, device=device)
-        training = model.training
-        model.eval()
-        try:
-            with capture(anatomy, ["residual"]) as activations:
-                for batch, counts in self.share(device):
-                    outputs = model(**batch, use_cache=False)
-                    states = list(activations["residual"])
-                    row = _sums(task, outputs, batch, states)
-                    if classifies:
-                        row = torch.cat([row, _correct(anatomy, task, outputs, batch, states)])
-                    if counts:
-                        sums += row
-                    activations.clear()
-        finally:
-            model.train(training)
-        add_up(sums)
-        layers = anatomy.num_layers
-        tokens, loss, rest, targets, *correct = sums[2 * layers :].tolist()
-        psi, rates = profile_of(sums[: 2 * layers].view(2, layers))
-        shares = [number / targets for number in correct]
-        auxiliary = rest / targets if rest and task.auxiliary_weight is not None else None
-        return Evaluation(
-            loss / targets,
-            round(targets),
-            psi,
-            round(tokens),
-            rates,
-            shares[0] if shares else None,
-            shares[1:],
-            auxiliary,
-        )
-
-    def share(self, device: torch.device) -> Iterator[tuple[dict[str, Any], bool]]:
-        """This process's batches, and whether each counts: with sharding all processes must run equally many."""
-        rank, world = current().rank, current().world
-        starts = range(0, len(self.data), self.batch_size)
-        for first in range(0, len(starts), world):
-            counts = first + rank < len(starts)
-            start = starts[first + rank] if counts else 0
-            items = [self.data[i] for i in range(start, min(start + self.batch_size, len(self.data)))]
-            yield send_to_device(dict(self.collate(items)), device), counts
+def _share(count: int, batch_size: int) -> Iterator[tuple[int, bool]]:
+    """First items of this process's batches, and whether each counts: with sharding all processes run equally many."""
+    rank, world = current().rank, current().world
+    starts = range(0, count, batch_size)
+    for first in range(0, len(starts), world):
+        counts = first + rank < len(starts)
+        yield (starts[first + rank] if counts else 0), counts
 
 
-def _sums(task: Task, outputs: Any, batch: Mapping[str, Tensor], states: list[Tensor]) -> Tensor:
+def _sums(task: Task, outputs: Any, batch: Mapping[str, Any], states: list[Tensor]) -> Tensor:
     """[2 L + 4]: sum of displacements and number of defined ones by layer; then tokens, sum of cross-entropy, sum of
-    the rest of the loss, targets.
+    the rest of the loss, targets (of a detector objects).
     """
     loss, targets = task.loss(outputs), task.targets(batch)
+    if targets is None:
+        targets = torch.stack([(~target["crowd"]).sum() for target in batch["labels"]]).sum()
     auxiliary = task.auxiliary(outputs)
     rest = torch.zeros_like(loss) if auxiliary is None else auxiliary.to(loss.device)
-    assert targets is not None
     device = states[-1].device
     counted = task.counted(batch, states[-1])
     profile = [displacement(a.to(device), b.to(device))[counted].double() for a, b in pairwise(states)]
@@ -139,15 +147,17 @@ def _correct(anatomy: Anatomy, task: Task, outputs: Any, batch: Mapping[str, Ten
     return torch.cat([own.view(1).double(), read.correct.to(own.device).double().sum(1)])
 
 
-def profile_of(sums: Tensor) -> tuple[list[float], list[float]]:
-    """Mean displacement of layers 1..L, NaN where none is defined, and the jump rates of the last up to three.
-
-    Args:
-        sums: `[2, L]` sums of displacements and their number.
-    """
-    psi = [total / count if count else math.nan for total, count in sums.T.tolist()]
-    starts = range(-1, -min(3, len(psi) - 1) - 1, -1)
-    return psi, [jump_rate(torch.tensor(psi, dtype=torch.float64), start) for start in starts]
+def _detected(anatomy: Anatomy, batch: Mapping[str, Any], states: list[Tensor], first: int) -> Observation:
+    """Boxes and classes that every decoder layer finds in a batch, whose first image has the number `first`."""
+    heads = DetectionHeads(Classifier(anatomy)).after_forward()
+    dtype = next(anatomy.model.parameters()).dtype  # type: ignore[attr-defined]
+    read = [heads.read(state.to(dtype), layer) for layer, state in enumerate(states[1:], start=1)]
+    logits, boxes = (
+        torch.stack([each[part].float() for each in read]) for part in (0, 1)
+    )  # [L, B, Q, C], [L, B, Q, 4]
+    mask = torch.ones(logits.shape[1:3], dtype=torch.bool)
+    images = torch.arange(first, first + len(mask))
+    return Observation({}, mask, mask, images, detections=Detections(logits, boxes, batch["labels"]))
 
 
 def tracked(evaluation: Evaluation, means: Mapping[str, tuple[float, float] | list[float]]) -> dict[str, float]:
@@ -162,13 +172,16 @@ def tracked(evaluation: Evaluation, means: Mapping[str, tuple[float, float] | li
         evaluation: on the held-out sequences.
         means: part of the loss -> (sum, count) since the last evaluation.
     """
+    depth = max((row.layer or 0 for row in evaluation.rows), default=0)
     numbers = {"eval_loss": evaluation.loss}
-    if evaluation.accuracy is not None:
-        numbers["eval_accuracy"] = evaluation.accuracy
-    for layer, value in enumerate(evaluation.displacement, start=1):
-        numbers[f"eval_displacement_layer_{layer}"] = value
-    for back, value in enumerate(evaluation.jump_rates):
-        numbers[f"eval_zeta_L{f'-{back}' if back else ''}"] = value
+    for row in evaluation.rows:
+        if row.measure == "validation_accuracy":
+            numbers["eval_accuracy"] = row.value
+        elif row.measure == "displacement":
+            numbers[f"eval_displacement_layer_{row.layer}"] = row.value
+        elif row.measure == "jump_rate":
+            back = depth - (row.layer or 0)
+            numbers[f"eval_zeta_L{f'-{back}' if back else ''}"] = row.value
     for name, (total, count) in means.items():
         numbers["cross_entropy" if name == "ce" else f"penalty_{name}"] = total / count if count else math.nan
     return {name: value for name, value in numbers.items() if math.isfinite(value)}

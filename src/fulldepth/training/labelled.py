@@ -1,4 +1,4 @@
-"""Training on labelled rows, classes or boxes: the rows, tokenizer or image processor, and the trainer."""
+"""Labelled rows to train on, with classes or boxes: the rows, and their tokenizer or image processor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+import transformers
 
 from fulldepth.data import Source, open_source, prepare
 from fulldepth.data.labelled import (
@@ -33,12 +33,17 @@ from fulldepth.hf import evaluating, load_processor
 from fulldepth.progress import Watcher
 from fulldepth.settings.train import TrainSettings
 from fulldepth.targets import IGNORE
-from fulldepth.training.arguments import make_objective
 from fulldepth.training.augmentation import Augmentation
 from fulldepth.training.folder import TOKENIZER
-from fulldepth.training.model import WEIGHTS, build_config, build_model, special_tokens
+from fulldepth.training.model import WEIGHTS, build_config, special_tokens
 from fulldepth.training.text import run_tokenizer
-from fulldepth.training.trainer import RunTrainer
+from fulldepth.training.trainer import RunData, RunTrainer
+
+DETECTS = ("aligned", "multi_exit", "similarity", "jump")
+"""Terms that a detector can be trained with; the others read attention over positions of a sequence."""
+EDGE = 800
+RATIO = 5 / 3
+"""Longest edge over the shorter one that images are scaled to (DETR's 1333 / 800)."""
 
 
 class EpochSampler(torch.utils.data.Sampler[int]):
@@ -57,20 +62,9 @@ class EpochSampler(torch.utils.data.Sampler[int]):
 class LabelledTrainer(RunTrainer):
     """Trainer for labelled rows."""
 
-    train_collator: Any = None
-    """Makes the batches of training; `data_collator` those of evaluations."""
-
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         data: Any = self.train_dataset if train_dataset is None else train_dataset
         return EpochSampler(super()._get_train_sampler(data), len(data))
-
-    def get_train_dataloader(self) -> Any:
-        """The data loader of training, whose images are augmented."""
-        given, self.data_collator = self.data_collator, self.train_collator or self.data_collator
-        try:
-            return super().get_train_dataloader()
-        finally:
-            self.data_collator = given
 
 
 class LabelledData(NamedTuple):
@@ -162,39 +156,33 @@ def labelled_data(settings: TrainSettings) -> LabelledData:
     return LabelledData(train, validation, classes, warnings)
 
 
-def image_trainer(
-    settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher
-) -> tuple[Any, dict[str, Any]]:
-    """The trainer of an image classifier, and facts about its data.
+def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> RunData:
+    """Images with classes or boxes; arguments as for `packed_data`.
 
-    Args:
-        settings: of the run.
-        folder: the run folder.
-        arguments: of the trainer.
-        watcher: receives messages.
+    Raises:
+        FulldepthError: if data, model or method do not fit the task.
     """
+    detects, start = settings.task == "detection", settings.model.checkpoint
+    for name, options in settings.objective.terms.items() if detects else ():
+        if name not in DETECTS:
+            raise FulldepthError(
+                f"task: detection cannot be trained with {name}. It can with {', '.join(DETECTS)}, and with the loss "
+                "of the last decoder layer alone (method: baseline)."
+            )
+        if isinstance(options, dict) and options.get("positions", 1.0) != 1.0:
+            raise FulldepthError(f"{name}.positions samples the tokens of a text; detection matches all queries.")
     watcher.say(f"Reading {settings.data.name}")
     data = labelled_data(settings)
     config = build_config(settings.model, task=settings.task, classes=data.classes)
-    processor = load_processor(settings.processor or settings.model.checkpoint or folder, config)
-    return picture_trainer(settings, arguments, data, build_model(config, settings), processor)
-
-
-def picture_trainer(
-    settings: TrainSettings, arguments: Any, data: LabelledData, model: PreTrainedModel, processor: Any
-) -> tuple[Any, dict[str, Any]]:
-    """The trainer of a model of images, and facts about its data.
-
-    Args:
-        settings: of the run.
-        arguments: of the trainer.
-        data: rows with images.
-        model: to train.
-        processor: makes pixel values of images.
-
-    Raises:
-        FulldepthError: if the model takes another number of channels.
-    """
+    if detects:
+        _check_detection(config, data)
+    edge = settings.data.image_size
+    if detects and (edge is not None or start is None):  # it also makes the pixel mask
+        edge = edge or EDGE
+        size = {"shortest_edge": edge, "longest_edge": round(edge * RATIO)}
+        processor: Any = transformers.DetrImageProcessorPil(size=size, do_convert_annotations=True)
+    else:
+        processor = load_processor(settings.processor or start or folder, config)
     train, validation = (
         LabelledRows(
             [Picture(r.image, IGNORE if r.label is None else r.label, r.objects) for r in rows.source.records]  # type: ignore[arg-type]
@@ -202,22 +190,53 @@ def picture_trainer(
         for rows in (data.train, data.validation)
     )
     collator = Collator(processor=processor, dtype=WEIGHTS[settings.precision])
-    reads = getattr(model.config, "backbone_config", None) or model.config
-    channels, wanted = collator([train[0]])["pixel_values"].shape[1], getattr(reads, "num_channels", 3)
+    channels = collator([train[0]])["pixel_values"].shape[1]
+    wanted = getattr(getattr(config, "backbone_config", None) or config, "num_channels", 3)
     if channels != wanted:
         raise FulldepthError(
             f"Images are read with {channels} channels (RGB), and the model takes {wanted} (model.num_channels)."
         )
-    described = Fingerprint(json.dumps(processor.to_dict(), sort_keys=True, default=str))
-    trainer, facts = _trainer(settings, arguments, model, data, (train, validation), collator, processor, described)
-    if settings.augmentation.changes:
-        augment = Augmentation(settings.augmentation, processor, settings.seed)
-        trainer.train_collator = replace(collator, augment=augment)
-    return trainer, facts
+    augments = settings.augmentation.changes
+    return RunData(
+        config,
+        processor,
+        train,
+        validation,
+        _facts(data, Fingerprint(json.dumps(processor.to_dict(), sort_keys=True, default=str))),
+        collator,
+        replace(collator, augment=Augmentation(settings.augmentation, processor, settings.seed)) if augments else None,
+        data.warnings,
+        LabelledTrainer,
+    )
 
 
-def text_trainer(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> tuple[Any, dict[str, Any]]:
-    """The trainer of a text classifier, and facts about its data; arguments as for `image_trainer`.
+def _check_detection(config: Any, data: LabelledData) -> None:
+    """Refuse data without objects, and a model that cannot learn them or whose own loss is another one than the
+    method's; note classes that occur in no training image.
+    """
+    for rows, part in ((data.train, "training"), (data.validation, "validation")):
+        if not any(record.objects.targets for record in rows.source.records if record.objects is not None):
+            raise FulldepthError(
+                f"{rows.source.name} has no object in any {part} image (crowds do not count). Give images with boxes "
+                "as data.name and data.validation, or hold out more (data.validation_share)."
+            )
+    boxed = {index for record in data.train.source.records if record.objects for index in record.objects.classes}
+    if missing := [name for index, name in enumerate(data.classes) if index not in boxed]:
+        data.warnings.append(f"No training image has an object of {len(missing)} classes (first: {missing[0]}).")
+    if getattr(config, "auxiliary_loss", False):
+        raise FulldepthError(
+            "model.auxiliary_loss makes transformers add a loss of every layer, and normalise the states between the "
+            "layers. Leave it out: method=aligned has the losses, with objective.aligned.weights=sum unweighted."
+        )
+    queries = getattr(config, "num_queries", None)
+    records = (*data.train.source.records, *data.validation.source.records)
+    most = max(record.objects.targets for record in records if record.objects is not None)
+    if isinstance(queries, int) and most > queries:
+        raise FulldepthError(f"An image has {most} objects, and the model {queries} queries (model.num_queries).")
+
+
+def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> RunData:
+    """Texts with classes; arguments as for `packed_data`.
 
     Raises:
         FulldepthError: if data, tokenizer and model do not fit each other.
@@ -257,14 +276,20 @@ def text_trainer(settings: TrainSettings, folder: Path, arguments: Any, watcher:
             described.add(example.input_ids.numpy().astype("<i8").tobytes())
         parts.append(LabelledRows(prepared.examples))
         warnings += prepared.warnings
-    collator, model = Collator(pad_id=pad_id), build_model(config, settings)
-    warnings += _check_padding(model, parts[0], collator)
-    data = data._replace(warnings=[*data.warnings, *warnings])
-    return _trainer(settings, arguments, model, data, tuple(parts), collator, tokenizer, described)
+    facts = _facts(data, described)
+    return RunData(
+        config,
+        tokenizer,
+        *parts,
+        facts,
+        Collator(pad_id=pad_id),
+        warnings=[*data.warnings, *warnings],
+        trainer=LabelledTrainer,
+    )
 
 
 @torch.no_grad()
-def _check_padding(model: Any, rows: LabelledRows, collator: Collator) -> list[str]:
+def padding_warning(model: Any, rows: LabelledRows, collator: Collator) -> list[str]:
     """A warning if the logits of the shortest row change in a batch with the longest, where it is padded.
 
     FNet and ConvBERT mix padding into the tokens; XLNet's classifier reads the last position.
@@ -281,28 +306,11 @@ def _check_padding(model: Any, rows: LabelledRows, collator: Collator) -> list[s
     ]
 
 
-def _trainer(
-    settings: TrainSettings,
-    arguments: Any,
-    model: PreTrainedModel,
-    data: LabelledData,
-    parts: tuple[Any, ...],
-    collator: Collator,
-    processing: Any,
-    described: Fingerprint,
-) -> tuple[Any, dict[str, Any]]:
+def _facts(data: LabelledData, described: Fingerprint) -> dict[str, Any]:
+    """For the record; the rows are added to the fingerprint of what is made of them."""
     for rows in (data.train, data.validation):
         for digest, record in zip(rows.digests, rows.source.records, strict=True):
             described.add(digest + str(record.label if record.objects is None else record.objects).encode())
-    trainer = LabelledTrainer(
-        model,
-        arguments,
-        objective=make_objective(settings),
-        settings=settings,
-        train_dataset=parts[0],
-        eval_dataset=parts[1],
-        data_collator=collator,
-        processing_class=processing,
-    )
-    facts = {"hash": str(described), "train_sequences": len(parts[0]), "warnings": data.warnings}
-    return trainer, {**facts, "classes": len(data.classes), "documents": len(parts[0]) + len(parts[1])}
+    counts = [len(rows.source.records) for rows in (data.train, data.validation)]
+    facts = {"hash": str(described), "train_sequences": counts[0]}
+    return {**facts, "classes": len(data.classes), "documents": sum(counts)}

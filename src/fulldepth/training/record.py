@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,57 +75,33 @@ class Record:
         card_of(self.meta, headline(self.table), step_of(checkpoint)).write(checkpoint)
 
     def add(
-        self, step: int, evaluation: Evaluation, means: dict[str, tuple[float, int]], facts: dict[str, Any]
+        self,
+        step: int,
+        evaluation: Evaluation,
+        means: Mapping[str, list[float]],
+        facts: Sequence[tuple[str, str, float, str]],
     ) -> None:
-        """Add the rows of one evaluation and save the result folder.
+        """Add the rows of one evaluation.
 
         Args:
             step: optimiser steps taken.
-            evaluation: on the held-out windows.
-            means: part of the loss -> (sum, count) over the micro-batches since the last evaluation.
-            facts: measure -> (value, statistic, unit), or None if unknown.
+            evaluation: on the held-out data.
+            means: part of the loss -> [sum, count] over the micro-batches since the last evaluation.
+            facts: measure, statistic, value and unit of numbers of the run.
         """
-        rows: list[Any] = [
-            ("validation_loss", "model", None, None, "mean", evaluation.loss, evaluation.targets, evaluation.unit)
-        ]
-        if evaluation.auxiliary is not None:
-            value, targets = evaluation.auxiliary, evaluation.targets
-            rows.append(("validation_auxiliary_loss", "model", None, None, "mean", value, targets, "1"))
-        if evaluation.accuracy is not None:
-            value, targets = evaluation.accuracy, evaluation.targets
-            rows.append(("validation_accuracy", "model", None, None, "mean", value, targets, "1"))
-        for layer, value in enumerate(evaluation.lens_accuracy):
-            rows.append(("lens_accuracy", "residual", layer, None, "mean", value, evaluation.targets, "1"))
+        rows: list[Any] = [*evaluation.rows]
         for name, (total, count) in means.items():
             measure, site = OF_MODEL.get(name, ("penalty", name))
-            unit = evaluation.unit if name in ("ce", "aligned") else TERMS[name].unit if name in TERMS else "1"
-            rows.append((measure, site, None, None, "mean", total / count, count, unit))
-        rows += evaluation.rows
-        for layer, value in enumerate(evaluation.displacement, start=1):
-            rows.append(("displacement", "residual", layer, None, "mean", value, evaluation.tokens, "1"))
-        depth = len(evaluation.displacement)
-        for back, value in enumerate(evaluation.jump_rates):
-            rows.append(("jump_rate", "residual", depth - back, None, "value", value, evaluation.tokens, "%"))
-        for measure, fact in facts.items():
-            if fact is not None:
-                value, statistic, unit = fact
-                rows.append((measure, "model", None, None, statistic, value, None, unit))
+            unit = evaluation.rows[0].unit if name in ("ce", "aligned") else TERMS[name].unit if name in TERMS else "1"
+            rows.append((measure, site, None, None, "mean", total / count, round(count), unit))
+        for measure, statistic, value, unit in facts:
+            rows.append((measure, "model", None, None, statistic, value, None, unit))
         new = tabulate(rows, step=step)
         self.table = new if self.table.empty else pd.concat([self.table, new], ignore_index=True)
-        self.save()
-
-    def last(self, measure: str) -> float | None:
-        """The latest value of a measure of the whole model."""
-        rows = self.table[(self.table.measure == measure) & (self.table.site == "model")]
-        return None if rows.empty else float(rows.value.iloc[-1])
 
     def results(self) -> Results:
         """The results so far."""
         return Results(self.table, finite({**self.meta, "complete": self.complete, "headline": headline(self.table)}))
-
-    def save(self) -> None:
-        """Write the result folder."""
-        self.results().save(self.folder, page=False)
 
 
 class Stopwatch:

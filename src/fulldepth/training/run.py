@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from transformers import TrainingArguments
 
 from fulldepth import launch
 from fulldepth.errors import StoppedError
@@ -19,26 +18,26 @@ from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.arguments import batch_note, resolved, training_arguments
 from fulldepth.training.callback import Conductor, stopping
-from fulldepth.training.detection import DetectionEvaluator, detection_trainer
-from fulldepth.training.evaluation import Evaluator
+from fulldepth.training.evaluation import evaluate
 from fulldepth.training.export import explaining_full_disk
 from fulldepth.training.folder import KIND, holding, open_run
 from fulldepth.training.heads import start_exit_heads
-from fulldepth.training.labelled import image_trainer, text_trainer
+from fulldepth.training.labelled import image_data, padding_warning, text_data
+from fulldepth.training.model import build_model
 from fulldepth.training.record import Record
-from fulldepth.training.resume import RunNotes, check_origin, origin_of, step_of
-from fulldepth.training.sft import conversation_trainer
-from fulldepth.training.text import packed_trainer
+from fulldepth.training.resume import check_origin, origin_of, step_of
+from fulldepth.training.sft import conversation_data
+from fulldepth.training.text import packed_data, require_separate_documents
+from fulldepth.training.trainer import RunData, RunTrainer
 
-TRAINERS = {
-    "causal-lm": packed_trainer,
-    "image-classification": image_trainer,
-    "text-classification": text_trainer,
-    "detection": detection_trainer,
+DATA = {
+    "causal-lm": packed_data,
+    "sft": conversation_data,
+    "image-classification": image_data,
+    "detection": image_data,
+    "text-classification": text_data,
 }
-"""Task -> function that makes its trainer, and facts about its data."""
-EVALUATION_BATCH = {True: 8, False: 32}
-"""Whether the task is causal-lm -> sequences or images in a forward pass of an evaluation."""
+"""Task, or stage sft -> function that opens its data."""
 
 
 @takes_settings(TrainSettings, recipes="train")
@@ -81,31 +80,49 @@ def train(
         with holding(folder, settings, resume) as (checkpoint, notes, renamed):
             for path in renamed:
                 watcher.say(f"A checkpoint that is not whole is now called {path.name}.")
-            trainer, conductor = _prepare(settings, arguments, folder, checkpoint, notes, name, watcher)
-            return conduct(trainer, conductor, checkpoint)
+            data = DATA[settings.stage if settings.stage == "sft" else settings.task](
+                settings, folder, arguments, watcher
+            )
+            model = build_model(data.config, settings)
+            warnings = [*data.warnings, *batch_note(settings, arguments.per_device_train_batch_size)]
+            if settings.task == "text-classification":
+                warnings += padding_warning(model, data.train, data.collator)
+            if settings.task == "causal-lm" and not settings.data.across_documents:
+                require_separate_documents(model)
+            trainer: Any = (data.trainer or RunTrainer)(model, arguments, data, settings)
+            if settings.model.checkpoint is not None:
+                warnings += start_exit_heads(trainer.plain_model, settings.model.checkpoint, settings.method)
+            for line in warnings:
+                watcher.say(line)
+            origin = origin_of(settings, data.facts["hash"], model.config, trainer.args)
+            check_origin(origin, None if checkpoint is None else notes.origin, checkpoint)
+            meta = _meta(settings, name, model, data, warnings)
+            record = Record.reopen(folder, meta, checkpoint) if checkpoint else Record(folder, meta)
+            batch_size = 8 if settings.task == "causal-lm" else 32
+            conductor = Conductor(
+                trainer,
+                record,
+                partial(evaluate, data=data.validation, collate=trainer.data_collator, batch_size=batch_size),
+                watcher,
+                notes.model_copy(update={"origin": origin}),
+            )
+            watcher.say(_beginning(settings, meta["model"], checkpoint))
+            if checkpoint is None or step_of(checkpoint) < settings.steps:
+                with stopping(conductor):
+                    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            if conductor.stop_asked and trainer.state.global_step < settings.steps:
+                raise StoppedError(f"Stopped after step {trainer.state.global_step}. {_last_good(folder)}")
+            record.complete = True
+            if trainer.args.should_save:
+                record.results().save(folder)  # the page says that the run is complete
+            return record.results()
 
 
-def _prepare(
-    settings: TrainSettings,
-    arguments: TrainingArguments,
-    folder: Path,
-    checkpoint: Path | None,
-    notes: RunNotes,
-    recipe: str,
-    watcher: Watcher,
-) -> tuple[Any, Conductor]:
-    """The trainer of a run, and the callback that controls it."""
-    make = conversation_trainer if settings.stage == "sft" else TRAINERS[settings.task]
-    trainer, facts = make(settings, folder, arguments, watcher)
-    model, held_out = trainer.model, trainer.eval_dataset
-    warnings = [*facts.pop("warnings", []), *batch_note(settings, arguments.per_device_train_batch_size)]
-    if settings.model.checkpoint is not None:
-        warnings += start_exit_heads(trainer.plain_model, settings.model.checkpoint, settings.method)
-    for line in warnings:
-        watcher.say(line)
+def _meta(settings: TrainSettings, recipe: str, model: Any, data: RunData, warnings: list[str]) -> dict[str, Any]:
+    """Metadata of the run's results."""
     detects = settings.task == "detection"
     layers = find_anatomy(model).num_layers if detects else model.config.get_text_config().num_hidden_layers
-    meta = {
+    return {
         "kind": KIND,
         "recipe": recipe,
         "settings": settings.model_dump(mode="json"),
@@ -116,52 +133,20 @@ def _prepare(
             "parameters": sum(p.numel() for p in model.parameters()),
             "num_layers": int(layers),
         },
-        "data": {"name": settings.data.name, **facts, "validation_sequences": len(held_out)},
+        "data": {"name": settings.data.name, **data.facts, "validation_sequences": len(data.validation)},
         "versions": versions(),
         "warnings": warnings,
     }
-    origin = origin_of(settings, facts["hash"], model.config, trainer.args)
-    check_origin(origin, None if checkpoint is None else notes.origin, checkpoint)
-    evaluator = DetectionEvaluator if detects else Evaluator
-    conductor = Conductor(
-        settings,
-        Record.reopen(folder, meta, checkpoint) if checkpoint else Record(folder, meta),
-        evaluator(held_out, trainer.data_collator, EVALUATION_BATCH[settings.task == "causal-lm"]),
-        watcher,
-        notes.model_copy(update={"origin": origin}),
-    )
-    return trainer, conductor
 
 
-def conduct(trainer: Any, conductor: Conductor, checkpoint: Path | None) -> Results:
-    """Run a trainer until it finishes or is stopped.
-
-    Raises:
-        FulldepthError: if it was stopped (SIGTERM); the message names the last complete checkpoint.
-    """
-    settings, record, watcher = conductor.settings, conductor.record, conductor.watcher
-    model = record.meta["model"]
-    for callback in list(trainer.callback_handler.callbacks):
-        if type(callback).__name__ in ("PrinterCallback", "ProgressCallback"):
-            trainer.remove_callback(callback)
-    conductor.join(trainer)
+def _beginning(settings: TrainSettings, model: dict[str, Any], checkpoint: Path | None) -> str:
     number = settings.steps * settings.units_per_step
     amount = f"{number / 1e6:.2f} M" if settings.task == "causal-lm" else f"{number:,}"
-    watcher.say(
+    return (
         f"{model['class']}: {model['parameters'] / 1e6:.1f} M parameters, {amount} {settings.unit} in {settings.steps} "
         f"steps, validated on {settings.data.validation or 'held-out data'}"
         + (f"; going on after {checkpoint.name}." if checkpoint else ".")
     )
-    if checkpoint is None or step_of(checkpoint) < settings.steps:
-        with stopping(conductor):
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    if conductor.stop_asked and trainer.state.global_step < settings.steps:
-        raise StoppedError(f"Stopped after step {trainer.state.global_step}. {_last_good(record.folder)}")
-    record.complete = True
-    if trainer.args.should_save:
-        record.save()
-        Results.load(record.folder).save_page(record.folder)  # it says that the run is complete
-    return record.results()
 
 
 def _last_good(folder: Path) -> str:

@@ -17,11 +17,10 @@ from fulldepth.losses import ObjectiveMixin
 from fulldepth.progress import Watcher
 from fulldepth.settings.train import TrainSettings
 from fulldepth.targets import IGNORE
-from fulldepth.training.arguments import make_objective, training_arguments
+from fulldepth.training.arguments import trl_module
 from fulldepth.training.folder import TOKENIZER
-from fulldepth.training.model import build_model
 from fulldepth.training.text import language_model, run_tokenizer
-from fulldepth.training.trainer import RunMixin
+from fulldepth.training.trainer import RunData, RunMixin
 
 TEMPLATE = (
     "{% for message in messages %}"
@@ -35,15 +34,15 @@ READ = {"input_ids", "labels", "attention_mask", "position_ids", "seq_lengths"}
 """Columns of a tokenised data set that determine batches and loss."""
 
 
-def sft_data(settings: TrainSettings, tokenizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def sft_data(settings: TrainSettings, tokenizer: Any) -> tuple[list[Any], dict[str, Any], list[str]]:
     """Conversations as token ids with labels on the responses, a seeded share of them held out (`held_out_rows`).
 
     Prompt and response are tokenised apart (`encode_pair`), so that every label is a token that the model can produce
     after that prompt. A tokenizer without a chat template gets `TEMPLATE`.
 
     Returns:
-        `{"train": ..., "validation": ...}`: data sets with the columns `input_ids` and `labels`; and the facts
-        `documents` (conversations of both) and `warnings` (what was cut or left out).
+        Data sets of training and validation with the columns `input_ids` and `labels`; the fact `documents`
+        (conversations of both); and warnings (what was cut or left out).
 
     Raises:
         FulldepthError: if the data hold fewer than two different conversations, no response begins within a sequence,
@@ -78,11 +77,8 @@ def sft_data(settings: TrainSettings, tokenizer: Any) -> tuple[dict[str, Any], d
         raise FulldepthError(f"The {len(left)} conversations of {data.name} are one; training and validation need two.")
     validates = np.isin(row, left[held_out])
     columns = encoded.select_columns(["input_ids", "labels"])
-    parts = {"train": answered & ~validates, "validation": answered & validates}
-    return (
-        {name: columns.select(np.flatnonzero(chosen)) for name, chosen in parts.items()},
-        {"documents": len(left), "warnings": warnings},
-    )
+    parts = [columns.select(np.flatnonzero(answered & chosen)) for chosen in (~validates, validates)]
+    return parts, {"documents": len(left)}, warnings
 
 
 def _encoded(
@@ -176,43 +172,18 @@ def _key(row: dict[str, Any], seed: int, whole: bool) -> int:
     return int.from_bytes(hashlib.sha256(described.encode()).digest()[:8])
 
 
-def conversation_trainer(
-    settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher
-) -> tuple[Any, dict[str, Any]]:
-    """TRL's trainer with the objective and the optimiser of the settings, and facts about its data.
+def conversation_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> RunData:
+    """Conversations for TRL's trainer; arguments as for `packed_data`."""
 
-    Args:
-        settings: of the run.
-        folder: the run folder.
-        arguments: of the trainer.
-        watcher: receives messages.
-
-    Raises:
-        FulldepthError: if trl is not installed.
-    """
-    try:
-        import trl  # noqa: PLC0415
-    except ImportError as error:
-        raise FulldepthError("Fine-tuning on conversations needs trl: pip install 'fulldepth[sft]'.") from error
-
-    class ConversationTrainer(RunMixin, ObjectiveMixin, trl.SFTTrainer):
+    class ConversationTrainer(RunMixin, ObjectiveMixin, trl_module().SFTTrainer):  # type: ignore[misc]
         """TRL's SFTTrainer with an objective."""
 
     with arguments.main_process_first(desc="tokenizer"):
         tokenizer = run_tokenizer(settings, folder / TOKENIZER, watcher)
     config = language_model(settings, tokenizer)
-    data, facts = sft_data(settings, tokenizer)
-    trainer: Any = ConversationTrainer(
-        build_model(config, settings),
-        training_arguments(settings, folder, trl.SFTConfig, max_length=None, packing=False),  # cut by `sft_data`
-        objective=make_objective(settings),
-        settings=settings,
-        train_dataset=data["train"],
-        eval_dataset=data["validation"],
-        processing_class=tokenizer,
-    )
-    digest = rows_hash(trainer.train_dataset, trainer.eval_dataset)
-    return trainer, {**facts, "hash": digest, "train_sequences": len(trainer.train_dataset)}
+    parts, facts, warnings = sft_data(settings, tokenizer)
+    facts |= {"hash": rows_hash(*parts), "train_sequences": len(parts[0])}
+    return RunData(config, tokenizer, *parts, facts, warnings=warnings, trainer=ConversationTrainer)
 
 
 def rows_hash(*parts: Any) -> str:

@@ -23,10 +23,9 @@ from fulldepth.files import atomic_folder
 from fulldepth.hf import evaluating, load_tokenizer
 from fulldepth.progress import Watcher
 from fulldepth.settings.train import TrainSettings
-from fulldepth.training.arguments import make_objective
 from fulldepth.training.folder import TOKENIZER
-from fulldepth.training.model import build_config, build_model, special_tokens
-from fulldepth.training.trainer import RunTrainer, window_collator
+from fulldepth.training.model import build_config, special_tokens
+from fulldepth.training.trainer import RunData, window_collator
 
 MOST_TOKENS = 1 << 20
 """Largest vocabulary of `builtin:N`."""
@@ -92,10 +91,8 @@ def language_model(settings: TrainSettings, tokenizer: Any) -> PreTrainedConfig:
     )
 
 
-def packed_trainer(
-    settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher
-) -> tuple[Any, dict[str, Any]]:
-    """The trainer of packed text, and facts about its data; all processes share in tokenising what is missing.
+def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> RunData:
+    """Packed text; all processes share in tokenising what is missing.
 
     Args:
         settings: of the run.
@@ -108,21 +105,9 @@ def packed_trainer(
     config = language_model(settings, tokenizer)
     packed = packed_text(settings, tokenizer, config.vocab_size, watcher)
     packed.require_documents(arguments.world_size)
-    collator, model = window_collator(settings), build_model(config, settings)
-    if not settings.data.across_documents:
-        require_separate_documents(model)
-    trainer = RunTrainer(
-        model,
-        arguments,
-        objective=make_objective(settings),
-        settings=settings,
-        train_dataset=packed.train,
-        eval_dataset=packed.validation,
-        data_collator=collator,
-        processing_class=tokenizer,
-    )
     facts = {"hash": packed.hash, "tokens": packed.tokens, "documents": packed.documents}
-    return trainer, {**facts, "train_sequences": len(packed.train)}
+    facts["train_sequences"] = len(packed.train)
+    return RunData(config, tokenizer, packed.train, packed.validation, facts, window_collator(settings))
 
 
 def packed_text(

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, TrainingArguments, default_data_collator
+from transformers import PreTrainedConfig, default_data_collator
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from fulldepth.data import ShuffledSampler, flatten_windows
@@ -26,13 +25,9 @@ from fulldepth.files import reading
 from fulldepth.losses import DepthTrainer, per_batch_terms
 from fulldepth.losses.trainer import AnyTrainer, load_weights
 from fulldepth.settings.train import TrainSettings
-from fulldepth.training.model import built_once
+from fulldepth.training.arguments import make_objective
 from fulldepth.training.resume import advising
 
-MOST_WORKERS = 4
-"""Default maximum for each training process; few suffice, as reading a window is a copy from the page cache."""
-SMALL_RUN = 1 << 24
-"""Tokens below which a run starts no workers by default: starting them takes longer than reading all tokens."""
 FORKS = "TOKENIZERS_PARALLELISM"
 
 
@@ -97,22 +92,6 @@ def multistep(settings: TrainSettings, step: int) -> float:
     return factor
 
 
-def worker_count(settings: TrainSettings, processes: int) -> int:
-    """Data loading processes of each training process: `workers`, or by default up to four, one for each core.
-
-    Args:
-        settings: the run's settings.
-        processes: training processes on this machine.
-    """
-    if settings.workers is not None:
-        return settings.workers
-    if settings.steps * settings.global_batch_size * settings.sequence_length < SMALL_RUN:
-        return 0
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return min(MOST_WORKERS, cores // processes)
-
-
 def window_collator(settings: TrainSettings) -> Callable[[list[Any]], dict[str, Any]]:
     """The collator of windows: one row per window, or one row in all where flash attention must separate documents.
 
@@ -129,60 +108,30 @@ def window_collator(settings: TrainSettings) -> Callable[[list[Any]], dict[str, 
     return flatten_windows
 
 
-def shard(arguments: TrainingArguments, settings: TrainSettings) -> None:
-    """Check that these processes can shard, and set the precision of their communication.
+@dataclass(frozen=True)
+class RunData:
+    """What a run learns from: items, how batches are made of them, and facts about them."""
 
-    Gradients are summed in float32. With `precision=autocast` weights are gathered in bfloat16, otherwise in their own
-    type; the model's outputs keep their type. accelerate's policy for bf16 would use bfloat16 for all three, the loss
-    included.
-
-    Args:
-        arguments: the Trainer's, with `fsdp`, after the processes have joined.
-        settings: the run's settings.
-
-    Raises:
-        FulldepthError: for a process that torchrun has not started, and for processes on CPUs, for which accelerate
-            would silently copy the weights.
-    """
-    kind = arguments.distributed_state.distributed_type
-    if kind == DistributedType.MULTI_CPU or (kind == DistributedType.NO and arguments.device.type == "cpu"):
-        raise FulldepthError("fsdp needs accelerators: on CPUs the processes copy the weights (fsdp=false).")
-    if kind == DistributedType.NO:
-        raise FulldepthError("fsdp shards over processes; start them with torchrun, or train with fsdp=false.")
-    gathered = torch.bfloat16 if settings.precision == "autocast" else None
-    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
-    arguments.fsdp_plugin_args["mixed_precision_policy"] = policy
-
-
-@contextmanager
-def units_of(model: PreTrainedModel, plugin: Any) -> Iterator[None]:
-    """While accelerate shards a model: no module that it shards as one unit lies inside another one.
-
-    accelerate shards every module of the classes in `_no_split_modules` and the input embedding. In BERT and ViT the
-    embedding lies inside such a module, which is then no unit of its own; a DETR has no input embedding to ask for.
-
-    Args:
-        model: the model, not sharded yet.
-        plugin: accelerate's settings of FSDP.
-    """
-    embedding: Any
-    try:
-        embedding = model.get_input_embeddings()
-    except NotImplementedError:
-        embedding = None
-    around = {type(module).__name__ for module in model.modules() if embedding in module.children()}
-    names = [name for name in model._no_split_modules or () if name not in around]
-    given, plugin.transformer_cls_names_to_wrap = plugin.transformer_cls_names_to_wrap, names
-    model.get_input_embeddings = lambda: embedding  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        plugin.transformer_cls_names_to_wrap = given
-        del model.get_input_embeddings
+    config: PreTrainedConfig
+    """Of the model that fits the data."""
+    processing: Any
+    """Tokenizer or image processor, saved with every checkpoint."""
+    train: Any
+    validation: Any
+    facts: dict[str, Any]
+    """For the record, with `hash`: of everything that determines the items."""
+    collator: Any = None
+    """Makes batches; None = the Trainer's own."""
+    train_collator: Any = None
+    """Makes the batches of training, if they differ from those of evaluations."""
+    warnings: list[str] = field(default_factory=list)
+    trainer: Any = None
+    """Class of the trainer; None = `RunTrainer`."""
 
 
 class RunMixin(AnyTrainer):
-    """Put before a Trainer with an objective: takes parameter groups, schedule and order of the items from `settings=`.
+    """Put before a Trainer with an objective: takes objective, parameter groups, schedule and order of the items from
+    the settings of a run.
 
     Training is one pass of `steps * global_batch_size` items. Every step is a full batch, also across epoch boundaries.
     Batches do not depend on the numbers of processes, workers and micro-batches, or on resuming.
@@ -193,9 +142,17 @@ class RunMixin(AnyTrainer):
 
     lr_scheduler: Any
 
-    def __init__(self, *args: Any, settings: TrainSettings, **kwargs: Any) -> None:
-        self.settings = settings
-        super().__init__(*args, **kwargs)
+    def __init__(self, model: Any, arguments: Any, data: RunData, settings: TrainSettings) -> None:
+        self.settings, self.train_collator = settings, data.train_collator
+        super().__init__(
+            model,
+            arguments,
+            objective=make_objective(settings),
+            train_dataset=data.train,
+            eval_dataset=data.validation,
+            data_collator=data.collator,
+            processing_class=data.processing,
+        )
 
     @property
     def plain_model(self) -> Any:
@@ -218,8 +175,12 @@ class RunMixin(AnyTrainer):
         return ShuffledSampler(items, seed=settings.seed, length=settings.steps * settings.global_batch_size)
 
     def get_train_dataloader(self) -> Any:
-        """The Trainer's data loader, with workers that ignore SIGTERM."""
-        loader = super().get_train_dataloader()
+        """The Trainer's data loader, by the collator of training, with workers that ignore SIGTERM."""
+        given, self.data_collator = self.data_collator, self.train_collator or self.data_collator
+        try:
+            loader = super().get_train_dataloader()
+        finally:
+            self.data_collator = given
         inner = getattr(loader, "base_dataloader", loader)  # accelerate's adapter forwards attribute reads, not writes
         inner.worker_init_fn = partial(_start_worker, inner.worker_init_fn)
         return loader
@@ -235,15 +196,12 @@ class RunMixin(AnyTrainer):
                 os.environ.pop(FORKS, None)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        plugin, model = getattr(self.accelerator.state, "fsdp_plugin", None), self.plain_model
-        if plugin is not None:
-            plugin.cpu_ram_efficient_loading = built_once(model, self.settings)
-            if resume_from_checkpoint and (self.args.process_index == 0 or not plugin.cpu_ram_efficient_loading):
-                with advising(resume_from_checkpoint):
-                    load_weights(model, resume_from_checkpoint)  # before they are sharded
-        with nullcontext() if plugin is None else units_of(model, plugin):
-            prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if plugin is not None:
+        sharded = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
+        if sharded and resume_from_checkpoint:
+            with advising(resume_from_checkpoint):
+                load_weights(self.plain_model, resume_from_checkpoint)  # before they are sharded
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if sharded:
             self._require_shards()
         return prepared
 

@@ -1,0 +1,289 @@
+"""Two processes, which copy or shard the weights, train, evaluate and resume like one.
+
+accelerate gives CPU processes DDP where FSDP2 was asked for. Here it takes them for accelerators at that one place.
+Classifiers have 33 rows to validate on, in batches of 32: the second process gets one row.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file
+from torch import distributed
+
+from fulldepth.errors import FulldepthError
+from fulldepth.hf import notes_of, seal
+from fulldepth.losses import ObjectiveMixin
+from fulldepth.results import Results
+from fulldepth.settings import layer, read
+from fulldepth.training import TrainSettings, train
+from training.conftest import MODEL as LLAMA
+from two_processes import fulldepth
+
+STEPS = {"steps": 4, "learning_rate": 3e-3, "warmup_steps": 2, "eval_every": 2, "save_every": 2}
+TIED = {"model": {**LLAMA, "tie_word_embeddings": True}, "objective": {"aligned": 1.0, "jump": 0.5}}
+LANGUAGE = {**STEPS, "global_batch_size": 4, "sequence_length": 24}
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+SIZES |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+GPT2 = {"type": "gpt2", "n_embd": 16, "n_layer": 3, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+# with an epsilon of 1e-8 gradients that are zero but for rounding (biases of keys) move weights, too
+OTHERS = {**STEPS, "global_batch_size": 8, "adam_epsilon": 1e-3}
+RECIPES: dict[str, dict[str, Any]] = {
+    "tree": {
+        **LANGUAGE,
+        "model": {**LLAMA, "type": "depth_llama", "residual": "tree", "tree": {1: [-1, 0], 2: [0, 1]}},
+        "objective": {"coherence": {"weight": 0.5, "layers": [1, 2]}, "orthogonality": {"weight": 0.5, "layers": [3]}},
+    },
+    "lime": {
+        **LANGUAGE,
+        "model": {**LLAMA, "type": "depth_llama", "memory": "dynamic"},
+        "router_learning_rate": 1e-2,
+        "objective": {"aligned": {"schedule": "always"}, "similarity": 0.2},
+    },
+    "tied": {**LANGUAGE, **TIED, "micro_batch_size": 1, "gradient_checkpointing": True},
+    "autocast": {**LANGUAGE, **TIED, "precision": "autocast"},
+    "bfloat16": {**LANGUAGE, **TIED, "precision": "bfloat16"},
+    "multi-exit": {**OTHERS, "sequence_length": 24, "model": GPT2, "method": "multi-exit", "micro_batch_size": 2},
+    "vit": {
+        **OTHERS,
+        "task": "image-classification",
+        "model": {"type": "vit", **SIZES, "image_size": 8, "patch_size": 4},
+        "data": {"name": "digits:builtin/train", "validation": "digits:builtin/test", "validation_sequences": 33},
+        "method": "multi-exit",
+        "micro_batch_size": 2,
+    },
+    "bert": {
+        **OTHERS,
+        "task": "text-classification",
+        "sequence_length": 24,
+        "model": {"type": "bert", **SIZES},
+        "tokenizer": "wordpiece:300",
+        "method": "cos-regularised",
+        "objective": {"jump": 0.5},
+    },
+}
+MEASURES = ("train_loss", "validation_loss", "validation_accuracy", "lens_accuracy", "displacement", "learning_rate")
+RANDOM = {"rng_state.pth", "rng_state_0.pth", "rng_state_1.pth"}
+
+
+@contextmanager
+def sharding_on_cpus(seen: dict[str, set[str]]) -> Iterator[None]:
+    """accelerate makes FSDP2 of `fsdp=True`; notes the types of losses and of the gradients that are reduced."""
+    init, loss_of = PartialState.__init__, ObjectiveMixin.compute_loss
+
+    def as_accelerators(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = loss_of(self, *args, **kwargs)
+        seen["losses"].add(str(loss.dtype))
+        return loss
+
+    def noting(reduce: Any) -> Any:
+        def reduce_scatter(output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+            seen["reductions"].add(str(input.dtype))
+            return reduce(output, input, *args, **kwargs)
+
+        return reduce_scatter
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(PartialState, "__init__", as_accelerators))
+        stack.enter_context(mock.patch.object(ObjectiveMixin, "compute_loss", compute_loss))
+        for name in ("reduce_scatter_single", "reduce_scatter_tensor"):  # the first since torch 2.13
+            if hasattr(distributed, name):
+                stack.enter_context(mock.patch.object(distributed, name, noting(getattr(distributed, name))))
+        yield
+
+
+def by_two(recipe: Path, output: Path, sharded: bool) -> dict[str, list[str]]:
+    """Train in this process and the other one; the types that were seen if they shard."""
+    seen: dict[str, set[str]] = {"losses": set(), "reductions": set()}
+    settings = layer(TrainSettings, read(recipe, "train"))
+    if not sharded:
+        train(settings, output)
+        return {}
+    with sharding_on_cpus(seen):
+        train(settings.model_copy(update={"fsdp": True}), output)
+    return {name: sorted(types) for name, types in seen.items()}
+
+
+def command(*arguments: object) -> tuple[int, str, str]:
+    """A command in this process and the other one, which shard."""
+    with sharding_on_cpus({"losses": set(), "reductions": set()}):
+        return fulldepth(*arguments)
+
+
+def alone(recipe: Path) -> TrainSettings:
+    """Settings of a recipe for one process, which takes the whole batch at once."""
+    return layer(TrainSettings, read(recipe, "train")).model_copy(update={"micro_batch_size": None})
+
+
+def sentences(path: Path, count: int, seed: int) -> str:
+    """Sentences of two to seven words, whose class is that of their words."""
+    words = {"bad": ["dull", "bleak", "cold", "sour"], "good": ["fine", "lovely", "bright", "warm"]}
+    rng, rows = np.random.default_rng(seed), []
+    for number in range(count):
+        label = sorted(words)[number % 2]
+        chosen = [str(word) for word in rng.choice(words[label], 2 + number % 5)]
+        rows.append(json.dumps({"sentence": f"film {seed} {number} is {' '.join(chosen)}", "label": label}))
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def trained(made_once: Any, sources: tuple[Path, Path], two_processes: Any) -> Any:
+    """`trained(name, kind)`: a folder with a recipe trained by two processes (`two`; kind: copied, sharded), and by one
+    (`one`)."""
+
+    def folder_of(name: str, kind: str) -> Path:
+        def make(folder: Path) -> None:
+            recipe = {**RECIPES[name]}
+            if recipe.get("task") == "text-classification":
+                data = [sentences(folder / f"{seed}.jsonl", count, seed) for seed, count in enumerate((60, 33))]
+                recipe["data"] = dict(zip(("name", "validation"), data, strict=True))
+            elif "data" not in recipe:
+                recipe["data"] = {"name": str(sources[0]), "validation_share": 0.2, "validation_sequences": 9}
+                recipe["tokenizer"] = str(sources[1])
+            path = folder / "recipe.yaml"
+            path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+            types = two_processes(by_two, path, folder / "two", kind == "sharded")
+            (folder / "types.json").write_text(json.dumps(types[0]))
+            train(alone(path), folder / "one")
+
+        made: Path = made_once(f"{name}-{kind}", make)
+        return made
+
+    return folder_of
+
+
+def table(folder: Path) -> dict[tuple[Any, ...], float]:
+    """What was recorded of losses, penalties and accuracies, with their numbers of validation rows."""
+    rows = Results.load(folder).table.fillna({"layer": -1, "site": "", "count": -1})
+    rows = rows[rows.measure.isin((*MEASURES, "penalty"))]
+    keys = list(zip(rows.measure, rows.site, rows.layer, rows.step, strict=True))
+    values = dict(zip(keys, rows.value, strict=True))
+    validated = rows.measure.isin(("validation_loss", "lens_accuracy"))
+    return values | {
+        ("count", *key): count for key, count, read in zip(keys, rows["count"], validated, strict=True) if read
+    }
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The model's weights and those of its exit heads."""
+    return {name: weight for path in checkpoint.glob("*.safetensors") for name, weight in load_file(path).items()}
+
+
+def assert_same(one: Path, two: Path) -> None:
+    """The same files and the same model in both checkpoints."""
+    assert {path.name for path in one.iterdir()} ^ {path.name for path in two.iterdir()} <= RANDOM
+    torch.testing.assert_close(weights(one), weights(two), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("tied", "sharded"), ("tree", "sharded"), ("multi-exit", "sharded"), ("vit", "copied"), ("bert", "copied")),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in (("lime", "sharded"), ("multi-exit", "copied"))),
+    ],
+)
+def test_two_processes_train_and_evaluate_like_one(name: str, kind: str, trained: Any) -> None:
+    folder = trained(name, kind)
+    one, two = (table(folder / each) for each in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert two == pytest.approx(one, rel=2e-5, abs=1e-6, nan_ok=True)
+    assert_same(folder / "one" / "checkpoint-4", folder / "two" / "checkpoint-4")
+    heads = any("exit_heads" in key for key in weights(folder / "two" / "checkpoint-4"))
+    assert heads == (RECIPES[name].get("method") == "multi-exit")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["autocast", pytest.param("bfloat16", marks=pytest.mark.thorough)])
+def test_losses_and_reductions_are_float32(name: str, trained: Any) -> None:
+    """Near 6 nats bfloat16 has steps of 1/32: a loss in that type is off by up to 0.016."""
+    folder = trained(name, "sharded")
+    types = json.loads((folder / "types.json").read_text())
+    assert types == {"losses": ["torch.float32"], "reductions": ["torch.float32"]}
+    states = torch.load(folder / "two" / "checkpoint-4" / "optimizer.pt", weights_only=True)["state"]
+    dtypes = {state[key].dtype for state in states.values() for key in ("exp_avg", "exp_avg_sq")}
+    assert dtypes == {torch.bfloat16 if name == "bfloat16" else torch.float32}
+    if name == "autocast":
+        one, two = (table(folder / each) for each in ("one", "two"))
+        losses = [key for key in one if key[0] in ("validation_loss", "train_loss")]
+        assert [two[key] for key in losses] == pytest.approx([one[key] for key in losses], abs=2e-3)
+
+
+@pytest.fixture
+def interrupted(trained: Any, tmp_path: Path) -> Any:
+    """`interrupted(name, kind, which)`: a run as it was when it was killed after its second step, and its recipe."""
+
+    def copied(name: str, kind: str, which: str) -> tuple[Path, Path]:
+        run = tmp_path / which
+        shutil.copytree(trained(name, kind) / which, run)
+        shutil.rmtree(run / "checkpoint-4")
+        return run, trained(name, kind) / "recipe.yaml"
+
+    return copied
+
+
+@pytest.mark.slow
+def test_a_sharded_run_is_resumed_to_the_same_bytes_and_by_other_processes(
+    interrupted: Any, trained: Any, two_processes: Any, tmp_path: Path
+) -> None:
+    """A checkpoint of sharded weights by two processes and by one; one of whole weights by two that shard."""
+    whole = trained("tied", "sharded") / "one" / "checkpoint-4"
+    for which in ("two", "one"):
+        run, recipe = interrupted("tied", "sharded", which)
+        for code, _, error in two_processes(command, "train", recipe, "fsdp=true", "--output", run, "--resume"):
+            assert code == 0, error
+        assert_same(run / "checkpoint-4", whole)
+    again, before = (weights(run / "checkpoint-4") for run in (tmp_path / "two", trained("tied", "sharded") / "two"))
+    assert all(torch.equal(again[name], weight) for name, weight in before.items())
+    shutil.rmtree(tmp_path / "two")
+    run, recipe = interrupted("tied", "sharded", "two")
+    train(alone(recipe), run, resume=True)
+    assert_same(run / "checkpoint-4", whole)
+
+
+@pytest.mark.slow
+def test_damaged_states_of_a_sharded_run_are_refused(interrupted: Any, two_processes: Any) -> None:
+    run, recipe = interrupted("tied", "sharded", "two")
+    states = torch.load(run / "checkpoint-2" / "optimizer.pt", weights_only=True)
+    states["state"][0]["exp_avg"] = torch.zeros(3)
+    torch.save(states, run / "checkpoint-2" / "optimizer.pt")
+    seal(run / "checkpoint-2", notes_of(run / "checkpoint-2"))
+    for code, _, error in two_processes(command, "train", recipe, "fsdp=true", "--output", run, "--resume"):
+        assert code == 2
+        assert "Cannot read" in error
+
+
+@pytest.mark.slow
+def test_a_multi_exit_run_is_resumed_with_its_heads(interrupted: Any, trained: Any, two_processes: Any) -> None:
+    run, recipe = interrupted("vit", "copied", "two")
+    for code, _, error in two_processes(fulldepth, "train", recipe, "--output", run, "--resume"):
+        assert code == 0, error
+    assert_same(run / "checkpoint-4", trained("vit", "copied") / "one" / "checkpoint-4")
+
+
+def test_what_cannot_be_sharded_is_refused(recipe: Any, tmp_path: Path) -> None:
+    text = layer(TrainSettings, read(recipe(fsdp=True), "train"))
+    for settings, words in (
+        (text, "fsdp needs accelerators"),
+        (layer(TrainSettings, {**RECIPES["vit"], "fsdp": True}), "fsdp shards language models"),
+    ):
+        with pytest.raises(FulldepthError, match=words):
+            train(settings, tmp_path / "run")
