@@ -13,8 +13,7 @@ from torch import Tensor
 import tiny_models
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import exit_heads_of
-from fulldepth.losses import Objective, add_exit_heads
-from fulldepth.settings.penalties import METHODS
+from fulldepth.losses import METHODS, Objective, add_exit_heads
 
 METHODS_OF_LAYERS = ("aligned", "cos-regularised", "multi-exit")
 BETA = 0.7

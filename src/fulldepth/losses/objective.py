@@ -45,6 +45,18 @@ TERMS: dict[str, type[Term]] = {
     )
 }
 """Terms by name, in the order in which an objective applies them."""
+METHODS: dict[str, dict[str, Any]] = {
+    "standard": {},
+    "baseline": {},
+    "jreg": {"jump": {"weight": 1.0, "alpha": 1.0}},
+    "cr": {"coherence": {"weight": 0.01}, "orthogonality": {"weight": 0.01}},
+    "aligned": {"aligned": {"weight": 1.0, "weights": "linear", "schedule": "alternate"}},
+    "multi-exit": {"multi_exit": {"weight": 1.0, "weights": "linear", "schedule": "alternate"}},
+    "cos-regularised": {"similarity": {"weight": 1.0, "weights": "linear"}},
+    "similarity": {"similarity": {"weight": 1.0, "weights": "linear"}},
+}
+"""Method -> terms with the papers' weights (JREG Eq. 5; CR Sec. 3.3; aligned training Eq. 5 and App. B.3). `baseline`
+is `standard`, and `cos-regularised` is `similarity`. In fine-tuning from a checkpoint, `schedule` is `always`."""
 
 
 def make_term(name: str, setting: float | Mapping[str, Any]) -> Term:

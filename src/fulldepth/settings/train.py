@@ -8,10 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import pydantic
 from pydantic import Field
 
-from fulldepth.errors import FulldepthError, unknown
+from fulldepth.errors import FulldepthError
 from fulldepth.settings.layers import Settings
 from fulldepth.settings.loading import Count, Length, Rate, Seed
-from fulldepth.settings.penalties import METHODS, PENALTIES
 
 NonNegativeSteps = Annotated[int, Field(ge=0, le=10**9)]
 Batch = Annotated[int, Field(ge=1, le=10_000_000)]
@@ -111,7 +110,7 @@ class ObjectiveSettings(Settings):
 
     Other keys are the names of terms (`fulldepth.losses.TERMS`: `aligned`, `jump`, `coherence`, `orthogonality`,
     `similarity`), each a weight, or a mapping of options: the fields of the term's class, such as `weight`. None
-    switches off a term of the method.
+    switches off a term of the method. `fulldepth.training` checks names and options.
     """
 
     model_config = pydantic.ConfigDict(extra="allow", frozen=True)
@@ -120,18 +119,6 @@ class ObjectiveSettings(Settings):
 
     energy_warmup: NonNegativeSteps = 800
     """Optimiser steps with CR's energy penalty."""
-
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> Self:
-        """Check the names of terms and options; `fulldepth.training` checks their values too."""
-        for name, given in self.__pydantic_extra__.items():
-            if name not in PENALTIES:
-                known = [f"objective.{key}" for key in (*PENALTIES, "energy_warmup")]
-                raise unknown("setting", f"objective.{name}", known)
-            for option in given if isinstance(given, Mapping) else ():
-                if option not in PENALTIES[name]:
-                    raise unknown(f"option of {name}", option, PENALTIES[name])
-        return self
 
     @property
     def terms(self) -> dict[str, float | dict[str, Any]]:
@@ -261,13 +248,6 @@ class TrainSettings(Settings):
     """Steps between the training losses that `report_to` receives; it receives every evaluation."""
     report_to: list[str] = Field(default_factory=list)
     """Comma-separated trackers: wandb, tensorboard, mlflow, trackio, or any other of transformers' Trainer."""
-
-    @pydantic.field_validator("method")
-    @classmethod
-    def _known(cls, method: str) -> str:
-        if method not in METHODS:
-            raise unknown("method", method, METHODS)
-        return method
 
     @pydantic.model_validator(mode="after")
     def _stage_fits(self) -> Self:

@@ -16,9 +16,8 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from fulldepth import launch
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.hf import checkpoint_of, pick_device
-from fulldepth.losses import Objective
+from fulldepth.losses import METHODS, TERMS, Objective
 from fulldepth.processor import check_bfloat16
-from fulldepth.settings.penalties import METHODS
 from fulldepth.settings.train import ObjectiveSettings, TrainSettings
 
 TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "mlflow": ("mlflow",)}
@@ -38,15 +37,21 @@ def resolved(settings: TrainSettings) -> TrainSettings:
     fine-tuning and in detection (aligned training, App. B.3, B.5 and C.2).
 
     Raises:
-        FulldepthError: for a value that a term refuses.
+        FulldepthError: for an unknown method or term, and for an option or value that a term refuses.
     """
+    if settings.method not in METHODS:
+        raise unknown("method", settings.method, METHODS)
+    given = settings.objective.model_dump(exclude_unset=True)
+    for name in given:
+        if name not in (known := [*TERMS, "energy_warmup"]):
+            raise unknown("setting", f"objective.{name}", [f"objective.{key}" for key in known])
     preset, start = METHODS[settings.method], settings.model.checkpoint
     if start is not None or settings.task == "detection":
         preset = {
             name: {**options, "schedule": "always"} if "schedule" in options else options
             for name, options in preset.items()
         }
-    chosen = {**preset, **settings.objective.model_dump(exclude_unset=True)}
+    chosen = {**preset, **given}
     on = {name: options for name, options in chosen.items() if options is not None}
     data = settings.data.model_copy(update={"validation_sequences": settings.most_validation})
     changes: dict[str, Any] = {"objective": ObjectiveSettings(**on), "data": data}
