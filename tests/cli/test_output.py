@@ -20,8 +20,9 @@ from fulldepth.results import DOCUMENT, Results, tabulate
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.compare import CompareSettings
 from fulldepth.settings.measure import MeasureSettings
-from fulldepth.settings.search import FORMATS, SearchSettings
+from fulldepth.settings.search import SearchSettings
 from fulldepth.settings.train import TrainSettings
+from fulldepth.skip.exports.formats import FORMATS
 
 COMMANDS = {
     "measure": MeasureSettings,

@@ -106,7 +106,7 @@ SEARCHES = [
     ("--blocks 4", ["4", "3 layers"]),
     ("", ["blocks"]),
     ("--blocks 1 --search greedi", ["greedi", "greedy"]),
-    ("--blocks 1 --given 3,x", ["--given", "3,x"]),
+    ("--blocks 1 --given 3,x", ["given", "x"]),
     ("--given 7", ["7", "3"]),
     ("--blocks 1 --budget 2e15", ["2e15", "10m"]),
     ("--blocks 1 --set epoch=1", ["epoch", "epochs"]),

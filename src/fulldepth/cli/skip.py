@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from fulldepth import bars, console
-from fulldepth.cli.options import PushToHub, command, starting
+from fulldepth.cli.options import PushToHub, command
 from fulldepth.cli.program import app
-from fulldepth.settings.search import FORMATS, SearchSettings, known_format
+from fulldepth.settings.search import SearchSettings
 
 skip = typer.Typer(
     name="skip",
@@ -112,7 +112,9 @@ def apply_command(
     format: Annotated[
         str,
         typer.Option(
-            help=" ".join(f"{name}: {phrase}." for name, phrase in FORMATS.items()), autocompletion=starting(FORMATS)
+            help="folded: an ordinary checkpoint of the same class, loads anywhere, no faster. fast: the blocks are "
+            "gone from disk, memory and cache; carries its code. decilm: the same in the layout of vLLM and llama.cpp. "
+            "layer: whole layers gone, for plans of that granularity."
         ),
     ] = "folded",
     dtype: Annotated[
@@ -135,7 +137,6 @@ def apply_command(
 
     Example: `fulldepth skip apply out/plan.json MODEL --format fast --output fast/`
     """
-    known_format(format)
     console.loading()
     from fulldepth.skip import export
 

@@ -7,33 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from fulldepth.errors import FulldepthError, one_line, unknown
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.settings.loading import Length, LoadingSettings, Rate, Seed
 
 Criterion = Literal["loss", "scaled", "kl"]
 Method = Literal["greedy", "exact", "one-shot", "cosine", "taylor", "random", "last", "given"]
 Granularity = Literal["attention", "mlp", "layer"]
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-FORMATS = {
-    "folded": "an ordinary checkpoint of the same class, loads anywhere, no faster",
-    "fast": "the blocks are gone from disk, memory and cache; carries its code",
-    "decilm": "the same in the layout of vLLM and llama.cpp",
-    "layer": "whole layers gone, for plans of that granularity",
-}
-"""Export format -> description, for help and for checks before torch is loaded; `fulldepth.skip.exports.formats`
-implements the formats under the same names."""
-
-
-def known_format(name: str) -> str:
-    """Return the name of an export format.
-
-    Raises:
-        FulldepthError: if there is no such format.
-    """
-    if name not in FORMATS:
-        raise unknown("format", name, FORMATS)
-    return name
-
 
 Layer = Annotated[int, Field(ge=1, le=10_000)]
 Batch = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -94,7 +74,7 @@ class SearchSettings(HeldoutSettings):
     """What a removed block is: attention, mlp or layer."""
     given: Annotated[list[Layer], Field(max_length=10_000)] | None = None
     """The layers to remove, 1-based, in order: 3,7; implies `search: given`."""
-    format: Annotated[str, AfterValidator(known_format)] | None = None
+    format: str | None = None
     """Format of `skip apply` that the plan is for: folded, fast, decilm or layer; checked before the search."""
     chunks: Batch = 32
     """Chunks of the held-out data, after each of which greedy may drop candidates; at most one for each sequence. Other

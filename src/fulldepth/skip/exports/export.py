@@ -39,9 +39,8 @@ from fulldepth.hf.checkpoint_folder import (
 from fulldepth.results import versions
 from fulldepth.settings import Settings
 from fulldepth.settings.exit import file_size
-from fulldepth.settings.search import known_format
 from fulldepth.skip.exports.fold import probes, rounding_error, scaled_logits
-from fulldepth.skip.exports.formats import FORMATS, SHARD_SIZE, Draft, Format
+from fulldepth.skip.exports.formats import FORMATS, SHARD_SIZE, Draft, Format, known_format
 from fulldepth.skip.exports.possible import Outline, check_format
 from fulldepth.skip.plan import MOST_BYTES, Plan
 from fulldepth.skip.summary import in_sample

@@ -11,7 +11,7 @@ from fulldepth.execution import find_anatomy
 from fulldepth.hf import Anatomy
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.exports.fold import check_scalable, heals
-from fulldepth.skip.exports.formats import FORMATS, Format, as_stock, as_text
+from fulldepth.skip.exports.formats import FORMATS, Format, as_stock, as_text, known_format
 from fulldepth.skip.plan import Plan
 
 
@@ -84,8 +84,8 @@ def announce(model: PreTrainedModel, settings: SearchSettings, blocks: int) -> s
     """
     outline = Outline(settings.granularity, blocks, settings.fit)
     fitting, reasons = possible_formats(model, outline)
-    if settings.format in reasons:
-        raise FulldepthError(reasons[settings.format])
+    if settings.format is not None and (reason := reasons.get(known_format(settings.format))) is not None:
+        raise FulldepthError(reason)
     distinct: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         if outline.granularity in FORMATS[name].granularities:

@@ -22,7 +22,7 @@ from fulldepth.skip.plan import Plan
 
 
 class Format(ABC):
-    """An export format, registered in `formats.FORMATS` and, with a phrase for help, in `fulldepth.settings.search`."""
+    """An export format, registered in `formats.FORMATS`."""
 
     name: ClassVar[str]
     granularities: ClassVar[tuple[str, ...]]
