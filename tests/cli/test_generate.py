@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_models
+from fulldepth import exit
+from fulldepth.errors import FulldepthError
 from fulldepth.results import Results
 from skip import word_tokenizer
 
@@ -52,6 +54,18 @@ def test_text_is_that_of_transformers(run, checkpoint, options):
     result = run("generate", checkpoint, "--prompt", PROMPT, "--raw", "--max-new-tokens", "9", *options)
     assert result.stdout.strip() == text_of(checkpoint, 9).strip()
     assert "9 tokens in" in result.stderr
+
+
+def test_python_continues_texts_too(checkpoint):
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(checkpoint),
+        AutoModelForCausalLM.from_pretrained(checkpoint).eval(),
+    )
+    made = exit.generate(model, [PROMPT, PROMPT], tokenizer=tokenizer, max_new_tokens=9, speculate_from=2)
+    assert made.texts == [text_of(checkpoint, 9)] * 2
+    assert repr(made).startswith("Generation(2 sequences; new tokens: 9, 9; ")
+    with pytest.raises(FulldepthError, match="tokenizer"):
+        exit.generate(model, PROMPT, max_new_tokens=9)
 
 
 def test_results_hold_text_and_statistics(run, checkpoint, tmp_path):

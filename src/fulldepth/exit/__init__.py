@@ -1,8 +1,8 @@
 """Early exit, checkpoints with fewer layers, and self-speculative decoding."""
 
-from fulldepth.execution.decoding import Decoder, DraftPlan, Generation, generate
+from fulldepth.execution.decoding import Decoder, DraftPlan, Generation
 from fulldepth.exit.elastic import LayersExport, export_layers
-from fulldepth.exit.generation import Written, generate_texts
+from fulldepth.exit.generation import Written, generate, generate_texts
 from fulldepth.exit.run import sweep
 from fulldepth.settings.exit import ExitSettings
 

@@ -79,6 +79,10 @@ class LayersExport:
     published: str | None = None
     """Address on the Hub, if it was uploaded."""
 
+    def __repr__(self) -> str:
+        size = f"{self.bytes / 2**20:.1f} MiB, logit error {self.logit_error:.1e}"
+        return f"LayersExport({self.path}: {self.layers} of {self.num_layers} layers, {size})"
+
 
 @takes_settings(LayersSettings)
 def export_layers(

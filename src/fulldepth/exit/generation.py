@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, TextStreamer
 
 from fulldepth.data import decode_ids
 from fulldepth.data.rendering import encode_prompt
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.decoding import DraftPlan, Generation, Options, Stats, decoder_of
+from fulldepth.execution import decoding
+from fulldepth.execution.decoding import Decoder, DraftPlan, Generation, Options, Stats, decoder_of
 from fulldepth.execution.latency import machine
 from fulldepth.hf import Checkpoint, checkpoint_of, depth_of, device_of, open_model, open_tokenizer
 from fulldepth.progress import Watcher
@@ -80,14 +82,10 @@ def generate_texts(
         opening = {"dtype": settings.dtype, "device": settings.device, **named}
         checkpoint = open_model(model, exit_heads=plan is None, **opening)
         tokenizer = open_tokenizer(checkpoint, settings.tokenizer if tokenizer is None else tokenizer, **named)
-        encoded = [_encode(tokenizer, prompt, settings.chat, number) for number, prompt in enumerate(prompts, start=1)]
+        ids, mask = _encode(tokenizer, prompts, settings.chat, device_of(checkpoint.model))
         decoder = decoder_of(checkpoint.model)
         if show is None:
             watcher.begin("Generating", settings.max_new_tokens)
-        width, device = max(map(len, encoded)), device_of(checkpoint.model)
-        padding = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
-        ids = torch.tensor([[padding] * (width - len(row)) + row for row in encoded], device=device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in encoded], device=device)
         generation = decoder.generate(
             ids,
             mask,
@@ -102,25 +100,76 @@ def generate_texts(
             plan=None if plan is None else plan(checkpoint.model),
             **layers,
         )
-        new = zip(generation.sequences[:, width:].tolist(), generation.stats.new_tokens, strict=True)
-        texts = [decode_ids(tokenizer, row[:count], skip_special_tokens=True) for row, count in new]
+        texts = _texts(tokenizer, generation, ids.shape[1])
         results = _results(checkpoint, prompts, texts, generation.stats, settings)
         if output is not None:
             results.save(output)
     return Written(list(prompts), texts, generation, results)
 
 
-def _encode(tokenizer: Any, prompt: str, chat: bool | None, number: int) -> list[int]:
-    """Token ids of a prompt, in the chat template if asked, or by default if there is one."""
+def generate(
+    model: PreTrainedModel | Decoder,
+    input_ids: Tensor | str | Sequence[str],
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int,
+    tokenizer: Any = None,
+    **options: Any,
+) -> Generation:
+    """`fulldepth.execution.decoding.generate`, also of texts.
+
+    ```python
+    made = fulldepth.exit.generate(model, "The capital of France is", tokenizer=tokenizer, max_new_tokens=8)
+    made.texts[0]
+    ```
+
+    Args:
+        model: a decoder, whose generation configuration applies, verified once; or a `Decoder`.
+        input_ids: `[B, P]` prompts, padded on the left; or a text, or several, continued as they are.
+        attention_mask: `[B, P]`, 0 = padding; None as in `model.generate`.
+        max_new_tokens: maximum number of new tokens for each sequence.
+        tokenizer: of texts.
+        **options: as there (`threshold`, `speculate_from`, `draft_length`, ...).
+
+    Raises:
+        FulldepthError: as there, and for texts without a tokenizer or without tokens.
+    """
+    prompts: Any = [input_ids] if isinstance(input_ids, str) else input_ids
+    if not isinstance(prompts, Sequence) or not all(isinstance(prompt, str) for prompt in prompts):
+        return decoding.generate(model, prompts, attention_mask, max_new_tokens=max_new_tokens, **options)
+    if tokenizer is None:
+        raise FulldepthError("Texts need a tokenizer: generate(model, text, tokenizer=...).")
+    owner = model.anatomy.model if isinstance(model, Decoder) else model
+    ids, mask = _encode(tokenizer, prompts, False, device_of(owner))
+    made = decoding.generate(model, ids, mask, max_new_tokens=max_new_tokens, **options)
+    return replace(made, texts=_texts(tokenizer, made, ids.shape[1]))
+
+
+def _encode(tokenizer: Any, prompts: Sequence[str], chat: bool | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids of the prompts and their mask, `[B, P]` each, padded on the left.
+
+    A prompt is put into the chat template if asked, or by default if there is one.
+    """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if chat and not has_template:
         raise FulldepthError("The tokenizer has no chat template; use --raw, or leave out --chat.")
-    as_chat = has_template if chat is None else chat
-    where = f"Prompt {number}"
-    ids = encode_prompt(tokenizer, [{"role": "user", "content": prompt}] if as_chat else prompt, where)
-    if not ids:
-        raise FulldepthError(f"{where} has no tokens.")
-    return ids
+    rows = []
+    for number, prompt in enumerate(prompts, start=1):
+        as_chat = has_template if chat is None else chat
+        row = encode_prompt(tokenizer, [{"role": "user", "content": prompt}] if as_chat else prompt, f"Prompt {number}")
+        if not row:
+            raise FulldepthError(f"Prompt {number} has no tokens.")
+        rows.append(row)
+    width, padding = max(map(len, rows)), tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
+    ids = torch.tensor([[padding] * (width - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
+
+
+def _texts(tokenizer: Any, generation: Generation, width: int) -> list[str]:
+    """New text of each prompt; the prompts have `width` tokens."""
+    new = zip(generation.sequences[:, width:].tolist(), generation.stats.new_tokens, strict=True)
+    return [decode_ids(tokenizer, row[:count], skip_special_tokens=True) for row, count in new]
 
 
 class _Streamer(TextStreamer):

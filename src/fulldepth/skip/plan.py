@@ -63,6 +63,13 @@ class ControlLoss(Settings):
 class Plan(Settings):
     """The entries of `plan.json`, checked for consistency. `of` and `load` raise readable errors."""
 
+    def __repr__(self) -> str:
+        blocks, change = ", ".join(map(str, self.blocks)), f"{self.losses[0]:.4f} to {self.losses[-1]:.4f} nats"
+        healed = "" if self.healed_loss is None else f", healed {self.healed_loss:.4f}"
+        return f"Plan({self.granularity} of layers {blocks} removed from {self.model.name}; loss {change}{healed})"
+
+    __str__ = __repr__
+
     schema_version: Literal[1]
     model: PlannedModel
     granularity: Granularity

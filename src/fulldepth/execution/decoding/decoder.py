@@ -40,6 +40,12 @@ class Generation:
     """[B, prompt + new] prompts and new tokens; sequences that ended early are padded on the right."""
     stats: Stats
     """Counts of layers, drafts and exits, and times."""
+    texts: list[str] | None = None
+    """New text of each prompt, if the prompts were texts."""
+
+    def __repr__(self) -> str:
+        new = ", ".join(map(str, self.stats.new_tokens))
+        return f"Generation({len(self.sequences)} sequences; new tokens: {new}; {self.stats.seconds:.2f} s)"
 
 
 class Decoder:

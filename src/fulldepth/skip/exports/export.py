@@ -83,6 +83,9 @@ class Export:
     published: str | None = None
     """Address on the Hub, if it was uploaded."""
 
+    def __repr__(self) -> str:
+        return f"Export({self.path}: {self.format}, {self.bytes / 2**20:.1f} MiB, logit error {self.logit_error:.1e})"
+
 
 def export(
     plan: Plan | str | Path,
