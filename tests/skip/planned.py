@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import tiny_models
 from fulldepth.execution import find_anatomy
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.skip.exports import fold
@@ -114,19 +113,6 @@ class Definition:
         if self.kind.startswith("gemma"):
             return block.post_feedforward_layernorm(block.mlp(block.pre_feedforward_layernorm(x)))
         return block.mlp(block.post_attention_layernorm(x))
-
-
-def plan_of(model, blocks) -> Plan:
-    """A plan with made-up scalars for any model, without asking where its blocks are."""
-    return plan(model, blocks, values=scalars(blocks, tiny_models.LAYERS))
-
-
-def without_last(model) -> Any:
-    """A copy of a model without its last block."""
-    model = copy.deepcopy(model)
-    del layers(model)[-1]
-    model.config.num_hidden_layers -= 1
-    return model
 
 
 @contextmanager

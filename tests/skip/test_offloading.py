@@ -24,7 +24,6 @@ LAYERS, WIDTH = 4, 32
 ENDS = dict.fromkeys(("model.embed_tokens", "lm_head", "model.norm", "model.rotary_emb"), "cpu")
 MAPS = {
     "every second block": ENDS | {f"model.layers.{i}": ("cpu", "disk")[i % 2] for i in range(LAYERS)},
-    "all": {"": "disk"},
     "within a block": ENDS
     | {f"model.layers.{i}": "cpu" for i in range(1, LAYERS)}
     | {f"model.layers.0.{part}": "cpu" for part in ("input_layernorm", "post_attention_layernorm", "mlp")}
@@ -45,27 +44,22 @@ def folder(model, tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize(("name", "dtype"), zip(MAPS, ("float32", "bfloat16", "float64"), strict=True))
+@pytest.mark.parametrize(("name", "dtype"), [("every second block", "float32"), ("within a block", "bfloat16")])
 def test_hash_of_a_model_with_a_device_map(model, folder, name, dtype):
     split = load_checkpoint(folder, device_map=MAPS[name], dtype=dtype).model
-    assert is_offloaded(split)
     assert model_hash(split) == model_hash(copy.deepcopy(model).to(getattr(torch, dtype)))
     assert is_offloaded(split)
 
 
-@pytest.mark.parametrize("offload", ["disk", "cpu"])
-def test_hash_of_a_model_that_accelerate_has_offloaded(model, offload, tmp_path):
+def test_hash_of_a_model_that_accelerate_has_offloaded(model, tmp_path):
     split = copy.deepcopy(model).to(torch.bfloat16)
     expected = model_hash(split)
-    if offload == "disk":
-        accelerate.disk_offload(split, str(tmp_path))
-    else:
-        accelerate.cpu_offload(split)
+    accelerate.disk_offload(split, str(tmp_path))
     add_hook_to_module(split.model.layers[1].mlp.up_proj, ModelHook(), append=True)
     assert all(parameter.device.type == "meta" for parameter in split.parameters())
     assert model_hash(split) == expected
+    changed = copy.deepcopy(model).to(torch.bfloat16)
     with torch.no_grad():
-        changed = copy.deepcopy(model).to(torch.bfloat16)
         changed.model.layers[2].mlp.down_proj.weight[0, 0] += 1
     accelerate.cpu_offload(changed)
     assert model_hash(changed) != expected
@@ -76,22 +70,20 @@ def test_the_plan_is_that_of_the_model_in_memory(model, folder):
     examples = plain.examples(train=8, heldout=24)
     expected = search(model, examples, **options)
     found = search(folder, examples, device_map=MAPS["every second block"], **options)
-    assert found.blocks == expected.blocks
+    assert (found.blocks, found.model.hash) == (expected.blocks, expected.model.hash)
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)
     assert found.healed_loss == pytest.approx(expected.healed_loss, rel=1e-6)
-    assert found.model.hash == expected.model.hash
 
 
 def test_a_training_step_holds_the_weights_of_one_block_at_a_time(tmp_path):
     """By itself autograd would keep all that were loaded, for the gradients of what they are multiplied with."""
-    layers = 10
+    layers, peaks = 10, {}
     plain.fresh(layers, 64).save_pretrained(tmp_path)
-    split = load_checkpoint(tmp_path, device_map=MAPS["all"]).model
+    split = load_checkpoint(tmp_path, device_map={"": "disk"}).model
     batch = make_batches(plain.sentences(1, seed=3), 1)[0]
     anatomy, classifier = prove(split, batch.inputs)
     scalars = Scalars(layers, ())
     block = sum(parameter.nbytes for parameter in anatomy.blocks[0].parameters())
-    peaks = {}
     with Switches(anatomy) as switches, frozen(split):
         scorer = Scorer(anatomy, classifier, switches, "attention", batch)
         for again in (None, False):
@@ -104,5 +96,4 @@ def test_a_training_step_holds_the_weights_of_one_block_at_a_time(tmp_path):
     assert peaks[False][0] > layers * block
     assert peaks[None][0] < block
     assert peaks[None][1] < 3 * block  # with its activations
-    assert is_offloaded(split)
     assert all(parameter.device.type == "meta" for parameter in split.parameters())

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import Scalars, anatomy_candidates
-from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan, model_hash
+from fulldepth.hf import Scalars
+from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan
+from skip import planned
 from tiny_models import build
 
 HASH = "sha256:" + "0123456789abcdef" * 4
@@ -42,16 +43,6 @@ def document(depth=4, blocks=(3, 1), granularity="attention", healed=True):
         "versions": {"fulldepth": "0.1.0"},
         "cost": {"forwards": 12, "flops": 3.5e9, "seconds": 1.5, "unsure_rounds": [2]},
     }
-
-
-def edited(path, value):
-    """A valid plan with one entry exchanged (dots lead inside)."""
-    found = inner = copy.deepcopy(document())
-    *outer, last = path.split(".")
-    for key in outer:
-        inner = inner[int(key) if isinstance(inner, list) else key]
-    inner[int(last) if isinstance(inner, list) else last] = value
-    return found
 
 
 finite = st.floats(allow_nan=False, allow_infinity=False, width=32).filter(lambda x: abs(x) < 3e38)
@@ -101,32 +92,28 @@ def test_it_holds_the_scalars_of_the_surgery(granularity):
 
 
 NONSENSE = {
-    "schema_version": [2, "1"],
+    "schema_version": [2],
     "model": ["gpt2"],
-    "model.class": [""],
     "model.hash": ["sha256:12", HASH + "\n"],
     "model.size": [3],
     "granularity": ["atention"],
     "criterion": ["los"],
     "search": ["greddy"],
-    "blocks": [[], [3, 3], [3, 0], [3, 1.0], [3, True], [3, "1"], 3, [3, 1, 2], [3, 2], [3, 9]],
+    "blocks": [[], [3, 3], [3, 0], [3, 1.0], [3, True], 3, [3, 1, 2], [3, 2], [3, 9]],
     "losses": [[2.0, 2.1]],
-    "losses.1": [math.nan, math.inf, -0.1, None],
+    "losses.1": [math.nan, -0.1, None],
     "healed_loss": [None, math.nan],
-    "control_loss": [None, {}, {"scalars_only": 1.0, "more": 1.0}],
+    "control_loss": [None, {}],
     "scalars": [{}],
     "scalars.03": [{"b_mlp": 1.0, "s_mlp": 1.0}],
-    "scalars.x": [{}],
     "scalars.6": [dict.fromkeys(FACTORS, 1.0)],
     "scalars.999999999": [dict.fromkeys(FACTORS, 1.0)],
     "scalars.3.b_att": [1.0],
     "scalars.2": [{"b_att": 1.0}, dict.fromkeys((*FACTORS[:3], "b_atn"), 1.0)],
-    "scalars.2.b_att": [math.nan, 1e39, "1", [1.0]],
-    "data": [{}],
+    "scalars.2.b_att": [math.nan, 1e39, "1"],
     "data.hash": [7],
     "data.mean": [math.nan],
-    "seed": [-1, 0.5],
-    "versions": [{"torch": 2}],
+    "seed": [-1],
     "cost": [{"forwards": 1, "flops": 1}],
     "cost.flops": [-1, True, math.inf],
     "blcks": [[1]],
@@ -135,69 +122,31 @@ NONSENSE = {
 
 @pytest.mark.parametrize(("path", "value"), [(path, value) for path, values in NONSENSE.items() for value in values])
 def test_a_plan_edited_into_nonsense_is_refused(tmp_path, path, value):
-    file = tmp_path / "edited.json"
-    file.write_text(json.dumps(edited(path, value)))
-    with pytest.raises(FulldepthError, match=r"edited\.json") as caught:
-        Plan.load(file)
-    assert len(str(caught.value)) < 1000
-    with pytest.raises(FulldepthError) as caught:
-        Plan.of(edited(path, value))
-    assert path.partition(".")[0] in str(caught.value) or "scalars" in str(caught.value)
-
-
-def leaves(value, path=()):
-    """Paths to everything inside a document."""
-    found = [path] if path else []
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, part in inner:
-        found += leaves(part, (*path, key))
-    return found
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=4,
-)
-
-
-@given(st.sampled_from([".".join(map(str, path)) for path in leaves(document())]), json_values)
-def test_any_entry_edited_is_still_a_plan_or_refused(tmp_path_factory, path, value):
-    file = tmp_path_factory.mktemp("plan") / "plan.json"
-    file.write_text(json.dumps(edited(path, value)))
-    try:
-        plan = Plan.load(file)
-    except FulldepthError:
-        return
-    assert plan.document() == json.loads(plan.save(file).read_text("utf-8"))
-    assert len(plan.losses) == len(set(plan.blocks)) + 1
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"\xff\xfe\xff",
-        b"[1]",
-        b'{"seed": 0, "seed": 1}',
-        b'{"schema_version": 1, "model": {"name": "\\ud800"}}',
-        b'{"schema_version": 1, "data": ' + b"[" * 700 + b"]" * 700 + b"}",
-        b"[" * 100_000,
-        b'{"seed": ' + b"9" * 5000 + b"}",
-        b'{"schema_version": 1, ' + b", ".join(b'"x%d": 0' % n for n in range(999)) + b"}",
-    ],
-)
-def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
-    (tmp_path / "plan.json").write_bytes(text)
-    with pytest.raises(FulldepthError, match=r"plan\.json") as caught:
+    edited = inner = copy.deepcopy(document())
+    *outer, last = path.split(".")
+    for key in outer:
+        inner = inner[key]
+    inner[int(last) if isinstance(inner, list) else last] = value
+    (tmp_path / "plan.json").write_text(json.dumps(edited))
+    with pytest.raises(FulldepthError, match=r"plan\.json"):
         Plan.load(tmp_path)
+    with pytest.raises(FulldepthError) as caught:
+        Plan.of(edited)
+    assert path.partition(".")[0] in str(caught.value) or "scalars" in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("text", [b"", b"[1]", b'{"seed": 0, "seed": 1}', b"[" * 100_000, None])
+def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
+    if text is not None:
+        (tmp_path / "plan.json").write_bytes(text)
+    with pytest.raises(FulldepthError, match=r"plan\.json"):
+        Plan.load(tmp_path)
 
 
 def test_nothing_half_written(tmp_path, monkeypatch):
     plan = Plan.of(document())
-    plan.save(tmp_path)
-    before = (tmp_path / "plan.json").read_bytes()
+    before = plan.save(tmp_path).read_bytes()
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -206,25 +155,16 @@ def test_nothing_half_written(tmp_path, monkeypatch):
     for target in (tmp_path, tmp_path / "plan.json" / "below"):
         with pytest.raises(FulldepthError, match="Cannot write"):
             plan.changed(seed=1).save(target)
-    with pytest.raises(FulldepthError, match="There is no plan"):
-        Plan.load(tmp_path / "nothing")
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
     assert (tmp_path / "plan.json").read_bytes() == before
 
 
-def plan_for(model, blocks=(2,), **options):
-    depth = anatomy_candidates(model)[0].num_layers
-    kind = {"name": "somewhere", "class": type(model).__name__, "hash": model_hash(model)}
-    return {**document(depth, blocks, **options), "model": kind}
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_plan_of_a_model_takes_no_other(name):
-    model = build(name)
-    plan = Plan.of(plan_for(model))
+def test_the_plan_of_a_model_takes_no_other():
+    model, deeper = build("gpt2"), planned.scalars([2], 4)
+    plan = planned.plan(model, [2])
     plan.check_model(model)
-    deeper = Plan.of({**plan_for(model), "scalars": document(5, (2,))["scalars"]})
-    beyond = Plan.of({**plan_for(model, (9,), healed=False)})
-    for one, other in [(plan, build("mistral")), (plan, build(name, seed=1)), (deeper, model), (beyond, model)]:
+    wrong = [(plan, build("mistral")), (plan, build("gpt2", seed=1))]
+    wrong += [(planned.plan(model, [2], values=deeper), model), (planned.plan(model, [9], values=None), model)]
+    for made, other in wrong:
         with pytest.raises(FulldepthError, match="plan"):
-            one.check_model(other)
+            made.check_model(other)

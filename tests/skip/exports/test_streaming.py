@@ -14,20 +14,14 @@ import tiny_models
 from families import zoo
 from fulldepth.execution.memory import AllocationTracker
 from fulldepth.hf import is_offloaded, load_checkpoint
+from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.exports.export import export, load
 from fulldepth.skip.exports.fold import fold
 from skip import plain, planned
 from skip.exports.test_export import ids, logits
 
-EXPORT = "fulldepth.skip.exports.export"
 FORMATS = {"folded": "attention", "fast": "attention", "decilm": "attention", "layer": "layer"}
 """Format -> what is skipped."""
-
-
-@pytest.fixture
-def unproven(monkeypatch):
-    """Exports without the fresh process, for tests of what is written."""
-    monkeypatch.setattr(f"{EXPORT}.prove", lambda *_: 0.0)
 
 
 def weights(folder):
@@ -38,16 +32,6 @@ def weights(folder):
         assert not found.keys() & own.keys()
         found |= own
     return found
-
-
-def assert_same_files(one, other):
-    """The same weights to the bit, and the same configuration."""
-    first, second = weights(one), weights(other)
-    assert first.keys() == second.keys()
-    for name, weight in first.items():
-        assert weight.dtype == second[name].dtype
-        assert torch.equal(weight, second[name]), name
-    assert (one / "config.json").read_text() == (other / "config.json").read_text()
 
 
 @pytest.mark.usefixtures("unproven")
@@ -73,8 +57,8 @@ def test_a_model_that_the_export_loaded_is_dropped_before_the_check(tmp_path, mo
         loaded.append(weakref.ref(checkpoint.model))
         return checkpoint
 
-    monkeypatch.setattr(f"{EXPORT}.load_checkpoint", watched)
-    monkeypatch.setattr(f"{EXPORT}.prove", lambda *_: alive.append(loaded[0]()) or 0.0)
+    monkeypatch.setattr(exporting, "load_checkpoint", watched)
+    monkeypatch.setattr(exporting, "prove", lambda *_: alive.append(loaded[0]()) or 0.0)
     export(planned.plan(model, [2]), tmp_path / "model", "decilm", tmp_path / "out")
     assert alive[0] is None
 
@@ -115,12 +99,7 @@ MAPS = {
 @pytest.mark.usefixtures("unproven")
 @pytest.mark.parametrize(
     ("name", "format", "map_name"),
-    [
-        ("llama", "fast", "all"),
-        ("llama", "layer", "all"),
-        ("qwen2", "decilm", "within blocks"),
-        ("gemma3", "folded", "all"),
-    ],
+    [("llama", "fast", "all"), ("qwen2", "decilm", "within blocks"), ("gemma3", "folded", "all")],
 )
 def test_an_export_of_an_offloaded_model_is_that_of_the_model_in_memory(name, format, map_name, tmp_path):
     model = tiny_models.build(name)
@@ -128,13 +107,19 @@ def test_an_export_of_an_offloaded_model_is_that_of_the_model_in_memory(name, fo
     model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
     expected = export(plan, tmp_path / "model", format, tmp_path / "expected", device="cpu").path
     made = export(plan, tmp_path / "model", format, tmp_path / "out", device_map=MAPS[map_name], shard_size="30KB").path
-    assert_same_files(made, expected)
+    first, second = weights(made), weights(expected)
+    assert first.keys() == second.keys()
+    assert all(
+        weight.dtype == second[name].dtype and torch.equal(weight, second[name]) for name, weight in first.items()
+    )
+    assert (made / "config.json").read_text() == (expected / "config.json").read_text()
     again = load(made, device_map={"": "disk"})
     assert is_offloaded(again)
     assert torch.equal(logits(again), logits(load(expected, device="cpu")))
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_fresh_process_spreads_an_export_of_a_spread_model(tmp_path):
     model = tiny_models.build("llama")
     model.save_pretrained(tmp_path / "model")
