@@ -150,7 +150,7 @@ def _correct(anatomy: Anatomy, task: Task, outputs: Any, batch: Mapping[str, Ten
 def _detected(anatomy: Anatomy, batch: Mapping[str, Any], states: list[Tensor], first: int) -> Observation:
     """Boxes and classes that every decoder layer finds in a batch, whose first image has the number `first`."""
     heads = DetectionHeads(Classifier(anatomy)).after_forward()
-    dtype = next(anatomy.model.parameters()).dtype  # type: ignore[attr-defined]
+    dtype = next(anatomy.model.parameters()).dtype
     read = [heads.read(state.to(dtype), layer) for layer, state in enumerate(states[1:], start=1)]
     logits, boxes = (
         torch.stack([each[part].float() for each in read]) for part in (0, 1)

@@ -141,6 +141,7 @@ class RunMixin(AnyTrainer):
     """
 
     lr_scheduler: Any
+    data_collator: Any
 
     def __init__(self, model: Any, arguments: Any, data: RunData, settings: TrainSettings) -> None:
         self.settings, self.train_collator = settings, data.train_collator
