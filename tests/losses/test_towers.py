@@ -16,7 +16,8 @@ from torch.nn.functional import cross_entropy
 
 from fulldepth.errors import FulldepthError
 from fulldepth.losses import DepthTrainer, Objective
-from losses.test_objective import close, gradients, plain_jump
+from losses.test_objective import gradients, plain_jump
+from losses.trained_step import close
 from tiny_models import DECODER
 
 SIZES = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 2}
@@ -182,12 +183,6 @@ def test_refusals_advise_what_python_can_do(case: str) -> None:
     assert " --" not in str(error.value)
 
 
-def test_stages_that_give_no_vectors_at_positions_are_refused() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1))
-    with Objective(jump=1.0).attach(model, stages=["0", "1"]), pytest.raises(FulldepthError, match=r"\[B, T, D\]"):
-        model(torch.randn(2, 3, 4, 4))
-
-
 def test_reentrant_checkpointing_of_a_trainer_gets_the_reason(tmp_path: Path) -> None:
     """The Trainer switches it on after the objective is attached."""
     torch.manual_seed(0)
@@ -223,6 +218,17 @@ FAMILIES: dict[str, tuple[Any, int]] = {
         ),
         4,
     ),
+    "paligemma": (
+        lambda: tf.PaliGemmaForConditionalGeneration(
+            tf.PaliGemmaConfig(
+                text_config={**TEXT, "model_type": "gemma"},
+                vision_config={**VISION, "model_type": "siglip_vision_model"},
+                image_token_index=IMAGE,
+                projection_dim=32,
+            )
+        ),
+        16,
+    ),
     "llava": (
         lambda: tf.LlavaForConditionalGeneration(
             tf.LlavaConfig(
@@ -252,14 +258,16 @@ def pictures(name: str, positions: int) -> dict[str, Tensor]:
     mask[1, -2:] = 0
     made = {"input_ids": ids, "attention_mask": mask}
     made["labels"] = ids.masked_fill((mask == 0) | (ids == IMAGE), -100)
-    if name == "gemma3":
+    if "gemma" in name:
         made["token_type_ids"] = (ids == IMAGE).long()
     if positions:
         made["pixel_values"] = torch.randn(2, 3, 16, 16, generator=generator).double()
     return made
 
 
-@pytest.mark.parametrize(("name", "image"), [("gemma3", True), ("gemma3", False), ("llava", True), ("qwen2_vl", False)])
+@pytest.mark.parametrize(
+    ("name", "image"), [("gemma3", True), ("paligemma", True), ("llava", True), ("qwen2_vl", False)]
+)
 def test_the_text_model_of_images_and_text_is_trained(name: str, image: bool) -> None:
     """Also where the vision tower is deeper."""
     make, positions = FAMILIES[name]

@@ -157,12 +157,8 @@ def test_a_multi_exit_run_goes_on_from_whole_heads_only(texts: Path, tmp_path: P
             whole, resumed = (load_file(each / "checkpoint-6" / file) for each in (tmp_path / "whole", run))
             assert whole.keys() == resumed.keys()
             assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    for name, change, reason in (
-        ("nan", lambda content: content[:-4] + b"\0\0\xc0\x7f", "exit_heads.1.weight holds NaN"),
-        ("header", lambda content: content[:12] + b"\xff" + content[13:], "deserializing header"),
-    ):
-        with pytest.raises(FulldepthError, match=rf"Cannot read .*{reason}.*Remove .*checkpoint-4 to go on"):
-            train(settings, damaged(name, change), resume=True)
+    with pytest.raises(FulldepthError, match=rf"Cannot read .*{EXIT_HEADS}.*Remove .*checkpoint-4 to go on"):
+        train(settings, damaged("nan", lambda content: content[:-4] + b"\0\0\xc0\x7f"), resume=True)
 
 
 @pytest.mark.parametrize(("model", "tokenizer"), [(BERT, "wordpiece:300"), (GPT2, "bpe:300")], ids=["bert", "gpt2"])
