@@ -131,7 +131,9 @@ def test_pruning_reports_every_layers_share():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tree-dynamic", "kv", "hyper"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.thorough) for n in ("tree-dynamic", "hyper")), "kv"]
+)
 def test_a_compiled_model_gives_the_same_loss_and_gradients(name):
     changes = {"tree": {1: (-1, 0)}} if name.startswith("tree") else {}
     model, ids = build(name, num_hidden_layers=3, **changes).train(), tokens()

@@ -121,10 +121,7 @@ def test_a_refused_setting_leaves_no_folder_that_blocks_the_corrected_command(re
     run, kept = tmp_path / "run", recipe(**SHORT)
     refusals: list[dict[str, Any]] = [
         {"tokenizer": str(tmp_path)},
-        {"model": {"hiden_size": 3}},
         {"data": {"validation": str(tmp_path / "absent.jsonl")}},
-        {"attention": "flash_attention_2"},
-        {"model": {"num_attention_heads": 3}},
         {"tokenizer": "builtin:300", "model": {"vocab_size": 100}},
     ]
     for change in refusals:

@@ -174,16 +174,15 @@ def tracked(evaluation: Evaluation, means: Mapping[str, tuple[float, float] | li
         evaluation: on the held-out sequences.
         means: part of the loss -> (sum, count) since the last evaluation.
     """
-    depth = max((row.layer or 0 for row in evaluation.rows), default=0)
     numbers = {"eval_loss": evaluation.loss}
+    depth = sum(row.measure == "displacement" for row in evaluation.rows)
     for row in evaluation.rows:
         if row.measure == "validation_accuracy":
             numbers["eval_accuracy"] = row.value
         elif row.measure == "displacement":
             numbers[f"eval_displacement_layer_{row.layer}"] = row.value
-        elif row.measure == "jump_rate":
-            back = depth - (row.layer or 0)
-            numbers[f"eval_zeta_L{f'-{back}' if back else ''}"] = row.value
+        elif row.measure == "jump_rate" and row.layer is not None:
+            numbers[f"eval_zeta_L-{depth - row.layer}".removesuffix("-0")] = row.value
     for name, (total, count) in means.items():
         numbers["cross_entropy" if name == "ce" else f"penalty_{name}"] = total / count if count else math.nan
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
