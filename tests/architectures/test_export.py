@@ -73,7 +73,7 @@ def test_a_skipped_checkpoint_loads_through_the_auto_classes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tree-dynamic", "hyper"])
+@pytest.mark.parametrize("name", ["tree-dynamic", pytest.param("hyper", marks=pytest.mark.thorough)])
 def test_a_checkpoint_lives_on_without_this_package(name, tmp_path):
     """Loaded, trained and saved elsewhere under every Auto class, it comes back to us with equal outputs."""
     model, ids = build(name, dtype=torch.float32), tokens()

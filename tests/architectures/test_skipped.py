@@ -127,22 +127,6 @@ def test_generation_gives_the_same_tokens_whatever_the_cache(name):
         assert torch.equal(*beams)
 
 
-@pytest.mark.parametrize("layers", [(1,), (1, 2, 3)])
-@torch.no_grad()
-def test_a_cache_can_be_cut_and_used_for_several_calls(layers):
-    stock = tiny_models.build("llama")
-    model = skipped(stock, layers)
-    ids = tokens()[0][:1]
-    cache = DynamicCache(config=model.config)
-    model(input_ids=ids[:, :10], past_key_values=cache)
-    cache.crop(-4)
-    assert cache.get_seq_length() == 6
-    found = model(input_ids=ids[:, 6:], past_key_values=cache).logits
-    close(found, zeroed(stock, layers)(input_ids=ids).logits[:, 6:])
-    cache.reset()
-    assert cache.get_seq_length() == 0
-
-
 def test_a_cache_that_another_model_filled_is_refused():
     stock = tiny_models.build("llama")
     ids = tokens()[0]

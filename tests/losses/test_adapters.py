@@ -13,14 +13,13 @@ import torch
 import transformers as tf
 import trl
 from datasets import Dataset
-from torch import Tensor, distributed
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 import fulldepth
 from fulldepth.data import train_tokenizer
 from fulldepth.errors import FulldepthError
-from fulldepth.losses import DepthTrainer, Objective, ObjectiveMixin
-from losses.trained_step import WEIGHTS, arguments, collate, examples, plain_loss
+from fulldepth.losses import Objective, ObjectiveMixin
+from losses.trained_step import WEIGHTS, collate, examples, plain_loss
 from tiny_models import BUILDERS, DECODER
 
 TEXT = "The quick brown fox jumps over the lazy dog while seven wizards mix five boxing potions. " * 40
@@ -82,41 +81,6 @@ def test_measuring_an_adapted_model_is_measuring_the_merged_one(tmp_path: Path) 
     )
     assert found.table.value.tolist() == pytest.approx(expected.table.value.tolist(), abs=1e-6)
     assert model.training
-
-
-def test_ddp_is_looked_through(tmp_path: Path) -> None:
-    model, batch = BUILDERS["llama"](), collate(examples("llama", 2))
-    objective = Objective(**WEIGHTS).attach(model)
-    expected, _ = objective(model(**batch), batch)
-    objective.detach()
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        wrapped = DistributedDataParallel(model)
-        objective = Objective(**WEIGHTS).attach(wrapped)
-        loss, _ = objective(wrapped(**batch), batch)
-        objective.detach()
-    finally:
-        distributed.destroy_process_group()
-    assert float(loss.detach()) == float(expected.detach())
-
-
-def test_a_trainer_of_an_adapted_model(tmp_path: Path) -> None:
-    model, rows = adapted(), examples("llama", 4)
-    before = copy.deepcopy(model.state_dict())
-    expected = plain_loss(copy.deepcopy(model), "llama", rows, {"jump": 1.0, "similarity": 0.0})
-    ce = model(**collate(rows)).loss
-    trainer = DepthTrainer(
-        model,
-        arguments(str(tmp_path), per_device_train_batch_size=4),
-        train_dataset=rows,
-        data_collator=collate,
-        objective=Objective(**WEIGHTS),
-    )
-    trainer.train()
-    parts = trainer.tallies["log"].take()
-    assert parts["jump"][0] == pytest.approx(float((expected - ce).detach()), rel=1e-6)
-    moved = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
-    assert moved == {name for name in before if "lora" in name}
 
 
 def test_trl_makes_the_adapters_itself(tmp_path: Path) -> None:

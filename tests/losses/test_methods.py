@@ -167,20 +167,6 @@ def test_language_models_train_each_layer_by_its_own_matrix(name: str, weights: 
         objective.detach()
 
 
-def test_own_heads_are_last_matrices_inside_a_classification_head_too() -> None:
-    """RoBERTa's head is one module that pools inside: its last layer is replaced, the dense layer is shared."""
-    model, batch = subject("roberta-classifier")
-    add_exit_heads(model)
-    objective = Objective(multi_exit={"schedule": "always", "weights": [1.0, 0.0, 0.0]}).attach(model)
-    loss, _ = objective(model(**batch), batch)
-    objective.detach()
-    model.config.tie_last_hidden_states = False
-    state, dense = model(**batch, output_hidden_states=True).hidden_states[1], model.classifier.dense
-    inner = torch.tanh(state[:, 0] @ dense.weight.T + dense.bias)
-    expected = F.cross_entropy(inner @ exit_heads_of(model)[1].weight.T, batch["labels"])  # type: ignore[operator]
-    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0.0)
-
-
 def _deit(width: int, heads: int) -> Any:
     return tf.DeiTConfig(
         hidden_size=width, num_attention_heads=heads, intermediate_size=4 * width, num_labels=1000, num_hidden_layers=12

@@ -45,8 +45,6 @@ def memory_model() -> Any:
     [
         ({}, 1 - RATE * DECAY, 1 - RATE * DECAY, 1.0),
         ({"group_options": {"router_learning_rate": ROUTERS}}, 1 - ROUTERS * DECAY, 1 - RATE * DECAY, 1.0),
-        ({"group_options": {"decay": "routers"}}, 1 - RATE * DECAY, 1.0, 1.0),
-        ({"group_options": {"decay": "all"}}, 1 - RATE * DECAY, 1 - RATE * DECAY, 1 - RATE * DECAY),
         ({"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 1.0})}, 1 - RATE * DECAY, 1 - RATE * DECAY, 1.0),
     ],
 )

@@ -42,16 +42,6 @@ def loudness(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TERMS, "loudness", Loudness)
 
 
-def test_a_penalty_without_its_value_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Silent(Term):
-        name = "silent"
-        sites = ("residual",)
-
-    monkeypatch.setitem(TERMS, "silent", Silent)
-    with pytest.raises(TypeError, match=r"abstract.*value"):
-        Objective(silent=1.0)
-
-
 @pytest.mark.usefixtures("loudness")
 def test_a_new_penalty_in_a_loop() -> None:
     model = BUILDERS["llama"]().double()

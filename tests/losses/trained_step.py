@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,11 +87,7 @@ def plain_loss(model: Any, kind: str, rows: list[dict[str, Tensor]], weights: di
     def mean(values: Tensor) -> Tensor:
         return (values * counted).sum() / counted.sum()
 
-    shares = [math.exp(layer - depth) for layer in range(1, depth + 1)]
-    jump: Any = sum(
-        share / sum(shares) * mean((1 - torch.cosine_similarity(states[layer], states[layer + 1], dim=-1)) / 2)
-        for layer, share in enumerate(shares)
-    )
+    jump = plain_jump(states, counted, 1.0)
     similar: Any = 0.0
     for layer in range(1, depth + 1):
         distance = 1 - torch.cosine_similarity(states[layer], states[-1], dim=-1)
@@ -116,3 +113,36 @@ def close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float)
     scale = max(float(g.abs().max()) for g in expected.values())
     worst = max(float((got[n] - expected[n]).abs().max()) for n in expected)
     assert worst <= tolerance * scale, (worst, scale)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def plain_jump(states: Sequence[Tensor], mask: Tensor, alpha: float) -> Tensor:
+    depth = len(states) - 1
+    weights = torch.softmax(alpha * torch.arange(1, depth + 1).double(), 0) if alpha < math.inf else None
+    total: Any = 0.0
+    for layer in range(1, depth + 1):
+        cosine = torch.cosine_similarity(states[layer - 1].double(), states[layer].double(), dim=-1)
+        psi = (1 - cosine) / 2
+        weight = weights[layer - 1] if weights is not None else float(layer == depth)
+        counted = mask * states[layer - 1].any(-1) * states[layer].any(-1)  # a zero vector has no direction
+        total = total + weight * (psi * counted).sum() / counted.sum()
+    return total
+
+
+def states_of(blocks: Any, run: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
+    """The output of a pass, and h_0..h_L by hooks of this test."""
+    states: list[Tensor] = []
+    first = blocks[0].register_forward_pre_hook(
+        lambda _, args, kwargs: states.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    hooks = [
+        b.register_forward_hook(lambda _, args, out: states.append(out[0] if isinstance(out, tuple) else out))
+        for b in blocks
+    ]
+    output = run()
+    for hook in (first, *hooks):
+        hook.remove()
+    return output, states

@@ -1,4 +1,4 @@
-"""Two processes under torchrun give what one gives, whatever the share of the batches that each takes."""
+"""Two processes give what one gives, whatever the share of the batches that each takes."""
 
 from __future__ import annotations
 
@@ -11,30 +11,18 @@ import pytest
 
 from fulldepth.measurement import MeasureSettings, measure_into
 from fulldepth.results import Results
+from two_processes import fulldepth
 
 pytestmark = pytest.mark.slow
 KEYS = ["measure", "site", "layer", "other", "statistic"]
 
 
-def torchrun(*arguments):
-    """`torchrun --nproc-per-node 2 -m fulldepth measure ...`, on this machine alone."""
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [*program, "-m", "fulldepth", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-        timeout=300,
-    )
-
-
-def compare(model, data, folder, flags=(), **settings):
+def compare(two_processes, model, data, folder, **settings):
     """Both ways, into two folders; the tables must be equal to 1e-6."""
     given = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    done = torchrun("measure", model, "--data", data, "--output", folder / "two", *given, *flags)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = two_processes(fulldepth, "measure", model, "--data", data, "--output", folder / "two", *given)
+    for code, _, error in done:
+        assert code == 0, error
     lists = {name: value.split(",") for name, value in settings.items() if name in ("words", "measures")}
     one = measure_into(model, str(data), folder / "one", MeasureSettings(**(settings | lists)))
     two = Results.load(folder / "two")
@@ -65,9 +53,10 @@ def sentences(tmp_path_factory, corpus):
     return path
 
 
-def test_uneven_number_of_batches_and_samples_that_overflow(trained, sentences, checkpoint, tmp_path):
+def test_uneven_number_of_batches_and_samples_that_overflow(two_processes, trained, sentences, checkpoint, tmp_path):
     """Three batches over two processes; reservoir, lens and entropy samples smaller than the data."""
     one, _, done = compare(
+        two_processes,
         trained,
         sentences,
         tmp_path,
@@ -83,37 +72,44 @@ def test_uneven_number_of_batches_and_samples_that_overflow(trained, sentences, 
     assert {"separability", "renyi_entropy", "cka", "spectral_norm", "mmd", "nc1", "saturation"} <= set(
         one.table.measure
     )
-    assert done.stdout.count("Page: ") == 1, "only the first process prints"
+    assert [out.count("Page: ") for _, out, _ in done] == [1, 0], "only the first process prints"
     assert (tmp_path / "two" / "report.html").is_file()
     assert not list((tmp_path / "two").glob(".*"))
 
 
 @pytest.mark.thorough
-def test_a_series(checkpoint, text_file, tmp_path):
+def test_a_series(two_processes, checkpoint, text_file, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     for seed, step in ((0, 10), (1, 20)):
         (run / f"checkpoint-{step}").symlink_to(checkpoint("llama", seed), target_is_directory=True)
-    _, two, _ = compare(run, text_file, tmp_path, max_sequences=5, sequence_length=12, batch_size=2)
+    _, two, _ = compare(two_processes, run, text_file, tmp_path, max_sequences=5, sequence_length=12, batch_size=2)
     assert [entry["step"] for entry in two.meta["steps"]] == [10, 20]
-    again = torchrun(
-        "measure",
-        run,
-        "--data",
-        text_file,
-        "--output",
-        tmp_path / "two",
-        *("--max-sequences", "5", "--sequence-length", "12", "--batch-size", "2"),
-    )
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert "nothing to do" in again.stdout + again.stderr
+    few = ["--max-sequences", "5", "--sequence-length", "12", "--batch-size", "2"]
+    again = two_processes(fulldepth, "measure", run, "--data", text_file, "--output", tmp_path / "two", *few)
+    assert [code for code, _, _ in again] == [0, 0]
+    assert "nothing to do" in again[0][1] + again[0][2]
 
 
 @pytest.mark.thorough
 def test_a_mistake_in_one_share_ends_both_processes(overflowing, text_file, tmp_path):
-    """With one readable message, not with a process that waits for ever."""
+    """With one readable message, not with a process that waits for ever: the command under torchrun."""
     few = ["--max-sequences", "6", "--sequence-length", "16", "--batch-size", "2", "--measures", "displacement,cka"]
-    done = torchrun("measure", overflowing, "--data", text_file, "--output", tmp_path / "out", *few)
+    program = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "fulldepth",
+    ]
+    given = ["measure", overflowing, "--data", text_file, "--output", tmp_path / "out", *few]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*program, *map(str, given)], capture_output=True, text=True, env=environment, check=False, timeout=300
+    )
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("Error:")]
     assert said, done.stderr[-2000:]

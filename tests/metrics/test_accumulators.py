@@ -1,18 +1,14 @@
 """What holds for every measure: registry entry, bounded memory, one pass for all, any number of processes."""
 
 import dataclasses
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed
 from torchmetrics import Metric
 
-from fulldepth.metrics import METRICS, Row
+from fulldepth.metrics import METRICS, Observation, Readout, Row, Setup
 
-HERE = Path(__file__).parent
 OF_BOXES = ("average_precision",)
 """Measures of detectors, which read predicted and true boxes instead of tokens."""
 NAMES = tuple(name for name in METRICS if name not in OF_BOXES)
@@ -138,7 +134,25 @@ def scenario(world, names, weights, split, first_rank):
     }
 
 
-def test_two_processes_say_what_one_says(wordy_world, ragged_world, weights, tmp_path, same_rows):
+def measured(path):
+    """Rows and influences of every measure of each scenario, over what both processes saw."""
+    found, rank = [], distributed.get_rank()
+    for scenario in torch.load(path):
+        setup = Setup(**scenario["setup"])
+        metrics = {name: METRICS[name](setup) for name in scenario["names"]}
+        for batch in scenario["batches"][rank]:
+            lens = Readout(**batch.pop("readout"))
+            observation = Observation(**batch, readout=lambda lens=lens: lens)
+            for name in metrics.keys() - {"spectral_norm"}:
+                metrics[name].update(observation)
+        for site, layer, weight in scenario["weights"][rank]:
+            metrics["spectral_norm"].update(site, layer, weight)
+        rows = [row for metric in metrics.values() for row in metric.rows()]
+        found.append((rows, [influence for metric in metrics.values() for influence in metric.influences()]))
+    return found
+
+
+def test_two_processes_say_what_one_says(wordy_world, ragged_world, weights, tmp_path, same_rows, two_processes):
     no_coherence = [name for name in NAMES if name != "coherence"]
     capped = ragged_world.replace(options={"reservoir_tokens": 40, "entropy_sequences": 5})
     parts = (
@@ -147,20 +161,11 @@ def test_two_processes_say_what_one_says(wordy_world, ragged_world, weights, tmp
         (wordy_world, NAMES, (12,), 1),  # the second process has nothing to read
     )
     torch.save([scenario(w, names, weights, split, n) for w, names, split, n in parts], tmp_path / "scenarios.pt")
-    command = [sys.executable, str(HERE / "one_of_two.py"), str(tmp_path)]
-    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
-    for rank in (0, 1):
-        found = json.loads((tmp_path / f"rows-{rank}.json").read_text())
+    for found in two_processes(measured, tmp_path / "scenarios.pt"):
         for (rows, influences), (world, names, _, _) in zip(found, parts, strict=True):
             got = {tuple(row[:5]): Row(*row) for row in rows}
             same_rows(got, keyed(together(world, weights, names)), rtol=1e-6, atol=1e-6)
             alone = [influence for metric in filled(world, weights, names) for influence in metric.influences()]
-            assert [influence[:5] for influence in influences] == [list(influence[:5]) for influence in alone]
+            assert [influence[:5] for influence in influences] == [influence[:5] for influence in alone]
             for influence, expected in zip(influences, alone, strict=True):
                 assert influence[5] == pytest.approx(expected.values, rel=1e-5, abs=1e-7, nan_ok=True), expected

@@ -46,19 +46,6 @@ def scanned(pixels: np.ndarray) -> list[tuple[float, ...]]:
     return found
 
 
-@pytest.mark.parametrize("index", range(5))
-def test_boxes_follow_the_pixels_and_a_second_flip_undoes_the_first(index: int) -> None:
-    picture = rectangles(index)
-    once = picture.mirrored()
-    assert once.objects is not None
-    assert list(once.objects.boxes) == scanned(np.asarray(once.load()))
-    np.testing.assert_array_equal(np.asarray(once.load())[:, ::-1], np.asarray(picture.load()))
-    assert once.objects.crowd == (False, True, False)
-    twice = once.mirrored()
-    assert twice.objects == picture.objects
-    np.testing.assert_array_equal(np.asarray(twice.load()), np.asarray(picture.load()))
-
-
 def plain(**options: object) -> DetrImageProcessorPil:
     """A processor that pads, and changes no pixel."""
     return DetrImageProcessorPil(do_resize=False, do_normalize=False, do_rescale=False, **options)

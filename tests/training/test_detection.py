@@ -129,22 +129,9 @@ def test_unfit_settings_and_data_are_refused(tmp_path):
         recipes.layer(TrainSettings, {"task": "detection", "augmentation": {"crop": 4}})
 
 
-def test_a_damaged_image_is_found_before_training_unless_skipped(tmp_path):
-    path = write_shapes(tmp_path / "set", "32x6/train")
-    (tmp_path / "set" / "images" / "000004.png").write_bytes(b"<html>404 Not Found</html>")
-    data = {"name": str(path)}
-    with pytest.raises(FulldepthError, match=r"000004\.png"):
-        train(settings(data=data, steps=1), tmp_path / "run")
-    assert not (tmp_path / "run" / "results.json").exists()
-    results = train(settings(data={**data, "skip_bad": True}, steps=1), tmp_path / "run")
-    assert any("000004.png" in line for line in results.meta["warnings"])
-    assert results.meta["data"]["train_sequences"] == 5
-
-
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_heads_of_a_multi_exit_detector_move_in_even_steps_and_are_resumed(tmp_path, precision):
+def test_heads_of_a_multi_exit_detector_move_in_even_steps_and_are_resumed(tmp_path):
     chosen = settings(
-        **{"method": "multi-exit", "objective": {"multi_exit": {"schedule": "alternate"}}, "precision": precision},
+        **{"method": "multi-exit", "objective": {"multi_exit": {"schedule": "alternate"}}, "precision": "bfloat16"},
         **{"save_every": 1, "learning_rate": 1e-2},
     )
     results = train(chosen, tmp_path / "whole")
@@ -153,7 +140,7 @@ def test_heads_of_a_multi_exit_detector_move_in_even_steps_and_are_resumed(tmp_p
     )
     assert sorted(first) == [f"{kind}.{layer}.weight" for kind in ("exit_box_heads", "exit_heads") for layer in (1, 2)]
     for name, weight in first.items():
-        assert weight.dtype == getattr(torch, precision)
+        assert weight.dtype == torch.bfloat16
         assert not torch.equal(weight, second[name])
         assert torch.equal(second[name], third[name])
         assert not torch.equal(third[name], fourth[name])

@@ -81,27 +81,6 @@ def test_output_scale_multiplies_what_writes_into_the_stream_and_nothing_else(na
         assert torch.equal(scaled[key], 0.5 * weight if key in outputs else weight), key
 
 
-def test_scaled_by_the_root_of_n_a_branch_adds_n_times_the_variance_of_one_stream() -> None:
-    """n equal streams are summed at the end: a branch y = W x with W ~ N(0, s^2 sigma^2) adds n y, of variance
-    (n s sigma)^2 |x|^2, and a plain network's sigma^2 |x|^2; their ratio is n^2, or n with s = n^-1/2."""
-    wide = {**MODELS["hyper"], "hidden_size": 512, "num_hidden_layers": 1, "num_streams": 4}
-    ids = torch.arange(16).view(2, 8)
-    for scale, ratio in ((1.0, 16.0), (0.5, 4.0)):
-        model, seen = made(asked(wide, output_scale=scale)).eval(), {}
-        attention = model.model.layers[0].self_attn
-        attention.o_proj.register_forward_hook(lambda _, args, out, seen=seen: seen.update(x=args[0], y=out))
-        model.model.layers[0].mlp.register_forward_hook(lambda *_: torch.zeros(2, 8, 512))
-        with torch.no_grad():
-            *_, before, _ = model(ids, output_hidden_states=True).hidden_states
-            states = []
-            model.model.norm.register_forward_pre_hook(lambda _, args, states=states: states.append(args[0]))
-            model(ids)
-        added = (states[0] - before).square().mean(-1)
-        torch.testing.assert_close(states[0] - before, 4 * seen["y"], atol=1e-5, rtol=1e-4)
-        expected = ratio * 0.02**2 * seen["x"].square().sum(-1)
-        assert ((added / expected).mean() - 1).abs() < 0.1
-
-
 @pytest.mark.parametrize("memory", ["static", "dynamic", "kv"])
 def test_key_and_value_projections_that_read_a_memory_are_uniform(memory: str) -> None:
     """kaiming_uniform_(a = sqrt 5): bound sqrt(6 / ((1 + a^2) inputs)), with the inputs that torch counts."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from transformers import (
     BertModel,
 )
 
-from fulldepth.cli import main
 from fulldepth.data import ShuffledSampler, train_wordpiece
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import EXIT_HEADS
@@ -137,34 +134,6 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_a_multi_exit_run_goes_on_from_whole_heads_only(texts: Path, tmp_path: Path) -> None:
-    """Damage that the seal shows costs a checkpoint; other damage is refused."""
-    changes = {"method": "multi-exit", "steps": 6, "save_every": 2, "eval_every": 6, "learning_rate": 1e-2}
-    settings = asked(text_recipe(texts, GPT2, "bpe:300", **changes))
-    train(settings, tmp_path / "whole")
-
-    def damaged(name: str, change: Callable[[bytes], bytes] | None) -> Path:
-        shutil.copytree(tmp_path / "whole", tmp_path / name)
-        shutil.rmtree(tmp_path / name / "checkpoint-6")
-        heads = tmp_path / name / "checkpoint-4" / EXIT_HEADS
-        heads.unlink() if change is None else heads.write_bytes(change(heads.read_bytes()))
-        return tmp_path / name
-
-    for run in (damaged("cut", lambda content: content[:-20]), damaged("gone", None)):
-        train(settings, run, resume=True)
-        assert (run / "unsealed-checkpoint-4").is_dir()
-        for file in ("model.safetensors", EXIT_HEADS):
-            whole, resumed = (load_file(each / "checkpoint-6" / file) for each in (tmp_path / "whole", run))
-            assert whole.keys() == resumed.keys()
-            assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    for name, change, reason in (
-        ("nan", lambda content: content[:-4] + b"\0\0\xc0\x7f", "exit_heads.1.weight holds NaN"),
-        ("header", lambda content: content[:12] + b"\xff" + content[13:], "deserializing header"),
-    ):
-        with pytest.raises(FulldepthError, match=rf"Cannot read .*{reason}.*Remove .*checkpoint-4 to go on"):
-            train(settings, damaged(name, change), resume=True)
-
-
 @pytest.mark.parametrize(("model", "tokenizer"), [(BERT, "wordpiece:300"), (GPT2, "bpe:300")], ids=["bert", "gpt2"])
 def test_loss_of_a_step_is_the_stock_models(texts: Path, tmp_path: Path, model: dict[str, Any], tokenizer: str) -> None:
     recipe = text_recipe(texts, model, tokenizer, micro_batch_size=4, weight_decay=0.0)
@@ -223,86 +192,39 @@ def test_a_head_is_kept_only_if_it_names_the_same_classes(tmp_path: Path) -> Non
         assert torch.equal(given["bert.pooler.dense.weight"], stored.bert.pooler.dense.weight)
 
 
-def write_folder(folder: Path, labels: str, **bad: bytes) -> Path:
-    """Digits as PNG files, four of each class."""
-    from fulldepth.data.digits import digit_rows
-
-    for label in labels:
-        (folder / label).mkdir(parents=True)
-        for number, row in enumerate([row for row in digit_rows("train") if str(row["label"]) == label][:4]):
-            row["image"]().save(folder / label / f"{number}.png")
-    for name, content in bad.items():
-        (folder / labels[0] / f"{name}.png").write_bytes(content)
-    return folder
-
-
 def lines(path: Path, *rows: dict[str, Any]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
 
-Run = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def run(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a recipe by the command; exit code and output."""
-
-    def command(recipe: dict[str, Any], *more: str) -> tuple[int, str]:
-        path = tmp_path / "recipe.yaml"
-        path.write_text(json.dumps(recipe), encoding="utf-8")
-        monkeypatch.setattr(sys, "argv", ["fulldepth", "train", str(path), "--output", str(tmp_path / "run"), *more])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out = capsys.readouterr()
-        return int(ended.value.code or 0), " ".join((out.out + out.err).split())
-
-    return command
-
-
 GOOD = [{"text": f"film {number}", "label": number % 2} for number in range(12)]
 
 
-@pytest.mark.parametrize(
-    ("rows", "validation", "model", "expected"),
-    [
-        (
-            [*GOOD, {"text": "odd", "label": 7}],
-            None,
-            {"num_labels": 2},
-            "a.jsonl line 13",
-        ),
-        ([*GOOD, {"text": "odd", "label": None}], None, {}, "a.jsonl line 13"),
-        ([*GOOD, {"text": " ", "label": 1}], None, {}, "a.jsonl line 13"),
-        ([*GOOD, {"text": "so " * 40, "label": 1}], None, {}, "a.jsonl line 13"),
-        (GOOD, GOOD[:1], {}, "LABEL_1"),
-        ([{**row, "label": 3} for row in GOOD], None, {}, "a.jsonl"),
-        ([{"text": row["text"]} for row in GOOD], None, {}, "a.jsonl"),
-    ],
-    ids=["outside", "unlabelled", "blank", "long", "missing", "one-class", "no-labels"],
-)
-def test_bad_texts_are_refused_with_their_line(
-    tmp_path: Path, run: Run, rows: Any, validation: Any, model: Any, expected: str
-) -> None:
-    recipe = text_recipe(tmp_path, BERT | model, "wordpiece:300")
-    recipe["data"] = {"name": lines(tmp_path / "a.jsonl", *rows)}
-    if validation is not None:
-        recipe["data"]["validation"] = lines(tmp_path / "b.jsonl", *validation)
-    code, said = run(recipe)
-    assert code == 2
-    assert expected in said
+LONG = {"text": "so " * 40, "label": 1}
+BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "outside": ([*GOOD, {"text": "odd", "label": 7}], "a.jsonl line 13"),
+    "unlabelled": ([*GOOD, {"text": "odd", "label": None}], "a.jsonl line 13"),
+    "blank": ([*GOOD, {"text": " ", "label": 1}], "a.jsonl line 13"),
+    "long": ([*GOOD, LONG], "a.jsonl line 13"),
+    "one class": ([{**row, "label": 3} for row in GOOD], "a.jsonl"),
+    "no labels": ([{"text": row["text"]} for row in GOOD], "a.jsonl"),
+}
 
 
-def test_bad_rows_are_skipped_and_counted_if_asked(tmp_path: Path, run: Run) -> None:
-    bad = [{"text": "odd", "label": 7}, {"text": "so " * 40, "label": 1}, {"text": "", "label": 1}]
-    recipe = text_recipe(tmp_path, BERT | {"num_labels": 2}, "wordpiece:300")
-    recipe["data"] = {
-        "name": lines(tmp_path / "a.jsonl", *GOOD, *bad),
-        "validation": lines(tmp_path / "b.jsonl", *GOOD),
-    }
-    code, _ = run(recipe, "--skip-bad")
-    warnings = " ".join(Results.load(tmp_path / "run").meta["warnings"])
-    assert code == 0
+@pytest.mark.parametrize("case", BAD)
+def test_bad_texts_are_refused_with_their_line(case: str, tmp_path: Path) -> None:
+    rows, named = BAD[case]
+    model = BERT | {"num_labels": 2} if case == "outside" else BERT
+    recipe = text_recipe(tmp_path, model, "wordpiece:300", data={"name": lines(tmp_path / "a.jsonl", *rows)})
+    with pytest.raises(FulldepthError, match=named):
+        train(asked(recipe), tmp_path / "run")
+
+
+def test_bad_rows_are_skipped_and_counted_if_asked(tmp_path: Path) -> None:
+    bad = [{"text": "odd", "label": 7}, LONG, {"text": "", "label": 1}]
+    data = {"name": lines(tmp_path / "a.jsonl", *GOOD, *bad), "validation": lines(tmp_path / "b.jsonl", *GOOD)}
+    recipe = text_recipe(tmp_path, BERT | {"num_labels": 2}, "wordpiece:300", data={**data, "skip_bad": True})
+    warnings = " ".join(train(asked(recipe), tmp_path / "run").meta["warnings"])
     assert "2 bad rows are left out of a.jsonl" in warnings
     assert "1 text is too long and left out of a.jsonl: a.jsonl line 14 has 42 tokens" in warnings
 
@@ -322,8 +244,6 @@ def test_fine_tuning_starts_from_the_exit_heads_of_a_checkpoint_of_the_same_clas
     stored, taken = (load_file(folder / EXIT_HEADS) for folder in (start, tmp_path / "again" / "checkpoint-2"))
     assert all(torch.allclose(taken[name], weight, atol=1e-7) for name, weight in stored.items())
     assert f"The heads of layers 1 to L-1 are those of {start}." in again.meta["warnings"]
-    plain = train(asked(recipe, method="baseline"), tmp_path / "plain")
-    assert any("leaves out all but" in line for line in plain.meta["warnings"])
     config = json.loads((start / "config.json").read_text())
     config["id2label"] = {number: f"other {number}" for number in range(10)}
     (start / "config.json").write_text(json.dumps(config))

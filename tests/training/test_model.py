@@ -64,16 +64,6 @@ def test_weights_from_a_seed_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [("float32", torch.float32), ("autocast", torch.float32), ("bfloat16", torch.bfloat16)],
-)
-def test_precision_decides_the_weights(precision: str, dtype: torch.dtype, checkpoint: str) -> None:
-    assert {p.dtype for p in made(asked({"precision": precision}, **SIZES)).parameters()} == {dtype}
-    continued = made(asked({"precision": precision}, checkpoint=checkpoint))
-    assert {p.dtype for p in continued.parameters()} == {dtype}
-
-
-@pytest.mark.parametrize(
     ("model", "sizes", "words"),
     [
         ({"hiden_size": 8}, {}, ["hiden_size", "'hidden_size'"]),
@@ -210,17 +200,3 @@ def test_special_tokens_lie_inside_the_vocabulary(tmp_path: Path) -> None:
     planned, original = build_config(gpt2, vocab_size=300), build_config(gpt2, vocab_size=50257)
     assert (planned.bos_token_id, planned.eos_token_id) == (None, None)
     assert (original.bos_token_id, original.eos_token_id) == (50256, 50256)
-
-
-def test_roberta_has_positions_for_whole_sequences() -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    settings = layer(TrainSettings, {"task": "text-classification", "model": {"type": "roberta", **sizes}})
-    options = {"task": settings.task, "vocab_size": 300, "positions": 40, "special_tokens": {"pad_token_id": 3}}
-    config = build_config(settings.model, classes=("a", "b"), **options)
-    model = tf.RobertaForSequenceClassification(config).eval()
-    assert model(torch.full((1, 40), 7)).logits.shape == (1, 2)
-    with pytest.raises((IndexError, RuntimeError)):
-        model(torch.full((1, 41), 7))
-    short = layer(TrainSettings, {"model": {"type": "roberta", "max_position_embeddings": 43, **sizes}}).model
-    with pytest.raises(FulldepthError, match=r"40 tokens do not fit .*43 positions .*no token uses the first 4"):
-        build_config(short, classes=("a", "b"), **options)

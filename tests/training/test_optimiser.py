@@ -59,11 +59,3 @@ def test_a_step_without_gradients_shrinks_what_the_rule_names(name: str, decay: 
         rate = ROUTERS if ".router." in key else RATE
         expected = 1 - rate * DECAY if shrinks(key, name, decay) else 1.0
         assert (parameter == expected).all(), key
-
-
-def test_frozen_parameters_are_left_out_whatever_decays() -> None:
-    settings = asked("llama", "all")
-    model = build_model(build_config(settings.model, positions=16), settings)
-    model.get_input_embeddings().requires_grad_(False)
-    held = [p for group in parameter_groups(model, settings) for p in group["params"]]
-    assert {id(p) for p in held} == {id(p) for p in model.parameters() if p.requires_grad}

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +20,13 @@ from fulldepth.cli import main
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import find_checkpoints, is_sealed
 from fulldepth.progress import Watcher
+from fulldepth.results import Results
 from fulldepth.settings import layer, read
 from fulldepth.training import TrainSettings, train
+from fulldepth.training.callback import Conductor
 from fulldepth.training.resume import resume_notes
 from fulldepth.training.sft import rows_hash
+from fulldepth.training.trainer import RunTrainer
 
 EVERYTHING = {
     "jump": 0.5,
@@ -55,73 +55,74 @@ def without_times(table: pd.DataFrame) -> pd.DataFrame:
     return table[~table.measure.isin(timed)].reset_index(drop=True)
 
 
-def start(recipe: Path, run: Path, *more: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "fulldepth", "train", str(recipe), "--output", str(run), *more]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    for _ in range(3000):
-        if path.exists():
-            return
-        if process.poll() is not None:
-            break
-        time.sleep(0.05)
-    pytest.fail(f"{path} never came: {process.communicate()[0][-2000:]}")
-
-
-@pytest.mark.slow
-def test_kill_and_resume_is_bit_equal(recipe: Any, tmp_path: Path) -> None:
-    extra = {"model": {"attention_dropout": 0.1}, "objective": EVERYTHING}
-    path = recipe(**extra, global_batch_size=4, micro_batch_size=2)
-    whole = train(settings(path), tmp_path / "whole")
-    process = start(path, tmp_path / "cut")
-    wait_for(tmp_path / "cut" / "checkpoint-3" / "complete.json", process)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    resumed = train(settings(path), tmp_path / "cut", resume=True)
-    assert same_weights(tmp_path / "whole", tmp_path / "cut")
-    pd.testing.assert_frame_equal(without_times(resumed.table), without_times(whole.table))
-
-
-@pytest.mark.slow
-def test_a_half_written_checkpoint_is_skipped(recipe: Any, tmp_path: Path) -> None:
-    path = recipe(objective={"jump": 0.5})
+@pytest.fixture
+def whole(recipe: Any, tmp_path: Path) -> tuple[Path, Path]:
+    """A recipe with dropout, micro-batches and terms with a schedule, and the folder of its run."""
+    path = recipe(model={"attention_dropout": 0.1}, objective=EVERYTHING, global_batch_size=4, micro_batch_size=2)
     train(settings(path), tmp_path / "whole")
-    for damage in ("cut short", "no seal", "file gone"):
-        run = tmp_path / damage.replace(" ", "-")
-        shutil.copytree(tmp_path / "whole", run)
-        shutil.rmtree(run / "checkpoint-8")
-        broken = run / "checkpoint-6"
-        if damage == "cut short":
-            file = broken / "optimizer.pt"
-            file.write_bytes(file.read_bytes()[:-100])
-        elif damage == "no seal":
-            (broken / "complete.json").unlink()
-        else:
-            (broken / "model.safetensors").unlink()
-        assert not is_sealed(broken)
-        assert [step for step, _ in find_checkpoints(run)] == [3]
-        lines: list[str] = []
-        train(settings(path), run, resume=True, watcher=Watcher(say=lines.append))
-        assert any("checkpoint-3" in line for line in lines)
-        assert same_weights(tmp_path / "whole", run)
+    return path, tmp_path / "whole"
 
 
-@pytest.mark.slow
-def test_sigterm_saves_says_where_and_resumes_bit_equal(recipe: Any, tmp_path: Path) -> None:
-    path = recipe(steps=400, eval_every=400, save_every=400)
-    process = start(path, tmp_path / "run")
-    wait_for(tmp_path / "run" / "results.parquet", process)  # the evaluation before step 1 is over
-    time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM
+class Killed(BaseException):
+    """The end of a process."""
+
+
+def test_kill_and_resume_is_bit_equal(whole: tuple[Path, Path], tmp_path: Path, monkeypatch: Any) -> None:
+    """Killed in the fifth step, two after a checkpoint and an evaluation."""
+    path, folder = whole
+    step = RunTrainer.training_step
+
+    def dying(self: Any, *arguments: Any) -> Any:
+        if self.state.global_step == 4:
+            raise Killed
+        return step(self, *arguments)
+
+    monkeypatch.setattr(RunTrainer, "training_step", dying)
+    with pytest.raises(Killed):
+        train(settings(path), tmp_path / "cut")
+    monkeypatch.setattr(RunTrainer, "training_step", step)
+    resumed = train(settings(path), tmp_path / "cut", resume=True)
+    assert same_weights(folder, tmp_path / "cut")
+    pd.testing.assert_frame_equal(without_times(resumed.table), without_times(Results.load(folder).table))
+
+
+@pytest.mark.parametrize("damage", ["cut short", "no seal", "file gone"])
+def test_a_half_written_checkpoint_is_skipped(damage: str, whole: tuple[Path, Path], tmp_path: Path) -> None:
+    run, (path, folder) = tmp_path / "run", whole
+    shutil.copytree(folder, run)
+    shutil.rmtree(run / "checkpoint-8")
+    broken = run / "checkpoint-6"
+    if damage == "cut short":
+        (broken / "optimizer.pt").write_bytes((broken / "optimizer.pt").read_bytes()[:-100])
+    else:
+        (broken / ("complete.json" if damage == "no seal" else "model.safetensors")).unlink()
+    assert [step for step, _ in find_checkpoints(run)] == [3]
+    lines: list[str] = []
+    train(settings(path), run, resume=True, watcher=Watcher(say=lines.append))
+    assert any("checkpoint-3" in line for line in lines)
+    assert same_weights(folder, run)
+
+
+def test_sigterm_saves_and_says_where(recipe: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    evaluate = Conductor._evaluate
+
+    def signalled(self: Any, step: int) -> None:
+        evaluate(self, step)
+        if step == 3:
+            handler: Any = signal.getsignal(signal.SIGTERM)
+            handler(signal.SIGTERM, None)
+
+    monkeypatch.setattr(Conductor, "_evaluate", signalled)
+    monkeypatch.setattr(sys, "argv", ["fulldepth", "train", str(recipe(save_every=8)), "-o", str(tmp_path / "run")])
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as leaving:
+        main()
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert leaving.value.code == 128 + signal.SIGTERM
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
     assert is_sealed(checkpoint)
-    assert str(checkpoint) in output.replace("\n", "")
-    assert "Traceback" not in output
+    assert checkpoint.name == "checkpoint-3"
+    assert str(checkpoint) in capsys.readouterr().err.replace("\n", "")
 
 
 def test_resume_with_nothing_there_starts_and_a_finished_run_stays(recipe: Any, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.hf import publishing, seal
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
-from fulldepth.settings import layer, read
+from fulldepth.settings import assignments, layer, read
 from fulldepth.training import TrainSettings, export_run, train
 
 
@@ -184,34 +184,35 @@ def test_a_loss_that_is_not_finite_stops_the_run(recipe: Any, tmp_path: Path, mo
 
 
 BAD = {
-    "unknown recipe": (["tiny-lama"], "tiny-llama"),
-    "empty data": (["tiny-llama", "data.name=EMPTY"], "empty"),
-    "unknown key": (["tiny-llama", "lerning_rate=1"], "learning_rate"),
-    "unknown model key": (["tiny-llama", "model.hiden_size=8"], "hidden_size"),
-    "unknown method": (["tiny-llama", "method=jerg"], "jreg"),
-    "unknown term option": (["tiny-llama", "objective.jump.alhpa=1"], "alpha"),
-    "hyper with memory": (["tiny-hyper", "model.memory=static"], "memory"),
-    "tree that refers forward": (["tiny-tree", "model.tree={2: [5, 1]}"], "tree"),
-    "positions": (["tiny-llama", "model.max_position_embeddings=64"], "positions"),
-    "vocabulary": (["tiny-llama", "model.vocab_size=100"], "token"),
-    "no data": (["tiny-llama", "data.name=/nowhere.txt"], "nowhere"),
-    "no tokenizer": (["tiny-llama", "tokenizer=null"], "tokenizer"),
-    "warm-up": (["tiny-llama", "steps=5", "warmup_steps=6"], "warmup_steps"),
-    "no output": (["tiny-llama"], "--output"),
-    "coherence layers": (["tiny-llama", "objective.coherence.layers=[40]"], "0 to 11"),
+    "lerning_rate=1": "learning_rate",
+    "model.hiden_size=8": "hidden_size",
+    "method=jerg": "jreg",
+    "objective.jump.alhpa=1": "alpha",
+    "data.name=/nowhere.txt": "nowhere",
+    "data.name=EMPTY": "empty",
+    "tokenizer=null": "tokenizer",
+    "warmup_steps=9": "warmup_steps",
+    "min_learning_rate=1": "min_learning_rate",
+    "objective.coherence.layers=[40]": "0 to 3",
+    "global_batch_size=5 micro_batch_size=2 task=detection": "llama",
 }
+"""Changes of a recipe -> what the refusal names."""
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_message_and_code_2(case: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+@pytest.mark.parametrize("changes", BAD)
+def test_bad_settings_are_refused_before_the_first_step(changes: str, recipe: Any, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
-    arguments, message = [*(a.replace("EMPTY", str(tmp_path / "empty.jsonl")) for a in BAD[case][0])], BAD[case][1]
-    output = [] if case == "no output" else ["--output", str(tmp_path / "run")]
-    monkeypatch.setattr(sys, "argv", ["fulldepth", "train", *arguments, *output])
-    with pytest.raises(SystemExit) as leaving:
-        main()
-    error = capsys.readouterr().err
-    assert leaving.value.code == 2
-    assert message in error, error
-    assert "Traceback" not in error
+    given = assignments(changes.replace("EMPTY", str(tmp_path / "empty.jsonl")).split())
+    with pytest.raises(FulldepthError, match=BAD[changes]):
+        train(layer(TrainSettings, read(recipe(), "train"), given), tmp_path / "run")
     assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(("arguments", "named"), [(["tiny-lama"], "tiny-llama"), (["tiny-llama"], "--output")])
+def test_a_mistake_in_the_command_is_one_message_and_code_2(
+    arguments: list[str], named: str, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fulldepth", "train", *arguments])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main()
+    assert named in capsys.readouterr().err

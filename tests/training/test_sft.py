@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fulldepth.data import builtin_texts, train_tokenizer, train_wordpiece
 from fulldepth.errors import FulldepthError
@@ -117,7 +116,7 @@ FORGETTING = (
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, SPACED, FORGETTING], ids=["own", "spaced", "forgetting"])
-@pytest.mark.parametrize("kind", ["bytes", "words", "pieces"])
+@pytest.mark.parametrize("kind", ["bytes", "words"])
 def test_each_label_is_what_the_model_can_say_after_the_prompt(template: str, kind: str) -> None:
     """The ids before a response are stock transformers' generation prompt; its labels decode to it and its end."""
     tokenizer = _tokenizer(kind)
@@ -125,7 +124,7 @@ def test_each_label_is_what_the_model_can_say_after_the_prompt(template: str, ki
     texts = ["hello there", "the lord is here", "and then", "  no more  than that", "again", "yes"]
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
     examples = chat_examples(tokenizer, messages, "here")
-    if template == FORGETTING or (template == TEMPLATE and kind != "pieces"):  # those put a space before any text
+    if template != SPACED:
         assert len(examples) == (3 if template == FORGETTING else 1)
     answers, end = [], tokenizer.eos_token_id
     for ids, labels in examples:
@@ -145,15 +144,9 @@ def _tokenizer(kind: str) -> Any:
     texts = builtin_texts("heldout")[0][:20_000].split("\n\n")
     if kind == "bytes":
         return train_tokenizer(texts, vocab_size=400)
-    if kind == "words":
-        tokenizer = train_wordpiece(texts, 600)
-        tokenizer.eos_token = "[SEP]"
-        return tokenizer
-    pieces = Tokenizer(models.Unigram())
-    pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=400, special_tokens=["<unk>", "</s>"], unk_token="<unk>")
-    pieces.train_from_iterator([*texts, "<|:\n>"], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=pieces, unk_token="<unk>", eos_token="</s>")
+    tokenizer = train_wordpiece(texts, 600)
+    tokenizer.eos_token = "[SEP]"
+    return tokenizer
 
 
 def test_what_is_cut_is_said_and_what_is_trained_is_counted(recipe: Any, tmp_path: Path) -> None:

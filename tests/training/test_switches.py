@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-import fulldepth
 from fulldepth.errors import FulldepthError
 from fulldepth.settings import layer
 from fulldepth.settings.train import TrainSettings
@@ -24,7 +23,6 @@ from fulldepth.training.plan import plan
 
 BATCH, TIME, WIDTH, LAYERS, VOCAB = 4, 16, 32, 3, 64
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
-SOURCE = Path(fulldepth.__file__).parent
 
 
 class BlendConfig(tf.LlamaConfig):
@@ -158,11 +156,3 @@ def test_a_new_switch_starts_from_a_stock_checkpoint_and_keeps_its_own_start(tmp
     memory = asked(SIZES | {"blend": True}, initializer={"memory": "fan-in"})
     with pytest.raises(FulldepthError, match="this blend_llama has none"):
         build_model(config_of(memory), memory)
-    (tmp_path / "gpt2").mkdir()
-    tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=VOCAB)).save_pretrained(
-        tmp_path / "gpt2"
-    )
-    with pytest.raises(
-        FulldepthError, match="is a gpt2, and the settings want a blend_llama, which a llama can become"
-    ):
-        config_of(asked({"checkpoint": str(tmp_path / "gpt2")}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -17,7 +18,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic, read_document, read_json, reading, temporary_name
 
 SEAL = "complete.json"
-"""The file that is written last into a checkpoint: the sizes of its files, and notes of the run."""
+"""The file that is written last into a checkpoint: sizes and hashes of its files, and notes of the run."""
 UNFINISHED = "unfinished"
 """The file that is written first into a checkpoint, and removed after the seal is written."""
 
@@ -27,6 +28,8 @@ class SealDocument(pydantic.BaseModel):
 
     files: dict[str, NonNegativeInt]
     """Path inside the checkpoint -> bytes."""
+    hashes: dict[str, str] = {}
+    """Path -> SHA-256; absent in older runs."""
     notes: dict[str, JsonValue]
 
 
@@ -88,14 +91,16 @@ def begin_checkpoint(checkpoint: str | Path) -> None:
 
 
 def seal(checkpoint: str | Path, notes: dict[str, Any] | None = None) -> None:
-    """Mark a checkpoint as complete, with the sizes of its files.
+    """Mark a checkpoint as complete, with sizes and hashes of its files.
 
     Args:
         checkpoint: the folder.
         notes: entries that the run can read again with `notes_of`.
     """
     folder = Path(checkpoint)
-    document = {"files": _sizes(folder), "notes": notes or {}}
+    sizes = _sizes(folder)
+    hashes = {name: _hash(folder / name) for name in sizes}
+    document = {"files": sizes, "hashes": hashes, "notes": notes or {}}
     with atomic(folder / SEAL) as part:
         part.write_text(json.dumps(document, indent=1), encoding="utf-8")
     (folder / UNFINISHED).unlink(missing_ok=True)
@@ -116,9 +121,14 @@ def notes_of(checkpoint: str | Path) -> dict[str, Any]:
     """The run's notes in the seal.
 
     Raises:
-        FulldepthError: if the seal cannot be read.
+        FulldepthError: if the seal cannot be read, or a file has changed since.
     """
-    return dict(read_document(Path(checkpoint) / SEAL, SealDocument).notes)
+    folder = Path(checkpoint)
+    document = read_document(folder / SEAL, SealDocument)
+    for name, expected in document.hashes.items():
+        if _hash(folder / name) != expected:
+            raise FulldepthError(f"Cannot read {folder / name}: it has changed since the checkpoint was written.")
+    return dict(document.notes)
 
 
 def settle_checkpoints(run: str | Path) -> list[Path]:
@@ -174,6 +184,11 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
         if match and child.is_symlink() and not child.exists():
             raise FulldepthError(f"Cannot read {child}: the link leads nowhere. Restore the checkpoint, or remove it.")
     return [(int(match[1]), child) for match, child in matches if match and child.is_dir()]
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -225,7 +225,7 @@ def aligned_loss(
     .. math:: L_{aligned} = \sum_{l=1}^{L} \lambda_l \, \mathrm{mean}_{n: y_n \ne ignored}
         \mathrm{CE}(W h^{(l)}_n, y_n), \quad \lambda_l = \frac{2 l}{L (L + 1)}
 
-    Logits are computed for `chunk` positions of one layer at a time and recomputed in the backward pass. With
+    Logits are computed for about `chunk` positions of one layer at a time and recomputed in the backward pass. With
     `positions` below 1 each layer reads `ceil(positions * n)` of the n labelled positions, drawn without replacement
     from torch's global generator: an unbiased estimate, of the gradients too.
 
@@ -270,24 +270,37 @@ def aligned_loss(
         )
     shares = layer_weights(weights, len(hidden_states))
     device, dtype = last.device, statistics_dtype(*hidden_states)
-    if positions < 1 and bool((labels != ignore_index).any()):
-        return _sampled(hidden_states, heads[0], labels.to(device), shares, ignore_index, chunk, positions)
-    chosen = []  # of each chunk the labelled positions (None: all) and their labels
-    for part in labels.to(device).flatten().split(chunk):
-        index = (part != ignore_index).nonzero()[:, 0]
-        chosen.append((None, part) if len(index) == len(part) else (index, part[index]))
-    count = sum(len(targets) for _, targets in chosen)
+    labels = labels.to(device).flatten()
+    labelled = (labels != ignore_index).nonzero()[:, 0]
+    number = math.ceil(positions * len(labelled))
+    size = math.ceil(chunk / positions)  # of a chunk of positions, of which `chunk` are read
+    everything = _chunks(labels, ignore_index, size)
 
     total = torch.zeros((), dtype=dtype, device=device)
     read = [each for each in zip(shares, hidden_states, heads, strict=True) if each[0]]
-    if not count:
+    if not number:
         return sum((state[:0].sum(dtype=dtype).to(device) for _, state, _ in read), total)
     for share, state, own in read:
-        for rows, (index, targets) in zip(state.flatten(0, -2).split(chunk), chosen, strict=True):
+        chunks = everything
+        if number < len(labelled):
+            drawn = labelled[torch.randperm(len(labelled), device=device)[:number]]
+            chunks = _chunks(
+                torch.full_like(labels, ignore_index).index_copy(0, drawn, labels[drawn]), ignore_index, size
+            )
+        for rows, (index, targets) in zip(state.flatten(0, -2).split(size), chunks, strict=True):
             if len(targets):
                 summed = checkpoint(_cross_entropy, own, rows, index, targets, dtype, use_reentrant=False)
                 total = total + share * summed.to(device)
-    return total / count
+    return total / number
+
+
+def _chunks(labels: Tensor, ignore_index: int, size: int) -> list[tuple[Tensor | None, Tensor]]:
+    """Of each chunk of positions the labelled ones (None: all) and their labels."""
+    chunks: list[tuple[Tensor | None, Tensor]] = []
+    for part in labels.split(size):
+        index = (part != ignore_index).nonzero()[:, 0]
+        chunks.append((None, part) if len(index) == len(part) else (index, part[index]))
+    return chunks
 
 
 def layer_weights(weights: str | Sequence[float], num_layers: int) -> list[float]:
@@ -313,46 +326,10 @@ def layer_weights(weights: str | Sequence[float], num_layers: int) -> list[float
     return [float(weight) for weight in weights]
 
 
-def _cross_entropy(
-    head: Reader,
-    rows: Tensor,
-    index: Tensor | None,
-    targets: Tensor,
-    dtype: torch.dtype,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """Summed cross-entropy of the chosen rows of one chunk `[N, D]`, each times its weight."""
+def _cross_entropy(head: Reader, rows: Tensor, index: Tensor | None, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Summed cross-entropy of the chosen rows of one chunk `[N, D]`."""
     rows = rows.to(targets.device)
     logits = head(rows if index is None else rows[index])
     if logits.ndim != 2 or len(logits) != len(targets):
         raise FulldepthError(f"the head must return [N, V] for N = {len(targets)} states, got {tuple(logits.shape)}")
-    if weights is None:
-        return F.cross_entropy(logits.to(dtype), targets.to(logits.device), reduction="sum")
-    losses = F.cross_entropy(logits.to(dtype), targets.to(logits.device), reduction="none")  # [N]
-    return losses @ weights.to(logits.device)
-
-
-def _sampled(
-    hidden_states: Sequence[Tensor],
-    head: Reader,
-    labels: Tensor,
-    shares: Sequence[float],
-    ignore_index: int,
-    chunk: int,
-    positions: float,
-) -> Tensor:
-    """`aligned_loss` of random positions; the drawn rows of all layers share the calls of the head."""
-    targets = labels.flatten()
-    index = (targets != ignore_index).nonzero()[:, 0]
-    number, dtype = math.ceil(positions * len(index)), statistics_dtype(*hidden_states)
-    rows, drawn, weights = [], [], []
-    for share, state in zip(shares, hidden_states, strict=True):
-        if share:
-            chosen = index[torch.randperm(len(index), device=index.device)[:number]]
-            rows.append(state.flatten(0, -2)[chosen.to(state.device)].to(targets.device))  # [number, D]
-            drawn.append(targets[chosen])
-            weights.append(torch.full((number,), share / number, dtype=dtype, device=targets.device))
-    total = torch.zeros((), dtype=dtype, device=targets.device)
-    for part, wanted, weight in zip(*(torch.cat(each).split(chunk) for each in (rows, drawn, weights)), strict=True):
-        total = total + checkpoint(_cross_entropy, head, part, None, wanted, dtype, weight, use_reentrant=False)
-    return total
+    return F.cross_entropy(logits.to(dtype), targets.to(logits.device), reduction="sum")

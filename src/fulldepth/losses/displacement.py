@@ -93,7 +93,7 @@ class Displacements:
             raise FulldepthError(f"The gradients of the states arrived out of order at h_{layer}.")
         self._next, added, self._from_above = layer - 1, self._from_above, None
         if layer and self._weights[layer - 1]:
-            pair = [self._state(index).requires_grad_() for index in (layer - 1, layer)]
+            pair = self._state(layer - 1).requires_grad_(), self._state(layer).requires_grad_()
             with torch.enable_grad():
                 weighted = self._weights[layer - 1] * _mean(*pair, self._mask)
             self._from_above, own = torch.autograd.grad(weighted, pair, self._upstream.to(weighted))

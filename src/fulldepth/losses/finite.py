@@ -1,10 +1,9 @@
-"""Prevents optimiser steps whose loss or gradient is not finite, without synchronising with an accelerator."""
+"""Prevents optimiser steps whose loss or gradient is not finite, and says where they come from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,36 +13,9 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution import capture, find_anatomy
 from fulldepth.hf import first_broken_weight
 
-STREAMS = ("cuda", "xpu")
-"""Asynchronous devices: reading a number from them waits for all pending work."""
-
-
-class MicroBatch(NamedTuple):
-    """Loss, terms and inputs of one micro-batch, from which the origin of a non-finite loss is found."""
-
-    loss: Tensor
-    parts: Mapping[str, Tensor]
-    inputs: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Step:
-    """An optimiser step whose flags are being copied to the host."""
-
-    number: int
-    flags: Tensor
-    """[2] on the host: 1 if the loss, or the gradient, is not finite; valid after `event`."""
-    event: Any
-    micro_batches: list[MicroBatch]
-
 
 class StepGuard:
-    """Prevents optimiser steps whose loss or gradient is not finite on any process.
-
-    Two flags on the device mark a loss and a gradient that are not finite. A fused optimiser reads them on the device
-    and skips this step and all later ones; the host reads them while the next step runs, and then raises an error. With
-    other optimisers, and on synchronous devices (CPUs), the host reads the flags before the step. In both cases the
-    weights stay as they were before the failed step.
+    """Prevents optimiser steps whose loss or gradient is not finite on any process: the weights stay as they were.
 
     Args:
         model: returns the model, in which the failing layer is searched.
@@ -51,104 +23,44 @@ class StepGuard:
 
     def __init__(self, model: Callable[[], Any]) -> None:
         self.model = model
-        self.late: bool | None = None
-        """Whether flags are read one step late; None = if the device and the optimiser support it."""
-        self._micro_batches: list[MicroBatch] = []
-        self._flags: Tensor | None = None
-        self._waiting: Step | None = None
-        self._optimizer: Any = None
+        self._micro_batches: list[tuple[Tensor, Mapping[str, Tensor], dict[str, Any]]] = []
 
     def add(self, loss: Tensor, parts: Mapping[str, Tensor], inputs: dict[str, Any]) -> None:
-        """Add a micro-batch of the next step."""
-        self._micro_batches.append(MicroBatch(loss.detach(), parts, inputs))
+        """Add a micro-batch of the next step: its loss, the parts of it, and the inputs of the model."""
+        self._micro_batches.append((loss.detach(), parts, inputs))
 
-    def before_step(self, number: int, norm: Tensor | float | None, optimizer: Any) -> None:
-        """Check a step; call on every process once its gradients are complete.
+    def check(self, number: int, norm: Tensor | float | None) -> None:
+        """Check a step before the optimiser takes it; every process must call this.
 
         Args:
             number: 1-based number of the step.
             norm: gradient norm; None = unknown, or checked elsewhere.
-            optimizer: the optimiser that takes the step.
 
         Raises:
-            FulldepthError: if this step or, if flags are read late, the previous one is not finite.
+            FulldepthError: if the step is not finite.
         """
-        while hasattr(optimizer, "optimizer"):  # accelerate's wrapper
-            optimizer = optimizer.optimizer
-        flags = self._collect(norm)
-        step = Step(number, flags, None, self._micro_batches)
-        self._micro_batches = []
-        late = flags.device.type in STREAMS if self.late is None else self.late
-        if not (late and getattr(optimizer, "_step_supports_amp_scaling", False)):  # set by fused optimisers
-            return self._read(step)
-        self._flags = flags = flags if self._flags is None else torch.maximum(flags, self._flags)
-        self._optimizer, optimizer.found_inf = optimizer, flags.amax()
-        host = flags.to("cpu", non_blocking=True)
-        event = torch.accelerator.current_stream().record_event() if flags.device.type in STREAMS else None
-        before, self._waiting = self._waiting, Step(number, host, event, step.micro_batches)
-        if before is not None:
-            self._read(before)
-        return None
-
-    def check(self) -> None:
-        """Read pending flags; called before weights are saved or evaluated, and at the end.
-
-        Raises:
-            FulldepthError: if a step was not finite.
-        """
-        step, self._waiting = self._waiting, None
-        if step is not None:
-            self._read(step)
-        self._release()
-
-    def check_losses(self, number: int) -> None:
-        """Check the losses immediately, for optimisers that step during the backward pass.
-
-        Raises:
-            FulldepthError: if one is not finite.
-        """
-        self._read(Step(number, self._collect(None), None, self._micro_batches))
-
-    def _collect(self, norm: Tensor | float | None) -> Tensor:
-        """[2] float32: 1 if the loss, or the gradient, is not finite on any process."""
-        losses = [batch.loss for batch in self._micro_batches]
+        batches, self._micro_batches = self._micro_batches, []
+        losses = torch.stack([loss.float().to(batches[-1][0].device) for loss, _, _ in batches])
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[union-attr]
-        device = losses[-1].device if losses else getattr(norm, "device", torch.device("cpu"))
-        gradient = torch.as_tensor(0.0 if norm is None else norm, device=device)
-        total = (
-            torch.stack([(loss * 0).to(device, torch.float32) for loss in losses]).sum()
-            if losses
-            else (gradient * 0).float()
-        )
-        return any_process((~torch.isfinite(torch.stack([total, (gradient * 0).float()]))).float())
+        gradient = torch.as_tensor(0.0 if norm is None else norm, device=losses.device)
+        finite = torch.stack([losses.isfinite().all(), gradient.isfinite()])
+        loss_fails, gradient_fails = any_process((~finite).float()).tolist()
+        if loss_fails:
+            raise FulldepthError(f"Step {number}: {self._reason(batches)} The step was not taken.")
+        if gradient_fails:
+            raise FulldepthError(
+                f"Step {number}: the loss is finite, but its gradient is not. A smaller learning rate or float32 "
+                "usually helps. The step was not taken."
+            )
 
-    def _read(self, step: Step) -> None:
-        if step.event is not None:
-            step.event.synchronize()
-        loss, gradient = step.flags.tolist()
-        if loss or gradient:
-            self._forget()
-            raise FulldepthError(f"Step {step.number}: {self._reason(step, bool(loss))} The step was not taken.")
-
-    def _forget(self) -> None:
-        self._flags = self._waiting = None
-        self._micro_batches = []
-        self._release()
-
-    def _release(self) -> None:
-        """Remove the flag from the optimiser, so that it takes steps again."""
-        vars(self._optimizer or self).pop("found_inf", None)
-        self._optimizer = None
-
-    def _reason(self, step: Step, loss: bool) -> str:
+    def _reason(self, batches: list[Any]) -> str:
         """Description of what is not finite and where it originates."""
-        if not loss:
-            return "the loss is finite, but its gradient is not. A smaller learning rate or float32 usually helps."
-        broken = [batch for batch in step.micro_batches if not bool(torch.isfinite(batch.loss))]
+        broken = [batch for batch in batches if not bool(torch.isfinite(batch[0]))]
         if not broken:
             return "the loss of another process is not finite."
-        names = [name for name, value in broken[0].parts.items() if not bool(torch.isfinite(value))]
-        where = first_layer(self.model(), broken[0].inputs)
+        _, parts, inputs = broken[0]
+        names = [name for name, value in parts.items() if not bool(torch.isfinite(value))]
+        where = first_layer(self.model(), inputs)
         return f"the loss is not finite. Terms: {', '.join(names) or 'their weighted sum'}. {where}"
 
 

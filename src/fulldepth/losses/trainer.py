@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 from transformers.utils import CONFIG_NAME
@@ -61,13 +60,12 @@ class ObjectiveMixin(AnyTrainer):
     micro-batches and processes are weighted by their share of the step's targets (penalties of its tokens, for images
     of its images; auxiliary losses of its sequences), so that the gradient is that of one large batch (except that the
     batch means of CR and orthogonality are per micro-batch, those of CR over all processes). With these two terms, a
-    shorter last batch of an epoch is dropped, on any number of processes. Unlike in the stock Trainer no model class
-    receives `num_items_in_batch`: there is one count for all of them, that of `Task.targets`.
+    shorter last batch of an epoch is dropped, on any number of processes (but not of a stream). Unlike in the stock
+    Trainer no model class receives `num_items_in_batch`: there is one count for all of them, that of `Task.targets`.
 
     Evaluation reports the cross-entropy, without auxiliary losses.
 
-    A step whose loss or gradient is not finite does not change the weights and ends the run. Fused optimisers on
-    accelerators skip it by a flag on the device, which is read while the next step runs, without synchronisation.
+    A step whose loss or gradient is not finite does not change the weights and ends the run.
 
     Args:
         objective: an `Objective`; one that is attached already (`attach(model, tower="decoder")`) stays as it is. None
@@ -103,7 +101,6 @@ class ObjectiveMixin(AnyTrainer):
         self.tallies = {"log": Tally()}
         """Means of the loss's parts; `log` goes to the Trainer's logs, others may be added to be read separately."""
         self._step_counts: dict[str, Tensor] = {}
-        self._examples = 0
         model = self.accelerator.unwrap_model(self.model)
         if self.depth_objective.attached:
             anatomy = self.depth_objective.anatomy
@@ -175,7 +172,7 @@ class ObjectiveMixin(AnyTrainer):
         Raises:
             FulldepthError: if there is such a term and the data contain less than one batch.
         """
-        terms = self._batch_terms
+        terms = per_batch_terms(self.depth_objective.terms)
         if not terms:
             return super().get_train_dataloader()
         given, self.args.dataloader_drop_last = self.args.dataloader_drop_last, True
@@ -184,36 +181,17 @@ class ObjectiveMixin(AnyTrainer):
         finally:
             self.args.dataloader_drop_last = given  # evaluation uses all examples
         if has_length(loader) and not len(loader):
-            raise FulldepthError(self._too_few(len(self.train_dataset), self._train_batch_size * self.args.world_size))
+            raise FulldepthError(
+                f"The training data hold {len(self.train_dataset)} examples; {' and '.join(terms)} needs whole "
+                f"batches: at least {self._train_batch_size * self.args.world_size} examples."
+            )
         return loader
-
-    @property
-    def _batch_terms(self) -> list[str]:
-        return per_batch_terms(self.depth_objective.terms)
-
-    def _too_few(self, examples: int, needed: int) -> str:
-        terms = " and ".join(self._batch_terms)
-        return f"The training data hold {examples} examples; {terms} needs whole batches: at least {needed} examples."
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Also counts this optimiser step's sequences, tokens and targets."""
-        whole = self._batch_terms and isinstance(self.train_dataset, IterableDataset)
-        batches = filter(self._is_whole, epoch_iterator) if whole else epoch_iterator
-        samples, items = super().get_batch_samples(batches, num_batches, device)
-        if whole and 0 < len(samples) < num_batches:  # the Trainer would carry this incomplete step over
-            samples, items = [], None
-        if whole and not samples and not self.state.global_step:
-            raise FulldepthError(self._too_few(self._examples, self._train_batch_size * num_batches))
+        samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._step_counts = self._count(samples, device)
         return samples, items
-
-    def _is_whole(self, batch: Any) -> bool:
-        """Whether a batch of iterable data is full, since their loader cannot drop the last one; a row of a batch with
-        position ids may contain several sequences.
-        """
-        count = self.task.sequences(batch)
-        self._examples += count or 0
-        return count is None or count >= self._train_batch_size or "position_ids" in batch
 
     def _count(self, samples: list[Any], device: torch.device) -> dict[str, Tensor]:
         """Numbers of sequences, tokens and targets of the micro-batches, as far as they are known: means over
@@ -252,7 +230,7 @@ class ObjectiveMixin(AnyTrainer):
         loss, parts = self.depth_objective.combine(cross_entropy, auxiliary, batch, portion, scaled=scaled)
         self.guard.add(loss, parts, batch)
         if self.is_deepspeed_enabled or "lomo" in self.args.optim:  # the backward pass takes the step
-            self.guard.check_losses(step)
+            self.guard.check(step, None)
         self._note(parts, batch, items)
         return loss
 
@@ -292,21 +270,10 @@ class ObjectiveMixin(AnyTrainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Also logs the mean of each part since the last call (of this process)."""
-        self.guard.check()
         if "loss" in logs:
             means = {name: total / count for name, (total, count) in self.tallies["log"].take().items()}
             logs = {**logs, **{f"loss_{name}": value for name, value in means.items()}}
         super().log(logs, *args, **kwargs)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer, after a check that all steps were finite."""
-        self.guard.check()
-        return super().evaluate(*args, **kwargs)
-
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """As the Trainer, after a check that all steps were finite."""
-        self.guard.check()
-        super().save_model(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """As the Trainer, and the exit heads of a multi-exit model beside it."""
@@ -351,7 +318,7 @@ class ObjectiveMixin(AnyTrainer):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         self.depth_objective.drop_idle_gradients(self.state.global_step + 1)
         scales = self.accelerator.scaler is not None
-        self.guard.before_step(self.state.global_step + 1, None if scales else norm, None if scales else self.optimizer)
+        self.guard.check(self.state.global_step + 1, None if scales else norm)
         return norm
 
 

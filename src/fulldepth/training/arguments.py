@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainingArguments
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from fulldepth import launch
 from fulldepth.errors import FulldepthError, unknown
@@ -20,9 +19,6 @@ from fulldepth.losses import METHODS, TERMS, Objective
 from fulldepth.processor import check_bfloat16
 from fulldepth.settings.train import ObjectiveSettings, TrainSettings
 
-TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "mlflow": ("mlflow",)}
-TRACKERS |= {"trackio": ("trackio",)}
-"""Tracker -> packages of which it needs one; other trackers of transformers check this themselves."""
 MOST_WORKERS = 4
 """Default maximum for each training process; few suffice, as reading a window is a copy from the page cache."""
 SMALL_RUN = 1 << 24
@@ -147,12 +143,10 @@ def _check(settings: TrainSettings) -> None:
         )
     if settings.min_learning_rate and settings.schedule != "cosine":
         raise FulldepthError(f"min_learning_rate belongs to the cosine schedule, not to {settings.schedule}.")
+    installed = get_available_reporting_integrations() if settings.report_to else []
     for name in settings.report_to:
-        if name not in (*INTEGRATION_TO_CALLBACK, "all", "none"):
-            raise unknown("tracker", name, INTEGRATION_TO_CALLBACK)
-        packages = TRACKERS.get(name, ())
-        if packages and not any(find_spec(package) for package in packages):
-            raise FulldepthError(f"report_to={name} needs {packages[0]}, not installed here: pip install {packages[0]}")
+        if name not in (*installed, "all", "none"):
+            raise unknown("installed tracker", name, installed)
 
 
 def batch_split(settings: TrainSettings, world: int) -> tuple[int, int]:

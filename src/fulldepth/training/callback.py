@@ -93,7 +93,6 @@ class Conductor(TrainerCallback):
         if not control.should_save:
             self.clock.start()
             return control
-        self.trainer.guard.check()  # before the folder exists
         if args.should_save:
             begin_checkpoint(self.record.folder / f"checkpoint-{step}")
         return control
@@ -115,7 +114,6 @@ class Conductor(TrainerCallback):
         return control
 
     def _evaluate(self, step: int) -> None:
-        self.trainer.guard.check()
         evaluation = self.evaluate(self.trainer.accelerator.unwrap_model(self.trainer.model))
         means = self._gathered(self._means(reset=True))
         seconds, steps = self.clock.lap(), step - self._evaluated

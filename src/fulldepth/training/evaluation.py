@@ -80,31 +80,33 @@ def evaluate(
         model.train(training)
     add_up(sums)
     tokens, loss, rest, targets, *correct = sums[2 * layers :].tolist()
-    tokens, targets = round(tokens), round(targets)
-    unit = "1" if detects else "nats"
-    rows = [Row("validation_loss", "model", None, None, "mean", loss / targets, targets, unit)]
-    shown = []
+    rows, shown = list[Row](), list[str]()
+
+    def add(measure: str, value: float, layer: int | None = None, unit: str = "1", count: float = targets) -> None:
+        site, statistic = "model" if layer is None else "residual", "value" if measure == "jump_rate" else "mean"
+        rows.append(Row(measure, site, layer, None, statistic, value, round(count), unit))
+
+    add("validation_loss", loss / targets, unit="1" if detects else "nats")
     if rest and task.auxiliary_weight is not None:  # balance of experts, with the model's factor
-        rows.append(Row("validation_auxiliary_loss", "model", None, None, "mean", rest / targets, targets, "1"))
+        add("validation_auxiliary_loss", rest / targets)
     if correct:
-        rows.append(Row("validation_accuracy", "model", None, None, "mean", correct[0] / targets, targets, "1"))
+        add("validation_accuracy", correct[0] / targets)
         shown.append(f"accuracy {correct[0] / targets:.2%}")
     for layer, number in enumerate(correct[1:]):  # by the last layer's classifier (aligned training, Eq. 2)
-        rows.append(Row("lens_accuracy", "residual", layer, None, "mean", number / targets, targets, "1"))
+        add("lens_accuracy", number / targets, layer)
     if precision is not None:
         with warnings.catch_warnings():  # a process may have had no batches
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
-            of_layers = precision.rows()
-        rows += of_layers
-        shown += [f"AP50 {row.value:.1%}" for row in of_layers if row.statistic == "ap50" and row.layer == layers]
-    psi = [total / count if count else math.nan for total, count in sums[: 2 * layers].view(2, layers).T.tolist()]
-    for layer, value in enumerate(psi, start=1):
-        rows.append(Row("displacement", "residual", layer, None, "mean", value, tokens, "1"))
-    for back in range(min(3, layers - 1)):
-        value = jump_rate(torch.tensor(psi, dtype=torch.float64), -1 - back)
-        if math.isfinite(value):
-            rows.append(Row("jump_rate", "residual", layers - back, None, "value", value, tokens, "%"))
-            shown += [] if back else [f"jump rate {value:.2f} %"]
+            rows += precision.rows()
+        shown += [f"AP50 {row.value:.1%}" for row in rows if row.statistic == "ap50" and row.layer == layers]
+    psi = (sums[:layers] / sums[layers : 2 * layers]).cpu()  # NaN where no token has a direction
+    for layer, value in enumerate(psi.tolist(), start=1):
+        add("displacement", value, layer, count=tokens)
+    rates = [jump_rate(psi, -1 - back) for back in range(min(3, layers - 1))]
+    for back, rate in enumerate(rates):
+        if math.isfinite(rate):
+            add("jump_rate", rate, layers - back, "%", tokens)
+    shown += [f"jump rate {rate:.2f} %" for rate in rates[:1] if math.isfinite(rate)]
     return Evaluation(loss / targets, rows, shown)
 
 
@@ -150,7 +152,7 @@ def _correct(anatomy: Anatomy, task: Task, outputs: Any, batch: Mapping[str, Ten
 def _detected(anatomy: Anatomy, batch: Mapping[str, Any], states: list[Tensor], first: int) -> Observation:
     """Boxes and classes that every decoder layer finds in a batch, whose first image has the number `first`."""
     heads = DetectionHeads(Classifier(anatomy)).after_forward()
-    dtype = next(anatomy.model.parameters()).dtype  # type: ignore[attr-defined]
+    dtype = next(anatomy.model.parameters()).dtype
     read = [heads.read(state.to(dtype), layer) for layer, state in enumerate(states[1:], start=1)]
     logits, boxes = (
         torch.stack([each[part].float() for each in read]) for part in (0, 1)
@@ -172,16 +174,15 @@ def tracked(evaluation: Evaluation, means: Mapping[str, tuple[float, float] | li
         evaluation: on the held-out sequences.
         means: part of the loss -> (sum, count) since the last evaluation.
     """
-    depth = max((row.layer or 0 for row in evaluation.rows), default=0)
     numbers = {"eval_loss": evaluation.loss}
+    depth = sum(row.measure == "displacement" for row in evaluation.rows)
     for row in evaluation.rows:
         if row.measure == "validation_accuracy":
             numbers["eval_accuracy"] = row.value
         elif row.measure == "displacement":
             numbers[f"eval_displacement_layer_{row.layer}"] = row.value
-        elif row.measure == "jump_rate":
-            back = depth - (row.layer or 0)
-            numbers[f"eval_zeta_L{f'-{back}' if back else ''}"] = row.value
+        elif row.measure == "jump_rate" and row.layer is not None:
+            numbers[f"eval_zeta_L-{depth - row.layer}".removesuffix("-0")] = row.value
     for name, (total, count) in means.items():
         numbers["cross_entropy" if name == "ce" else f"penalty_{name}"] = total / count if count else math.nan
     return {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -276,12 +276,12 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
             described.add(example.input_ids.numpy().astype("<i8").tobytes())
         parts.append(LabelledRows(prepared.examples))
         warnings += prepared.warnings
-    facts = _facts(data, described)
     return RunData(
         config,
         tokenizer,
-        *parts,
-        facts,
+        parts[0],
+        parts[1],
+        _facts(data, described),
         Collator(pad_id=pad_id),
         warnings=[*data.warnings, *warnings],
         trainer=LabelledTrainer,

@@ -17,22 +17,28 @@ from fulldepth.losses import TERMS
 from fulldepth.metrics.jump_rate import describe_jump
 from fulldepth.results import Finding, Results, finite, tabulate
 from fulldepth.training.evaluation import Evaluation
-from fulldepth.training.resume import RECORD, read_rows, step_of
+from fulldepth.training.resume import RECORD, step_of
 
 OF_MODEL = {"ce": ("train_loss", "model"), "auxiliary": ("auxiliary_loss", "model")}
 """Part of the model's own loss -> measure and site; other parts are penalties."""
 
 FINDINGS = {
-    "validation_loss": "validation_loss",
-    "validation_accuracy": "validation_accuracy",
-    "validation_ap50": "average_precision",
-    "train_loss": "train_loss",
-    "zeta_L": "jump_rate",
-    "throughput": "throughput",
-    "elapsed": "elapsed",
-    "peak_memory": "peak_memory",
+    "validation_loss": ("validation_loss", ""),
+    "validation_accuracy": (
+        "validation_accuracy",
+        "{value:.1%} of the validation rows are classified correctly at step {step:,}.",
+    ),
+    "validation_ap50": (
+        "average_precision",
+        "The last layer's average precision at an IoU of 0.5 is {value:.1%} at step {step:,}.",
+    ),
+    "train_loss": ("train_loss", ""),
+    "zeta_L": ("jump_rate", ""),
+    "throughput": ("throughput", "Training runs at {value:,.0f} {unit}."),
+    "elapsed": ("elapsed", ""),
+    "peak_memory": ("peak_memory", ""),
 }
-"""Name of a finding -> its measure."""
+"""Name of a finding -> its measure, and what is said of it."""
 LOADING = """\
 from transformers import {auto}, {processing}
 {registering}
@@ -61,12 +67,8 @@ class Record:
 
     @classmethod
     def reopen(cls, folder: Path, meta: dict[str, Any], checkpoint: Path) -> Record:
-        """The record of an interrupted run as of a checkpoint.
-
-        Raises:
-            FulldepthError: if its rows cannot be read.
-        """
-        rows = read_rows(checkpoint)
+        """The record of an interrupted run as of a checkpoint."""
+        rows = pd.read_parquet(checkpoint / RECORD)
         return cls(folder, meta, rows[rows.step <= step_of(checkpoint)].reset_index(drop=True))
 
     def keep_in(self, checkpoint: Path) -> None:
@@ -133,46 +135,23 @@ def headline(table: pd.DataFrame) -> dict[str, Finding]:
     if table.empty:
         return {}
     step = int(table.step.max())
-    units = {measure: str(unit) for measure, unit in zip(table.measure, table.unit, strict=True)}
-
-    def value(measure: str, at: int = step) -> float | None:
-        """Value of a measure at a step: of the whole model, or of the deepest layer that has it."""
-        rows = table[(table.measure == measure) & (table.step == at)].sort_values("layer")
-        if measure == "average_precision":
-            rows = rows[rows.statistic == "ap50"]
-        return None if rows.empty or not math.isfinite(rows.value.iloc[-1]) else float(rows.value.iloc[-1])
-
-    loss, before, jump, speed = (
-        value("validation_loss"),
-        value("validation_loss", 0),
-        value("jump_rate"),
-        value("throughput"),
-    )
-    accuracy, precision, sentences = value("validation_accuracy"), value("average_precision"), dict[str, str]()
-    if loss is not None:
-        unit = units["validation_loss"].replace("1", "")
-        sentence = " ".join(f"The validation loss is {loss:.3f} {unit} at step {step:,}".split())
-        if before is not None and step:
-            sentence += f", {before:.3f} before training"
-        losses = table[table.measure == "validation_loss"].set_index("step")["value"].dropna()
-        best = int(losses.index[int(losses.argmin())])
-        ending = f"; it was lowest at step {best:,} ({losses[best]:.3f})." if best != step else "."
-        sentences["validation_loss"] = sentence + ending
-    if accuracy is not None:
-        classified = f"{accuracy:.1%} of the validation rows are classified correctly at step {step:,}."
-        sentences["validation_accuracy"] = classified
-    if precision is not None:
-        of_last = f"The last layer's average precision at an IoU of 0.5 is {precision:.1%} at step {step:,}."
-        sentences["average_precision"] = of_last
-    if jump is not None:
-        sentences["jump_rate"] = describe_jump(jump)
-    if speed is not None:
-        sentences["throughput"] = f"Training runs at {speed:,.0f} {units['throughput']}."
-    return {
-        name: Finding(number, units.get(measure, "1"), sentences.get(measure, ""))
-        for name, measure in FINDINGS.items()
-        if (number := value(measure)) is not None
-    }
+    rows = table[(table.measure != "average_precision") | (table.statistic == "ap50")]
+    last = {row.measure: row for row in rows[rows.step == step].sort_values("layer").itertuples()}  # deepest layers
+    losses = table[table.measure == "validation_loss"].set_index("step")["value"].dropna()
+    found: dict[str, Finding] = {}
+    for name, (measure, sentence) in FINDINGS.items():
+        row: Any = last.get(measure)
+        if row is None or not math.isfinite(row.value):
+            continue
+        words = sentence.format(value=row.value, unit=row.unit, step=step)
+        if name == "validation_loss":
+            words = " ".join(f"The validation loss is {row.value:.3f} {row.unit.strip('1')} at step {step:,}".split())
+            if step and 0 in losses:
+                words += f", {losses[0]:.3f} before training"
+            best = int(losses.idxmin())
+            words += f"; it was lowest at step {best:,} ({losses[best]:.3f})." if best != step else "."
+        found[name] = Finding(float(row.value), row.unit, describe_jump(row.value) if name == "zeta_L" else words)
+    return found
 
 
 def card_of(meta: Mapping[str, Any], findings: Mapping[str, Finding], step: int) -> ModelCard:

@@ -181,9 +181,9 @@ def conversation_data(settings: TrainSettings, folder: Path, arguments: Any, wat
     with arguments.main_process_first(desc="tokenizer"):
         tokenizer = run_tokenizer(settings, folder / TOKENIZER, watcher)
     config = language_model(settings, tokenizer)
-    parts, facts, warnings = sft_data(settings, tokenizer)
-    facts |= {"hash": rows_hash(*parts), "train_sequences": len(parts[0])}
-    return RunData(config, tokenizer, *parts, facts, warnings=warnings, trainer=ConversationTrainer)
+    (train, validation), facts, warnings = sft_data(settings, tokenizer)
+    facts |= {"hash": rows_hash(train, validation), "train_sequences": len(train)}
+    return RunData(config, tokenizer, train, validation, facts, warnings=warnings, trainer=ConversationTrainer)
 
 
 def rows_hash(*parts: Any) -> str:

@@ -21,12 +21,10 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from fulldepth.data import ShuffledSampler, flatten_windows
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.files import reading
 from fulldepth.losses import DepthTrainer, per_batch_terms
 from fulldepth.losses.trainer import AnyTrainer, load_weights
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.arguments import make_objective
-from fulldepth.training.resume import advising
 
 FORKS = "TOKENIZERS_PARALLELISM"
 
@@ -137,10 +135,11 @@ class RunMixin(AnyTrainer):
     Batches do not depend on the numbers of processes, workers and micro-batches, or on resuming.
 
     Checkpoints of sharded weights have the files of other checkpoints, so any number of processes can resume from them,
-    with or without sharding. Errors of reading a checkpoint become `Cannot read CHECKPOINT: reason`.
+    with or without sharding.
     """
 
     lr_scheduler: Any
+    data_collator: Any
 
     def __init__(self, model: Any, arguments: Any, data: RunData, settings: TrainSettings) -> None:
         self.settings, self.train_collator = settings, data.train_collator
@@ -198,8 +197,7 @@ class RunMixin(AnyTrainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         sharded = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
         if sharded and resume_from_checkpoint:
-            with advising(resume_from_checkpoint):
-                load_weights(self.plain_model, resume_from_checkpoint)  # before they are sharded
+            load_weights(self.plain_model, resume_from_checkpoint)  # before they are sharded
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if sharded:
             self._require_shards()
@@ -244,34 +242,15 @@ class RunMixin(AnyTrainer):
             torch.save({**states, "state": whole}, Path(output_dir) / OPTIMIZER_NAME)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if not self.is_fsdp_enabled:  # else they were loaded before they were sharded
-            with advising(resume_from_checkpoint), reading(resume_from_checkpoint):
-                super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with advising(checkpoint), reading(f"the random states in {checkpoint}"):
-            super()._load_rng_state(checkpoint)
+            super()._load_from_checkpoint(*args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As the Trainer, which would load options and shapes that are not those of the settings without an error."""
-        if checkpoint is None:
+        if checkpoint is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        before = self._options()
-        with advising(checkpoint), reading(f"the optimiser's states in {checkpoint}"):
-            if self.is_fsdp_enabled:
-                self._load_sharded_states(Path(checkpoint))
-            else:
-                super()._load_optimizer_and_scheduler(checkpoint)
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    state = self.optimizer.state.get(parameter, {})  # empty if it never had a gradient
-                    for name in ("exp_avg", "exp_avg_sq") if state else ():
-                        if name not in state or state[name].shape != parameter.shape:
-                            raise ValueError(f"{name} does not fit its weight")
-            if self._options() != before:
-                raise ValueError("their options are not those of the settings")
+        else:
+            self._load_sharded_states(Path(checkpoint))
 
     def _load_sharded_states(self, checkpoint: Path) -> None:
         """Load the optimiser's states, of which each process keeps its shards, and the schedule."""
@@ -287,12 +266,6 @@ class RunMixin(AnyTrainer):
                     )
         self.optimizer.load_state_dict(states)
         self.lr_scheduler.load_state_dict(read(checkpoint / SCHEDULER_NAME))
-
-    def _options(self) -> list[Any]:
-        """Options of optimiser and schedule that the settings determine, without the current learning rate."""
-        groups = self.optimizer.param_groups
-        options = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in groups]
-        return [options, [len(group["params"]) for group in groups], list(self.lr_scheduler.base_lrs)]
 
 
 class RunTrainer(RunMixin, DepthTrainer):
