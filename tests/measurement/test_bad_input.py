@@ -1,4 +1,4 @@
-"""What a person can give wrong: exit code 2, one message that names it, nothing written. Rooms test their own tables."""
+"""Bad input: exit code 2, one message that names it, nothing written. Every room below tests its own table."""
 
 from __future__ import annotations
 

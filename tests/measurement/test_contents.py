@@ -25,7 +25,8 @@ def is_known(tmp_path):
         try:
             measure_into(model, data, tmp_path / "out", SETTINGS, watcher=Watcher(say=said.append))
         except FulldepthError as error:
-            assert "another run" in str(error)
+            if "another run" not in str(error):
+                raise
         return any("nothing to do" in line for line in said)
 
     return known

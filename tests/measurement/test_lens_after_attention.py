@@ -26,7 +26,7 @@ def test_it_reads_what_the_stock_model_has_after_attention(family, checkpoint, t
     options = {"dtype": torch.float64, "attn_implementation": "eager"}
     model = tf.AutoModelForCausalLM.from_pretrained(checkpoint(family), **options).eval()
     ids = torch.tensor(tokenizer(text_file.read_text())["input_ids"][: N * T]).view(N, T)
-    states, inner = oracle.taps(model, "model.layers", {"input_ids": ids}, middle=(MIDDLE[family], "in"))
+    states, inner = oracle.taps(model, "model.layers", {"input_ids": ids}, middle=MIDDLE[family])
     targets = ids[:, 1:].flatten()
     for site, layers in zip(BOTH, (states, inner["middle"]), strict=True):
         logits = model.lm_head(model.model.norm(torch.from_numpy(layers)))[:, :, :-1].flatten(1, 2)
