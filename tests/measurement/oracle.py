@@ -7,50 +7,31 @@ import copy
 import numpy as np
 import torch
 
-BLOCKS = {
-    "llama": "model.layers",
-    "qwen3": "model.layers",
-    "gemma3": "model.layers",
-    "gpt2": "transformer.h",
-    "gpt_neox": "gpt_neox.layers",
-    "bert": "bert.encoder.layer",
-    "bert-classifier": "bert.encoder.layer",
-    "vit": "vit.layers",
-    "clip-text": "layers",
-}
-"""Where each class keeps its blocks."""
-
 
 @torch.no_grad()
 def taps(model, blocks, inputs, **modules):
-    """[L+1, B, T, D] states between the blocks, and what each module in `modules` read (a list of paths per block)."""
+    """[L+1, B, T, D] states between the blocks, and what each of `modules` (name -> path in a block) read."""
     layers = model.get_submodule(blocks)
-    found = {name: [None] * len(layers) for name in modules}
-    states = [None] * (len(layers) + 1)
-    handles = [layers[0].register_forward_pre_hook(_keeper(states, 0, "in"), with_kwargs=True)]
+    found = {name: {} for name in ("states", *modules)}
+
+    def keep(module, name, index):
+        def hook(_, args, kwargs):
+            found[name][index] = (args[0] if args else kwargs["hidden_states"]).double().numpy().copy()
+
+        return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def keep_last(_, args, output):
+        found["states"][len(layers)] = (output[0] if isinstance(output, tuple) else output).double().numpy().copy()
+
+    handles = [layers[-1].register_forward_hook(keep_last)]
     for index, block in enumerate(layers):
-        handles.append(block.register_forward_hook(_keeper(states, index + 1, "out")))
-        for name, (path, side) in modules.items():
-            module = block.get_submodule(path)
-            if side == "in":
-                handles.append(module.register_forward_pre_hook(_keeper(found[name], index, "in"), with_kwargs=True))
-            else:
-                handles.append(module.register_forward_hook(_keeper(found[name], index, "out")))
+        handles.append(keep(block, "states", index))
+        handles += [keep(block.get_submodule(path), name, index) for name, path in modules.items()]
     model(**inputs)
     for handle in handles:
         handle.remove()
-    arrays = {name: np.stack(values) for name, values in found.items()}
-    return np.stack(states), arrays
-
-
-def _keeper(store, index, side):
-    def keep_in(module, args, kwargs):
-        store[index] = (args[0] if args else kwargs["hidden_states"]).double().numpy().copy()
-
-    def keep_out(module, args, output):
-        store[index] = (output[0] if isinstance(output, tuple) else output).double().numpy().copy()
-
-    return keep_in if side == "in" else keep_out
+    arrays = {name: np.stack([values[n] for n in sorted(values)]) for name, values in found.items()}
+    return arrays.pop("states"), arrays
 
 
 @torch.no_grad()

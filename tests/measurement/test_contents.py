@@ -7,6 +7,7 @@ import os
 import shutil
 
 import datasets
+import pytest
 
 from fulldepth.errors import FulldepthError
 from fulldepth.measurement import MeasureSettings, measure_into
@@ -15,80 +16,67 @@ from fulldepth.progress import Watcher
 SETTINGS = MeasureSettings(max_sequences=4, sequence_length=12, measures=["displacement"])
 
 
+@pytest.fixture
+def is_known(tmp_path):
+    """Whether the folder's results are taken for those of this model and data; a refusal means that they are not."""
+
+    def known(model, data):
+        said = []
+        try:
+            measure_into(model, data, tmp_path / "out", SETTINGS, watcher=Watcher(say=said.append))
+        except FulldepthError as error:
+            if "another run" not in str(error):
+                raise
+        return any("nothing to do" in line for line in said)
+
+    return known
+
+
 def replaced(path, content):
     """Other content of the same size, with the same times."""
-    assert len(content) == path.stat().st_size
-    assert content != path.read_bytes()
     times = path.stat()
+    assert len(content) == times.st_size
     path.write_bytes(content)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def is_known(model, data, output, settings=SETTINGS):
-    """Whether the folder's results are taken for those of this model and data; a refusal means that they are not."""
-    said = []
-    try:
-        measure_into(model, data, output, settings, watcher=Watcher(say=said.append))
-    except FulldepthError as error:
-        if "another run" not in str(error):
-            raise
-        return False
-    return any("nothing to do" in line for line in said)
-
-
-def test_text_and_weights_replaced_at_equal_size_and_time(checkpoint, text_file, tmp_path):
-    model, text, output = tmp_path / "model", tmp_path / "text.txt", tmp_path / "out"
+def test_text_weights_and_tokenizer_replaced_at_equal_size_and_time(is_known, checkpoint, text_file, tmp_path):
+    """The tokenizer lies beside the model, where loading finds it."""
+    model, text = tmp_path / "run" / "model", tmp_path / "text.txt"
     shutil.copytree(checkpoint("llama"), model)
     shutil.copy(text_file, text)
-    measure_into(model, str(text), output, SETTINGS)
-    content, weights = text.read_bytes(), (model / "model.safetensors").read_bytes()
-
-    replaced(text, content.swapcase())
-    assert not is_known(model, str(text), output)
-    text.unlink()
-    text.write_bytes(content)
-    os.utime(text, (1, 1))
-    assert is_known(model, str(text), output), "equal content in a new file"
-
-    replaced(model / "model.safetensors", weights[:-1] + bytes([weights[-1] ^ 1]))
-    assert not is_known(model, str(text), output)
-    (model / "model.safetensors").write_bytes(weights)
-    (model / "optimizer.pt").write_bytes(b"never read")
-    (model / "train.log").write_text("step 1")
-    assert is_known(model, str(text), output)
-
-
-def test_a_tokenizer_beside_the_model_counts(checkpoint, text_file, tmp_path):
-    model = tmp_path / "run" / "model"
-    shutil.copytree(checkpoint("llama"), model)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.move(model / name, tmp_path / "run" / name)
-    measure_into(model, str(text_file), tmp_path / "out", SETTINGS)
-    assert is_known(model, str(text_file), tmp_path / "out")
-    path = tmp_path / "run" / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    words = tokenizer["model"]["vocab"]
-    first, second = list(words)[-2:]
-    words[first], words[second] = words[second], words[first]
-    path.write_text(json.dumps(tokenizer))
-    assert not is_known(model, str(text_file), tmp_path / "out")
+    assert not is_known(model, str(text))  # and measures it
+    weights, tokenizer = model / "model.safetensors", tmp_path / "run" / "tokenizer.json"
+    kept = {path: path.read_bytes() for path in (text, weights, tokenizer)}
+    words = json.loads(kept[tokenizer])
+    first, second = list(words["model"]["vocab"])[-2:]
+    vocabulary = words["model"]["vocab"]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+
+    replaced(text, kept[text].swapcase())
+    assert not is_known(model, str(text))
+    text.unlink()
+    text.write_bytes(kept[text])
+    os.utime(text, (1, 1))
+    assert is_known(model, str(text)), "equal content in a new file"
+    replaced(weights, kept[weights][:-1] + bytes([kept[weights][-1] ^ 1]))
+    assert not is_known(model, str(text))
+    weights.write_bytes(kept[weights])
+    (model / "optimizer.pt").write_bytes(b"never read")
+    (model / "train.log").write_text("step 1")
+    assert is_known(model, str(text))
+    tokenizer.write_text(json.dumps(words))
+    assert not is_known(model, str(text))
 
 
-def words_of(text):
-    """A data set of three texts, with a column that is not read."""
-    return datasets.Dataset.from_dict({"text": text, "id": [1, 2, 3]})
-
-
-def test_python_objects_of_one_look_are_told_apart(checkpoint, corpus, tmp_path):
+def test_python_objects_of_one_look_are_told_apart(is_known, checkpoint, corpus):
     texts = [corpus[n * 300 : n * 300 + 300] for n in range(6)]
-    model, output = checkpoint("llama"), tmp_path / "out"
-    first, other = words_of(texts[:3]), words_of(texts[3:])
-    assert str(first) == str(other)
-    measure_into(model, first, output, SETTINGS)
-    assert not is_known(model, other, output)
-    same = words_of(texts[:3]).map(lambda row: {"id": row["id"] + 7})
+    first, other = (datasets.Dataset.from_dict({"text": half, "id": [1, 2, 3]}) for half in (texts[:3], texts[3:]))
+    model = checkpoint("llama")
+    assert not is_known(model, first)  # and measures it
+    assert not is_known(model, other)
+    same = first.map(lambda row: {"id": row["id"] + 7})
     assert same._fingerprint != first._fingerprint
-    assert is_known(model, same, output), "a column that is not read does not count"
-    measure_into(model, texts[:3], output / "list", SETTINGS)
-    assert is_known(model, list(texts[:3]), output / "list")
-    assert not is_known(model, texts[3:], output / "list")
+    assert is_known(model, same), "a column that is not read does not count"

@@ -25,43 +25,32 @@ MODELS = {
 }  # fmt: skip
 
 
-def expected(model):
-    """(site, layer, statistic) -> value and count of every parameter of two dimensions or more in the blocks."""
-    found = {}
-    for layer, block in enumerate(model.base_model.layers, start=1):
-        for name, parameter in block.named_parameters():
-            values = parameter.detach().double().numpy()
-            if name.endswith("bias") or values.ndim < 2:
-                continue
-            norms = np.linalg.svd(values, compute_uv=False)[..., 0]
-            site = name.removesuffix(".weight")
-            if values.ndim == 2:
-                found[site, layer, "value"] = (float(norms), 1)
-            else:
-                found[site, layer, "mean"] = (norms.mean(), len(norms))
-                found[site, layer, "max"] = (norms.max(), len(norms))
-    return found
-
-
-def keyed(rows):
-    return {(row.site, row.layer, row.statistic): (row.value, row.count) for row in rows}
+def fed(model):
+    """The measure of a model's weights, and the parts that could not be read."""
+    anatomy = anatomy_candidates(model)[0]
+    sizes = {"num_layers": anatomy.num_layers, "width": anatomy.width}
+    metric = SpectralNorm(Setup(**sizes, projections=projection_names(anatomy)))
+    return metric, feed_projections(metric, anatomy)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_matrix_has_its_norm(name):
     torch.manual_seed(0)
     model = MODELS[name]().eval()
-    anatomy = anatomy_candidates(model)[0]
-    metric = SpectralNorm(
-        Setup(num_layers=anatomy.num_layers, width=anatomy.width, projections=projection_names(anatomy))
-    )
-    assert feed_projections(metric, anatomy) == []
-    wanted = expected(model)
-    assert any(statistic == "max" for _, _, statistic in wanted)
-    got = keyed(metric.rows())
-    assert got.keys() == wanted.keys()
-    for key, (value, count) in wanted.items():
-        assert got[key] == (pytest.approx(value, rel=1e-6), count), key
+    expected = {}
+    for layer, block in enumerate(model.base_model.layers, start=1):
+        for path, parameter in block.named_parameters():
+            if path.endswith("bias") or parameter.ndim < 2:
+                continue
+            norms = np.linalg.svd(parameter.detach().double().numpy(), compute_uv=False)[..., 0]
+            of = {"value": norms} if parameter.ndim == 2 else {"mean": norms.mean(), "max": norms.max()}
+            site, count = path.removesuffix(".weight"), norms.size
+            for statistic, value in of.items():
+                expected[site, layer, statistic] = pytest.approx(float(value), rel=1e-6), count
+    metric, unread = fed(model)
+    assert unread == []
+    assert any(statistic == "max" for _, _, statistic in expected)
+    assert {(row.site, row.layer, row.statistic): (row.value, row.count) for row in metric.rows()} == expected
 
 
 def test_experts_that_cannot_be_read_are_said():
@@ -70,8 +59,4 @@ def test_experts_that_cannot_be_read_are_said():
     experts = model.model.layers[1].mlp.experts
     experts.down_proj = torch.nn.Parameter(torch.zeros(4, 32, 2, 24), requires_grad=False)
     del experts.gate_up_proj
-    anatomy = anatomy_candidates(model)[0]
-    metric = SpectralNorm(
-        Setup(num_layers=anatomy.num_layers, width=anatomy.width, projections=projection_names(anatomy))
-    )
-    assert feed_projections(metric, anatomy) == ["mlp.experts"]
+    assert fed(model)[1] == ["mlp.experts"]

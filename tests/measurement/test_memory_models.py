@@ -16,14 +16,19 @@ T, N, LAYERS = 12, 6, 5
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
 PRUNED = "static-pruned"
 """A model that lost most weights of its routers by top-p pruning: their logits are -inf."""
-MEMORY = ["static", PRUNED, "dynamic", "kv-public", "tree-kv"]
+MEMORY = [PRUNED, "dynamic", "kv-public", "tree-kv"]
 KINDS = ["serial", "tree-skipping", "hyper", "hyper-static", *MEMORY]
-ASKED = ["displacement", "norm_ratio", "renyi_entropy", "lens_loss", "coherence"]
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory, tokenizer):
-    """name -> a checkpoint folder of that combination in float64, and the model."""
+def ids(tokenizer, text_file):
+    """[N, T]"""
+    return torch.tensor(tokenizer(text_file.read_text())["input_ids"][: N * T]).view(N, T)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, tokenizer, text_file, ids):
+    """name -> results, the model, the trace of the same windows, the folder of the checkpoint."""
     made = {}
 
     def get(name):
@@ -34,42 +39,15 @@ def folder_of(tmp_path_factory, tokenizer):
             folder = tmp_path_factory.mktemp("depth_llama") / name
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            made[name] = folder, model
+            asked = ["displacement", "norm_ratio", "renyi_entropy", "lens_loss", "coherence"]
+            asked += ["retrieval_weight", "expected_retrieval"] if model.config.memory != "none" else []
+            sizes = {"max_sequences": N, "sequence_length": T, "batch_size": 4}
+            results = measure(folder, text_file, measures=asked, seed=3, order="first", **sizes)
+            trace = plain.run(model.state_dict(), model.config, ids, frequencies=combinations.frequencies(model))
+            made[name] = results, model, trace, folder
         return made[name]
 
     return get
-
-
-@pytest.fixture(scope="module")
-def measured(folder_of, text_file, tokenizer):
-    """name -> results, the model, the trace of the same windows."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            folder, model = folder_of(name)
-            extra = ["retrieval_weight", "expected_retrieval"] if model.config.memory != "none" else []
-            extra += ["stream_mixing"] if model.config.residual == "hyper" else []
-            results = measure(
-                folder,
-                text_file,
-                measures=ASKED + extra,
-                max_sequences=N,
-                sequence_length=T,
-                batch_size=4,
-                seed=3,
-                order="first",
-            )
-            ids, frequencies = windows(tokenizer, text_file), combinations.frequencies(model)
-            made[name] = results, model, plain.run(model.state_dict(), model.config, ids, frequencies=frequencies)
-        return made[name]
-
-    return get
-
-
-def windows(tokenizer, text_file):
-    """[N, T] ids."""
-    return torch.tensor(tokenizer(text_file.read_text())["input_ids"][: N * T]).view(N, T)
 
 
 def streams(trace, config):
@@ -80,19 +58,17 @@ def streams(trace, config):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_states_and_routed_values(measured, name, text_file, tokenizer):
-    results, model, trace = measured(name)
+def test_states_and_routed_values(measured, name, ids):
+    results, model, trace, _ = measured(name)
     states = streams(trace, model.config)
     psi = oracle.psi(states[:-1], states[1:])
     np.testing.assert_allclose(results.values("displacement", "mean", "residual"), psi.mean((1, 2)), **EXACT)
     ratio = np.linalg.norm(states[:-1], axis=-1) / np.linalg.norm(states[1:] - states[:-1], axis=-1)
     np.testing.assert_allclose(results.values("norm_ratio", "mean"), ratio.mean((1, 2)), **EXACT)
-    for site, where in (("residual", states), ("value", [value.flatten(2).numpy() for value in trace.values])):
-        expected = [np.mean([oracle.entropy(z) for z in layer]) for layer in where]
-        np.testing.assert_allclose(results.values("renyi_entropy", "mean:plain:1", site), expected, rtol=1e-8)
-    loss = float(plain.loss(trace.logits, windows(tokenizer, text_file)))
+    entropies = [np.mean([oracle.entropy(z) for z in value.flatten(2).numpy()]) for value in trace.values]
+    np.testing.assert_allclose(results.values("renyi_entropy", "mean:plain:1", "value"), entropies, rtol=1e-8)
+    loss = float(plain.loss(trace.logits, ids))
     assert results.values("lens_loss", "mean")[LAYERS] == pytest.approx(loss, rel=1e-6)
-    assert results.meta["model"]["family"] == "depth_llama"
 
 
 def distributions(weights):
@@ -108,9 +84,8 @@ def distributions(weights):
 
 @pytest.mark.parametrize("name", MEMORY)
 def test_retrieval(measured, name):
-    results, model, trace = measured(name)
+    results, model, trace, _ = measured(name)
     table = results.table[results.table.measure == "retrieval_weight"]
-    keyed = table.set_index(["site", "layer", "other", "statistic"]).value.to_dict()
     expected, depth = {}, {}
     for index in range(1, LAYERS):
         layer = index + 1
@@ -122,24 +97,22 @@ def test_retrieval(measured, name):
         norms = [np.linalg.norm(w_o[:, 6 * h : 6 * h + 6]) for h in range(4)]
         group = 4 // len(shares)
         depth[layer] = sum(p * (shares[h // group] @ np.arange(layer)) for h, p in enumerate(norms)) / sum(norms)
-    assert keyed.keys() == expected.keys()
-    np.testing.assert_allclose([keyed[key] for key in expected], list(expected.values()), **EXACT)
-    assert np.isfinite(table.value).all()
-    if name == PRUNED:
-        assert (table.value == 0).any(), "what was pruned is never read"
+    keyed = table.set_index(["site", "layer", "other", "statistic"]).value.to_dict()
+    assert keyed == pytest.approx(expected, rel=1e-9, abs=1e-10)
+    assert (table.value == 0).any() == (name == PRUNED), "what was pruned is never read"
     found = results.values("expected_retrieval", "value", "routing")
     assert found.to_dict() == pytest.approx(depth, rel=1e-9)
     assert set(table["count"]) == {N * T}
 
 
 @pytest.mark.parametrize("name", ["tree-skipping", "serial"])
-def test_coherence_of_attention_is_that_of_what_it_read(measured, name, text_file, tokenizer):
-    results, model, trace = measured(name)
+def test_coherence_of_attention_is_that_of_what_it_read(measured, name, ids):
+    results, model, trace, _ = measured(name)
     after, tree = {}, model.config.tree or {}
     for index, layer in enumerate(model.model.layers):
         layer.post_attention_layernorm.register_forward_pre_hook(lambda _, args, at=index: after.update({at: args[0]}))
     with torch.no_grad():
-        model(windows(tokenizer, text_file))
+        model(ids)
     for index, layer in enumerate(model.model.layers):
         x = trace.states[index]
         if index in tree:
@@ -151,44 +124,35 @@ def test_coherence_of_attention_is_that_of_what_it_read(measured, name, text_fil
 
 
 def test_nearest_tokens_of_dynamic_routers(measured, tokenizer):
-    results, model, _ = measured("dynamic")
+    results, model, _, _ = measured("dynamic")
     listed = results.meta["router_tokens"]
     heads, embeddings = 2, model.model.embed_tokens.weight.detach().numpy()
-    assert listed["of"] == heads * (2 + 3 + 4 + 5)
     seen, strength = set(), []
     for entry in listed["routers"]:
         layer, source, head = entry["layer"], entry["source"], entry["head"]
         seen.add((layer, source, head))
-        router = model.model.layers[layer - 1].self_attn.router
-        with torch.no_grad():  # log-weights of unit vectors: the columns of P, up to a constant of head and channel
-            logits = router(torch.eye(24, dtype=torch.float64)[None]).log()[0, :, head]
-        (weight,) = router.state_dict().values()
-        column = weight.view(heads, layer, 24)[head, source].numpy()
-        differences = logits[:, source] - logits[:, 0]
-        np.testing.assert_allclose(differences, column - weight.view(heads, layer, 24)[head, 0].numpy(), atol=1e-9)
-        cosines = oracle.cosines(embeddings, column[None])
+        (weight,) = model.model.layers[layer - 1].self_attn.router.state_dict().values()
+        cosines = oracle.cosines(embeddings, weight.view(heads, layer, 24)[head, source].numpy()[None])
         best = np.argsort(-cosines)[:30]
         assert [token for token, _ in entry["tokens"]] == [tokenizer.decode([i]) for i in best]
         np.testing.assert_allclose([cosine for _, cosine in entry["tokens"]], cosines[best], atol=6e-5)
         strength.append(cosines[best].mean())
-    assert len(seen) == listed["of"]
+    assert len(seen) == listed["of"] == heads * (2 + 3 + 4 + 5)
     assert strength == sorted(strength, reverse=True)
 
 
-def test_padding_and_batches_change_no_weight(folder_of, ragged_tsv):
-    folder, _ = folder_of("dynamic")
+def test_padding_and_batches_change_no_weight(measured, ragged_tsv):
     options = {"measures": ["retrieval_weight"], "sequence_length": 32}
-    one, five = (measure(folder, ragged_tsv, batch_size=size, **options).table for size in (1, 5))
+    one, five = (measure(measured("dynamic")[3], ragged_tsv, batch_size=size, **options).table for size in (1, 5))
     np.testing.assert_allclose(one.value, five.value, **EXACT)
     assert one["count"].tolist() == five["count"].tolist()
 
 
-def test_the_command_needs_no_foreign_code(main, folder_of, text_file, tmp_path):
+def test_the_command_needs_no_foreign_code(main, measured, text_file, tmp_path):
     """The checkpoint carries its modelling files; this package does not run them, nor ask for leave to."""
-    folder, _ = folder_of("tree-kv")
+    *_, folder = measured("tree-kv")
     assert list(folder.glob("modeling_*.py"))
     outcome = main("measure", folder, "--data", text_file, "--output", tmp_path / "out", "--max-sequences", 3)
     assert outcome.code == 0, outcome
     results = Results.load(tmp_path / "out")
-    assert {"retrieval_weight", "expected_retrieval"} <= set(results.table.measure)
-    assert {"retrieval_weight", "expected_retrieval"} <= set(results.figures())
+    assert {"retrieval_weight", "expected_retrieval"} <= set(results.table.measure) & set(results.figures())

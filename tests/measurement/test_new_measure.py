@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import numpy as np
 import torch
 import transformers as tf
 
 import fulldepth
-from fulldepth import reporting
 from fulldepth.metrics import METRICS, Measure, Row
+from measurement import oracle
 
 
 class StreamNorm(Measure):
@@ -36,27 +36,18 @@ class StreamNorm(Measure):
         return [Row(self.name, "residual", layer, None, "mean", mean, count, "1") for layer, mean in enumerate(means)]
 
 
-@pytest.fixture
-def registered(monkeypatch):
+def test_a_registered_measure_is_measured_stored_and_shown(checkpoint, text_file, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setitem(METRICS, "stream_norm", StreamNorm)
-
-
-@pytest.mark.usefixtures("registered")
-def test_a_registered_measure_is_measured_stored_and_shown(checkpoint, text_file, tmp_path):
     folder = checkpoint("llama")
-    results = fulldepth.measure(folder, text_file, measures=["stream_norm", "displacement"], sequence_length=16)
-    table = results.table[results.table.measure == "stream_norm"].sort_values("layer")
-    model = tf.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    last = []
-    model.model.layers[-1].register_forward_hook(lambda module, inputs, output: last.append(output))
-    ids = tf.AutoTokenizer.from_pretrained(folder)(text_file.read_text())["input_ids"]
+    results = fulldepth.measure(
+        folder, text_file, measures=["stream_norm"], sequence_length=16, output=tmp_path / "out"
+    )
+    ids = tokenizer(text_file.read_text())["input_ids"]
     windows = torch.tensor(ids[: len(ids) // 16 * 16]).view(-1, 16)
-    with torch.no_grad():  # hidden_states[-1] is after the final norm, so the last layer is hooked
-        states = [*model(windows, output_hidden_states=True).hidden_states[:-1], last[0]]
-    expected = [float(torch.linalg.vector_norm(state, dim=-1).mean()) for state in states]
-    assert table["value"].tolist() == pytest.approx(expected, rel=1e-5)
-    assert table["count"].tolist() == [windows.numel()] * len(states)
-    results.save(tmp_path / "out")
-    again = fulldepth.Results.load(tmp_path / "out").table
-    assert again[again.measure == "stream_norm"]["value"].tolist() == table["value"].tolist()
-    assert "stream_norm" in reporting.write(tmp_path / "out").read_text()
+    model = tf.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    states, _ = oracle.taps(model, "model.layers", {"input_ids": windows})
+    expected = np.linalg.norm(states, axis=-1).mean((1, 2))
+    for found in (results, fulldepth.Results.load(tmp_path / "out")):
+        np.testing.assert_allclose(found.values("stream_norm", "mean"), expected, rtol=1e-5)
+        assert set(found.table["count"]) == {windows.numel()}
+    assert "stream_norm" in (tmp_path / "out" / "report.html").read_text()

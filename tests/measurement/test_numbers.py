@@ -14,66 +14,66 @@ T, N = 16, 9
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
 SINGLE = {"rtol": 3e-6, "atol": 1e-7}
 """For what passes through float32 on its way: the sampled tokens (kept in half the memory) and the losses."""
-
-
-def windows(tokenizer, text_file):
-    """[N, T] ids: the text as one stream, cut."""
-    ids = tokenizer(text_file.read_text())["input_ids"]
-    return torch.tensor(ids[: N * T]).view(N, T)
+WHOLE = {"sequence_length": T, "dtype": "float64", "order": "first"}
 
 
 @pytest.fixture(scope="module")
-def llama(trained, text_file, tokenizer):
-    """Results in float64, the same states through hooks of our own, and the model."""
-    results = measure(
-        trained, text_file, max_sequences=N, sequence_length=T, batch_size=4, dtype="float64", order="first"
-    )
-    model = tf.LlamaForCausalLM.from_pretrained(trained, dtype=torch.float64).eval()
-    ids = windows(tokenizer, text_file)
-    states, inner = oracle.taps(
-        model,
-        "model.layers",
-        {"input_ids": ids},
-        middle=("post_attention_layernorm", "in"),
-        value=("self_attn.v_proj", "out"),
-    )
-    return results, states, inner, model, ids
+def ids(tokenizer, text_file):
+    """[N, T]: the text as one stream, cut."""
+    return torch.tensor(tokenizer(text_file.read_text())["input_ids"][: N * T]).view(N, T)
 
 
-def matrix(results, measure_name, statistic):
-    rows = results.table[(results.table.measure == measure_name) & (results.table.statistic == statistic)]
-    return rows.pivot(index="layer", columns="other", values="value").to_numpy()
+@pytest.fixture(scope="module")
+def model(trained):
+    return tf.LlamaForCausalLM.from_pretrained(trained, dtype=torch.float64).eval()
+
+
+@pytest.fixture(scope="module")
+def results(trained, text_file):
+    return measure(trained, text_file, max_sequences=N, batch_size=4, **WHOLE)
+
+
+@pytest.fixture(scope="module")
+def taps(model, ids):
+    """The same states through hooks of our own."""
+    return oracle.taps(model, "model.layers", {"input_ids": ids}, middle="post_attention_layernorm")
+
+
+@pytest.fixture(scope="module")
+def logits(model, ids):
+    """[L+1, N, T, V] what stopping at each layer really predicts."""
+    found = oracle.exits(model, "model.layers", {"input_ids": ids})
+    with torch.no_grad():
+        np.testing.assert_allclose(found[-1], model(input_ids=ids).logits.numpy(), **EXACT)
+    return found
 
 
 @pytest.mark.parametrize(("suffix", "start"), [("", 0), (":no-first", 1)])
-def test_displacement_norms_and_cosines(llama, suffix, start):
-    results, states, *_ = llama
-    states = states[:, :, start:].reshape(len(states), -1, states.shape[-1])  # [L+1, tokens, D]
+def test_displacement_norms_and_similarity(results, taps, suffix, start):
+    states = taps[0][:, :, start:].reshape(4, -1, taps[0].shape[-1])  # [L+1, tokens, D]
     psi = oracle.psi(states[:-1], states[1:])
-    near = {"rtol": 0, "atol": 2**-13}
-    for statistic, of in (("mean", np.mean), ("std", np.std)):
-        found = results.values("displacement", statistic + suffix, "residual")
-        np.testing.assert_allclose(found, of(psi, axis=1), **EXACT)
-    for share in (5, 50, 95):
-        found = results.values("displacement", f"p{share:02d}" + suffix, "residual")
-        np.testing.assert_allclose(found, np.percentile(psi, share, axis=1), **near)
+    for statistic, expected, near in (
+        ("mean", psi.mean(1), EXACT),
+        ("std", psi.std(1), EXACT),
+        ("p50", np.median(psi, axis=1), {"rtol": 0, "atol": 2**-13}),
+    ):
+        np.testing.assert_allclose(results.values("displacement", statistic + suffix, "residual"), expected, **near)
     ratio = np.linalg.norm(states[:-1], axis=-1) / np.linalg.norm(states[1:] - states[:-1], axis=-1)
     np.testing.assert_allclose(results.values("norm_ratio", "mean" + suffix), ratio.mean(1), **EXACT)
     centred = states - states.mean(1, keepdims=True)
-    for statistic, x, tolerance in (("mean_raw", states, EXACT), ("mean", centred, SINGLE)):
-        expected = [[oracle.cosines(a, b).mean() for b in x] for a in x]
-        np.testing.assert_allclose(matrix(results, "cosine", statistic + suffix), expected, **tolerance)
-    for share in (25, 50, 75):
-        found = results.values("cosine", f"p{share}" + suffix, other=3)
-        expected = np.percentile(oracle.cosines(centred, centred[-1]), share, axis=1)
-        np.testing.assert_allclose(found, expected, **SINGLE)
-    for statistic, of in (("debiased", oracle.cka_debiased), ("biased", oracle.cka_biased)):
-        expected = [[of(a, b) for b in states] for a in states]
-        np.testing.assert_allclose(matrix(results, "cka", statistic + suffix), expected, **SINGLE)
+    table = results.table.set_index(["measure", "statistic"])
+    for key, of, x in (
+        (("cosine", "mean_raw"), lambda a, b: oracle.cosines(a, b).mean(), states),
+        (("cosine", "mean"), lambda a, b: oracle.cosines(a, b).mean(), centred),
+        (("cka", "debiased"), oracle.cka_debiased, states),
+        (("cka", "biased"), oracle.cka_biased, states),
+    ):
+        found = table.loc[[(key[0], key[1] + suffix)]].pivot(index="layer", columns="other", values="value")
+        np.testing.assert_allclose(found, [[of(a, b) for b in x] for a in x], **SINGLE)
 
 
-def test_jump_rate_and_the_normed_reading(llama):
-    results, states, _, model, _ = llama
+def test_jump_rate_and_the_normed_reading(results, taps, model):
+    states = taps[0]
     mean = oracle.psi(states[:-1], states[1:]).mean((1, 2))
     expected = {layer: oracle.jump(mean, layer) for layer in (2, 3)}
     assert results.values("jump_rate", "value").to_dict() == pytest.approx(expected, rel=1e-9)
@@ -84,13 +84,12 @@ def test_jump_rate_and_the_normed_reading(llama):
 
 
 @pytest.mark.parametrize("site", ["residual", "attention"])
-def test_coherence(llama, site):
-    results, states, inner, *_ = llama
+def test_coherence(results, taps, site):
+    states, inner = taps
     ends = states[1:] if site == "residual" else inner["middle"]
     for layer in (1, 2, 3):
         cells = oracle.coherence_cells(states[layer - 1], ends[layer - 1])
-        corrected = np.maximum(0, (N * cells - 1) / (N - 1))
-        expected = {"mean": cells.mean(), "mean_corrected": corrected.mean()}
+        expected = {"mean": cells.mean(), "mean_corrected": np.maximum(0, (N * cells - 1) / (N - 1)).mean()}
         expected["share_0.3_0.7"] = ((cells >= 0.3) & (cells <= 0.7)).mean()
         shares = np.histogram(np.minimum(cells, 1.0), bins=np.linspace(0, 1, 11))[0] / cells.size
         expected |= {f"bin_{i}": share for i, share in enumerate(shares)}
@@ -98,63 +97,45 @@ def test_coherence(llama, site):
             assert results.values("coherence", statistic, site)[layer] == pytest.approx(value, abs=1e-9), statistic
 
 
-def test_lens(llama):
-    results, _, _, model, ids = llama
-    logits = oracle.exits(model, "model.layers", {"input_ids": ids})[:, :, :-1]  # [L+1, N, T-1, V]
-    with torch.no_grad():
-        np.testing.assert_allclose(logits[-1], model(input_ids=ids).logits[:, :-1].numpy(), **EXACT)
-    targets, best = ids[:, 1:].numpy(), logits.argmax(-1)
+def test_lens(results, logits, ids):
+    targets, best = ids[:, 1:].numpy(), logits[:, :, :-1].argmax(-1)
     accuracy = (best == targets).mean((1, 2))
     assert accuracy[-1] > 0.3, "the model has learnt too little for this test to mean anything"
     np.testing.assert_allclose(results.values("lens_accuracy", "mean"), accuracy, **EXACT)
-    loss = -np.take_along_axis(oracle.log_softmax(logits), targets[None, ..., None], -1).mean((1, 2, 3))
+    chances = oracle.log_softmax(logits[:, :, :-1])
+    loss = -np.take_along_axis(chances, targets[None, ..., None], -1).mean((1, 2, 3))
     np.testing.assert_allclose(results.values("lens_loss", "mean"), loss, **SINGLE)
-
     settled = [next(n for n in (1, 2, 3) if len(set(column[n:])) == 1) for column in best.reshape(4, -1).T]
     counts = np.bincount(settled, minlength=4)[1:]
     assert results.values("saturation", "count").tolist() == counts.tolist()
-    np.testing.assert_allclose(results.values("saturation", "share"), counts / counts.sum())
     np.testing.assert_allclose(results.values("saturation", "cumulative"), counts.cumsum() / counts.sum())
-
     depths = results.table[results.table.measure == "effective_depth"].set_index("statistic").value
     assert depths["eps=0.05"] == next((n for n in (1, 2, 3) if accuracy[n] >= 0.95), 3)
     assert depths["relative_eps=0.05"] == next(n for n in (1, 2, 3) if accuracy[n] >= 0.95 * accuracy[3])
 
 
-def test_lens_grid_shows_what_stopping_at_each_layer_predicts(llama, tokenizer):
-    results, _, _, model, ids = llama
+def test_lens_grid_shows_what_stopping_at_each_layer_predicts(results, logits, ids, tokenizer):
     samples = results.meta["lens_grid"]["samples"]
     assert len(samples) == 3
-    logits = oracle.exits(model, "model.layers", {"input_ids": ids})
-    chances = np.exp(oracle.log_softmax(logits))
+    best, chances = logits.argmax(-1), np.exp(oracle.log_softmax(logits)).max(-1)  # [L+1, N, T]
     for index, sample in enumerate(samples):
         assert sample["tokens"] == [tokenizer.decode([i]) for i in ids[index].tolist()]
         assert sample["targets"] == [*sample["tokens"][1:], ""]
-        for layer in range(4):
-            best = logits[layer, index].argmax(-1)
-            assert [cell[0] for cell in sample["grid"][layer]] == [tokenizer.decode([i]) for i in best.tolist()]
-            shown = [cell[1] for cell in sample["grid"][layer]]
-            np.testing.assert_allclose(shown, chances[layer, index].max(-1), atol=5.1e-5)
-        best = logits[:, index].argmax(-1)
-        settled = [next(n for n in (1, 2, 3) if len(set(best[n:, t])) == 1) for t in range(T)]
+        tokens, shown = (np.array([[cell[part] for cell in row] for row in sample["grid"]]) for part in (0, 1))
+        assert tokens.tolist() == [[tokenizer.decode([i]) for i in row.tolist()] for row in best[:, index]]
+        np.testing.assert_allclose(shown.astype(float), chances[:, index], atol=5.1e-5)
+        settled = [next(n for n in (1, 2, 3) if len(set(best[n:, index, t])) == 1) for t in range(T)]
         assert sample["saturation"] == settled
 
 
-def test_mmd_between_two_models_and_to_itself(trained, checkpoint, text_file, tokenizer):
-    other, options = (
-        checkpoint("llama", 1),
-        {"max_sequences": 4, "sequence_length": T, "dtype": "float64", "order": "first"},
-    )
-    found = measure(trained, text_file, measures=["mmd"], reference=str(other), **options)
-    ids = {"input_ids": windows(tokenizer, text_file)[:4]}
-    mine, theirs = (
-        oracle.taps(tf.LlamaForCausalLM.from_pretrained(f, dtype=torch.float64).eval(), "model.layers", ids)[0]
-        for f in (trained, other)
-    )
-    expected = [oracle.mmd(a.reshape(4 * T, -1), b.reshape(4 * T, -1)) for a, b in zip(mine, theirs, strict=True)]
-    np.testing.assert_allclose(found.values("mmd", "value"), expected, rtol=1e-7)
-    itself = measure(trained, text_file, measures=["mmd"], reference=str(trained), **options)
-    np.testing.assert_allclose(itself.values("mmd", "value"), 0, atol=1e-12)
+def test_mmd_between_two_models_and_to_itself(trained, model, checkpoint, text_file, ids):
+    other = checkpoint("llama", 1)
+    models = model, tf.LlamaForCausalLM.from_pretrained(other, dtype=torch.float64).eval()
+    pairs = zip(*(oracle.taps(m, "model.layers", {"input_ids": ids[:4]})[0] for m in models), strict=True)
+    expected = [oracle.mmd(a.reshape(4 * T, -1), b.reshape(4 * T, -1)) for a, b in pairs]
+    for reference, values in ((other, expected), (trained, np.zeros(4))):
+        found = measure(trained, text_file, measures=["mmd"], reference=str(reference), max_sequences=4, **WHOLE)
+        np.testing.assert_allclose(found.values("mmd", "value"), values, rtol=1e-7, atol=1e-12)
 
 
 def test_text_classifier(checkpoint, ragged_tsv, ragged_texts, bert_tokenizer):
@@ -162,16 +143,14 @@ def test_text_classifier(checkpoint, ragged_tsv, ragged_texts, bert_tokenizer):
     results = measure(folder, ragged_tsv, sequence_length=64, batch_size=5, dtype="float64")
     model = tf.BertForSequenceClassification.from_pretrained(folder, dtype=torch.float64).eval()
     labels = np.array([label for _, label in ragged_texts])
-    states, logits = [], []
-    for text, _ in ragged_texts:  # one by one: no padding at all
-        inputs = bert_tokenizer(text, return_tensors="pt")
-        states.append(oracle.taps(model, "bert.encoder.layer", dict(inputs))[0][:, 0, 0])
-        logits.append(oracle.exits(model, "bert.encoder.layer", dict(inputs))[:, 0])
-    states, logits = np.stack(states, 1), np.stack(logits, 1)  # [L+1, samples, D or classes]
+    inputs = [dict(bert_tokenizer(text, return_tensors="pt")) for text, _ in ragged_texts]  # one by one: no padding
+    states = np.stack([oracle.taps(model, "bert.encoder.layer", each)[0][:, 0, 0] for each in inputs], 1)
+    logits = np.stack([oracle.exits(model, "bert.encoder.layer", each)[:, 0] for each in inputs], 1)
     psi = oracle.psi(states[:-1], states[1:])
     np.testing.assert_allclose(results.values("displacement", "mean"), psi.mean(1), **EXACT)
-    expected = [oracle.nc1(x, labels) for x in states[1:]]
-    np.testing.assert_allclose(results.values("nc1", "value")[1:], expected, **SINGLE)
+    np.testing.assert_allclose(
+        results.values("nc1", "value")[1:], [oracle.nc1(x, labels) for x in states[1:]], **SINGLE
+    )
     accuracy = (logits.argmax(-1) == labels).mean(1)
     np.testing.assert_allclose(results.values("lens_accuracy", "mean"), accuracy, **EXACT)
     loss = -np.take_along_axis(oracle.log_softmax(logits), labels[None, :, None], -1).mean((1, 2))

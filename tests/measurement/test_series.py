@@ -17,15 +17,14 @@ from fulldepth.measurement import MeasureSettings, measure, measure_into
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
 
-STEPS = (5, 20, 100)
+STEPS = [5, 20, 100]
 SETTINGS = MeasureSettings(max_sequences=4, sequence_length=12)
-FEW = ["--max-sequences", "4", "--sequence-length", "12"]
 
 
 @pytest.fixture(scope="module")
-def run_folder(tmp_path_factory, checkpoint):
+def trained_run(tmp_path_factory, checkpoint):
     """What the Trainer leaves: checkpoint-N, each with its tokenizer, and files of its own beside them."""
-    root = tmp_path_factory.mktemp("training")
+    root = tmp_path_factory.mktemp("training") / "run"
     torch.manual_seed(1)
     for step in STEPS:
         model = tf.LlamaForCausalLM.from_pretrained(checkpoint("llama"))
@@ -37,119 +36,115 @@ def run_folder(tmp_path_factory, checkpoint):
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(checkpoint("llama") / name, home)
         (home / "trainer_state.json").write_text("{}")
-    (root / "runs").mkdir()
     (root / "checkpoint-best").mkdir()
     return root
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, run_folder, text_file):
-    """The series, measured once; tests work on copies."""
+def finished(tmp_path_factory, trained_run, text_file):
+    """The series, measured once."""
     output = tmp_path_factory.mktemp("series") / "out"
-    measure_into(run_folder, str(text_file), output, SETTINGS)
+    measure_into(trained_run, str(text_file), output, SETTINGS)
     return output
 
 
 @pytest.fixture
+def run(trained_run, tmp_path):
+    """A copy of the run, to change."""
+    shutil.copytree(trained_run, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
 def output(finished, tmp_path):
+    """A copy of the finished results."""
     shutil.copytree(finished, tmp_path / "out")
     return tmp_path / "out"
+
+
+@pytest.fixture
+def measured(text_file):
+    """`measured(model, output, settings)`: the results, and the lines that were said."""
+
+    def into(model, output, settings=SETTINGS, **options):
+        said = []
+        options["watcher"] = Watcher(say=said.append)
+        return measure_into(model, str(text_file), output, settings, **options), said
+
+    return into
 
 
 def times(folder):
     return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
 
 
-def lines(run_folder, text_file, output, settings=SETTINGS, **options):
-    said = []
-    watcher = Watcher(say=said.append)
-    results = measure_into(run_folder, str(text_file), output, settings, watcher=watcher, **options)
-    return results, said
+def of(said, words):
+    return [line for line in said if words in line]
 
 
-def test_series_holds_every_checkpoint(finished, run_folder, text_file):
+def test_series_holds_every_checkpoint(finished, trained_run, text_file):
     results = Results.load(finished)
     assert results.is_series
-    assert list(dict.fromkeys(results.table["step"])) == list(STEPS)
-    assert pd.api.types.is_integer_dtype(results.table["step"])
-    assert [entry["step"] for entry in results.meta["steps"]] == list(STEPS)
+    assert list(dict.fromkeys(results.table["step"])) == [entry["step"] for entry in results.meta["steps"]] == STEPS
     for step, entry in zip(STEPS, results.meta["steps"], strict=True):
-        alone = measure(run_folder / f"checkpoint-{step}", text_file, max_sequences=4, sequence_length=12)
+        alone = measure(trained_run / f"checkpoint-{step}", text_file, max_sequences=4, sequence_length=12)
         rows = results.table[results.table.step == step].drop(columns="step").reset_index(drop=True)
         pd.testing.assert_frame_equal(rows, alone.table, check_dtype=False)
         assert entry["headline"] == alone.headline
         assert entry["lens_grid"] == json.loads(json.dumps(alone.meta["lens_grid"]))
         assert entry["model"]["name"].endswith(f"checkpoint-{step}")
-    assert results.headline == results.meta["steps"][-1]["headline"]
-    assert results.meta["steps"][0]["headline"] != results.headline
+    assert results.headline == results.meta["steps"][-1]["headline"] != results.meta["steps"][0]["headline"]
 
 
-def test_same_again_has_nothing_to_do(output, run_folder, text_file):
+def test_same_again_has_nothing_to_do_and_overwrite_does_everything(measured, output, trained_run):
     before = times(output)
-    _, said = lines(run_folder, text_file, output)
-    assert any("nothing to do" in line for line in said)
+    _, said = measured(trained_run, output, SETTINGS.model_copy(update={"batch_size": 1}))  # which changes no number
+    assert of(said, "nothing to do")
     assert times(output) == before
-    _, said = lines(run_folder, text_file, output, SETTINGS.model_copy(update={"batch_size": 1}))
-    assert any("nothing to do" in line for line in said), "the batch size changes no number"
-
-
-def test_goes_on_after_an_interruption(output, run_folder, text_file):
-    whole = Results.load(output)
-    for name in ("results.json", "results.parquet", "report.html"):
-        (output / name).unlink()
-    shutil.rmtree(output / "steps" / "checkpoint-20")
-    before = times(output)
-    results, said = lines(run_folder, text_file, output)
-    after = times(output)
-    assert {name for name in after if after[name] == before.get(name)} == set(before)
-    assert sum("measured already" in line for line in said) == 2
-    pd.testing.assert_frame_equal(results.table, whole.table, check_dtype=False)
-    assert results.influences is whole.influences is None  # one document
-    pd.testing.assert_frame_equal(Results.load(output).table, whole.table)
-
-
-def test_overwrite_measures_every_checkpoint_anew(output, run_folder, text_file):
-    before = times(output)
-    _, said = lines(run_folder, text_file, output, overwrite=True)
-    assert not any("measured already" in line for line in said)
+    _, said = measured(trained_run, output, overwrite=True)
+    assert not of(said, "measured already")
     after = times(output)
     assert before.keys() == after.keys()
     assert not {name for name in before if before[name] == after[name]}
 
 
+@pytest.mark.parametrize("damage", ["absent", "lost entry", "half a document", "no table"])
+def test_goes_on_after_an_interruption(measured, output, trained_run, damage):
+    whole, home = Results.load(output), output / "steps" / "checkpoint-20"
+    for name in ("results.json", "results.parquet", "report.html"):
+        (output / name).unlink()
+    document = (home / "results.json").read_text()
+    if damage == "absent":
+        shutil.rmtree(home)
+    elif damage == "no table":
+        (home / "results.parquet").unlink()
+    else:
+        lost = json.dumps(json.loads(document) | {"timings": "lost"})
+        (home / "results.json").write_text(lost if damage == "lost entry" else document[: len(document) // 2])
+    before = {name: time for name, time in times(output).items() if "checkpoint-20" not in name}
+    results, said = measured(trained_run, output)
+    assert before.items() <= times(output).items()
+    assert len(of(said, "measured already")) == 2
+    pd.testing.assert_frame_equal(results.table, whole.table, check_dtype=False)
+    pd.testing.assert_frame_equal(Results.load(output).table, whole.table)
+    assert Results.load(home).meta["complete"] is True
+
+
 @pytest.mark.parametrize("change", ["changed", "gone", "settings"])
-def test_a_series_whose_past_is_another_is_not_extended(output, run_folder, checkpoint, text_file, tmp_path, change):
-    run, settings = tmp_path / "run", SETTINGS
-    shutil.copytree(run_folder, run)
-    measure_into(run, str(text_file), tmp_path / "again", SETTINGS)
+def test_a_series_whose_past_is_another_is_not_extended(measured, run, checkpoint, tmp_path, change):
+    settings = SETTINGS.model_copy(update={"measures": ["displacement"]})
+    measured(run, tmp_path / "again", settings)
     shutil.copytree(run / "checkpoint-100", run / "checkpoint-200")
     if change == "changed":
         shutil.copy(checkpoint("llama", 1) / "model.safetensors", run / "checkpoint-20")
     elif change == "gone":
         shutil.rmtree(run / "checkpoint-20")
     else:
-        settings = SETTINGS.model_copy(update={"seed": 3})
+        settings = settings.model_copy(update={"seed": 3})
     before = times(tmp_path / "again")
     with pytest.raises(FulldepthError, match="another run"):
-        lines(run, text_file, tmp_path / "again", settings)
+        measured(run, tmp_path / "again", settings)
     assert times(tmp_path / "again") == before
-
-
-@pytest.mark.parametrize("damage", ["lost", "half", "no table"])
-def test_a_damaged_part_is_measured_anew(output, run_folder, text_file, damage):
-    whole = Results.load(output)
-    (output / "results.json").unlink()
-    home = output / "steps" / "checkpoint-20"
-    document = (home / "results.json").read_text()
-    if damage == "no table":
-        (home / "results.parquet").unlink()
-    else:
-        lost = json.dumps(json.loads(document) | {"timings": "lost"})
-        (home / "results.json").write_text(lost if damage == "lost" else document[: len(document) // 2])
-    _, said = lines(run_folder, text_file, output)
-    assert sum("measured already" in line for line in said) == 2
-    pd.testing.assert_frame_equal(Results.load(output).table, whole.table)
-    assert Results.load(home).meta["complete"] is True
 
 
 @pytest.mark.parametrize("state", ["{", "[]", '{"global_step": true}', '{"global_step": -1}', '{"global_step": 1.5}'])
@@ -166,28 +161,24 @@ def final_model(run, source, step=None):
         (run / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": [{"loss": math.nan}]}))
 
 
-def test_a_final_model_is_the_last_point_of_the_series(run_folder, checkpoint, text_file, tmp_path, main):
-    run, last = tmp_path / "run", checkpoint("llama", 1)
-    shutil.copytree(run_folder, run)
+def test_a_final_model_is_the_last_point_of_the_series(measured, run, checkpoint, text_file, tmp_path):
+    last = checkpoint("llama", 1)
     final_model(run, last, step=150)
-    results, said = lines(run, text_file, tmp_path / "out")
-    assert [entry["step"] for entry in results.meta["steps"]] == [5, 20, 100, 150]
+    results, _ = measured(run, tmp_path / "out")
+    assert [entry["step"] for entry in results.meta["steps"]] == [*STEPS, 150]
     alone = measure(last, text_file, max_sequences=4, sequence_length=12)
     rows = results.table[results.table.step == 150].drop(columns="step").reset_index(drop=True)
     pd.testing.assert_frame_equal(rows, alone.table, check_dtype=False)
     assert results.headline == alone.headline
     assert checkpoint_of(run) == str(run)
+    single, _ = measured(run, tmp_path / "single", series=False)
+    pd.testing.assert_frame_equal(single.table, alone.table, check_dtype=False)
 
-    outcome = main("measure", run, "--data", text_file, "--output", tmp_path / "single", *FEW, "--no-series")
-    assert outcome.code == 0, outcome.err
-    pd.testing.assert_frame_equal(Results.load(tmp_path / "single").table, alone.table, check_dtype=False)
-
-    shutil.move(run / "checkpoint-100", run / "checkpoint-200")  # training went on: another last model
-    shutil.copytree(run_folder / "checkpoint-100", run / "checkpoint-100")
-    final_model(run, run / "checkpoint-200", step=200)
-    results, said = lines(run, text_file, tmp_path / "out")
-    assert [entry["step"] for entry in results.meta["steps"]] == [5, 20, 100, 200]
-    assert sum("measured already" in line for line in said) == 3
+    shutil.copytree(run / "checkpoint-100", run / "checkpoint-200")  # training went on: another last model
+    final_model(run, checkpoint("llama"), step=250)
+    results, said = measured(run, tmp_path / "out")
+    assert [entry["step"] for entry in results.meta["steps"]] == [*STEPS, 200, 250]
+    assert len(of(said, "measured already")) == 3
 
 
 @pytest.mark.parametrize(
@@ -200,25 +191,21 @@ def test_a_final_model_is_the_last_point_of_the_series(run_folder, checkpoint, t
     ],
     ids=["the last checkpoint", "the best checkpoint", "step unknown", "another model of the last step"],
 )
-def test_a_final_model_that_is_no_point_of_its_own(run_folder, checkpoint, text_file, tmp_path, source, step, says):
-    run = tmp_path / "run"
-    shutil.copytree(run_folder, run)
+def test_a_final_model_that_is_no_point_of_its_own(measured, run, checkpoint, tmp_path, source, step, says):
     final_model(run, run / source if source else checkpoint("llama", 1), step)
-    settings = SETTINGS.model_copy(update={"measures": ["displacement"]})
-    results, said = lines(run, text_file, tmp_path / "out", settings)
-    assert [entry["step"] for entry in results.meta["steps"]] == list(STEPS)
-    about_it = [line for line in said if "at the root" in line]
+    results, said = measured(run, tmp_path / "out", SETTINGS.model_copy(update={"measures": ["displacement"]}))
+    assert [entry["step"] for entry in results.meta["steps"]] == STEPS
+    about_it = of(said, "at the root")
     assert len(about_it) == (says is not None)
     assert all(says in line and "--no-series" in line for line in about_it)
-    assert [line for line in results.meta["warnings"] if "at the root" in line] == about_it
+    assert of(results.meta["warnings"], "at the root") == about_it
 
 
-def test_results_inside_the_model_folder_are_not_part_of_the_model(checkpoint, run_folder, text_file, tmp_path):
+def test_results_inside_the_model_folder_are_not_part_of_the_model(measured, checkpoint, run, tmp_path):
     """`--output MODEL/depth` is a natural place; the results there must not make the next run another run."""
-    for source in (checkpoint("llama"), run_folder):
-        model = tmp_path / source.name
-        shutil.copytree(source, model)
-        first, _ = lines(model, text_file, model / "depth")
-        again, said = lines(model, text_file, model / "depth")
-        assert any("nothing to do" in line for line in said)
+    shutil.copytree(checkpoint("llama"), tmp_path / "model")
+    for model in (tmp_path / "model", run):
+        first, _ = measured(model, model / "depth")
+        again, said = measured(model, model / "depth")
+        assert of(said, "nothing to do")
         pd.testing.assert_frame_equal(first.table, again.table, check_dtype=False)

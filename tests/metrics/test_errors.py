@@ -24,7 +24,6 @@ from fulldepth.uncertainty import deal, error_of, leave_one_out
 RAGGED = (9, 4, 7, 9, 2, 6, 9, 3, 8, 5, 9, 2, 6, 7, 3, 9, 9, 4, 8, 6)
 DOCUMENTS = (3, 3, 3, 3, 8, 8, 1, 7, 7, 7, 7, 7, 2, 4, 4, 5, 6, 6, 9, 9)
 """Nine documents of one to five windows: the identities of the clusters of `RAGGED`."""
-FROM_SAMPLES = {"cosine", "cka", "mmd", "nc1", "separability"}
 
 
 def members(clusters, groups=32):
@@ -81,27 +80,26 @@ def lens(world):
     return right.numpy(), (losses * known).sum(-1).numpy(), known.sum(1).numpy()
 
 
-def any_split_of(world, measure):
-    """The rows of batches of unlike sizes, equal to those of a single batch and of another order of batches."""
-    whole = world.rows(measure, (20,))
-    order = torch.tensor(np.random.default_rng(0).permutation(20))
-    metric = measure(world.setup())
-    for observation in world.observations((3, 1, 9, 7), order=order, left=2):
-        metric.update(observation)
-    shuffled = {(row.site, row.layer, row.other, row.statistic): row for row in metric.rows()}
-    assert shuffled.keys() == whole.keys()
-    for key, row in whole.items():
-        assert shuffled[key].value == pytest.approx(row.value, rel=1e-6, abs=1e-7), key
-    return whole
+@pytest.fixture
+def any_split_of(same_rows):
+    """The errors of one batch, equal to those of batches of unlike sizes in another order."""
+
+    def check(world, measure):
+        whole = world.rows(measure, (20,))
+        order = np.random.default_rng(0).permutation(20)
+        same_rows(world.rows(measure, (3, 1, 9, 7), order=order, left=2), whole)
+        return errors(whole)
+
+    return check
 
 
-def test_displacement_and_jump_rate_against_loops(ragged):
+def test_displacement_and_jump_rate_against_loops(ragged, any_split_of):
     expected = {}
     for view in ("", ":no-first"):
         sums, counts = psi(ragged, view)
         for layer in range(1, ragged.layers + 1):
             expected[layer, "standard_error" + view] = of_ratio(DOCUMENTS, sums[:, layer - 1], counts)
-    assert errors(any_split_of(ragged, Displacement)) == pytest.approx(expected, rel=1e-4)
+    assert any_split_of(ragged, Displacement) == pytest.approx(expected, rel=1e-4)
     sums, counts = psi(ragged)
     rises = {layer: sums[:, layer - 1] - sums[:, layer - 2] for layer in range(2, ragged.layers + 1)}
     limit = {layer: scipy.stats.t(8).ppf(0.975) * of_ratio(DOCUMENTS, rises[layer], counts) for layer in rises}
@@ -111,17 +109,17 @@ def test_displacement_and_jump_rate_against_loops(ragged):
         for first in rises
     }
     assert min(rises[3].sum(), rises[2].sum()) < 0 < max(rates.values()), "a clamped difference is among them"
-    assert errors(any_split_of(ragged, JumpRate)) == pytest.approx(rates, rel=1e-4, abs=1e-6)
+    assert any_split_of(ragged, JumpRate) == pytest.approx(rates, rel=1e-4, abs=1e-6)
 
 
-def test_lens_measures_against_loops(ragged):
+def test_lens_measures_against_loops(ragged, any_split_of):
     right, losses, counts = lens(ragged)
     for measure, sums in ((LensAccuracy, right), (LensLoss, losses)):
         expected = {(n, "standard_error"): of_ratio(DOCUMENTS, sums[n], counts) for n in range(4)}
-        assert errors(any_split_of(ragged, measure)) == pytest.approx(expected, rel=1e-4)
+        assert any_split_of(ragged, measure) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("count", [3, 12, 20])
+@pytest.mark.parametrize("count", [3, 20])
 def test_coherence_against_loops(invented, count):
     world = invented(lengths=(9,) * count)
     states = world.states["residual"]
@@ -139,8 +137,6 @@ def test_coherence_against_loops(invented, count):
     assert errors(rows) == pytest.approx(expected, rel=1e-4)
     total = rows["residual", None, None, "mean_corrected_of_layers"].value
     assert total == pytest.approx(of_all(range(count)), abs=1e-5)
-    again = errors(world.rows(Coherence, (1,) * count))
-    assert again == pytest.approx(errors(rows), rel=1e-6, abs=1e-8)
 
 
 def test_fewer_than_three_clusters_have_no_error(invented):
@@ -152,37 +148,22 @@ def test_fewer_than_three_clusters_have_no_error(invented):
         assert not [key for key in rows if key[3].startswith(("low_", "high_"))], measure
 
 
-def filled(world):
-    """Every measure that reads one world."""
-    for name, measure in METRICS.items():
-        if name not in ("spectral_norm", "average_precision"):
-            metric = measure(world.setup())
-            for observation in world.observations((5, 15)):
-                metric.update(observation)
-            yield metric
-
-
-def value_of(statistic, statistics):
-    """The statistic whose error `statistic` is."""
-    if "standard_error_of_" in statistic:
-        return statistic.replace("standard_error_of_", "")
-    names = (statistic.replace("standard_error", name) for name in ("mean", "value"))
-    return next(name for name in names if name in statistics)
-
-
 def test_every_error_of_a_table_is_that_of_its_influences(invented):
     world = invented(lengths=(9,) * 20).replace(options={"clusters": DOCUMENTS})
     stated = set()
-    for metric in filled(world):
+    for name in METRICS.keys() - {"spectral_norm", "average_precision", "cka"}:
+        metric = METRICS[name](world.setup())
+        for observation in world.observations((5, 15)):
+            metric.update(observation)
         rows = {row[:5]: row.value for row in metric.rows()}
         influences = {influence[:5]: influence.values for influence in metric.influences()}
-        assert influences.keys() <= rows.keys(), metric.name
-        statistics = {key[4] for key in rows}
+        assert influences.keys() <= rows.keys(), name
         for (*place, statistic), value in rows.items():
-            if statistic.startswith("standard_error") and metric.name != "cka":
-                number = (*place, value_of(statistic, statistics))
-                assert value == pytest.approx(float(error_of(influences[number])), rel=1e-9, abs=1e-15), number
-                stated.add(metric.name)
+            if statistic.startswith("standard_error"):
+                of = statistic.removeprefix("standard_error_of_")
+                of = of.replace("standard_error", "value" if name == "jump_rate" else "mean")
+                assert value == pytest.approx(float(error_of(influences[*place, of])), rel=1e-9, abs=1e-15)
+                stated.add(name)
     assert stated >= {"displacement", "jump_rate", "coherence", "lens_accuracy", "lens_loss", "renyi_entropy"}
 
 

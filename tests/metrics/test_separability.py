@@ -24,8 +24,7 @@ def words(generator, per_word, width, distance):
     return centres[labels] + torch.randn(len(labels), width, generator=generator), labels
 
 
-@pytest.mark.parametrize("distance", [0.3, 0.8])
-@pytest.mark.parametrize(("folds", "seed"), [(5, 0), (3, 7)])
+@pytest.mark.parametrize(("distance", "folds", "seed"), [(0.3, 5, 0), (0.8, 3, 7)])
 def test_against_scikit_learn(distance, folds, seed, generator):
     features, labels = words(generator, 60, 6, distance)
     got = separability(features, labels, folds=folds, seed=seed)

@@ -161,7 +161,7 @@ def test_the_generation_configuration_applies_to_drafts_too(settings):
         ({"max_new_tokens": 99}, "99 new ones"),
         ({"input_ids": torch.ones(1, 80, dtype=torch.long)}, "80 tokens"),
         ({"input_ids": torch.ones(1, 0, dtype=torch.long)}, "input_ids"),
-        ({"input_ids": "some text"}, "input_ids"),
+        ({"input_ids": "some text"}, "tokenizer"),
         ({"input_ids": torch.ones(1, 4)}, "input_ids"),
         ({"attention_mask": torch.tensor([[1] * 8 + [0]])}, "attention_mask"),
     ],
