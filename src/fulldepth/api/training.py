@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fulldepth import reporting, training
+from fulldepth import training
 from fulldepth.api.running import nested, watching
 from fulldepth.progress import Watcher
-from fulldepth.results import Results
+from fulldepth.results import Results, write_page
 from fulldepth.settings import layer, read
 from fulldepth.training import TrainSettings
 
@@ -50,7 +50,7 @@ def train(
     name = Path(recipe).stem if isinstance(recipe, str | Path) else "settings"
     with watching(progress, watcher) as shown:
         return training.train(
-            resolved, output, resume=resume, recipe=name, watcher=shown, after_evaluation=reporting.write
+            resolved, output, resume=resume, recipe=name, watcher=shown, after_evaluation=write_page
         )
 
 

@@ -69,8 +69,7 @@ def train_command(
         settings = merge(settings, {"data": {"skip_bad": True}})
     resolved = layer(TrainSettings, settings)  # before torch is imported
     console.loading()
-    from fulldepth import reporting
-    from fulldepth.results import PAGE
+    from fulldepth.results import PAGE, write_page
     from fulldepth.training import dry_run_lines, train
 
     if output is None or dry_run:
@@ -83,7 +82,7 @@ def train_command(
             resume=resume,
             recipe=Path(recipe).stem,
             watcher=watcher,
-            after_evaluation=reporting.write,
+            after_evaluation=write_page,
         )
     if console.is_main():
         console.finish(results, output / PAGE)
