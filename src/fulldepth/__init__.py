@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fulldepth import pages
-
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -41,7 +39,6 @@ _ROOMS = (
     "evaluation",
     "execution",
     "exit",
-    "figures",
     "hf",
     "losses",
     "measurement",
@@ -68,6 +65,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-pages.connect(lambda results: __getattr__("reporting").render(results))

@@ -7,13 +7,11 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from fulldepth import reporting
 from fulldepth.errors import FulldepthError
 from fulldepth.files import locked
 from fulldepth.measurement import MeasureSettings, measure_into
 from fulldepth.progress import Watcher
-from fulldepth.reporting import Chapter
-from fulldepth.results import DOCUMENT, Results
+from fulldepth.results import DOCUMENT, Chapter, Results, write_index
 from fulldepth.settings import layer
 from fulldepth.settings.keywords import with_progress
 from fulldepth.skip import Plan, SearchSettings, bench, export, search_into
@@ -92,7 +90,7 @@ def demo(
                 "bench", "What removal saves", f"fulldepth skip bench {name} model/{_options(timed)} --output bench/"
             ),
         ]
-        reporting.write_index(folder, chapters, title=NAME if PACKAGE in name else Path(name).name)
+        write_index(folder, chapters, title=NAME if PACKAGE in name else Path(name).name)
     return parts
 
 

@@ -21,8 +21,8 @@ from fulldepth.reporting.together import names, together
 from fulldepth.results import Results
 from fulldepth.skip.assessment.bench import bench
 from fulldepth.skip.assessment.curve import curve
+from fulldepth.skip.assessment.outcome import analyse
 from fulldepth.skip.exports.export import export
-from fulldepth.skip.selection.outcome import analyse
 from fulldepth.skip.selection.search import search
 from skip.word_tokenizer import tokenizer, words
 from tiny_models import build

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fulldepth import reporting
+from fulldepth.results import write_together
 
 
 def report(
@@ -31,4 +31,4 @@ def report(
             results, is held by another process, or cannot be written.
     """
     chosen = [folders] if isinstance(folders, str | Path) else folders
-    return reporting.write_together(chosen, output, overwrite=overwrite)
+    return write_together(chosen, output, overwrite=overwrite)

@@ -54,9 +54,9 @@ def report_command(
 
     Example: `fulldepth report out/ curve/ bench/ --output page/`
     """
-    from fulldepth import reporting
+    from fulldepth.results import write_together
 
-    typer.echo(f"Page: {reporting.write_together(folders, output, overwrite=overwrite)}")
+    typer.echo(f"Page: {write_together(folders, output, overwrite=overwrite)}")
 
 
 @command(app, "demo", headline=True, resumes=True)

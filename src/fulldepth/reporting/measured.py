@@ -1,13 +1,16 @@
-"""Pages of measurements and comparisons: title, findings, model and data, tables."""
+"""Measurements and comparisons on a page: findings, model and data, tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from pathlib import PurePosixPath
 from typing import Any
 
-from fulldepth.figures.record import Source
-from fulldepth.reporting.findings import HEADLINES, Shown, with_cards
+import yaml
+
 from fulldepth.reporting.phrases import (
     data_line,
     dotted,
@@ -22,6 +25,7 @@ from fulldepth.reporting.phrases import (
     stated,
     visible,
 )
+from fulldepth.reporting.source import Source
 from fulldepth.reporting.tables import Table
 
 Meta = Mapping[str, Any]
@@ -29,6 +33,64 @@ Pairs = list[tuple[str, str]]
 """(name, text) pairs; a text is empty if the document does not state it."""
 STEPS = {"load": "loading", "forward": "forward passes", "total": "in all"}
 """Timing -> what took the time."""
+WITHOUT_CARD = ("cosine_cka_order", "score ", "earliest_exit ")
+"""Beginnings of the names of findings without a card; of tasks, a table has the numbers."""
+
+
+@cache
+def texts() -> dict[str, Any]:
+    """The content of `page.yaml`."""
+    found: dict[str, Any] = yaml.safe_load(files("fulldepth.reporting").joinpath("page.yaml").read_text("utf-8"))
+    return found
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A finding as a page shows it."""
+
+    entry: Meta
+    card: tuple[str, str, str, str] | None = None
+    """Name, symbol, digits and unit on its card; None if it has no card."""
+    later: bool = False
+    """Whether its sentence is folded, after the opening sentences."""
+    prefix: str = ""
+    """Subject of the sentence if the page shows several."""
+
+
+def findings(entry: Meta, source: Source) -> list[Shown]:
+    """The findings of a measurement, a run, or a step, in the order of the cards; unknown names come last."""
+    model = entry.get("model") or source.meta.get("model") or {}
+    stacks = {str(stack["name"]): stack.get("num_layers") for stack in source.meta.get("stacks") or []}
+    headline, known = entry.get("headline") or {}, texts()["headlines"]
+    shown = []
+    for name in dict.fromkeys([*(name for name in known if name in headline), *headline]):
+        depth = stacks.get(name.partition(":")[0], model.get("num_layers"))
+        card = None if name.startswith(WITHOUT_CARD) else (*_titled(name), *figure_of(headline[name], depth))
+        shown.append(Shown(headline[name], card))
+    return shown
+
+
+def _titled(name: str) -> tuple[str, str]:
+    """Title and symbol of a card.
+
+    `NAME_OTHER` is the number `NAME` of something else, such as a rule, and `STACK:NAME` that of one stack.
+    """
+    headlines = texts()["headlines"]
+    stack, _, own = name.rpartition(":")
+    if own in headlines:
+        title, symbol = headlines[own]
+        return (f"{short(stack, 30).capitalize()}: {title[0].lower()}{title[1:]}" if stack else title), symbol
+    base = next((known for known in headlines if name.startswith(f"{known}_")), None)
+    if base is None:
+        return short(name, 60).replace("_", " "), ""
+    return headlines[base][0], short(name.removeprefix(f"{base}_"), 60)
+
+
+def sentences(shown: Sequence[Shown]) -> tuple[list[str], list[str]]:
+    """The opening sentences and the folded ones; none is folded if all are marked as later."""
+    told = [(one.later, one.prefix + short(one.entry["sentence"], 600)) for one in shown if one.entry.get("sentence")]
+    first = [text for later, text in told if not later] or [text for _, text in told]
+    return first, [text for _, text in told if text not in first]
 
 
 def title(meta: Meta) -> str:
@@ -43,30 +105,23 @@ def title(meta: Meta) -> str:
     return short(name, 160)
 
 
-def byline(meta: Meta, verb: str = "measured") -> str:
+def byline(source: Source, verb: str = "measured") -> str:
     """The model and its data in one line."""
-    data = (meta.get("data") or {}).get("name")
-    return model_line(meta.get("model") or {}) + (f" · {verb} on {short(data, 100)}" if data else "")
+    data = (source.meta.get("data") or {}).get("name")
+    return model_line(source.meta.get("model") or {}) + (f" · {verb} on {short(data, 100)}" if data else "")
 
 
-def compared(meta: Meta, subjects: str, at_step: str = "") -> str:
+def compared(source: Source, subjects: str = "models", at_step: str = "") -> str:
     """How many `subjects` are compared, and how their layers are aligned."""
-    count = len(meta.get("models") or [])
-    depth = "by relative depth" if meta.get("depth") == "relative" else "layer by layer"
+    count = len(source.meta.get("models") or [])
+    depth = "by relative depth" if source.meta.get("depth") == "relative" else "layer by layer"
     return f"{count} {subjects}, compared {at_step}{depth}" if count else ""
-
-
-def findings(entry: Meta, source: Source) -> list[Shown]:
-    """The findings of a measurement, a run, or a step."""
-    model = entry.get("model") or source.meta.get("model") or {}
-    stacks = {str(stack["name"]): stack.get("num_layers") for stack in source.meta.get("stacks") or []}
-    return with_cards(entry.get("headline") or {}, model.get("num_layers"), stacks)
 
 
 def differences(entry: Meta, _: Source) -> list[Shown]:
     """The findings of a comparison; sentences on numbers that the table of models shows are marked as later."""
-    headline = entry.get("headline") or {}
-    return [Shown(finding, later=name.split(":")[0] in HEADLINES) for name, finding in headline.items()]
+    headline = (entry.get("headline") or {}).items()
+    return [Shown(finding, later=name.split(":")[0] in texts()["headlines"]) for name, finding in headline]
 
 
 def labelled(entry: Meta) -> str:
@@ -78,31 +133,34 @@ def labelled(entry: Meta) -> str:
 def side_by_side(source: Source) -> Table | None:
     """The findings of several models as a table: one column per model, the baseline marked."""
 
-    def number(entry: Meta, name: str) -> str:
+    def cell(entry: Meta, name: str) -> str:
         finding = (entry.get("headline") or {}).get(name, {})
         digits, unit = figure_of(finding, (entry.get("model") or {}).get("num_layers"))
         return " ".join(filter(None, (digits, plus_minus(finding), unit)))
 
     models = source.meta.get("models") or []
-    names = [name for name in HEADLINES if any(name in (entry.get("headline") or {}) for entry in models)]
-    rows = [[HEADLINES[name][0], *(number(entry, name) for entry in models)] for name in names]
+    rows = [
+        [title, *(cell(entry, name) for entry in models)]
+        for name, (title, _) in texts()["headlines"].items()
+        if any(name in (entry.get("headline") or {}) for entry in models)
+    ]
     return Table("Models side by side", [labelled(entry) for entry in models], rows) if rows else None
 
 
-def about(meta: Meta) -> Pairs:
+def about(source: Source) -> Pairs:
     """Pairs on the model, the data, the tokens and the run."""
-    return [*_subject(meta), *run(meta)]
+    return [*_subject(source.meta), *run(source.meta)]
 
 
-def about_models(meta: Meta) -> Pairs:
+def about_models(source: Source) -> Pairs:
     """As `about` for several models; a text is given once if it is the same for all."""
-    subjects = [(short(entry.get("label", "?"), 60), dict(_subject(entry))) for entry in meta.get("models") or []]
+    models = source.meta.get("models") or []
+    subjects = [(short(entry.get("label", "?"), 60), dict(_subject(entry))) for entry in models]
     pairs: Pairs = []
     for key in subjects[0][1] if subjects else ():
-        texts = {subject[key] for _, subject in subjects}
         several = [(f"{key} of {name}", subject[key]) for name, subject in subjects]
-        pairs += [(key, texts.pop())] if len(texts) == 1 else several
-    return [*pairs, *run(meta)]
+        pairs += [(key, several[0][1])] if len({text for _, text in several}) == 1 else several
+    return [*pairs, *run(source.meta)]
 
 
 def _subject(meta: Meta) -> Pairs:
@@ -136,18 +194,18 @@ def run(meta: Meta, written: str = "Measured") -> Pairs:
 
 def warnings(meta: Meta) -> list[str]:
     """The document's warnings, then those of each model under its label."""
-    texts = [short(text, 600) for text in meta.get("warnings") or []]
+    found = [short(text, 600) for text in meta.get("warnings") or []]
     if meta.get("complete") is False:
-        texts.insert(0, "The run that wrote these results did not finish; what is here is complete in itself.")
+        found.insert(0, "The run was interrupted; the numbers are of the part that finished.")
     for entry in meta.get("models") or []:
         label = short(entry.get("label", "?"), 60)
-        texts += [f"{label}: {short(text, 600)}" for text in entry.get("warnings") or []]
-    return texts
+        found += [f"{label}: {short(text, 600)}" for text in entry.get("warnings") or []]
+    return found
 
 
-def left_out(meta: Meta) -> list[list[str]]:
-    """[measure, reason] of every measure that was left out."""
-    return [[short(e.get("measure", "?"), 60), short(e.get("reason", ""), 600)] for e in meta.get("left_out") or []]
+def left_out(meta: Meta) -> list[tuple[str, str]]:
+    """(measure, reason) of every measure that was left out."""
+    return [(short(e.get("measure", "?"), 60), short(e.get("reason", ""), 600)) for e in meta.get("left_out") or []]
 
 
 def routers(source: Source) -> dict[str, list[Table]]:

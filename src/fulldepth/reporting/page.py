@@ -1,74 +1,280 @@
-"""Assembles templates, style, scripts and data into files: the page of results, and the index of several pages."""
+"""Fills the template of the page with a table and its document: texts, tables, figures, and the data of the lens grid."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from html import escape
+from html import unescape
 from importlib.resources import files
-from pathlib import Path
-from string import Template
-from typing import Any, NamedTuple
+from typing import Any
 
-from fulldepth.figures.record import VERBS, Source
-from fulldepth.figures.style import DARK, INK, PAPER, SEQUENTIAL
-from fulldepth.reporting.kinds import PAGES, kind_of
-from fulldepth.reporting.sections import methods
-from fulldepth.results import PAGE, Results
+import jinja2
+import pandas as pd
+import plotly.graph_objects as go
+from markupsafe import Markup
 
-SCRIPTS = ("core.js", "strip.js", "profile.js", "plots.js", "lens.js", "page.js")
-"""Scripts in order of dependency; they share one scope."""
+from fulldepth.reporting import evaluation, exits, figures, measured, skip, story, training
+from fulldepth.reporting.measured import Meta, Pairs, Shown, texts
+from fulldepth.reporting.notes import Note
+from fulldepth.reporting.phrases import plus_minus, short, visible
+from fulldepth.reporting.source import (
+    COMPARISON,
+    EVALUATION,
+    EVALUATIONS,
+    EXIT,
+    EXITS,
+    GENERATION,
+    SERIES,
+    SINGLE,
+    SKIP,
+    TRAINING,
+    TRAININGS,
+    VERBS,
+    Source,
+)
+from fulldepth.reporting.style import DARK, INK, PAPER, SEQUENTIAL, TEMPLATE
+from fulldepth.reporting.tables import Table
 
-
-class Chapter(NamedTuple):
-    """A result folder on the index page."""
-
-    folder: str
-    """Path relative to the index."""
-    title: str
-    command: str
-    """Command that produces such a result."""
-
-
-def assemble(document: dict[str, Any]) -> str:
-    """The whole page."""
-    return Template(_part("page.html")).substitute(
-        style=palette() + _part("style.css"),
-        plotly=plotly(),
-        data=embed(document),
-        script="\n".join(_part(name) for name in SCRIPTS),
-        methods=methods(VERBS.get(document["kind"], document["kind"]), document["measures"]),
-    )
+TOKEN_LIMIT = 40
+"""Maximum number of characters of a token of the lens grid."""
 
 
-def render_index(folder: Path, chapters: Sequence[Chapter], title: str) -> str:
-    """The page that links the pages of the result folders below `folder`, with what they say first.
+@dataclass(frozen=True)
+class Content:
+    """What a kind of page says around its figures; `Source` is its table and document."""
 
-    Raises:
-        FulldepthError: if a folder holds no readable results.
+    byline: Callable[[Source], str] = measured.byline
+    """One line under the title."""
+    about: Callable[[Source], Pairs] = measured.about
+    """(name, text) pairs on the model, the data and the run; an empty text is not shown."""
+    findings: Callable[[Meta, Source], Sequence[Shown]] = measured.findings
+    """The findings of the document or of the entry of one step."""
+    story: Callable[[Source], dict[str, Any] | None] = lambda _: None
+    """The opening paragraph: `sentences`, and the command to run `next` with the reason `why`; None without one."""
+    models: Callable[[Source], Table | None] = lambda _: None
+    """Table of several models side by side."""
+    tables: Callable[[Source], Mapping[str, Sequence[Any]]] = lambda _: {}
+    """Id of a section -> tables, block maps and texts before its figures."""
+    title: Callable[[Source], str] = lambda source: measured.title(source.meta)
+    warnings: Callable[[Source], list[str]] = lambda source: measured.warnings(source.meta)
+
+
+_measurement = Content(story=story.opening, tables=measured.routers)
+_comparison = Content(measured.compared, measured.about_models, measured.differences, models=measured.side_by_side)
+CONTENTS = {
+    SINGLE: _measurement,
+    SERIES: _measurement,
+    COMPARISON: _comparison,
+    TRAINING: Content(lambda source: measured.byline(source, "trained"), training.about, tables=training.tables),
+    TRAININGS: Content(
+        training.byline_of_runs, training.about_runs, training.differences, models=training.side_by_side,
+        tables=training.tables_of_runs,
+    ),
+    SKIP: Content(
+        skip.byline, skip.about, skip.findings, skip.story, skip.side_by_side, skip.tables,
+        lambda source: measured.title({"model": skip.model(source)}), skip.warnings,
+    ),
+    EXIT: Content(lambda source: measured.byline(source, "judged"), exits.about, story=exits.story, tables=exits.tables),
+    EXITS: Content(
+        measured.compared, measured.about_models, measured.differences, models=measured.side_by_side,
+        tables=exits.tables_of_models,
+    ),
+    GENERATION: Content(about=exits.about, story=exits.story, tables=exits.tables_of_generation),
+    EVALUATION: Content(evaluation.byline, evaluation.about, story=evaluation.story, tables=evaluation.tables),
+    EVALUATIONS: Content(
+        measured.compared, measured.about_models, measured.differences, models=evaluation.side_by_side
+    ),
+}  # fmt: skip
+"""Kind of results -> what their page says."""
+
+
+def payload(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """What the template shows; `where` states where the rows are on disk, if not beside the page.
+
+    Of a series, verdict, lens grids and figures are those of the last checkpoint, beside curves over training.
     """
-    sections = []
-    for chapter in chapters:
-        results = Results.load(folder / chapter.folder)
-        source = Source(results.table, results.meta)
-        story = PAGES[kind_of(source)].opening(source)
-        told = [str(finding["sentence"]) for finding in results.headline.values() if finding.get("sentence")]
-        first = f"<p><strong>{escape(' '.join(story['sentences']))}</strong></p>" if story else ""
-        items = "\n".join(f"<li>{escape(sentence)}</li>" for sentence in told)
-        sections.append(
-            f'<section><h2><a href="{escape(chapter.folder)}/{PAGE}">{escape(chapter.title)}</a></h2>\n{first}'
-            f'<ul>\n{items}\n</ul>\n<p class="command"><code>{escape(chapter.command)}</code></p></section>'
-        )
-    return Template(_part("index.html")).substitute(
-        style=palette() + _part("style.css"), title=escape(title), chapters="\n".join(sections)
-    )
+    source = now = Source(table, meta)
+    kind = str(meta.get("kind")) if meta.get("kind") in VERBS else source.kind
+    content, about = CONTENTS[source.kind], texts()["kinds"][kind]
+    entry, left_out = meta, measured.left_out(meta)
+    if source.kind == SERIES:
+        step = max(source.steps)
+        entry = {"step": step, **next((one for one in meta.get("steps") or [] if int(one["step"]) == step), {})}
+        now = Source(source.steps[step], {**meta, "model": entry.get("model") or meta.get("model")})
+        left_out += measured.left_out(entry)
+    found, told = content.findings(entry, source), content.story(now)
+    first, more = measured.sentences(found)
+    strips = story.by_stack(now.table, now.meta) if source.kind in (SINGLE, SERIES) else {}
+    drawn = figures.build(table, meta)
+    words: dict[str, int] = {}
+    grids = [
+        {"label": short(model.get("label", "?"), 60), "samples": pack(model.get("lens_grid"), words)}
+        for model in entry.get("models") or [entry]
+    ]
+    return {
+        "kind": kind,
+        "kind_name": about["name"],
+        "title": content.title(source),
+        "byline": content.byline(source),
+        "step": entry.get("step"),
+        "story": told,
+        "profiles": [
+            {"stack": stack, **strip} for stack, facts in strips.items() if (strip := story.profile(facts))
+        ],
+        "cards": [
+            dict(zip(("name", "symbol", "digits", "unit", "error"), (*one.card, plus_minus(one.entry)), strict=True))
+            for one in found
+            if one.card
+        ],
+        "models": content.models(source),
+        "sentences": [] if told else first,
+        "more_sentences": [*first, *more] if told else more,
+        "warnings": content.warnings(source),
+        "left_out": list(dict.fromkeys(left_out)),
+        "about_title": about.get("about", "What was measured"),
+        "about": [(what, text) for what, text in content.about(source) if text],
+        "sections": arrange(drawn, source.kind, about, content.tables(source)),
+        "figures": {name: packed(figure) for name, figure in drawn.items()},
+        "lens": [grid for grid in grids if grid["samples"]],
+        "lens_intro": texts()["lens"]["intro"],
+        "words": list(words),
+        "intro": texts()["intros"][about["sections"]],
+        "notes": notes(source, about["sections"]),
+        "where": where or "The file results.parquet beside this page holds all rows.",
+    }  # fmt: skip
+
+
+def arrange(
+    names: Iterable[str], kind: str, about: Mapping[str, Any], tables: Mapping[str, Sequence[Any]]
+) -> list[dict[str, Any]]:
+    """Sections with their slots; a slot is a figure with all its variants. Secondary slots are folded.
+
+    Curves over steps whose section is not on the page get a section of their own, and so do figures without a record.
+
+    Args:
+        names: of the figures.
+        kind: of the results, see `Source.kind`.
+        about: the entry of the kind of page in `page.yaml`.
+        tables: id of a section -> tables before its figures; empty ones are left out.
+    """
+    records = {record.name: record for record, _ in figures.records(kind)}
+    every = [*texts()["sections"][about["sections"]], *({**one, "after": True} for one in texts()["after"])]
+    placed: dict[str, dict[str, list[str]]] = {section["id"]: {} for section in every}
+    for name in names:
+        base = name.partition(":")[0]
+        home = records[base].section if base in records else ""
+        if home not in placed:
+            home = "training" if base.startswith("steps_") else "further"
+        placed[home].setdefault(base, []).append(name)
+    arranged = []
+    for section in every:
+        slots = placed[section["id"]]
+        shown = [one for one in tables.get(section["id"], []) if not isinstance(one, Table) or one.rows]
+        if slots or shown:
+            folded = [slot for base, slot in slots.items() if base in records and records[base].secondary]
+            primary = [slot for slot in slots.values() if slot not in folded]
+            first = section["id"] == about.get("first")
+            parts = {"slots": primary, "folded": folded, "tables": shown, "first": first}
+            arranged.append({"intro": "", "after": False, **section, **parts})
+    return arranged
+
+
+def notes(source: Source, sections: str) -> list[Note]:
+    """The notes on how to read the figures of these results: those on one of its measures, or that name none."""
+    measures = {str(name) for name in source.table["measure"].unique()}
+    general = [Note.read(texts()["standard_errors"])] if sections in ("models", "training") else []
+    every = [*general, *(note for record, _ in figures.records(source.kind) for note in record.notes)]
+    return [note for note in dict.fromkeys(every) if not note.measures or measures & {*note.measures}]
+
+
+def pack(grid: Mapping[str, Any] | None, words: dict[str, int]) -> list[dict[str, Any]]:
+    """The samples of a lens grid for the page; distinct tokens are added to `words`.
+
+    Each sample has `title`, `tokens` and `targets` (indices of words), `saturation` (layers; null if unknown), and by
+    layer 0..L the rows `top` (indices) and `probability` (thousandths; null where unknown).
+    """
+
+    def index(token: object) -> int:
+        raw = "" if token is None else str(token)
+        shown = visible(raw if len(raw) <= TOKEN_LIMIT else raw[: TOKEN_LIMIT - 1] + "…")
+        return words.setdefault(shown, len(words))
+
+    return [
+        {
+            "title": short(sample.get("title") or f"Sample {number}", 80),
+            "tokens": [index(token) for token in sample["tokens"]],
+            "targets": [index(token) for token in sample["targets"]],
+            "saturation": list(sample["saturation"]),
+            "top": [[index(token) for token, _ in row] for row in sample["grid"]],
+            "probability": [
+                [None if value is None else round(1000 * min(max(value, 0.0), 1.0)) for _, value in row]
+                for row in sample["grid"]
+            ],
+        }
+        for number, sample in enumerate((grid or {}).get("samples") or [], start=1)
+    ]
+
+
+def packed(drawn: go.Figure) -> dict[str, Any]:
+    """`data`, `layout` and `about` (title, subtitle, alt, variant, beside) of a figure, without the shared layout."""
+    raw = drawn.to_plotly_json()
+    layout = {key: value for key, value in raw["layout"].items() if key not in ("template", "title", "meta")}
+    about = {name: plain(text) if isinstance(text, str) else text for name, text in raw["layout"]["meta"].items()}
+    return {"data": compact(list(raw["data"])), "layout": compact(layout), "about": about}
+
+
+def plain(label: str) -> str:
+    """A label that was made safe for plotly, as text."""
+    return unescape(label.replace("<br>", " "))
+
+
+def compact(value: Any) -> Any:
+    """The value as JSON: floats to six significant digits, NaN as null."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): compact(part) for key, part in value.items()}
+    return [compact(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def render(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> str:
+    """The page as one HTML document with style, script, plotly.js and data embedded; it makes no requests.
+
+    Markup in names of models or tokens is shown literally.
+
+    Args:
+        table: the rows.
+        meta: their document.
+        where: a sentence on where the rows are stored, if not in a file beside the page.
+    """
+    page = payload(table, meta, where)
+    data = {name: page[name] for name in ("figures", "lens", "words", "where")}
+    data |= {"template": compact(TEMPLATE.to_plotly_json()), "dark": DARK}
+    return _environment().get_template("page.html").render(page, data=embed(data), plotly=plotly())
+
+
+def index(title: str, chapters: Iterable[Mapping[str, Any]]) -> str:
+    """A page that links pages: `chapters` have `href`, `title`, `table`, `meta`, and the `command` that made them."""
+    told = [{**one, "story": CONTENTS[Source(one["table"], one["meta"]).kind].story(Source(one["table"], one["meta"]))} for one in chapters]  # fmt: skip
+    return _environment().get_template("index.html").render(title=title, chapters=told)
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    loader = jinja2.PackageLoader("fulldepth.reporting", "parts")
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.globals |= {"palette": Markup(palette()), "part": lambda name: Markup(loader.get_source(environment, name)[0])}
+    environment.tests["table"] = lambda one: isinstance(one, Table)
+    return environment
 
 
 @cache
 def plotly() -> str:
-    """plotly.js with the cartesian trace types, gzip-compressed, as base64; the page unpacks it (`plots.js`).
+    """plotly.js with the cartesian trace types, gzip-compressed, as base64; the page unpacks it.
 
     The bundle is the file `plotly-cartesian.min.js` of the npm package `plotly.js-cartesian-dist-min` (MIT licence,
     beside it), compressed. It is a third of the full bundle that the Python package of plotly carries.
@@ -86,17 +292,11 @@ def embed(document: Any) -> str:
 def palette() -> str:
     """The heat maps' colours as CSS variables `--ramp-0..10`, with readable text colours `--on-0..10`."""
 
-    def variables(dark: dict[str, str], pale: int) -> str:
-        texts = [INK] * pale + [PAPER] * (len(SEQUENTIAL) - pale)  # whichever has more contrast with its shade
-        pairs = enumerate(zip(SEQUENTIAL, texts, strict=True))
+    def variables(dark: Mapping[str, str], pale: int) -> str:
+        inks = [INK] * pale + [PAPER] * (len(SEQUENTIAL) - pale)  # whichever has more contrast with its shade
         return "".join(
-            f"--ramp-{at}:{dark.get(shade, shade)};--on-{at}:{dark.get(text, text)};" for at, (shade, text) in pairs
+            f"--ramp-{at}:{dark.get(shade, shade)};--on-{at}:{dark.get(ink, ink)};"
+            for at, (shade, ink) in enumerate(zip(SEQUENTIAL, inks, strict=True))
         )
 
-    return (
-        f":root{{{variables({}, 6)}}}@media screen and (prefers-color-scheme:dark){{:root{{{variables(DARK, 5)}}}}}\n"
-    )
-
-
-def _part(name: str) -> str:
-    return files("fulldepth.reporting").joinpath("parts", name).read_text(encoding="utf-8")
+    return f":root{{{variables({}, 6)}}}@media screen and (prefers-color-scheme:dark){{:root{{{variables(DARK, 5)}}}}}"

@@ -7,6 +7,8 @@ import unicodedata
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fulldepth.reporting.style import minus
+
 NOTHING = "–"
 """Shown instead of an unknown number."""
 TASKS = {
@@ -16,6 +18,14 @@ TASKS = {
     "image-classification": "image classifier",
     "representation": "representation model without a head",
 }
+TERMS = {
+    "jump": "Jump penalty",
+    "coherence": "Coherence penalty",
+    "orthogonality": "Orthogonality penalty",
+    "aligned": "Aligned loss",
+    "similarity": "Similarity penalty",
+}
+"""Term of the objective -> its name."""
 _VISIBLE = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
 
 
@@ -102,6 +112,11 @@ def seconds(value: Any) -> str:
     if value < 120:
         return f"{value:.1f} s"
     return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
+
+
+def percent(share: float | None, form: str = ".1f") -> str:
+    """A share in per cent: `91.2 %`; "–" if unknown."""
+    return NOTHING if share is None else f"{minus(100 * share, form)} %"
 
 
 def dotted(*parts: str) -> str:

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fulldepth.figures import stack_rows
-from fulldepth.figures.curves import num_layers
-from fulldepth.figures.style import SEQUENTIAL
 from fulldepth.reporting.phrases import plus_minus, short
+from fulldepth.reporting.source import Source, num_layers, stack_rows
+from fulldepth.reporting.style import SEQUENTIAL
 from fulldepth.thresholds import IDLE, LARGE_JUMP, degrees
 from fulldepth.uncertainty import measurable
 
@@ -129,11 +128,11 @@ def by_stack(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Facts]:
     return {name.capitalize(): Facts(rows, num_layers(rows, stack)) for name, (rows, stack) in tables.items()}
 
 
-def opening(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any] | None:
+def opening(source: Source) -> dict[str, Any] | None:
     """`story` of a measurement; of a model of several stacks the first two sentences on each."""
-    stacks = by_stack(table, meta)
+    stacks = by_stack(source.table, source.meta)
     if "" in stacks:
-        return story(stacks[""], meta)
+        return story(stacks[""], source.meta)
     told = {name: story(facts, {}) for name, facts in stacks.items()}
     sentences = [
         f"{name}: {sentence}" if first == 0 else sentence
@@ -267,8 +266,14 @@ def profile(facts: Facts) -> dict[str, Any] | None:
             lambda _, share: f"{100 * share:.0f} % of predictions settled",
         ),
     ]
+    every = next((step for step in (1, 2, 5, 10, 20, 50) if facts.layers / step <= 16), 100)
     return {
         "layers": facts.layers,
+        "named": [
+            layer
+            for layer in range(1, facts.layers + 1)
+            if layer in (1, facts.layers) or (layer % every == 0 and facts.layers - layer >= every / 2)
+        ],
         "idle": facts.idle,
         "limit": f"displacement clearly below {IDLE:g}",
         "rows": [row for row in rows if any(row["texts"])],

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from fulldepth.figures.record import Source
-from fulldepth.figures.style import minus
-from fulldepth.figures.training import term_name, track
-from fulldepth.reporting.findings import Shown
-from fulldepth.reporting.measured import Meta, Pairs, compared, fingerprints, labelled, run
-from fulldepth.reporting.phrases import NOTHING, dotted, model_line, quantity, scaled, short, stated
+from fulldepth.reporting.measured import Meta, Pairs, Shown, compared, fingerprints, labelled, run
+from fulldepth.reporting.phrases import NOTHING, TERMS, dotted, model_line, quantity, scaled, short, stated
+from fulldepth.reporting.source import Source, curve
+from fulldepth.reporting.style import minus
 from fulldepth.reporting.tables import PROSE, Table, by_subject, flatten, settings_table
 
 
 def byline_of_runs(source: Source) -> str:
     """How many runs are compared, at which step, and how their layers are aligned."""
     step = source.meta.get("step")
-    return compared(source.meta, "training runs", f"at step {step:,}, " if isinstance(step, int) else "")
+    return compared(source, "training runs", f"at step {step:,}, " if isinstance(step, int) else "")
 
 
 def differences(entry: Meta, _: Source) -> list[Shown]:
@@ -25,15 +23,15 @@ def differences(entry: Meta, _: Source) -> list[Shown]:
     return [Shown(finding, later=not name.startswith("validation_loss")) for name, finding in headline]
 
 
-def about(meta: Meta) -> Pairs:
+def about(source: Source) -> Pairs:
     """Pairs on the model, the data and the training."""
-    return [*_subject(meta), *run(meta, "Written")]
+    return [*_subject(source.meta), *run(source.meta, "Written")]
 
 
-def about_runs(meta: Meta) -> Pairs:
+def about_runs(source: Source) -> Pairs:
     """Pairs that all runs of a comparison have in common."""
-    first, *others = [_subject(entry) for entry in meta.get("models") or []] or [[]]
-    return [*(pair for pair in first if all(pair in pairs for pairs in others)), *run(meta, "Written")]
+    first, *others = [_subject(entry) for entry in source.meta.get("models") or []] or [[]]
+    return [*(pair for pair in first if all(pair in pairs for pairs in others)), *run(source.meta, "Written")]
 
 
 def _subject(meta: Meta) -> Pairs:
@@ -62,7 +60,7 @@ def _objective(objective: Meta) -> str:
         if term != "energy_warmup" and value is not None:
             options = flatten(value if isinstance(value, Mapping) else {"weight": value})
             told = ", ".join(f"{short(name, 40)} {option}" for name, option in options.items())
-            parts.append(f"{term_name(term).lower()} ({told})")
+            parts.append(f"{TERMS.get(term, term).lower()} ({told})")
     return " + ".join(short(part, 200) for part in parts)
 
 
@@ -85,7 +83,7 @@ def tables(source: Source) -> dict[str, list[Table]]:
         ("throughput", "Throughput", "tokens/s"),
         ("peak_memory", "Peak memory", "MiB"),
     ):
-        values = [value for value in track(source.table, measure).values if value is not None]
+        values = list(curve(source.table, measure, site="model", by="step").points.values())
         if values:
             varies = measure == "throughput" and len(values) > 1
             extent = f" at last ({min(values):,.0f} to {max(values):,.0f})" if varies else ""

@@ -1,6 +1,6 @@
 """Reads and writes the result folder: tables, one JSON document, one page. Needs no torch."""
 
-from fulldepth.results.document import SCHEMA_VERSION, is_picture
+from fulldepth.results.document import SCHEMA_VERSION
 from fulldepth.results.finding import Finding
 from fulldepth.results.folder import (
     DOCUMENT,
@@ -15,6 +15,7 @@ from fulldepth.results.folder import (
     holder,
 )
 from fulldepth.results.influences import gathered, groups_entry, groups_of, joined
+from fulldepth.results.pages import Chapter, write_index, write_page, write_together
 from fulldepth.results.provenance import FRAMEWORKS, provenance, versions
 from fulldepth.results.table import COLUMNS, tabulate
 
@@ -26,6 +27,7 @@ __all__ = [
     "PAGE",
     "SCHEMA_VERSION",
     "TABLE",
+    "Chapter",
     "Finding",
     "Results",
     "TableMismatchError",
@@ -36,9 +38,11 @@ __all__ = [
     "groups_entry",
     "groups_of",
     "holder",
-    "is_picture",
     "joined",
     "provenance",
     "tabulate",
     "versions",
+    "write_index",
+    "write_page",
+    "write_together",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.figures.skip_results import TOGETHER
+from fulldepth.reporting.source import TOGETHER
 from fulldepth.results import influences
 
 NEEDED = {"training": ("step",), "comparison": ("model", "difference")}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from fulldepth import figures, launch, pages
+from fulldepth import launch, reporting
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import atomic, locked, reading, remove_leftovers
 from fulldepth.results import consistency, document, influences, table
@@ -105,7 +105,7 @@ class Results:
 
     def figures(self) -> dict[str, go.Figure]:
         """Name -> plotly figure, for every figure that these results have data for."""
-        return figures.build(self.table, self.meta)
+        return reporting.build(self.table, self.meta)
 
     def __repr__(self) -> str:
         """One line: kind, model, data, number of rows, and the first number of the headline."""
@@ -132,7 +132,7 @@ class Results:
         Returns:
             Path of the file; None in a notebook.
         """
-        page = pages.render(self)
+        page = reporting.render(self.table, self.meta)
         if (display := notebook_display()) is not None:
             display(Framed(page))
             return None
@@ -212,7 +212,7 @@ class Results:
         Raises:
             FulldepthError: if it cannot be written, or another process is writing into the folder.
         """
-        path, text = Path(directory) / PAGE, pages.render(self)
+        path, text = Path(directory) / PAGE, reporting.render(self.table, self.meta)
         with locked(path.parent):
             try:
                 with atomic(path) as part:

@@ -1,77 +1,226 @@
-// Fills the page, and answers to the colour scheme and the printer.
+// Draws the figures with plotly, redraws them for the colour scheme and the printer, and marks a layer of the strip.
 
-function drawVerdict() {
-  byId("verdict").classList.toggle("answered", Boolean(DATA.story));
-  drawStory();
-  drawProfile();
-  byId("sentences").replaceChildren(...DATA.sentences.map((sentence) => el("p", {}, isolated(sentence))));
-  const card = (one) => el("li", {}, el("span", { class: "digits" }, one.digits, el("span", { class: "unit" }, one.unit)), ...(one.error ? [el("span", { class: "error", title: "Standard error (±), or 95 % interval" }, one.error)] : []), el("span", { class: "name" }, one.name), el("span", { class: "symbol" }, one.symbol));
-  const parts = DATA.cards.length ? [el("ul", { class: "cards" }, ...DATA.cards.map(card))] : [];
-  byId("cards").replaceChildren(...parts, ...(DATA.models ? [scrollingTable({ title: "Models side by side", ...DATA.models }), el("p", { class: "subtitle" }, DATA.models.note || "")] : []), ...inWords(DATA.more_sentences));
-  const title = DATA.step == null ? "Verdict" : `Verdict at step ${counted(DATA.step)}`;
-  byId("verdict-title").textContent = title;
-  drawRemarks();
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+const onPaper = matchMedia("print");
+const FINE = matchMedia("(pointer: fine)").matches; // a mouse drags to zoom; a finger scrolls the page
+const PRINT_WIDTH = 320; // half of a sheet, A4 or Letter
+const state = { printing: false, layer: null, stack: "" };
+let round = 0;
+
+/** An object's own entry; undefined for names that every object inherits, such as `constructor` and `__proto__`. */
+const own = (object, key) => (Object.hasOwn(object, key) ? object[key] : undefined);
+const byId = (id) => document.getElementById(id);
+const all = (selector) => [...document.querySelectorAll(selector)];
+const paper = () => state.printing || onPaper.matches;
+const figureOf = (div) => own(DATA.figures, div.dataset.figure);
+
+/** An element with attributes and children (nodes or strings, which become text). */
+function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) if (value != null) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
 }
 
-function inWords(sentences) {
-  if (!sentences.length) return [];
-  const items = sentences.map((sentence) => el("li", {}, isolated(sentence)));
-  return [el("details", { class: "about in-words" }, el("summary", {}, DATA.in_words), el("ul", {}, ...items))];
-}
+/** Text from the data, kept from turning the direction of what stands around it. */
+const isolated = (text) => el("bdi", {}, text);
 
-function drawRemarks() {
-  const notes = [];
-  const { warnings } = DATA;
-  if (warnings.length) {
-    const items = el("ul", {}, ...warnings.map((text) => el("li", {}, isolated(text))));
-    notes.push(el("details", { class: "about" }, el("summary", {}, `Caveats (${warnings.length})`), items));
+/** Run plotly.js, which the page holds compressed (gzip, base64), and draw. */
+async function loadPlotly() {
+  document.documentElement.dataset.ready = "no";
+  try {
+    const letters = atob(byId("plotly").textContent.trim());
+    const bytes = new Uint8Array(letters.length);
+    for (let at = 0; at < letters.length; at += 1) bytes[at] = letters.charCodeAt(at); // ten times as fast as Uint8Array.from
+    const script = el("script", {}, await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text());
+    document.head.append(script);
+    script.remove();
+  } catch {
+    byId("no-figures").textContent = `This browser cannot unpack the figures: they take Chrome 80, Firefox 113 or Safari 16.4. Their numbers are below them; ${DATA.where}`;
+    byId("no-figures").hidden = false;
+    document.documentElement.dataset.ready = "yes";
+    return;
   }
-  const left = new Map(DATA.left_out);
-  if (left.size) {
-    const items = [...left].map(([measure, reason]) => el("li", {}, isolated(measure), ": ", isolated(reason)));
-    notes.push(el("details", { class: "about" }, el("summary", {}, `Left out (${left.size})`), el("ul", {}, ...items)));
-  }
-  byId("remarks").replaceChildren(...notes);
+  drawAll();
 }
 
-function startContents() {
-  const links = [...document.querySelectorAll("main section:not([hidden])")].map((section) => el("a", { href: `#${section.id}` }, section.querySelector("h2").textContent.replace(/ at step .*/, "")));
-  byId("contents").append(...links);
+/** A copy of a figure's part with every colour of the light page replaced by its dark counterpart. */
+function recoloured(part) {
+  if (typeof part === "string") return prefersDark.matches && !paper() ? own(DATA.dark, part) || part : part;
+  if (Array.isArray(part)) return part.map(recoloured);
+  if (part && typeof part === "object") return Object.fromEntries(Object.entries(part).map(([key, value]) => [key, recoloured(value)]));
+  return part;
+}
+
+function layoutFor(div, { data, layout }) {
+  const base = recoloured(layout);
+  const isMap = data.some((trace) => trace.type === "heatmap");
+  const width = paper() ? PRINT_WIDTH : div.clientWidth;
+  if (width < 400) thinTicks(isMap ? [base.xaxis, base.yaxis] : [base.xaxis]);
+  const template = recoloured(DATA.template);
+  const stack = `${div.dataset.figure.split(":")[1]} `.startsWith(state.stack ? `${state.stack} ` : "");
+  if (base.xaxis.title?.text === "Layer" && !isMap && state.layer && stack) {
+    const band = { type: "rect", xref: "x", yref: "paper", x0: state.layer - 0.5, x1: state.layer + 0.5, y0: 0, y1: 1, layer: "below", line: { width: 0 }, fillcolor: template.layout.yaxis.gridcolor };
+    base.shapes = [...(base.shapes || []), band];
+  }
+  for (const axis of [base.xaxis, base.yaxis]) axis.fixedrange = !FINE;
+  const height = isMap ? Math.max(240, Math.min(width, 500) * 0.88) : Math.min(base.height, paper() ? 260 : base.height) + legendHeight(base, data, width);
+  const margin = { l: width < 480 ? 46 : 56, r: 12, t: isMap ? 8 : 20, b: 44 };
+  return { ...base, template, height, width, margin, autosize: false, dragmode: FINE ? "zoom" : false };
+}
+
+/** What a legend of several lines takes, so that it does not take it from the figure. */
+function legendHeight(layout, data, width) {
+  if (!layout.showlegend) return 0;
+  const names = data.filter((trace) => trace.showlegend !== false).map((trace) => (trace.name || "").length);
+  const columns = Math.max(1, Math.floor((width - 60) / (Math.max(...names) * 6.4 + 46)));
+  return (Math.ceil(names.length / columns) - 1) * 20 + (width < 360 ? 30 : 0); // narrow: the axis labels take more, too
+}
+
+/** Fewer tick labels where there is no room for all. */
+function thinTicks(axes) {
+  for (const axis of axes) {
+    if (axis.nticks) axis.nticks = 4;
+    if (!axis.tickvals || axis.tickvals.length <= 8) continue;
+    const kept = (_, index, every) => (every.length - 1 - index) % 2 === 0; // the last layer stays named
+    axis.tickvals = axis.tickvals.filter(kept);
+    axis.ticktext = axis.ticktext?.filter(kept);
+  }
+}
+
+function draw(div) {
+  if (!window.Plotly || (!paper() && div.closest("details.more:not([open])"))) return; // drawn when it is opened
+  const figure = figureOf(div);
+  Plotly.react(div, recoloured(figure.data), layoutFor(div, figure), {
+    displaylogo: false,
+    responsive: false,
+    displayModeBar: paper() ? false : "hover",
+    modeBarButtons: [["zoom2d", "pan2d", "resetScale2d"], ["toImage"]],
+    toImageButtonOptions: { format: "svg", filename: div.dataset.figure.replace(/[^\w.-]+/g, "_") },
+  });
+}
+
+/** Redraw every figure, those in sight first, a few milliseconds at a time. */
+function drawAll() {
+  if (!window.Plotly) return;
+  const mine = ++round;
+  document.documentElement.dataset.ready = "no";
+  const away = (div) => {
+    const box = div.parentElement.getBoundingClientRect();
+    return box.bottom < 0 ? -box.bottom : Math.max(0, box.top - innerHeight);
+  };
+  const queue = all(".plot").map((div) => [away(div), div]).sort((a, b) => a[0] - b[0]);
+  const next = () => {
+    if (mine !== round) return;
+    const until = performance.now() + 24;
+    while (queue.length && performance.now() < until) draw(queue.shift()[1]);
+    if (queue.length) setTimeout(next);
+    else document.documentElement.dataset.ready = "yes";
+  };
+  next();
+}
+
+/** A number with four significant digits, whole numbers whole; en dash where there is none. */
+function readable(value) {
+  if (value == null) return "–";
+  if (typeof value !== "number") return String(value);
+  return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(4)));
+}
+
+/** The same numbers as a table, for those who would rather read than look. */
+function fillNumbers(div, box) {
+  const figure = figureOf(div);
+  const traces = figure.data.filter((trace) => (trace.y || []).length && trace.hoverinfo !== "skip");
+  const matrix = traces.length === 1 && traces[0].z;
+  const across = matrix ? traces[0].x : traces.map((trace) => trace.name || "Value");
+  const down = matrix ? traces[0].y : [...new Set(traces.flatMap((trace) => trace.x))];
+  if (!matrix && down.every((at) => typeof at === "number")) down.sort((a, b) => a - b);
+  const columns = matrix ? null : traces.map((trace) => new Map(trace.x.map((at, index) => [at, trace.fill === "tonexty" ? [trace.y[index], ...trace.customdata[index]] : trace.y[index]])));
+  const cells = (at, row) => (matrix ? traces[0].z[row] : columns.map((column) => column.get(at)));
+  const head = el("tr", {}, el("th", { scope: "col" }, figure.layout.xaxis.title.text), ...across.map((name) => el("th", { scope: "col", class: "num" }, String(name))));
+  const body = down.map((at, row) => el("tr", {}, el("th", { scope: "row" }, readable(at)), ...cells(at, row).map((value) => el("td", { class: "num" }, [value].flat().map(readable).join(" to ")))));
+  box.replaceChildren(el("table", { class: "data" }, el("thead", {}, head), el("tbody", {}, ...body)));
+}
+
+/** Show another reading of a figure. */
+function choose(figure, name) {
+  const div = figure.querySelector(".plot");
+  div.dataset.figure = name;
+  const { title, subtitle, alt } = figureOf(div).about;
+  figure.querySelector(".subtitle").textContent = subtitle;
+  figure.querySelector(".alt").textContent = alt;
+  div.setAttribute("aria-label", `${title}. ${alt}`);
+  const table = figure.querySelector(".as-table");
+  if (table.open) fillNumbers(div, table.lastElementChild);
+  draw(div);
+}
+
+/** Mark a layer of a stack in every figure over its layers, and scroll to one of them. */
+function showLayer({ target, currentTarget: { dataset } }) {
+  const layer = Number(dataset.layer);
+  state.layer = state.layer === layer && state.stack === dataset.stack ? null : layer;
+  state.stack = dataset.stack;
+  const name = target.dataset.figureName || "displacement";
+  const div = all(".plot").find((one) => one.dataset.figure.split(":")[0] === name);
+  if (div) {
+    const figure = div.closest("figure");
+    const wanted = [...figure.querySelectorAll(".switch input, .switch option")].find((one) => one.value === `${name}:${dataset.stack}`);
+    if (wanted) {
+      wanted.checked = wanted.selected = true;
+      choose(figure, wanted.value);
+    }
+    for (let box = div; box; box = box.parentElement) if (box.tagName === "DETAILS") box.open = true;
+    figure.scrollIntoView({ block: "nearest" });
+  }
+  drawAll();
+}
+
+function startStrip() {
+  const readout = byId("profile-readout");
+  const key = [...(readout?.childNodes || [])]; // what the shades mean, while no layer is pointed at
+  for (const strip of all(".profile-columns")) {
+    for (const kind of ["focusin", "mouseover"]) strip.addEventListener(kind, (event) => readout.replaceChildren(event.target.closest("button")?.ariaLabel || ""));
+    strip.addEventListener("mouseleave", () => readout.replaceChildren(...key));
+    strip.addEventListener("keydown", (event) => {
+      const step = { ArrowLeft: "previousElementSibling", ArrowRight: "nextElementSibling" }[event.key];
+      moveFocus(event, step && event.target[step]);
+    });
+    for (const layer of strip.children) layer.addEventListener("click", showLayer);
+  }
+}
+
+/** Move the one tab stop of a group of elements. */
+function moveFocus(event, to) {
+  if (!to) return;
+  event.preventDefault();
+  event.target.tabIndex = -1;
+  to.tabIndex = 0;
+  to.focus();
 }
 
 /** On paper the colours are light, the figures fit the sheet, and the notes are open. */
 function turnToPaper({ matches }) {
   if (matches === state.printing) return;
   state.printing = matches;
-  for (const note of document.querySelectorAll(".method, .about, .more")) {
+  for (const note of all(".method, .about, .more")) {
     if (matches) note.dataset.was = note.open ? "open" : "closed";
     note.open = matches || note.dataset.was === "open";
   }
-  drawAtOnce();
+  round += 1;
+  all(".plot").forEach(draw);
+  document.documentElement.dataset.ready = "yes";
 }
 
 function start() {
-  const plotly = unpacked("plotly"); // while the rest of the page is made
-  document.title = `${DATA.title} – fulldepth`;
-  byId("kind").textContent = `· ${DATA.kind_name}`;
-  byId("title").append(isolated(DATA.title));
-  byId("byline").append(isolated(DATA.byline));
-  byId("about").append(...DATA.about.flatMap(([what, text]) => [el("dt", {}, isolated(what)), el("dd", {}, isolated(text))]));
-  byId("about-title").textContent = DATA.about_title;
-  byId("about-box").hidden = !DATA.about.length;
-  byId("foot").textContent = `${DATA.where} Everything on this page is inside this file; it asks the network for nothing.`;
-  const first = DATA.sections.filter((section) => section.first);
-  const after = DATA.sections.filter((section) => section.after);
-  byId("first").append(...first.map(makeSection));
-  byId("sections").append(...DATA.sections.filter((section) => !after.includes(section) && !first.includes(section)).map(makeSection));
-  byId("sections-after").append(...after.map(makeSection));
-  drawVerdict();
-  drawLens();
-  startContents();
-  loadPlotly(plotly);
+  for (const table of all(".as-table")) table.addEventListener("toggle", () => table.open && fillNumbers(table.parentElement.querySelector(".plot"), table.lastElementChild));
+  for (const box of all(".switch")) box.addEventListener("change", (event) => choose(box.closest("figure"), event.target.value));
+  for (const more of all("details.more")) more.addEventListener("toggle", () => more.open && more.querySelectorAll(".plot").forEach(draw));
+  startStrip();
+  if (DATA.lens.length) startLens();
+  loadPlotly();
   prefersDark.addEventListener("change", drawAll);
-  let width = innerWidth;
-  let waiting = 0;
+  let [width, waiting] = [innerWidth, 0];
   addEventListener("resize", () => {
     if (innerWidth === width || state.printing) return;
     width = innerWidth;
@@ -82,5 +231,3 @@ function start() {
   addEventListener("beforeprint", () => turnToPaper({ matches: true }));
   addEventListener("afterprint", () => turnToPaper({ matches: false }));
 }
-
-start();

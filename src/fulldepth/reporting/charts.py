@@ -1,0 +1,497 @@
+"""Draws the figures of `figures.yaml`: one list of records, lines and maps of one model or of several."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import yaml
+
+from fulldepth.reporting.draw import (
+    APART,
+    NO_CURVE,
+    Drawn,
+    Grid,
+    add_level,
+    chart,
+    extremes,
+    grid,
+    heat,
+    scale_without,
+    set_first_apart,
+    shade_key,
+    value_axis,
+)
+from fulldepth.reporting.notes import Note
+from fulldepth.reporting.phrases import TERMS
+from fulldepth.reporting.source import COMPARISON, SINGLE, TRAININGS, Curve, Source, curve, number, select
+from fulldepth.reporting.style import (
+    DASHES,
+    MUTED,
+    SEQUENTIAL,
+    Figures,
+    axis,
+    by_depth,
+    categorical,
+    label,
+    layer_axis,
+    layer_name,
+    minus,
+)
+
+STEP_AXIS = axis("Training step", tickformat=",d", nticks=7, unifiedhovertitle={"text": "Step %{x:,}"})
+PROFILES = 7
+"""Maximum number of steps whose displacement is drawn over layers."""
+SAME = 0.1
+"""Largest relative difference of the means with and without first tokens of which only one is drawn."""
+ROUNDING = 1e-3
+"""Differences of retrieval weights below this are rounding errors of the model's precision."""
+SMALLEST = 0.05
+"""Smallest range of the colours of differences, so that noise stays pale."""
+BRANCHES = {"attention": "Attention", "mlp": "MLP"}
+TOLERANCES = {"eps=": "ε", "relative_eps=": "relative ε"}
+"""Prefix of a statistic of `effective_depth` -> symbol."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve of a figure. `statistic` and `site` may be patterns, whose groups fill `name`, `variant` and `key`."""
+
+    measure: str
+    statistic: str | None = None
+    site: str | None = "residual"
+    name: str = ""
+    variant: str = ""
+    """The variant of the figure that has this line; empty = all lines are in one."""
+    key: str = ""
+    """Suffix of the name of the figure that compares the line: `figure:key`."""
+    color: int = 0
+    dash: str = ""
+    form: str = ".4f"
+    """d3 number format of hover boxes."""
+    plot: str = "line"
+    """See `draw.Drawn`."""
+    errors: str = ""
+    """Statistic of the half lengths of error bars."""
+    layers_back: int | None = None
+    """Layers before the last one, of lines over steps."""
+    compared: bool = False
+    """Whether the line is compared between models, and followed over training."""
+
+    def expanded(self, table: pd.DataFrame) -> Iterator[Line]:
+        """The lines that the table has for the patterns; they differ in colour, or in dash in figures with variants."""
+        if "(?P" not in f"{self.statistic}{self.site}":
+            yield self if self.statistic else replace(self, statistic="mean|value")
+            return
+        pairs = select(table, self.measure)[["statistic", "site"]].dropna().drop_duplicates().to_numpy()
+        found = 0
+        for statistic, site in pairs:
+            matches = [re.fullmatch(str(p or ".*"), text) for p, text in ((self.statistic, statistic), (self.site, site))]
+            if None in matches:
+                continue
+            groups = {name: text for match in matches if match for name, text in match.groupdict().items()}
+            shown = {name: TERMS.get(text) or label(text) for name, text in groups.items()}
+            style = {"dash": DASHES[found % 4]} if "(?P" in (self.statistic or "") else {"color": self.color + found}
+            yield replace(
+                self, statistic=statistic, site=site, name=self.name.format(**shown), key=self.key.format(**groups),
+                variant=self.variant.format(**shown), **style,  # type: ignore[arg-type]
+            )  # fmt: skip
+            found += 1
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A map: one statistic over pairs of layers."""
+
+    measure: str
+    statistic: str
+    variant: str
+    reading: str = ""
+    site: str | None = "residual"
+    low: float | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """A figure. Records of other kinds of results may have the same name."""
+
+    name: str
+    section: str
+    """Id of the section of the page, see `page.yaml`; unknown ids go under “Further figures”."""
+    kinds: tuple[str, ...] = (SINGLE,)
+    """Kinds of results that have this figure, see `Source.kind`."""
+    draw: str = ""
+    """Name of a function in `DRAWINGS`; empty = lines or maps."""
+    title: str = ""
+    quantity: str = ""
+    """What is plotted, for titles that are made: `QUANTITY per layer`."""
+    reading: str = ""
+    """How to read the figure, in one line."""
+    axis: str = ""
+    """Title of the value axis, with the unit."""
+    scale: str = ""
+    """See `draw.SCALES`."""
+    over: str = "layer"
+    """Column of the x axis; `steps` is the column `step`."""
+    column: str = "value"
+    """Column of the values; `difference` in figures of differences from the baseline."""
+    first: int = 1
+    """First layer of the axis."""
+    level: float | None = None
+    """Value of a horizontal line."""
+    height: int = 350
+    lines: tuple[Line, ...] = ()
+    band: tuple[str, str] | None = None
+    """Statistics of the ends of the band around the first line."""
+    to_last: bool = False
+    """Whether rows are pairs, of which only those with the last layer are drawn."""
+    needs_first_line: bool = False
+    """Whether there is no figure without the first line."""
+    previous: str = ""
+    """Name of a line of the layer before."""
+    maps: tuple[Reading, ...] = ()
+    axes: tuple[str, str] = ("Layer", "Layer")
+    low: float | None = None
+    """Value of the first colour; None = zero, or symmetric if values are negative."""
+    turned: bool = False
+    """Whether the second layer of a pair runs upwards."""
+    streams: bool = False
+    """Whether the rows of the map are residual streams, by site."""
+    followed: bool = False
+    """Whether compared lines are also drawn over training, one line per layer: the figure `steps_NAME`."""
+    secondary: bool = False
+    """Whether the page folds the figure, behind its title."""
+    beside: bool = False
+    """Whether variants stand side by side, not behind a switch."""
+    notes: tuple[Note, ...] = ()
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> Record:
+        """The record of an entry of `figures.yaml`."""
+        parts = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
+        parts["lines"] = tuple(Line(**one) for one in entry.get("lines", []))
+        parts["maps"] = tuple(Reading(**one) for one in entry.get("maps", []))
+        parts["notes"] = tuple(map(Note.read, entry.get("notes", [])))
+        return cls(**parts)
+
+    def values(self, line: Line, table: pd.DataFrame, layers: int, statistic: str = "", column: str = "") -> Curve:
+        """The curve of a line in the rows of one model."""
+        return curve(
+            table, line.measure, statistic or line.statistic, line.site, by=self.over.removesuffix("s"),
+            layer=None if line.layers_back is None else layers - line.layers_back,
+            other=layers if self.to_last else None, column=column or self.column,
+        )  # fmt: skip
+
+    def expanded(self, table: pd.DataFrame) -> list[Line]:
+        """The lines that the table may have."""
+        return [one for line in self.lines for one in line.expanded(table)]
+
+    def finished(self, drawn: Mapping[str, go.Figure]) -> Figures:
+        """Name -> figure, with the record's title and reading where the drawing has none."""
+        for one in drawn.values():
+            meta = dict(one.layout.meta)
+            title = meta["title"] or self.title or f"{self.quantity} per layer"
+            meta |= {"title": title, "subtitle": meta["subtitle"] or self.reading}
+            meta["beside"] = meta["beside"] or self.beside
+            one.update_layout(meta=meta, title={"text": title, "subtitle": {"text": meta["subtitle"]}})
+        return {f"{self.name}:{key}" if key else self.name: one for key, one in drawn.items()}
+
+
+@cache
+def every_record() -> tuple[Record, ...]:
+    """All records, in reading order."""
+    text = files("fulldepth.reporting").joinpath("figures.yaml").read_text(encoding="utf-8")
+    return tuple(map(Record.read, yaml.safe_load(text)))
+
+
+def readings(drawings: Iterable[tuple[str, go.Figure | None]]) -> Figures:
+    """Key -> figure of the drawings with data; the first has the key "", so that it has the figure's own name."""
+    drawn = [(key, figure) for key, figure in drawings if figure is not None]
+    return {key if index else "": figure for index, (key, figure) in enumerate(drawn)}
+
+
+def lines(record: Record, source: Source) -> Figures:
+    """The lines of one model, or the compared ones of several."""
+    every = record.expanded(source.table)
+    if "model" not in source.table.columns:
+        variants = list(dict.fromkeys(line.variant for line in every))
+        groups = [[line for line in every if line.variant == variant] for variant in variants]
+        return readings((group[0].key or group[0].variant, alone(record, source, group)) for group in groups)
+    every = [line for line in every if line.compared]
+    return readings((line.key, overlay(record, line, source, len(every) > 1)) for line in every)
+
+
+def alone(record: Record, source: Source, group: list[Line], **about: Any) -> go.Figure | None:
+    """Lines of one model in one figure."""
+    table, layers, (low, high) = source.table, source.layers, record.band or ("", "")
+    drawn = [
+        Drawn(
+            record.values(line, table, layers), line.name, categorical(line.color)["color"],
+            line.dash or categorical(line.color)["dash"], line.form, line.plot,
+            errors=record.values(line, table, layers, line.errors) if line.errors else NO_CURVE,
+        )
+        for line in group
+    ]  # fmt: skip
+    if not any(drawn) or (record.needs_first_line and not drawn[0]):
+        return None
+    if record.band:
+        ends = {"low": record.values(group[0], table, layers, low), "high": record.values(group[0], table, layers, high)}
+        drawn[0] = replace(drawn[0], band=f"{low}–{high}", **ends)
+    if record.previous:
+        before = Curve(drawn[0].curve.at, [at - 1.0 for at in drawn[0].curve.at], ["1"] * len(drawn[0].curve.at))
+        drawn.append(Drawn(before, record.previous, MUTED, "dot", ".0f"))
+    values = [value for one in drawn for part in (one.curve, one.low, one.high) for value in part.values]
+    nats = " (nats)" if any(one.curve.unit == "nats" for one in drawn) and "nats" not in record.axis else ""
+    about = {"variant": group[0].variant, "showlegend": record.over != "layer" or None, **about}
+    result = chart(
+        drawn, level=record.level, alt=extremes(drawn, record.over.removesuffix("s")), height=record.height,
+        xaxis=layer_axis(layers, record.first) if record.over == "layer" else STEP_AXIS,
+        yaxis=value_axis(record.axis + nats, record.scale, values), **about,
+    )  # fmt: skip
+    first_lines = [line.name for line in group if line.site == "residual"]
+    if result is None or record.scale != "zero" or record.over != "layer":
+        return result
+    return set_first_apart(result, first_lines)
+
+
+def overlay(record: Record, line: Line, source: Source, several: bool = False) -> go.Figure | None:
+    """A line of each model; its differences from the baseline if that is the record's column."""
+    difference, steps = record.column == "difference", record.over != "layer"
+    relative = source.meta.get("depth") == "relative" and not steps
+    drawn = []
+    for run in source.runs:
+        if difference and (run.baseline or "difference" not in run.table.columns):
+            continue
+        errors = NO_CURVE
+        if difference and "difference_error" in run.table.columns:
+            errors = record.values(line, run.table, run.layers, column="difference_error")
+            errors = replace(errors, values=[None if error is None else 2 * error for error in errors.values])
+        elif not difference and line.errors.endswith(("stderr", "standard_error")):
+            errors = record.values(line, run.table, run.layers, line.errors)
+        values = record.values(line, run.table, run.layers)
+        across = [at / run.layers for at in values.at] if relative else []
+        form, hover = f"+{line.form}" if difference else line.form, "%{customdata[0]}: " * relative
+        drawn.append(Drawn(values, run.name, **run.style, form=form, errors=errors, across=across, hover=hover))
+    at_first = any(0 in one.curve.at for one in drawn)
+    values = [value for one in drawn for value in one.curve.values]
+    scale = record.scale if not difference else {"percent": "percent", "share": "percent", "rate": "rate"}.get(record.scale, "")
+    bars = f"; bars: {'two standard errors of the difference' if difference else 'one standard error'}"
+    reading = "Value minus the baseline’s at the same depth" if difference else "One line a model"
+    result = chart(
+        drawn,
+        title=f"{record.quantity}: difference from {source.baseline}" if difference
+        else record.title if steps else f"{record.quantity or 'Value'} per layer",
+        subtitle="" if steps else reading + bars * any(one.errors for one in drawn),
+        alt=extremes(drawn, "step" if steps else "layer", len(drawn)),
+        xaxis=STEP_AXIS if steps else layer_axis(max(run.layers for run in source.runs), 1 - at_first, relative),
+        yaxis=value_axis(f"Δ {record.axis}" if difference else record.axis, scale, values),
+        variant=", ".join(filter(None, dict.fromkeys((line.name, line.variant)))) if several else "",
+        showlegend=True,
+        height=record.height,
+        hovermode="closest" if relative else "x unified",
+    )  # fmt: skip
+    if result is None:
+        return None
+    if not (relative or steps):
+        set_first_apart(result, [run.name for run in source.runs])
+    return add_level(result, 0) if difference else result
+
+
+def maps(record: Record, source: Source) -> Figures:
+    """Maps of one model in all variants; of several models the first reading, or its differences, side by side."""
+    if source.kind != COMPARISON:
+        every = [(reading, *_cells(record, reading, source.table)) for reading in record.maps]
+        every = [(reading, cells, names) for reading, cells, names in every if cells]
+        if record.turned and len(every) == 2 and not any(
+            abs(a - b) > ROUNDING for a, b in zip(every[0][1].finite, every[1][1].finite, strict=False)
+        ):  # fmt: skip
+            every = [(replace(every[0][0], variant=""), *every[0][1:])]  # shares and signed weights are the same
+        return readings(
+            (reading.statistic, _heat(record, reading, cells, names, variant=reading.variant))
+            for reading, cells, names in every
+        )
+    difference, first = record.column == "difference", record.maps[0]
+    runs = [run for run in source.runs if not (difference and (run.baseline or "difference" not in run.table.columns))]
+    cells = {run.name: _cells(record, first, run.table)[0] for run in runs}
+    settings: dict[str, Any] = {}
+    if difference:  # one colour scale for all
+        largest = max((abs(value) for one in cells.values() for value in one.finite), default=0.0)
+        extent = max(SMALLEST, math.ceil(100 * largest) / 100)
+        reading = f"Value minus the baseline’s at the same depth; the colours end at ±{extent:.2f}"
+        settings = {"low": -extent, "high": extent, "difference": True, "quantity": "difference", "subtitle": reading}
+        settings["title"] = f"{record.title}: difference from the baseline"
+    return {
+        name: _heat(record, first, one, None, variant=name, beside=True, **settings)
+        for name, one in cells.items()
+        if one
+    }
+
+
+def _cells(record: Record, reading: Reading, table: pd.DataFrame) -> tuple[Grid, list[str] | None]:
+    """The cells of a map, and the names of its rows unless they are layers."""
+    rows = select(table, reading.measure, reading.statistic, reading.site).dropna(subset=["layer"])
+    if record.streams:
+        places = {site: (site.split("_")[0], int(site.rpartition("_")[2])) for site in rows["site"].dropna().unique()}
+        order = sorted(places, key=places.__getitem__)
+        names = [f"{BRANCHES.get(branch, '?')} {stream}" for branch, stream in map(places.__getitem__, order)]
+        return grid(rows, map(order.index, rows["site"]), rows["layer"]), names
+    rows = rows.dropna(subset=["other"])
+    if record.turned:
+        cells = grid(rows, rows["other"], rows["layer"])
+        return cells, [layer_name(row, short=True) for row in cells.rows]
+    if reading.site == "residual":  # a pair given in one order holds for both
+        rows = pd.concat([rows.assign(layer=rows["other"], other=rows["layer"]), rows])
+    return grid(rows, rows["layer"], rows["other"], record.column), None
+
+
+def _heat(record: Record, reading: Reading, cells: Grid, names: list[str] | None, **about: Any) -> go.Figure:
+    """The map, with the similarity of neighbouring layers in words."""
+    low = record.low if reading.low is None else reading.low
+    if cells.rows == cells.columns and low is not None and "difference" not in about:
+        near = [value for at, row in enumerate(cells.values[:-1]) if (value := row[at + 1]) is not None]
+        far = cells.values[0][-1]
+        texts = [f"Neighbouring layers: {minus(min(near), '.2f')} to {minus(max(near), '.2f')}."] if near else []
+        about["alt"] = " ".join([*texts, *([] if far is None else [f"First against last: {minus(far, '.2f')}."])])
+    settings = {"quantity": record.quantity or "weight", "low": low, "subtitle": reading.reading, **about}
+    return heat(cells, names=names, axes=record.axes, **settings)
+
+
+def followed(record: Record, source: Source) -> Figures:
+    """The compared lines over training steps, a figure for each, in which every layer has a line."""
+    every = [line for line in record.expanded(source.table) if line.compared]
+    return readings((line.key, _by_depth(record, line, source, len(every) > 1)) for line in every)
+
+
+def _by_depth(record: Record, line: Line, source: Source, several: bool) -> go.Figure | None:
+    steps, layers = list(source.steps), source.layers
+    by_layer = [record.values(line, rows, layers) for rows in source.steps.values()]
+    depths = sorted({layer for values in by_layer for layer in values.at})
+    hover = "%{fullData.name}, step %{x:,}<br>"
+    tracks = [
+        Drawn(
+            Curve(steps, [values.points.get(layer) for values in by_layer], ["?"] * len(steps)), layer_name(layer),
+            by_depth(layer, layers), form=line.form, hover=hover, extra={"showlegend": False},
+        )
+        for layer in depths
+    ]  # fmt: skip
+    drawn = chart(
+        tracks,
+        title=f"{record.quantity} of every layer over training",
+        subtitle="One line a layer, stronger = deeper",
+        alt=extremes(tracks[-1:], "step"),
+        xaxis=STEP_AXIS,
+        yaxis=value_axis(record.axis, record.scale, [value for one in tracks for value in one.curve.values]),
+        variant=", ".join(filter(None, (line.name, line.variant))) if several else "",
+        hovermode="closest",
+        showlegend=False,
+    )
+    if drawn is None:
+        return None
+    first, *others = [list(track.curve.points.values()) for track in tracks if track]
+    rest = [value for values in others for value in values]
+    if rest and max(map(abs, first)) > APART * max(map(abs, rest)):  # it would flatten the others
+        drawn.layout.meta["subtitle"] += f"; {tracks[0].name.lower()} is beyond the scale"
+        drawn.update_layout(yaxis_range=scale_without(rest))
+    return drawn.add_trace(shade_key("Layer", SEQUENTIAL[2:], depths[0], layers))
+
+
+def displacement(record: Record, source: Source) -> Figures:
+    """Layers 2 to L if layer 1 would flatten them, and all layers on a logarithmic scale."""
+    mean, other = (record.values(line, source.table, source.layers).points for line in record.lines[:2])
+    alike = mean.keys() == other.keys() and np.allclose([*other.values()], [*mean.values()], SAME, 0)
+    every = list(record.expanded(source.table))
+    linear = alone(record, source, every[: 1 if alike else 2])
+    logarithm = replace(record, scale="log", axis=f"{record.axis} (log scale)")
+    whole = alone(logarithm, source, every)
+    if whole is None:
+        return {}
+    values = [value for trace in whole.data for value in trace.y if value is not None]
+    if linear is None or min(values) <= 0:
+        return {"": alone(record, source, every) or whole}
+    apart = linear.layout.yaxis.range is not None
+    linear.layout.meta["variant"] = f"Layers 2 to {source.layers}" if apart else "Linear"
+    whole.layout.meta["variant"] = "All layers, log scale" if apart else "Log scale"
+    return {"": linear, "log": whole}
+
+
+def profiles(record: Record, source: Source) -> Figures:
+    """The displacement of every layer at a few steps, later steps in stronger colours; of runs at the common step."""
+    (line,) = record.expanded(source.table)
+    if source.kind == TRAININGS:
+        step = source.meta.get("step", source.table["step"].max())
+        drawn = overlay(record, line, Source(source.table[source.table["step"] == step], source.meta))
+        if drawn is not None:
+            reading = drawn.layout.meta["subtitle"].replace("a model", "a run")
+            drawn.layout.meta["subtitle"] = f"{reading}, at step {step:,}"
+        return readings([("", drawn)])
+    curves = {step: record.values(line, rows, source.layers) for step, rows in source.steps.items()}
+    shown = thin([step for step, profile in curves.items() if profile], PROFILES)
+    every = [
+        Drawn(curves[step], f"Step {step:,}", by_depth(index, len(shown))) for index, step in enumerate(shown, start=1)
+    ]
+    drawn = chart(
+        every, alt=extremes(every[-1:]), xaxis=layer_axis(source.layers), yaxis=value_axis(record.axis, record.scale),
+        showlegend=True,
+    )  # fmt: skip
+    return readings([("", drawn and set_first_apart(drawn, [one.name for one in every]))])
+
+
+def thin(steps: list[int], limit: int) -> list[int]:
+    """At most `limit` of the steps, evenly spaced, including the first and the last."""
+    if len(steps) <= limit:
+        return steps
+    return [steps[round(index * (len(steps) - 1) / (limit - 1))] for index in range(limit)]
+
+
+def time_loss(_: Record, source: Source) -> Figures:
+    """Validation loss over training time, in the largest unit that suits all runs."""
+    clocks, losses = (
+        [curve(run.table, measure, site="model", by="step").points for run in source.runs]
+        for measure in ("elapsed", "validation_loss")
+    )
+    longest = max((second for clock in clocks for second in clock.values()), default=0.0)
+    unit, length = next(((u, n) for u, n in (("hours", 3600), ("minutes", 60)) if longest >= 2 * n), ("seconds", 1))
+    drawn = []
+    for run, clock, loss in zip(source.runs, clocks, losses, strict=True):
+        steps = [step for step in loss if step in clock]
+        values = Curve(steps, [loss[step] for step in steps], ["?"] * len(steps))
+        hover = {"hovertemplate": f"step %{{customdata:,}}<br>%{{x:.2f}} {unit}<br><b>%{{y:.4f}}</b>", "customdata": steps}
+        drawn.append(Drawn(values, run.name, **run.style, across=[clock[step] / length for step in steps], extra=hover))
+    return readings([("", chart(
+        drawn, alt=f"The longest run trains for {longest / length:.3g} {unit}.",
+        xaxis=axis(f"Training time ({unit})", nticks=7, rangemode="tozero"), yaxis=axis("Loss (nats)"), showlegend=True,
+        hovermode="closest",
+    ))])  # fmt: skip
+
+
+def depth(_: Record, source: Source) -> Figures:
+    """Median saturation layer and effective depth over steps."""
+    rows = source.steps.values()
+    settled = [curve(one, "saturation", "cumulative").points for one in rows]
+    values = {"Median saturation layer": [next((at for at, share in one.items() if share >= 0.5), None) for one in settled]}
+    for prefix, symbol in TOLERANCES.items():
+        found: dict[str, list[float | None]] = {}
+        for at, one in enumerate(rows):
+            own = select(one, "effective_depth")
+            for statistic, value in zip(own["statistic"].astype(str), own["value"], strict=True):
+                if statistic.startswith(prefix):
+                    found.setdefault(label(statistic.removeprefix(prefix), 12), [None] * len(rows))[at] = number(value)
+        if found:
+            eps = "0.05" if "0.05" in found else min(found)
+            values[f"Effective depth, {symbol} = {eps}"] = found[eps]
+    values = {name: one for name, one in values.items() if any(value is not None for value in one)}
+    drawn = [
+        Drawn(Curve([*source.steps], one, ["?"] * len(one)), name, **categorical(index), form=".0f")
+        for index, (name, one) in enumerate(values.items())
+    ]
+    range_ = {"range": [0, source.layers * 1.05]}
+    about = {"subtitle": f"Out of {source.layers} layers", "yaxis": axis("Layer", **range_), "xaxis": STEP_AXIS}
+    return readings([("", chart(drawn, alt=extremes(drawn, "step", 4), **about))])

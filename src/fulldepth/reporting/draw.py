@@ -1,0 +1,301 @@
+"""Elements of figures: lines, bars and bands over layers, steps or removed blocks; heat maps; scatters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from fulldepth.reporting.source import NO_CURVE, Curve, counted, number
+from fulldepth.reporting.style import (
+    CATEGORICAL,
+    DIFFERENCE_SCALE,
+    MUTED,
+    SIGNED_SCALE,
+    UNIT_SCALE,
+    axis,
+    figure,
+    layer_axis,
+    layer_name,
+    minus,
+    translucent,
+)
+
+COLOR_BAR = {
+    "thickness": 10, "len": 1, "outlinewidth": 0, "xpad": 8, "ticklen": 3, "nticks": 6,
+    "tickfont": {"size": 11, "color": MUTED},
+}  # fmt: skip
+APART = 2.0
+"""Ratio to the largest value of the other layers from which the first layer is beyond the scale."""
+BARE = {"ticks": "", "showgrid": False, "showline": False}
+"""Settings of an axis of a heat map."""
+SCALES: dict[str, dict[str, Any]] = {
+    "": {},
+    "zero": {"rangemode": "tozero"},
+    "percent": {"rangemode": "tozero", "tickformat": ".0%"},
+    "rate": {"rangemode": "tozero", "ticksuffix": " %"},
+    "share": {"range": [0, 1.04], "tickformat": ".0%"},
+    "unit": {"range": [0, 1.04]},
+}
+"""Name of a scale -> settings of the value axis; there are also `signed` and `log`."""
+
+
+def value_axis(title: str, scale: str, values: Iterable[float | None] = (), **settings: Any) -> dict[str, Any]:
+    """A value axis. `signed` is [-1, 1] if a value is negative, else [0, 1]; `log` is linear unless all are positive."""
+    finite = [value for value in values if value is not None]
+    if scale == "signed":
+        return axis(title, range=[-1.04 if min(finite, default=0) < 0 else 0, 1.04])
+    if scale != "log":
+        return axis(title, **SCALES[scale], **settings)
+    if min(finite, default=0) <= 0:
+        return axis(title, **SCALES["zero"])
+    marks = (1, 2, 5) if max(finite) / min(finite) < 1e3 else (1,)
+    ticks = [mark * 10.0**power for power in range(-12, 13) for mark in marks]
+    return axis(title, type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A curve and how it is drawn. False if it has no finite value."""
+
+    curve: Curve
+    name: str
+    color: str = CATEGORICAL[0]
+    dash: str = "solid"
+    form: str = ".4f"
+    """d3 number format of hover boxes."""
+    plot: str = "line"
+    """`line`, `bars`, or `marks` (open diamonds)."""
+    errors: Curve = NO_CURVE
+    """Half lengths of error bars."""
+    low: Curve = NO_CURVE
+    """Lower end of the band around the curve."""
+    high: Curve = NO_CURVE
+    """Upper end of the band."""
+    band: str = ""
+    """Name of the band in the legend; empty = it has no entry."""
+    hover: str = ""
+    """Begin of the hover box."""
+    across: Sequence[float] = ()
+    """Places on the x axis, if not those of the curve."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the trace."""
+
+    def __bool__(self) -> bool:
+        return bool(self.curve)
+
+    def traces(self) -> list[go.Scatter | go.Bar]:
+        """The band, and the curve with its error bars."""
+        return [*self._band(), self._trace()]
+
+    def _trace(self) -> go.Scatter | go.Bar:
+        curve, errors = self.curve, self.errors.points
+        observed = "" if set(curve.counts) <= {"1", "?"} else "  (n = %{customdata[1]})"
+        custom = [[layer_name(at), count] for at, count in zip(curve.at, curve.counts, strict=True)]
+        settings: dict[str, Any] = {}
+        if any(widths := [errors.get(at, 0.0) for at in curve.at]):
+            settings["error_y"] = {"array": widths, "thickness": 1.2, "width": 3}
+            custom = [[*row, width] for row, width in zip(custom, widths, strict=True)]
+            observed += f" ± %{{customdata[2]:{self.form}}}"
+        shared = {"x": list(self.across) or curve.at, "y": curve.values, "name": self.name, "customdata": custom}
+        shared |= {"hovertemplate": f"{self.hover}%{{y:{self.form}}}{observed}", **settings, **self.extra}
+        if self.plot == "bars":
+            return go.Bar(marker={"color": self.color, "line": {"width": 0}}, **shared)
+        marker: dict[str, Any] = {"color": self.color, "size": 5}
+        if self.plot == "marks":
+            marker |= {"symbol": "diamond-open", "size": 10, "line": {"width": 2}}
+        line = {"color": self.color, "dash": self.dash, "width": 2}
+        mode = "markers" if self.plot == "marks" else "lines+markers" if len(curve.at) <= 126 else "lines"
+        return go.Scatter(**{"mode": mode, "line": line, "marker": marker, "connectgaps": False, **shared})
+
+    def _band(self) -> list[go.Scatter]:
+        """Two traces, the upper one first, the lower one filled up to it."""
+        if not (self.low and self.high):
+            return []
+        edge: dict[str, Any] = {"mode": "lines", "line": {"width": 0, "color": self.color}, "name": self.band}
+        edge |= {"legendgroup": self.band} if self.band else {"name": f"{self.name}, 95 %"}
+        hover = f"%{{y:{self.form}}} to %{{customdata[0]:{self.form}}}"
+        fill = {"fill": "tonexty", "fillcolor": translucent(self.color), "showlegend": bool(self.band)}
+        ends = [[self.high.points.get(at)] for at in self.low.at]
+        return [
+            go.Scatter(x=self.high.at, y=self.high.values, showlegend=False, hoverinfo="skip", **edge),
+            go.Scatter(x=self.low.at, y=self.low.values, customdata=ends, hovertemplate=hover, **fill, **edge),
+        ]
+
+
+def chart(drawn: Iterable[Drawn], *, level: float | None = None, **settings: Any) -> go.Figure | None:
+    """Lines and bars; None if none has a finite value. `level` draws a horizontal line, `settings` go to `figure`."""
+    filled = [one for one in drawn if one or (one.low and one.high)]
+    if not filled:
+        return None
+    traces = [trace for one in filled for trace in (one.traces() if one else one._band())]
+    result = figure(traces, **settings)
+    return result if level is None else add_level(result, level, "dot")
+
+
+def extremes(drawn: Iterable[Drawn], where: str = "layer", most: int = 2) -> str:
+    """Alternative text: where the first `most` curves are lowest and highest; over steps, how they begin and end."""
+    texts = []
+    for one in [one for one in drawn if one][:most]:
+        form, points = one.form.replace("~", ""), list(one.curve.points.items())
+        if where != "layer":
+            ends = [f"{minus(value, form)} at {where} {at:,}" for at, value in dict.fromkeys((points[0], points[-1]))]
+            texts.append(f"{one.name}: {', '.join(ends)}.")
+            continue
+        (at_low, low), (at_high, high) = (end(points, key=lambda point: point[1]) for end in (min, max))
+        if minus(low, form) == minus(high, form):
+            place = layer_name(at_low).lower() if len(points) == 1 else "every layer"
+            texts.append(f"{one.name}: {minus(low, form)} at {place}.")
+        else:
+            texts.append(
+                f"{one.name}: lowest {minus(low, form)} at {layer_name(at_low).lower()}, "
+                f"highest {minus(high, form)} at {layer_name(at_high).lower()}."
+            )
+    return " ".join(texts)
+
+
+def set_first_apart(drawn: go.Figure, names: Collection[str]) -> go.Figure:
+    """Let the value axis cover all layers but the first one drawn, if that one would flatten the others.
+
+    The first layer's value is written at the top. Nothing changes if it is at most `APART` times the largest of the
+    others.
+
+    Args:
+        drawn: a figure over layers.
+        names: the lines that the axis is made for.
+    """
+    lines = [trace for trace in drawn.data if trace.name in names]
+    points = [(at, y) for trace in lines for at, y in zip(trace.x, trace.y, strict=True) if y is not None]
+    layer = min((at for at, _ in points), default=0)
+    first = [value for at, value in points if at == layer]
+    rest = [value for at, value in points if at != layer]
+    if not rest or max(map(abs, first)) <= APART * max(map(abs, rest)):
+        return drawn
+    drawn.add_annotation(
+        text=f"\u2191 {layer_name(int(layer))}: {first[0]:.3g}", x=layer, y=1, yref="paper", xanchor="left",
+        yanchor="top", xshift=14, showarrow=False, font={"size": 11, "color": MUTED},
+    )  # fmt: skip
+    return drawn.update_layout(yaxis_range=scale_without(rest))
+
+
+def scale_without(rest: Sequence[float]) -> tuple[float, float]:
+    """Ends of a value axis for these values: from zero where none is negative, with room above for a note."""
+    low, high = min([0.0, *rest]), max([0.0, *rest])
+    room = (high - low) or 1.0
+    return (low - 0.05 * room if low < 0 else 0.0), high + 0.2 * room
+
+
+def add_level(drawn: go.Figure, level: float, dash: str = "solid") -> go.Figure:
+    """Add a thin horizontal line at a value."""
+    return drawn.add_hline(level, line={"color": MUTED, "width": 1, "dash": dash})
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells of a map: rows from the bottom up, columns from the left. False if no cell has a finite value."""
+
+    rows: list[int]
+    columns: list[int]
+    values: list[list[float | None]]
+    counts: list[list[str]]
+
+    def __bool__(self) -> bool:
+        return bool(self.finite)
+
+    @property
+    def finite(self) -> list[float]:
+        """Every finite value."""
+        return [value for row in self.values for value in row if value is not None]
+
+
+def grid(table: pd.DataFrame, rows: Iterable[Any], columns: Iterable[Any], column: str = "value") -> Grid:
+    """The cells of a table's rows; `rows` and `columns` place each of them, and of equal places the last counts."""
+    cells = {
+        (int(row), int(at)): (number(value), counted(count))
+        for row, at, value, count in zip(rows, columns, table[column], table["count"], strict=True)
+    }
+    down, across = (sorted({place[part] for place in cells}) for part in (0, 1))
+    values, counts = ([[cells.get((row, at), (None, "?"))[part] for at in across] for row in down] for part in (0, 1))
+    return Grid(down, across, values, counts)  # type: ignore[arg-type]
+
+
+def heat(
+    cells: Grid,
+    *,
+    names: Sequence[str] | None = None,
+    axes: tuple[str, str] = ("Layer", "Layer"),
+    quantity: str = "weight",
+    low: float | None = None,
+    high: float = 1.0,
+    difference: bool = False,
+    **layout: Any,
+) -> go.Figure:
+    """A heat map with the common colours: sequential from zero, or neutral at zero if `low` is negative.
+
+    Args:
+        cells: the values.
+        names: of the rows; None = they are layers.
+        axes: titles of the x and the y axis.
+        quantity: name of the number, for the hover box.
+        low: value of the first colour; None = zero, or symmetric if values are negative, up to the largest value.
+        high: value of the last colour.
+        difference: whether to use the colour scale of differences.
+        layout: passed on to `figure`.
+    """
+    if low is None:
+        high = max(map(abs, cells.finite)) or 1.0
+        low = -high if min(cells.finite) < 0 else 0
+    gap = 1 if max(len(cells.columns), len(cells.rows)) <= 40 else 0
+    counts = {count for row in cells.counts for count in row}
+    shown = go.Heatmap(
+        x=cells.columns, y=names or cells.rows, z=cells.values, customdata=cells.counts, zmin=low, zmax=high,
+        colorscale=DIFFERENCE_SCALE if difference else SIGNED_SCALE if low < 0 else UNIT_SCALE,
+        xgap=gap, ygap=gap, hoverongaps=False, colorbar=COLOR_BAR,
+        hovertemplate=f"{axes[1]} %{{y}}, {axes[0].lower()} %{{x}}<br>{quantity} <b>%{{z:.4f}}</b><br>"
+        f"n = {counts.pop() if len(counts) == 1 else '%{customdata}'}<extra></extra>",
+    )  # fmt: skip
+    across, down = (
+        axis(title, **{name: ticks[name] for name in ("tickvals", "ticktext")}, **BARE)
+        for title, ticks in ((axes[0], layer_axis(cells.columns[-1], 0)), (axes[1], layer_axis(cells.rows[-1], 0)))
+    )
+    if names:
+        down = axis(axes[1], type="category", tickvals=names[:: max(1, len(names) // 16)], **BARE)
+    elif cells.rows == cells.columns:
+        across, down = across | {"constrain": "domain"}, down | {"constrain": "domain", "scaleanchor": "x"}
+    about = {"alt": f"From {minus(min(cells.finite), '.2f')} to {minus(max(cells.finite), '.2f')}.", **layout}
+    return figure([shown], xaxis=across, yaxis=down, height=480, hovermode="closest", **about)
+
+
+def shade_key(title: str, shades: Sequence[str], low: float, high: float) -> go.Scatter:
+    """An invisible trace with a colour bar from `low` to `high`, for traces that differ in shade."""
+    scale = [[i / (len(shades) - 1), shade] for i, shade in enumerate(shades)]
+    bar = {"title": {"text": title, "font": {"size": 11, "color": MUTED}}, **COLOR_BAR}
+    marker = {"color": [low], "cmin": low, "cmax": high, "colorscale": scale, "colorbar": bar, "showscale": True}
+    return legend_entry(None, marker=marker, showlegend=False)
+
+
+def legend_entry(name: str | None, mode: str = "markers", **settings: Any) -> go.Scatter:
+    """An invisible trace with an entry in the legend."""
+    return go.Scatter(x=[None], y=[None], name=name, mode=mode, hoverinfo="skip", **settings)
+
+
+def points(
+    name: str, x: Sequence[float], y: Sequence[float], color: str, hover: str = "", *, lines: bool = False, **extra: Any
+) -> go.Scatter:
+    """Marks in a plane, joined by `lines`; without `hover` they have no hover box."""
+    marker = {"color": color, "size": 9, **extra.pop("marker", {})}
+    told = {"hovertemplate": f"{hover}<extra>%{{fullData.name}}</extra>"} if hover else {"hoverinfo": "skip"}
+    mode, line = "lines+markers" if lines else "markers", {"color": color, "width": 2}
+    return go.Scatter(x=x, y=y, name=name, mode=mode, line=line, marker=marker, **told, **extra)
+
+
+def plane(traces: Sequence[go.Scatter], across: str, up: str, *, form: str, suffix: str = "", **about: Any) -> go.Figure:
+    """Points of models in a plane of quality and time. `form` is the d3 number format of the y axis."""
+    settings = {"tickformat": form} if form else {}
+    xaxis, height = axis(across, **({"ticksuffix": suffix} if suffix else {"tickformat": ".2f"})), about.pop("height", 400)
+    return figure(
+        traces, xaxis=xaxis, yaxis=axis(up, **settings), hovermode="closest", height=height, showlegend=True, **about
+    )

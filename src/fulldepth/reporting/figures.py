@@ -1,0 +1,104 @@
+"""The figures of results: which records their kind has, and how each is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from fulldepth.reporting import charts, evaluation, exits, skip
+from fulldepth.reporting.charts import Record, every_record
+from fulldepth.reporting.source import COMPARISON, EXIT, EXITS, SERIES, SINGLE, TRAINING, TRAININGS, Source, stack_rows
+from fulldepth.reporting.style import Figures
+
+Draw = Callable[[Record, Source], Figures]
+"""Returns key -> figure (`name:key`; the key "" is the figure itself)."""
+DRAWINGS: dict[str, Draw] = {
+    "displacement": charts.displacement,
+    "profiles": charts.profiles,
+    "time_loss": charts.time_loss,
+    "depth": charts.depth,
+    "removal_loss": skip.removal_loss,
+    "by_removed": skip.by_removed,
+    "pareto": skip.pareto,
+    "tradeoff": exits.tradeoff,
+    "histogram": exits.histogram,
+    "scores": evaluation.scores,
+    "quality": evaluation.quality,
+}
+STOPPING = ("lens_accuracy", "lens_loss")
+"""Figures of a model that stops all samples at one layer."""
+
+
+def records(kind: str) -> list[tuple[Record, Draw]]:
+    """The figures of a kind of results, including those derived from a record: differences, and lines over training.
+
+    A series has the figures of a single model, drawn at its last step, and figures over steps.
+    """
+    drawn: list[tuple[Record, Draw]] = []
+    for record in every_record():
+        generic = charts.maps if record.maps else charts.lines
+        if kind in record.kinds:
+            moved = replace(record, section="training") if kind == SERIES else record
+            drawn.append((moved, DRAWINGS.get(record.draw, generic)))
+        single = SINGLE in record.kinds
+        if kind in (EXIT, EXITS) and record.name in STOPPING:
+            drawn.append((replace(record, section="stopping", secondary=False), generic))
+        if kind == COMPARISON and single and (record.maps or any(line.compared for line in record.lines)):
+            drawn.append((record, generic))
+        if (kind == COMPARISON and drawn and drawn[-1][0] is record) or (kind == TRAININGS and record.draw == "profiles"):
+            difference = replace(record, name=f"difference_{record.name}", column="difference")
+            drawn.append((difference, DRAWINGS.get(record.draw, generic) if kind == TRAININGS else generic))
+        if kind in (SERIES, TRAINING) and record.followed:
+            folded = record.secondary or record.section != "displacement"
+            series = {"section": "training", "secondary": folded} if kind == SERIES else {}
+            drawn.append((replace(record, name=f"steps_{record.name}", **series), charts.followed))
+    return [*records(SINGLE), *drawn] if kind == SERIES else drawn
+
+
+def build(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
+    """Every figure that the table has data for, in reading order.
+
+    Args:
+        table: tidy rows of one model, of a series or a training run (column `step`), of a comparison (columns `model`,
+            `difference`) or of a comparison of training runs (all three columns). Any measure or statistic may be
+            missing; NaN leaves a gap.
+        meta: the document of the table; only kind, names, depths and weights of penalties are read.
+
+    Returns:
+        Name -> figure. `name:variant` is another reading of the figure `name` (raw instead of centred, another
+        model). A series gives the figures of its last step, then the curves over steps (`steps_...`); a training run
+        its losses and costs over steps; a comparison one line or one map per model, and differences from the
+        baseline (`difference_...`). Folders of `fulldepth skip` have figures of their own.
+    """
+    if meta.get("stacks") and "model" not in table.columns:
+        return _of_stacks(table, meta)
+    source = Source(table, meta)
+    last = source
+    if source.kind == SERIES:
+        last = Source(table[table["step"] == table["step"].max()].drop(columns="step"), meta)
+    drawn: dict[str, go.Figure] = {}
+    for record, draw in records(source.kind):
+        drawn |= record.finished(draw(record, last if SINGLE in record.kinds and draw is not charts.followed else source))
+    return drawn
+
+
+def _of_stacks(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
+    """The figures of every stack as variants of one another, `name:Stack`, and those across stacks."""
+    rest = {key: value for key, value in meta.items() if key != "stacks"}
+    drawn: dict[str, dict[str, go.Figure]] = {}
+    for stack in meta["stacks"]:
+        title = str(stack["name"]).capitalize()
+        model = {**(rest.get("model") or {}), "num_layers": stack.get("num_layers")}
+        for name, figure in build(stack_rows(table, str(stack["name"])), {**rest, "model": model}).items():
+            about = dict(figure.layout.meta)
+            about["variant"] = f"{title}, {about['variant']}" if about.get("variant") else title
+            base, _, variant = name.partition(":")
+            own = f"{base}:{title}" + (f" {variant}" if variant else "")
+            drawn.setdefault(base, {})[own] = figure.update_layout(meta=about)
+    source = Source(table, rest)
+    (across,) = [record.finished(draw(record, source)) for record, draw in records(SINGLE) if record.name == "cross"]
+    return {**across, **{name: figure for variants in drawn.values() for name, figure in variants.items()}}

@@ -1,0 +1,508 @@
+"""Folders of `fulldepth skip` on a page: what was removed, at what loss, and the models that were timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from fulldepth.reporting import measured
+from fulldepth.reporting.charts import Record, readings
+from fulldepth.reporting.draw import Drawn, chart, extremes, legend_entry, plane, points, value_axis
+from fulldepth.reporting.measured import Meta, Pairs, Shown
+from fulldepth.reporting.phrases import (
+    NOTHING,
+    dotted,
+    figure_of,
+    model_line,
+    plus_minus,
+    quantity,
+    seconds,
+    short,
+    size,
+    stated,
+)
+from fulldepth.reporting.source import TOGETHER, Curve, Source, curve, number, select
+from fulldepth.reporting.style import CATEGORICAL, INK, Figures, axis, categorical, label, minus, translucent
+from fulldepth.reporting.tables import Table, by_subject, settings_table
+
+PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
+"""Granularity -> what is removed, in the singular."""
+PHASES = ("prefill", "decode")
+TIMED = ("bench", "quantise")
+"""Kinds of folders that time models."""
+CARDS = {"loss_added": "Loss added", "loss_healed": "Held-out loss, healed", "break_point": "Break point"}
+"""Name in `results.json` (for benchmarks, followed by the model) -> title of the card; the table has the times."""
+SIZES = {"parameter_bytes": "Weights", "kv_bytes_per_token": "Cache per token", "peak_memory": "Peak memory"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One result folder."""
+
+    label: str
+    """Its name if there are several; empty for a single folder."""
+    kind: str
+    table: pd.DataFrame
+    meta: Mapping[str, Any]
+
+
+def parts(source: Source) -> list[Part]:
+    """The folders behind a table and its document."""
+    table, meta = source.table, source.meta
+    if meta.get("kind") != TOGETHER:
+        return [Part("", str(meta.get("kind")), table, meta)]
+    return [
+        Part(str(entry["label"]), str(entry["kind"]), table[table["folder"] == entry["label"]], entry)
+        for entry in meta["parts"]
+    ]
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Removed blocks in the order of removal."""
+
+    names: tuple[str, ...]
+    """Names of the folders and models that it comes from; may be empty."""
+    granularity: str
+    blocks: tuple[int, ...]
+    losses: tuple[float, ...]
+    """Held-out losses of the unmodified model and after each removal, not healed; empty if unknown."""
+    healed: float | None = None
+    scalars_only: float | None = None
+    curve: Part | None = None
+    """The curve that measured it, with intervals."""
+
+    @property
+    def name(self) -> str:
+        """All its names."""
+        return ", ".join(self.names)
+
+    def begins(self, other: Removal) -> bool:
+        """Whether a longer removal has begun with the same blocks at the same losses."""
+        size = len(self.blocks)
+        return (
+            len(other.blocks) > size
+            and other.granularity == self.granularity
+            and other.blocks[:size] == self.blocks
+            and all(abs(a - b) <= 1e-4 * abs(a) for a, b in zip(self.losses, other.losses, strict=False))
+        )
+
+
+def removals(folders: Iterable[Part]) -> list[Removal]:
+    """All sequences of removed blocks in the folders, without repetition."""
+    merged: dict[tuple[str, tuple[int, ...], tuple[float, ...]], Removal] = {}
+    for part in folders:
+        for name, plan in plans(part):
+            blocks = tuple(int(block) for block in plan.get("blocks") or [])
+            if not blocks:
+                continue
+            losses = [loss for loss in map(number, plan.get("losses") or []) if loss is not None]
+            removal = Removal(
+                (name,) if name else (),
+                str(plan.get("granularity") or "attention"),
+                blocks,
+                tuple(losses) if len(losses) == len(blocks) + 1 else (),
+                number(plan.get("healed_loss")),
+                number((plan.get("control_loss") or {}).get("scalars_only")),
+                part if part.kind == "curve" else None,
+            )
+            key = removal.granularity, blocks, tuple(round(loss, 4) for loss in removal.losses)
+            earlier = merged.setdefault(key, removal)
+            names, curve = dict.fromkeys((*earlier.names, *removal.names)), earlier.curve or removal.curve
+            merged[key] = replace(earlier, names=tuple(names), curve=curve)
+    return list(merged.values())
+
+
+def plans(part: Part) -> list[tuple[str, Mapping[str, Any]]]:
+    """(name, plan) of all plans in a folder's document; plans may be incomplete."""
+    meta = part.meta
+    if part.kind == "bench":
+        return [(str(entry.get("label", "?")), entry) for entry in meta.get("models") or []]
+    if isinstance(meta.get("plans"), Mapping):
+        return [(str(name), plan) for name, plan in meta["plans"].items() if isinstance(plan, Mapping)]
+    return [(part.label, meta["plan"])] if isinstance(meta.get("plan"), Mapping) else []
+
+
+def layers_of(folders: Sequence[Part]) -> int:
+    """L, as a document states, or else the deepest known layer."""
+    for part in folders:
+        if isinstance(layers := (part.meta.get("model") or {}).get("num_layers"), int) and layers > 0:
+            return layers
+    deepest = [int(layer) for part in folders if not pd.isna(layer := part.table["layer"].max())]
+    return max([*deepest, *(max(removal.blocks) for removal in removals(folders))], default=1) or 1
+
+
+class Spread(NamedTuple):
+    """A time over the original's, with its 95 % interval; both ends are the value where there is none."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class TimedModel:
+    """A model of a benchmark or a quantisation."""
+
+    name: str
+    part: Part
+    baseline: bool
+    loss: float | None
+    """Held-out loss in nats: measured, or else of the plan of the export."""
+    base: float | None
+    """The original's loss on the same data."""
+    error: float | None
+    """Standard error of their difference."""
+    stated: bool
+    """Whether the loss is the plan's instead of being measured with the times."""
+    times: Mapping[str, Spread]
+    """Phase -> time over the original's, over the whole grid."""
+    bytes: Mapping[str, float]
+    """Measure -> bytes, the median over the grid."""
+
+    @property
+    def added(self) -> float | None:
+        """The loss that it adds to the original's."""
+        return None if self.loss is None or self.base is None else self.loss - self.base
+
+
+def timed_models(folders: Sequence[Part]) -> list[TimedModel]:
+    """The models of all benchmarks, then of all quantisations; the original of each folder first."""
+    found = []
+    for part in folders:
+        if part.kind not in TIMED or "model" not in part.table.columns:
+            continue
+        stated = {str(entry.get("label", "?")): entry for entry in part.meta.get("models") or []}
+        names = [str(name) for name in part.table["model"].dropna().unique()]
+        names.sort(key=lambda name: not (stated.get(name, {}).get("baseline") or name == "original"))
+        several = sum(other.kind in TIMED for other in folders) > 1 and part.label
+        for name in names:
+            shown = f"{part.label}: {name}" if several else name
+            found.append(_timed(part, name, names[0], shown, stated.get(name, {})))
+    return found
+
+
+def _timed(part: Part, name: str, original: str, shown: str, entry: Mapping[str, Any]) -> TimedModel:
+    """A model with the numbers of its rows."""
+
+    def value(model: str, measure: str, statistic: str, site: str = "model") -> float | None:
+        """A number of a model over the whole grid; the median over its cells if there is none."""
+        rows = select(part.table[part.table["model"] == model], measure, statistic, site)
+        whole = rows[rows["batch"].isna()] if "batch" in rows.columns else rows
+        finite = [real for real in map(number, (whole if len(whole) else rows)["value"]) if real is not None]
+        return median(finite) if finite else None
+
+    losses = [number(loss) for loss in entry.get("losses") or []]
+    measured, base = (value(model, "loss", "mean") for model in (name, original))
+    stated = number(entry.get("healed_loss")) or (losses[-1] if losses else None)
+    times = {}
+    for phase in PHASES:
+        middle, low, high = (value(name, "time_ratio", end, phase) for end in ("median", "low", "high"))
+        if name == original and value(name, f"{phase}_time", "median", phase) is not None:
+            middle = low = high = 1.0
+        if middle is not None:
+            times[phase] = Spread(middle, middle if low is None else low, middle if high is None else high)
+    return TimedModel(
+        shown,
+        part,
+        name == original,
+        stated if measured is None else measured,
+        base if measured is not None else losses[0] if losses else None,
+        value(name, "loss", "difference_stderr"),
+        measured is None and stated is not None,
+        times,
+        {measure: bytes_ for measure in SIZES if (bytes_ := value(name, measure, "value")) is not None},
+    )
+
+
+def _removed(part: Part, measure: str, name: str, index: int, form: str = ".4f") -> Drawn:
+    """A measure of a curve by number of removed blocks, with its interval."""
+    mean, low, high = (
+        curve(part.table, measure, statistic, "model", by="removed") for statistic in ("mean", "low", "high")
+    )
+    return Drawn(mean, name, **categorical(index), form=form, low=low, high=high)
+
+
+def _over_removed(drawn: Sequence[Drawn], more: Sequence[go.Scatter] = (), **settings: Any) -> go.Figure | None:
+    """Curves over the number of removed blocks, then further traces."""
+    result = chart(drawn, xaxis={}, height=420, **settings) or (go.Figure() if more else None)
+    if result is None:
+        return None
+    result.add_traces(more)
+    largest = max([1, *(int(x) for trace in result.data for x in trace.x if x is not None)])
+    margin = max(0.4, largest * 0.03)
+    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000) if largest / s <= 13)
+    across = axis("Blocks removed", unifiedhovertitle={"text": "%{x} removed"}, dtick=step, tick0=0)
+    if any(trace.fill for trace in result.data):
+        result.layout.meta["subtitle"] += ". Band: 95 % interval over documents"
+    return result.update_layout(xaxis={**across, "range": [-margin, largest + margin]})
+
+
+def removal_loss(_: Record, source: Source) -> Figures:
+    """The loss that the first removals add together; healed and control as marks, the break point as a line."""
+    known = [removal for removal in removals(parts(source)) if removal.losses]
+    shown = [one for one in known if one.healed is not None or not any(one.begins(other) for other in known)]
+    drawn: list[Drawn] = []
+    marks: list[go.Scatter] = []
+    shapes: list[dict[str, Any]] = []
+    for index, removal in enumerate(shown):
+        several = f" ({label(removal.name, 40)})" if len(shown) > 1 and removal.name else ""
+        base, part = removal.losses[0], removal.curve
+        if not any(removal.begins(other) for other in known):  # else a longer line contains the same points
+            counts = list(range(len(removal.losses)))
+            plain = Curve(counts, [loss - base for loss in removal.losses], ["?"] * len(counts))
+            own = _removed(part, "loss_added", f"Not healed{several}", index) if part else None
+            drawn.append(own or Drawn(plain, f"Not healed{several}", **categorical(index)))
+        color = categorical(index)["color"] if several else CATEGORICAL[2]
+        for name, loss, at, mark in (
+            ("Healed", removal.healed, len(removal.blocks), {"symbol": "diamond"}),
+            ("Control: scalars only", removal.scalars_only, 0, {"symbol": "circle-open", "line": {"width": 2}}),
+        ):
+            if loss is not None:
+                marks.append(points(name + several, [at], [loss - base], color, "%{y:.4f}", marker={"size": 11, **mark}))
+        rows = select(part.table, "break_point").drop_duplicates("statistic").set_index("statistic") if part else {}
+        middle, low, high = (number(rows["value"].get(key)) if part else None for key in ("value", "low", "high"))
+        if middle is not None:
+            across = {"xref": "x", "yref": "paper", "y0": 0, "y1": 1, "layer": "below"}
+            stroke = {"color": INK, "width": 1.5, "dash": "dot"}
+            box = {"fillcolor": translucent(CATEGORICAL[4]), "line": {"width": 0}}
+            shapes += [{"type": "rect", "x0": low, "x1": high, **box, **across}] if low != high else []
+            shapes.append({"type": "line", "x0": middle, "x1": middle, "line": stroke, **across})
+            interval = "" if low is None else f" (95 %: {low:.0f} to {high:.0f})"
+            marks.append(legend_entry(f"Break point: {middle:.0f}{interval}{several}", "lines", line=stroke))
+    reading = "Above the unmodified model’s, on the same sequences"
+    settings = {"yaxis": axis("Loss added (nats)"), "shapes": shapes, "showlegend": True, "subtitle": reading}
+    return readings([("", _over_removed(drawn, marks, alt=extremes(drawn, "removal", 4), **settings))])
+
+
+def by_removed(record: Record, source: Source) -> Figures:
+    """A measure of the predictions of curves over the number of removed blocks."""
+    (line,) = record.lines
+    curves = [part for part in parts(source) if part.kind == "curve"]
+    drawn = [
+        _removed(part, line.measure, "Mean" if len(curves) == 1 else label(part.label, 40), index, line.form)
+        for index, part in enumerate(curves)
+    ]
+    about = {"subtitle": record.reading, "yaxis": value_axis(record.axis, record.scale), "showlegend": len(curves) > 1}
+    return readings([("", _over_removed(drawn, alt=extremes(drawn, "removal", 4), **about))])
+
+
+def pareto(_: Record, source: Source) -> Figures:
+    """Loss added over time as a multiple of the original's, for decoding and for the prompt."""
+    return readings((phase, _plane(source, phase)) for phase in reversed(PHASES))
+
+
+def _plane(source: Source, phase: str) -> go.Figure | None:
+    known = [one for one in timed_models(parts(source)) if phase in one.times and one.added is not None]
+    originals = [one for one in known if one.baseline][:1]
+    shown = [*originals, *(one for one in known if not one.baseline)]
+    if len(shown) == len(originals):
+        return None
+    traces, texts = [], []
+    for index, model in enumerate(shown):
+        color = INK if model.baseline else categorical(index - 1)["color"]
+        (time, low, high), added, error = model.times[phase], model.added or 0.0, model.error
+        name = label(model.name, 40) + " (original)" * (model.baseline and model.name != "original")
+        bars = {"color": color, "thickness": 1.2}
+        across = {"array": [high - time], "arrayminus": [time - low], "symmetric": False, "width": 4, **bars}
+        traces.append(
+            points(
+                name, [time], [added], color, "%{x:.3f} (%{customdata[0]:.3f} to %{customdata[1]:.3f})<br>"
+                "<b>%{y:+.4f}</b> nats", customdata=[[low, high]], error_x=across,
+                marker={"size": 11, "symbol": "square" if model.baseline else "circle"},
+                **({} if error is None else {"error_y": {"array": [2 * error], **bars}}),
+            )
+        )  # fmt: skip
+        texts.append(f"{name}: {time:.2f} times, {minus(added, '+.3f')} nats")
+    title = f"{phase.capitalize()} time over the original’s"
+    return plane(
+        traces, title, "Loss added to the original’s (nats)", form="", alt="; ".join(texts), variant=phase.capitalize()
+    )
+
+
+def model(source: Source) -> dict[str, Any]:
+    """Entry of the model, merged from all folders."""
+    merged: dict[str, Any] = {}
+    for part in parts(source):
+        for described in (part.meta.get("model"), *(plan.get("model") for _, plan in plans(part))):
+            merged = {**{key: value for key, value in (described or {}).items() if value is not None}, **merged}
+    return merged
+
+
+def byline(source: Source) -> str:
+    """The model and the data of its losses in one line."""
+    heldout = [(part.meta.get("data") or {}).get("heldout") or {} for part in parts(source)]
+    names = list(dict.fromkeys(short(data["name"], 60) for data in heldout if data.get("name")))
+    return dotted(model_line(model(source)), f"judged by {' and by '.join(names)}" if names else "")
+
+
+def findings(_: Meta, source: Source) -> list[Shown]:
+    """The findings of all folders."""
+    shown, folders = [], parts(source)
+    for part in folders:
+        several = sum(other.kind == part.kind for other in folders) > 1
+        label = short(part.label, 40) if several else ""
+        for key, entry in (part.meta.get("headline") or {}).items():
+            name, of = str(key).partition(" ")[::2] if part.kind == "bench" else (str(key), "")
+            card = None
+            if name in CARDS and entry.get("value") is not None:
+                card = (CARDS[name], dotted(short(of, 40), label), *figure_of(entry, layers_of(folders)))
+            shown.append(Shown(entry, card, prefix=f"{label}: " if label else ""))
+    return shown
+
+
+def story(source: Source) -> dict[str, Any] | None:
+    """The first finding as the page's first sentence."""
+    sentences = [shown.prefix + short(shown.entry["sentence"], 600) for shown in findings({}, source)[:1]]
+    return {"sentences": sentences} if sentences else None
+
+
+def about(source: Source) -> Pairs:
+    """Pairs on the model, the plans, the data, the machine and the run; equal texts are given once."""
+    described, folders = model(source), parts(source)
+    hashes = [(kind, (part.meta.get(kind) or {}).get("hash")) for kind in ("model", "data") for part in folders]
+    texts: dict[str, dict[str, list[str]]] = {}
+    for part in folders:
+        machine = part.meta.get("machine") or {}
+        threads = f"{machine['threads']} threads" if isinstance(machine.get("threads"), int) else ""
+        pairs = [
+            ("Search", _search(part.meta.get("plan") or {})),
+            ("Data", _data(part.meta.get("data") or {})),
+            ("Machine", dotted(stated(machine, ("device", "{}"), ("name", "{}")), threads)),
+            *measured.run(part.meta),
+        ]
+        for name, text in pairs:
+            if text:
+                texts.setdefault(name, {}).setdefault(text, []).append(short(part.label, 40))
+    labelled = [
+        (name if len(by_text) == 1 else f"{name} ({', '.join(labels)})", text)
+        for name, by_text in texts.items()
+        for text, labels in by_text.items()
+    ]
+    subject = ("Model", dotted(stated(described, ("name", "{}")), model_line(described)))
+    return [subject, *labelled, ("Fingerprints", measured.fingerprints(hashes))]
+
+
+def _search(plan: Meta) -> str:
+    """The search method and its cost."""
+    if not plan.get("blocks"):
+        return ""
+    cost = plan.get("cost") or {}
+    search, criterion, granularity = (short(plan.get(key, "?"), 20) for key in ("search", "criterion", "granularity"))
+    share = cost.get("share_of_plain")
+    return dotted(
+        f"{search}, by {criterion}, {granularity} granularity",
+        stated(cost, ("forwards", "{} forward passes")),
+        f"{share:.0%} of the plain loop’s FLOPs" if isinstance(share, int | float) else "",
+        stated(cost, ("seconds", "{}"), written=seconds),
+    )
+
+
+def _data(data: Meta) -> str:
+    texts = [stated(data, ("name", "{}"))]
+    for key, purpose in (("train", "to fit on"), ("heldout", "held out")):
+        split = data.get(key)
+        if isinstance(split, Mapping) and isinstance(split.get("examples"), int):
+            tokens = f" ({split['predicted']:,} predicted tokens)" if isinstance(split.get("predicted"), int) else ""
+            texts.append(f"{split['examples']:,} examples {purpose}{tokens}")
+    return dotted(*texts)
+
+
+def warnings(source: Source) -> list[str]:
+    """Warnings of the folders without repetition, and a reason why their numbers are not comparable."""
+    folders = parts(source)
+    texts = list(dict.fromkeys(text for part in folders for text in measured.warnings({**part.meta, "models": None})))
+    hashes = {short(part.label, 40): (part.meta.get("data") or {}).get("hash") for part in folders}
+    hashes = {name: digest for name, digest in hashes.items() if digest}
+    if len(set(hashes.values())) > 1:
+        texts.append(f"{', '.join(hashes)} read their losses on different data: compare each with its own original.")
+    return texts
+
+
+def tables(source: Source) -> dict[str, Sequence[Any]]:
+    """Id of a section -> its tables and block maps."""
+    folders = parts(source)
+    layers = layers_of(folders)
+    return {
+        "blocks": [_block_map(removal, layers) for removal in removals(folders)],
+        "settings": [
+            settings_table(f"Settings of {short(part.label, 60)}" if part.label else "All settings", settings)
+            for part in folders
+            if (settings := part.meta.get("settings"))
+        ],
+    }
+
+
+def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
+    """A map of the blocks of every layer: which were removed, in what order, and the loss that each added."""
+    losses = removal.losses
+    steps = [minus(after - before, "+.3f") for before, after in pairwise(losses)] or [""] * len(removal.blocks)
+    removed = {block: (at, step) for at, (block, step) in enumerate(zip(removal.blocks, steps, strict=True), start=1)}
+    count = f"{len(removal.blocks)} {PARTS.get(removal.granularity, 'block')}{'s' * (len(removal.blocks) > 1)} removed"
+    loss = ""
+    if losses:
+        healed = "" if removal.healed is None else f", {quantity(removal.healed, 'nats')} healed"
+        loss = f"held-out loss {quantity(losses[0], 'nats')} before, {quantity(losses[-1], 'nats')} after{healed}"
+    return {
+        "template": "blocks",
+        "title": f"{short(removal.name, 60)}: {count}" if removal.name else count,
+        "note": dotted(f"of {layers} layers", loss),
+        "branches": [removal.granularity] if removal.granularity == "layer" else ["attention", "mlp"],
+        "granularity": removal.granularity,
+        "cells": [(layer, *removed.get(layer, ("", ""))) for layer in range(1, layers + 1)],
+    }
+
+
+def side_by_side(source: Source) -> Table | None:
+    """All timed models: loss, time and size; sizes are multiples of the original's."""
+    timed = timed_models(parts(source))
+    if not timed:
+        return None
+    originals = {id(one.part): one for one in reversed(timed) if one.baseline}
+    columns: dict[str, Callable[[TimedModel], str]] = {
+        "Held-out loss": lambda one: NOTHING if one.loss is None else minus(one.loss, ".4f"),
+        "Added": lambda one: (
+            NOTHING
+            if one.baseline or one.added is None
+            else f"{minus(one.added, '+.4f')} {plus_minus({'standard_error': one.error})}".strip()
+        ),
+        **{f"{phase.capitalize()} time": partial(_ratio, phase) for phase in PHASES},
+        **{title: partial(_multiple, originals, key) for key, title in SIZES.items()},
+    }
+    from_plans = [short(one.name, 40) for one in timed if one.stated and not one.baseline]
+    note = f"Not measured here, but stated by the plan: the loss of {', '.join(from_plans)}. " if from_plans else ""
+    note += (
+        "Times over the original’s are medians of the rounds’ ratios, in brackets the 95 % interval (from 9 rounds "
+        "on); ≈ 1×: no measurable difference. ± is the standard error over documents. Sizes are multiples of the "
+        "original’s bytes."
+    )
+    named = [(f"{short(one.name, 60)}{' (original)' * one.baseline}", one) for one in timed]
+    return by_subject("Models side by side", "Model", named, columns, note)
+
+
+def _ratio(phase: str, timed: TimedModel) -> str:
+    """The time over the original's, with its interval."""
+    if (ratio := timed.times.get(phase)) is None or timed.baseline:
+        return NOTHING if ratio is None else "1×"
+    if ratio.low == ratio.high:
+        return f"{ratio.value:.3f}× (no interval)"
+    interval = f"({ratio.low:.3f} to {ratio.high:.3f})"
+    return f"≈ 1× {interval}" if ratio.low <= 1 <= ratio.high else f"{ratio.value:.3f}× {interval}"
+
+
+def _multiple(originals: Mapping[int, TimedModel], measure: str, timed: TimedModel) -> str:
+    """Bytes as a multiple of the original's; bytes of the original."""
+    own, original = timed.bytes.get(measure), originals.get(id(timed.part))
+    base = original.bytes.get(measure) if original else None
+    if own is None or not base:
+        return NOTHING
+    if not timed.baseline:
+        return f"{own / base:.2f}×"
+    return f"{own:,.0f} B" if own < 2**14 else f"{own / 2**10:,.0f} KiB" if own < 2**20 else size(own)

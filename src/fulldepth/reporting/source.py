@@ -1,0 +1,190 @@
+"""The table and the document behind a page: their kind, the models side by side, and curves from the tidy table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pandas as pd
+
+from fulldepth.reporting.style import categorical, label
+
+SINGLE, SERIES, COMPARISON = "single", "series", "comparison"
+TRAINING, TRAININGS, SKIP = "training", "trainings", "skip"
+EXIT, GENERATION, EVALUATION = "exit", "generation", "evaluation"
+EXITS, EVALUATIONS = "exits", "evaluations"
+SKIPS = ("skip", "curve", "bench", "quantise")
+"""Kinds of result folders that one page can show together, in reading order."""
+TOGETHER = "skips"
+"""Kind of several of them combined: `meta["parts"]` holds their documents with a `label`, the column `folder` the label
+of each row."""
+VERBS = {**dict.fromkeys((*SKIPS, TOGETHER), SKIP), **{kind: kind for kind in (EXIT, GENERATION, EVALUATION)}}
+"""`kind` of a document -> kind of results, see `Source.kind`."""
+COMPARED = {EXIT: EXITS, EVALUATION: EVALUATIONS}
+"""What a comparison compares, as its document states it (`of`) -> kind of results."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One statistic over layers, steps or removed blocks. False if it has no finite value."""
+
+    at: list[int]
+    values: list[float | None]
+    counts: list[str]
+    """Number of observations of each value as text; "?" if unknown."""
+    unit: str = "1"
+
+    def __bool__(self) -> bool:
+        return any(value is not None for value in self.values)
+
+    @cached_property
+    def points(self) -> dict[int, float]:
+        """Layer (or step) -> finite value."""
+        return {at: value for at, value in zip(self.at, self.values, strict=True) if value is not None}
+
+
+NO_CURVE = Curve([], [], [])
+
+
+def number(value: Any) -> float | None:
+    """A finite float, or None."""
+    if pd.isna(value):
+        return None
+    real = float(value)
+    return real if math.isfinite(real) else None
+
+
+def counted(value: Any) -> str:
+    """A count with thousands separators; "?" if missing."""
+    return "?" if pd.isna(value) else f"{int(value):,}"
+
+
+def select(table: pd.DataFrame, measure: str, statistic: str | None = None, site: str | None = None) -> pd.DataFrame:
+    """The rows of one measure, and of one statistic and site if given; of `a|b`, the first that the rows have."""
+    rows = table[table["measure"] == measure]
+    if site is not None:
+        rows = rows[rows["site"] == site]
+    if statistic is None:
+        return rows
+    choices = (rows[rows["statistic"] == name] for name in statistic.split("|"))
+    return next(filter(len, choices), rows.iloc[:0])
+
+
+def curve(
+    table: pd.DataFrame,
+    measure: str,
+    statistic: str | None = None,
+    site: str | None = "residual",
+    *,
+    by: str = "layer",
+    layer: int | None = None,
+    other: int | None = None,
+    column: str = "value",
+) -> Curve:
+    """A statistic by layer (or the column `by`), ascending.
+
+    Args:
+        table: rows of one model; at one step unless `by` is `step`.
+        measure: name of the measure.
+        statistic: see `select`.
+        site: see `select`.
+        by: the column over which the values run.
+        layer: of which the values are, over steps; a step without one is a gap.
+        other: the second layer if the rows are pairs.
+        column: of the values.
+    """
+    rows = select(table, measure, statistic, site)
+    if by not in rows:
+        return NO_CURVE
+    for name, wanted in (("layer", layer), ("other", other)):
+        if wanted is not None:
+            rows = rows[(rows[name] == wanted).fillna(False).astype(bool)]
+    rows = rows.dropna(subset=[by]).drop_duplicates(by, keep="last").set_index(by).sort_index()
+    unit = str(next(iter(rows["unit"].dropna()), "1"))
+    if layer is not None:
+        rows = rows.reindex(sorted(table[by].unique()))
+    return Curve([int(at) for at in rows.index], [*map(number, rows[column])], [*map(counted, rows["count"])], unit)
+
+
+def num_layers(table: pd.DataFrame, model: Mapping[str, Any] | None) -> int:
+    """L, from the model's entry or else from the table."""
+    stated = (model or {}).get("num_layers")
+    if isinstance(stated, int) and stated > 0:
+        return stated
+    deepest = table["layer"].max()
+    return 1 if pd.isna(deepest) else max(int(deepest), 1)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of several models: its rows, displayed name (unique), depth, colour and dash."""
+
+    name: str
+    table: pd.DataFrame
+    layers: int
+    style: dict[str, Any]
+    baseline: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    """A result table and its document."""
+
+    table: pd.DataFrame
+    meta: Mapping[str, Any]
+
+    @cached_property
+    def kind(self) -> str:
+        """`single` (one model at one step), `series`, `training`, `skip`, `exit`, `generation` or `evaluation`.
+
+        Several of them side by side are of the kinds `comparison`, `trainings`, `exits` and `evaluations`.
+        """
+        stated = str(self.meta.get("kind"))
+        if stated in VERBS:
+            return VERBS[stated]
+        if stated == COMPARISON and self.meta.get("of") in COMPARED:
+            return COMPARED[str(self.meta["of"])]
+        steps = "step" in self.table.columns
+        if "model" in self.table.columns:
+            return TRAININGS if steps else COMPARISON
+        return TRAINING if stated == TRAINING else SERIES if steps else SINGLE
+
+    @cached_property
+    def layers(self) -> int:
+        """L of the model."""
+        return num_layers(self.table, self.meta.get("model"))
+
+    @cached_property
+    def steps(self) -> dict[int, pd.DataFrame]:
+        """Step -> its rows, ascending."""
+        return {step: self.table[self.table["step"] == step] for step in sorted({int(s) for s in self.table["step"]})}
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The models of a comparison in the order of `meta["models"]`; models only in the table come last."""
+        described = {str(entry.get("label")): entry for entry in self.meta.get("models") or []}
+        labels = list(dict.fromkeys([*described, *map(str, self.table["model"].unique())]))
+        names = [label(text, 40) for text in labels]
+        runs: list[Run] = []
+        for index, (text, name) in enumerate(zip(labels, names, strict=True)):
+            rows, entry = self.table[self.table["model"].astype(str) == text], described.get(text, {})
+            unique = name if names.count(name) == 1 else f"{name} ({index + 1})"
+            layers = num_layers(rows, entry.get("model"))
+            runs.append(Run(unique, rows, layers, categorical(index), bool(entry.get("baseline"))))
+        return runs
+
+    @cached_property
+    def baseline(self) -> str:
+        """Name of the model that the others are compared with."""
+        return next((run.name for run in self.runs if run.baseline), "the baseline")
+
+
+def stack_rows(table: pd.DataFrame, stack: str) -> pd.DataFrame:
+    """The rows of one stack, with the sites that they have in a model of one stack."""
+    sites = table["site"].astype(str)
+    own = table[(sites == stack) | sites.str.startswith(f"{stack}:")]
+    sites = own["site"].astype(str).str.removeprefix(f"{stack}:")
+    return own.assign(site=sites.where(own["site"] != stack, "residual"))

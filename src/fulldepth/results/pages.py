@@ -1,0 +1,179 @@
+"""Pages of result folders: one of a folder, one of several folders of `fulldepth skip`, and an index of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from fulldepth import reporting
+from fulldepth.errors import FulldepthError
+from fulldepth.files import atomic, locked
+from fulldepth.reporting.source import SKIPS, TOGETHER
+from fulldepth.results.document import SCHEMA_VERSION
+from fulldepth.results.folder import DOCUMENT, PAGE, TABLE, Results
+from fulldepth.results.table import COLUMNS
+
+NAMES = {"measure": "measurement", "training": "training run", "comparison": "comparison"}
+"""Kind of a folder not in `SKIPS` -> description of its content."""
+
+
+class Chapter(NamedTuple):
+    """A result folder on the index page."""
+
+    folder: str
+    """Path relative to the index."""
+    title: str
+    command: str
+    """Command that produces such a result."""
+
+
+def write_page(directory: str | Path) -> Path:
+    """Read the result folder `directory` and write its `report.html` atomically.
+
+    Returns:
+        Path of the page.
+
+    Raises:
+        FulldepthError: if the folder holds no readable results, or cannot be written.
+    """
+    return Results.load(directory).save_page(directory)
+
+
+def write_together(folders: Sequence[str | Path], output: str | Path | None = None, *, overwrite: bool = False) -> Path:
+    """Read one result folder, or several of `fulldepth skip`, and write one `report.html` atomically.
+
+    Args:
+        folders: of the kinds `skip`, `curve`, `bench` and `quantise`, about the same model; or a single one of any
+            kind.
+        output: folder of the page, created if absent; None = the first of `folders`.
+        overwrite: replace the page of a folder that holds other results.
+
+    Returns:
+        Path of the page.
+
+    Raises:
+        FulldepthError: if a folder holds no readable results, if they cannot share a page, or if `output` holds
+            results that are not on the page, is held by another process, or cannot be written.
+    """
+    paths = [Path(folder) for folder in folders]
+    if not paths:
+        raise FulldepthError("A page needs at least one result folder.")
+    target = paths[0] if output is None else Path(output)
+    own = any(target.resolve() == path.resolve() for path in paths)
+    if not (own or overwrite) and (target / DOCUMENT).exists():
+        raise FulldepthError(
+            f"{target} holds results of its own, and {PAGE} there is their page. Choose another --output, or replace "
+            "the page with --overwrite."
+        )
+    results = together(paths) if len(paths) > 1 else Results.load(paths[0])
+    *others, last = names(paths)
+    where = f"The files {TABLE} in {', '.join(others)} and {last} hold" if others else f"The file {TABLE} in {last} holds"
+    html = reporting.render(results.table, results.meta, "" if own and len(paths) == 1 else f"{where} all of them.")
+    with locked(target):
+        return _write(html, target / PAGE)
+
+
+def write_index(folder: str | Path, chapters: Sequence[Chapter], *, title: str) -> Path:
+    """Write `index.html`, which links the pages of the result folders below and lists their findings.
+
+    Args:
+        folder: holds the result folders.
+        chapters: in the order of the page.
+        title: of the page.
+
+    Raises:
+        FulldepthError: if a folder holds no readable results, or the page cannot be written.
+    """
+    root, shown = Path(folder), []
+    for chapter in chapters:
+        results = Results.load(root / chapter.folder)
+        about = {"href": f"{chapter.folder}/{PAGE}", "title": chapter.title, "command": chapter.command}
+        shown.append({**about, "table": results.table, "meta": results.meta})
+    return _write(reporting.index(title, shown), root / "index.html")
+
+
+def _write(html: str, path: Path) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic(path) as part:
+            part.write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise FulldepthError(f"Cannot write {path}: {error.strerror or error}.") from error
+    return path
+
+
+def together(folders: Sequence[str | Path]) -> Results:
+    """The folders combined: kind `skips`, rows with the column `folder`, the documents in `parts`.
+
+    Searches come first, then curves, benchmarks and quantisations; folders of one kind keep their order.
+
+    Raises:
+        FulldepthError: if a folder is named twice or cannot be read, if one is not a result of `fulldepth skip`, or if
+            they are about different models.
+    """
+    paths = [Path(folder) for folder in folders]
+    for index, path in enumerate(paths):
+        if any(path.resolve() == other.resolve() for other in paths[:index]):
+            raise FulldepthError(f"{path} is named twice.")
+    loaded = [(label, Results.load(path)) for label, path in zip(names(paths), paths, strict=True)]
+    _check(loaded)
+    loaded.sort(key=lambda item: SKIPS.index(item[1].meta["kind"]))
+    tables = [results.table.assign(folder=label) for label, results in loaded]
+    columns = [*COLUMNS, *dict.fromkeys(name for table in tables for name in table.columns if name not in COLUMNS)]
+    rows = pd.concat([table.dropna(axis=1, how="all") for table in tables], ignore_index=True)
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "kind": TOGETHER,
+        "parts": [{**results.meta, "label": label} for label, results in loaded],
+    }
+    return Results(rows.reindex(columns=columns).astype(_types(tables)), document)
+
+
+def names(paths: Sequence[Path]) -> list[str]:
+    """The shortest endings of the paths that are unique."""
+    parts = [path.resolve().parts for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        labels = ["/".join(part[-length:]) for part in parts]
+        if len(set(labels)) == len(labels):
+            return labels
+    return [str(path.resolve()) for path in paths]
+
+
+def _types(tables: Sequence[pd.DataFrame]) -> dict[str, Any]:
+    """Types that keep integer columns integer although some folders lack them."""
+    integers = (name for table in tables for name in table.columns if pd.api.types.is_integer_dtype(table[name].dtype))
+    return {**dict.fromkeys(integers, "Int64"), "value": "float64"}
+
+
+def _check(loaded: Sequence[tuple[str, Results]]) -> None:
+    """Raise if the folders cannot share a page."""
+    for label, results in loaded:
+        kind = str(results.meta.get("kind"))
+        if kind not in SKIPS:
+            advice = " `fulldepth compare` puts such folders side by side." if kind in ("measure", "training") else ""
+            raise FulldepthError(
+                f"{label} holds a {NAMES.get(kind, kind)}, which has no place on a page with others: expected folders "
+                f"of fulldepth skip ({', '.join(SKIPS)}).{advice}"
+            )
+    subjects = [(label, *_subject(results.meta)) for label, results in loaded]
+    for (other, other_dtype, other_class, other_hash), (label, dtype, class_name, digest) in combinations(subjects, 2):
+        if class_name and other_class and class_name != other_class:
+            raise FulldepthError(
+                f"{label} is about a {class_name}, {other} about a {other_class}: they cannot share a page."
+            )
+        if digest and other_hash and dtype == other_dtype and digest != other_hash:
+            raise FulldepthError(
+                f"{label} and {other} are about different models: the weights have the hashes {digest[:19]} and "
+                f"{other_hash[:19]}. Make one page for each."
+            )
+
+
+def _subject(meta: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Requested precision, class and hash of the model; empty if the document does not state them."""
+    model = meta.get("model") or (meta.get("plan") or {}).get("model") or {}
+    precision = str((meta.get("settings") or {}).get("dtype") or "auto")
+    return precision, str(model.get("class") or ""), str(model.get("hash") or "")
