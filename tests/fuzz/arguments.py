@@ -1,112 +1,25 @@
 """Mutations of the command line itself, from the options that the program says it has."""
 
+# ruff: noqa: SIM905  # odd words read best in one line
 from __future__ import annotations
 
 import random
 import re
 from typing import NamedTuple
 
-NUMBERS = [
-    "0",
-    "-1",
-    "-0",
-    "1.5",
-    "nan",
-    "inf",
-    "-inf",
-    "1e400",
-    "",
-    " ",
-    "text",
-    "0x10",
-    "1_0",
-    "²",
-    "٣",
-    "true",
-    "null",
-]
-HUGE = ["99999999999999999999", "9223372036854775808", "-99999999999999999999", "1e30", "9" * 5000]
-TEXTS = [
-    "",
-    " ",
-    ",",
-    ",,a,,",
-    "-",
-    "--",
-    "=",
-    "a=b",
-    "null",
-    "[1,2",
-    "{a: 1}",
-    "%s%d{0}",
-    "~",
-    "$HOME",
-    "*",
-    "NaN",
-    "1",
-    "naïve ✓ \u202e\U0001f600",
-    "\udcff\udcfe",
-    "line\nline",
-    "x" * 300,
-    "y" * 100_000,
-    "__proto__",
-    "../..",
-    "a/b/c",
-    "https://example.com/x",
-    "corpus:nothing",
-    "corpus:builtin",
-]
-READ = [
-    "missing",
-    "",
-    ".",
-    "data",
-    "model",
-    "out-a",
-    "data/text.txt",
-    "data/pairs.jsonl",
-    "model/config.json",
-    "model/config.json/x",
-    "model/model.safetensors",
-    "recipes/train.yaml",
-    "/dev/null",
-    "/dev/zero",
-    "/dev/stdin",
-    "/proc/self/mem",
-    "pipe",
-    "loop",
-    "naïve ✓",
-    "\udcff",
-    "x" * 300,
-    "-",
-    "~/none",
-    "a/" * 500,
-]
-WRITE = [
-    "missing/deep/er",
-    "",
-    ".",
-    "model",
-    "data",
-    "out-a",
-    "run",
-    "data/text.txt",
-    "model/config.json",
-    "model/config.json/x",
-    "/dev/null/x",
-    "/proc/none",
-    "pipe",
-    "loop",
-    "naïve ✓",
-    "\udcff",
-    "x" * 300,
-    "-",
-    "--",
-    "a/" * 500,
-]
+NUMBERS = ["", " ", *"0 -1 -0 1.5 nan inf -inf 1e400 text 0x10 1_0 ² ٣ true null".split()]
+HUGE = [*"99999999999999999999 9223372036854775808 -99999999999999999999 1e30".split(), "9" * 5000]
+TEXTS = ["", " ", "naïve ✓ \u202e\U0001f600", "\udcff\udcfe", "line\nline", "x" * 300, "y" * 100_000]
+TEXTS += ", ,,a,, - -- = a=b null [1,2 {a:1} %s%d{0} ~ $HOME * NaN 1 __proto__ ../.. a/b/c".split()
+TEXTS += "https://example.com/x corpus:nothing corpus:builtin".split()
+ODD_PATHS = ["", "naïve ✓", "\udcff", "x" * 300, "a/" * 500, *"missing . data model out-a pipe loop - ~/none".split()]
+READ = [*ODD_PATHS, *"data/text.txt data/pairs.jsonl model/config.json model/config.json/x recipes/train.yaml".split()]
+READ += "model/model.safetensors /dev/null /dev/zero /dev/stdin /proc/self/mem".split()
+WRITE = [*ODD_PATHS, *"missing/deep/er run data/text.txt model/config.json model/config.json/x".split()]
+WRITE += "/dev/null/x /proc/none --".split()
 """Places to write to: inside the case, or where nothing can be written (tests may run as root)."""
-SETTINGS = ["seed", "steps", "blocks", "dtype", "device", "anatomy", "anatomy.blocks", "data.name", "model", "epochs"]
-SETTINGS += ["model.hidden_size", "objective.jump", "report_to", "workers", "words", "budget", "chunks", "nonsense", ""]
+SETTINGS = ["", *"seed steps blocks dtype device anatomy anatomy.blocks data.name model epochs".split()]
+SETTINGS += "model.hidden_size objective.jump report_to workers chunks nonsense".split()
 KEPT = {"--help", "-h", "--version", "--debug", "--trust-remote-code", "--list", "--dry-run"}
 """Options that are not added: they end the command, or give the consent that others must not have."""
 OUTPUTS = {"--output", "-o"}
@@ -139,9 +52,7 @@ def value_for(rng: random.Random, option: Option) -> str:
 
 def setting(rng: random.Random) -> str:
     """`key=value`, or what looks like it."""
-    value = rng.choice(
-        [rng.choice(NUMBERS), rng.choice(HUGE), rng.choice(TEXTS), rng.choice(READ), "[" * 5000, "&a [*a]"]
-    )
+    value = rng.choice([*map(rng.choice, (NUMBERS, HUGE, TEXTS, READ)), "[" * 5000, "&a [*a]"])
     return rng.choice([f"{rng.choice(SETTINGS)}={value}", value, f"{rng.choice(SETTINGS)}.{value}=1"])
 
 
@@ -178,7 +89,5 @@ def mutate(rng: random.Random, argv: list[str], help_text: str) -> tuple[list[st
         name = rng.choice(option.names)
         words = [name] if option.kind == "bool" else [name, value_for(rng, option)]
         return [*head, *rest, *words], f"with {name} {words[-1][:60]!r}"
-    extra = rng.choice(
-        ["--nonsense", "-z", "extra", "", "--output=", "--data=data/text.txt", "-o", "--", "key=1", "seed=x"]
-    )
+    extra = rng.choice(["", *"--nonsense -z extra --output= --data=data/text.txt -o -- key=1 seed=x".split()])
     return [*head, *rest, extra], f"with {extra!r}"

@@ -1,4 +1,4 @@
-"""Mutations of binary formats that keep their frame intact: safetensors, parquet and pictures."""
+"""Mutations of binary formats that keep their frame intact: safetensors, parquet, pictures and pickles."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import Any
 
 from fuzz import documents
 from fuzz.world import OWNED
-
-Change = Callable[[random.Random, bytes], tuple[bytes, str]]
 
 
 def _split(content: bytes) -> tuple[dict[str, Any], bytes]:
@@ -29,85 +27,54 @@ def _join(header: bytes, data: bytes, length: int | None = None) -> bytes:
 def safetensors_header(rng: random.Random, content: bytes) -> tuple[bytes, str]:
     """Lie in the header: another type, shape, offset or name; or a length that is not true."""
     header, data = _split(content)
-    if rng.random() < 0.15:
-        length = rng.choice([0, 1, 7, 2**31, 2**63, 2**64 - 1, len(content), len(content) * 2])
-        return _join(documents.to_json(header, None), data, length), f"header length {length}"
-    tensors = [key for key in header if key != "__metadata__"]
-    key = rng.choice(tensors)
+    key = rng.choice([key for key in header if key != "__metadata__"])
     entry = header[key]
-    how = rng.choice(["dtype", "shape", "offsets", "rename", "remove", "any", "long name"])
-    if how == "dtype":
-        entry["dtype"] = rng.choice(["I32", "U8", "F16", "BF16", "F64", "BOOL", "F8_E4M3", "I64", "C64", "", "F32X"])
-        words = f"{key}: dtype {entry['dtype']}"
-    elif how == "shape":
-        shape = entry["shape"]
-        entry["shape"] = rng.choice([shape[::-1], [], [0], [-1], [2**62, 4], [*shape, 1], [1, *shape], [2**32] * 2])
-        words = f"{key}: shape {entry['shape']} for {shape}"
-    elif how == "offsets":
-        start, end = entry["data_offsets"]
-        entry["data_offsets"] = rng.choice([[end, start], [0, 0], [start, 2**63], [0, end - start], [start, end + 4]])
-        words = f"{key}: data_offsets {entry['data_offsets']} for {[start, end]}"
-    elif how == "rename":
-        new = rng.choice([*documents.KEYS, "model.layers.99.mlp.up_proj.weight", key + ".weight", key[:-1]])
-        header = {new if k == key else k: v for k, v in header.items()}
-        words = f"rename {key} to {documents.brief(new)}"
-    elif how == "long name":
-        header = {"z" * 200_000 if k == key else k: v for k, v in header.items()}
-        words = f"rename {key} to 200,000 letters"
-    elif how == "remove":
-        del header[key]
-        words = f"remove {key} from the header"
-    else:
+    shape, (start, end) = entry["shape"], entry["data_offsets"]
+    how = rng.choice(["length", "dtype", "shape", "data_offsets", "name", "any", "any"])
+    if how == "length":
+        length = rng.choice([0, 1, 7, 2**31, 2**63, 2**64 - 1, len(content), len(content) * 2])
+        return _join(documents.serialised(header, "line"), data, length), f"header length {length}"
+    if how == "any":
         header, words = documents.change(rng, header)
-    return _join(documents.to_json(header, None), data), f"header: {words}"
+    elif how == "name":
+        new = rng.choice(
+            [*documents.KEYS, "model.layers.99.mlp.up_proj.weight", key + ".weight", key[:-1], "z" * 200_000]
+        )
+        header = {new if other == key else other: value for other, value in header.items()}
+        words = f"rename {key} to {documents.brief(new)}"
+    else:
+        values: dict[str, list[Any]] = {
+            "dtype": ["", *["I32", "U8", "F16", "BF16", "F64", "BOOL", "F8_E4M3", "I64", "C64", "F32X"]],
+            "shape": [shape[::-1], [], [0], [-1], [2**62, 4], [*shape, 1], [1, *shape], [2**32] * 2],
+            "data_offsets": [[end, start], [0, 0], [start, 2**63], [0, end - start], [start, end + 4]],
+        }
+        words = f"{key}: {how} {entry[how]}"
+        entry[how] = rng.choice(values[how])
+        words += f" becomes {entry[how]}"
+    return _join(documents.serialised(header, "line"), data), f"header: {words}"
 
 
 def safetensors_weights(rng: random.Random, content: bytes) -> tuple[bytes, str]:
     """Write other weights: not finite, all zero, huge, of another type; or leave a tensor out."""
     import numpy as np
+    from safetensors.numpy import load, save
 
-    header, data = _split(content)
-    tensors = {
-        key: np.frombuffer(data[slice(*entry["data_offsets"])], np.float32).reshape(entry["shape"]).copy()
-        for key, entry in header.items()
-        if key != "__metadata__" and entry["dtype"] == "F32"
-    }
-    if not tensors:
-        return content[:-4], "no float32 tensor: cut 4 bytes"
-    key = rng.choice(sorted(tensors))
-    chosen = sorted(tensors) if rng.random() < 0.3 else [key]
-    values: dict[str, float] = {
-        "NaN": np.nan,
-        "infinity": np.inf,
-        "-infinity": -np.inf,
-        "zero": 0.0,
-        "1e38": 1e38,
-        "1e-40": 1e-40,
-        "the same number": 0.02,
-    }
-    how = rng.choice([*values, "one NaN", "integers", "float64", "leave out", "one row"])
-    types: dict[str, str] = {}
+    tensors = {name: tensor.copy() for name, tensor in load(content).items()}
+    metadata = _split(content)[0].get("__metadata__")
+    how: Any = rng.choice(
+        [np.nan, np.inf, -np.inf, 0.0, 1e38, 1e-40, 0.02, "one NaN", "int32", "float64", "none", "row"]
+    )
+    chosen = sorted(tensors) if rng.random() < 0.3 else [rng.choice(sorted(tensors))]
     for name in chosen:
-        if how in values:
-            tensors[name][:] = values[how]
+        if isinstance(how, float):
+            tensors[name][:] = how
         elif how == "one NaN":
             tensors[name].flat[rng.randrange(tensors[name].size)] = np.nan
-        elif how == "integers":
-            tensors[name], types[name] = (tensors[name] * 100).astype(np.int32), "I32"
-        elif how == "float64":
-            tensors[name], types[name] = tensors[name].astype(np.float64), "F64"
-        elif how == "leave out":
+        elif how == "none":
             del tensors[name]
         else:
-            tensors[name] = tensors[name][:1]
-    new: dict[str, Any] = {k: v for k, v in header.items() if k == "__metadata__"}
-    body = b""
-    for name, tensor in tensors.items():
-        raw = tensor.tobytes()
-        entry = {"dtype": types.get(name, "F32"), "shape": list(tensor.shape)}
-        new[name] = entry | {"data_offsets": [len(body), len(body) + len(raw)]}
-        body += raw
-    return _join(json.dumps(new).encode(), body), f"weights: {how} in {key if len(chosen) == 1 else 'every tensor'}"
+            tensors[name] = tensors[name][:1] if how == "row" else (tensors[name] * 100).astype(how)
+    return save(tensors, metadata), f"weights: {how} in {chosen[0] if len(chosen) == 1 else 'every tensor'}"
 
 
 def parquet(rng: random.Random, content: bytes) -> tuple[bytes, str]:
@@ -118,35 +85,21 @@ def parquet(rng: random.Random, content: bytes) -> tuple[bytes, str]:
     table = pq.read_table(io.BytesIO(content), use_threads=False)
     i = rng.randrange(table.num_columns)
     name, count = table.column_names[i], table.num_rows
-
-    def column(values: list[Any], kind: Any = None) -> Any:
-        return table.set_column(i, name, pa.array(values, kind))
-
     changes: dict[str, Callable[[], Any]] = {
         "no rows": lambda: table.slice(0, 0),
         "half of the rows": lambda: table.slice(0, count // 2),
         "rows twice": lambda: pa.concat_tables([table, table]),
         "no columns": lambda: table.select([]),
         f"without {name}": lambda: table.remove_column(i),
-        f"{name} is null": lambda: column([None] * count, table.schema.field(i).type),
-        f"{name} has the type null": lambda: column([None] * count),
-        f"{name} is numbers": lambda: column([float(k) for k in range(count)]),
-        f"{name} is NaN": lambda: column([float("nan")] * count),
-        f"{name} is infinite": lambda: column([float("inf")] * count),
-        f"{name} is 2**62": lambda: column([2**62] * count),
-        f"{name} is -1": lambda: column([-1] * count),
-        f"{name} is true": lambda: column([True] * count),
-        f"{name} is text": lambda: column(["text"] * count),
-        f"{name} is empty text": lambda: column([""] * count),
-        f"{name} is long text": lambda: column(["y" * 20_000] * count),
-        f"{name} is markup": lambda: column(["</script><script>alert(1)</script>"] * count),
-        f"{name} is __proto__": lambda: column(["__proto__"] * count),
-        f"{name} is bytes": lambda: column([b"\xff\xfe"] * count),
-        f"{name} is lists": lambda: column([[k, None] for k in range(count)]),
-        f"{name} is mappings": lambda: column([{"a": k} for k in range(count)]),
-        f"{name} is dates": lambda: column([k for k in range(count)], pa.timestamp("us")),
+        f"{name} is null": lambda: table.set_column(i, name, pa.nulls(count, table.schema.field(i).type)),
+        f"{name} is dates": lambda: table.set_column(i, name, pa.array(range(count), pa.timestamp("us"))),
         f"{name} twice": lambda: table.append_column(name, table.column(i)),
     }
+    texts = ["text", "", "y" * 20_000, "</script><script>alert(1)</script>", "__proto__"]
+    for value in [None, 0.5, float("nan"), float("inf"), 2**62, -1, True, *texts, b"\xff\xfe", [0, None], {"a": 1}]:
+        changes[f"{name} is {documents.brief(value)}"] = lambda value=value: table.set_column(
+            i, name, pa.array([value] * count)
+        )
     for new in ("__proto__", "", "text", "value", "label"):
         names = [*table.column_names[:i], new, *table.column_names[i + 1 :]]
         changes[f"rename {name} to {new!r}"] = lambda names=names: table.rename_columns(names)
@@ -156,36 +109,19 @@ def parquet(rng: random.Random, content: bytes) -> tuple[bytes, str]:
     return sink.getvalue(), words
 
 
-def _picture(mode: str, size: tuple[int, int], form: str = "PNG") -> Callable[[], bytes]:
-    def draw() -> bytes:
-        from PIL import Image
-
-        sink = io.BytesIO()
-        Image.new(mode, size).save(sink, form)
-        return sink.getvalue()
-
-    return draw
-
-
-PICTURES: dict[str, Callable[[], bytes]] = {
-    "a picture of 1 x 1": _picture("RGB", (1, 1)),
-    "a picture of 1 x 3,000": _picture("RGB", (1, 3000)),
-    "a picture of 14,000 x 14,000": _picture("1", (14_000, 14_000)),
-    "a grey picture": _picture("L", (8, 8)),
-    "a picture of 16 bits": _picture("I;16", (8, 8)),
-    "a transparent picture": _picture("RGBA", (8, 8)),
-    "a palette": _picture("P", (8, 8)),
-    "a GIF": _picture("P", (8, 8), "GIF"),
-    "a TIFF of floats": _picture("F", (8, 8), "TIFF"),
-    "text": lambda: b"no picture",
-    "nothing": lambda: b"",
-}
+PICTURES = [("RGB", 1, 1, "PNG"), ("RGB", 1, 3000, "PNG"), ("1", 14_000, 14_000, "PNG"), ("F", 8, 8, "TIFF")]
+PICTURES += [(mode, 8, 8, "PNG") for mode in ("L", "I;16", "RGBA", "P")] + [("P", 8, 8, "GIF")]
+"""Mode, width, height and format."""
 
 
 def picture(rng: random.Random, _: bytes) -> tuple[bytes, str]:
     """Another picture in place of this one."""
-    kind = rng.choice(sorted(PICTURES))
-    return PICTURES[kind](), kind
+    from PIL import Image
+
+    mode, width, height, form = rng.choice(PICTURES)
+    sink = io.BytesIO()
+    Image.new(mode, (width, height)).save(sink, form)
+    return sink.getvalue(), f"a {form} of {width} x {height}, mode {mode}"
 
 
 class Touch:

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +24,8 @@ class Outcome(NamedTuple):
     name: str
     argv: list[str]
     changes: list[str]
-    code: int | None
+    code: int
     failures: list[oracle.Failure]
-    wall: float
-    cpu: float
     stderr: str
 
     @property
@@ -61,75 +58,75 @@ class Fuzzer:
     """Makes the world once, then runs cases in forks of this process.
 
     Args:
-        root: a folder of its own; a temporary one by default. A world that is there is used again.
-        limits: of a case.
-        before: called in the child before the program; tests of the oracle plant faults with it.
+        root: a folder of its own. A world that is there is used again.
     """
 
-    def __init__(
-        self,
-        root: Path | None = None,
-        limits: server.Limits = server.Limits(),  # noqa: B008
-        before: Callable[[], None] | None = None,
-    ) -> None:
-        self.temporary = root is None
-        self.root = Path(tempfile.mkdtemp(prefix="fulldepth-fuzz-")) if root is None else root.resolve()
-        self.limits, self.before = limits, before
-        self.case, self.world, self.logs = self.root / "case", self.root / "world", self.root / "logs"
+    def __init__(self, root: Path) -> None:
+        self.root, self.case, self.world, self.logs = root, root / "case", root / "world", root / "logs"
+        self.limits = server.Limits()
+        self.before: Callable[[], object] = lambda: None
+        """Called in the child before the program; plants faults."""
         for name in ("logs", "home", "tmp"):
-            server.fresh(self.root / name)
-        server.isolate(self.root)
-
-    def __enter__(self) -> Fuzzer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.temporary:
-            server.remove(self.root)
+            server.fresh(root / name)
+        server.isolate(root)
 
     def prepare(self) -> None:
         """Make the world by the program's own commands, and import what they have imported."""
-        server.fresh(self.case)
         server.warm(["fulldepth.cli"])
-        if self.world.is_dir():
-            self._import_what_was_needed()
-            return
-        self._step(lambda: world.make(self.case), "the files of the world")
-        for head in {tuple(arguments.head_of(scenario.argv.split())) for scenario in SCENARIOS.values()}:
-            self._step(lambda head=head: self._build(world.Step(" ".join([*head, "--help"]))), " ".join(head))
-            shutil.copy(self.logs / "stdout", server.folder(self.root / "help") / "-".join(head))
-        for step in world.STEPS:
-            self._step(lambda step=step: self._build(step), step.argv, killed=step.stop is not None)
-            self._import_what_was_needed()
-        for page in self.case.rglob("report.html"):
-            page.write_text("<html>stored</html>")
-        self.case.rename(self.world)
+        if not self.world.is_dir():
+            for folder in (self.case, self.root / "help"):
+                server.fresh(folder)
+            self._make(lambda: world.make(self.case), "the files of the world")
+            for head in {tuple(arguments.head_of(scenario.argv.split())) for scenario in SCENARIOS.values()}:
+                self._make_by([*head, "--help"])
+                shutil.copy(self.logs / "stdout", self.root / "help" / "-".join(head))
+            for command, stop in world.STEPS.items():
+                self._make_by(command.split(), stop)
+            for page in self.case.rglob("report.html"):
+                page.write_text("<html>stored</html>")
+            self.case.rename(self.world)
+        self._import_what_was_needed()
 
-    def _build(self, step: world.Step) -> None:
-        if step.stop is not None:
-            sys.addaudithook(_Killer(*step.stop))
-        code = program(step.argv.split())
-        (self.root / "modules").write_text("\n".join(sys.modules))
-        if code:
-            raise SystemExit(code)
+    def _make_by(self, argv: list[str], stop: tuple[str, int] | None = None) -> None:
+        """Run a command, which is killed when it renames something to a file of this name for the so-many-th time."""
 
-    def _step(self, job: Callable[[], None], name: str, killed: bool = False) -> None:
+        def work() -> None:
+            if stop is not None:
+                left = stop[1]
+
+                def kill(event: str, arguments: tuple[Any, ...]) -> None:
+                    nonlocal left
+                    if event == "os.rename" and os.path.basename(str(arguments[1])) == stop[0]:
+                        left -= 1
+                        if left == 0:
+                            os._exit(KILLED)
+
+                sys.addaudithook(kill)
+            code = program(argv)
+            (self.root / "modules").write_text("\n".join(sys.modules))
+            if code:
+                raise SystemExit(code)
+
+        self._make(work, " ".join(argv), 0 if stop is None else KILLED)
+        self._import_what_was_needed()
+
+    def _make(self, job: Callable[[], None], name: str, expected: int = 0) -> None:
         def work() -> int:
             os.chdir(self.case)
             job()
             return 0
 
         ending = server.run(work, self.logs, self.limits)
-        if ending.code != (KILLED if killed else 0):
-            said = (self.logs / "stderr").read_text(errors="replace")[-3000:]
-            raise RuntimeError(f"Cannot make the world: {name} ended with {ending}.\n{said}")
+        if ending.code != expected:
+            stderr = (self.logs / "stderr").read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"Cannot make the world: {name} ended with {ending}.\n{stderr}")
 
     def _import_what_was_needed(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(FileNotFoundError):
             names = (self.root / "modules").read_text().split("\n")
             server.warm(name for name in names if name not in sys.modules and name.split(".")[0] != "fuzz")
 
-    def run(self, seed: int, only: str | None = None, plain: bool = False, extra: tuple[str, ...] = ()) -> Outcome:
+    def run(self, seed: int, only: str = "", *, plain: bool = False, extra: tuple[str, ...] = ()) -> Outcome:
         """Run one case.
 
         Args:
@@ -139,27 +136,35 @@ class Fuzzer:
             extra: arguments to add in the end (`--debug`).
         """
         rng = random.Random(seed)
-        names = [only] if only in SCENARIOS else [name for name in SCENARIOS if only is None or only in name]
-        name = rng.choices(names, [SCENARIOS[n].weight for n in names])[0]
+        names = [only] if only in SCENARIOS else [name for name in SCENARIOS if only in name]
+        name = rng.choices(names, [SCENARIOS[name].weight for name in names])[0]
         scenario = SCENARIOS[name]
         for folder in (self.case, self.root / "home", self.root / "tmp", self.logs):
             server.fresh(folder)
-        _copy(self.world, self.case, [*ALWAYS, *scenario.inputs.split(), *scenario.argv.split()])
-        baseline = _resident()
-        ending = server.run(lambda: self._play(rng, scenario, plain, extra, baseline), self.logs, self.limits)
-        note = _load(self.logs / "case.json")
-        verdict = _load(self.logs / "verdict.json")
+        for part in dict.fromkeys([*ALWAYS, *scenario.inputs.split(), *scenario.argv.split()]):
+            origin, copy = self.world / part, self.case / part
+            if origin.exists() and not copy.exists():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                if origin.is_dir():
+                    shutil.copytree(origin, copy, symlinks=True)
+                else:
+                    shutil.copy2(origin, copy)
+        ending = server.run(lambda: self._play(rng, scenario, plain, extra), self.logs, self.limits)
+        note = json.loads((self.logs / "case.json").read_text())
         stderr = (self.logs / "stderr").read_text(encoding="utf-8", errors="replace")
-        argv = note.get("argv", scenario.argv.split())
-        before, after = note.get("files", {}), oracle.snapshot(self.case)
-        changes = note.get("changes", [])
-        failures = oracle.judge(scenario, argv, changes, ending, stderr, (before, after), verdict)
-        code = verdict.get("code", ending.code)
-        said = verdict.get("stderr", stderr)
-        return Outcome(seed, name, argv, changes, code, failures, ending.wall, ending.cpu, said)
+        failures = oracle.judge(scenario, note, ending, self.limits, stderr, oracle.snapshot(self.case))
+        return Outcome(
+            seed,
+            name,
+            note["argv"],
+            note["changes"],
+            note.get("code", ending.code),
+            failures,
+            note.get("stderr", stderr),
+        )
 
-    def _play(self, rng: random.Random, scenario: Scenario, plain: bool, extra: tuple[str, ...], baseline: int) -> int:
-        """The child's side of a case."""
+    def _play(self, rng: random.Random, scenario: Scenario, plain: bool, extra: tuple[str, ...]) -> int:
+        """The child's side of a case; writes what the oracle must know to `case.json`."""
         os.chdir(self.case)
         os.mkfifo("pipe")
         os.symlink("loop", "loop")
@@ -168,25 +173,20 @@ class Fuzzer:
             argv, words = self._mutate(rng, scenario, argv)
             changes.append(words)
         argv = [*argv, *extra]
-        before = oracle.snapshot(self.case)
-        _store(self.logs / "case.json", {"argv": argv, "changes": changes, "files": before})
-        if self.before is not None:
-            self.before()
+        note: dict[str, Any] = {"argv": argv, "changes": changes, "before": oracle.snapshot(self.case)}
+
+        def keep(**entries: Any) -> None:
+            note.update(entries)
+            (self.logs / "case.json").write_text(json.dumps(note), encoding="ascii")
+
+        keep()
+        self.before()
         code = program(argv)
         sys.stdout.flush()
         sys.stderr.flush()
-        stderr = (self.logs / "stderr").read_text(encoding="utf-8", errors="replace")
-        verdict: dict[str, Any] = {
-            "code": code,
-            "stderr": stderr,
-            "baseline": baseline,
-            "resident": self.limits.resident,
-        }
-        _store(self.logs / "verdict.json", verdict)
-        verdict["half"] = oracle.inspect(scenario, argv, code, before)
-        _store(self.logs / "verdict.json", verdict)
-        verdict["stale"] = oracle.against_fresh(scenario, argv, changes, code, program)
-        _store(self.logs / "verdict.json", verdict)
+        keep(code=code, stderr=(self.logs / "stderr").read_text(encoding="utf-8", errors="replace"))
+        half = oracle.inspect(scenario, argv, code, note["before"])
+        keep(half=half, stale=oracle.against_fresh(scenario, argv, changes, code, program))
         return code
 
     def _mutate(self, rng: random.Random, scenario: Scenario, argv: list[str]) -> tuple[list[str], str]:
@@ -202,52 +202,9 @@ class Fuzzer:
 KILLED = 9
 
 
-class _Killer:
-    """An audit hook that ends the process when a file of this name is made by renaming for the so-many-th time."""
-
-    def __init__(self, name: str, count: int) -> None:
-        self.name, self.left = name, count
-
-    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "os.rename" and os.path.basename(str(arguments[1])) == self.name:
-            self.left -= 1
-            if self.left == 0:
-                os._exit(KILLED)
-
-
 def _files(top: Path) -> list[Path]:
     """The files below a place, or the place itself; pages and leftovers are left out, since nothing reads them."""
     if not top.is_dir() or top.is_symlink():
         return [top]
     files = (path for path in top.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted(path for path in files if path.name != "report.html" and path.suffix != ".part")
-
-
-def _copy(source: Path, target: Path, names: list[str]) -> None:
-    for name in dict.fromkeys(names):
-        origin, copy = source / name, target / name
-        if copy.exists() or "=" in name or not origin.exists():
-            continue
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        if origin.is_dir():
-            shutil.copytree(origin, copy, symlinks=True)
-        else:
-            shutil.copy2(origin, copy)
-
-
-def _resident() -> int:
-    """Resident bytes of this process."""
-    with contextlib.suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
-
-
-def _store(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value), encoding="ascii")
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}

@@ -27,33 +27,27 @@ SUFFIXES: dict[str, list[Bytes]] = {
 """Mutations that know a format; they need a file that is still whole."""
 
 
-def flip_bits(rng: random.Random, content: bytes) -> tuple[bytes, str]:
-    changed = bytearray(content)
-    places = sorted(int(rng.random() * len(content)) for _ in range(rng.choice([1, 1, 2, 4, 16]))) if content else []
-    for place in places:
-        changed[place] ^= 1 << rng.randrange(8)
-    return bytes(changed), f"flip bits in bytes {places}"
-
-
-def overwrite(rng: random.Random, content: bytes) -> tuple[bytes, str]:
-    start, length = int(rng.random() * len(content)), rng.choice([1, 4, 16, 256])
-    noise = rng.choice([rng.randbytes(length), b"\x00" * length, b"\xff" * length, b"9" * length, b"[" * length])
-    return content[:start] + noise + content[
-        start + length :
-    ], f"overwrite {length} bytes at {start} with {noise[:4]!r}"
-
-
-def cut(rng: random.Random, content: bytes) -> tuple[bytes, str]:
-    kept = int(rng.random() * len(content))
-    return content[:kept], f"cut to {kept} of {len(content)} bytes"
-
-
-def insert(rng: random.Random, content: bytes) -> tuple[bytes, str]:
+def edit(rng: random.Random, content: bytes) -> tuple[bytes, str]:
+    """Flip bits, overwrite, cut or insert bytes anywhere."""
     place = int(rng.random() * (len(content) + 1))
-    text = rng.choice(
-        [b"\x00", b"\xff\xfe", b"\xed\xa0\x80", b"\n", b'"', b"{", b"]", b",", b"\r", b"\x1b[31m", b"NaN"]
-    )
-    return content[:place] + text + content[place:], f"insert {text!r} at {place}"
+    how = rng.choice(["flip", "flip", "overwrite", "cut", "cut", "insert"])
+    if how == "cut":
+        return content[:place], f"cut to {place} of {len(content)} bytes"
+    if how == "flip":
+        changed = bytearray(content)
+        places = [int(rng.random() * len(content)) for _ in range(rng.choice([1, 1, 2, 4, 16]) if content else 0)]
+        for at in places:
+            changed[at] ^= 1 << rng.randrange(8)
+        return bytes(changed), f"flip bits in bytes {places}"
+    if how == "overwrite":
+        length = rng.choice([1, 4, 16, 256])
+        text = rng.choice([rng.randbytes(length), *(byte * length for byte in (b"\x00", b"\xff", b"9", b"["))])
+    else:
+        length, text = (
+            0,
+            rng.choice([b"\xff\xfe", b"\xed\xa0\x80", b"\x1b[31m", b"NaN", *map(bytes, zip(b'\x00\n"{],\r'))]),
+        )
+    return content[:place] + text + content[place + length :], f"{how} {text[:4]!r} at {place}"
 
 
 REPLACEMENTS: dict[str, Callable[[bytes], bytes]] = {
@@ -84,9 +78,6 @@ def replace(rng: random.Random, content: bytes) -> tuple[bytes, str]:
     return REPLACEMENTS[how](content), how
 
 
-RAW: list[Bytes] = [flip_bits, flip_bits, overwrite, cut, cut, insert, replace, replace]
-
-
 def change_content(rng: random.Random, path: Path) -> str:
     """Change what is in a file: half of the time in the terms of its format."""
     content = path.read_bytes()
@@ -95,88 +86,29 @@ def change_content(rng: random.Random, path: Path) -> str:
         try:
             new, words = rng.choice(known)(rng, content)
         except Exception:  # an earlier mutation broke the format
-            new, words = cut(rng, content)
+            new, words = edit(rng, content)
     else:
-        new, words = rng.choice(RAW)(rng, content)
+        new, words = rng.choice([edit, edit, edit, replace])(rng, content)
     path.write_bytes(new)
     return words
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-def delete(rng: random.Random, path: Path, others: list[Path]) -> str:
-    _remove(path)
-    return "delete"
-
-
-def swap(rng: random.Random, path: Path, others: list[Path]) -> str:
-    other = rng.choice(others)
-    content = other.read_bytes() if other.is_file() else b""
-    _remove(path)
-    path.write_bytes(content)
-    return f"content of {other}"
-
-
-def link(rng: random.Random, path: Path, others: list[Path]) -> str:
-    target = rng.choice(
-        ["/dev/zero", "/dev/stdin", "/dev/null", "/dev/urandom", path.name, "nowhere", "/proc/self/mem"]
-    )
-    _remove(path)
-    path.symlink_to(target)
-    return f"symbolic link to {target}"
-
-
-def fifo(rng: random.Random, path: Path, others: list[Path]) -> str:
-    _remove(path)
-    os.mkfifo(path)
-    return "a pipe that nobody writes to"
-
-
-def folder(rng: random.Random, path: Path, others: list[Path]) -> str:
-    _remove(path)
-    path.mkdir()
-    return "an empty folder"
-
-
-def forbid(rng: random.Random, path: Path, others: list[Path]) -> str:
-    path.chmod(0)
-    return "no permission to read"
-
-
-def forbid_folder(rng: random.Random, path: Path, others: list[Path]) -> str:
-    path.parent.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    return f"no permission to write into {path.parent}"
-
-
-def add_beside(rng: random.Random, path: Path, others: list[Path]) -> str:
-    """Add a file that a glob may find."""
+def beside(rng: random.Random, path: Path) -> str:
+    """Add a file or folder that a glob may find."""
     name = rng.choice(["checkpoint-9", "checkpoint-x", "adapter_config.json", "model.safetensors", "pytorch_model.bin"])
     name = rng.choice([name, ".hidden", "results.json", "progress.json", "naïve ✓", "model-00001-of-00002.safetensors"])
     new = path.parent / name
-    if new.exists():
-        return delete(rng, path, others)
-    if rng.random() < 0.4:
-        new.mkdir()
-        return f"an empty folder {new.name} beside it"
-    new.write_bytes(rng.choice([b"", b"{}", b"text", b"\x80\x04N."]))
-    return f"a small file {new.name} beside it"
+    if not new.exists():
+        if rng.random() < 0.4:
+            new.mkdir()
+        else:
+            new.write_bytes(rng.choice([b"", b"{}", b"text", b"\x80\x04N."]))
+    return f"{name} beside it"
 
 
-PLACES: dict[Callable[[random.Random, Path, list[Path]], str], int] = {
-    delete: 4,
-    swap: 4,
-    link: 3,
-    fifo: 1,
-    folder: 2,
-    forbid: 1,
-    forbid_folder: 1,
-    add_beside: 2,
-}
+PLACES = {"delete": 4, "swap": 4, "link": 3, "pipe": 1, "folder": 2, "forbid": 1, "forbid folder": 1, "beside": 2}
+"""What happens to a file as a whole, and how often."""
+LINKS = ["/dev/zero", "/dev/stdin", "/dev/null", "/dev/urandom", "nowhere", "/proc/self/mem"]
 
 
 def mutate_file(rng: random.Random, targets: list[list[Path]]) -> tuple[Path, str]:
@@ -188,10 +120,33 @@ def mutate_file(rng: random.Random, targets: list[list[Path]]) -> tuple[Path, st
     path = rng.choice(rng.choice([group for group in targets if group]))
     if path.is_file() and not path.is_symlink() and rng.random() < 0.8:
         return path, change_content(rng, path)
-    others = [other for group in targets for other in group if other != path and other.is_file()] or [path]
     if not (path.exists() or path.is_symlink()):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
         return path, "an empty file again"
     how = rng.choices(list(PLACES), list(PLACES.values()))[0]
-    return path, how(rng, path, others)
+    if how == "beside":
+        return path, beside(rng, path)
+    if how == "forbid":
+        path.chmod(0)
+        return path, "no permission to read"
+    if how == "forbid folder":
+        path.parent.chmod(stat.S_IRUSR | stat.S_IXUSR)
+        return path, f"no permission to write into {path.parent}"
+    other = rng.choice([each for group in targets for each in group if each != path and each.is_file()] or [path])
+    content = other.read_bytes() if other.is_file() else b""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    if how == "swap":
+        path.write_bytes(content)
+        return path, f"content of {other}"
+    if how == "link":
+        path.symlink_to(target := rng.choice([*LINKS, path.name]))
+        return path, f"symbolic link to {target}"
+    if how == "pipe":
+        os.mkfifo(path)
+    elif how == "folder":
+        path.mkdir()
+    return path, how

@@ -5,28 +5,24 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fuzz.scenarios import Scenario
-from fuzz.server import GIB, Ending
+from fuzz.server import GIB, Ending, Limits
 from fuzz.world import OWNED
 
 LONGEST = 1000
 """Characters of an error message."""
 NOISE = 20_000
 """Characters of everything on standard error."""
-LEFTOVER = re.compile(r"\.part$|\.tmp$|^tmp|\.incomplete$|^\..+\.\d+$")
-
+LEFTOVER = re.compile(r"(^|/)(tmp[^/]*|[^/]*\.(part|tmp|incomplete)|\.[^/]+\.\d+)(/|$)")
 BROKEN = "broken link"
 """Begins the digest of a symbolic link to nothing, which a program may take for an absent file."""
-
 TIMED = {"throughput", "elapsed", "peak_memory", "other_load"}
 """Measures that two runs of one command do not have in common."""
 
@@ -39,32 +35,24 @@ class Failure(NamedTuple):
 
     kind: str
     text: str
-    cause: str = ""
-    """For a traceback or a hang: exception type and innermost frame of the package."""
 
 
 def snapshot(folder: Path) -> Files:
     """Every file of a folder with a digest; what is no regular file by its kind."""
     files: Files = {}
     for at, folders, names in os.walk(folder):
-        for name in [*names, *(f for f in folders if (Path(at) / f).is_symlink())]:
-            path = Path(at, name)
-            mode = path.lstat().st_mode
+        for path in map(Path(at).joinpath, [*names, *folders]):
             key = path.relative_to(folder).as_posix()
-            if stat.S_ISLNK(mode):
-                files[key] = f"{BROKEN if not os.path.exists(path) else 'link'} to {os.readlink(path)}"
-            elif stat.S_ISREG(mode):
-                files[key] = _digest(path)
-            else:
-                files[key] = f"mode {stat.S_IFMT(mode):o}"
+            if path.is_symlink():
+                files[key] = f"{'link' if os.path.exists(path) else BROKEN} to {os.readlink(path)}"
+            elif path.is_file():
+                try:
+                    files[key] = hashlib.blake2b(path.read_bytes(), digest_size=12).hexdigest()
+                except PermissionError:
+                    files[key] = "not readable"
+            elif not path.is_dir():
+                files[key] = "a pipe"
     return files
-
-
-def _digest(path: Path) -> str:
-    try:
-        return hashlib.blake2b(path.read_bytes(), digest_size=12).hexdigest()
-    except PermissionError:
-        return "not readable"
 
 
 def output_of(argv: list[str]) -> str | None:
@@ -80,165 +68,117 @@ def output_of(argv: list[str]) -> str | None:
 
 def message_of(stderr: str) -> str:
     """The program's own message in what was written to standard error, on one line without a frame."""
-    lines = [line for line in stderr.splitlines() if not re.match(r"^\s*(Usage:|Try )", line)]
-    start = next((i for i, line in enumerate(lines) if re.search(r"\b[Ee]rror\b|bug", line)), None)
-    if start is None:
-        return ""
-    text = " ".join(line.strip(" │╭╰╮╯─") for line in lines[start:])
-    return re.sub(r"\s+", " ", text).strip()
-
-
-def cause_of(stderr: str) -> str:
-    """Exception type and innermost frame of the package, from the last traceback."""
-    frames = re.findall(r'File "[^"]*?fulldepth/([\w/]+\.py)", line (\d+),? in (\w+)', stderr)
-    if not frames:
-        return ""
-    dumped = "most recent call first" in stderr
-    file, line, function = frames[0] if dumped else frames[-1]
-    types = re.findall(
-        r"^([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning|Iteration|Panic\w*)\b|\w+\.\w+)[:\n]", stderr, re.M
-    )
-    kind = "hang" if dumped else types[-1] if types else "exception"
-    return f"{kind} at {file}:{line} {function}"
+    lines = [line.strip(" │╭╰╮╯─") for line in stderr.splitlines() if not re.match(r"^\s*(Usage:|Try )", line)]
+    text = re.search(r"(\b[Ee]rror\b|bug).*", " ".join(lines))
+    return text[0] if text else ""
 
 
 def judge(
-    scenario: Scenario,
-    argv: list[str],
-    changes: list[str],
-    ending: Ending,
-    stderr: str,
-    files: tuple[Files, Files],
-    verdict: dict[str, Any],
+    scenario: Scenario, note: dict[str, Any], ending: Ending, limits: Limits, stderr: str, after: Files
 ) -> list[Failure]:
     """Everything that is wrong with how a case ended; nothing if it ended well.
 
     Args:
         scenario: what was called.
-        argv: with which arguments.
-        changes: what was mutated, in words.
+        note: what the process wrote down: `argv`, the `changes` in words, the files `before`, then its `code` and
+            `stderr`, then what `inspect` (`half`) and `against_fresh` (`stale`) found.
         ending: how the process ended.
-        stderr: what it wrote to standard error.
-        files: the case's files before and after.
-        verdict: what `inspect` found in the process itself.
+        limits: of the process.
+        stderr: what it wrote to standard error, the checks after the command included.
+        after: the case's files.
     """
-    failures = _judge_ending(ending, stderr, verdict)
-    before, after = files
-    failed = verdict.get("code") != 0
-    failures += [Failure("changed", text) for text in _changes(scenario, argv, changes, before, after, failed)]
-    left = [name for name in after if name not in before and _is_leftover(name)]
-    if left and verdict:  # a process that was killed cannot clean up
+    argv, changes, before = note["argv"], note["changes"], note["before"]
+    failures = [Failure(kind, text) for kind in ("half", "stale") for text in note.get(kind, [])]
+    if problem := _ending(note, ending, limits, stderr):
+        failures.append(problem)
+    may_change = _may_change(scenario, argv, changes, before, note.get("code") != 0)
+    for name, digest in before.items():
+        kept = after.get(name) == digest or digest.startswith(BROKEN) or LEFTOVER.search(name)
+        if not kept and not any(fnmatch.fnmatch(name, pattern) for pattern in may_change):
+            failures.append(Failure("changed", f"{'changed' if name in after else 'removed'} {name}"))
+    left = [name for name in after if name not in before and LEFTOVER.search(name)]
+    if left and "code" in note:  # a process that was killed cannot clean up
         failures.append(Failure("leftover", f"left {', '.join(left[:3])}"))
     if OWNED in after and "--trust-remote-code" not in argv:
         failures.append(Failure("foreign code", "code that a file carries was run without consent"))
     if "Out of memory" in message_of(stderr) and not any(words.startswith("arguments") for words in changes):
         failures.append(Failure("memory", "asked for more than the limit of address space"))
-    failures += [Failure(kind, text) for kind in ("half", "stale") for text in verdict.get(kind, [])]
     return failures
 
 
-def _judge_ending(ending: Ending, stderr: str, verdict: dict[str, Any]) -> list[Failure]:
+def _ending(note: dict[str, Any], ending: Ending, limits: Limits, stderr: str) -> Failure | None:
+    """The first thing that is wrong with the exit code and what was written to standard error."""
     if ending.hang:
-        return [Failure("hang", ending.hang, cause_of(stderr))]
-    if ending.signal:
-        return [Failure("signal", f"ended by signal {ending.signal}", cause_of(stderr))]
-    if not verdict:
-        return [Failure("exit", f"the process left with {ending.code} behind the program's back", cause_of(stderr))]
-    failures = _judge_words(verdict["code"], verdict["stderr"])
-    if ending.peak - verdict["baseline"] > verdict["resident"]:
-        failures.append(Failure("memory", f"used {ending.peak / GIB:.1f} GiB"))
-    return failures
+        return Failure("hang", ending.hang)
+    if ending.code < 0:
+        return Failure("signal", f"ended by signal {-ending.code}")
+    if "stale" not in note:
+        return Failure("exit", f"the process left with {ending.code} behind the program's back")
+    code, said = note["code"], note["stderr"]
+    message = message_of(said)
+    for kind, wrong, text in (
+        ("traceback", "Traceback (most recent call last)" in said or "this is a bug" in said.lower(), said[-300:]),
+        ("exit", code not in (0, 2), f"exit code {code}"),
+        ("silent", code == 2 and not message, f"exit code 2 without a message; standard error: {said[-200:]!r}"),
+        ("long", code == 2 and len(message) > LONGEST, f"a message of {len(message):,} characters: {message[:150]}"),
+        ("noise", len(said) > NOISE, f"{len(said):,} characters on standard error"),
+        ("memory", ending.peak > limits.resident, f"used {ending.peak / GIB:.1f} GiB more than the parent"),
+    ):
+        if wrong:
+            return Failure(kind, text)
+    return None
 
 
-def _judge_words(code: int, stderr: str) -> list[Failure]:
-    """The exit code and what was written to standard error; the first thing that is wrong."""
-    message = message_of(stderr)
-    if "Traceback (most recent call last)" in stderr or "this is a bug" in stderr.lower():
-        return [Failure("traceback", stderr.strip().splitlines()[-1][:300], cause_of(stderr))]
-    if code not in (0, 2):
-        return [Failure("exit", f"exit code {code}", cause_of(stderr))]
-    if code == 2 and not message:
-        return [Failure("silent", f"exit code 2 without a message; standard error: {stderr[-200:]!r}")]
-    if code == 2 and len(message) > LONGEST:
-        return [Failure("long", f"a message of {len(message):,} characters: {message[:150]}...")]
-    if len(stderr) > NOISE:
-        return [Failure("noise", f"{len(stderr):,} characters on standard error")]
-    return []
-
-
-def _changes(
-    scenario: Scenario, argv: list[str], changes: list[str], before: Files, after: Files, failed: bool
-) -> list[str]:
-    """Existing files that the program changed or removed without leave."""
-    damaged = []
+def _may_change(scenario: Scenario, argv: list[str], changes: list[str], before: Files, failed: bool) -> list[str]:
+    """Patterns of existing files that the program may change or remove."""
+    patterns = [*scenario.grows, "*/lock", "*.lock", *([] if failed else scenario.replaces)]
     if "--resume" in argv:  # a checkpoint that is not whole may go
-        damaged = [f"{match[0]}/*" for words in changes if (match := re.match(r"run-part/checkpoint-\d+", words))]
+        patterns += [f"{match[0]}/*" for words in changes if (match := re.match(r"run-part/checkpoint-\d+", words))]
     if argv[0] == "measure" and not failed:  # a table that is not its document's is measured again
-        damaged = [f"{match[1]}.*" for words in changes if (match := re.match(r"([\w/-]+/results)\.", words))]
-    absent = [
-        name.removesuffix("results.json")
-        for name in before
-        if name.endswith("results.json") and before[name].startswith(BROKEN)
-    ]
-    patterns = [
-        *damaged,
-        *(f"{folder}{name}" for folder in absent for name in ("results.*", "report.html")),
-        *scenario.grows,
-        "*/lock",
-        "*.lock",
-        *([] if failed else scenario.replaces),
-    ]
-    result = []
-    for name, digest in before.items():
-        if (
-            after.get(name) == digest
-            or digest.startswith(BROKEN)
-            or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-            or _is_leftover(name)
-        ):
-            continue
-        if (
-            not failed
-            and "--overwrite" in argv
-            and Path(name).name in ("results.json", "results.parquet", "groups.parquet", "report.html")
-        ):
-            continue
-        outcome = "failure" if failed else "success"
-        result.append(f"{'changed' if name in after else 'removed'} {name} ({outcome})")
-    return result[:3]
-
-
-def _is_leftover(name: str) -> bool:
-    return any(LEFTOVER.search(part) for part in name.split("/"))
+        patterns += [f"{match[1]}.*" for words in changes if (match := re.match(r"([\w/-]+/results)\.", words))]
+    for name, digest in before.items():  # a document that is a link to nothing counts as absent
+        if name.endswith("results.json") and digest.startswith(BROKEN):
+            patterns += [name.replace("results.json", other) for other in ("results.*", "report.html")]
+    if not failed and "--overwrite" in argv:
+        patterns += [f"*/{name}" for name in ("results.json", "results.parquet", "groups.parquet", "report.html")]
+    return patterns
 
 
 def inspect(scenario: Scenario, argv: list[str], code: int, before: Files) -> list[str]:
     """What is wrong with the files that a command has written; run in its own process, after it."""
     output = output_of(argv)
-    asked = {"--help", "-h", "--version", "--list", "--dry-run"} & set(argv)
-    if output is None or asked:
+    if output is None or {"--help", "-h", "--version", "--list", "--dry-run"} & set(argv):
         return []
     folder = Path(output)
-    problems: list[str] = []
     document, table = folder / "results.json", folder / "results.parquet"
     after = snapshot(Path())
-    written = any(after.get(name) != before.get(name) for name in map(_normal, (document, table)))
-    expects = scenario.writes in ("results", "plan", "run")
-    if code == 0 and expects and not (document.is_file() and table.is_file()):
-        problems.append(f"success without {document} and {table}")
-    elif written and code != 0 and not scenario.grows:
+    written = any(after.get(name) != before.get(name) for name in map(os.path.normpath, (document, table)))
+    expects = code == 0 and scenario.writes in ("results", "plan", "run")
+    problems: list[str] = []
+    if written and code and not scenario.grows:
         problems.append("results were written, though the command failed")
-    if written or (code == 0 and expects):
+    if expects or (written and (document.exists() or table.exists())):
         problems += _check_results(document, table)
-    if code == 0:
-        problems += _check_output(scenario, folder)
-    elif (
-        scenario.writes == "checkpoint"
-        and folder.is_dir()
-        and _normal(folder) not in {".", *(name.split("/")[0] for name in before)}
-    ):
+    is_new = os.path.normpath(folder) not in {".", *(name.split("/")[0] for name in before)}
+    if code and scenario.writes == "checkpoint" and folder.is_dir() and is_new:
         problems.append(f"{output} is there, though the command failed")
-    return problems
+    if code:
+        return problems
+    page = folder / "report.html"
+    if (expects or scenario.writes == "page") and not (
+        page.is_file() and page.read_bytes().rstrip().endswith(b"</html>")
+    ):
+        problems.append(f"{page} is missing or not whole")
+    if scenario.writes == "plan":
+        try:
+            json.loads((folder / "plan.json").read_bytes())
+        except (OSError, ValueError) as error:
+            problems.append(f"{folder / 'plan.json'} cannot be read: {error}")
+    checkpoints = [folder] if scenario.writes == "checkpoint" else []
+    if scenario.writes == "run":
+        checkpoints = sorted(path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit())
+        problems += [] if checkpoints else [f"{folder} holds no checkpoint"]
+    return problems + [text for path in checkpoints[-1:] for text in _check_checkpoint(path)]
 
 
 def against_fresh(
@@ -269,64 +209,31 @@ def _numbers(folder: Path) -> str:
     return str(table[~table.measure.isin(TIMED)].to_csv(float_format=str, index=False))
 
 
-def _normal(path: Path) -> str:
-    """A path as `snapshot` has it."""
-    return os.path.normpath(path).replace(os.sep, "/")
-
-
 def _check_results(document: Path, table: Path) -> list[str]:
+    import numpy as np
     import pandas as pd
 
-    if not (document.is_file() and table.is_file()):
-        return [f"one of {document} and {table} is missing"] if document.exists() != table.exists() else []
     try:
-        if not isinstance(json.loads(document.read_bytes()), dict):
-            return [f"{document} is no mapping"]
-        values = pd.read_parquet(table)["value"]
+        assert isinstance(json.loads(document.read_bytes()), dict), f"{document} is no mapping"
+        assert np.isfinite(pd.read_parquet(table)["value"]).any(), f"no finite number in {table}"
     except Exception as error:
         return [f"{document.parent} cannot be read: {type(error).__name__}: {str(error)[:150]}"]
-    if not any(isinstance(v, int | float) and math.isfinite(v) for v in values):
-        return [f"no finite number in {table} ({len(values)} rows)"]
     return []
-
-
-def _check_output(scenario: Scenario, folder: Path) -> list[str]:
-    problems = []
-    if scenario.writes in ("results", "plan", "run", "page"):
-        page = folder / "report.html"
-        if not page.is_file() or not page.read_bytes().rstrip().endswith(b"</html>"):
-            problems.append(f"{page} is missing or not whole")
-    if scenario.writes == "plan":
-        try:
-            json.loads((folder / "plan.json").read_bytes())
-        except (OSError, ValueError) as error:
-            problems.append(f"{folder / 'plan.json'} cannot be read: {error}")
-    checkpoints = [folder] if scenario.writes == "checkpoint" else []
-    if scenario.writes == "run":
-        checkpoints = [
-            path for path in sorted(folder.glob("checkpoint-*")) if re.fullmatch(r"checkpoint-\d+", path.name)
-        ]
-        if not checkpoints:
-            problems.append(f"{folder} holds no checkpoint")
-    return problems + [text for path in checkpoints[-1:] for text in _check_checkpoint(path)]
 
 
 def _check_checkpoint(folder: Path) -> list[str]:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        model_type = json.loads((folder / "config.json").read_bytes())["model_type"]
-        stock = model_type in {"llama", "qwen2"} and AutoConfig.for_model(model_type) is not None
-        if not stock:
-            from safetensors.torch import load_file
-
-            weights = load_file(folder / "model.safetensors")
-            finite = all(bool(torch.isfinite(w).all()) for w in weights.values() if w.is_floating_point())
-        else:
-            model = AutoModelForCausalLM.from_pretrained(folder)
-            finite = bool(torch.isfinite(model(torch.tensor([[1, 9, 10]])).logits).all())
         AutoTokenizer.from_pretrained(folder)
+        if json.loads((folder / "config.json").read_bytes())["model_type"] in ("llama", "qwen2"):
+            numbers = [AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([[1, 9, 10]])).logits]
+        else:
+            numbers = list(load_file(folder / "model.safetensors").values())
     except Exception as error:
         return [f"{folder} does not load: {type(error).__name__}: {str(error)[:150]}"]
-    return [] if finite else [f"{folder} gives numbers that are not finite"]
+    return (
+        [] if all(bool(part.isfinite().all()) for part in numbers) else [f"{folder} gives numbers that are not finite"]
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fuzz.world import FAST, QUICK, SKIP
+from fuzz.world import FAST, QUICK, SEARCH, SKIP, TASKS
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,6 @@ MEASURE = {
     "measure recipe": Scenario(
         "measure model --data data/text.txt --output new --recipe recipes/measure.yaml", "recipes/measure.yaml", 2
     ),
-    "measure recipe and flags": Scenario(
-        "measure model --data data/text.txt --output new --recipe recipes/measure.yaml --set token_policy=last",
-        "recipes/measure.yaml",
-        1,
-        arguments=0.5,
-    ),
     "measure reference": Scenario(
         f"measure model --data data/text.txt --output new --reference other {QUICK},mmd", "model other", 1
     ),
@@ -83,21 +77,14 @@ PAGES = {
     "compare": Scenario("compare out-a out-b --output new", "out-a out-b", 4),
     "compare series": Scenario("compare out-series out-a --output new --depth relative", "out-series out-a", 1),
     "compare runs": Scenario("compare run run-b --output new", "run/results.json run/results.parquet run-b", 2),
-    "compare into": Scenario("compare out-a out-b --output cmp", "out-a cmp", 1),
     "compare overwrite": Scenario(
         "compare out-a out-b --output cmp --overwrite", "out-a out-b cmp", 0.5, replaces=("cmp/*",)
     ),
     "report measure": Scenario("report out-a", "out-a", 3, replaces=("out-a/report.html",), writes="page"),
     "report series": Scenario("report out-series", "out-series", 2, replaces=("*/report.html",), writes="page"),
     "report run": Scenario("report run", "run/results.json run/results.parquet", 1, replaces=PAGE, writes="page"),
-    "report comparison": Scenario("report cmp", "cmp", 2, replaces=("cmp/report.html",), writes="page"),
-    "report plan": Scenario("report plan", "plan", 2, replaces=("plan/report.html",), writes="page"),
-    "report curve": Scenario("report curve", "curve", 2, replaces=("curve/report.html",), writes="page"),
-    "report bench": Scenario("report bench", "bench", 2, replaces=("bench/report.html",), writes="page"),
     "report several": Scenario("report plan curve bench --output new", "plan curve bench", 3, writes="page"),
-    "report elsewhere": Scenario("report out-a --output out-b", "out-a out-b", 0.5, writes="page"),
 }
-SEARCH = f"skip search model --data data/pairs.jsonl {SKIP}"
 SKIPS = {
     "search": Scenario(f"{SEARCH} --blocks 1 --output new", "model data/pairs.jsonl", 2, writes="plan"),
     "search heldout": Scenario(
@@ -121,14 +108,6 @@ SKIPS = {
         2,
         writes="plan",
     ),
-    "search recipe and flags": Scenario(
-        "skip search model --data data/text.jsonl --recipe recipes/search.yaml --blocks 2 --output new "
-        "--set epochs=2 --max-sequences 6",
-        "recipes/search.yaml",
-        1,
-        writes="plan",
-        arguments=0.5,
-    ),
     "search resume": Scenario(
         f"{SEARCH} --blocks 2 --output plan-part --resume",
         "plan-part plan-part plan-part model data/pairs.jsonl",
@@ -143,12 +122,8 @@ SKIPS = {
         grows=("answers-part/*",),
         writes="plan",
     ),
-    "search into": Scenario(f"{SEARCH} --blocks 1 --output plan", "plan", 0.5, writes="plan"),
     "apply folded": Scenario(
         "skip apply plan model --format folded --output new", "plan/plan.json model", 1, writes="checkpoint"
-    ),
-    "apply fast": Scenario(
-        "skip apply plan model --format fast --output new", "plan/plan.json model", 1, writes="checkpoint"
     ),
     "apply decilm": Scenario(
         "skip apply plan model --format decilm --output new", "plan/plan.json model", 1, writes="checkpoint"
@@ -195,7 +170,6 @@ TRAIN = {
         grows=RUN,
         writes="run",
     ),
-    "train into": Scenario("train recipes/train.yaml --output out-a", "out-a recipes/train.yaml", 0.5, writes="run"),
     "train dry run": Scenario(
         "train recipes/train.yaml --dry-run", "recipes/train.yaml tokens data/text.jsonl", 3, writes="nothing"
     ),
@@ -213,7 +187,6 @@ TRAIN = {
 EXIT = "--sequence-length 12 --max-sequences 4 --threshold 0.5 --max-new-tokens 2 --set prompts=1 --repeats 1"
 EXITS = {
     "exit": Scenario(f"exit model --data data/text.txt --output new {EXIT}", "model data/text.txt", 2, arguments=0.4),
-    "exit again": Scenario(f"exit model --data data/text.txt --output out-a {EXIT}", "out-a", 0.5),
     "exit export": Scenario("exit export model --layers 1 --output new", "model", 1, writes="checkpoint"),
 }
 GENERATE = "generate model --prompt w1 --raw --max-new-tokens 4"
@@ -222,9 +195,7 @@ GENERATES = {
     "generate drafts": Scenario(f"{GENERATE} --speculate-from 1 --set draft_length=2 --output new", "model", 1),
     "generate plan": Scenario(f"{GENERATE} --plan plan/plan.json --set draft_length=2 --output new", "plan", 2),
     "generate early": Scenario(f"{GENERATE} --threshold 0.1 --output new", "model", 1, arguments=0.5),
-    "generate again": Scenario(f"{GENERATE} --output out-a", "out-a", 0.5),
 }
-TASKS = "--task-data data --limit 2 --set bootstrap_iters=10"
 EVALUATE = {
     "evaluate": Scenario(
         f"evaluate model --tasks lambada_local,arc_easy_local --output new {TASKS}",
@@ -239,8 +210,7 @@ EVALUATE = {
         grows=("answers-left/*",),
     ),
     "evaluate quality": Scenario(
-        "evaluate model --generation-quality data/text.txt --set prompts=2 --set prefix_tokens=4 --max-new-tokens 4 "
-        "--output new",
+        "evaluate model --generation-quality data/text.txt --set prompts=2 --set prefix_tokens=4 --max-new-tokens 4 --output new",
         "data/text.txt model",
         1,
         arguments=0.3,

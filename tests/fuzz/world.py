@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 WORDS = [f"w{i}" for i in range(48)]
 MARKS = ["[UNK]", "[BOS]", "[EOS]", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
@@ -20,7 +20,7 @@ OWNED = "foreign-code-ran"
 
 CHAT = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} [EOS] {% endfor %}"
 
-TRAIN = """\
+TRAIN_RECIPE = """\
 about: A recipe that trains in a second.
 model:
   type: llama
@@ -44,7 +44,7 @@ warmup_steps: 1
 eval_every: 2
 save_every: 2
 """
-MEASURE = """\
+MEASURE_RECIPE = """\
 measures: [displacement, jump_rate, cosine]
 max_sequences: 4
 sequence_length: 16
@@ -52,7 +52,7 @@ tokens: all
 seed: 3
 anatomy: null
 """
-SEARCH = """\
+SEARCH_RECIPE = """\
 blocks: 1
 chunks: 4
 epochs: 1
@@ -94,7 +94,7 @@ def make(folder: Path) -> None:
         for i in range(3):
             picture = Image.new("RGB", (8, 8), (colour, 30 * i, 255 - colour))
             picture.save(folder / "data" / "images" / label / f"{i}.png")
-    for name, text in (("train", TRAIN), ("measure", MEASURE), ("search", SEARCH)):
+    for name, text in (("train", TRAIN_RECIPE), ("measure", MEASURE_RECIPE), ("search", SEARCH_RECIPE)):
         (folder / "recipes" / f"{name}.yaml").write_text(text)
 
 
@@ -165,45 +165,30 @@ def _write_data(folder: Path) -> None:
     pd.DataFrame(rows["labelled"]).to_csv(folder / "labelled.tsv", sep="\t", index=False)
 
 
-class Step(NamedTuple):
-    """A command that makes a part of the world."""
-
-    argv: str
-    stop: tuple[str, int] | None = None
-    """Kill the process when it renames something to a file of this name for the so-many-th time."""
-
-
 FAST = "--max-sequences 4 --sequence-length 16"
 QUICK = f"{FAST} --measures displacement,jump_rate,cosine"
 SKIP = "--sequence-length 16 --set epochs=1 --set chunks=4 --batch-size 4"
+SEARCH = f"skip search model --data data/pairs.jsonl {SKIP}"
+TASKS = "--task-data data --limit 2 --set bootstrap_iters=10"
 
-STEPS = [
-    Step(f"measure model --data data/text.txt --output out-a {FAST}"),
-    Step(f"measure other --data data/text.txt --output out-b {FAST}"),
-    Step("compare out-a out-b --output cmp"),
-    Step("train recipes/train.yaml --output run"),
-    Step("train recipes/train.yaml --output run-b seed=1 steps=2"),
-    Step("train recipes/train.yaml --output run-part", stop=("complete.json", 2)),
-    Step(f"measure run --data data/text.txt --output out-series {QUICK}"),
-    Step(f"measure run --data data/text.txt --output series-part {QUICK}", stop=("results.json", 2)),
-    Step(f"skip search model --data data/pairs.jsonl --blocks 1 --output plan {SKIP}"),
-    Step(f"skip search model --data data/pairs.jsonl --blocks 1 --granularity layer --output plan-layer {SKIP}"),
-    Step(f"skip search model --data data/pairs.jsonl --blocks 2 --output plan-part {SKIP}", stop=("progress.json", 3)),
-    Step(
-        f"skip search model --data data/pairs.jsonl --blocks 1 --output answers-part {SKIP} "
-        "--generate-responses 4 --max-new-tokens 4",
-        stop=("progress.json", 2),
-    ),
-    Step(
-        "evaluate model --tasks arc_easy_local --batch-size 1 --output answers-left --task-data data --limit 2 "
-        "--set bootstrap_iters=10",
-        stop=("results.json", 1),
-    ),
-    Step("skip apply plan model --format folded --output folded"),
-    Step("skip bench model folded --batches 1 --contexts 8 --max-new-tokens 2 --repeats 2 --output bench"),
-    Step(f"skip curve model --data data/pairs.jsonl --blocks 2 --output curve {SKIP}"),
-    Step(
-        f"skip curve model --data data/pairs.jsonl --blocks 2 --output curve-part {SKIP}",
-        stop=("progress.json", 3),
-    ),
-]
+STEPS: dict[str, tuple[str, int] | None] = {
+    f"measure model --data data/text.txt --output out-a {FAST}": None,
+    f"measure other --data data/text.txt --output out-b {FAST}": None,
+    "compare out-a out-b --output cmp": None,
+    "train recipes/train.yaml --output run": None,
+    "train recipes/train.yaml --output run-b seed=1 steps=2": None,
+    "train recipes/train.yaml --output run-part": ("complete.json", 2),
+    f"measure run --data data/text.txt --output out-series {QUICK}": None,
+    f"measure run --data data/text.txt --output series-part {QUICK}": ("results.json", 2),
+    f"{SEARCH} --blocks 1 --output plan": None,
+    f"{SEARCH} --blocks 1 --granularity layer --output plan-layer": None,
+    f"{SEARCH} --blocks 2 --output plan-part": ("progress.json", 3),
+    f"{SEARCH} --blocks 1 --output answers-part --generate-responses 4 --max-new-tokens 4": ("progress.json", 2),
+    f"evaluate model --tasks arc_easy_local --batch-size 1 --output answers-left {TASKS}": ("results.json", 1),
+    "skip apply plan model --format folded --output folded": None,
+    "skip bench model folded --batches 1 --contexts 8 --max-new-tokens 2 --repeats 2 --output bench": None,
+    f"skip curve model --data data/pairs.jsonl --blocks 2 --output curve {SKIP}": None,
+    f"skip curve model --data data/pairs.jsonl --blocks 2 --output curve-part {SKIP}": ("progress.json", 3),
+}
+"""Commands that make parts of the world, and when they are killed: as they rename something to a file of this name for
+the so-many-th time."""

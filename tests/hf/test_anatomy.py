@@ -50,8 +50,9 @@ def test_every_design_is_known_with_all_its_parts(name, tower):
     assert (found.classifier is None) is (tower is not None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["gemma2", "bert", "detr"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("gemma2", torch.float16), ("bert", torch.bfloat16), ("detr", torch.bfloat16)]
+)
 def test_every_precision_is_proven_within_its_own_rounding(name, dtype):
     model = tiny_models.build(name, dtype=dtype)
     assert verify(anatomy_candidates(model), tiny_models.inputs(model)).branches
@@ -74,13 +75,6 @@ def test_projections_are_every_weight_matrix_of_every_block():
     shapes = {(name, layer): tuple(module.weight.shape) for name, layer, module in found.anatomy.projections()}
     matrices = {"attn.c_attn": (32, 96), "attn.c_proj": (32, 32), "mlp.c_fc": (32, 128), "mlp.c_proj": (128, 32)}
     assert shapes == {(name, layer): shape for layer in (1, 2, 3) for name, shape in matrices.items()}
-
-
-@pytest.mark.parametrize("tower", ["text", "vision"])
-def test_both_towers_stand_the_tests_on_the_whole_models_inputs(tower):
-    model = tiny_models.build("clip")
-    everything = tiny_models.inputs(model) | tiny_models.inputs(model, tower="vision")
-    assert verify(anatomy_candidates(model, tower=tower), everything).anatomy.family.tower == tower
 
 
 def test_the_finder_takes_a_model_of_one_block():
@@ -132,15 +126,6 @@ class Bare(tf.PreTrainedModel):
 def test_what_has_no_anatomy_is_refused_by_name(build, options, name):
     with pytest.raises(FulldepthError, match=name):
         anatomy_candidates(build(), **options)
-
-
-def test_an_anatomy_in_the_settings_replaces_the_table():
-    model = tiny_models.build("llama")
-    (anatomy,) = anatomy_candidates(model, override={"blocks": "layers", "attention": "mlp", "name": "mine"})
-    assert anatomy.family.name == "mine"
-    assert anatomy.part(2, "attention") is model.model.layers[1].mlp
-    assert anatomy.part(2, "mlp") is None
-    assert not anatomy.has("mlp")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """Checkpoints, tokenizers and image processors from anyone: refused by the name of what is wrong, or loaded right."""
 
-import contextlib
 import io
 import json
 import os
-import random
 import shutil
 import struct
 import sys
@@ -14,9 +12,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-import hostile
 import tiny_models
-from fulldepth.data import builtin_texts, open_source, prepare, train_tokenizer
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import load_checkpoint, load_processor, load_tokenizer, open_model
 
@@ -106,9 +102,7 @@ BROKEN = [
     (gone(CONFIG), CONFIG),
     (gone(WEIGHTS), "safetensors"),
     (pickled, "pytorch_model.bin"),
-    *((raw(change), WEIGHTS) for change in (lambda data: data[:-1], lambda data: data[:5], lambda data: b"")),
-    (raw(lambda data: b"\xff" * 8 + data[8:]), WEIGHTS),
-    (raw(lambda data: data[:8] + b"\xff" * 32 + data[40:]), WEIGHTS),
+    *((raw(change), WEIGHTS) for change in (lambda data: data[:-1], lambda data: b"\xff" * 8 + data[8:])),
     (tensors(lambda weights: weights.pop(NORM)), NORM),
     (tensors(lambda weights: weights.update({NORM: torch.ones(7)})), NORM),
     (tensors(lambda weights: weights.update({NORM: torch.ones(32, dtype=torch.int8)})), NORM),
@@ -116,11 +110,10 @@ BROKEN = [
     (entries(CONFIG, num_hidden_layers=5), "model.layers.3."),
     (entries(CONFIG, hidden_size=64), ".weight"),
     (entries(CONFIG, hidden_size="wide"), "hidden_size"),
-    *((text(CONFIG, content), CONFIG) for content in (b"{nope", b"\xff\xfe\x00", b"[1]", b"[" * 100_000)),
-    *((text(CONFIG, content), CONFIG) for content in (b'{"a":' * 70 + b"1" + b"}" * 70, b'{"a": 1, "a": 2}')),
+    *((text(CONFIG, content), CONFIG) for content in (b"{nope", b"[1]", b"[" * 100_000, b'{"a": 1, "a": 2}')),
     (text("generation_config.json", b'{"a": 1, "a": 2}'), "generation_config.json"),
-    *((entries(CONFIG, architectures=names), "architectures") for names in (None, [], "LlamaForCausalLM", [3])),
-    *((entries(CONFIG, architectures=[name]), name) for name in ("LlamaForTeleportation", "LlamaConfig", "logging")),
+    *((entries(CONFIG, architectures=names), "architectures") for names in (None, [3])),
+    *((entries(CONFIG, architectures=[name]), name) for name in ("LlamaForTeleportation", "logging")),
     (entries(CONFIG, model_type="teleporter"), "teleporter"),
     (entries(CONFIG, model_type=None), "model_type"),
     (entries(CONFIG, **FOREIGN), "--trust-remote-code"),
@@ -130,10 +123,10 @@ BROKEN = [
     *((entries(CONFIG, num_hidden_layers=number), CONFIG) for number in (10**5, 10**9)),
     *((entries(CONFIG, **{key: 10**9}), CONFIG) for key in ("num_labels", "intermediate_size")),
     *((entries(CONFIG, hidden_size=number), CONFIG) for number in (10**12, 10**4000)),
-    *((replaced(name, os.mkfifo), name) for name in (CONFIG, WEIGHTS, "generation_config.json")),
-    *((replaced(name, os.mkdir), name) for name in (CONFIG, WEIGHTS, "generation_config.json")),
-    *((replaced(name, lambda path: path.symlink_to("/dev/zero")), name) for name in (CONFIG, WEIGHTS)),
-    *((replaced(name, lambda path: path.symlink_to(path.parent / "nowhere")), name) for name in (CONFIG, WEIGHTS)),
+    *((replaced(name, os.mkfifo), name) for name in (CONFIG, WEIGHTS)),
+    (replaced("generation_config.json", os.mkdir), "generation_config.json"),
+    (replaced(WEIGHTS, lambda path: path.symlink_to("/dev/zero")), WEIGHTS),
+    (replaced(CONFIG, lambda path: path.symlink_to(path.parent / "nowhere")), CONFIG),
 ]
 
 
@@ -192,10 +185,10 @@ def doubled(folder):
 @pytest.mark.parametrize(
     ("spoil", "name"),
     [
-        *((named(name), NORM) for name in ("pickled.bin", "../outside.safetensors", "/dev/stdin", "..", "", 3, None)),
+        *((named(name), NORM) for name in ("pickled.bin", "../outside.safetensors", "/dev/stdin", "", 3)),
         *((named(name), NORM) for name in ("inner/model.safetensors", ".safetensors", "a\\b.safetensors")),
         (named("model-9.safetensors"), "model-9.safetensors"),
-        *((text(INDEX, content), INDEX) for content in (b"{", b"[]", b'{"metadata": {}}', b'{"weight_map": []}')),
+        *((text(INDEX, content), INDEX) for content in (b"{", b'{"metadata": {}}', b'{"weight_map": []}')),
         (doubled, "another file"),
     ],
 )
@@ -270,95 +263,9 @@ def test_no_code_runs_unasked_though_the_terminal_says_yes(foreign, monkeypatch)
 
 # Tokenizers and image processors
 
-GROWING = {"type": "Replace", "pattern": {"Regex": "."}, "content": "aaaaaaaa"}
-REPEATING = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2, "pair": []}
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [GROWING] * 4}]}},
-        {"decoder": {"type": "Sequence", "decoders": [GROWING] * 8}},
-        {"post_processor": {"type": "Sequence", "processors": [{**REPEATING, "special_tokens": {}}] * 30}},
-    ],
-)
-def test_rules_of_a_tokenizer_that_would_exhaust_memory(tmp_path, part):
-    train_tokenizer(builtin_texts("heldout")[:1], vocab_size=300).save_pretrained(tmp_path)
-    entries("tokenizer.json", **part)(tmp_path)
-    refused(load_tokenizer, tmp_path, "tokenizer.json", "characters of one")
-
-
-@pytest.mark.parametrize("name", ["spiece.model", "tokenizer.json"])
-def test_a_pipe_among_a_tokenizers_files(good, tmp_path, name):
-    folder = shutil.copytree(good["text"], tmp_path / "pipe")
-    replaced(name, os.mkfifo)(folder)
-    refused(load_tokenizer, folder, name)
-
 
 @pytest.mark.parametrize("size", [10**9, 0, {"height": 10**6, "width": 16}, {"shortest_edge": 10**5}])
 def test_an_image_processor_of_absurd_size(tmp_path, size):
     tf.ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(tmp_path)
     entries("preprocessor_config.json", size=size)(tmp_path)
     refused(processor, tmp_path, "pixels")
-
-
-# Everything at once, seeded
-
-
-@pytest.fixture(scope="session")
-def good(tmp_path_factory):
-    """A language model in shards and a vision model, each with all that belongs to it."""
-    text, vision = (tmp_path_factory.mktemp("good") / name for name in ("text", "vision"))
-    tiny_models.build("llama").save_pretrained(text, max_shard_size="20KB")
-    train_tokenizer(builtin_texts("train")[:1], vocab_size=300).save_pretrained(text)
-    tiny_models.build("vit").save_pretrained(vision)
-    tf.ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(vision)
-    return {"text": text, "vision": vision}
-
-
-def use_tokenizer(folder):
-    tokenizer = load_tokenizer(folder)
-    source = open_source(["once upon a time there was a tokenizer " * 5])
-    prepare(source, task="causal-lm", tokenizer=tokenizer, sequence_length=8, max_sequences=2, words=["time"])
-
-
-def use_processor(folder):
-    from PIL import Image
-
-    source = open_source([{"image": Image.new("RGB", (20, 16))}])
-    next(prepare(source, task="representation", processor=processor(folder)).batches(1))
-
-
-USES = {
-    CONFIG: ("text", load_checkpoint),
-    INDEX: ("text", load_checkpoint),
-    "generation_config.json": ("text", load_checkpoint),
-    WEIGHTS: ("vision", load_checkpoint),
-    "tokenizer.json": ("text", use_tokenizer),
-    "tokenizer_config.json": ("text", use_tokenizer),
-    "preprocessor_config.json": ("vision", use_processor),
-}
-
-
-@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 40), marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("name", USES)
-def test_a_file_changed_at_random_is_refused_or_loads(good, tmp_path, name, seeds):
-    kind, use = USES[name]
-    messages = []
-    for seed in seeds:
-        rng = random.Random(f"{name} {seed}")
-        folder = shutil.copytree(good[kind], tmp_path / str(seed))
-        content = (folder / name).read_bytes()
-        if name.endswith(".json"):
-            content = hostile.damaged_json(json.loads(content), rng).encode("utf-8", "surrogatepass")
-        else:
-            content = hostile.damaged_bytes(content, rng)
-        (folder / name).write_bytes(content)
-        with contextlib.suppress(FulldepthError):
-            try:
-                use(folder)
-            except FulldepthError as error:
-                messages.append(str(error))
-                raise
-    assert messages
-    assert max(map(len, messages)) < 1000
