@@ -62,9 +62,6 @@ def skip(size: int) -> None:
         if number == SKIPPED // BATCH:
             break
     print(f"skipping {SKIPPED:,} windows: {time.perf_counter() - start:.1f} s")
-    start = time.perf_counter()
-    next(iter(ShuffledSampler(size, start=SKIPPED)))
-    print(f"starting at window {SKIPPED:,}: {time.perf_counter() - start:.3f} s")
 
 
 def main() -> None:

@@ -9,13 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from fulldepth import files
 from fulldepth.cli.program import ending_cleanly
-from fulldepth.data import token_cache
-from fulldepth.data.token_cache import Note, TokenFile
 
 SOURCES = sorted((Path(__file__).parents[1] / "src").rglob("*.py"))
 MODULES = {"resource", "fcntl", "pwd", "grp", "termios", "tty", "pty", "syslog", "posix", "readline", "crypt", "nis"}
@@ -102,12 +99,5 @@ def test_files_are_read_and_written_without_them(tmp_path: Path, monkeypatch: py
     kept.touch()
     assert files.remove_leftovers(tmp_path) == [left]
     assert kept.exists()
-
-    ids, lengths = np.arange(3000, dtype="<u2"), np.array([1000, 2000], token_cache.LENGTH)
-    (tmp_path / "0.bin").write_bytes(ids.tobytes() + lengths.tobytes())
-    note = Note(tokens=3000, documents=2, highest=2999, last=True, hash="sha256:" + "0" * 64)
-    file = TokenFile(tmp_path / "0.bin", ids.dtype, note, lengths)
-    assert file.ids(2500, 2510).tolist() == list(range(2500, 2510))
-    assert file.ids(10, 2600).tolist() == list(range(10, 2600))  # with the bytes 10, 13 and 26
     with ending_cleanly():
         pass

@@ -4,7 +4,6 @@
 from fulldepth.cli.program import DEBUG, app, main
 from fulldepth.cli.measure import measure_command
 from fulldepth.cli.train import train_command, train_export_command
-from fulldepth.cli.data import prepare_command
 from fulldepth.cli.pages import compare_command, demo_command, report_command
 from fulldepth.cli.skip import apply_command, search_command
 from fulldepth.cli.assessment import bench_command, curve_command, quantise_command
@@ -25,7 +24,6 @@ __all__ = [
     "generate_command",
     "main",
     "measure_command",
-    "prepare_command",
     "quantise_command",
     "report_command",
     "search_command",

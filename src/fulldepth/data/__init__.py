@@ -3,10 +3,10 @@
 from fulldepth.data.arrays import prepare_arrays
 from fulldepth.data.conversations import conversations
 from fulldepth.data.corpus import builtin_texts, train_tokenizer, train_wordpiece
-from fulldepth.data.documents import Documents, open_documents
 from fulldepth.data.encoding import MASKED_SHARE
 from fulldepth.data.images import image_content, image_name, thumbnail
 from fulldepth.data.labelled import balanced_sample
+from fulldepth.data.opening import Documents, open_documents
 from fulldepth.data.order import ORDER, ShuffledSampler
 from fulldepth.data.packing import Packed, Windows, flatten_windows, pack
 from fulldepth.data.preparation import prepare

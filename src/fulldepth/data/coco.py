@@ -15,10 +15,9 @@ import pydantic
 from PIL import Image
 from pydantic import Field
 
-from fulldepth.data.images import Pick, StoredImage, stored_image
+from fulldepth.data.images import StoredImage, stored_image
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import read_json
-from fulldepth.uncertainty import identity
 
 MOST_BYTES = 1 << 30
 """Largest json file; COCO's own training file has 0.45 GB."""
@@ -140,7 +139,7 @@ class Defects:
         return [one_line(f"{name}: skipped {counts} with defects. First: {' '.join(self.first)}", 900)]
 
 
-def coco_rows(path: Path, *, skip_bad: bool = False, pick: Pick | None = None) -> Coco:
+def coco_rows(path: Path, *, skip_bad: bool = False) -> Coco:
     """Read a json file in COCO's format; images are decoded on use.
 
     The image files are searched beside the json file, in its folder `images`, and as COCO's own layout has them
@@ -150,7 +149,6 @@ def coco_rows(path: Path, *, skip_bad: bool = False, pick: Pick | None = None) -
     Args:
         path: the json file.
         skip_bad: leave out entries with defects and count them, instead of refusing the file.
-        pick: chooses images by the identities of their file names; None = all.
 
     Raises:
         FulldepthError: if the file is not of this format, or (without `skip_bad`) an entry has a defect: an id that
@@ -190,12 +188,9 @@ def coco_rows(path: Path, *, skip_bad: bool = False, pick: Pick | None = None) -
                 raise FulldepthError(f"{where}: category_id {given.category_id} is not among the categories.")
             box = _inside(given.bbox, images[given.image_id][1], where)
             objects[given.image_id].append((classes[given.category_id], box, bool(given.iscrowd)))
-    chosen = list(images.values())
-    if pick is not None:
-        chosen = [chosen[i] for i in pick([identity(load.name) for load, _ in chosen])]
     rows = [
         {"image": load, "objects": Objects(entry.width, entry.height, *zip(*objects[entry.id], strict=True))}
-        for load, entry in chosen
+        for load, entry in images.values()
     ]
     return Coco(path.name, rows, tuple(names.values()), defects.warnings(path.name))
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import datasets
 
 from fulldepth.data.columns import PROMPT_COLUMNS, Rows, require_columns, text_value
-from fulldepth.data.files import ROWS
+from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data
 from fulldepth.errors import FulldepthError, names_of, unknown
 from fulldepth.progress import Watcher
@@ -22,8 +22,6 @@ ROLES = {role: role for role in ("system", "developer", "user", "assistant", "to
 }
 """Role in the data -> role in chat templates."""
 EXPECTED = " or ".join([*CHAT_COLUMNS, *(" + ".join(pair) for pair in PROMPT_COLUMNS)])
-TABLES = tuple(suffix for suffix in ROWS if suffix != ".txt")
-"""Suffixes of files whose rows have columns."""
 CUT_OFF = "cut_off"
 """Column that is true where a response was generated and stopped by a limit of its length: its end is no end."""
 CHUNK = 1000
@@ -52,7 +50,6 @@ def conversations(
     *,
     config: str | None = None,
     split: str | None = None,
-    limit: int | None = None,
     watcher: Watcher | None = None,
 ) -> datasets.Dataset:
     """Chats, or prompts with responses, for fine-tuning on the responses only.
@@ -65,7 +62,6 @@ def conversations(
             stay plain text.
         config: configuration of a Hub data set.
         split: split of a Hub data set, None = `train`.
-        limit: number of rows to read, the first ones; of a Hub data set only these are downloaded. None = all.
         watcher: receives the numbers of rows that are left out: without a response, or with one that is `cut_off`, as
             TRL would train an end that the model did not choose.
 
@@ -78,7 +74,7 @@ def conversations(
         FulldepthError: if there is nothing to read, rows are of another kind, a role is unknown, no row has a response,
             or the data are chats and the tokenizer has no chat template.
     """
-    opened = open_data(data, config=config, split=split, limit=limit, suffixes=TABLES)
+    opened = open_data(data, config=config, split=split, suffixes=TABLES)
     chunks: list[datasets.Dataset] = []
     waiting: list[dict[str, Any]] = []
     left_out = cut = 0

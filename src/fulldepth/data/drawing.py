@@ -24,8 +24,6 @@ CHARACTERS = 8
 """Characters of a piece for each token of a window; text has 3 to 6 characters a token."""
 BLOCK = 4096
 """Tokens of a block of a document, at least."""
-BUFFER = 1 << 26
-"""Characters of documents held while a source without an index is thinned."""
 FEWEST_DOCUMENTS, FEWEST_BLOCKS = 3, 8
 """Fewest clusters of either kind from which an error is stated."""
 
@@ -43,88 +41,18 @@ class Pieces(NamedTuple):
     """Share of a window's text in the piece, at most 1."""
 
 
-def pieces_of(
-    identities: NDArray[np.uint64], sizes: NDArray[np.int64], window: int, seed: int, *, bound: bool = False
-) -> Pieces:
-    """The pieces of documents of these identities and lengths in characters.
-
-    With `bound`, the sizes are at least the lengths, and the keys are lower bounds.
-    """
+def pieces_of(documents: Sequence[tuple[int, str]], window: int, seed: int) -> Pieces:
+    """The pieces of documents, each an identity and a text."""
     most = CHARACTERS * window
+    sizes = np.array([len(text) for _, text in documents], dtype=np.int64)
+    identities = distinct([number for number, _ in documents])
     counts = np.maximum(1, sizes // most)
     document = np.repeat(np.arange(len(sizes)), counts)
     number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
     chance = (ranks(identities[document] ^ (ranks(number, 2) * (number > 0)), seed).astype(np.float64) + 1) * 2.0**-64
     characters = sizes[document] / counts[document]
-    weight = np.maximum(sizes[document].clip(max=2 * most) if bound else characters, most / 2)
-    return Pieces(document, number, -np.log(chance) / weight, np.minimum(1.0, characters / most))
-
-
-def needed(pieces: Pieces, count: int) -> NDArray[np.int64] | None:
-    """Indices of the pieces, in the order of their keys, that hold the text of `count` windows; None if all do not."""
-    order = pieces.key.argsort(kind="stable")
-    filled = np.cumsum(pieces.filled[order])
-    enough = int(np.searchsorted(filled, count - 1e-9)) + 1
-    return order[:enough] if enough <= len(order) else None
-
-
-def draw_documents(
-    identities: NDArray[np.uint64],
-    bounds: NDArray[np.int64],
-    length_of: Callable[[list[int]], list[int]],
-    *,
-    count: int,
-    window: int,
-    seed: int,
-) -> list[int] | None:
-    """Indices, ascending, of the documents that hold the sample of pieces; None if all documents are needed.
-
-    The sample is that of the lengths in characters, which are found for few documents only: those with the smallest
-    lower bounds of their keys.
-
-    Args:
-        identities: of the documents, `[N]`.
-        bounds: at least the characters of each, such as its bytes, `[N]`.
-        length_of: (indices) -> characters of these documents; reads them.
-        count: windows.
-        window: tokens of a window.
-        seed: of the sample.
-    """
-    lower = pieces_of(identities, bounds, window, seed, bound=True)
-    order = lower.key.argsort(kind="stable")
-    lengths: dict[int, int] = {}
-    take = count
-    while take < len(order):
-        new = [index for index in dict.fromkeys(lower.document[order[:take]].tolist()) if index not in lengths]
-        lengths |= dict(zip(new, length_of(new), strict=True))
-        known = np.array(sorted(lengths))
-        exact = pieces_of(identities[known], np.array([lengths[index] for index in known.tolist()]), window, seed)
-        chosen = needed(exact, count)
-        if chosen is not None and exact.key[chosen[-1]] <= lower.key[order[take]]:
-            return sorted(set(known[exact.document[chosen]].tolist()))
-        take *= 2
-    return None
-
-
-def thinned(texts: Iterable[str], *, count: int, window: int, seed: int) -> list[tuple[int, str]]:
-    """(identity, text) of the documents that hold the sample of pieces, of texts that are read once, in order."""
-    kept: list[tuple[int, str]] = []
-    size = 0
-    for text in texts:
-        kept.append((identity(text), text))
-        size += len(text)
-        if size > BUFFER:
-            pieces = pieces_of(*_measured(kept), window, seed)
-            chosen = needed(pieces, count)
-            if chosen is not None:
-                kept = [kept[index] for index in sorted(set(pieces.document[chosen].tolist()))]
-            size = 0
-    return kept
-
-
-def _measured(documents: Sequence[tuple[int, str]]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    identities = distinct([number for number, _ in documents])
-    return identities, np.array([len(text) for _, text in documents], dtype=np.int64)
+    key = -np.log(chance) / np.maximum(characters, most / 2)
+    return Pieces(document, number, key, np.minimum(1.0, characters / most))
 
 
 class Window(NamedTuple):
@@ -167,7 +95,6 @@ def draw_windows(
     window: int,
     count: int,
     seed: int,
-    piece: int | None = None,
     join: Join | None = None,
     least: int = 1,
 ) -> Drawn:
@@ -184,13 +111,12 @@ def draw_windows(
         window: tokens of a window.
         count: most windows.
         seed: of the sample.
-        piece: tokens of a window for which the documents were drawn, if not `window`.
         join: (ids, ids of the next document) -> both; None = short documents and the ends of others are short windows
             of their own.
         least: tokens of a short window, at least.
     """
-    pieces = pieces_of(*_measured(documents), piece or window, seed)
-    if needed(pieces, count) is not None:
+    pieces = pieces_of(documents, window, seed)
+    if pieces.filled.sum() >= count - 1e-9:
         windows = _Cutter(documents, tokenise, window, count, seed, join, least).first_pieces(pieces)
         if len(windows) == count:
             return Drawn(windows, 0)

@@ -11,7 +11,8 @@ import torch
 
 from fulldepth.data.batches import Example
 from fulldepth.data.drawing import Text, block_clusters, draw_windows, first_windows
-from fulldepth.data.sources import Order, Record
+from fulldepth.data.opening import Order
+from fulldepth.data.sources import Record
 from fulldepth.data.tokens import Frame, check_positions, encode_texts, leading_ids, plain_ids
 from fulldepth.errors import FulldepthError
 from fulldepth.targets import IGNORE
@@ -64,13 +65,11 @@ class Records(NamedTuple):
     records: list[Record]
     identities: list[int]
     labels: list[int]
-    window: int | None = None
-    """See `Source.window`."""
 
     def select(self, indices: Sequence[int]) -> Records:
         """The records of these indices."""
         records, identities, labels = ([column[i] for i in indices] for column in self[:3])
-        return Records(records, identities, labels, self.window)  # type: ignore[arg-type]
+        return Records(records, identities, labels)  # type: ignore[arg-type]
 
 
 def windowed(kind: str, task: str, one_per_row: bool) -> bool:
@@ -136,7 +135,7 @@ def _windows(given: Records, task: str, tokenizer: Any, limits: Limits) -> Encod
     if limits.order == "first":
         drawn = first_windows((text for _, text in documents), leading, **options)
     else:
-        drawn = draw_windows(documents, tokenise, seed=limits.seed, piece=given.window, **options)
+        drawn = draw_windows(documents, tokenise, seed=limits.seed, **options)
     if drawn.left_over:
         warnings.append(f"{drawn.left_over} tokens at the ends of documents do not fill a sequence and are left out.")
     typed = _has_types(tokenizer, documents[0][1])

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fulldepth.data.batches import Example, id_bytes
-from fulldepth.data.columns import TEXT_COLUMNS, Rows, column_texts, text_column
-from fulldepth.data.conversations import CUT_OFF, TABLES, is_conversation, read_conversations
-from fulldepth.data.documents import Documents, documents_of
-from fulldepth.data.drawing import Text, draw_windows, thinned
-from fulldepth.data.opening import CORPUS, Opened, open_data
+from fulldepth.data.columns import TEXT_COLUMNS
+from fulldepth.data.conversations import CUT_OFF, is_conversation, read_conversations
+from fulldepth.data.drawing import Text, draw_windows
+from fulldepth.data.files import TABLES
+from fulldepth.data.opening import CORPUS, open_data, sampled_texts
 from fulldepth.data.rendering import encode_pair
-from fulldepth.data.row_index import sampled_documents, sampled_rows
 from fulldepth.data.tokens import Frame, check_positions, check_vocabulary, plain_ids
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, names_of
 from fulldepth.fingerprint import Fingerprint
+from fulldepth.uncertainty import identity
 
 HELDOUT_SHARE = 5
 """One in so many documents or pairs is held out if there is no held-out file."""
@@ -140,46 +139,34 @@ def _read(data: Any, tokenizer: Any, longest: int | None, draw: _Draw) -> _Part:
     """All examples of one source."""
     if isinstance(data, str) and data == CORPUS:
         data = f"{CORPUS}/heldout"  # as for `measure`: unseen by models trained on the corpus
-    opened = None if isinstance(data, Documents) else open_data(data)
-    if opened is None or opened.is_plain:
-        documents = data if opened is None else documents_of(opened)
-        return _Part(documents.name, "text", _windows(documents.name, documents, tokenizer, draw))
-    opened = open_data(data, suffixes=TABLES) if opened.path else opened
-    name = opened.name
-    where, row = next(opened.rows(), ("", {}))
-    if not row:
-        raise FulldepthError(f"{name} is empty. Expected rows with {EXPECTED}.")
-    if is_conversation(row):
-        rows = _rows(opened, list(row), draw, texts=False)
-        return _Part(name, "pairs", _pairs(name, read_conversations(rows, tokenizer), tokenizer, longest))
-    if not any(column in row for column in TEXT_COLUMNS):
-        raise FulldepthError(
-            f"{where} has none of the columns to search with. Got: {', '.join(map(repr, row))}. Expected: {EXPECTED}."
-        )
-    column = text_column(row, None, where)
-    rows = _rows(opened, [column], draw, texts=True)
-    return _Part(name, "text", _windows(name, column_texts(rows, column), tokenizer, draw))
+    opened = open_data(data, streaming=draw.limit is not None)
+    if not opened.is_plain:
+        opened = open_data(data, suffixes=TABLES) if opened.path else opened
+        where, row = next(opened.rows(), ("", {}))
+        if not row:
+            raise FulldepthError(f"{opened.name} is empty. Expected rows with {EXPECTED}.")
+        if is_conversation(row):
+            rows = opened.rows()
+            if draw.limit is not None:
+                rows = opened.sampled(list(row), draw.limit, seed=draw.seed)
+            pairs = _pairs(opened.name, read_conversations(rows, tokenizer), tokenizer, longest)
+            return _Part(opened.name, "pairs", pairs)
+        if not any(column in row for column in TEXT_COLUMNS):
+            raise FulldepthError(
+                f"{where} has none of the columns to search with. Got: {names_of(row)}. Expected: {EXPECTED}."
+            )
+    texts = sampled_texts(opened, draw.window, draw.limit, draw.seed)
+    return _Part(opened.name, "text", _windows(opened.name, texts, tokenizer, draw))
 
 
-def _rows(opened: Opened, columns: Sequence[str], draw: _Draw, *, texts: bool) -> Rows:
-    """All rows, or the rows that the sample needs: of texts those that hold it."""
-    if draw.limit is None or opened.is_stream:
-        return islice(opened.rows(), draw.limit)
-    if texts:
-        rows = sampled_documents(opened, columns, draw.limit, draw.seed, draw.window)
-    else:
-        rows = sampled_rows(opened, columns, draw.limit, draw.seed)
-    return opened.rows() if rows is None else ((where, row) for _, where, row in rows)
-
-
-def _windows(name: str, texts: Iterable[str], tokenizer: Any, draw: _Draw) -> list[Example]:
+def _windows(name: str, texts: Sequence[str], tokenizer: Any, draw: _Draw) -> list[Example]:
     """Windows of at most a number of tokens, each within a document; with a limit a uniform sample of them.
 
     The end of a document is a shorter window, dropped if it is a single token.
     """
     most = MOST_WINDOWS if draw.limit is None else draw.limit
-    documents = thinned(texts, count=most, window=draw.window, seed=draw.seed)
-    frame = Frame.of(tokenizer, (text for _, text in documents if text.strip()))
+    documents = [(identity(text), text) for text in texts]
+    frame = Frame.of(tokenizer, (text for text in texts if text.strip()))
 
     def tokenise(text: Text) -> list[int]:
         ids = plain_ids(tokenizer, text.text) if text.text.strip() else []

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from fulldepth.data.columns import CAPTION_COLUMNS, kind_of, require_columns, text_value
-from fulldepth.data.files import ROWS, folder_files
+from fulldepth.data.files import folder_files, read_rows
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import read_bytes, reading
-from fulldepth.uncertainty import identity
 
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF")
 """Supported formats. For some others Pillow would run external programs."""
@@ -44,10 +43,6 @@ QUALITIES = (85, 60, 30, 10)
 
 ImageLoader = Callable[[], Image.Image]
 """Decodes an image to RGB; a `StoredImage` also gives the stored bytes without decoding."""
-
-
-Pick = Callable[[Sequence[int]], Sequence[int]]
-"""Chooses among images: (identities of all) -> indices of those to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +135,11 @@ class Pictures(NamedTuple):
     """The images of one split of a folder."""
 
     name: str
-    rows: list[dict[str, Any]]
-    """`image` (a loader), `label` (class index, or None) and, in a folder with captions, `text` (None without one)."""
+    files: list[tuple[PurePosixPath, str | None]]
+    """Path and class of each image."""
+    row_of: Callable[[Any], dict[str, Any]]
+    """(path, class) -> `image` (a loader), `label` (class index, or None) and, in a folder with captions, `text` (None
+    without one)."""
     classes: tuple[str, ...]
 
 
@@ -151,11 +149,10 @@ def has_images(path: Path) -> bool:
         return any(file.suffix.lower() in SUFFIXES for file in folder_files(path))
 
 
-def folder_images(path: Path, split: str | None = None, *, held_out: bool = True, pick: Pick | None = None) -> Pictures:
+def folder_images(path: Path, split: str | None = None, *, held_out: bool = True) -> Pictures:
     """The images below a folder, `[train|validation|test/]class/file`; the classes are in sorted order of their names.
 
-    Without `split`, the first of `SPLITS` that exists (if not `held_out`, `train` before all others); `pick` chooses
-    images by the identities of their relative paths.
+    Without `split`, the first of `SPLITS` that exists (if not `held_out`, `train` before all others).
 
     Raises:
         FulldepthError: if there are no images, or not the split.
@@ -164,20 +161,20 @@ def folder_images(path: Path, split: str | None = None, *, held_out: bool = True
     captions = _captions(path, files)
     images, chosen = _arrange(path.name, files, split, held_out)
     classes = tuple(sorted({label for _, label in images if label is not None}))
-    if pick is not None:
-        images = [images[i] for i in pick([identity(str(file)) for file, _ in images])]
-    rows: list[dict[str, Any]] = []
-    for file, label in images:
+
+    def row_of(image: tuple[PurePosixPath, str | None]) -> dict[str, Any]:
+        file, label = image
         row = {"image": stored_image(path / file, str(file)), "label": None if label is None else classes.index(label)}
-        rows.append({**row, "text": captions.get(file)} if captions else row)
-    return Pictures(f"{path.name}/{chosen}" if chosen else path.name, rows, classes)
+        return {**row, "text": captions.get(file)} if captions else row
+
+    return Pictures(f"{path.name}/{chosen}" if chosen else path.name, images, row_of, classes)
 
 
 def _captions(path: Path, files: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
     """Image -> text, from every `metadata.jsonl` of a folder: rows with `file_name`, relative to it, and a caption."""
     captions: dict[PurePosixPath, str] = {}
     for file in sorted(file for file in files if file.name == METADATA):
-        for where, row in ROWS[".jsonl"](path / file):
+        for where, row in read_rows(path / file):
             column = next((name for name in CAPTION_COLUMNS if name in row), None)
             if column is None:
                 continue

@@ -1,31 +1,42 @@
-"""`open_data`: opens the data argument of every command, as rows.
+"""`open_data`: opens the data argument of every command, as rows that are read in order, by number, or as a sample.
 
-`sources` converts rows to records for measuring, `documents` to training text, `conversations` to prompts with
+`sources` converts rows to records for measuring, `open_documents` to training text, `conversations` to prompts with
 responses, and `examples` to token ids for the search.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import datasets
+import numpy as np
+from huggingface_hub import HfApi
 
 from fulldepth.data import digits
 from fulldepth.data.coco import coco_rows
-from fulldepth.data.columns import IMAGE_COLUMNS, LABEL_COLUMNS, Rows
-from fulldepth.data.corpus import PARTS, builtin_texts
-from fulldepth.data.files import ROWS, folder_files, parquet_classes, parquet_rows, parquet_shape, path_of
+from fulldepth.data.columns import IMAGE_COLUMNS, LABEL_COLUMNS, column_texts, text_column
+from fulldepth.data.corpus import END_OF_TEXT, PARTS, builtin_texts
+from fulldepth.data.files import (
+    SUFFIXES,
+    count_rows,
+    folder_files,
+    parquet_classes,
+    parquet_columns,
+    path_of,
+    read_rows,
+    text_lines,
+)
 from fulldepth.data.images import (
     SPLITS,
     ImageLoader,
-    Pick,
     StoredImage,
     folder_images,
     has_images,
@@ -44,8 +55,17 @@ BUILTIN: dict[str, tuple[tuple[str, ...], Callable[[str], Sequence[Any]], tuple[
 TABLES = datasets.Dataset | datasets.IterableDataset | datasets.DatasetDict | datasets.IterableDatasetDict
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 """A Hub data set: `name` or `owner/name`, and a configuration after a colon where it has several."""
+COMMIT = re.compile(r"@([0-9a-f]{40})\b")
 Choice = Callable[[Iterable[str], str], Sequence[str]]
 """(names of the columns, location for messages) -> the columns to read."""
+Order = Literal["random", "first"]
+"""Which rows or windows a limit takes: a uniform sample, or the first ones."""
+TOKEN_CHARACTERS = 32
+"""Characters of text that are read for each token of the windows; four to eight times what text has."""
+SHUFFLED = 4
+"""Rows of a stream that are read for each row of a sample of it."""
+PIECE = 8192
+"""Characters after which a long plain text is cut at the next empty line."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +83,10 @@ class Opened:
     repository: str | None = None
     """Repository of a table from the Hub."""
     items: Sequence[Any] = field(default=(), repr=False)
-    """Texts or mappings."""
+    """Texts, mappings, or what `row_of` makes mappings of."""
+    row_of: Callable[[Any], Mapping[str, Any]] = field(default=lambda row: row, repr=False)
     labels: tuple[str, ...] = ()
     """Names of the classes in the column `label` of `items`."""
-    limit: int | None = None
-    """Most rows to read; None = all."""
     warnings: tuple[str, ...] = ()
     """Sentences on entries that were skipped."""
 
@@ -83,20 +102,90 @@ class Opened:
         """Whether the rows can only be read in their order, and may have no end."""
         return isinstance(self.table, datasets.IterableDataset)
 
-    def rows(self, choose: Choice | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def __len__(self) -> int:
+        """Number of rows, found without reading them; of lines, blank ones included."""
+        if self.files:
+            return sum(map(count_rows, self.files))
+        return len(self.items if self.table is None else self.table)
+
+    def rows(self, choose: Choice | None = None, numbers: Sequence[int] | None = None) -> Iterator[tuple[str, Any]]:
         """(location, row) pairs, read anew by each call; a text is a row with `text`.
 
         Args:
             choose: selects the columns to read of tables that are stored by column; None = all.
+            numbers: of the rows to read, from 0, ascending; None = all.
         """
         if self.files:
-            rows: Rows = (row for file in self.files for row in _file_rows(file, choose))
+            before = 0
+            for file in self.files:
+                own = None
+                if numbers is not None:
+                    count = count_rows(file)
+                    own = [number - before for number in numbers if before <= number < before + count]
+                    before += count
+                if own != []:
+                    columns = choose(parquet_columns(file), file.name) if choose and file.suffix == ".parquet" else None
+                    yield from read_rows(file, columns, own)
         elif self.table is not None:
-            rows = table_rows(self.name, self.table, choose)
+            yield from self._table_rows(choose, numbers)
         else:
-            mappings = ({"text": item} if isinstance(item, str) else item for item in self.items)
-            rows = ((f"{self.name} row {number}", row) for number, row in enumerate(mappings, start=1))
-        return islice(iter(rows), self.limit)
+            for number in range(len(self.items)) if numbers is None else numbers:
+                yield f"{self.name} row {number + 1}", self.row_of(self.items[number])
+
+    def _table_rows(self, choose: Choice | None, numbers: Sequence[int] | None) -> Iterator[tuple[str, Any]]:
+        name, table = self.name, self.table
+        if choose and not self.is_stream:
+            image, *others = columns = choose(table.column_names, name)
+            if image in IMAGE_COLUMNS:  # images are read on use
+                values = {column: table[column] for column in others}
+                for index in range(len(table)) if numbers is None else numbers:
+                    cell = partial(_cell, table, index, image)
+                    stored = StoredImage(cell, partial(cell, image_content))
+                    row = {image: stored, **{column: values[column][index] for column in others}}
+                    yield f"{name} row {index + 1}", row
+                return
+            table = table.select_columns(list(columns))
+        table = table if numbers is None else table.select(numbers)
+        for place, row in enumerate(reading_each(name, table)):
+            yield f"{name} row {(place if numbers is None else numbers[place]) + 1}", row
+
+    def sampled(
+        self, columns: Sequence[str], limit: int, *, seed: int = 0, order: Order = "random", window: int | None = None
+    ) -> Iterator[tuple[str, Any]]:
+        """A sample of at most `limit` rows in the order of the data: little more than these rows is read.
+
+        Args:
+            columns: that are read.
+            limit: most rows; with `window`, most windows.
+            seed: of the sample, which is drawn by the numbers of the rows; of a stream, from its first rows.
+            order: `first` takes the first rows.
+            window: tokens of windows of text: as many rows as hold several times the text of `limit` windows.
+        """
+
+        def choose(names: Iterable[str], where: str) -> Sequence[str]:
+            return columns
+
+        most = (window or 0) * limit * TOKEN_CHARACTERS
+        if self.is_stream or order == "first":
+            shuffles = order == "random" and limit > 1
+            table = self.table.shuffle(seed=seed, buffer_size=SHUFFLED * limit) if shuffles else self.table
+            left = most
+            for number, (where, row) in enumerate(replace(self, table=table).rows(choose)):
+                if (left <= 0) if most else (number == limit):
+                    return
+                yield where, row
+                left -= _characters(row, columns)
+            return
+        count, taken = len(self), limit
+        while taken < count:
+            numbers = np.random.default_rng(seed).choice(count, taken, replace=False)
+            rows = list(self.rows(choose, sorted(numbers.tolist())))
+            held = sum(_characters(row, columns) for _, row in rows)
+            if held >= most:
+                yield from rows
+                return
+            taken = max(2 * taken, int(1.2 * taken * most / max(1, held)))
+        yield from self.rows(choose)
 
     def class_names(self, column: str | None) -> tuple[str, ...]:
         """Names of the classes whose indices a column holds; empty if they have none.
@@ -113,97 +202,135 @@ class Opened:
         feature = (self.table.features or {}).get(column) if self.table is not None else None
         return tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else self.labels
 
+    def identity(self) -> dict[str, Any]:
+        """JSON values that identify the content without reading it, where that is possible."""
+        if self.path is not None:
+            stats = [(str(file.relative_to(self.path)), file.stat()) for file in self.files]
+            files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+            return {"path": str(self.path.resolve()), "files": files}
+        if self.table is None:
+            digests = [hashlib.sha256(row["text"].encode()).hexdigest() for _, row in self.rows()]
+            return {"texts": hashlib.sha256("".join(digests).encode()).hexdigest()}
+        if self.repository is not None:
+            return {"name": self.name, "revision": _revision(self.table, self.repository)}
+        if self.is_stream:
+            raise FulldepthError("A streamed data set of a program cannot be told from another one. Give a Dataset.")
+        return {"fingerprint": self.table._fingerprint}
+
+
+def _characters(row: Mapping[str, Any], columns: Sequence[str]) -> int:
+    return sum(len(value) for column in columns if isinstance(value := row.get(column), str))
+
+
+def _cell(
+    table: datasets.Dataset, index: int, column: str, use: Callable[[ImageLoader], Any] = lambda load: load()
+) -> Any:
+    """What `use` makes of the image of a row: stored, or decoded if the data set transforms its rows."""
+    where = f"in row {index + 1} of the data set"
+    with reading(f"the image {where}"):
+        value = table[index][column]
+    return use(image_value(value, where))
+
 
 def open_data(
     data: Any,
     *,
     config: str | None = None,
     split: str | None = None,
-    limit: int | None = None,
     streaming: bool = False,
     held_out: bool = False,
     images: bool = False,
     skip_bad: bool = False,
-    pick: Pick | None = None,
-    suffixes: Sequence[str] = tuple(ROWS),
+    suffixes: Sequence[str] = SUFFIXES,
 ) -> Opened:
     """Open a data argument; rows are read lazily.
 
     Args:
         data: a `.txt`, `.jsonl`, `.tsv` or `.parquet` file; a folder of them, sub-folders included, in the order of
             their paths; `corpus:builtin`, `corpus:builtin/train` or `corpus:builtin/heldout`; a Hub data set (`name` or
-            `name:configuration`); a data set of `datasets`, or a mapping of its splits; a list of texts or of mappings;
-            with `images`, `digits:builtin`, or a split of it.
+            `name:configuration`), of which one split is read; a data set of `datasets`, or a mapping of its splits; a
+            list of texts or of mappings; with `images`, `digits:builtin`, or a split of it.
         config: configuration of a Hub data set.
         split: split of a data set or of a folder of images, part of the corpus; None: see `held_out`.
-        limit: most rows to read: the first ones (of a Hub data set only these are downloaded); not of `images`.
-        streaming: read a Hub data set as a stream instead of downloading it first.
+        streaming: read a Hub data set as a stream instead of downloading the split first.
         held_out: without `split`, take the validation or test split, or the corpus's held-out part, where there is one.
         images: also accept a folder of images, and a `.json` file in COCO's format.
         skip_bad: leave out bad entries of a file in COCO's format, and count them (`warnings`).
-        pick: chooses among images in folders and files in COCO's format, by the identities of their paths; other data
-            are opened whole. None = all.
         suffixes: of the files to read.
 
     Raises:
-        FulldepthError: if there is nothing of that name, or `limit` is less than 1.
+        FulldepthError: if there is nothing of that name.
     """
-    if limit is not None and limit < 1:
-        raise FulldepthError(f"At least one row must be read, got the limit {limit}.")
-    expected = _expected(suffixes, images=images)
+    built_in = list(BUILTIN) if images else [CORPUS]
+    expected = ["a folder of images", "a .json file in COCO's format"] if images else []
+    expected = [f"a file ({', '.join(suffixes)})", "a folder of them", *expected, "a Hub data set", *built_in]
     if isinstance(data, TABLES):
-        name, table = _one_split("datasets.Dataset", data, split, held_out=held_out)
-        return _opened_table(name, table, None, limit)
+        splits = data if isinstance(data, dict) else None
+        chosen = None if splits is None else _split("datasets.Dataset", splits, split, held_out)
+        name = "datasets.Dataset" if chosen is None else f"datasets.Dataset/{chosen}"
+        return _opened_table(name, data if splits is None else splits[chosen], None)
     if isinstance(data, Sequence) and not isinstance(data, str | bytes):
-        return _opened_list(data, limit)
+        kinds = {isinstance(item, Mapping) - isinstance(item, str) for item in data}
+        if kinds - {1} and kinds != {-1}:
+            found = ", ".join(sorted({type(item).__name__ for item in data}))
+            raise FulldepthError(f"A list of data must hold texts only or mappings only, got {found}.")
+        return _opened_texts("texts", data) if kinds == {-1} else Opened("rows", items=data)
     if not isinstance(data, str | Path):
-        kind = type(data).__name__
-        raise FulldepthError(f"Cannot read data of type {kind}. Expected {expected}, or a list of texts or mappings.")
+        raise FulldepthError(f"Cannot read data of type {type(data).__name__}. Expected {', '.join(expected)}, a list.")
     name, path = str(data), path_of(str(data))
-    if name.partition(":")[0] in ("corpus", *(["digits"] if images else [])) and ":" in name:
-        return _opened_builtin(name, split, limit, held_out)
+    if ":" in name and name.partition(":")[0] in {key.partition(":")[0] for key in built_in}:
+        key, _, part = name.partition("/")
+        if key not in BUILTIN:
+            raise unknown("built-in data", name, BUILTIN)
+        parts, read, labels = BUILTIN[key]
+        part = part or split or parts[held_out]
+        return replace(_opened_texts(f"{key}/{part}", read(part)), labels=labels)
     if path.exists():
-        found = _pictures(path, split, held_out, skip_bad, pick) if images else None
-        if found is None and (split is not None or config is not None):
+        opened = _pictures(path, split, held_out, skip_bad) if images else None
+        if opened is None and (split is not None or config is not None):
             raise FulldepthError(f"{path} has no splits and no configurations. Leave out {split or config!r}.")
-        return found or Opened(path.name, tuple(_list_files(path, suffixes, images=images)), path, limit=limit)
+        return opened or Opened(path.name, tuple(_list_files(path, suffixes, images=images)), path)
     if not _may_be_on_hub(name, path):
-        raise FulldepthError(f"There is no file or folder {one_line(name)}. Expected {expected}.")
+        raise FulldepthError(f"There is no file or folder {one_line(name)}. Expected {', '.join(expected)}.")
     repository, config, full = _hub_parts(name, config)
-    with _loading(full, expected):
-        loaded = datasets.load_dataset(repository, config, split=split, streaming=streaming or limit is not None)
-    full = full if isinstance(loaded, dict) else f"{full}/{split}"
-    full, table = _one_split(full, loaded, split, held_out=held_out)
-    return _opened_table(full, table, repository, limit)
+    with _loading(full, ", ".join(expected)):
+        chosen = split or _split(full, datasets.get_dataset_split_names(repository, config), None, held_out)
+        loaded = datasets.load_dataset(repository, config, split=chosen, streaming=streaming)
+    return _opened_table(f"{full}/{chosen}", loaded, repository)
 
 
-def _opened_list(data: Sequence[Any], limit: int | None) -> Opened:
-    if all(isinstance(item, Mapping) for item in data):
-        return Opened("rows", items=data, limit=limit)
-    if all(isinstance(item, str) for item in data):
-        return Opened("texts", items=data, limit=limit)
-    kinds = ", ".join(sorted({type(item).__name__ for item in data}))
-    raise FulldepthError(f"A list of data must hold texts only or mappings only, got {kinds}.")
+def _opened_texts(name: str, items: Sequence[Any]) -> Opened:
+    return Opened(name, items=items, row_of=lambda item: {"text": item} if isinstance(item, str) else item)
 
 
-def _opened_builtin(name: str, split: str | None, limit: int | None, held_out: bool) -> Opened:
-    key, _, part = name.partition("/")
-    if key not in BUILTIN:
-        raise unknown("built-in data", name, BUILTIN)
-    parts, read, labels = BUILTIN[key]
-    part = part or split or parts[held_out]
-    return Opened(f"{key}/{part}", items=read(part), labels=labels, limit=limit)
+def _opened_table(name: str, table: Any, repository: str | None) -> Opened:
+    """A table whose images are not decoded by `datasets`, which would use any decoder of Pillow."""
+    if isinstance(table, datasets.IterableDataset) or table.format["type"] is None:
+        for column, feature in (table.features or {}).items():
+            if isinstance(feature, datasets.Image):
+                table = table.cast_column(column, datasets.Image(decode=False))
+    return Opened(name, table=table, repository=repository)
 
 
-def _pictures(path: Path, split: str | None, held_out: bool, skip_bad: bool, pick: Pick | None) -> Opened | None:
+def _split(name: str, splits: Iterable[str], split: str | None, held_out: bool) -> str:
+    """Name of one of the splits: the given one, else one to validate or train on, else the first."""
+    names = list(splits)
+    wanted = (split,) if split else SPLITS if held_out else ("train",)
+    chosen = next((each for each in wanted if each in names), None)
+    if chosen is None and (split or not (held_out or len(names) == 1)):
+        raise FulldepthError(f"{name} has no split {split or 'train'!r}. It has: {', '.join(names)}.")
+    return chosen or names[0]
+
+
+def _pictures(path: Path, split: str | None, held_out: bool, skip_bad: bool) -> Opened | None:
     """The images of a file in COCO's format, or of a folder; None if the path is neither."""
     if path.suffix.lower() == ".json" and path.is_file():
-        coco = coco_rows(path, skip_bad=skip_bad, pick=pick)
+        coco = coco_rows(path, skip_bad=skip_bad)
         return Opened(coco.name, items=coco.rows, labels=coco.classes, warnings=tuple(coco.warnings))
     if not path.is_dir() or not has_images(path):
         return None
-    pictures = folder_images(path, split, held_out=held_out, pick=pick)
-    return Opened(pictures.name, items=pictures.rows, labels=pictures.classes)
+    pictures = folder_images(path, split, held_out=held_out)
+    return Opened(pictures.name, items=pictures.files, row_of=pictures.row_of, labels=pictures.classes)
 
 
 def hub_classes(name: str, config: str | None = None) -> tuple[str, ...] | None:
@@ -219,7 +346,7 @@ def hub_classes(name: str, config: str | None = None) -> tuple[str, ...] | None:
     if name.startswith(tuple(BUILTIN)) or path.exists() or not _may_be_on_hub(name, path):
         return None
     repository, config, full = _hub_parts(name, config)
-    with _loading(full, _expected(tuple(ROWS), images=True)):
+    with _loading(full, "a file, a folder, a Hub data set"):
         features = datasets.load_dataset_builder(repository, config).info.features or {}
     column = features.get(next((label for label in LABEL_COLUMNS if label in features), ""))
     return tuple(column.names) if isinstance(column, datasets.ClassLabel) else ()
@@ -227,7 +354,7 @@ def hub_classes(name: str, config: str | None = None) -> tuple[str, ...] | None:
 
 def _may_be_on_hub(name: str, path: Path) -> bool:
     """Whether a name that is neither built in nor a path here can be a Hub data set's."""
-    return path.suffix.lower() not in (*ROWS, ".json") and HUB_NAME.fullmatch(name) is not None
+    return path.suffix.lower() not in (*SUFFIXES, ".json") and HUB_NAME.fullmatch(name) is not None
 
 
 def _hub_parts(name: str, config: str | None) -> tuple[str, str | None, str]:
@@ -244,19 +371,14 @@ def _loading(full: str, expected: str) -> Iterator[None]:
     """Turn any exception of the network, or of readers of the repository's files, into a refusal."""
     try:
         yield
+    except FulldepthError:
+        raise
     except Exception as error:
         offline = " The Hub is switched off by HF_HUB_OFFLINE." if datasets.config.HF_HUB_OFFLINE else ""
         raise FulldepthError(
             f"{full} is no file or folder here, and loading it as a Hub data set failed: {one_line(error).rstrip('.')}."
             f"{offline} Expected {expected}."
         ) from error
-
-
-def _expected(suffixes: Sequence[str], *, images: bool) -> str:
-    """What the data may be, for messages."""
-    pictures = "a folder of images, a .json file in COCO's format, " if images else ""
-    built_in = ", ".join(BUILTIN if images else [CORPUS])
-    return f"a file ({', '.join(suffixes)}), a folder of them, {pictures}a Hub data set, {built_in}"
 
 
 def _list_files(path: Path, suffixes: Sequence[str], *, images: bool) -> list[Path]:
@@ -276,60 +398,141 @@ def _list_files(path: Path, suffixes: Sequence[str], *, images: bool) -> list[Pa
     return files
 
 
-def _opened_table(name: str, table: Any, repository: str | None, limit: int | None) -> Opened:
-    """A table whose images are not decoded by `datasets`, which would use any decoder of Pillow."""
-    if isinstance(table, datasets.IterableDataset) or table.format["type"] is None:
-        for column, feature in (table.features or {}).items():
-            if isinstance(feature, datasets.Image):
-                table = table.cast_column(column, datasets.Image(decode=False))
-    if limit is not None and isinstance(table, datasets.Dataset):
-        table = table.select(range(min(limit, len(table))))
-    return Opened(name, table=table, repository=repository, limit=limit)
+def _revision(data: Any, repository: str) -> str | None:
+    """The commit of a Hub data set, from its download or from the Hub; None if unknown."""
+    for address in data.info.download_checksums or ():
+        if match := COMMIT.search(address):
+            return match.group(1)
+    with suppress(Exception):  # of the network: the data are identified by name only
+        return HfApi().dataset_info(repository).sha
+    return None
 
 
-def _one_split(name: str, data: Any, split: str | None, *, held_out: bool) -> tuple[str, Any]:
-    """One of the splits, if `data` has several, and its full name."""
-    if not isinstance(data, dict):
-        return name, data
-    fallback = next(iter(data)) if held_out or len(data) == 1 else "train"
-    chosen = split or next((name for name in (SPLITS if held_out else ("train",)) if name in data), fallback)
-    if chosen not in data:
-        raise FulldepthError(f"{name} has no split {chosen!r}. It has: {', '.join(data)}.")
-    return f"{name}/{chosen}", data[chosen]
+@dataclass(frozen=True)
+class Documents:
+    """Texts in a fixed order, read lazily; can be iterated repeatedly."""
+
+    name: str
+    identity: Mapping[str, Any] = field(repr=False)
+    """JSON values that identify the text: files with sizes and times, or a data set with its revision."""
+    read: Callable[[], Iterator[str]] = field(repr=False)
+    is_stream: bool = False
+
+    def __iter__(self) -> Iterator[str]:
+        return self.read()
+
+    def rows(self) -> Iterator[dict[str, str]]:
+        """The documents as rows with `text`; at least one."""
+        text = None
+        for text in self:
+            yield {"text": text}
+        if text is None:
+            raise FulldepthError(f"{self.name} is empty: it holds no text.")
 
 
-def _file_rows(path: Path, choose: Choice | None) -> Rows:
-    suffix = path.suffix.lower()
-    if choose and suffix == ".parquet":
-        return parquet_rows(path, list(choose(parquet_shape(path)[0], path.name)))
-    return ROWS[suffix](path)
+def open_documents(
+    data: Any,
+    *,
+    column: str | None = None,
+    config: str | None = None,
+    split: str | None = None,
+    streaming: bool = False,
+    articles: bool = False,
+) -> Documents:
+    """Open text for training.
+
+    Args:
+        data: as for `open_data`; `corpus:builtin` is its training part. A row of a table is a document. Plain text
+            (novels of the built-in corpus, `.txt` files) is cut into one or more documents by `text_pieces`, so that
+            parts of it can be held out. `Documents` are returned unchanged.
+        column: column that holds the text; None = `text` or `sentence`.
+        config: configuration of a Hub data set.
+        split: split of a Hub data set, None = `train`; part of the built-in corpus.
+        streaming: read a Hub data set as a stream instead of downloading it first.
+        articles: rows are lines of articles (WikiText), which are the documents, see `articles_of`.
+
+    Raises:
+        FulldepthError: if there is nothing to read, or the data are not of the named kind.
+    """
+    if isinstance(data, Documents):
+        return data
+    opened = open_data(data, config=config, split=split, streaming=streaming)
+    if opened.table is not None and opened.table.column_names:
+        text_column(opened.table.column_names, column, opened.name)
+    for file in opened.files:
+        if file.suffix.lower() == ".parquet":
+            text_column(parquet_columns(file), column, file.name)
+
+    def read() -> Iterator[str]:
+        texts = document_texts(opened, column)
+        return articles_of(texts) if articles else texts
+
+    identity = {**opened.identity(), "column": column, "piece": PIECE, "articles": articles}
+    return Documents(opened.name, identity, read, opened.is_stream)
 
 
-def table_rows(name: str, table: Any, choose: Choice | None) -> Rows:
-    """(location, row) pairs of a table, of the chosen columns; images are read on use."""
-    if choose and isinstance(table, datasets.Dataset):
-        columns = choose(table.column_names, name)
-        if columns[0] in IMAGE_COLUMNS:
-            return _image_rows(name, table, *columns)
-        table = table.select_columns(list(columns))
-    return ((f"{name} row {number}", row) for number, row in enumerate(reading_each(name, table), start=1))
+def document_texts(opened: Opened, column: str | None = None) -> Iterator[str]:
+    """The documents of opened data; see `open_documents`."""
+
+    def choose(names: Iterable[str], where: str) -> Sequence[str]:
+        return [text_column(names, column, where)]
+
+    for part in [replace(opened, files=(file,)) for file in opened.files] or [opened]:
+        if opened.files and part.is_plain:
+            yield from text_pieces(text_lines(part.files[0]))
+        elif opened.name.startswith(CORPUS):
+            yield from (piece for text in opened.items for piece in text_pieces(io.StringIO(text)))
+        else:
+            yield from column_texts(part.rows(choose), None if part.is_plain else column)
 
 
-def _image_rows(name: str, table: datasets.Dataset, image: str, *others: str) -> Rows:
-    """Rows whose images are read on use; the `others` are captions and labels."""
-    values = {column: table[column] for column in others}
-    for index in range(len(table)):
-        cell = partial(_cell, table, index, image)
-        stored = StoredImage(cell, partial(cell, image_content))
-        yield f"{name} row {index + 1}", {image: stored, **{column: values[column][index] for column in others}}
+def text_pieces(lines: Iterable[str], piece: int = PIECE) -> Iterator[str]:
+    """Cut plain text, given as lines, into documents of at least `piece` characters, whose concatenation is the text.
+
+    A document ends at the first empty line after `piece` characters, or at the first line end after twice as many. A
+    line with only `<|endoftext|>` also ends a document, and is dropped.
+    """
+    parts: list[str] = []
+    size = 0
+    for line in lines:
+        marked = line.strip() == END_OF_TEXT
+        if not marked:
+            parts.append(line)
+            size += len(line)
+        if marked or size >= 2 * piece or (size >= piece and not line.strip()):
+            if parts:
+                yield "".join(parts)
+            parts, size = [], 0
+    if parts:
+        yield "".join(parts)
 
 
-def _cell(
-    table: datasets.Dataset, index: int, column: str, use: Callable[[ImageLoader], Any] = lambda load: load()
-) -> Any:
-    """The image of a row, or what `use` makes of it: stored, or decoded if the data set transforms its rows."""
-    where = f"in row {index + 1} of the data set"
-    with reading(f"the image {where}"):
-        value = table[index][column]
-    load = image_value(value, where)
-    return load() if use is None else use(load)
+def articles_of(texts: Iterable[str]) -> Iterator[str]:
+    """The articles of texts that are lines, or rows of one line each: from a heading ` = Title = ` after an empty line
+    to the next (WikiText); ` = = Section = = ` starts none.
+    """
+    parts: list[str] = []
+    for text in texts:
+        for line in (text if text.endswith("\n") else text + "\n").splitlines(keepends=True):
+            words = line.split()
+            heading = len(words) > 2 and words[0] == words[-1] == "=" and "=" not in (words[1], words[-2])
+            if heading and parts and not parts[-1].strip() and any(map(str.strip, parts)):
+                yield "".join(parts)
+                parts = []
+            parts.append(line)
+    if parts:
+        yield "".join(parts)
+
+
+def sampled_texts(opened: Opened, window: int, limit: int | None, seed: int = 0) -> list[str]:
+    """Documents that hold a uniform sample of `limit` windows of `window` tokens; of plain text, or without limit, all.
+
+    Raises:
+        FulldepthError: as for `open_documents`, while the rows are read.
+    """
+    plain = all(file.suffix.lower() == ".txt" for file in opened.files) if opened.files else opened.name[:6] == "corpus"
+    first = None if plain or limit is None else next(opened.rows(), None)
+    if first is None or limit is None:
+        return list(document_texts(opened))
+    column = text_column(first[1], None, first[0])
+    return list(column_texts(opened.sampled([column], limit, seed=seed, window=window), column))

@@ -16,8 +16,6 @@ from itertools import chain
 import numpy as np
 from torch.utils.data import Sampler
 
-from fulldepth.errors import FulldepthError
-
 BLOCK = 1 << 16
 """Indices per computation."""
 ROUNDS = 8
@@ -50,19 +48,10 @@ class ShuffledSampler(Sampler[int]):
         size: items of the data set, n, 1 <= n < 2**62.
         seed: seed of the order.
         length: positions of one pass; None = `size`, one epoch. A multiple of a step's sequences keeps batches full.
-        start: first position in each pass; `len()` is `length - start`.
-
-    Raises:
-        FulldepthError: for a size, length or start out of range.
     """
 
-    def __init__(self, size: int, *, seed: int = 0, length: int | None = None, start: int = 0) -> None:
-        length = size if length is None else length
-        if not 1 <= size < 1 << 62:
-            raise FulldepthError(f"There must be at least one item to order, and fewer than 2**62; got {size}.")
-        if length < 0 or not 0 <= start <= length:
-            raise FulldepthError(f"A pass of {length} positions cannot begin at position {start}.")
-        self.size, self.seed, self.length, self.start = size, seed, length, start
+    def __init__(self, size: int, *, seed: int = 0, length: int | None = None) -> None:
+        self.size, self.seed, self.length = size, seed, size if length is None else length
         self.passes = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -81,13 +70,13 @@ class ShuffledSampler(Sampler[int]):
         return np.concatenate(parts)
 
     def __len__(self) -> int:
-        return self.length - self.start
+        return self.length
 
     def __iter__(self) -> Iterator[int]:
         first = self.passes * self.length
         self.passes += 1
         stop = first + self.length
-        blocks = range(first + self.start, stop, BLOCK)
+        blocks = range(first, stop, BLOCK)
         return chain.from_iterable(self.indices(start, min(start + BLOCK, stop)).tolist() for start in blocks)
 
 

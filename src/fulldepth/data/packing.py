@@ -1,40 +1,266 @@
-"""`pack`: training and validation windows of equal length, read from token ids on disk."""
+"""`pack`: training and validation windows of equal length, read from token ids on disk.
+
+Ids are stored as datatrove's `DocumentTokenizer` stores them: `NAME.ds` holds the ids of all documents as uint16 or
+uint32, `NAME.ds.index` the position at which each document ends as uint64. One machine writes such a file here; the
+folder that many machines wrote with datatrove is read as it is.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import datasets
 import numpy as np
 import torch
+from datasets.exceptions import DatasetGenerationError
+from filelock import FileLock
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fulldepth.data.documents import open_documents
-from fulldepth.data.token_cache import Encoder, TokenCache, TokenFile
-from fulldepth.data.tokens import check_vocabulary
-from fulldepth.errors import FulldepthError
+from fulldepth.data.opening import Documents, open_documents
+from fulldepth.data.tokens import Frame, check_vocabulary, encode_texts
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.files import atomic_folder, reading
 from fulldepth.progress import Watcher
 from fulldepth.targets import IGNORE
 from fulldepth.uncertainty import ranks
 
+SUFFIX, INDEX = ".ds", ".ds.index"
+BATCH_DOCUMENTS = 1000
+"""Documents that are tokenised at once."""
+PROCESS_DOCUMENTS = 50_000
+"""Documents for each process that tokenises."""
+SCANNED, BLOCK = 1024, 1 << 19
+"""Most blocks of a file that its hash covers, evenly spread, and the ids of a block."""
 GOLDEN = 0x9E3779B97F4A7C15
 """Step of splitmix64's counter."""
 NO_LIMIT = 1 << 62
 """Tokens that no text has."""
 
 
+@dataclass
+class Encoder:
+    """Tokenises documents, with the tokenizer's special tokens around each and end-of-text after it.
+
+    Raises:
+        FulldepthError: if the tokenizer has no end-of-text token.
+    """
+
+    tokenizer: Any
+    vocab_size: int | None = None
+    """Vocabulary size of the model: ids beyond it are refused; None = not checked."""
+    frame: Frame = field(init=False)
+    end: int = field(init=False)
+    dtype: np.dtype = field(init=False)
+    """Unsigned integer of two or four bytes, the smaller that holds every id."""
+    core: Tokenizer | None = field(init=False, default=None, repr=False)
+    """A copy of the Rust tokenizer without truncation and padding; None for a tokenizer in Python."""
+
+    def __post_init__(self) -> None:
+        if self.tokenizer.eos_token_id is None:
+            raise FulldepthError("The tokenizer has no end-of-text token (eos_token), which must end each document.")
+        self.end = int(self.tokenizer.eos_token_id)
+        self.frame = Frame.of(self.tokenizer, ["text"])
+        highest = max(self.end, *self.tokenizer.get_vocab().values())
+        self.dtype = np.dtype("<u2" if highest < 2**16 else "<u4")
+        if (backend := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:
+            self.core = Tokenizer.from_str(backend.to_str())
+            self.core.no_truncation()
+            self.core.no_padding()
+            self.core.encode_special_tokens = bool(getattr(self.tokenizer, "split_special_tokens", False))
+
+    def __call__(self, texts: Sequence[str]) -> dict[str, list[Any]]:
+        """`ids` of each text, none for a text without tokens; refuses ids that the model lacks."""
+        if self.core is None:
+            encoded = encode_texts(self.tokenizer, list(texts), add_special_tokens=False, return_attention_mask=False)
+            ids_of = encoded["input_ids"]
+        else:
+            with reading(f"text with the tokenizer {self.tokenizer.name_or_path or type(self.tokenizer).__name__}"):
+                ids_of = [each.ids for each in self.core.encode_batch_fast(list(texts), add_special_tokens=False)]
+        rows = [self.frame.wrap(ids) if ids else [] for ids in ids_of]
+        for row in rows:
+            if row and row[-1] != self.end:
+                row.append(self.end)
+        check_vocabulary(max((max(row) for row in rows if row), default=0), self.tokenizer, self.vocab_size)
+        return {"ids": [np.array(row, np.uint32) for row in rows]}
+
+    def fingerprint(self) -> str:
+        """SHA-256 of everything in the tokenizer that determines ids."""
+        if self.core is None:
+            described: Any = [type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items())]
+        else:
+            described = {k: v for k, v in json.loads(self.core.to_str()).items() if k not in ("truncation", "padding")}
+        raw = getattr(self.tokenizer, "split_special_tokens", False)
+        return _sha256([described, raw, self.end, self.frame.prefix, self.frame.suffix])
+
+
+def tokenised(
+    documents: Documents, encoder: Encoder, cache: Path | None, most: int | None, watcher: Watcher
+) -> TokenFiles:
+    """The token ids of a text, from the cache, or tokenised by all cores; waits for another process that does it.
+
+    `datasets` keeps what is finished: after a kill the same call goes on from there. Of a stream, documents are read
+    until there are `most` ids (None = all).
+
+    Raises:
+        FulldepthError: if the text cannot be read, or the cache not be written.
+    """
+    most = most if documents.is_stream else None
+    key = _sha256([encoder.fingerprint(), dict(documents.identity), encoder.dtype.str, most])[:20]
+    folder = (cache or _default_folder()) / key
+    with _writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            if not folder.is_dir():
+                watcher.say(f"Tokenising {documents.name}")
+                work = folder.with_suffix(".work")
+                batches = _encoded(documents, encoder, key, work)
+                with atomic_folder(folder) as part:
+                    _write(batches, part / f"text{SUFFIX}", encoder.dtype, most)
+                shutil.rmtree(work, ignore_errors=True)
+    return TokenFiles.of(folder)
+
+
+def _encoded(documents: Documents, encoder: Encoder, key: str, work: Path) -> Iterable[Any]:
+    """Arrow tables of `ids`, one row for each document."""
+    features = datasets.Features(text=datasets.Value("string"))
+    options: dict[str, Any] = {"batched": True, "batch_size": BATCH_DOCUMENTS, "input_columns": "text"}
+    if documents.is_stream:
+        table: Any = datasets.IterableDataset.from_generator(documents.rows, features=features)
+        table = table.map(encoder, remove_columns="text", **options)
+    else:
+        table = datasets.Dataset.from_generator(
+            documents.rows, features=features, cache_dir=str(work / "texts"), fingerprint=key
+        )
+        table = table.map(
+            encoder,
+            remove_columns="text",
+            features=datasets.Features(ids=datasets.List(datasets.Value("uint32"))),
+            num_proc=min(os.cpu_count() or 1, len(table) // PROCESS_DOCUMENTS) or None,
+            cache_file_name=str(work / "ids.arrow"),
+            new_fingerprint=key,
+            desc="Tokenising",
+            **options,
+        )
+    return table.with_format("arrow").iter(BATCH_DOCUMENTS)
+
+
+def _write(batches: Iterable[Any], path: Path, dtype: np.dtype, most: int | None) -> None:
+    """Write the ids of documents, and where each ends, to a file and its index."""
+    total = 0
+    with path.open("wb") as file, path.with_suffix(INDEX).open("wb") as index:
+        for batch in batches:
+            for chunk in filter(len, batch["ids"].chunks):
+                chunk.flatten().to_numpy().astype(dtype).tofile(file)
+                ends = total + np.cumsum(chunk.value_lengths().to_numpy())
+                ends.astype("<u8").tofile(index)
+                total = int(ends[-1])
+            if most is not None and total >= most:
+                break
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn errors of the file system into refusals; NotImplementedError: a file system without locks."""
+    try:
+        yield
+    except DatasetGenerationError as error:
+        cause = error.__cause__ or error
+        refusal = cause if isinstance(cause, FulldepthError) else FulldepthError(f"Cannot read: {one_line(cause)}.")
+        raise refusal from error
+    except (OSError, NotImplementedError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error, 200)
+        raise FulldepthError(
+            f"Cannot write tokens to {folder}: {reason}. Choose another folder: data.cache=FOLDER, or the "
+            "environment variable FULLDEPTH_CACHE."
+        ) from error
+
+
+def _default_folder() -> Path:
+    if own := os.environ.get("FULLDEPTH_CACHE"):
+        return Path(own).expanduser() / "tokens"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fulldepth" / "tokens"
+
+
+def _sha256(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    """The token files of a folder, as one text."""
+
+    folder: Path
+    files: tuple[tuple[Path, str], ...]
+    """Path and type of the ids."""
+    first: np.ndarray
+    """[files + 1] positions at which files begin."""
+    ends: np.ndarray = field(repr=False)
+    """[documents] positions at which documents end."""
+
+    @classmethod
+    def of(cls, folder: Path) -> TokenFiles:
+        """The files of a folder and its sub-folders, in the order of their paths.
+
+        Raises:
+            FulldepthError: if there are none, or a file is not of the size that its index states.
+        """
+        files, first, ends = [], [0], [np.zeros(0, np.int64)]
+        for index in sorted(folder.rglob(f"*{INDEX}")):
+            path = index.with_suffix("")
+            with reading(index):
+                own, size = np.fromfile(index, "<u8").astype(np.int64), path.stat().st_size
+            total = int(own[-1]) if len(own) else 0
+            if size not in (2 * total, 4 * total) or (np.diff(own, prepend=0) < 0).any():
+                raise FulldepthError(f"Cannot read {path}: it has {size:,} bytes, and its index ends at {total:,} ids.")
+            if total:
+                files.append((path, f"<u{size // total}"))
+                ends.append(own + first[-1])
+                first.append(first[-1] + total)
+        if not files:
+            raise FulldepthError(f"{folder} is empty: it holds no token in files *{SUFFIX} with *{INDEX}.")
+        return cls(folder, tuple(files), np.array(first), np.concatenate(ends))
+
+    def ids(self, start: int, stop: int) -> np.ndarray:
+        """[stop - start] ids from position `start` on, within one file."""
+        number = int(np.searchsorted(self.first, start, side="right")) - 1
+        own: np.ndarray = _mapped(*self.files[number])[start - self.first[number] : stop - self.first[number]]
+        return own
+
+    def scan(self) -> tuple[int, str]:
+        """The highest id and a hash, over the ends of all documents and the ids of evenly spread blocks (of a file of
+        up to `SCANNED` blocks all).
+        """
+        digest, highest = hashlib.sha256(self.ends.tobytes()), -1
+        for path, dtype in self.files:
+            ids = _mapped(path, dtype)
+            for start in range(0, len(ids), BLOCK * (1 + len(ids) // (BLOCK * SCANNED))):
+                block = ids[start : start + BLOCK]
+                highest = max(highest, int(block.max()))
+                digest.update(block.astype("<u4").tobytes())
+        return highest, f"sha256:{digest.hexdigest()}"
+
+
+@lru_cache(maxsize=256)
+def _mapped(path: Path, dtype: str) -> np.ndarray:
+    return np.memmap(path, dtype, mode="r")
+
+
 @dataclass(frozen=True)
 class Part:
     """The documents of one part of a text, joined, read by position; 16 bytes of memory for each document."""
 
-    files: Sequence[TokenFile]
-    first: np.ndarray
-    """[files + 1] positions in the whole text at which files begin."""
+    files: TokenFiles
     places: np.ndarray
     """[documents] positions in the whole text at which the documents of this part begin."""
     stops: np.ndarray
@@ -51,34 +277,15 @@ class Part:
         return int(self.stops[-1]) if len(self.stops) else 0
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids at positions `start` up to `stop`, [stop - start] int64, and at which of them, from 0, documents begin.
-
-        Documents that follow one another in a file are read at once.
-        """
+        """Ids at positions `start` up to `stop`, [stop - start] int64, and at which of them documents begin."""
         one, other = np.searchsorted(self.stops, [start, stop - 1], side="right")
         at = np.arange(one, other + 1)  # [documents] indices of those that are read
         begins = np.where(at > 0, self.stops[at - 1], 0)  # [documents] positions in this part
         first, last = np.maximum(begins, start), np.minimum(self.stops[at], stop)
         places = self.places[at] + first - begins
-        ends = places + last - first
-        file = np.searchsorted(self.first, places, side="right") - 1
-        breaks = np.flatnonzero((places[1:] != ends[:-1]) | (file[1:] != file[:-1])) + 1
-        parts = []
-        for run in np.split(np.arange(len(at)), breaks):
-            of = int(file[run[0]])
-            parts.append(self.files[of].ids(*(int(end - self.first[of]) for end in (places[run[0]], ends[run[-1]]))))
+        pairs = zip(places.tolist(), (places + last - first).tolist(), strict=True)
+        parts = [self.files.ids(place, end) for place, end in pairs]
         return np.concatenate(parts).astype(np.int64), begins[begins >= start] - start
-
-
-class Tokens(NamedTuple):
-    """The parts of a text."""
-
-    train: Part
-    validation: Part
-    highest: int
-    """The highest id."""
-    hash: str
-    """`sha256:...`, equal for equal tokens in the same documents and parts."""
 
 
 def held_out(numbers: np.ndarray, share: float, seed: int) -> np.ndarray:
@@ -93,55 +300,17 @@ def held_out(numbers: np.ndarray, share: float, seed: int) -> np.ndarray:
     return (bits >> np.uint64(11)) * 2.0**-53 < share
 
 
-def split_tokens(cache: TokenCache, share: float, seed: int, max_tokens: int | None) -> Tokens | None:
-    """The parts of the text whose tokens are on disk; None if they are too few.
-
-    Args:
-        cache: the tokens.
-        share: of the documents that are held out.
-        seed: of their choice.
-        max_tokens: most ids in each part; reading ends when one part reaches it, possibly within a document.
-    """
-    lengths = np.concatenate([np.zeros(0, np.int64), *(file.lengths for file in cache.files)])
-    outside = held_out(np.arange(len(lengths)), share, seed)
-    ends = np.stack([np.cumsum(np.where(outside == part, lengths, 0)) for part in (False, True)])  # [2, documents]
-    most = NO_LIMIT if max_tokens is None else max_tokens
-    full = np.flatnonzero((ends >= most).any(axis=0))
-    if not len(full) and not cache.complete:
-        return None
-    if len(full):  # the last document ends where the part is full
-        last = int(full[0])
-        lengths, outside, ends = lengths[: last + 1].copy(), outside[: last + 1], ends[:, : last + 1]
-        lengths[last] -= max(0, int(ends[int(outside[last]), last]) - most)
-        ends = np.minimum(ends, most)
-    files, digest, highest, number = [], hashlib.sha256(), -1, 0
-    for file in cache.files:
-        used = lengths[number : number + file.note.documents]
-        if not len(used):
-            break
-        tokens, note = int(used.sum()), file.note
-        whole = (tokens, len(used)) == (note.tokens, note.documents)
-        highest = max(highest, note.highest if whole else int(file.ids(0, tokens).max(initial=0)))
-        files.append(file._replace(lengths=np.zeros(0, np.int64)))  # not needed any more
-        digest.update(f"{note.hash if whole else file.hash_of(tokens, used)}:{len(used)}:{tokens};".encode())
-        number += len(used)
-    digest.update(np.packbits(outside).tobytes())
-    first = np.cumsum([0, *(file.note.tokens for file in files)])
-    starts = np.cumsum(lengths) - lengths
-    chosen = [(outside == part) & (lengths > 0) for part in (False, True)]
-    train, validation = (Part(files, first, starts[kept], end[kept]) for kept, end in zip(chosen, ends, strict=True))
-    return Tokens(train, validation, highest, f"sha256:{digest.hexdigest()}")
-
-
-def tokenised(cache: TokenCache, share: float, seed: int, max_tokens: int | None, watcher: Watcher) -> Tokens:
-    """The parts of a text, tokenised where tokens are missing; arguments as for `split_tokens`."""
-    wanted = None if max_tokens is None else round(max_tokens / max(share, 1 - share))
-    while (tokens := split_tokens(cache, share, seed, max_tokens)) is None:
-        cache.extend(wanted, watcher)
-        wanted = None if wanted is None else cache.tokens + 1
-    if not tokens.train.documents and not tokens.validation.documents:
-        raise FulldepthError(f"{cache.name} is empty: it has no token.")
-    return tokens
+def split_tokens(files: TokenFiles, share: float, seed: int, max_tokens: int | None) -> tuple[Part, Part]:
+    """The training and the held-out part of a text; arguments as for `pack`."""
+    lengths = np.diff(files.ends, prepend=0)
+    starts, outside = files.ends - lengths, held_out(np.arange(len(lengths)), share, seed)
+    parts = []
+    for part in (False, True):
+        kept = (outside == part) & (lengths > 0)
+        stops = np.cumsum(lengths[kept])
+        used = len(stops) if max_tokens is None else int(np.searchsorted(stops, max_tokens)) + 1
+        parts.append(Part(files, starts[kept][:used], stops[:used].clip(max=max_tokens or NO_LIMIT)))
+    return parts[0], parts[1]
 
 
 class Windows(Dataset[dict[str, Tensor]]):
@@ -221,7 +390,7 @@ class Packed:
     train: Windows
     validation: Windows
     hash: str
-    """`sha256:...` over token ids, documents and windows: equal if and only if the data are."""
+    """`sha256:...` over documents, windows and token ids, see `TokenFiles.scan`."""
     folder: Path
     """Folder of the token ids."""
     warnings: tuple[str, ...] = ()
@@ -254,6 +423,7 @@ def pack(
     tokenizer: Any,
     *,
     sequence_length: int,
+    tokens: Path | None = None,
     cache: Path | None = None,
     max_tokens: int | None = None,
     validation: Any = None,
@@ -270,12 +440,13 @@ def pack(
     token. The documents of a part are concatenated; window i is tokens i T up to (i + 1) T.
 
     Args:
-        documents: what `open_documents` returns or takes.
+        documents: what `open_documents` returns or takes; not read if there are `tokens`.
         tokenizer: tokenizer of transformers with an end-of-text token (`eos_token`).
         sequence_length: T, tokens of a window, at least 2.
+        tokens: folder that datatrove's `DocumentTokenizer` wrote with this tokenizer, in place of `documents`.
         cache: folder for the token ids of any number of texts and tokenizers; None = `tokens/` under
             `$FULLDEPTH_CACHE`, else `$XDG_CACHE_HOME/fulldepth`, else `~/.cache/fulldepth`.
-        max_tokens: most tokens in each part: reading stops when one part has them, possibly within a document.
+        max_tokens: most tokens in each part, the first ones; a stream is read no further.
         validation: other text for validation, like `documents`, of which nothing is then held out.
         validation_share: share of the documents that is held out, 0 <= share < 1. Whether a document is held out
             depends on its number and the seed alone, so appending documents moves none.
@@ -283,7 +454,7 @@ def pack(
         seed: seed of the choice of held-out documents.
         across_documents: False adds `position_ids` that keep attention inside documents; see `Windows`.
         vocab_size: vocabulary size of the model, against which ids are checked; None = not checked.
-        watcher: receives progress and messages.
+        watcher: receives messages.
 
     Raises:
         FulldepthError: if there is no text, too little for one window of a part, no document held out, or a token
@@ -296,31 +467,49 @@ def pack(
             )
     if not 0 <= validation_share < 1:
         raise FulldepthError(f"The held-out share must be at least 0 and below 1, got {validation_share}.")
-    encoder, watcher = Encoder(tokenizer, vocab_size), watcher or Watcher()
-    share = validation_share if validation is None else 0.0
-    source = TokenCache(open_documents(documents), encoder, cache)
-    tokens = tokenised(source, share, seed, max_tokens, watcher)
-    train, held = tokens.train.documents, tokens.validation.documents
-    if share and not (train and held):
+    encoder, share = Encoder(tokenizer, vocab_size), validation_share if validation is None else 0.0
+    needed = None if max_tokens is None else round(max_tokens / max(share, 1 - share))
+
+    def read(text: Documents) -> TokenFiles:
+        return tokenised(text, encoder, cache, needed, watcher or Watcher())
+
+    if tokens is None:
+        text = open_documents(documents)
+        name, files = text.name, read(text)
+    else:
+        name, files = tokens.name, TokenFiles.of(tokens)
+        end = int(files.ends[files.ends > 0][0])
+        last = int(files.ids(end - 1, end)[0])
+        if last != encoder.end:
+            raise FulldepthError(
+                f"The first document in {tokens} ends with the token {last}, not with the tokenizer's end-of-text "
+                f"token {encoder.end}. Give the tokenizer that made these files, and make them with eos_token."
+            )
+    train, held = split_tokens(files, share, seed, max_tokens)
+    if share and not (train.documents and held.documents):
         raise FulldepthError(
-            f"{source.name} has {train + held} documents, too few to hold out a share of {share}: none is left for "
-            f"{'validation' if train else 'training'}. Give more documents, another share, or other validation text."
+            f"{name} has {train.documents + held.documents} documents, too few to hold out a share of {share}: none is "
+            f"left for {'validation' if train.documents else 'training'}. Give more documents, another share, or other "
+            "validation text."
         )
-    other_source, other = source, tokens
+    highest, content = files.scan()
+    hashes = [content]
     if validation is not None:
-        other_source = TokenCache(open_documents(validation), encoder, cache)
-        other = tokenised(other_source, 1.0, seed, max_tokens, watcher)
+        other = read(open_documents(validation))
+        held = split_tokens(other, 1.0, seed, max_tokens)[1]
+        highest, hashes = max(highest, other.scan()[0]), [content, other.scan()[1]]
     cut = partial(Windows, sequence_length=sequence_length, across_documents=across_documents)
-    windows, held_windows = cut(tokens.train), cut(other.validation, limit=validation_sequences)
-    warnings = check_vocabulary(max(tokens.highest, other.highest), tokenizer, vocab_size)
-    _require_window(source.name, "training", windows)
+    windows, held_windows = cut(train), cut(held, limit=validation_sequences)
+    warnings = check_vocabulary(highest, tokenizer, vocab_size)
+    _require_window(name, "training", windows)
     if held_windows.documents:
-        _require_window(other_source.name, "validation", held_windows)
+        _require_window(name, "validation", held_windows)
         if len(held_windows) < (validation_sequences or 0):
             warnings.append(f"The validation text fills only {len(held_windows)} of {validation_sequences} sequences.")
-    content = repr([tokens.hash, other.hash, sequence_length, across_documents, len(windows), len(held_windows)])
-    digest = f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"
-    return Packed(source.name, windows, held_windows, digest, source.folder, tuple(warnings))
+    places = [hashlib.sha256(part.places.tobytes()).hexdigest() for part in (train, held)]
+    counts = [train.tokens, held.tokens, sequence_length, across_documents, len(held_windows)]
+    digest = f"sha256:{_sha256([hashes, places, counts])}"
+    return Packed(name, windows, held_windows, digest, files.folder, tuple(warnings))
 
 
 def _require_window(name: str, part: str, windows: Windows) -> None:

@@ -15,8 +15,9 @@ from fulldepth.data.batches import Example, id_bytes
 from fulldepth.data.coco import Objects
 from fulldepth.data.encoding import Bos, Limits, Records, encode, windowed
 from fulldepth.data.labelled import align_labels, align_objects, balanced_sample
+from fulldepth.data.opening import Order
 from fulldepth.data.sequences import Picture, Sequences, collate_images, collate_texts
-from fulldepth.data.sources import SKIP, Order, Source, choose, content_hash, identities
+from fulldepth.data.sources import SKIP, Source, choose, content_hash, identities
 from fulldepth.data.tokens import WordFinder, check_vocabulary
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.fingerprint import Fingerprint
@@ -138,7 +139,7 @@ def _texts(source: Source, task: str, tokenizer: Any, limits: Limits) -> Sequenc
         *labels.warnings,
         *([f"{blank} blank records are left out."] if blank and source.kind != "text" else []),
     ]
-    given = Records(list(source.records), identities(source), labels.ids, source.window).select(order)
+    given = Records(list(source.records), identities(source), labels.ids).select(order)
     if not windowed(source.kind, task, limits.one_per_row):
         chosen, note = _chosen(given.labels, given.identities, limits)
         given, warnings = given.select(chosen), warnings + note

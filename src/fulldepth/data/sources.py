@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 from fulldepth.data.coco import Objects
 from fulldepth.data.columns import (
@@ -19,23 +17,16 @@ from fulldepth.data.columns import (
     require_columns,
     text_value,
 )
-from fulldepth.data.images import ImageLoader, StoredImage, image_content, image_value
-from fulldepth.data.opening import Opened, open_data
-from fulldepth.data.row_index import Row, sampled_documents, sampled_rows
+from fulldepth.data.images import ImageLoader, image_content, image_name, image_value
+from fulldepth.data.opening import Opened, Order, open_data
 from fulldepth.data.sequences import Sequences
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.fingerprint import Fingerprint
 from fulldepth.uncertainty import distinct, identity, sample
 
-Order = Literal["random", "first"]
-"""Which rows or windows a limit takes: a uniform sample, or the first ones."""
-AnyRow = tuple[int | None, str, Mapping[str, Any]]
-"""Identity (None = that of the content), place and content of a row."""
 MOST_CLASSES = 10**6
 DIGITS = re.compile(r"-?\d+")
 """A label that is a number."""
-MOST_CHARACTERS = 16
-"""Characters of the first documents that are read for each token of the first windows; far more than text has."""
 SKIP = "--skip-bad leaves such rows out and counts them."
 """Remedy for a bad row."""
 
@@ -72,9 +63,7 @@ class Source:
     class_names: tuple[str, ...] = ()
     """Name of each class index; empty if classes have no names."""
     warnings: tuple[str, ...] = ()
-    """Sentences on entries that were skipped."""
-    window: int | None = None
-    """Tokens of the windows for which these documents were drawn, out of more; None = these are all."""
+    """Sentences on what was read, and on entries that were skipped."""
 
     @property
     def captioned(self) -> bool:
@@ -99,22 +88,21 @@ def open_source(
 ) -> Source:
     """Read data for measuring, or labelled rows for training.
 
-    With a `limit`, little more than the sample is read: lines are hashed, and only drawn ones parsed; of tables only
-    the row groups of drawn rows are read; only drawn images are opened. A bad row that is not drawn is not seen. Where
-    labels are names, the labels of all rows are read (of `.jsonl`, all rows are parsed), as names are numbered in
-    sorted order.
+    With a `limit`, little more than the sample is read: of a file only the drawn lines or row groups are parsed, a Hub
+    data set is streamed, and only drawn images are opened. A bad row that is not drawn is not seen, and hashes are of
+    what was read. Where labels are names, the labels of all rows are read, as names are numbered in sorted order.
 
     Args:
-        data: as for `open_data`, and a folder or `.zip` of images, with class sub-folders or not, below
-            `train|validation|test` or not; a `.json` file in COCO's format; `digits:builtin` and `shapes:builtin`. Rows
-            hold `text` or `sentence` and perhaps `label`, two sentences, `prompt` + `response`, or `image`; a `.txt`
-            file is one document. A `Source` is returned as it is.
+        data: as for `open_data`, and a folder of images, with class sub-folders or not, below `train|validation|test`
+            or not; a `.json` file in COCO's format; `digits:builtin`. Rows hold `text` or `sentence` and perhaps
+            `label`, two sentences, `prompt` + `response`, or `image`; a `.txt` file is one document. A `Source` is
+            returned as it is.
         config: configuration of a Hub data set.
         split: which split of an image folder, of built-in data or of a Hub data set; by default the validation or test
             split where there is one.
-        limit: most records to read, a uniform sample: by the content of lines and of items of a list, by the numbers of
-            the rows of tables, by the paths of images. A stream gives its first rows, with a warning. Of plain text,
-            with `window`, the documents that hold a sample of so many windows. None = all.
+        limit: most records to read, a uniform sample by the numbers of the rows; of a stream, a sample of its first
+            rows, with a warning. Of plain text, with `window`, rows that hold several times the text of so many
+            windows. None = all.
         seed: of the sample.
         order: `first` takes the first records instead of a sample.
         window: tokens of the windows that plain text will be cut into; None = each text is a row like others.
@@ -128,18 +116,30 @@ def open_source(
         return data
     if limit is not None and limit < 1:
         raise FulldepthError(f"At least one row must be read, got the limit {limit}.")
-    pick = None if limit is None else partial(choose, limit=limit, seed=seed, order=order)
-    opened = open_data(data, config=config, split=split, held_out=held_out, images=True, skip_bad=skip_bad, pick=pick)
+    streaming = limit is not None
+    opened = open_data(
+        data, config=config, split=split, streaming=streaming, held_out=held_out, images=True, skip_bad=skip_bad
+    )
     if opened.is_stream and limit is None:
         raise FulldepthError(f"{opened.name} is streamed and may have no end: give a limit.")
-    if opened.items and isinstance(opened.items[0], Mapping) and isinstance(opened.items[0].get("objects"), Objects):
-        records = [Record(image=row["image"], objects=row["objects"], where=where) for where, row in opened.rows()]
-        return Source(opened.name, "objects", records, opened.labels, opened.warnings)
     where, row = next(opened.rows(_columns_to_read), ("", None))
     if row is None:
         raise FulldepthError(f"{opened.name} is empty. Expected rows with the columns {EXPECTED}.")
     columns = choose_columns(row, where)
-    return _sampled(opened, columns, limit, seed, order, window)
+    if isinstance(row.get("objects"), Objects):
+        columns = Columns("objects", "image", None, None)
+
+    def read(windows: int | None) -> Source:
+        names = [name for name in columns[1:] if name is not None]
+        rows = opened.rows(_columns_to_read)
+        if limit is not None:
+            rows = opened.sampled(names, limit, seed=seed, order=order, window=windows)
+        return _source(opened, columns, rows, sampled=limit is not None)
+
+    if limit is None or window is None or columns.kind != "text":
+        return read(None)
+    source = read(window if columns.label is None else None)
+    return read(window) if columns.label is not None and source.kind == "text" else source  # no label is known
 
 
 def choose(identities: Sequence[int], limit: int, seed: int, order: Order) -> list[int]:
@@ -147,100 +147,57 @@ def choose(identities: Sequence[int], limit: int, seed: int, order: Order) -> li
     return list(range(len(identities))[:limit]) if order == "first" else sample(identities, limit, seed)
 
 
-def _sampled(
-    opened: Opened, columns: Columns, limit: int | None, seed: int, order: Order, window: int | None
-) -> Source:
-    """The records of all rows, or of a sample; see `open_source`."""
-    every = ((None, where, row) for where, row in opened.rows(_columns_to_read))
-    if limit is None:
-        return _source(opened, columns, every)
-    names = [name for name in columns[1:] if name is not None]
-    plain = window is not None and columns.kind == "text" and columns.label is None
-    if opened.is_stream:
-        warning = f"{opened.name} is a stream: its first {limit:,} rows are read, which are no sample of all."
-        return _source(replace(opened, warnings=(*opened.warnings, warning)), columns, islice(every, limit))
-    if order == "first":
-        first = _until(every, columns, window * limit * MOST_CHARACTERS) if window and plain else islice(every, limit)
-        return _source(opened, columns, first)
-    if window is not None and plain:
-        rows: Iterable[Row] | None = sampled_documents(opened, names, limit, seed, window)
-        source = _source(opened, columns, every if rows is None else rows)
-        return source if rows is None else replace(source, window=window)
-    rows = sampled_rows(opened, names, limit, seed)
-    source = _source(opened, columns, every if rows is None else rows, sampled=rows is not None)
-    if rows is not None and window is not None and source.kind == "text" and columns.label is not None:
-        bare = columns._replace(label=None)  # a sample without a single label: the texts are drawn by their length
-        drawn = sampled_documents(opened, names[:-1], limit, seed, window)
-        return replace(_source(opened, bare, every if drawn is None else drawn, unlabelled=True), window=window)
-    return source
-
-
-def _until(rows: Iterable[AnyRow], columns: Columns, characters: int) -> Iterator[AnyRow]:
-    """The first rows whose texts have so many characters."""
-    for row in rows:
-        yield row
-        characters -= len(str(row[2].get(columns.first)))
-        if characters <= 0:
-            return
-
-
 def _columns_to_read(names: Iterable[str], where: str) -> list[str]:
     return [name for name in choose_columns(names, where)[1:] if name is not None]
 
 
 def _source(
-    opened: Opened, columns: Columns, rows: Iterable[AnyRow], *, sampled: bool = False, unlabelled: bool = False
+    opened: Opened, columns: Columns, rows: Iterable[tuple[str, Mapping[str, Any]]], *, sampled: bool
 ) -> Source:
-    """The records of rows. If they are a sample, the names of classes are still those of all rows.
-
-    A label in a row is refused if the first row has none, unless all labels are known to be `unlabelled`.
-    """
-    images = columns.kind == "images"
+    """The records of rows. If they are a sample, the names of classes are still those of all rows."""
+    kind, images = columns.kind, columns.kind in ("images", "objects")
     records: list[Record] = []
     labels: list[tuple[str, Any]] = []
-    for name, where, row in rows:
+    for where, row in rows:
         require_columns(row, (columns.first, columns.second, columns.label), where)
         late = next((column for column in LABEL_COLUMNS if column in row), None)
-        if late is not None and columns.label is None and columns.kind != "pairs" and not unlabelled:
+        if late is not None and columns.label is None and kind != "pairs":
             raise FulldepthError(
                 f"{where} has {late!r}, which the first row of {opened.name} lacks. Give every row one; null = unknown."
             )
-        read: Callable[[Any, str], Any] = image_value if images else text_value
+        read: Any = image_value if images else text_value
         first = read(row[columns.first], f"{where}, {columns.first!r}")
         second = None if columns.second is None else row[columns.second]
         if second is not None or (columns.second is not None and not images):
             second = text_value(second, f"{where}, {columns.second!r}")
         labels.append((where, row[columns.label] if columns.label else None))
         if images:
-            name = _image_identity(name, first, where, opened)
-            records.append(Record(text=second, image=first, where=where, identity=name))
-        elif columns.kind == "pairs":
-            records.append(Record(prompt=first, response=second, where=where, identity=name))
+            records.append(Record(text=second, image=first, objects=row.get("objects"), where=where))
+        elif kind == "pairs":
+            records.append(Record(prompt=first, response=second, where=where))
         else:
-            records.append(Record(text=first, second=second, where=where, identity=name))
-    if columns.kind == "pairs":
-        return Source(opened.name, "pairs", records, warnings=opened.warnings)
-    everything = labels
-    if sampled and any(isinstance(label, str) for _, label in labels):
-        column = str(columns.label)
-        everything = [(where, row.get(column)) for where, row in opened.rows(lambda *_: [column])]
+            records.append(Record(text=first, second=second, where=where))
+    warnings, everything = list(opened.warnings), labels
+    if opened.is_stream:
+        warnings.append(
+            f"{opened.name} is a stream: the hash is of {len(records):,} of its first rows, no sample of all."
+        )
+    elif sampled and len(records) < len(opened):
+        warnings.append(
+            f"The hash is of the {len(records):,} rows that were read, of {len(opened):,} in {opened.name}."
+        )
+        if any(isinstance(label, str) for _, label in labels):
+            column = str(columns.label)
+            everything = [(where, row.get(column)) for where, row in opened.rows(lambda *_: [column])]
     numbers, classes = _class_indices(labels, everything, opened.class_names(columns.label))
     records = [replace(record, label=number) for record, number in zip(records, numbers, strict=True)]
-    kind = columns.kind if images or all(number is None for number in numbers) else "labelled-text"
-    return Source(opened.name, kind, records, classes, opened.warnings)
-
-
-def _image_identity(name: int | None, image: ImageLoader, where: str, opened: Opened) -> int:
-    """Identity of an image: of its row in a sample, else its path, its content in a list, or its place in a table."""
-    if name is not None:
-        return name
-    if isinstance(image, StoredImage) and image.name:
-        return identity(image.name)
-    return identity(image_content(image)) if opened.items else identity(where)
+    if kind == "text" and any(number is not None for number in numbers):
+        kind = "labelled-text"
+    return Source(opened.name, kind, records, classes, tuple(warnings))
 
 
 def identities(source: Source) -> list[int]:
-    """Identity of each record, of no two the same: that of its row, or its text, image or place."""
+    """Identity of each record, of no two the same: of its text, or of the name or place of its image."""
     return [int(number) for number in distinct([_identity(record) for record in source.records])]
 
 
@@ -248,8 +205,7 @@ def _identity(record: Record) -> int:
     if record.identity is not None:
         return record.identity
     if record.image is not None:
-        name = record.image.name if isinstance(record.image, StoredImage) else ""
-        return identity(name or record.where)
+        return identity(image_name(record.image) or record.where)
     return identity(*(part or "" for part in (record.text, record.second, record.prompt, record.response)))
 
 

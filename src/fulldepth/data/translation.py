@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from fulldepth.data.batches import Example, id_bytes, padded_batch
+from fulldepth.data.opening import Order
 from fulldepth.data.sequences import Batch, Sequences
-from fulldepth.data.sources import Order, Record, Source, choose, content_hash, identities
+from fulldepth.data.sources import Record, Source, choose, content_hash, identities
 from fulldepth.data.tokens import Frame, check_vocabulary, plain_ids
 from fulldepth.errors import FulldepthError
 from fulldepth.fingerprint import Fingerprint

@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import yaml
 
-from fulldepth.data.files import ROWS
+from fulldepth.data import files
 from fulldepth.errors import FulldepthError, one_line
 
 FOLDER = Path(__file__).parent / "tasks"
@@ -86,7 +86,7 @@ def read_rows(path: Path, texts: Sequence[str], is_choice: bool) -> Iterator[dic
             file.
     """
     empty = True
-    for place, row in ROWS[".jsonl"](path):
+    for place, row in files.read_rows(path):
         empty = False
         for column in texts:
             if not _is_text(row.get(column)):

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fulldepth.data import open_documents
-from fulldepth.data.drawing import Text, block_clusters, draw_windows, thinned
+from fulldepth.data.drawing import Text, block_clusters, draw_windows
+from fulldepth.data.opening import open_data, sampled_texts
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation.subject import Subject, check_is_decoder, hash_tokenizer
 from fulldepth.execution.harness import Answers, LayerReader
@@ -31,7 +31,7 @@ from fulldepth.hf.truncation import truncated
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding
 from fulldepth.settings.evaluate import QUALITY, EvaluateSettings, parse_layers
-from fulldepth.uncertainty import deal, ratio_error
+from fulldepth.uncertainty import deal, identity, ratio_error
 
 MEASURE, DATA, FULL = "generation_quality", "data", "full model"
 Row = tuple[Any, ...]
@@ -117,7 +117,8 @@ class Quality:
                 f"the model's {limit} positions."
             )
         count, seed = settings.prompts, settings.seed or 0
-        documents = thinned(open_documents(name), count=count, window=length, seed=seed)
+        texts = sampled_texts(open_data(name, streaming=True), length, count, seed)
+        documents = [(identity(text), text) for text in texts]
         tokenizer = self.subject.tokenizer
 
         def tokenise(text: Text) -> list[int]:

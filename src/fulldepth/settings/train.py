@@ -67,6 +67,8 @@ class DataSettings(Settings):
     rows."""
     across_documents: bool = True
     """Whether attention may cross from one document of a window into the next."""
+    tokens: str | None = None
+    """Folder of tokens that datatrove's DocumentTokenizer wrote with the run's tokenizer; read in place of `name`."""
     cache: str | None = None
     """Folder of the token cache of all runs; None = `tokens/` under $FULLDEPTH_CACHE, else under ~/.cache/fulldepth."""
 

@@ -8,17 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import datasets
 import numpy as np
 import torch
 from pydantic import Field, JsonValue
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from fulldepth.data.conversations import CUT_OFF, TABLES, Prompt, conversation_prompts
+from fulldepth.data.conversations import CUT_OFF, Prompt, conversation_prompts
+from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data
 from fulldepth.data.rendering import as_prompt, encode_prompt
-from fulldepth.data.row_index import sampled_rows
 from fulldepth.errors import FulldepthError
 from fulldepth.files import read_document
 from fulldepth.hf import device_of, evaluating
@@ -90,11 +89,10 @@ def read_prompts(data: Any, tokenizer: Any, limit: int | None = None, seed: int 
     Raises:
         FulldepthError: if a row has no prompt, or there are no rows.
     """
-    stream = isinstance(data, datasets.IterableDataset)
-    opened = open_data(data, limit=limit if stream else None, suffixes=TABLES)
+    opened = open_data(data, streaming=limit is not None, suffixes=TABLES)
     rows, (_, first) = opened.rows(), next(opened.rows(), ("", {}))
-    if limit is not None and not stream and (chosen := sampled_rows(opened, list(first), limit, seed)) is not None:
-        rows = ((where, row) for _, where, row in chosen)
+    if limit is not None:
+        rows = opened.sampled(list(first), limit, seed=seed)
     prompts: list[Prompt] = []
     for where, prompt in conversation_prompts(rows, tokenizer):
         if not _has_text(prompt):

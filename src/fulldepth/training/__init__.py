@@ -4,6 +4,5 @@ from fulldepth.settings.train import TrainSettings
 from fulldepth.training.export import export_run
 from fulldepth.training.plan import dry_run_lines
 from fulldepth.training.run import train
-from fulldepth.training.text import prepare_text
 
-__all__ = ["TrainSettings", "dry_run_lines", "export_run", "prepare_text", "train"]
+__all__ = ["TrainSettings", "dry_run_lines", "export_run", "train"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -33,10 +32,6 @@ OWN = ("wordpiece", "bpe")
 """Kinds of tokenizers that are trained on the run's own texts."""
 SMALL_CORPUS = 1 << 25
 """Tokens up to which a corpus is always tokenised completely."""
-ADVICE = (
-    "Much text must be tokenised before training starts. `fulldepth data prepare RECIPE` does that beforehand, on any "
-    "number of machines, without an accelerator."
-)
 FLASH = "flash_attention_2"
 PROBE = "fulldepth_varlen"
 """Name under which transformers finds `varlen_attention`."""
@@ -110,27 +105,21 @@ def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: 
     return RunData(config, tokenizer, packed.train, packed.validation, facts, window_collator(settings))
 
 
-def packed_text(
-    settings: TrainSettings,
-    tokenizer: Any,
-    vocab_size: int,
-    watcher: Watcher,
-    *,
-    whole: bool = False,
-) -> Packed:
-    """The text of a run as windows, tokenised where it is not cached; other arguments and errors as for `pack`.
-
-    With `whole`, all of the text is tokenised, even if the run reads less.
-    """
+def packed_text(settings: TrainSettings, tokenizer: Any, vocab_size: int, watcher: Watcher) -> Packed:
+    """The text of a run as windows, tokenised where it is not cached; other arguments and errors as for `pack`."""
     data, steps = settings.data, settings.steps
     opened = partial(open_documents, column=data.column, articles=data.articles)
+    text = None
+    if data.tokens is None:
+        text = opened(data.name, config=data.config, split=data.split, streaming=data.streaming)
     return pack(
-        opened(data.name, config=data.config, split=data.split, streaming=data.streaming),
+        text,
         tokenizer,
         sequence_length=settings.sequence_length,
+        tokens=Path(data.tokens).expanduser() if data.tokens else None,
         cache=Path(data.cache).expanduser() if data.cache else None,
         validation=opened(data.validation) if data.validation else None,
-        max_tokens=None if whole else max(SMALL_CORPUS, steps * settings.global_batch_size * settings.sequence_length),
+        max_tokens=max(SMALL_CORPUS, steps * settings.global_batch_size * settings.sequence_length),
         validation_share=data.validation_share,
         validation_sequences=settings.most_validation,
         seed=settings.seed,
@@ -138,34 +127,6 @@ def packed_text(
         vocab_size=vocab_size,
         watcher=watcher,
     )
-
-
-def prepare_text(settings: TrainSettings, *, whole: bool = False, watcher: Watcher | None = None) -> Packed:
-    """Tokenise the text of a run into the cache before training: `fulldepth data prepare`.
-
-    Args:
-        settings: the run's settings.
-        whole: tokenise all of the text, even if the run reads less.
-        watcher: receives progress.
-
-    Returns:
-        The text as the run reads it; with `whole`, all of it.
-
-    Raises:
-        FulldepthError: if the run fine-tunes on conversations, or as for `packed_text`.
-    """
-    if settings.task != "causal-lm":
-        raise FulldepthError(f"task: {settings.task} reads its data when training starts. There is nothing to prepare.")
-    if settings.stage != "pretrain":
-        raise FulldepthError(
-            "This recipe fine-tunes on conversations (stage: sft), which TRL tokenises when training starts. There is "
-            "nothing to prepare."
-        )
-    watcher = watcher or Watcher()
-    with tempfile.TemporaryDirectory(prefix="fulldepth-") as folder:
-        tokenizer = run_tokenizer(settings, Path(folder) / "tokenizer", watcher)
-    vocab_size = language_model(settings, tokenizer).vocab_size
-    return packed_text(settings, tokenizer, vocab_size, watcher, whole=whole)
 
 
 @torch.no_grad()

@@ -1,0 +1,54 @@
+"""`fulldepth train data.tokens=FOLDER` on what datatrove wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.tokens import DocumentTokenizer
+from typer.testing import CliRunner
+
+from fulldepth.cli import app
+
+SMALL = [
+    f"model.{name}={size}" for name, size in (("hidden_size", 32), ("intermediate_size", 48), ("num_hidden_layers", 3))
+]
+SMALL += [
+    "steps=4",
+    "global_batch_size=4",
+    "sequence_length=24",
+    "eval_every=2",
+    "warmup=0.5",
+    "data.validation_share=0.2",
+]
+
+
+def test_the_output_of_datatrove_gives_the_losses_of_the_same_text(sources: tuple[Path, Path], tmp_path: Path) -> None:
+    """Two local tasks, one for each file."""
+    lines = sources[0].read_text(encoding="utf-8").splitlines()
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(2):
+        (texts / f"{number}.jsonl").write_text("\n".join(lines[number::2]), encoding="utf-8")
+    end = json.loads((sources[1] / "tokenizer_config.json").read_text())["eos_token"]
+    tokenizer = DocumentTokenizer(
+        output_folder=str(tmp_path / "tokens"),
+        tokenizer_name_or_path=str(sources[1] / "tokenizer.json"),
+        eos_token=end,
+        shuffle_documents=False,
+    )
+    LocalPipelineExecutor([JsonlReader(str(texts)), tokenizer], tasks=2, logging_dir=str(tmp_path / "logs")).run()
+    assert len(list((tmp_path / "tokens").glob("*.ds"))) == 2
+    tables = []
+    for data in (f"data.tokens={tmp_path / 'tokens'}", f"data.name={texts}"):
+        run = tmp_path / data.partition("=")[0]
+        command = ["train", "tiny-jreg", data, f"tokenizer={sources[1]}", *SMALL, "--output", str(run)]
+        outcome = CliRunner().invoke(app, command)
+        assert outcome.exit_code == 0, outcome.output
+        tables.append(pd.read_parquet(run / "results.parquet"))
+    one, other = (table[table.measure.isin(["validation_loss", "training_loss", "penalty"])] for table in tables)
+    assert len(one) > 4
+    pd.testing.assert_frame_equal(one, other)
