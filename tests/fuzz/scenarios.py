@@ -210,7 +210,8 @@ EVALUATE = {
         grows=("answers-left/*",),
     ),
     "evaluate quality": Scenario(
-        "evaluate model --generation-quality data/text.txt --set prompts=2 --set prefix_tokens=4 --max-new-tokens 4 --output new",
+        "evaluate model --generation-quality data/text.txt --set prompts=2 --set prefix_tokens=4 --max-new-tokens 4 "
+        "--output new",
         "data/text.txt model",
         1,
         arguments=0.3,
