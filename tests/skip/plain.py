@@ -1,11 +1,12 @@
-"""The plain way, to compare with: stock forward passes, one sequence at a time, zeroed output projections, float64."""
+"""The plain way, to compare with: stock forward passes, one sequence at a time, branches zeroed by hooks, float64."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 import transformers as tf
@@ -13,43 +14,43 @@ import transformers as tf
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 
-OUTPUTS = {
-    "attention": ("self_attn.o_proj", "attn.c_proj", "attention.dense"),
-    "mlp": ("mlp.down_proj", "mlp.c_proj", "mlp.dense_4h_to_h", "mlp.experts"),
+BRANCHES = {
+    "gemma2": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "gemma3_text": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "gpt2": ("attn", "mlp"),
+    "gpt_neox": ("attention", "mlp"),
+    "falcon": ("self_attention", "mlp"),
+    "opt": ("self_attn", "fc2"),
 }
-POST_NORMS = {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"}
+"""Model type -> the modules whose output a block adds to its stream, read in the source of transformers; of all others
+`self_attn` and `mlp`."""
 VOCAB = 19
 
 
 def blocks_of(model: tf.PreTrainedModel) -> torch.nn.ModuleList:
-    body = model.base_model
+    body = getattr(model.base_model, "decoder", model.base_model)
     return body.h if hasattr(body, "h") else body.layers
+
+
+def branches_of(model: tf.PreTrainedModel) -> tuple[str, str]:
+    """Names of the modules of a block whose outputs, of attention and of MLP, are added to the stream."""
+    return BRANCHES.get(model.config.model_type, ("self_attn", "mlp"))
 
 
 @contextmanager
 def zeroed(model: tf.PreTrainedModel, layers: Iterable[int], granularity: str) -> Iterator[None]:
-    """Branches of 1-based layers that add nothing, by their weights alone; the weights come back."""
-    kept = []
-    kinds = ("attention", "mlp") if granularity == "layer" else (granularity,)
-    for layer in layers:
-        block = blocks_of(model)[layer - 1]
-        for kind in kinds:
-            names = [name for name, _ in block.named_modules() if name in OUTPUTS[kind]]
-            (module,) = (block.get_submodule(name) for name in names)
-            for parameter in module.parameters():
-                kept.append((parameter, parameter.detach().clone(), 0.0))
-            if hasattr(block, "post_feedforward_layernorm"):  # Gemma multiplies by 1 + weight
-                norm = getattr(block, POST_NORMS[kind])
-                kept.append((norm.weight, norm.weight.detach().clone(), -1.0))
-    try:
-        with torch.no_grad():
-            for parameter, _, value in kept:
-                parameter.fill_(value)
+    """Branches of 1-based layers that add nothing."""
+    attention, mlp = branches_of(model)
+    names = {"attention": (attention,), "mlp": (mlp,), "layer": (attention, mlp)}[granularity]
+    with ExitStack() as hooks:
+        for module in (blocks_of(model)[layer - 1].get_submodule(name) for layer in layers for name in names):
+            hooks.callback(module.register_forward_hook(_zeros).remove)
         yield
-    finally:
-        with torch.no_grad():
-            for parameter, before, _ in kept:
-                parameter.copy_(before)
+
+
+def _zeros(module: Any, args: Any, output: Any) -> Any:
+    return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
 
 
 @torch.no_grad()

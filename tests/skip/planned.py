@@ -1,4 +1,4 @@
-"""Plans for tiny models, and the scaled model by its definition: plain blocks in float64, nothing of ours."""
+"""Plans for tiny models, and the scaled model by its definition: hooks on the stock modules, nothing of ours."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fulldepth.execution import find_anatomy
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.skip.exports import fold
 from fulldepth.skip.plan import Plan
+from skip.plain import blocks_of as layers
+from skip.plain import branches_of
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_neox-serial"]
 """Tiny models of every family that has folding and the fast format."""
@@ -57,62 +58,40 @@ def plan(model, blocks, granularity="attention", values="fitted", **entries: Any
     return Plan.of(document | entries)
 
 
-def layers(model) -> Any:
-    """The blocks of a decoder."""
-    body = getattr(model.base_model, "decoder", model.base_model)
-    return body.h if hasattr(body, "h") else body.layers
-
-
-def scaled(model, plan: Plan, dtype=torch.float64) -> Any:
-    """A copy of a model whose blocks compute the definition of a plan, in float64.
-
-    x' = b_att A(Norm(x)) + s_att x; y = b_mlp M(Norm(x')) + s_mlp x'; parallel: y = s_mlp x' + b_mlp M(Norm(x)).
-    """
-    model = copy.deepcopy(model).to(dtype)
-    kind = model.config.model_type
-    for layer, block in enumerate(layers(model), start=1):
-        own = dict.fromkeys(NAMES, 1.0) | plan.scalars.get(str(layer), {})
-        removed = plan.granularity if layer in plan.blocks else ""
-        block.forward = Definition(kind, block, own, removed)
+def scaled(model, plan: Plan) -> Any:
+    """A copy of a model, in float64, that computes the definition of a plan."""
+    model, factors = copy.deepcopy(model).double(), {}
+    for layer in range(1, len(layers(model)) + 1):
+        factors[layer] = dict.fromkeys(NAMES, 1.0) | plan.scalars.get(str(layer), {})
+        if layer in plan.blocks:
+            removed = {"attention": ("att",), "mlp": ("mlp",), "layer": ("att", "mlp")}[plan.granularity]
+            factors[layer] |= {f"b_{part}": 0.0 for part in removed}
+    scale(model, factors)
     return model
 
 
-class Definition:
-    """The forward pass of one block."""
+def scale(model, factors) -> None:
+    """Let a model compute `x' = b_att A + s_att x`, `y = b_mlp M + s_mlp x'` with `factors[layer][name]`.
 
-    def __init__(self, kind: str, block: Any, own: dict[str, float], removed: str) -> None:
-        self.kind, self.block, self.own, self.removed = kind, block, own, removed
+    A block that multiplies what it adds by g adds `g (A + (s - 1) x / g)`. A parallel one adds `b_mlp M` to
+    `s_mlp (b_att A + s_att x)`.
+    """
+    gain, stream = getattr(model.config, "residual_multiplier", 1.0), []
 
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        block, own = self.block, self.own
-        if self.kind == "gpt2":  # cache, mask and encoder states come by position
-            kwargs |= {"past_key_values": args[0], "attention_mask": args[1]}
-        x1 = x
-        if self.removed not in ("attention", "layer"):
-            x1 = own["b_att"] * self.attention(x, kwargs) + own["s_att"] * x
-        if self.removed in ("mlp", "layer"):
-            return x1
-        reads = x if getattr(block, "use_parallel_residual", False) else x1
-        return own["b_mlp"] * self.mlp(reads) + own["s_mlp"] * x1
+    def begin(module, args, kwargs):
+        stream[:] = [args[0] if args else kwargs["hidden_states"]]
 
-    def attention(self, x: Tensor, kwargs: Any) -> Tensor:
-        """A, with every norm that belongs to it."""
-        block = self.block
-        if self.kind == "gpt2":
-            return block.attn(block.ln_1(x), **kwargs)[0]
-        if self.kind == "gpt_neox":
-            return block.attention(block.input_layernorm(x), **kwargs)[0]
-        out = block.self_attn(hidden_states=block.input_layernorm(x), **kwargs)[0]
-        return block.post_attention_layernorm(out) if self.kind.startswith("gemma") else out
+    def mix(output, b, s):
+        branch = output[0] if isinstance(output, tuple) else output
+        added = b * branch + (s - 1) / gain * stream[0].view_as(branch)
+        stream[:] = [stream[0] + gain * added.view_as(stream[0])]
+        return (added, *output[1:]) if isinstance(output, tuple) else added
 
-    def mlp(self, x: Tensor) -> Tensor:
-        """M, with every norm that belongs to it."""
-        block = self.block
-        if self.kind == "gpt2":
-            return block.mlp(block.ln_2(x))
-        if self.kind.startswith("gemma"):
-            return block.post_feedforward_layernorm(block.mlp(block.pre_feedforward_layernorm(x)))
-        return block.mlp(block.post_attention_layernorm(x))
+    for block, own in zip(layers(model), factors.values(), strict=True):
+        block.register_forward_pre_hook(begin, with_kwargs=True)
+        for name, part in zip(branches_of(model), ("att", "mlp"), strict=True):
+            b, s = own[f"b_{part}"], own[f"s_{part}"]
+            block.get_submodule(name).register_forward_hook(lambda m, args, output, b=b, s=s: mix(output, b, s))
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from fulldepth.results import COLUMNS, Results
 from fulldepth.skip.assessment import int8 as int8_module
 from fulldepth.skip.assessment.compared import HeldoutLosses
 from fulldepth.skip.assessment.int8 import folded_int8, int8
-from fulldepth.skip.assessment.quantise import FIRST, ORIGINAL, SECOND, order, quantise, removed_bytes
+from fulldepth.skip.assessment.quantise import FIRST, ORIGINAL, SECOND, left_bytes, order, quantise
 from fulldepth.skip.exports.export import export, load
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.selection.search import search
@@ -180,7 +180,9 @@ def test_bytes_are_counted(tied) -> None:
     whole = 4 * (words + 3 * (attention + mlp) + 32 * norms)
     packed = 4 * (words + 32 * norms) + 3 * (attention + mlp + 4 * sum(rows))
     removed = {"float": 4 * (attention + 32), "int8": attention + 4 * rows[0] + 4 * 32}
-    extra = removed_bytes(int8_of(model), plan) - removed["int8"]  # zero points, kept per row
+    made = int8_of(model)
+    gone = parameter_bytes(made.model) - left_bytes(made, plan) + 4 * scalars
+    extra = gone - removed["int8"]  # zero points, kept per row
     assert extra in (0, rows[0])
     packed += 3 * (sum(rows) if extra else 0)
     assert found == {
@@ -198,8 +200,7 @@ def test_what_is_removed_is_what_the_fast_format_leaves_out(family, tmp_path, mo
     model = build(family)
     plan = planned.plan(model, (1, 3), values=None)
     export(plan, model, "fast", tmp_path / "fast")
-    left = parameter_bytes(model) - removed_bytes(anatomy_candidates(model)[0], plan)
-    assert left == parameter_bytes(load(tmp_path / "fast"))
+    assert left_bytes(anatomy_candidates(model)[0], plan) == parameter_bytes(load(tmp_path / "fast"))
 
 
 @pytest.mark.parametrize(

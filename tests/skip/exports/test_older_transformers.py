@@ -19,7 +19,7 @@ from fulldepth.hf.checkpoint_folder import (
 from fulldepth.skip.exports.export import export, load
 from skip import planned
 from skip.exports.test_export import ids, relative, tokenizer
-from skip.exports.test_family_exports import PARTS, logits_without
+from skip.exports.test_family_exports import ZOO, logits_of
 from skip.exports.test_family_exports import turning as turning_family
 
 OLDER = Path(os.environ.get("FULLDEPTH_OLDER_TRANSFORMERS", Path(__file__).parents[3] / ".venv" / "older"))
@@ -47,7 +47,7 @@ EXPORTS = [
 REST = [
     *((format, kind) for kind in KINDS for format in ("folded", "fast")),
     *(("decilm", "llama3"), ("fast", "gpt2")),
-    *(("fast", family) for family in PARTS),
+    *(("fast", family) for family in ZOO.split()),
 ]
 SAVED_AGAIN = [("fast", "gpt_neox"), ("decilm", "qwen2"), ("fast", "llama3")]
 """Exports that are loaded and saved once more."""
@@ -74,7 +74,7 @@ def turning(name, rope):
 def test_exports_load_as_the_same_models_under_transformers_4(exports, tmp_path) -> None:
     folders = []
     for format, kind in exports:
-        if kind in PARTS:
+        if kind in ZOO.split():
             model = turning_family(kind)
         else:
             model = turning(*KINDS[kind]) if kind in KINDS else tiny_models.build(kind)
@@ -100,7 +100,7 @@ def test_exports_load_as_the_same_models_under_transformers_4(exports, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1].startswith("4.")
     for folder in folders:
-        expected, found = logits_without(load(folder), tokens), torch.load(folder / "logits.pt", weights_only=True)
+        expected, found = logits_of(load(folder), tokens), torch.load(folder / "logits.pt", weights_only=True)
         assert relative(found[tokens != 0], expected[tokens != 0]) < 1e-5, folder.name
         assert json.loads((folder / "tokens.json").read_text()) == [5, 9]
 

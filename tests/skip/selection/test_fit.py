@@ -37,14 +37,14 @@ def model():
 
 
 def trajectory(model, skipped, epochs, rate, batch_size, seed):
-    """Adam as Kingma and Ba write it, on blocks that compute the definition in float64; factors and held-out losses."""
-    model, values = copy.deepcopy(model).double().requires_grad_(False), {}
-    for layer, block in enumerate(plain.blocks_of(model), start=1):
+    """Adam as Kingma and Ba write it, on the definition in float64; factors and held-out losses."""
+    model, values, factors = copy.deepcopy(model).double().requires_grad_(False), {}, {}
+    for layer in range(1, LAYERS + 1):
         names = planned.NAMES[2:] if layer in skipped else planned.NAMES
         own = {name: torch.ones((), dtype=torch.float64, requires_grad=True) for name in names}
         values |= {(layer, name): value for name, value in own.items()}
-        factors = dict.fromkeys(planned.NAMES, 1.0) | own
-        block.forward = planned.Definition("llama", block, factors, "attention" if layer in skipped else "")
+        factors[layer] = {"b_att": 0.0, "s_att": 1.0} | own
+    planned.scale(model, factors)
     first, second = ({key: torch.zeros_like(value) for key, value in values.items()} for _ in range(2))
     losses, kept, step = [plain.loss(model, HELDOUT, (), "attention")], [], 0
     for epoch in range(1, epochs + 1):

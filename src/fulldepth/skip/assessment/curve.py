@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,9 +16,8 @@ from transformers import PreTrainedModel
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.flops import Variant
 from fulldepth.execution.language_model import check_task
-from fulldepth.execution.scoring import BASE, Batch
+from fulldepth.execution.scoring import BASE
 from fulldepth.hf import GRANULARITIES
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Finding, Results, finite, provenance, tabulate
@@ -27,6 +25,7 @@ from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import CurveSettings
 from fulldepth.skip.assessment.breakpoint import FEWEST, Breakpoint, find_breakpoint
 from fulldepth.skip.plan import Plan
+from fulldepth.skip.selection.elimination import chain
 from fulldepth.skip.selection.outcome import joined
 from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
 from fulldepth.skip.selection.search import search_with
@@ -110,7 +109,8 @@ def curve(
         with prepared(owner, data, settings, process, tokenizer=tokenizer, heldout=heldout) as problem:
             plan = search_with(problem, process, watcher, output=output, resume=resume)
             read = _read(problem, plan, process, watcher)
-        end = find_breakpoint(read.sums["loss"] / read.tokens[:, None], read.tokens, read.documents, seed=settings.seed)
+        losses = read.sums["loss"] / read.tokens[:, None]
+        end = find_breakpoint(losses, read.tokens, read.documents, seed=settings.seed)
         table = _table(plan, read, end)
         document = {
             **provenance(KIND, settings.model_dump(), seed=settings.seed),
@@ -148,33 +148,29 @@ class _Read(NamedTuple):
     """[N] the document of each sequence."""
 
 
+@torch.no_grad()
 def _read(problem: SearchProblem, plan: Plan, process: Processes, watcher: Watcher) -> _Read:
     """Measure every held-out sequence at every number of removed blocks; processes share the batches."""
-    variants = [Variant(plan.blocks[:number]) for number in range(len(plan.blocks) + 1)]
-    batches = problem.batches
-    sums: dict[int, dict[str, np.ndarray]] = {}
+    scorer, batches, variants = problem.scorer, problem.batches, chain(plan.blocks)
+    sums: dict[int, list[dict[str, list[float]]]] = {}
     watcher.begin("Curve", len(batches) * len(variants))
     for number, batch in enumerate(batches):
         if number % process.world == process.rank:
-            sums[number] = _sums(problem, batch, variants)
+            placed = batch.to(scorer.device)
+            base = scorer.states(placed, BASE)
+            states = (scorer.states(placed, variant) for variant in variants)
+            sums[number] = [scorer.state_sums(state, placed, base, tuple(MEASURES)) for state in states]
+            scorer.plain()
         watcher.advance(len(variants))
     parts = {number: part for share in process.gather(sums) for number, part in share.items()}
     tokens = np.array([count for batch in batches for count in batch.tokens], dtype=np.float64)
     documents = np.array([document for batch in batches for document in batch.documents])
+    columns = {
+        name: np.concatenate([np.array([of[name] for of in parts[number]]).T for number in range(len(batches))])
+        for name in MEASURES
+    }  # [N, K + 1] each
     counts = tokens > 0
-    columns = {name: np.concatenate([parts[n][name] for n in range(len(batches))])[counts] for name in MEASURES}
-    return _Read(columns, tokens[counts], documents[counts])
-
-
-@torch.no_grad()
-def _sums(problem: SearchProblem, batch: Batch, variants: Sequence[Variant]) -> dict[str, np.ndarray]:
-    """Measure -> [B, K + 1] sums of each sequence of a batch under each variant."""
-    scorer = problem.scorer
-    batch = batch.to(scorer.device)
-    base = scorer.states(batch, BASE)
-    sums = [scorer.state_sums(scorer.states(batch, variant), batch, base, tuple(MEASURES)) for variant in variants]
-    scorer.plain()
-    return {name: np.array([of[name] for of in sums], dtype=np.float64).T for name in MEASURES}
+    return _Read({name: values[counts] for name, values in columns.items()}, tokens[counts], documents[counts])
 
 
 def _table(plan: Plan, read: _Read, end: Breakpoint) -> pd.DataFrame:

@@ -81,10 +81,15 @@ def int8(anatomy: Anatomy) -> Anatomy:
             f"int8 cannot quantise this {type(anatomy.model).__name__}: torchao packs linear layers, and {share:.0%} "
             "of the weights of its blocks are experts that are stored as one parameter for all."
         )
-    quantised = replace(anatomy, model=copy.deepcopy(anatomy.model).eval())
-    targets = set()
+    quantised, targets = replace(anatomy, model=copy.deepcopy(anatomy.model).eval()), set()
     for block in quantised.blocks:
-        _unfold_transposed(block)
+        for name, module in list(block.named_modules()):
+            if isinstance(module, Conv1D):  # GPT-2's transposed matrices, which torchao does not know
+                inputs, outputs = module.weight.shape
+                linear = nn.Linear(inputs, outputs, device=module.weight.device, dtype=module.weight.dtype)
+                linear.weight = nn.Parameter(module.weight.detach().T.contiguous())
+                linear.bias = nn.Parameter(module.bias.detach())
+                block.set_submodule(name, linear)
         targets |= {module for module in block.modules() if isinstance(module, nn.Linear)}
     with _quiet():
         quantize(quantised.model, config, filter_fn=lambda module, name: module in targets)
@@ -127,17 +132,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
-
-
-def _unfold_transposed(block: nn.Module) -> None:
-    """Replace `Conv1D` (GPT-2's transposed matrices), which torchao does not know, by linear layers."""
-    for name, module in list(block.named_modules()):
-        if isinstance(module, Conv1D):
-            inputs, outputs = module.weight.shape
-            linear = nn.Linear(inputs, outputs, device=module.weight.device, dtype=module.weight.dtype)
-            linear.weight = nn.Parameter(module.weight.detach().T.contiguous())
-            linear.bias = nn.Parameter(module.bias.detach())
-            block.set_submodule(name, linear)
 
 
 @dataclass

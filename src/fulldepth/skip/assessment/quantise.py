@@ -11,9 +11,8 @@ parts, with scalars), times and ratios of times of one batch and context.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,11 +48,6 @@ SEARCHED = "quantised"
 """Folder inside the output with the search on the quantised model."""
 MOVED = 1e-3
 """Relative difference from the plan's loss above which a warning is given."""
-PARTS = {
-    "attention": ("attention", "attention_norm", "attention_branch"),
-    "mlp": ("mlp", "mlp_norm", "mlp_branch"),
-}
-"""Granularity -> roles of the modules that are not needed."""
 
 
 @takes_settings(QuantiseSettings)
@@ -128,62 +122,48 @@ def quantise(
                 sums |= {QUANTISED: _sums(problem), FIRST: _sums(problem, second), SECOND: _sums(problem, plan)}
             if saver is not None:
                 saver.save_skipped(FIRST, quantised, second)
-            combinations = {
-                ORIGINAL: Combination(anatomy),
-                SKIPPED: Combination(anatomy, plan),
-                QUANTISED: Combination(quantised),
-                FIRST: Combination(quantised, second),
-                SECOND: Combination(quantised, plan),
+            models = {
+                ORIGINAL: (anatomy, None),
+                SKIPPED: (anatomy, plan),
+                QUANTISED: (quantised, None),
+                FIRST: (quantised, second),
+                SECOND: (quantised, plan),
             }
-            sizes = {name: each.bytes for name, each in combinations.items()}
-            measured = Measured(list(combinations), sizes, losses_of(sums, batches))
-            runs = {name: (Runner(each.anatomy.model), each.switched) for name, each in combinations.items()}
+            sizes = {name: left_bytes(*each) for name, each in models.items()}
+            measured = Measured(list(models), sizes, losses_of(sums, batches))
+            runs = {name: (Runner(each[0].model), partial(_switched, *each)) for name, each in models.items()}
             cells = [Cell(batch, context) for batch in settings.batches for context in settings.contexts]
             watcher.begin("Timing", len(cells) * len(runs) * (settings.warmup + settings.repeats))
             for cell in cells:
                 measured.take_times(cell, runs, anatomy, settings, watcher)
-        results = Results(measured.table(), _document(combinations, measured, examples, settings, saver))
+        results = Results(measured.table(), _document(models, measured, examples, settings, saver))
         if folder is not None:
             results.save(folder)
         return results
 
 
-@dataclass(frozen=True)
-class Combination:
-    """One of the five models."""
-
-    anatomy: Anatomy
-    plan: Plan | None = None
-    """Its skipped blocks; None = none."""
-
-    def switched(self) -> AbstractContextManager[Any]:
-        """Its blocks skipped, inside `with`."""
-        if self.plan is None:
-            return nullcontext()
-        scalars = plan_scalars(self.plan, self.anatomy)
-        return skipping(self.anatomy, self.plan.blocks, self.plan.granularity, scalars)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes in memory of all weights that are not skipped, and of the scalars."""
-        scalars = plan_scalars(self.plan, self.anatomy)
-        extra = 0 if scalars is None else parameter_bytes(scalars)
-        return parameter_bytes(self.anatomy.model) - removed_bytes(self.anatomy, self.plan) + extra
-
-
-def removed_bytes(anatomy: Anatomy, plan: Plan | None) -> int:
-    """Bytes of the weights that a plan skips: those that `export` in the format `fast` omits."""
-    removed = nn.ModuleList()
+def _switched(anatomy: Anatomy, plan: Plan | None) -> AbstractContextManager[Any]:
+    """A plan's blocks skipped and its scalars used, inside `with`."""
     if plan is None:
-        return 0
+        return nullcontext()
+    return skipping(anatomy, plan.blocks, plan.granularity, plan_scalars(plan, anatomy))
+
+
+def left_bytes(anatomy: Anatomy, plan: Plan | None) -> int:
+    """Bytes in memory of all weights that a plan leaves, and of its scalars: those that the format `fast` writes."""
+    total, scalars = parameter_bytes(anatomy.model), plan_scalars(plan, anatomy)
+    if plan is None:
+        return total
+    removed = nn.ModuleList()
     for layer in plan.blocks:
         if plan.granularity == "layer":
             removed.append(anatomy.blocks[layer - 1])
             continue
-        shared = {anatomy.part(layer, f"{part}_norm") for part in PARTS if part != plan.granularity}
-        parts = (anatomy.part(layer, role) for role in PARTS[plan.granularity])
+        shared = {anatomy.part(layer, f"{part}_norm") for part in ("attention", "mlp") if part != plan.granularity}
+        roles = (plan.granularity, f"{plan.granularity}_norm", f"{plan.granularity}_branch")
+        parts = (anatomy.part(layer, role) for role in roles)
         removed.extend(module for module in parts if module is not None and module not in shared)
-    return parameter_bytes(removed)
+    return total - parameter_bytes(removed) + (0 if scalars is None else parameter_bytes(scalars))
 
 
 def _sums(problem: SearchProblem, plan: Plan | None = None) -> np.ndarray:
@@ -194,48 +174,44 @@ def _sums(problem: SearchProblem, plan: Plan | None = None) -> np.ndarray:
 
 
 def _document(
-    combinations: dict[str, Combination],
+    models: Mapping[str, tuple[Anatomy, Plan | None]],
     measured: Measured,
     examples: Examples,
     settings: QuantiseSettings,
     saver: Saver | None,
 ) -> dict[str, Any]:
     """The entries of `results.json`."""
-    anatomy, plan, second = combinations[ORIGINAL].anatomy, combinations[SKIPPED].plan, combinations[FIRST].plan
+    (anatomy, plan), (_, second) = models[SKIPPED], models[FIRST]
     assert plan is not None
     assert second is not None
+    described = [
+        {
+            "label": name,
+            "baseline": name == ORIGINAL,
+            "model": {
+                "class": type(own.model).__name__,
+                "num_layers": own.num_layers,
+                "dtype": str(own.model.dtype).removeprefix("torch."),
+                "quantised": own is not anatomy,
+            },
+            "granularity": made and made.granularity,
+            "blocks": made and made.blocks,
+            "healed": made is not None and made.healed_loss is not None,
+        }
+        for name, (own, made) in models.items()
+    ]
+    run = {"seed": settings.seed, "machine": machine(anatomy.model.device), "packages": (*FRAMEWORKS, "torchao")}
     document = {
-        **provenance(
-            "quantise",
-            settings.model_dump(),
-            packages=(*FRAMEWORKS, "torchao"),
-            seed=settings.seed,
-            machine=machine(anatomy.model.device),
-        ),
+        **provenance("quantise", settings.model_dump(), **run),
         "method": METHOD,
         "baseline": ORIGINAL,
         "model": {**plan.document()["model"], "num_layers": anatomy.num_layers},
-        "models": [
-            {
-                "label": name,
-                "baseline": name == ORIGINAL,
-                "model": {
-                    "class": type(each.anatomy.model).__name__,
-                    "num_layers": each.anatomy.num_layers,
-                    "dtype": str(each.anatomy.model.dtype).removeprefix("torch."),
-                    "quantised": name not in (ORIGINAL, SKIPPED),
-                },
-                "granularity": None if each.plan is None else each.plan.granularity,
-                "blocks": None if each.plan is None else each.plan.blocks,
-                "healed": each.plan is not None and each.plan.healed_loss is not None,
-            }
-            for name, each in combinations.items()
-        ],
+        "models": described,
         "data": examples.meta,
         "saved": [] if saver is None else saver.saved,
         "plans": {SKIPPED: plan.document(), FIRST: second.document()},
         "warnings": [*_warnings(plan, second, measured, examples), *([] if saver is None else saver.notes)],
-        "headline": dict(headline(measured, {name: each.plan for name, each in combinations.items()})),
+        "headline": dict(_headline(measured, {name: made for name, (_, made) in models.items()})),
     }
     return dict(finite(document))
 
@@ -258,14 +234,13 @@ def _warnings(plan: Plan, second: Plan, measured: Measured, examples: Examples) 
         )
 
 
-def headline(measured: Measured, plans: dict[str, Plan | None]) -> Iterator[tuple[str, Finding]]:
+def _headline(measured: Measured, plans: Mapping[str, Plan | None]) -> Iterator[tuple[str, Finding]]:
     """Findings by name: the difference between the orders, and cost and savings of every combination."""
-    first, second, losses = plans[FIRST], plans[SECOND], measured.losses
+    first, second, losses, not_compared = plans[FIRST], plans[SECOND], measured.losses, measured.busy()
     assert first is not None
     assert second is not None
     assert losses is not None
     yield "order", order(losses, first, second)
-    not_compared = measured.busy()
     for name in measured.labels[1:]:
         added, plan = losses.added(name), plans[name]
         healed = "" if plan is None else ", healed" if plan.healed_loss is not None else ", not healed"
@@ -290,7 +265,6 @@ def order(losses: HeldoutLosses, first: Plan, second: Plan) -> Finding:
     if gap.measurable:
         better = "first" if gap.mean < 0 else "last"
         verdict = f"Quantising {better} is better by {abs(gap.mean):.4f} nats ± {gap.error:.4f}"
-    ends = (
-        f"quantise, then skip ends at {losses.mean(FIRST):.4f} nats, skip, then quantise at {losses.mean(SECOND):.4f}"
-    )
+    last = losses.mean(SECOND)
+    ends = f"quantise, then skip ends at {losses.mean(FIRST):.4f} nats, skip, then quantise at {last:.4f}"
     return gap.finding(f"{verdict}; {ends}; {which}.")
