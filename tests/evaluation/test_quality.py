@@ -39,15 +39,19 @@ def test_diversity_is_the_product_of_the_shares_of_distinct_ngrams():
 
 
 def test_texts_of_one_document_are_one_observation():
-    assert mean_of([1.0, None, 2.0, 3.0], [1, 2, 3, 4]) == (2.0, pytest.approx(1 / math.sqrt(3)), 3)
-    assert mean_of([1.0, 2.0], [1, 2]) == (1.5, None, 2)
-    assert mean_of([1.0, 2.0, 3.0], []) == (2.0, None, 3)
-    assert mean_of([None], [1]) is None
     values, of = [0.1, 0.2, 0.9, 0.8, 0.4, 0.6, 0.5], [1, 1, 2, 2, 3, 4, 4]
     mean = sum(values) / 7
     shares = [sum(value - mean for value, one in zip(values, of, strict=True) if one == n) / 7 for n in (1, 2, 3, 4)]
     error = math.sqrt(4 / 3 * sum(share**2 for share in shares))
-    assert mean_of(values, of) == (pytest.approx(mean), pytest.approx(error), 7)
+    for given, clusters, expected in (
+        (values, of, (mean, error, 7)),
+        ([1.0, None, 2.0, 3.0], [1, 2, 3, 4], (2.0, 1 / math.sqrt(3), 3)),
+        ([1.0, 2.0], [1, 2], (1.5, None, 2)),
+        ([1.0, 2.0, 3.0], [], (2.0, None, 3)),
+    ):
+        found = mean_of(given, clusters)
+        assert (found.value, found.error, found.samples) == pytest.approx(expected)
+    assert mean_of([None], [1]) is None
 
 
 def values(results):

@@ -28,19 +28,13 @@ def results() -> Results:
     return Results(tabulate(ROWS), {"kind": "measure", "headline": headline, "note": "ünï</script>"})
 
 
-def test_what_is_saved_is_loaded(results: Results, tmp_path: Path) -> None:
+def test_what_is_saved_is_loaded_and_other_tools_read_it(results: Results, tmp_path: Path) -> None:
     folder = results.save(tmp_path / "deep" / "out", page=False)
     again = Results.load(folder)
     pd.testing.assert_frame_equal(again.table, results.table)
     assert again.meta == {"schema_version": 1, **results.meta}
-    assert again.headline["zeta_L"]["value"] == 1.5
-    assert not again.is_series
-    assert not again.is_comparison
-    assert sorted(path.name for path in folder.iterdir()) == [DOCUMENT, TABLE]
-
-
-def test_other_tools_read_both_files(results: Results, tmp_path: Path) -> None:
-    folder = results.save(tmp_path, page=False)
+    assert (again.is_series, again.is_comparison) == (False, False)
+    assert {path.name for path in folder.iterdir()} == {DOCUMENT, TABLE}
     rows = pq.read_table(folder / TABLE).to_pylist()
     assert [tuple(row.values())[:5] for row in rows] == [row[:5] for row in ROWS]
     assert list(rows[0]) == COLUMNS
@@ -54,7 +48,7 @@ def test_a_failed_save_leaves_the_old_result(results: Results, tmp_path: Path, m
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pd.DataFrame, "to_parquet", full)
-    with pytest.raises(FulldepthError, match=r"Cannot write results into .*No space left on device"):
+    with pytest.raises(FulldepthError, match="No space left on device"):
         Results(results.table.head(1), {"kind": "other"}).save(tmp_path, page=False)
     monkeypatch.undo()
     assert Results.load(tmp_path).meta["kind"] == "measure"
@@ -69,24 +63,16 @@ def test_numbers_that_json_lacks_are_refused_before_anything_is_written(results:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_where_the_folder_should_be(results: Results, tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("mine", encoding="utf-8")
-    with pytest.raises(FulldepthError, match=r"Cannot write .*out: File exists"):
-        results.save(tmp_path / "out", page=False)
-    assert (tmp_path / "out").read_text(encoding="utf-8") == "mine"
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (DOCUMENT, None, "not a result folder: it has no results.json"),
-        (TABLE, None, "not a result folder: it has no results.parquet"),
+        (DOCUMENT, None, "no results.json"),
+        (TABLE, None, "no results.parquet"),
         (DOCUMENT, b'{"schema_version": 1', "Cannot read"),
         (DOCUMENT, b"\xff\xfe\x00\x01", "Cannot read"),
-        (DOCUMENT, b"[]", "schema version None"),
-        (DOCUMENT, b'{"schema_version": 2}', "schema version 2, this fulldepth reads 1"),
+        (DOCUMENT, b"[]", "version None"),
+        (DOCUMENT, b'{"schema_version": 2}', "version 2"),
         (TABLE, b"PAR1", "do not belong together"),
-        (TABLE, b"", "do not belong together"),
     ],
 )
 def test_broken_folders_are_refused(

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -28,10 +27,11 @@ from fulldepth.execution.harness import Answers, LayerReader
 from fulldepth.hf import anatomy_candidates, open_model, open_tokenizer
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.truncation import truncated
+from fulldepth.metrics.jackknife import Mean
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding
 from fulldepth.settings.evaluate import QUALITY, EvaluateSettings, parse_layers
-from fulldepth.uncertainty import deal, identity, ratio_error
+from fulldepth.uncertainty import identity
 
 MEASURE, DATA, FULL = "generation_quality", "data", "full model"
 Row = tuple[Any, ...]
@@ -195,9 +195,9 @@ class Quality:
             if judged := self.judge.log_probabilities(prefixes, texts):
                 rows.append(_row(self.judge.name, layer, "perplexity", perplexity(judged), len(judged)))
         if (mean := mean_of(map(diversity, texts), self.clusters)) is not None:
-            rows.append(_row(FULL, layer, "diversity", mean.value, mean.texts))
+            rows.append(_row(FULL, layer, "diversity", mean.value, mean.samples))
             if mean.error is not None:
-                rows.append(_row(FULL, layer, "diversity_stderr", mean.error, mean.texts))
+                rows.append(_row(FULL, layer, "diversity_stderr", mean.error, mean.samples))
         return rows
 
     @torch.no_grad()
@@ -262,15 +262,6 @@ def continuation_log_probabilities(logits: Tensor, ids: Tensor, start: int) -> T
     return log_probabilities.gather(2, ids[:, start:, None])[..., 0]
 
 
-class Mean(NamedTuple):
-    """A mean over texts."""
-
-    value: float
-    error: float | None
-    """Standard error over clusters; None if it is not known."""
-    texts: int
-
-
 def diversity(text: str) -> float | None:
     r"""Share of n-grams of words that are not repeated, from 0 to 1.
 
@@ -300,11 +291,8 @@ def mean_of(values: Iterable[float | None], clusters: Sequence[int]) -> Mean | N
         values: of each text.
         clusters: unit of independence of each text, such as its document; empty = no error is known.
     """
-    texts = list(values)
-    known = [at for at, value in enumerate(texts) if value is not None]
-    numbers = np.array([texts[at] for at in known], np.float64)
+    known = {at: value for at, value in enumerate(values) if value is not None}
     if not known:
         return None
-    group = deal([clusters[at] for at in known]) if clusters else np.zeros(len(known), np.int64)
-    error = float(ratio_error(np.bincount(group, numbers), np.bincount(group)))
-    return Mean(float(numbers.mean()), None if math.isnan(error) else error, len(known))
+    cluster = [clusters[at] if clusters else 0 for at in known]
+    return Mean.of(torch.tensor([*known.values()], dtype=torch.float64), torch.tensor(cluster))

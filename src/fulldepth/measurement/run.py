@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution import COEFFICIENTS, Verified, body_inputs, capture, feed_projections, projection_names
 from fulldepth.execution.batching import batched, model_inputs
 from fulldepth.execution.memory import reset_peak, run_peak
-from fulldepth.hf import Classifier, DetectionHeads, anatomy_candidates, evaluating, task_of, unwrapped
+from fulldepth.hf import DetectionHeads, anatomy_candidates, evaluating, task_of, unwrapped
 from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import EMPTY, caveats, refuse_nothing, sampling
@@ -166,9 +166,9 @@ def measure_subject(
         extra: makes a measure beside those of the settings.
     """
     start = time.perf_counter() if start is None else start
-    clock = Clock()
+    clock = Clock(float)
     reference = None if settings.reference is None else _reference(subject, settings.reference, settings, process)
-    clock.seconds["load"] = time.perf_counter() - start
+    clock["load"] = time.perf_counter() - start
     setup = make_setup(subject, settings)
     plan = make_plan(settings.measures, setup, subject.verified, subject.sequences, has_reference=bool(reference))
     if extra is not None and (further := extra(subject, setup)) is not None:
@@ -179,7 +179,12 @@ def measure_subject(
     share = subject.sequences.share(settings.batch_size, process.rank, process.world)
     watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}", sum(map(len, share)))
     grid = run_pass(subject, plan, settings, process, clock, reference=reference, advance=watcher.advance)
-    weigh(subject, plan, process, clock)
+    if isinstance(norms := plan.measures.get("spectral_norm"), SpectralNorm):
+        with clock("spectral_norm"):  # the matrices are divided among the processes
+            unreadable = feed_projections(norms, subject.anatomy, process.rank, process.world)
+        if unreadable:
+            reason = f"{len(unreadable)} weights are offloaded, packed or of unknown form (first: {unreadable[0]})"
+            plan.left_out.append({"measure": "spectral_norm (in part)", "reason": reason})
 
     rows, influences = [], []
     for name, accumulator in plan.measures.items():
@@ -200,7 +205,7 @@ def measure_subject(
     table, unfit = subject.fitting(tabulate(rows))
     plan.left_out += unfit
     refuse_nothing(table, subject, setup)
-    clock.seconds["total"] = time.perf_counter() - start
+    clock["total"] = time.perf_counter() - start
     return Results(
         table,
         _document(subject, settings, plan, clock, table, grid, nearest_tokens(subject) if process.is_main else None),
@@ -257,20 +262,15 @@ def _reference(subject: Subject, model: str, settings: MeasureSettings, process:
     return verified
 
 
-@dataclass
-class Clock:
+class Clock(defaultdict[str, float]):
     """Seconds by name."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Add the time spent inside."""
         start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        yield
+        self[name] += time.perf_counter() - start
 
 
 @torch.inference_mode()
@@ -328,7 +328,16 @@ def run_pass(
                 activations.clear(keep_stacks=False)
             observation = observe(subject, batch, states, read, reader)
             observation.coefficients = coefficients
-            feed(plan, observation, clock)
+            if plan.measures.keys() & SIMILARITY:
+                with clock("similarity (shared)"):
+                    _ = observation.cosines
+            if reader is not None:
+                with clock("lens (shared)"):
+                    _ = observation.lens
+            for name, measure in plan.measures.items():
+                if "weights" not in measure.needs:
+                    with clock(name):
+                        measure.update(observation)
             observation.__dict__.clear()  # measures keep the object to recognise it, which would keep its tensors
             advance(len(batch))
     return None if reader is None else reader.grid
@@ -369,7 +378,10 @@ def observe(
         words=batch.words,
     )
     if subject.anatomy.task == "detection" and classifier is not None:
-        observation.detections = detections(classifier, residual, batch.objects)
+        heads, where = DetectionHeads(classifier), classifier.device or device
+        read_layers = [heads.read(state.to(where), layer) for layer, state in enumerate(residual[1:], start=1)]
+        logits, boxes = (torch.stack(parts) for parts in zip(*read_layers, strict=True))
+        observation.detections = Detections(logits, boxes, batch.objects)
     targets = batch.targets if classifier is not None and classifier.per_token else batch.labels
     if classifier is not None and targets is not None and read and reader is not None:
 
@@ -378,42 +390,6 @@ def observe(
 
         observation.readout = readout
     return observation
-
-
-def detections(classifier: Classifier, residual: Tensor, objects: Sequence[Mapping[str, Tensor]] | None) -> Detections:
-    """Classes and boxes of layers 1..L of a detector, from its residual stream `[L+1, B, Q, D]`."""
-    heads = DetectionHeads(classifier)
-    where = classifier.device or residual.device
-    depth = len(residual) - 1
-    read = [heads.read(residual[layer].to(where), layer) for layer in range(1, depth + 1)]
-    return Detections(torch.stack([logits for logits, _ in read]), torch.stack([boxes for _, boxes in read]), objects)
-
-
-def feed(plan: Plan, observation: Observation, clock: Clock) -> None:
-    """Update every accumulator; shared computations run first and are timed under their own name."""
-    names = plan.measures.keys()
-    if names & SIMILARITY:
-        with clock("similarity (shared)"):
-            _ = observation.cosines
-    if names & LENS:
-        with clock("lens (shared)"):
-            _ = observation.lens
-    for name, measure in plan.measures.items():
-        if "weights" not in measure.needs:
-            with clock(name):
-                measure.update(observation)
-
-
-def weigh(subject: Subject, plan: Plan, process: Processes, clock: Clock) -> None:
-    """Compute the measures of weights; the matrices are divided among the processes."""
-    for name, measure in plan.measures.items():
-        if not isinstance(measure, SpectralNorm):
-            continue
-        with clock(name):
-            unreadable = feed_projections(measure, subject.anatomy, process.rank, process.world)
-        if unreadable:
-            reason = f"{len(unreadable)} weights are offloaded, packed or of unknown form (first: {unreadable[0]})"
-            plan.left_out.append({"measure": f"{name} (in part)", "reason": reason})
 
 
 def _document(
@@ -428,7 +404,7 @@ def _document(
     """Content of `results.json`."""
     sequences, setup, clusters = subject.sequences, plan.setup, subject.sequences.clusters
     data = sequences.describe()
-    seconds = {name: round(value, 4) for name, value in clock.seconds.items()}
+    seconds = {name: round(value, 4) for name, value in clock.items()}
     # without clusters, the numbers of sequences identify groups within one text only
     text = "" if clusters else sequences.text_hash or sequences.hash
     groups = groups_entry(clusters or range(len(sequences)), sequences.unit, text)

@@ -382,18 +382,42 @@ class Measure(Accumulator):
         return sum(part.own_bytes for part in parts)
 
 
+class OfLayers(Measure):
+    """One number of each layer 0..L over a sample of tokens."""
+
+    units: ClassVar[Mapping[str, str]] = {"value": "1"}
+
+    @abstractmethod
+    def compute(self) -> tuple[list[float], int]:
+        """The numbers of layers 0..L, none where the sample does not allow them, and the number of tokens."""
+
+    def rows(self) -> list[Row]:
+        """One row for each layer 0..L."""
+        values, count = self.compute()
+        return [self.row("value", value, count, layer) for layer, value in enumerate(values)]
+
+
 class Means(Measure):
     """Means, with their standard errors, from sums and counts per group of clusters.
 
-    A subclass adds the states `sums [G, *shape]` and `counts`, which broadcasts to it, and names its `places`.
+    A subclass adds the states `sums [G, *shape]` and `counts`, which broadcasts to it, and names its `places`; by
+    default they are those of layers 1..L in every view, `[G, L, 2]`.
     """
 
     sums: Tensor
     counts: Tensor
 
-    @abstractmethod
     def places(self, counts: Tensor) -> Iterable[Place]:
         """Where the means stand, given the `counts [*shape]` of all processes."""
+        for view, suffix in enumerate(self.setup.views):
+            yield from (Place((layer, view), layer + 1, suffix) for layer in range(self.setup.num_layers))
+
+    def add_tokens(self, values: Tensor, observation: Observation) -> None:
+        """Add the finite ones of `values [K, N]` of the counted tokens to sums and counts `[G, K, 2]` of both views."""
+        weights = observation.weights_by_group(self.setup).flatten(1).to(values.device)  # [N, G * 2]
+        valid = values.isfinite()
+        for state, terms in ((self.sums, values.where(valid, 0.0)), (self.counts, valid.double())):
+            state += (terms @ weights).view(len(values), -1, 2).movedim(1, 0)
 
     def compute(self) -> dict[str, Tensor]:
         """`mean`, `standard_error` and `count`, each `[*shape]`."""

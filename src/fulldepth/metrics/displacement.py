@@ -35,11 +35,15 @@ def displacement(h_in: Tensor, h_out: Tensor) -> Tensor:
 
     Source: "JREG: final-layer jumps", Eq. 2.
     """
+    h_in, h_out = _of_one_shape(h_in, h_out)
+    return angular(cosine((h_in * h_out).sum(-1), h_in.norm(dim=-1), h_out.norm(dim=-1)))
+
+
+def _of_one_shape(h_in: Tensor, h_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Both states in float32, or in float64 if they are."""
     if h_in.shape != h_out.shape:
         raise ValueError(f"h_in and h_out must have one shape, got {tuple(h_in.shape)} and {tuple(h_out.shape)}")
-    if h_in.dtype != torch.float64:
-        h_in, h_out = h_in.float(), h_out.float()
-    return angular(cosine((h_in * h_out).sum(-1), h_in.norm(dim=-1), h_out.norm(dim=-1)))
+    return (h_in, h_out) if h_in.dtype == torch.float64 else (h_in.float(), h_out.float())
 
 
 class Displacement(Means):
@@ -73,13 +77,11 @@ class Displacement(Means):
             last = torch.full_like(adjacent[:, 0], torch.nan)
         cosines = torch.cat([adjacent, last[:, None]], dim=1).T.double()  # [L+1, N]
         psi = angular(cosines).to(self.sums.device)
+        self.add_tokens(psi, observation)
         valid = psi.isfinite()
         psi = psi.where(valid, 0.0)
         weights = observation.view_weights.to(psi.device)
-        by_group = observation.weights_by_group(self.setup).flatten(1).to(psi.device)  # [N, G * 2]
-        self.sums += (psi @ by_group).view(len(psi), -1, 2).movedim(1, 0)
         self.squares += psi.square() @ weights
-        self.counts += (valid.double() @ by_group).view(len(psi), -1, 2).movedim(1, 0)
         bins = (psi.sqrt() * BINS).long().clamp(max=BINS - 1)
         bins += torch.arange(len(psi), device=psi.device)[:, None] * BINS
         for view in range(2):
@@ -93,12 +95,12 @@ class Displacement(Means):
         return values | {name: _percentile(self.histogram, share).T for name, share in PERCENTILES.items()}
 
     def places(self, counts: Tensor) -> Iterator[Place]:
-        """Layers 1..L in every view, then layer L after the final norm, if it was captured."""
+        """Layers 1..L in every view, each view with layer L after the final norm, if it was captured."""
         layers = self.setup.num_layers
-        for view, suffix in enumerate(self.setup.views):
-            yield from (Place((layer, view), layer + 1, suffix) for layer in range(layers))
-            if counts[layers, view]:
-                yield Place((layers, view), layers, suffix, "final_normed")
+        for place in super().places(counts):
+            yield place
+            if place.layer == layers and counts[layers, place.at[1]]:
+                yield place._replace(at=(layers, place.at[1]), site="final_normed")
 
 
 def _percentile(histogram: Tensor, share: float) -> Tensor:
@@ -138,10 +140,7 @@ def norm_ratio(h_in: Tensor, h_out: Tensor) -> Tensor:
 
     Source: "Representation progression and aligned training", Fig. 11.
     """
-    if h_in.shape != h_out.shape:
-        raise ValueError(f"h_in and h_out must have one shape, got {tuple(h_in.shape)} and {tuple(h_out.shape)}")
-    if h_in.dtype != torch.float64:
-        h_in, h_out = h_in.float(), h_out.float()
+    h_in, h_out = _of_one_shape(h_in, h_out)
     # |y|^2 - 2xy + |x|^2 would suffer from cancellation for small updates.
     return torch.linalg.vector_norm(h_in, dim=-1) / torch.linalg.vector_norm(h_out - h_in, dim=-1)
 
@@ -163,14 +162,5 @@ class NormRatio(Means):
         """Add one batch."""
         tokens = observation.tokens
         # One layer at a time: faster than the difference of all layers at once, and with less memory.
-        ratio = torch.stack([norm_ratio(h_in, h_out) for h_in, h_out in pairwise(tokens)])
-        ratio = ratio.double().to(self.sums.device)
-        valid = ratio.isfinite()
-        by_group = observation.weights_by_group(self.setup).flatten(1).to(ratio.device)  # [N, G * 2]
-        self.sums += (ratio.where(valid, 0.0) @ by_group).view(len(ratio), -1, 2).movedim(1, 0)
-        self.counts += (valid.double() @ by_group).view(len(ratio), -1, 2).movedim(1, 0)
-
-    def places(self, counts: Tensor) -> Iterator[Place]:
-        """Layers 1..L in every view."""
-        for view, suffix in enumerate(self.setup.views):
-            yield from (Place((layer, view), layer + 1, suffix) for layer in range(self.setup.num_layers))
+        ratio = torch.stack([norm_ratio(h_in, h_out) for h_in, h_out in pairwise(tokens)])  # [L, N]
+        self.add_tokens(ratio.double().to(self.sums.device), observation)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.base import Measure, Observation, Row
+from fulldepth.metrics.base import Observation, OfLayers
 
 
 def mmd(x: Tensor, y: Tensor, bandwidth: float | None = None) -> Tensor:
@@ -60,11 +60,10 @@ def _squared_distances(points: Tensor) -> Tensor:
     return squared
 
 
-class Mmd(Measure):
+class Mmd(OfLayers):
     """Squared MMD of layers 0..L between the measured model and the reference model, on the same sampled tokens."""
 
     name = "mmd"
-    units = dict.fromkeys(("value",), "1")
     sites = ("residual", "reference")
     needs = frozenset({"reference"})
 
@@ -80,8 +79,3 @@ class Mmd(Measure):
             return [], 0
         values = [float(mmd(own[:, layer], reference[:, layer])) for layer in range(self.setup.num_layers + 1)]
         return values, len(own)
-
-    def rows(self) -> list[Row]:
-        """One row for each layer 0..L."""
-        values, count = self.compute()
-        return [self.row("value", value, count, layer) for layer, value in enumerate(values)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fulldepth.metrics.base import Measure, Observation, Row
+from fulldepth.metrics.base import Observation, OfLayers
 
 
 def nc1(features: Tensor, labels: Tensor) -> Tensor:
@@ -54,11 +54,10 @@ def nc1(features: Tensor, labels: Tensor) -> Tensor:
     return (within / between[real]).sum() / len(classes)
 
 
-class Nc1(Measure):
+class Nc1(OfLayers):
     """NC1 of layers 0..L over the labelled tokens of the shared reservoir; no rows for fewer than two classes."""
 
     name = "nc1"
-    units = dict.fromkeys(("value",), "1")
     needs = frozenset({"labels"})
 
     def update(self, observation: Observation) -> None:
@@ -75,8 +74,3 @@ class Nc1(Measure):
         layers = range(self.setup.num_layers + 1)
         values = [float(nc1(sample.features[labelled, layer], labels[labelled])) for layer in layers]
         return values, int(labelled.sum())
-
-    def rows(self) -> list[Row]:
-        """One row for each layer 0..L."""
-        values, count = self.compute()
-        return [self.row("value", value, count, layer) for layer, value in enumerate(values)]

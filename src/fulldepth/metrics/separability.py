@@ -50,11 +50,7 @@ def separability(features: Tensor, labels: Tensor, folds: int = FOLDS, seed: int
 
     Source: "LIME: layer-integrated memory", Sec. 5.3 (there with an unconverged probe and unbalanced classes).
     """
-    if features.ndim != 2 or labels.shape != features.shape[:1]:
-        raise ValueError(
-            f"expected features [N, D] and labels [N], got {tuple(features.shape)} and {tuple(labels.shape)}"
-        )
-    x, y = features.detach().double().cpu().numpy(), labels.cpu().numpy()
+    x, y = _arrays(features, labels)
     classes, sizes = np.unique(y, return_counts=True)
     if len(classes) < 2 or folds < 2 or sizes.min() < folds:
         raise ValueError(
@@ -94,13 +90,7 @@ def probe_accuracy(
 
     Source: "Representation progression and aligned training", App. B.4 (linear classifier on a frozen body).
     """
-    for samples, classes_of in ((features, labels), (test_features, test_labels)):
-        if samples.ndim != 2 or classes_of.shape != samples.shape[:1] or samples.shape[1] != features.shape[1]:
-            raise ValueError(
-                f"expected features [N, D] and labels [N], got {tuple(samples.shape)} and {tuple(classes_of.shape)}"
-            )
-    x, y = features.detach().double().cpu().numpy(), labels.cpu().numpy()
-    test_x, test_y = test_features.detach().double().cpu().numpy(), test_labels.cpu().numpy()
+    (x, y), (test_x, test_y) = _arrays(features, labels), _arrays(test_features, test_labels)
     classes = np.unique(y)
     if len(classes) < 2 or not len(test_y) or not set(test_y.tolist()) <= set(classes.tolist()):
         raise ValueError(
@@ -119,6 +109,15 @@ def probe_accuracy(
     ]
     variance = sum(share * (1 - share) / count for share, count in shares)
     return sum(share for share, _ in shares) / len(shares), math.sqrt(variance) / len(shares)
+
+
+def _arrays(features: Tensor, labels: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Float64 features `[N, D]` and labels `[N]`."""
+    if features.ndim != 2 or labels.shape != features.shape[:1]:
+        raise ValueError(
+            f"expected features [N, D] and labels [N], got {tuple(features.shape)} and {tuple(labels.shape)}"
+        )
+    return features.detach().double().cpu().numpy(), labels.cpu().numpy()
 
 
 def _converged(compute: Callable[[Any], np.ndarray]) -> np.ndarray | None:

@@ -10,14 +10,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from fulldepth.errors import FulldepthError
 from fulldepth.files import read_json, validated
 from fulldepth.results.finding import Finding, Number
 
+SCHEMA_VERSION = 1
 MOST_LAYERS = 1024
 """Most layers of a model."""
+MOST_BYTES = 256 << 20
+"""Largest document in bytes. A series has a lens grid for every checkpoint, about 1 MB for the deepest models."""
+MOST_PICTURE = 16_384
+"""Most characters of a thumbnail."""
+PICTURE = r"^data:image/(png|jpeg);base64,[A-Za-z0-9+/]+={0,2}$"
+"""A thumbnail; no other address is embedded in a page."""
 
 Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
 Layer = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
@@ -27,315 +34,183 @@ Counts = Annotated[list[Whole], Field(max_length=MOST_LAYERS)]
 """One count for each of the layers 1..L."""
 Interval = Annotated[list[Number], Field(min_length=2, max_length=2)]
 """Lower and upper end of a 95 % interval."""
-Mapping = dict[str, Any]
-
-SCHEMA_VERSION = 1
-MOST_BYTES = 256 << 20
-"""Largest document in bytes. A series has a lens grid for every checkpoint, about 1 MB for the deepest models."""
-MOST_PICTURE = 16_384
-"""Most characters of a thumbnail."""
-PICTURE = r"^data:image/(png|jpeg);base64,[A-Za-z0-9+/]+={0,2}$"
-"""A thumbnail; no other address is embedded in a page."""
 Picture = Annotated[str, Field(max_length=MOST_PICTURE, pattern=PICTURE)]
+Object = dict[str, Any]
+Texts = list[str | None]
+Numbers = dict[str, Number | None]
+Tokens = list[tuple[str | None, Number | None]]
+"""Tokens with a number each."""
 
 
-class Part(pydantic.BaseModel):
-    """A JSON object whose known entries are checked; others are allowed."""
+def entries(name: str, *typed: tuple[Any, str], required: str = "") -> Any:
+    """The schema of a JSON object; entries that are not listed may hold anything.
 
-    model_config = pydantic.ConfigDict(extra="allow")
-
-
-class Model(Part):
-    """A model that was measured, trained or modified."""
-
-    name: str | None = None
-    class_name: str | None = Field(default=None, alias="class")
-    task: str | None = None
-    dtype: str | None = None
-    hash: str | None = None
-    revision: str | None = None
-    num_layers: Layer | None = None
-    parameters: Whole | None = None
-
-
-class Split(Part):
-    """One part of the data of a search."""
-
-    name: str | None = None
-
-
-class Data(Part):
-    """The data of a measurement, training or search."""
-
-    name: str | None = None
-    kind: str | None = None
-    hash: str | None = None
-    text_hash: str | None = None
-    sequences: Whole | None = None
-    tokens: Whole | None = None
-    documents: Whole | None = None
-    train_sequences: Whole | None = None
-    validation_sequences: Whole | None = None
-    heldout: Split | None = None
-    clusters: Whole | None = None
-    """Number of units of independence, from which standard errors are computed."""
-    unit: str | None = None
-    """What a cluster is."""
-    no_error: str | None = None
-    """Reason why no standard error can be stated."""
-
-
-class Policy(Part):
-    """The token policy."""
-
-    name: str | None = None
-    sentence: str | None = None
-
-
-class Sample(Part):
-    """One sequence of a lens grid: [T] tokens, targets and saturation layers, [L+1][T] (token, probability).
-
-    A sample of a classifier has one position, whose targets and predictions are classes.
+    Args:
+        name: of the schema, in messages.
+        typed: types, with the names of the entries that have them.
+        required: names of the entries that may not be missing or null.
     """
-
-    title: str | None = None
-    group: str | None = None
-    """Heading under which the sample is listed."""
-    picture: Picture | None = None
-    tokens: list[str | None]
-    targets: list[str | None]
-    saturation: list[Whole | None]
-    grid: list[list[tuple[str | None, Number | None]]]
-
-    @pydantic.model_validator(mode="after")
-    def _rectangular(self) -> Sample:
-        lengths = {len(self.tokens), len(self.targets), len(self.saturation), *(len(row) for row in self.grid)}
-        if len(lengths) > 1:
-            raise ValueError(f"its rows have different lengths: {', '.join(map(str, sorted(lengths)[:4]))}")
-        return self
+    fields: dict[str, Any] = {
+        entry: (kind, ...) if entry in required.split() else (kind | None, None)
+        for kind, names in typed
+        for entry in names.split()
+    }
+    return pydantic.create_model(name, __config__=pydantic.ConfigDict(extra="allow"), **fields)
 
 
-class LensGrid(Part):
-    """Predictions of every layer at every position of a few sequences."""
-
-    of: str | None = None
-    """`tokens` (or null), or `samples` of a classifier."""
-    samples: list[Sample] | None = None
+def many(kind: Any) -> Any:
+    """A list."""
+    return list[kind]
 
 
-class LeftOut(Part):
-    """A measure that was left out."""
-
-    measure: str | None = None
-    reason: str | None = None
+def named(kind: Any) -> Any:
+    """An object with any names."""
+    return dict[str, kind]
 
 
-class Router(Part):
-    """A dynamic router and the tokens nearest to it."""
-
-    layer: Whole
-    source: Whole
-    head: Whole
-    tokens: list[tuple[str | None, Number | None]]
-
-
-class Routers(Part):
-    """Some of the dynamic routers of a model."""
-
-    of: Whole | None = None
-    routers: list[Router] | None = None
+def _rectangular(sample: Any) -> Any:
+    """A sample, if the rows of its grid are as long as its tokens."""
+    lengths = {len(row) for row in (sample.tokens, sample.targets, sample.saturation, *sample.grid)}
+    if len(lengths) > 1:
+        raise ValueError(f"its rows have different lengths: {', '.join(map(str, sorted(lengths)[:4]))}")
+    return sample
 
 
-class Timings(Part):
-    """Seconds."""
+MODEL = entries("Model", (str, "name class task dtype hash revision"), (Layer, "num_layers"), (Whole, "parameters"))
+DATA = entries(
+    "Data",
+    (str, "name kind hash text_hash unit no_error"),
+    (Whole, "sequences tokens documents train_sequences validation_sequences clusters"),
+    (entries("Split", (str, "name")), "heldout"),
+)
+SAMPLE = entries(
+    "Sample",
+    (str, "title group"),
+    (Picture, "picture"),
+    (Texts, "tokens targets"),
+    (list[Whole | None], "saturation"),
+    (list[Tokens], "grid"),
+    required="tokens targets saturation grid",
+)
+"""One sequence of a lens grid: [T] tokens, targets and saturation layers, [L+1][T] (token, probability).
 
-    load: Number | None = None
-    forward: Number | None = None
-    total: Number | None = None
-
-
-class RunSettings(Part):
-    """Settings of the run."""
-
-    objective: Mapping | None = None
-
-
-class Fits(Part):
-    """Fits of a plan's scalars."""
-
-    healed: Mapping | None = None
-
-
-class Cost(Part):
-    """Cost of a search."""
-
-    fit: Fits | None = None
-
-
-class Plan(Part):
-    """Blocks in the order of their removal."""
-
-    model: Model | None = None
-    data: Data | None = None
-    granularity: str | None = None
-    criterion: str | None = None
-    search: str | None = None
-    blocks: list[Layer] | None = None
-    losses: list[Number | None] | None = None
-    healed_loss: Number | None = None
-    control_loss: dict[str, Number | None] | None = None
-    cost: Cost | None = None
-
-
-class Checkpoint(Part):
-    """One step of a series."""
-
-    step: Whole
-    model: Model | None = None
-    headline: dict[str, Finding] | None = None
-    lens_grid: LensGrid | None = None
-    left_out: list[LeftOut] | None = None
-
-
-class Exit(Part):
-    """Early exit with one rule, threshold and cache policy: over given sequences, or while generating."""
-
-    rule: str | None = None
-    threshold: Number | None = None
-    policy: str | None = None
-    split: str | None = None
-    calibrated: bool | None = None
-    exits: Counts | None = None
-    accuracy: Share | None = None
-    accuracy_stderr: Ratio | None = None
-    loss: Number | None = None
-    loss_stderr: Ratio | None = None
-    agreement: Share | None = None
-    agreement_stderr: Ratio | None = None
-    drop: Number | None = None
-    drop_stderr: Ratio | None = None
-    drop_interval: Interval | None = None
-    tokens: Whole | None = None
-    theoretical_speedup: Ratio | None = None
-    layers_computed: Ratio | None = None
-    measured_speedup: Ratio | None = None
-    measured_speedup_interval: Interval | None = None
-    timing: str | None = None
-
-
-class Full(Part):
-    """The model without early exit, on the same data."""
-
-    accuracy: Share | None = None
-    accuracy_stderr: Ratio | None = None
-    loss: Number | None = None
-    loss_stderr: Ratio | None = None
-    seconds: Ratio | None = None
-    chance: Share | None = None
-    no_advice: str | None = None
-
-
-class Speed(Part):
-    """Speed at equal accuracy and accuracy at equal speed, of one of several models."""
-
-    full: Number | None = None
-    speedup: Ratio | None = None
-    speedup_at_baseline: Ratio | None = None
-    at: dict[str, Number | None] | None = None
-
-
-class GenerationStats(Part):
-    """Counts and times of a generation."""
-
-    mode: str | None = None
-    reason: str | None = None
-    tokens: Whole | None = None
-    seconds: Ratio | None = None
-    tokens_per_second: Ratio | None = None
-    theoretical_speedup: Ratio | None = None
-    layers_computed: Ratio | None = None
-    prompt_positions: Counts | None = None
-    layer_positions: Counts | None = None
-    exits: Counts | None = None
-
-
-class Generated(Part):
-    """Prompts, the texts that continue them, and numbers on the generation."""
-
-    prompts: list[str | None] | None = None
-    texts: list[str | None] | None = None
-    stats: GenerationStats | None = None
-
-
-class ScoredTask(Part):
-    """A task of an evaluation."""
-
-    metric: str | None = None
-    higher_is_better: bool | None = None
-    count: Whole | None = None
-    chance: Number | None = None
-    advised: bool | None = None
-    earliest: Layer | None = None
-    earliest_by_estimate: Layer | None = None
-
-
-class Compared(Plan):
-    """One of several models: of a comparison, a benchmark or a quantisation."""
-
-    label: str | None = None
-    baseline: bool | None = None
-    paired: bool | None = None
-    """Whether differences to the baseline are paired; null for the baseline."""
-    token_policy: Policy | None = None
-    headline: dict[str, Finding] | None = None
-    lens_grid: LensGrid | None = None
-    left_out: list[LeftOut] | None = None
-    warnings: list[str] | None = None
-    settings: RunSettings | None = None
-    recipe: str | None = None
-    not_computed: list[Whole] | None = None
-    exits: list[Exit] | None = None
-    full: Full | None = None
-    generation: list[Exit] | None = None
-    tasks: dict[str, ScoredTask] | None = None
-
-
-class Document(Part):
-    """`results.json` of any kind."""
-
-    kind: str | None = None
-    created: str | None = None
-    complete: bool | None = None
-    seed: Whole | None = None
-    recipe: str | None = None
-    fingerprint: str | None = None
-    settings: RunSettings | None = None
-    model: Model | None = None
-    data: Data | None = None
-    groups: dict[str, str | int | None] | None = None
-    token_policy: Policy | None = None
-    versions: Mapping | None = None
-    timings: Timings | None = None
-    memory: Mapping | None = None
-    sampling: Mapping | None = None
-    machine: Mapping | None = None
-    left_out: list[LeftOut] | None = None
-    warnings: list[str] | None = None
-    headline: dict[str, Finding] | None = None
-    lens_grid: LensGrid | None = None
-    router_tokens: Routers | None = None
-    steps: list[Checkpoint] | None = None
-    of: str | None = None
-    step: Whole | None = None
-    depth: str | None = None
-    models: list[Compared] | None = None
-    plan: Plan | None = None
-    plans: dict[str, Plan | None] | None = None
-    exits: list[Exit] | None = None
-    full: Full | None = None
-    generation: Generated | list[Exit] | None = None
-    speedups: dict[str, Speed] | None = None
-    tasks: dict[str, ScoredTask] | None = None
+A sample of a classifier has one position, whose targets and predictions are classes.
+"""
+ROUTER = entries("Router", (Whole, "layer source head"), (Tokens, "tokens"), required="layer source head tokens")
+FINDINGS = (dict[str, Finding], "headline")
+LENS_GRID = (
+    entries("LensGrid", (str, "of"), (many(Annotated[SAMPLE, AfterValidator(_rectangular)]), "samples")),
+    "lens_grid",
+)
+LEFT_OUT = (many(entries("LeftOut", (str, "measure reason"))), "left_out")
+SETTINGS = (entries("Settings", (Object, "objective")), "settings")
+PLAN = (
+    (MODEL, "model"),
+    (DATA, "data"),
+    (str, "granularity criterion search"),
+    (list[Layer], "blocks"),
+    (list[Number | None], "losses"),
+    (Number, "healed_loss"),
+    (Numbers, "control_loss"),
+    (entries("Cost", (entries("Fits", (Object, "healed")), "fit")), "cost"),
+)
+"""Entries of a plan: blocks in the order of their removal."""
+EXIT = entries(
+    "Exit",
+    (str, "rule policy split timing"),
+    (bool, "calibrated"),
+    (Number, "threshold loss drop"),
+    (Share, "accuracy agreement"),
+    (Ratio, "accuracy_stderr loss_stderr agreement_stderr drop_stderr"),
+    (Ratio, "theoretical_speedup layers_computed measured_speedup"),
+    (Interval, "drop_interval measured_speedup_interval"),
+    (Counts, "exits"),
+    (Whole, "tokens"),
+)
+"""Early exit with one rule, threshold and cache policy: over given sequences, or while generating."""
+FULL = entries(
+    "Full",
+    (Share, "accuracy chance"),
+    (Number, "loss"),
+    (Ratio, "accuracy_stderr loss_stderr seconds"),
+    (str, "no_advice"),
+)
+"""The model without early exit, on the same data."""
+GENERATED = entries(
+    "Generated",
+    (Texts, "prompts texts"),
+    (
+        entries(
+            "Stats",
+            (str, "mode reason"),
+            (Whole, "tokens"),
+            (Ratio, "seconds tokens_per_second theoretical_speedup layers_computed"),
+            (Counts, "prompt_positions layer_positions exits"),
+        ),
+        "stats",
+    ),
+)
+TASK = entries(
+    "Task",
+    (str, "metric"),
+    (bool, "higher_is_better advised"),
+    (Whole, "count"),
+    (Number, "chance"),
+    (Layer, "earliest earliest_by_estimate"),
+)
+"""A task of an evaluation."""
+READ = (
+    FINDINGS,
+    LENS_GRID,
+    LEFT_OUT,
+    SETTINGS,
+    (list[str], "warnings"),
+    (entries("Policy", (str, "name sentence")), "token_policy"),
+    (many(EXIT), "exits"),
+    (FULL, "full"),
+    (named(TASK), "tasks"),
+    (str, "recipe"),
+)
+"""Entries of a document, and of each of several models that a document is of."""
+DOCUMENT = entries(
+    "Document",
+    *READ,
+    (MODEL, "model"),
+    (DATA, "data"),
+    (str, "kind created fingerprint of depth"),
+    (bool, "complete"),
+    (Whole, "seed step"),
+    (Object, "versions memory sampling machine"),
+    (dict[str, str | int | None], "groups"),
+    (entries("Timings", (Number, "load forward total")), "timings"),
+    (entries("Routers", (Whole, "of"), (many(ROUTER), "routers")), "router_tokens"),
+    (
+        many(entries("Step", (Whole, "step"), (MODEL, "model"), FINDINGS, LENS_GRID, LEFT_OUT, required="step")),
+        "steps",
+    ),
+    (
+        many(
+            entries(
+                "Compared",
+                *READ,
+                *PLAN,
+                (str, "label"),
+                (bool, "baseline paired"),
+                (list[Whole], "not_computed"),
+                (many(EXIT), "generation"),
+            )
+        ),
+        "models",
+    ),
+    (entries("Plan", *PLAN), "plan"),
+    (named(entries("Plan", *PLAN) | None), "plans"),
+    (GENERATED | many(EXIT), "generation"),
+    (
+        named(entries("Speed", (Number, "full"), (Ratio, "speedup speedup_at_baseline"), (Numbers, "at"))),
+        "speedups",
+    ),
+)
+"""`results.json` of any kind."""
 
 
 def is_picture(value: object) -> bool:
@@ -355,5 +230,5 @@ def read(path: Path) -> dict[str, Any]:
     if type(version) is not int or version != SCHEMA_VERSION:
         shown = version if isinstance(version, int) else type(version).__name__
         raise FulldepthError(f"{path} has schema version {shown}, this fulldepth reads {SCHEMA_VERSION}.")
-    validated(path, value, Document)
+    validated(path, value, DOCUMENT)
     return dict(value)

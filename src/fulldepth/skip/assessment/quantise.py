@@ -200,7 +200,11 @@ def _document(
         }
         for name, (own, made) in models.items()
     ]
-    run = {"seed": settings.seed, "machine": machine(anatomy.model.device), "packages": (*FRAMEWORKS, "torchao")}
+    run: dict[str, Any] = {
+        "seed": settings.seed,
+        "machine": machine(anatomy.model.device),
+        "packages": (*FRAMEWORKS, "torchao"),
+    }
     document = {
         **provenance("quantise", settings.model_dump(), **run),
         "method": METHOD,
