@@ -49,9 +49,7 @@ def train(
     resolved = layer(TrainSettings, _settings_of(recipe), nested(settings))
     name = Path(recipe).stem if isinstance(recipe, str | Path) else "settings"
     with watching(progress, watcher) as shown:
-        return training.train(
-            resolved, output, resume=resume, recipe=name, watcher=shown, after_evaluation=write_page
-        )
+        return training.train(resolved, output, resume=resume, recipe=name, watcher=shown, after_evaluation=write_page)
 
 
 def _settings_of(recipe: str | Path | Mapping[str, Any] | TrainSettings) -> Mapping[str, Any]:
