@@ -32,14 +32,13 @@ ARROWS: dict[str, set[str]] = {
     "uncertainty": set(),
     "fingerprint": set(),
     "distributed": set(),
-    "pages": set(),
     "processor": set(),
     "progress": set(),
     "files": set(),
     "bars": {"console"},
     "console": set(),
     "settings": {"bars"},
-    "figures": set(),
+    "reporting": set(),
     "metrics": set(),
     "architectures": set(),
     "data": set(),
@@ -47,14 +46,13 @@ ARROWS: dict[str, set[str]] = {
     "execution": {"hf", "metrics"},
     "losses": {"execution", "hf", "metrics"},
     "subjects": {"architectures", "data", "execution", "hf", "settings"},
-    "results": {"figures", "pages"},
-    "reporting": {"results", "figures"},
+    "results": {"reporting"},
     **dict.fromkeys(VERBS, NOUNS | {"settings"}),
-    **dict.fromkeys(COMPOSITIONS, VERBS | {"data", "reporting", "results", "settings"}),
-    "api": NOUNS | VERBS | COMPOSITIONS | {"bars", "reporting", "settings"},
-    "cli": VERBS | COMPOSITIONS | {"bars", "console", "reporting", "results", "settings"},
+    **dict.fromkeys(COMPOSITIONS, VERBS | {"data", "results", "settings"}),
+    "api": NOUNS | VERBS | COMPOSITIONS | {"bars", "settings"},
+    "cli": VERBS | COMPOSITIONS | {"bars", "console", "results", "settings"},
     "__main__": {"cli"},
-    "__init__": NOUNS | VERBS | COMPOSITIONS | {"api", "figures", "pages", "reporting", "settings"},
+    "__init__": NOUNS | VERBS | COMPOSITIONS | {"api", "reporting", "settings"},
 }
 """Room -> the rooms that it may import, besides itself and `EVERYWHERE`."""
 EVERYWHERE = {
@@ -76,7 +74,7 @@ LAZY = {SOURCE / "__init__.py", *(SOURCE / "cli").glob("*.py")}
 OPTIONAL = {"bitsandbytes", "gguf", "kornia", "lm_eval", "pycocotools", "torchao", "trl"}
 """Extras that a user may not have: imported where they are used."""
 
-WITHOUT_TORCH = ["", ".cli", ".comparison", ".errors", ".figures", ".files", ".settings", ".reporting", ".results"]
+WITHOUT_TORCH = ["", ".cli", ".comparison", ".errors", ".files", ".settings", ".reporting", ".results"]
 UNITS = {"1", "%", "nats", "tokens", "layers"}
 
 LIMITS = {"src": (600, 100), "tests": (600, 100)}

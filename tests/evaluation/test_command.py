@@ -250,9 +250,9 @@ REFUSED = {
     "--tasks piqa_local --set include_path=absent": "absent",
     "--tasks piqa_local --set gen_kwargs=max_gen_toks=8": "gen_kwargs",
     "--tasks piqa_local --apply-chat-template": "chat template",
-    "--tasks piqa_local --fewshot-as-multiturn": "--apply-chat-template",
-    "--tasks piqa_local --top-p 0.5": "--generation-quality",
-    "--tasks piqa_local --set judge=x": "--generation-quality",
+    "--tasks piqa_local --set fewshot_as_multiturn=true": "--apply-chat-template",
+    "--tasks piqa_local --top-p 0.5": "generation_quality",
+    "--tasks piqa_local --set judge=x": "generation_quality",
 }
 """Options -> what the message names."""
 

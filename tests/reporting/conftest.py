@@ -1,16 +1,16 @@
-"""Synthetic results, pages made of them, and a browser that is allowed to read files and nothing else."""
+"""Pages of results of every kind, and a browser that is allowed to read files and nothing else."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from figures import synthetic as builders
-from fulldepth.reporting import write
+from fulldepth.results import PAGE
+from reporting.plotted import KINDS
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 ARGUMENTS = [
@@ -23,22 +23,9 @@ ARGUMENTS = [
 
 
 @pytest.fixture(scope="session")
-def synthetic() -> ModuleType:
-    """Builders of results, shared with the tests of the figures."""
-    return builders
-
-
-@pytest.fixture(scope="session")
-def pages(synthetic, tmp_path_factory):
-    """Name of a builder -> path of its page, written once through the result folder."""
-    made: dict[str, Path] = {}
-
-    def page(name: str) -> Path:
-        if name not in made:
-            made[name] = write(getattr(synthetic, name)().save(tmp_path_factory.mktemp(name)))
-        return made[name]
-
-    return page
+def pages(tmp_path_factory):
+    """Name of results, see `plotted.KINDS` -> path of their page, written once through the result folder."""
+    return cache(lambda name: KINDS[name]().save(tmp_path_factory.mktemp(name)) / PAGE)
 
 
 @pytest.fixture(scope="session")

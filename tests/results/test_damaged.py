@@ -14,13 +14,11 @@ from types import ModuleType
 
 import pytest
 
-from fulldepth import reporting
 from fulldepth.comparison import compare
 from fulldepth.errors import FulldepthError
-from fulldepth.reporting.page import embed
-from fulldepth.reporting.payload import payload
-from fulldepth.reporting.together import together
-from fulldepth.results import DOCUMENT, TABLE, Results
+from fulldepth.reporting import render
+from fulldepth.results import DOCUMENT, TABLE, Results, write_page
+from fulldepth.results.pages import together
 from fuzz.mutations import change_content
 
 HERE = Path(__file__).parent
@@ -38,9 +36,13 @@ def module(path: Path) -> ModuleType:
     return found
 
 
-synthetic = module(HERE.parent / "figures" / "synthetic.py")
-folders = module(HERE.parent / "figures" / "skip_folders.py")
-exits = module(HERE.parent / "figures" / "exit_folders.py")
+synthetic = module(HERE.parent / "reporting" / "synthetic.py")
+folders = module(HERE.parent / "reporting" / "skip_folders.py")
+exits = module(HERE.parent / "reporting" / "exit_folders.py")
+
+
+def page(results: Results) -> str:
+    return render(results.table, results.meta)
 
 
 def comparison(runs: list[Results]) -> Results:
@@ -98,13 +100,13 @@ class Ground:
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
         try:
             if verb == "report":
-                embed(payload(Results.load(folder)))
+                page(Results.load(folder))
             elif verb == "together":
-                embed(payload(together([folder, self.whole["search"]])))
+                page(together([folder, self.whole["search"]]))
             else:
                 pair = [folder, self.whole[PARTNERS.get(kind, "measurement")]]
                 made = compare(draw.sample(pair, 2)).save(self.root / f"made-{seed}", page=False)
-                embed(payload(Results.load(made)))
+                page(Results.load(made))
         except FulldepthError as error:
             return str(error)
         finally:
@@ -138,7 +140,7 @@ def test_a_damaged_folder_gets_no_page(ground: Ground, tmp_path: Path) -> None:
     folder = ground.made["measurement"].save(tmp_path / "out", page=False)
     (folder / "results.json").write_text('{"schema_version": 1, "headline": {"a": 3}}', encoding="utf-8")
     with pytest.raises(FulldepthError, match=re.escape("results.json")):
-        reporting.write(folder)
+        write_page(folder)
     assert not (folder / "report.html").exists()
 
 

@@ -19,10 +19,8 @@ from fulldepth.reporting.draw import (
     APART,
     NO_CURVE,
     Drawn,
-    Grid,
     add_level,
     chart,
-    extremes,
     grid,
     heat,
     scale_without,
@@ -32,7 +30,7 @@ from fulldepth.reporting.draw import (
 )
 from fulldepth.reporting.notes import Note
 from fulldepth.reporting.phrases import TERMS
-from fulldepth.reporting.source import COMPARISON, SINGLE, TRAININGS, Curve, Source, curve, number, select
+from fulldepth.reporting.source import COMPARISON, SINGLE, TRAININGS, Curve, Source, curve, select
 from fulldepth.reporting.style import (
     DASHES,
     MUTED,
@@ -44,7 +42,6 @@ from fulldepth.reporting.style import (
     label,
     layer_axis,
     layer_name,
-    minus,
 )
 
 STEP_AXIS = axis("Training step", tickformat=",d", nticks=7, unifiedhovertitle={"text": "Step %{x:,}"})
@@ -56,9 +53,9 @@ ROUNDING = 1e-3
 """Differences of retrieval weights below this are rounding errors of the model's precision."""
 SMALLEST = 0.05
 """Smallest range of the colours of differences, so that noise stays pale."""
+DIFFERENCES = {"percent": "percent", "share": "percent", "rate": "rate"}
+"""Scale of values -> scale of their differences."""
 BRANCHES = {"attention": "Attention", "mlp": "MLP"}
-TOLERANCES = {"eps=": "ε", "relative_eps=": "relative ε"}
-"""Prefix of a statistic of `effective_depth` -> symbol."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,9 @@ class Line:
         pairs = select(table, self.measure)[["statistic", "site"]].dropna().drop_duplicates().to_numpy()
         found = 0
         for statistic, site in pairs:
-            matches = [re.fullmatch(str(p or ".*"), text) for p, text in ((self.statistic, statistic), (self.site, site))]
+            matches = [
+                re.fullmatch(str(p or ".*"), text) for p, text in ((self.statistic, statistic), (self.site, site))
+            ]
             if None in matches:
                 continue
             groups = {name: text for match in matches if match for name, text in match.groupdict().items()}
@@ -102,7 +101,7 @@ class Line:
             style = {"dash": DASHES[found % 4]} if "(?P" in (self.statistic or "") else {"color": self.color + found}
             yield replace(
                 self, statistic=statistic, site=site, name=self.name.format(**shown), key=self.key.format(**groups),
-                variant=self.variant.format(**shown), **style,  # type: ignore[arg-type]
+                variant=self.variant.format(**shown), **style,
             )  # fmt: skip
             found += 1
 
@@ -176,7 +175,9 @@ class Record:
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> Record:
         """The record of an entry of `figures.yaml`."""
-        parts = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
+        parts: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
+        }
         parts["lines"] = tuple(Line(**one) for one in entry.get("lines", []))
         parts["maps"] = tuple(Reading(**one) for one in entry.get("maps", []))
         parts["notes"] = tuple(map(Note.read, entry.get("notes", [])))
@@ -243,8 +244,8 @@ def alone(record: Record, source: Source, group: list[Line], **about: Any) -> go
     if not any(drawn) or (record.needs_first_line and not drawn[0]):
         return None
     if record.band:
-        ends = {"low": record.values(group[0], table, layers, low), "high": record.values(group[0], table, layers, high)}
-        drawn[0] = replace(drawn[0], band=f"{low}–{high}", **ends)
+        below, above = (record.values(group[0], table, layers, end) for end in (low, high))
+        drawn[0] = replace(drawn[0], band=f"{low}–{high}", low=below, high=above)
     if record.previous:
         before = Curve(drawn[0].curve.at, [at - 1.0 for at in drawn[0].curve.at], ["1"] * len(drawn[0].curve.at))
         drawn.append(Drawn(before, record.previous, MUTED, "dot", ".0f"))
@@ -252,7 +253,7 @@ def alone(record: Record, source: Source, group: list[Line], **about: Any) -> go
     nats = " (nats)" if any(one.curve.unit == "nats" for one in drawn) and "nats" not in record.axis else ""
     about = {"variant": group[0].variant, "showlegend": record.over != "layer" or None, **about}
     result = chart(
-        drawn, level=record.level, alt=extremes(drawn, record.over.removesuffix("s")), height=record.height,
+        drawn, level=record.level, height=record.height,
         xaxis=layer_axis(layers, record.first) if record.over == "layer" else STEP_AXIS,
         yaxis=value_axis(record.axis + nats, record.scale, values), **about,
     )  # fmt: skip
@@ -276,13 +277,13 @@ def overlay(record: Record, line: Line, source: Source, several: bool = False) -
             errors = replace(errors, values=[None if error is None else 2 * error for error in errors.values])
         elif not difference and line.errors.endswith(("stderr", "standard_error")):
             errors = record.values(line, run.table, run.layers, line.errors)
-        values = record.values(line, run.table, run.layers)
-        across = [at / run.layers for at in values.at] if relative else []
+        own = record.values(line, run.table, run.layers)
+        across = [at / run.layers for at in own.at] if relative else []
         form, hover = f"+{line.form}" if difference else line.form, "%{customdata[0]}: " * relative
-        drawn.append(Drawn(values, run.name, **run.style, form=form, errors=errors, across=across, hover=hover))
+        drawn.append(Drawn(own, run.name, **run.style, form=form, errors=errors, across=across, hover=hover))
     at_first = any(0 in one.curve.at for one in drawn)
     values = [value for one in drawn for value in one.curve.values]
-    scale = record.scale if not difference else {"percent": "percent", "share": "percent", "rate": "rate"}.get(record.scale, "")
+    scale = DIFFERENCES.get(record.scale, "") if difference else record.scale
     bars = f"; bars: {'two standard errors of the difference' if difference else 'one standard error'}"
     reading = "Value minus the baseline’s at the same depth" if difference else "One line a model"
     result = chart(
@@ -290,7 +291,6 @@ def overlay(record: Record, line: Line, source: Source, several: bool = False) -
         title=f"{record.quantity}: difference from {source.baseline}" if difference
         else record.title if steps else f"{record.quantity or 'Value'} per layer",
         subtitle="" if steps else reading + bars * any(one.errors for one in drawn),
-        alt=extremes(drawn, "step" if steps else "layer", len(drawn)),
         xaxis=STEP_AXIS if steps else layer_axis(max(run.layers for run in source.runs), 1 - at_first, relative),
         yaxis=value_axis(f"Δ {record.axis}" if difference else record.axis, scale, values),
         variant=", ".join(filter(None, dict.fromkeys((line.name, line.variant)))) if several else "",
@@ -309,10 +309,8 @@ def maps(record: Record, source: Source) -> Figures:
     """Maps of one model in all variants; of several models the first reading, or its differences, side by side."""
     if source.kind != COMPARISON:
         every = [(reading, *_cells(record, reading, source.table)) for reading in record.maps]
-        every = [(reading, cells, names) for reading, cells, names in every if cells]
-        if record.turned and len(every) == 2 and not any(
-            abs(a - b) > ROUNDING for a, b in zip(every[0][1].finite, every[1][1].finite, strict=False)
-        ):  # fmt: skip
+        every = [one for one in every if len(one[1])]
+        if record.turned and len(every) == 2 and np.allclose(every[0][1], every[1][1], 0, ROUNDING, equal_nan=True):
             every = [(replace(every[0][0], variant=""), *every[0][1:])]  # shares and signed weights are the same
         return readings(
             (reading.statistic, _heat(record, reading, cells, names, variant=reading.variant))
@@ -323,7 +321,7 @@ def maps(record: Record, source: Source) -> Figures:
     cells = {run.name: _cells(record, first, run.table)[0] for run in runs}
     settings: dict[str, Any] = {}
     if difference:  # one colour scale for all
-        largest = max((abs(value) for one in cells.values() for value in one.finite), default=0.0)
+        largest = max((float(np.nanmax(np.abs(one))) for one in cells.values() if len(one)), default=0.0)
         extent = max(SMALLEST, math.ceil(100 * largest) / 100)
         reading = f"Value minus the baseline’s at the same depth; the colours end at ±{extent:.2f}"
         settings = {"low": -extent, "high": extent, "difference": True, "quantity": "difference", "subtitle": reading}
@@ -331,11 +329,11 @@ def maps(record: Record, source: Source) -> Figures:
     return {
         name: _heat(record, first, one, None, variant=name, beside=True, **settings)
         for name, one in cells.items()
-        if one
+        if len(one)
     }
 
 
-def _cells(record: Record, reading: Reading, table: pd.DataFrame) -> tuple[Grid, list[str] | None]:
+def _cells(record: Record, reading: Reading, table: pd.DataFrame) -> tuple[pd.DataFrame, list[str] | None]:
     """The cells of a map, and the names of its rows unless they are layers."""
     rows = select(table, reading.measure, reading.statistic, reading.site).dropna(subset=["layer"])
     if record.streams:
@@ -346,20 +344,14 @@ def _cells(record: Record, reading: Reading, table: pd.DataFrame) -> tuple[Grid,
     rows = rows.dropna(subset=["other"])
     if record.turned:
         cells = grid(rows, rows["other"], rows["layer"])
-        return cells, [layer_name(row, short=True) for row in cells.rows]
+        return cells, [layer_name(row, short=True) for row in cells.index]
     if reading.site == "residual":  # a pair given in one order holds for both
         rows = pd.concat([rows.assign(layer=rows["other"], other=rows["layer"]), rows])
     return grid(rows, rows["layer"], rows["other"], record.column), None
 
 
-def _heat(record: Record, reading: Reading, cells: Grid, names: list[str] | None, **about: Any) -> go.Figure:
-    """The map, with the similarity of neighbouring layers in words."""
+def _heat(record: Record, reading: Reading, cells: pd.DataFrame, names: list[str] | None, **about: Any) -> go.Figure:
     low = record.low if reading.low is None else reading.low
-    if cells.rows == cells.columns and low is not None and "difference" not in about:
-        near = [value for at, row in enumerate(cells.values[:-1]) if (value := row[at + 1]) is not None]
-        far = cells.values[0][-1]
-        texts = [f"Neighbouring layers: {minus(min(near), '.2f')} to {minus(max(near), '.2f')}."] if near else []
-        about["alt"] = " ".join([*texts, *([] if far is None else [f"First against last: {minus(far, '.2f')}."])])
     settings = {"quantity": record.quantity or "weight", "low": low, "subtitle": reading.reading, **about}
     return heat(cells, names=names, axes=record.axes, **settings)
 
@@ -386,7 +378,6 @@ def _by_depth(record: Record, line: Line, source: Source, several: bool) -> go.F
         tracks,
         title=f"{record.quantity} of every layer over training",
         subtitle="One line a layer, stronger = deeper",
-        alt=extremes(tracks[-1:], "step"),
         xaxis=STEP_AXIS,
         yaxis=value_axis(record.axis, record.scale, [value for one in tracks for value in one.curve.values]),
         variant=", ".join(filter(None, (line.name, line.variant))) if several else "",
@@ -433,22 +424,16 @@ def profiles(record: Record, source: Source) -> Figures:
             drawn.layout.meta["subtitle"] = f"{reading}, at step {step:,}"
         return readings([("", drawn)])
     curves = {step: record.values(line, rows, source.layers) for step, rows in source.steps.items()}
-    shown = thin([step for step, profile in curves.items() if profile], PROFILES)
+    known = [step for step, profile in curves.items() if profile]
+    shown = [known[round(at)] for at in np.linspace(0, len(known) - 1, min(PROFILES, len(known)))]
     every = [
         Drawn(curves[step], f"Step {step:,}", by_depth(index, len(shown))) for index, step in enumerate(shown, start=1)
     ]
     drawn = chart(
-        every, alt=extremes(every[-1:]), xaxis=layer_axis(source.layers), yaxis=value_axis(record.axis, record.scale),
+        every, xaxis=layer_axis(source.layers), yaxis=value_axis(record.axis, record.scale),
         showlegend=True,
     )  # fmt: skip
     return readings([("", drawn and set_first_apart(drawn, [one.name for one in every]))])
-
-
-def thin(steps: list[int], limit: int) -> list[int]:
-    """At most `limit` of the steps, evenly spaced, including the first and the last."""
-    if len(steps) <= limit:
-        return steps
-    return [steps[round(index * (len(steps) - 1) / (limit - 1))] for index in range(limit)]
 
 
 def time_loss(_: Record, source: Source) -> Figures:
@@ -463,35 +448,11 @@ def time_loss(_: Record, source: Source) -> Figures:
     for run, clock, loss in zip(source.runs, clocks, losses, strict=True):
         steps = [step for step in loss if step in clock]
         values = Curve(steps, [loss[step] for step in steps], ["?"] * len(steps))
-        hover = {"hovertemplate": f"step %{{customdata:,}}<br>%{{x:.2f}} {unit}<br><b>%{{y:.4f}}</b>", "customdata": steps}
+        hover = {
+            "hovertemplate": f"step %{{customdata:,}}<br>%{{x:.2f}} {unit}<br><b>%{{y:.4f}}</b>",
+            "customdata": steps,
+        }
         drawn.append(Drawn(values, run.name, **run.style, across=[clock[step] / length for step in steps], extra=hover))
-    return readings([("", chart(
-        drawn, alt=f"The longest run trains for {longest / length:.3g} {unit}.",
-        xaxis=axis(f"Training time ({unit})", nticks=7, rangemode="tozero"), yaxis=axis("Loss (nats)"), showlegend=True,
-        hovermode="closest",
-    ))])  # fmt: skip
-
-
-def depth(_: Record, source: Source) -> Figures:
-    """Median saturation layer and effective depth over steps."""
-    rows = source.steps.values()
-    settled = [curve(one, "saturation", "cumulative").points for one in rows]
-    values = {"Median saturation layer": [next((at for at, share in one.items() if share >= 0.5), None) for one in settled]}
-    for prefix, symbol in TOLERANCES.items():
-        found: dict[str, list[float | None]] = {}
-        for at, one in enumerate(rows):
-            own = select(one, "effective_depth")
-            for statistic, value in zip(own["statistic"].astype(str), own["value"], strict=True):
-                if statistic.startswith(prefix):
-                    found.setdefault(label(statistic.removeprefix(prefix), 12), [None] * len(rows))[at] = number(value)
-        if found:
-            eps = "0.05" if "0.05" in found else min(found)
-            values[f"Effective depth, {symbol} = {eps}"] = found[eps]
-    values = {name: one for name, one in values.items() if any(value is not None for value in one)}
-    drawn = [
-        Drawn(Curve([*source.steps], one, ["?"] * len(one)), name, **categorical(index), form=".0f")
-        for index, (name, one) in enumerate(values.items())
-    ]
-    range_ = {"range": [0, source.layers * 1.05]}
-    about = {"subtitle": f"Out of {source.layers} layers", "yaxis": axis("Layer", **range_), "xaxis": STEP_AXIS}
-    return readings([("", chart(drawn, alt=extremes(drawn, "step", 4), **about))])
+    across = axis(f"Training time ({unit})", nticks=7, rangemode="tozero")
+    result = chart(drawn, xaxis=across, yaxis=axis("Loss (nats)"), showlegend=True, hovermode="closest")
+    return readings([("", result)])

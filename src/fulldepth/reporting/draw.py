@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.reporting.source import NO_CURVE, Curve, counted, number
+from fulldepth.reporting.source import NO_CURVE, Curve, number
 from fulldepth.reporting.style import (
     CATEGORICAL,
     DIFFERENCE_SCALE,
@@ -20,7 +21,6 @@ from fulldepth.reporting.style import (
     figure,
     layer_axis,
     layer_name,
-    minus,
     translucent,
 )
 
@@ -44,7 +44,7 @@ SCALES: dict[str, dict[str, Any]] = {
 
 
 def value_axis(title: str, scale: str, values: Iterable[float | None] = (), **settings: Any) -> dict[str, Any]:
-    """A value axis. `signed` is [-1, 1] if a value is negative, else [0, 1]; `log` is linear unless all are positive."""
+    """A value axis; `signed` is [-1, 1] if a value is negative, else [0, 1]; `log` is linear unless all are positive."""
     finite = [value for value in values if value is not None]
     if scale == "signed":
         return axis(title, range=[-1.04 if min(finite, default=0) < 0 else 0, 1.04])
@@ -94,7 +94,7 @@ class Drawn:
     def _trace(self) -> go.Scatter | go.Bar:
         curve, errors = self.curve, self.errors.points
         observed = "" if set(curve.counts) <= {"1", "?"} else "  (n = %{customdata[1]})"
-        custom = [[layer_name(at), count] for at, count in zip(curve.at, curve.counts, strict=True)]
+        custom: list[list[Any]] = [[layer_name(at), count] for at, count in zip(curve.at, curve.counts, strict=True)]
         settings: dict[str, Any] = {}
         if any(widths := [errors.get(at, 0.0) for at in curve.at]):
             settings["error_y"] = {"array": widths, "thickness": 1.2, "width": 3}
@@ -128,33 +128,11 @@ class Drawn:
 
 def chart(drawn: Iterable[Drawn], *, level: float | None = None, **settings: Any) -> go.Figure | None:
     """Lines and bars; None if none has a finite value. `level` draws a horizontal line, `settings` go to `figure`."""
-    filled = [one for one in drawn if one or (one.low and one.high)]
-    if not filled:
+    traces = [trace for one in drawn if one for trace in one.traces()]
+    if not traces:
         return None
-    traces = [trace for one in filled for trace in (one.traces() if one else one._band())]
     result = figure(traces, **settings)
     return result if level is None else add_level(result, level, "dot")
-
-
-def extremes(drawn: Iterable[Drawn], where: str = "layer", most: int = 2) -> str:
-    """Alternative text: where the first `most` curves are lowest and highest; over steps, how they begin and end."""
-    texts = []
-    for one in [one for one in drawn if one][:most]:
-        form, points = one.form.replace("~", ""), list(one.curve.points.items())
-        if where != "layer":
-            ends = [f"{minus(value, form)} at {where} {at:,}" for at, value in dict.fromkeys((points[0], points[-1]))]
-            texts.append(f"{one.name}: {', '.join(ends)}.")
-            continue
-        (at_low, low), (at_high, high) = (end(points, key=lambda point: point[1]) for end in (min, max))
-        if minus(low, form) == minus(high, form):
-            place = layer_name(at_low).lower() if len(points) == 1 else "every layer"
-            texts.append(f"{one.name}: {minus(low, form)} at {place}.")
-        else:
-            texts.append(
-                f"{one.name}: lowest {minus(low, form)} at {layer_name(at_low).lower()}, "
-                f"highest {minus(high, form)} at {layer_name(at_high).lower()}."
-            )
-    return " ".join(texts)
 
 
 def set_first_apart(drawn: go.Figure, names: Collection[str]) -> go.Figure:
@@ -193,37 +171,22 @@ def add_level(drawn: go.Figure, level: float, dash: str = "solid") -> go.Figure:
     return drawn.add_hline(level, line={"color": MUTED, "width": 1, "dash": dash})
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Cells of a map: rows from the bottom up, columns from the left. False if no cell has a finite value."""
+def grid(table: pd.DataFrame, rows: Iterable[Any], columns: Iterable[Any], column: str = "value") -> pd.DataFrame:
+    """Cells of a map by row and column, NaN where there is none; empty if no value is finite.
 
-    rows: list[int]
-    columns: list[int]
-    values: list[list[float | None]]
-    counts: list[list[str]]
-
-    def __bool__(self) -> bool:
-        return bool(self.finite)
-
-    @property
-    def finite(self) -> list[float]:
-        """Every finite value."""
-        return [value for row in self.values for value in row if value is not None]
-
-
-def grid(table: pd.DataFrame, rows: Iterable[Any], columns: Iterable[Any], column: str = "value") -> Grid:
-    """The cells of a table's rows; `rows` and `columns` place each of them, and of equal places the last counts."""
-    cells = {
-        (int(row), int(at)): (number(value), counted(count))
-        for row, at, value, count in zip(rows, columns, table[column], table["count"], strict=True)
-    }
-    down, across = (sorted({place[part] for place in cells}) for part in (0, 1))
-    values, counts = ([[cells.get((row, at), (None, "?"))[part] for at in across] for row in down] for part in (0, 1))
-    return Grid(down, across, values, counts)  # type: ignore[arg-type]
+    `rows` and `columns` place each row of the table; of equal places the last counts.
+    """
+    cells = pd.DataFrame(
+        {"row": [*map(int, rows)], "column": [*map(int, columns)], "value": [*map(number, table[column])]}
+    )
+    cells = cells.astype({"value": "float64"}).drop_duplicates(["row", "column"], keep="last")
+    return (
+        cells.pivot(index="row", columns="column", values="value") if cells["value"].notna().any() else cells.iloc[:0]
+    )
 
 
 def heat(
-    cells: Grid,
+    cells: pd.DataFrame,
     *,
     names: Sequence[str] | None = None,
     axes: tuple[str, str] = ("Layer", "Layer"),
@@ -236,7 +199,7 @@ def heat(
     """A heat map with the common colours: sequential from zero, or neutral at zero if `low` is negative.
 
     Args:
-        cells: the values.
+        cells: the values, see `grid`; rows from the bottom up.
         names: of the rows; None = they are layers.
         axes: titles of the x and the y axis.
         quantity: name of the number, for the hover box.
@@ -245,28 +208,27 @@ def heat(
         difference: whether to use the colour scale of differences.
         layout: passed on to `figure`.
     """
+    rows, columns = [*map(int, cells.index)], [*map(int, cells.columns)]
     if low is None:
-        high = max(map(abs, cells.finite)) or 1.0
-        low = -high if min(cells.finite) < 0 else 0
-    gap = 1 if max(len(cells.columns), len(cells.rows)) <= 40 else 0
-    counts = {count for row in cells.counts for count in row}
+        values = cells.to_numpy()
+        high = float(np.nanmax(np.abs(values))) or 1.0
+        low = -high if np.nanmin(values) < 0 else 0
+    gap = 1 if max(cells.shape) <= 40 else 0
     shown = go.Heatmap(
-        x=cells.columns, y=names or cells.rows, z=cells.values, customdata=cells.counts, zmin=low, zmax=high,
+        x=columns, y=names or rows, z=[[*map(number, row)] for row in cells.to_numpy()], zmin=low, zmax=high,
         colorscale=DIFFERENCE_SCALE if difference else SIGNED_SCALE if low < 0 else UNIT_SCALE,
         xgap=gap, ygap=gap, hoverongaps=False, colorbar=COLOR_BAR,
-        hovertemplate=f"{axes[1]} %{{y}}, {axes[0].lower()} %{{x}}<br>{quantity} <b>%{{z:.4f}}</b><br>"
-        f"n = {counts.pop() if len(counts) == 1 else '%{customdata}'}<extra></extra>",
+        hovertemplate=f"{axes[1]} %{{y}}, {axes[0].lower()} %{{x}}<br>{quantity} <b>%{{z:.4f}}</b><extra></extra>",
     )  # fmt: skip
     across, down = (
-        axis(title, **{name: ticks[name] for name in ("tickvals", "ticktext")}, **BARE)
-        for title, ticks in ((axes[0], layer_axis(cells.columns[-1], 0)), (axes[1], layer_axis(cells.rows[-1], 0)))
+        {**layer_axis(last, 0), **axis(title), **BARE, "range": None}
+        for title, last in zip(axes, (columns[-1], rows[-1]), strict=True)
     )
     if names:
         down = axis(axes[1], type="category", tickvals=names[:: max(1, len(names) // 16)], **BARE)
-    elif cells.rows == cells.columns:
+    elif rows == columns:
         across, down = across | {"constrain": "domain"}, down | {"constrain": "domain", "scaleanchor": "x"}
-    about = {"alt": f"From {minus(min(cells.finite), '.2f')} to {minus(max(cells.finite), '.2f')}.", **layout}
-    return figure([shown], xaxis=across, yaxis=down, height=480, hovermode="closest", **about)
+    return figure([shown], xaxis=across, yaxis=down, height=480, hovermode="closest", **layout)
 
 
 def shade_key(title: str, shades: Sequence[str], low: float, high: float) -> go.Scatter:
@@ -292,10 +254,15 @@ def points(
     return go.Scatter(x=x, y=y, name=name, mode=mode, line=line, marker=marker, **told, **extra)
 
 
-def plane(traces: Sequence[go.Scatter], across: str, up: str, *, form: str, suffix: str = "", **about: Any) -> go.Figure:
+def plane(
+    traces: Sequence[go.Scatter], across: str, up: str, *, form: str, suffix: str = "", **about: Any
+) -> go.Figure:
     """Points of models in a plane of quality and time. `form` is the d3 number format of the y axis."""
-    settings = {"tickformat": form} if form else {}
-    xaxis, height = axis(across, **({"ticksuffix": suffix} if suffix else {"tickformat": ".2f"})), about.pop("height", 400)
+    settings = {"tickformat": form} if form else {"rangemode": "tozero"}
+    xaxis, height = (
+        axis(across, **({"ticksuffix": suffix} if suffix else {"tickformat": ".2f"})),
+        about.pop("height", 400),
+    )
     return figure(
         traces, xaxis=xaxis, yaxis=axis(up, **settings), hovermode="closest", height=height, showlegend=True, **about
     )

@@ -13,8 +13,7 @@ from fulldepth.reporting import measured
 from fulldepth.reporting.charts import Line, Record, alone, overlay, readings
 from fulldepth.reporting.draw import add_level
 from fulldepth.reporting.exits import export_of
-from fulldepth.reporting.measured import Pairs
-from fulldepth.reporting.phrases import NOTHING, dotted, listed, model_line, percent, short
+from fulldepth.reporting.phrases import NOTHING, percent, short
 from fulldepth.reporting.source import EVALUATION, Curve, Source, curve, select
 from fulldepth.reporting.style import CATEGORICAL, Figures, label, translucent
 from fulldepth.reporting.tables import Table, by_subject, settings_table
@@ -169,18 +168,6 @@ def quality(record: Record, source: Source) -> Figures:
         return alone(settings, now, lines, variant=title, showlegend=sites != [""]) if lines else None
 
     return readings((statistic, drawn(statistic)) for statistic in QUALITIES)
-
-
-def byline(source: Source) -> str:
-    """The model and the number of tasks in one line."""
-    count = len(tasks(source))
-    return dotted(model_line(source.meta.get("model") or {}), f"{count} task{'s' * (count > 1)}" if count else "")
-
-
-def about(source: Source) -> Pairs:
-    """Pairs on the model, the machine and the run."""
-    subjects = measured.about(source)
-    return [*subjects[:2], ("Machine", listed(source.meta.get("machine") or {})), *subjects[2:]]
 
 
 def tables(source: Source) -> dict[str, list[Table]]:

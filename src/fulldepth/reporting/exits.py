@@ -1,4 +1,4 @@
-"""Early exit and generation on a page: quality against speed-up, where samples or tokens leave, tables of thresholds."""
+"""Early exit and generation: quality against speed-up, where samples or tokens leave, tables of thresholds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import plotly.graph_objects as go
 from fulldepth.reporting import measured
 from fulldepth.reporting.charts import Record, readings
 from fulldepth.reporting.draw import plane, points
-from fulldepth.reporting.measured import Pairs
-from fulldepth.reporting.phrases import NOTHING, dotted, listed, percent, short, visible
+from fulldepth.reporting.phrases import NOTHING, percent, short, visible
 from fulldepth.reporting.source import EXIT, Source, number
 from fulldepth.reporting.style import (
     CATEGORICAL,
@@ -36,7 +35,11 @@ MOST_BARS = 4
 """Number of thresholds in one histogram, besides those that were chosen."""
 MOST_TEXTS, MOST_CHARACTERS = 40, 6000
 """Largest number of texts on a page, and of characters of each."""
-SCALES = {"accuracy": ("Accuracy", ".1%"), "loss": ("Loss (nats)", ".4f"), "agreement": ("Agreement with the full model", ".1%")}
+SCALES = {
+    "accuracy": ("Accuracy", ".1%"),
+    "loss": ("Loss (nats)", ".4f"),
+    "agreement": ("Agreement with the full model", ".1%"),
+}
 """Number of a point -> its axis title and d3 number format."""
 
 
@@ -112,15 +115,14 @@ def tradeoff(record: Record, source: Source) -> Figures:
 def _tradeoff(groups: Mapping[str, list[Point]], full: Sequence[Mapping[str, Any]], key: str) -> go.Figure | None:
     """A line of thresholds for each group, and the full models; None without points."""
     title, form = SCALES[key]
-    traces, chosen, words = [], [], []
+    traces, chosen = [], []
     for index, (name, every) in enumerate(groups.items()):
         places = [(one, one.speedup, one.value(key)) for one in every]
         drawn = [(one, x, y) for one, x, y in places if x is not None and y is not None]
         if not drawn:
             continue
         chosen += [(x, y) for one, x, y in drawn if one.entry.get("calibrated")]
-        color, (_, speed, lowest) = categorical(index)["color"], drawn[0]
-        words.append(f"{name}: {speed:.2f}×, {minus(lowest, form.replace('4', '3'))} at the lowest threshold.")
+        color = categorical(index)["color"]
         traces.append(
             points(
                 name, [x for _, x, _ in drawn], [y for *_, y in drawn], color,
@@ -154,7 +156,6 @@ def _tradeoff(groups: Mapping[str, list[Point]], full: Sequence[Mapping[str, Any
         title=f"{variant} against speed-up",
         subtitle=f"{'Lower' if key == 'loss' else 'Higher'} right is better. "
         f"{'Measured in time' if timed else 'In theory, by layers: nothing was timed'}",
-        alt=" ".join(words),
         variant=variant,
         height=380,
     )
@@ -193,7 +194,6 @@ def _histogram(name: str, every: Iterable[Point]) -> go.Figure | None:
     ]
     return figure(
         traces,
-        alt=" ".join(f"{point.name}: {point.early or 0:.0%} leave early." for point in drawn),
         xaxis=layer_axis(layers),
         yaxis=axis("Share", tickformat=".0%", rangemode="tozero"),
         variant=name,
@@ -201,13 +201,6 @@ def _histogram(name: str, every: Iterable[Point]) -> go.Figure | None:
         bargap=0.25,
         showlegend=True,
     )
-
-
-def about(source: Source) -> Pairs:
-    """Pairs on the model, the data, the machine and the run."""
-    pairs, accuracy = measured.about(source), number((source.meta.get("full") or {}).get("accuracy"))
-    whole = "" if accuracy is None else f"accuracy {percent(accuracy, '.2f')}"
-    return [*pairs[:2], ("Full model", whole), ("Machine", listed(source.meta.get("machine") or {})), *pairs[2:]]
 
 
 def story(source: Source) -> dict[str, Any] | None:
@@ -256,16 +249,15 @@ def thresholds(title: str, entries: object) -> Table:
         "Speed-up": _timed,
         "In theory": cell("theoretical_speedup", "{:.2f}×".format),
     }
-    named = [
-        (unescape(dotted(one.name, label(one.entry.get("policy") or "", 24), "chosen" * bool(one.entry.get("calibrated")))), one)
-        for every in points_of(entries).values()
-        for one in every
-    ]  # fmt: skip
+    named = []
+    for one in (one for every in points_of(entries).values() for one in every):
+        words = [one.name, *one.series.split(", ")[1:], "chosen" if one.entry.get("calibrated") else ""]
+        named.append((unescape(" · ".join(filter(None, words))), one))
     note = (
         "Change: of accuracy in points, with its 95 % interval where it is known. Speed-up: measured beside the full "
         "model in interleaved rounds; ≈ where its 95 % interval holds 1. In theory, only layers take time. Layers "
-        "computed: for a position of a generated text on average, prompts included. Chosen: on one half of the data, and "
-        "reported on the other."
+        "computed: for a position of a generated text on average, prompts included. Chosen: on one half of the data, "
+        "and reported on the other."
     )
     return by_subject(title, "Threshold", named, columns, note)
 

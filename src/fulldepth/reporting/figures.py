@@ -20,7 +20,6 @@ DRAWINGS: dict[str, Draw] = {
     "displacement": charts.displacement,
     "profiles": charts.profiles,
     "time_loss": charts.time_loss,
-    "depth": charts.depth,
     "removal_loss": skip.removal_loss,
     "by_removed": skip.by_removed,
     "pareto": skip.pareto,
@@ -49,13 +48,17 @@ def records(kind: str) -> list[tuple[Record, Draw]]:
             drawn.append((replace(record, section="stopping", secondary=False), generic))
         if kind == COMPARISON and single and (record.maps or any(line.compared for line in record.lines)):
             drawn.append((record, generic))
-        if (kind == COMPARISON and drawn and drawn[-1][0] is record) or (kind == TRAININGS and record.draw == "profiles"):
+        if (kind == COMPARISON and drawn and drawn[-1][0] is record) or (
+            kind == TRAININGS and record.draw == "profiles"
+        ):
             difference = replace(record, name=f"difference_{record.name}", column="difference")
             drawn.append((difference, DRAWINGS.get(record.draw, generic) if kind == TRAININGS else generic))
         if kind in (SERIES, TRAINING) and record.followed:
             folded = record.secondary or record.section != "displacement"
-            series = {"section": "training", "secondary": folded} if kind == SERIES else {}
-            drawn.append((replace(record, name=f"steps_{record.name}", **series), charts.followed))
+            steps = replace(record, name=f"steps_{record.name}")
+            drawn.append(
+                (replace(steps, section="training", secondary=folded) if kind == SERIES else steps, charts.followed)
+            )
     return [*records(SINGLE), *drawn] if kind == SERIES else drawn
 
 
@@ -82,7 +85,9 @@ def build(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
         last = Source(table[table["step"] == table["step"].max()].drop(columns="step"), meta)
     drawn: dict[str, go.Figure] = {}
     for record, draw in records(source.kind):
-        drawn |= record.finished(draw(record, last if SINGLE in record.kinds and draw is not charts.followed else source))
+        drawn |= record.finished(
+            draw(record, last if SINGLE in record.kinds and draw is not charts.followed else source)
+        )
     return drawn
 
 

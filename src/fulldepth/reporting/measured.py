@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -12,27 +12,16 @@ from typing import Any
 import yaml
 
 from fulldepth.reporting.phrases import (
-    data_line,
-    dotted,
     figure_of,
-    listed,
-    model_line,
     plus_minus,
     quantity,
-    seconds,
     short,
-    size,
-    stated,
     visible,
 )
 from fulldepth.reporting.source import Source
 from fulldepth.reporting.tables import Table
 
 Meta = Mapping[str, Any]
-Pairs = list[tuple[str, str]]
-"""(name, text) pairs; a text is empty if the document does not state it."""
-STEPS = {"load": "loading", "forward": "forward passes", "total": "in all"}
-"""Timing -> what took the time."""
 WITHOUT_CARD = ("cosine_cka_order", "score ", "earliest_exit ")
 """Beginnings of the names of findings without a card; of tasks, a table has the numbers."""
 
@@ -105,19 +94,6 @@ def title(meta: Meta) -> str:
     return short(name, 160)
 
 
-def byline(source: Source, verb: str = "measured") -> str:
-    """The model and its data in one line."""
-    data = (source.meta.get("data") or {}).get("name")
-    return model_line(source.meta.get("model") or {}) + (f" · {verb} on {short(data, 100)}" if data else "")
-
-
-def compared(source: Source, subjects: str = "models", at_step: str = "") -> str:
-    """How many `subjects` are compared, and how their layers are aligned."""
-    count = len(source.meta.get("models") or [])
-    depth = "by relative depth" if source.meta.get("depth") == "relative" else "layer by layer"
-    return f"{count} {subjects}, compared {at_step}{depth}" if count else ""
-
-
 def differences(entry: Meta, _: Source) -> list[Shown]:
     """The findings of a comparison; sentences on numbers that the table of models shows are marked as later."""
     headline = (entry.get("headline") or {}).items()
@@ -145,51 +121,6 @@ def side_by_side(source: Source) -> Table | None:
         if any(name in (entry.get("headline") or {}) for entry in models)
     ]
     return Table("Models side by side", [labelled(entry) for entry in models], rows) if rows else None
-
-
-def about(source: Source) -> Pairs:
-    """Pairs on the model, the data, the tokens and the run."""
-    return [*_subject(source.meta), *run(source.meta)]
-
-
-def about_models(source: Source) -> Pairs:
-    """As `about` for several models; a text is given once if it is the same for all."""
-    models = source.meta.get("models") or []
-    subjects = [(short(entry.get("label", "?"), 60), dict(_subject(entry))) for entry in models]
-    pairs: Pairs = []
-    for key in subjects[0][1] if subjects else ():
-        several = [(f"{key} of {name}", subject[key]) for name, subject in subjects]
-        pairs += [(key, several[0][1])] if len({text for _, text in several}) == 1 else several
-    return [*pairs, *run(source.meta)]
-
-
-def _subject(meta: Meta) -> Pairs:
-    model, data, policy = (meta.get(key) or {} for key in ("model", "data", "token_policy"))
-    revision = stated(model, ("revision", "revision {}"))
-    return [
-        ("Model", dotted(stated(model, ("name", "{}")), model_line(model), revision)),
-        ("Data", dotted(stated(data, ("name", "{}")), data_line(data))),
-        ("Tokens", short(policy.get("sentence") or policy.get("name") or "", 400)),
-        ("Fingerprints", fingerprints([("config", model.get("config_hash")), ("data", data.get("hash"))])),
-    ]
-
-
-def fingerprints(hashes: Iterable[tuple[str, Any]]) -> str:
-    """Prefixes of the known hashes, without repetition."""
-    return dotted(*dict.fromkeys(f"{kind} {short(value, 23)}" for kind, value in hashes if value))
-
-
-def run(meta: Meta, written: str = "Measured") -> Pairs:
-    """Pairs on sampling, time, memory and versions of the run."""
-    timings, sampling = meta.get("timings") or {}, meta.get("sampling")
-    return [
-        ("Sampling", short(sampling.get("sentence") or "Nothing was sampled.", 900) if sampling else ""),
-        ("Seed", short(meta["seed"], 20) if meta.get("seed") is not None else ""),
-        ("Time", dotted(*(f"{seconds(timings[key])} {step}" for key, step in STEPS.items() if timings.get(key)))),
-        ("Memory", listed(meta.get("memory") or {}, size)),
-        ("Versions", listed(meta.get("versions") or {})),
-        (written, short(meta.get("created") or "", 40)),
-    ]
 
 
 def warnings(meta: Meta) -> list[str]:

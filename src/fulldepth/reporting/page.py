@@ -1,4 +1,4 @@
-"""Fills the template of the page with a table and its document: texts, tables, figures, and the data of the lens grid."""
+"""Fills the template of the page with a table and its document: texts, tables, figures, the lens grid."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from html import unescape
 from importlib.resources import files
@@ -18,9 +18,9 @@ import plotly.graph_objects as go
 from markupsafe import Markup
 
 from fulldepth.reporting import evaluation, exits, figures, measured, skip, story, training
-from fulldepth.reporting.measured import Meta, Pairs, Shown, texts
+from fulldepth.reporting.measured import Meta, Shown, texts
 from fulldepth.reporting.notes import Note
-from fulldepth.reporting.phrases import plus_minus, short, visible
+from fulldepth.reporting.phrases import dotted, percent, plain, plus_minus, scaled, seconds, short, size, visible
 from fulldepth.reporting.source import (
     COMPARISON,
     EVALUATION,
@@ -47,10 +47,6 @@ TOKEN_LIMIT = 40
 class Content:
     """What a kind of page says around its figures; `Source` is its table and document."""
 
-    byline: Callable[[Source], str] = measured.byline
-    """One line under the title."""
-    about: Callable[[Source], Pairs] = measured.about
-    """(name, text) pairs on the model, the data and the run; an empty text is not shown."""
     findings: Callable[[Meta, Source], Sequence[Shown]] = measured.findings
     """The findings of the document or of the entry of one step."""
     story: Callable[[Source], dict[str, Any] | None] = lambda _: None
@@ -64,30 +60,22 @@ class Content:
 
 
 _measurement = Content(story=story.opening, tables=measured.routers)
-_comparison = Content(measured.compared, measured.about_models, measured.differences, models=measured.side_by_side)
+_comparison = Content(measured.differences, models=measured.side_by_side)
 CONTENTS = {
     SINGLE: _measurement,
     SERIES: _measurement,
     COMPARISON: _comparison,
-    TRAINING: Content(lambda source: measured.byline(source, "trained"), training.about, tables=training.tables),
-    TRAININGS: Content(
-        training.byline_of_runs, training.about_runs, training.differences, models=training.side_by_side,
-        tables=training.tables_of_runs,
-    ),
+    TRAINING: Content(tables=training.tables),
+    TRAININGS: Content(training.differences, models=training.side_by_side, tables=training.tables_of_runs),
     SKIP: Content(
-        skip.byline, skip.about, skip.findings, skip.story, skip.side_by_side, skip.tables,
+        skip.findings, skip.story, skip.side_by_side, skip.tables,
         lambda source: measured.title({"model": skip.model(source)}), skip.warnings,
     ),
-    EXIT: Content(lambda source: measured.byline(source, "judged"), exits.about, story=exits.story, tables=exits.tables),
-    EXITS: Content(
-        measured.compared, measured.about_models, measured.differences, models=measured.side_by_side,
-        tables=exits.tables_of_models,
-    ),
-    GENERATION: Content(about=exits.about, story=exits.story, tables=exits.tables_of_generation),
-    EVALUATION: Content(evaluation.byline, evaluation.about, story=evaluation.story, tables=evaluation.tables),
-    EVALUATIONS: Content(
-        measured.compared, measured.about_models, measured.differences, models=evaluation.side_by_side
-    ),
+    EXIT: Content(story=exits.story, tables=exits.tables),
+    EXITS: replace(_comparison, tables=exits.tables_of_models),
+    GENERATION: Content(story=exits.story, tables=exits.tables_of_generation),
+    EVALUATION: Content(story=evaluation.story, tables=evaluation.tables),
+    EVALUATIONS: replace(_comparison, models=evaluation.side_by_side),
 }  # fmt: skip
 """Kind of results -> what their page says."""
 
@@ -116,10 +104,9 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> di
         for model in entry.get("models") or [entry]
     ]
     return {
-        "kind": kind,
-        "kind_name": about["name"],
+        "kind": about,
+        "meta": meta,
         "title": content.title(source),
-        "byline": content.byline(source),
         "step": entry.get("step"),
         "story": told,
         "profiles": [
@@ -135,15 +122,13 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> di
         "more_sentences": [*first, *more] if told else more,
         "warnings": content.warnings(source),
         "left_out": list(dict.fromkeys(left_out)),
-        "about_title": about.get("about", "What was measured"),
-        "about": [(what, text) for what, text in content.about(source) if text],
         "sections": arrange(drawn, source.kind, about, content.tables(source)),
         "figures": {name: packed(figure) for name, figure in drawn.items()},
         "lens": [grid for grid in grids if grid["samples"]],
-        "lens_intro": texts()["lens"]["intro"],
         "words": list(words),
         "intro": texts()["intros"][about["sections"]],
         "notes": notes(source, about["sections"]),
+        **(skip.for_template(source) if source.kind == SKIP else {}),
         "where": where or "The file results.parquet beside this page holds all rows.",
     }  # fmt: skip
 
@@ -223,11 +208,11 @@ def packed(drawn: go.Figure) -> dict[str, Any]:
     """`data`, `layout` and `about` (title, subtitle, alt, variant, beside) of a figure, without the shared layout."""
     raw = drawn.to_plotly_json()
     layout = {key: value for key, value in raw["layout"].items() if key not in ("template", "title", "meta")}
-    about = {name: plain(text) if isinstance(text, str) else text for name, text in raw["layout"]["meta"].items()}
+    about = {name: as_text(text) if isinstance(text, str) else text for name, text in raw["layout"]["meta"].items()}
     return {"data": compact(list(raw["data"])), "layout": compact(layout), "about": about}
 
 
-def plain(label: str) -> str:
+def as_text(label: str) -> str:
     """A label that was made safe for plotly, as text."""
     return unescape(label.replace("<br>", " "))
 
@@ -259,15 +244,23 @@ def render(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> str
 
 def index(title: str, chapters: Iterable[Mapping[str, Any]]) -> str:
     """A page that links pages: `chapters` have `href`, `title`, `table`, `meta`, and the `command` that made them."""
-    told = [{**one, "story": CONTENTS[Source(one["table"], one["meta"]).kind].story(Source(one["table"], one["meta"]))} for one in chapters]  # fmt: skip
-    return _environment().get_template("index.html").render(title=title, chapters=told)
+    shown = []
+    for one in chapters:
+        source = Source(one["table"], one["meta"])
+        shown.append({**one, "story": CONTENTS[source.kind].story(source)})
+    return _environment().get_template("index.html").render(title=title, chapters=shown)
 
 
 @cache
 def _environment() -> jinja2.Environment:
     loader = jinja2.PackageLoader("fulldepth.reporting", "parts")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.globals |= {"palette": Markup(palette()), "part": lambda name: Markup(loader.get_source(environment, name)[0])}
+    shades = [(shade, INK if at < 6 else PAPER) for at, shade in enumerate(SEQUENTIAL)]
+    night = [(DARK[shade], DARK[INK if at < 5 else PAPER]) for at, shade in enumerate(SEQUENTIAL)]
+    part = {"part": lambda name: Markup(loader.get_source(environment, name)[0])}
+    environment.globals |= {**part, "ramp": {"light": shades, "dark": night}, "names": texts()}
+    environment.filters |= {one.__name__: one for one in (dotted, percent, plain, scaled, seconds, short, size)}
+    environment.filters |= {"objective": training.objective_line, "schedule": training.schedule_line}
     environment.tests["table"] = lambda one: isinstance(one, Table)
     return environment
 
@@ -287,16 +280,3 @@ def embed(document: Any) -> str:
     """JSON that is safe inside a script element: ASCII only, without characters that are special in HTML."""
     text = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def palette() -> str:
-    """The heat maps' colours as CSS variables `--ramp-0..10`, with readable text colours `--on-0..10`."""
-
-    def variables(dark: Mapping[str, str], pale: int) -> str:
-        inks = [INK] * pale + [PAPER] * (len(SEQUENTIAL) - pale)  # whichever has more contrast with its shade
-        return "".join(
-            f"--ramp-{at}:{dark.get(shade, shade)};--on-{at}:{dark.get(ink, ink)};"
-            for at, (shade, ink) in enumerate(zip(SEQUENTIAL, inks, strict=True))
-        )
-
-    return f":root{{{variables({}, 6)}}}@media screen and (prefers-color-scheme:dark){{:root{{{variables(DARK, 5)}}}}}"

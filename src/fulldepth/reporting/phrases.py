@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from markupsafe import Markup
 
 from fulldepth.reporting.style import minus
 
 NOTHING = "–"
 """Shown instead of an unknown number."""
-TASKS = {
-    "causal-lm": "causal language model",
-    "masked-lm": "masked language model",
-    "text-classification": "text classifier",
-    "image-classification": "image classifier",
-    "representation": "representation model without a head",
-}
 TERMS = {
     "jump": "Jump penalty",
     "coherence": "Coherence penalty",
@@ -119,50 +114,14 @@ def percent(share: float | None, form: str = ".1f") -> str:
     return NOTHING if share is None else f"{minus(100 * share, form)} %"
 
 
-def dotted(*parts: str) -> str:
-    """The non-empty parts, joined with dots."""
-    return " · ".join(filter(None, parts))
+def dotted(parts: Iterable[Any]) -> Markup:
+    """The non-empty parts as text, each cut to 160 characters, joined with dots; markup stays markup."""
+    return Markup(" · ").join(part if isinstance(part, Markup) else short(part, 160) for part in parts if part)
 
 
 def plain(value: Any) -> str:
     """Any value as text; integers with thousands separators."""
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else short(value, 160)
-
-
-def stated(entry: Mapping[str, Any], *parts: tuple[str, str], written: Callable[[Any], str] = plain) -> str:
-    """The values of an entry in one line, by (key, template); missing values are left out."""
-    return dotted(*(template.format(written(entry[key])) for key, template in parts if entry.get(key)))
-
-
-def listed(entry: Mapping[str, Any], written: Callable[[Any], str] = plain) -> str:
-    """The keys of an entry with their values in one line."""
-    named = ((short(key, 40).replace("_", " "), value) for key, value in entry.items() if value is not None)
-    return dotted(*(f"{key} {written(value)}" for key, value in named))
-
-
-def model_line(model: Mapping[str, Any]) -> str:
-    """Class, size and kind of a model in one line."""
-    layers, task = model.get("num_layers"), model.get("task")
-    width = f" × {short(model['width'], 12)} channels" if model.get("width") else ""
-    return dotted(
-        stated(model, ("class", "{}")),
-        TASKS.get(task, short(task, 60)) if task else "",
-        f"{short(layers, 12)} layers{width}" if layers else "",
-        stated(model, ("exit_heads", "multi-exit: own heads for {} layers")),
-        stated(model, ("parameters", "{} parameters"), written=scaled),
-        stated(model, ("dtype", "{}")),
-    )
-
-
-def data_line(data: Mapping[str, Any]) -> str:
-    """Name and amount of the data in one line."""
-    kind = str(data.get("kind") or "")
-    return dotted(
-        short(kind.replace("-", " "), 40),
-        stated(data, ("sequences", "{} images" if kind == "images" else "{} sequences"), written=scaled),
-        f"up to {short(data['sequence_length'], 12)} tokens each" if data.get("sequence_length") else "",
-        stated(data, ("tokens", "{} tokens"), ("num_classes", "{} classes")),
-    )
 
 
 SCALES: dict[str, Callable[[float], str]] = {"s": seconds, "MiB": lambda value: size(value * 2**20)}

@@ -14,22 +14,19 @@ import plotly.graph_objects as go
 
 from fulldepth.reporting import measured
 from fulldepth.reporting.charts import Record, readings
-from fulldepth.reporting.draw import Drawn, chart, extremes, legend_entry, plane, points, value_axis
-from fulldepth.reporting.measured import Meta, Pairs, Shown
+from fulldepth.reporting.draw import Drawn, legend_entry, plane, points, value_axis
+from fulldepth.reporting.measured import Meta, Shown
 from fulldepth.reporting.phrases import (
     NOTHING,
     dotted,
     figure_of,
-    model_line,
     plus_minus,
     quantity,
-    seconds,
     short,
     size,
-    stated,
 )
 from fulldepth.reporting.source import TOGETHER, Curve, Source, curve, number, select
-from fulldepth.reporting.style import CATEGORICAL, INK, Figures, axis, categorical, label, minus, translucent
+from fulldepth.reporting.style import CATEGORICAL, INK, Figures, axis, categorical, figure, label, minus, translucent
 from fulldepth.reporting.tables import Table, by_subject, settings_table
 
 PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
@@ -230,19 +227,20 @@ def _removed(part: Part, measure: str, name: str, index: int, form: str = ".4f")
     return Drawn(mean, name, **categorical(index), form=form, low=low, high=high)
 
 
-def _over_removed(drawn: Sequence[Drawn], more: Sequence[go.Scatter] = (), **settings: Any) -> go.Figure | None:
+def _over_removed(
+    drawn: Sequence[Drawn], subtitle: str, more: Sequence[go.Scatter] = (), **settings: Any
+) -> go.Figure | None:
     """Curves over the number of removed blocks, then further traces."""
-    result = chart(drawn, xaxis={}, height=420, **settings) or (go.Figure() if more else None)
-    if result is None:
+    traces = [*(trace for one in drawn if one for trace in one.traces()), *more]
+    if not traces:
         return None
-    result.add_traces(more)
-    largest = max([1, *(int(x) for trace in result.data for x in trace.x if x is not None)])
+    largest = max([1, *(int(x) for trace in traces for x in trace.x if x is not None)])
     margin = max(0.4, largest * 0.03)
     step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000) if largest / s <= 13)
     across = axis("Blocks removed", unifiedhovertitle={"text": "%{x} removed"}, dtick=step, tick0=0)
-    if any(trace.fill for trace in result.data):
-        result.layout.meta["subtitle"] += ". Band: 95 % interval over documents"
-    return result.update_layout(xaxis={**across, "range": [-margin, largest + margin]})
+    subtitle += ". Band: 95 % interval over documents" * any(trace.fill for trace in traces)
+    settings |= {"xaxis": {**across, "range": [-margin, largest + margin]}, "legend": {"traceorder": "normal"}}
+    return figure(traces, subtitle=subtitle, height=420, **settings)
 
 
 def removal_loss(_: Record, source: Source) -> Figures:
@@ -266,9 +264,13 @@ def removal_loss(_: Record, source: Source) -> Figures:
             ("Control: scalars only", removal.scalars_only, 0, {"symbol": "circle-open", "line": {"width": 2}}),
         ):
             if loss is not None:
-                marks.append(points(name + several, [at], [loss - base], color, "%{y:.4f}", marker={"size": 11, **mark}))
-        rows = select(part.table, "break_point").drop_duplicates("statistic").set_index("statistic") if part else {}
-        middle, low, high = (number(rows["value"].get(key)) if part else None for key in ("value", "low", "high"))
+                marks.append(
+                    points(name + several, [at], [loss - base], color, "%{y:.4f}", marker={"size": 11, **mark})
+                )
+        middle, low, high = (
+            number(next(iter(select(part.table, "break_point", end)["value"]), None)) if part else None
+            for end in ("value", "low", "high")
+        )
         if middle is not None:
             across = {"xref": "x", "yref": "paper", "y0": 0, "y1": 1, "layer": "below"}
             stroke = {"color": INK, "width": 1.5, "dash": "dot"}
@@ -278,8 +280,8 @@ def removal_loss(_: Record, source: Source) -> Figures:
             interval = "" if low is None else f" (95 %: {low:.0f} to {high:.0f})"
             marks.append(legend_entry(f"Break point: {middle:.0f}{interval}{several}", "lines", line=stroke))
     reading = "Above the unmodified model’s, on the same sequences"
-    settings = {"yaxis": axis("Loss added (nats)"), "shapes": shapes, "showlegend": True, "subtitle": reading}
-    return readings([("", _over_removed(drawn, marks, alt=extremes(drawn, "removal", 4), **settings))])
+    result = _over_removed(drawn, reading, marks, yaxis=axis("Loss added (nats)"), shapes=shapes, showlegend=True)
+    return readings([("", result)])
 
 
 def by_removed(record: Record, source: Source) -> Figures:
@@ -290,8 +292,8 @@ def by_removed(record: Record, source: Source) -> Figures:
         _removed(part, line.measure, "Mean" if len(curves) == 1 else label(part.label, 40), index, line.form)
         for index, part in enumerate(curves)
     ]
-    about = {"subtitle": record.reading, "yaxis": value_axis(record.axis, record.scale), "showlegend": len(curves) > 1}
-    return readings([("", _over_removed(drawn, alt=extremes(drawn, "removal", 4), **about))])
+    yaxis = value_axis(record.axis, record.scale)
+    return readings([("", _over_removed(drawn, record.reading, yaxis=yaxis, showlegend=len(curves) > 1))])
 
 
 def pareto(_: Record, source: Source) -> Figures:
@@ -305,26 +307,23 @@ def _plane(source: Source, phase: str) -> go.Figure | None:
     shown = [*originals, *(one for one in known if not one.baseline)]
     if len(shown) == len(originals):
         return None
-    traces, texts = [], []
+    traces = []
     for index, model in enumerate(shown):
-        color = INK if model.baseline else categorical(index - 1)["color"]
+        color = INK if model.baseline else categorical(index - len(originals))["color"]
         (time, low, high), added, error = model.times[phase], model.added or 0.0, model.error
         name = label(model.name, 40) + " (original)" * (model.baseline and model.name != "original")
-        bars = {"color": color, "thickness": 1.2}
+        bars: dict[str, Any] = {"color": color, "thickness": 1.2}
         across = {"array": [high - time], "arrayminus": [time - low], "symmetric": False, "width": 4, **bars}
         traces.append(
             points(
                 name, [time], [added], color, "%{x:.3f} (%{customdata[0]:.3f} to %{customdata[1]:.3f})<br>"
                 "<b>%{y:+.4f}</b> nats", customdata=[[low, high]], error_x=across,
                 marker={"size": 11, "symbol": "square" if model.baseline else "circle"},
-                **({} if error is None else {"error_y": {"array": [2 * error], **bars}}),
+                error_y=None if error is None else {"array": [2 * error], **bars},
             )
         )  # fmt: skip
-        texts.append(f"{name}: {time:.2f} times, {minus(added, '+.3f')} nats")
     title = f"{phase.capitalize()} time over the original’s"
-    return plane(
-        traces, title, "Loss added to the original’s (nats)", form="", alt="; ".join(texts), variant=phase.capitalize()
-    )
+    return plane(traces, title, "Loss added to the original’s (nats)", form="", variant=phase.capitalize())
 
 
 def model(source: Source) -> dict[str, Any]:
@@ -336,11 +335,12 @@ def model(source: Source) -> dict[str, Any]:
     return merged
 
 
-def byline(source: Source) -> str:
-    """The model and the data of its losses in one line."""
-    heldout = [(part.meta.get("data") or {}).get("heldout") or {} for part in parts(source)]
-    names = list(dict.fromkeys(short(data["name"], 60) for data in heldout if data.get("name")))
-    return dotted(model_line(model(source)), f"judged by {' and by '.join(names)}" if names else "")
+def for_template(source: Source) -> dict[str, Any]:
+    """The folders, their model, and the names of the data that their losses are of."""
+    folders = parts(source)
+    data = [(part.meta.get("data") or {}).get("heldout") or {} for part in folders]
+    names = dict.fromkeys(short(one["name"], 60) for one in data if one.get("name"))
+    return {"parts": folders, "model": model(source), "heldout": list(names)}
 
 
 def findings(_: Meta, source: Source) -> list[Shown]:
@@ -353,66 +353,24 @@ def findings(_: Meta, source: Source) -> list[Shown]:
             name, of = str(key).partition(" ")[::2] if part.kind == "bench" else (str(key), "")
             card = None
             if name in CARDS and entry.get("value") is not None:
-                card = (CARDS[name], dotted(short(of, 40), label), *figure_of(entry, layers_of(folders)))
+                card = (CARDS[name], dotted([of, label]), *figure_of(entry, layers_of(folders)))
             shown.append(Shown(entry, card, prefix=f"{label}: " if label else ""))
     return shown
 
 
 def story(source: Source) -> dict[str, Any] | None:
-    """The first finding as the page's first sentence."""
+    """The first finding as the page's first sentence; of a benchmark, the time and loss of the fastest model."""
+    timed = [one for one in timed_models(parts(source)) if "decode" in one.times and not one.baseline]
+    if timed and source.meta.get("kind") in TIMED:
+        best = min(timed, key=lambda one: one.times["decode"].value)
+        time, name = best.times["decode"], short(best.name, 60)
+        said = f"Decoding a token takes {name} {time.value:.2f} times the original’s time"
+        if time.low <= 1 <= time.high:
+            said = f"No model decodes measurably faster than the original; {name} comes closest"
+        cost = "" if best.added is None else f"; its loss is {minus(best.added, '+.3f')} nats"
+        return {"sentences": [f"{said} ({time.low:.2f} to {time.high:.2f}){cost}."]}
     sentences = [shown.prefix + short(shown.entry["sentence"], 600) for shown in findings({}, source)[:1]]
     return {"sentences": sentences} if sentences else None
-
-
-def about(source: Source) -> Pairs:
-    """Pairs on the model, the plans, the data, the machine and the run; equal texts are given once."""
-    described, folders = model(source), parts(source)
-    hashes = [(kind, (part.meta.get(kind) or {}).get("hash")) for kind in ("model", "data") for part in folders]
-    texts: dict[str, dict[str, list[str]]] = {}
-    for part in folders:
-        machine = part.meta.get("machine") or {}
-        threads = f"{machine['threads']} threads" if isinstance(machine.get("threads"), int) else ""
-        pairs = [
-            ("Search", _search(part.meta.get("plan") or {})),
-            ("Data", _data(part.meta.get("data") or {})),
-            ("Machine", dotted(stated(machine, ("device", "{}"), ("name", "{}")), threads)),
-            *measured.run(part.meta),
-        ]
-        for name, text in pairs:
-            if text:
-                texts.setdefault(name, {}).setdefault(text, []).append(short(part.label, 40))
-    labelled = [
-        (name if len(by_text) == 1 else f"{name} ({', '.join(labels)})", text)
-        for name, by_text in texts.items()
-        for text, labels in by_text.items()
-    ]
-    subject = ("Model", dotted(stated(described, ("name", "{}")), model_line(described)))
-    return [subject, *labelled, ("Fingerprints", measured.fingerprints(hashes))]
-
-
-def _search(plan: Meta) -> str:
-    """The search method and its cost."""
-    if not plan.get("blocks"):
-        return ""
-    cost = plan.get("cost") or {}
-    search, criterion, granularity = (short(plan.get(key, "?"), 20) for key in ("search", "criterion", "granularity"))
-    share = cost.get("share_of_plain")
-    return dotted(
-        f"{search}, by {criterion}, {granularity} granularity",
-        stated(cost, ("forwards", "{} forward passes")),
-        f"{share:.0%} of the plain loop’s FLOPs" if isinstance(share, int | float) else "",
-        stated(cost, ("seconds", "{}"), written=seconds),
-    )
-
-
-def _data(data: Meta) -> str:
-    texts = [stated(data, ("name", "{}"))]
-    for key, purpose in (("train", "to fit on"), ("heldout", "held out")):
-        split = data.get(key)
-        if isinstance(split, Mapping) and isinstance(split.get("examples"), int):
-            tokens = f" ({split['predicted']:,} predicted tokens)" if isinstance(split.get("predicted"), int) else ""
-            texts.append(f"{split['examples']:,} examples {purpose}{tokens}")
-    return dotted(*texts)
 
 
 def warnings(source: Source) -> list[str]:
@@ -453,7 +411,7 @@ def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
     return {
         "template": "blocks",
         "title": f"{short(removal.name, 60)}: {count}" if removal.name else count,
-        "note": dotted(f"of {layers} layers", loss),
+        "note": dotted([f"of {layers} layers", loss]),
         "branches": [removal.granularity] if removal.granularity == "layer" else ["attention", "mlp"],
         "granularity": removal.granularity,
         "cells": [(layer, *removed.get(layer, ("", ""))) for layer in range(1, layers + 1)],

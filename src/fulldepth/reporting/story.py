@@ -16,8 +16,8 @@ import numpy as np
 import pandas as pd
 
 from fulldepth.reporting.phrases import plus_minus, short
-from fulldepth.reporting.source import Source, num_layers, stack_rows
-from fulldepth.reporting.style import SEQUENTIAL
+from fulldepth.reporting.source import Source, curve, num_layers, stack_rows
+from fulldepth.reporting.style import SEQUENTIAL, layer_axis
 from fulldepth.thresholds import IDLE, LARGE_JUMP, degrees
 from fulldepth.uncertainty import measurable
 
@@ -52,13 +52,7 @@ class Facts:
 
     def values(self, measure: str, *statistics: str) -> Values:
         """The values of the first statistic that the table has, by layer, at the residual stream."""
-        rows = self.table[(self.table["measure"] == measure) & (self.table["site"] == "residual")]
-        rows = rows[np.isfinite(rows["value"].astype("float64"))].dropna(subset=["layer"])
-        for statistic in statistics:
-            chosen = rows[rows["statistic"] == statistic]
-            if len(chosen):
-                return {int(layer): float(value) for layer, value in zip(chosen["layer"], chosen["value"], strict=True)}
-        return {}
+        return curve(self.table, measure, "|".join(statistics)).points
 
     @cached_property
     def displacement(self) -> Values:
@@ -266,14 +260,9 @@ def profile(facts: Facts) -> dict[str, Any] | None:
             lambda _, share: f"{100 * share:.0f} % of predictions settled",
         ),
     ]
-    every = next((step for step in (1, 2, 5, 10, 20, 50) if facts.layers / step <= 16), 100)
     return {
         "layers": facts.layers,
-        "named": [
-            layer
-            for layer in range(1, facts.layers + 1)
-            if layer in (1, facts.layers) or (layer % every == 0 and facts.layers - layer >= every / 2)
-        ],
+        "named": layer_axis(facts.layers)["tickvals"],
         "idle": facts.idle,
         "limit": f"displacement clearly below {IDLE:g}",
         "rows": [row for row in rows if any(row["texts"])],

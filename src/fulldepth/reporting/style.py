@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from html import escape
 from typing import Any
 
@@ -65,6 +65,8 @@ SIGNED_SCALE = [[i / 20, colour] for i, colour in enumerate((*OPPOSITE[:0:-1], *
 DIFFERENCE_SCALE = [[i / 20, colour] for i, colour in enumerate((*BELOW[:0:-1], *ABOVE))]
 """Colour scale for differences, neutral at zero."""
 
+TOLD = 4
+"""Maximum number of curves that an alternative text describes."""
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 _AXIS = {
@@ -120,12 +122,6 @@ def by_depth(layer: int, layers: int) -> str:
     return SEQUENTIAL[2 + round(share * (len(SEQUENTIAL) - 3))]
 
 
-ZERO = {"rangemode": "tozero"}
-"""Settings of a value axis that begins at zero."""
-SHARE = {"range": [0, 1.04], "tickformat": ".0%"}
-"""Settings of a value axis for shares."""
-
-
 def axis(title: str, **settings: Any) -> dict[str, Any]:
     """Settings of an axis with a title."""
     return {"title": {"text": title}, **settings}
@@ -157,7 +153,6 @@ def layer_name(layer: int, short: bool = False) -> str:
 def figure(
     traces: Iterable[Any],
     *,
-    alt: str,
     xaxis: dict[str, Any],
     yaxis: dict[str, Any],
     title: str = "",
@@ -171,7 +166,6 @@ def figure(
 
     Args:
         traces: what is drawn.
-        alt: alternative text, one sentence on what the figure shows.
         xaxis: settings of the x axis.
         yaxis: settings of the y axis.
         title: what is shown; empty = that of the figure's record.
@@ -182,6 +176,7 @@ def figure(
         layout: further settings of the layout.
     """
     drawn = list(traces)
+    about = {"title": title, "subtitle": subtitle, "variant": variant, "beside": beside}
     return go.Figure(
         data=drawn,
         layout={
@@ -191,23 +186,26 @@ def figure(
             "yaxis": yaxis,
             "height": height,
             "showlegend": sum(trace.showlegend is not False for trace in drawn) > 1,
-            "meta": {"title": title, "subtitle": subtitle, "alt": alt, "variant": variant, "beside": beside},
+            "meta": {**about, "alt": " ".join(_in_words(drawn, xaxis, yaxis))},
             **layout,
         },
     )
 
 
-def extremes(title: str, layers: Sequence[int], values: Sequence[float | None], form: str = ".3f") -> str:
-    """A sentence on where a curve over layers is lowest and highest."""
-    points = [
-        (value, layer_name(layer).lower()) for value, layer in zip(values, layers, strict=True) if value is not None
-    ]
-    if not points:
-        return f"{title}: no finite value."
-    (low, at_low), (high, at_high) = (end(points, key=lambda point: point[0]) for end in (min, max))
-    if minus(low, form) == minus(high, form):
-        return f"{title}: {minus(low, form)} at {at_low if len(points) == 1 else 'every layer'}."
-    return f"{title}: lowest {minus(low, form)} at {at_low}, highest {minus(high, form)} at {at_high}."
+def _in_words(traces: Iterable[Any], xaxis: dict[str, Any], yaxis: dict[str, Any]) -> Iterator[str]:
+    """The alternative text of a figure, a sentence a curve: where it is lowest and highest."""
+    across, form = xaxis["title"]["text"], ".1%" if str(yaxis.get("tickformat")).endswith("%") else ".3g"
+    told = [trace for trace in traces if trace.hoverinfo != "skip" and getattr(trace, "fill", None) is None]
+    for trace in told[:TOLD]:
+        if trace.type == "heatmap":
+            values = [value for row in trace.z for value in row if value is not None]
+            yield f"From {minus(min(values), '.2f')} to {minus(max(values), '.2f')}."
+            continue
+        points = [(y, x) for x, y in zip(trace.x, trace.y, strict=True) if y is not None]
+        ends = dict.fromkeys(end(points, key=lambda point: point[0]) for end in (min, max))
+        places = ("embeddings" if across == "Layer" and x == 0 else f"{across.lower()} {x:,.6g}" for _, x in ends)
+        texts = [f"{minus(y, form)} at {place}" for (y, _), place in zip(ends, places, strict=True)]
+        yield f"{trace.name}: {' to '.join(texts)}."
 
 
 def minus(value: float, form: str) -> str:

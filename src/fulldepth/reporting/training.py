@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from fulldepth.reporting.measured import Meta, Pairs, Shown, compared, fingerprints, labelled, run
-from fulldepth.reporting.phrases import NOTHING, TERMS, dotted, model_line, quantity, scaled, short, stated
+from fulldepth.reporting.measured import Meta, Shown, labelled
+from fulldepth.reporting.phrases import NOTHING, TERMS, quantity, scaled, short
 from fulldepth.reporting.source import Source, curve
 from fulldepth.reporting.style import minus
 from fulldepth.reporting.tables import PROSE, Table, by_subject, flatten, settings_table
-
-
-def byline_of_runs(source: Source) -> str:
-    """How many runs are compared, at which step, and how their layers are aligned."""
-    step = source.meta.get("step")
-    return compared(source, "training runs", f"at step {step:,}, " if isinstance(step, int) else "")
 
 
 def differences(entry: Meta, _: Source) -> list[Shown]:
@@ -23,40 +17,10 @@ def differences(entry: Meta, _: Source) -> list[Shown]:
     return [Shown(finding, later=not name.startswith("validation_loss")) for name, finding in headline]
 
 
-def about(source: Source) -> Pairs:
-    """Pairs on the model, the data and the training."""
-    return [*_subject(source.meta), *run(source.meta, "Written")]
-
-
-def about_runs(source: Source) -> Pairs:
-    """Pairs that all runs of a comparison have in common."""
-    first, *others = [_subject(entry) for entry in source.meta.get("models") or []] or [[]]
-    return [*(pair for pair in first if all(pair in pairs for pairs in others)), *run(source.meta, "Written")]
-
-
-def _subject(meta: Meta) -> Pairs:
-    settings, data, model = (meta.get(key) or {} for key in ("settings", "data", "model"))
-    described = short(settings["about"], 400) if settings.get("about") else ""
-    counts = (
-        ("tokens", "{} tokens"),
-        ("documents", "{} documents"),
-        ("train_sequences", "{} sequences"),
-        ("validation_sequences", "{} sequences for validation"),
-    )
-    return [
-        ("Recipe", dotted(stated(meta, ("recipe", "{}")), described)),
-        ("Model", model_line(model)),
-        ("Objective", _objective(settings.get("objective") or {})),
-        ("Data", dotted(stated(data, ("name", "{}")), stated(data, *counts, written=scaled))),
-        ("Schedule", _schedule(settings)),
-        ("Fingerprint", fingerprints([("data", data.get("hash"))])),
-    ]
-
-
-def _objective(objective: Meta) -> str:
+def objective_line(objective: Meta) -> str:
     """The terms of the loss with their options."""
-    parts = [] if objective.get("aligned") is not None else ["cross-entropy"]
-    for term, value in objective.items():
+    parts = [] if (objective or {}).get("aligned") is not None else ["cross-entropy"]
+    for term, value in (objective or {}).items():
         if term != "energy_warmup" and value is not None:
             options = flatten(value if isinstance(value, Mapping) else {"weight": value})
             told = ", ".join(f"{short(name, 40)} {option}" for name, option in options.items())
@@ -64,7 +28,7 @@ def _objective(objective: Meta) -> str:
     return " + ".join(short(part, 200) for part in parts)
 
 
-def _schedule(settings: Meta) -> str:
+def schedule_line(settings: Meta) -> str:
     """Steps, batches and tokens."""
     steps, batch, length = (settings.get(key) for key in ("steps", "global_batch_size", "sequence_length"))
     if not (steps and batch and length):

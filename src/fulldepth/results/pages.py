@@ -71,7 +71,9 @@ def write_together(folders: Sequence[str | Path], output: str | Path | None = No
         )
     results = together(paths) if len(paths) > 1 else Results.load(paths[0])
     *others, last = names(paths)
-    where = f"The files {TABLE} in {', '.join(others)} and {last} hold" if others else f"The file {TABLE} in {last} holds"
+    where = (
+        f"The files {TABLE} in {', '.join(others)} and {last} hold" if others else f"The file {TABLE} in {last} holds"
+    )
     html = reporting.render(results.table, results.meta, "" if own and len(paths) == 1 else f"{where} all of them.")
     with locked(target):
         return _write(html, target / PAGE)

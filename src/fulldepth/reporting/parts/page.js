@@ -8,12 +8,11 @@ const PRINT_WIDTH = 320; // half of a sheet, A4 or Letter
 const state = { printing: false, layer: null, stack: "" };
 let round = 0;
 
-/** An object's own entry; undefined for names that every object inherits, such as `constructor` and `__proto__`. */
-const own = (object, key) => (Object.hasOwn(object, key) ? object[key] : undefined);
+const DARK = new Map(Object.entries(DATA.dark)); // also of strings such as `constructor`, which every object inherits
 const byId = (id) => document.getElementById(id);
 const all = (selector) => [...document.querySelectorAll(selector)];
 const paper = () => state.printing || onPaper.matches;
-const figureOf = (div) => own(DATA.figures, div.dataset.figure);
+const figureOf = (div) => DATA.figures[div.dataset.figure];
 
 /** An element with attributes and children (nodes or strings, which become text). */
 function el(tag, attributes = {}, ...children) {
@@ -47,7 +46,7 @@ async function loadPlotly() {
 
 /** A copy of a figure's part with every colour of the light page replaced by its dark counterpart. */
 function recoloured(part) {
-  if (typeof part === "string") return prefersDark.matches && !paper() ? own(DATA.dark, part) || part : part;
+  if (typeof part === "string") return prefersDark.matches && !paper() ? DARK.get(part) ?? part : part;
   if (Array.isArray(part)) return part.map(recoloured);
   if (part && typeof part === "object") return Object.fromEntries(Object.entries(part).map(([key, value]) => [key, recoloured(value)]));
   return part;
@@ -57,14 +56,13 @@ function layoutFor(div, { data, layout }) {
   const base = recoloured(layout);
   const isMap = data.some((trace) => trace.type === "heatmap");
   const width = paper() ? PRINT_WIDTH : div.clientWidth;
-  if (width < 400) thinTicks(isMap ? [base.xaxis, base.yaxis] : [base.xaxis]);
+  if (width < 400) for (const axis of isMap ? [base.xaxis, base.yaxis] : [base.xaxis]) Object.assign(axis, { tickvals: null, ticktext: null, nticks: 6 });
   const template = recoloured(DATA.template);
-  const stack = `${div.dataset.figure.split(":")[1]} `.startsWith(state.stack ? `${state.stack} ` : "");
-  if (base.xaxis.title?.text === "Layer" && !isMap && state.layer && stack) {
-    const band = { type: "rect", xref: "x", yref: "paper", x0: state.layer - 0.5, x1: state.layer + 0.5, y0: 0, y1: 1, layer: "below", line: { width: 0 }, fillcolor: template.layout.yaxis.gridcolor };
-    base.shapes = [...(base.shapes || []), band];
+  if (state.layer && base.xaxis.title.text === "Layer" && !isMap && `${div.dataset.figure.split(":")[1]} `.startsWith(state.stack && `${state.stack} `)) {
+    const ends = { x0: state.layer - 0.5, x1: state.layer + 0.5, y0: 0, y1: 1, yref: "paper" };
+    base.shapes = [...(base.shapes || []), { type: "rect", ...ends, layer: "below", line: { width: 0 }, fillcolor: template.layout.yaxis.gridcolor }];
   }
-  for (const axis of [base.xaxis, base.yaxis]) axis.fixedrange = !FINE;
+  base.xaxis.fixedrange = base.yaxis.fixedrange = !FINE;
   const height = isMap ? Math.max(240, Math.min(width, 500) * 0.88) : Math.min(base.height, paper() ? 260 : base.height) + legendHeight(base, data, width);
   const margin = { l: width < 480 ? 46 : 56, r: 12, t: isMap ? 8 : 20, b: 44 };
   return { ...base, template, height, width, margin, autosize: false, dragmode: FINE ? "zoom" : false };
@@ -76,17 +74,6 @@ function legendHeight(layout, data, width) {
   const names = data.filter((trace) => trace.showlegend !== false).map((trace) => (trace.name || "").length);
   const columns = Math.max(1, Math.floor((width - 60) / (Math.max(...names) * 6.4 + 46)));
   return (Math.ceil(names.length / columns) - 1) * 20 + (width < 360 ? 30 : 0); // narrow: the axis labels take more, too
-}
-
-/** Fewer tick labels where there is no room for all. */
-function thinTicks(axes) {
-  for (const axis of axes) {
-    if (axis.nticks) axis.nticks = 4;
-    if (!axis.tickvals || axis.tickvals.length <= 8) continue;
-    const kept = (_, index, every) => (every.length - 1 - index) % 2 === 0; // the last layer stays named
-    axis.tickvals = axis.tickvals.filter(kept);
-    axis.ticktext = axis.ticktext?.filter(kept);
-  }
 }
 
 function draw(div) {
@@ -106,15 +93,12 @@ function drawAll() {
   if (!window.Plotly) return;
   const mine = ++round;
   document.documentElement.dataset.ready = "no";
-  const away = (div) => {
-    const box = div.parentElement.getBoundingClientRect();
-    return box.bottom < 0 ? -box.bottom : Math.max(0, box.top - innerHeight);
-  };
-  const queue = all(".plot").map((div) => [away(div), div]).sort((a, b) => a[0] - b[0]);
+  const away = (div) => Math.abs(div.getBoundingClientRect().top);
+  const queue = all(".plot").sort((a, b) => away(a) - away(b));
   const next = () => {
     if (mine !== round) return;
     const until = performance.now() + 24;
-    while (queue.length && performance.now() < until) draw(queue.shift()[1]);
+    while (queue.length && performance.now() < until) draw(queue.shift());
     if (queue.length) setTimeout(next);
     else document.documentElement.dataset.ready = "yes";
   };
@@ -122,11 +106,7 @@ function drawAll() {
 }
 
 /** A number with four significant digits, whole numbers whole; en dash where there is none. */
-function readable(value) {
-  if (value == null) return "–";
-  if (typeof value !== "number") return String(value);
-  return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(4)));
-}
+const readable = (value) => (typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(4))) : String(value ?? "–"));
 
 /** The same numbers as a table, for those who would rather read than look. */
 function fillNumbers(div, box) {
@@ -148,9 +128,9 @@ function choose(figure, name) {
   const div = figure.querySelector(".plot");
   div.dataset.figure = name;
   const { title, subtitle, alt } = figureOf(div).about;
+  div.ariaLabel = `${title}. ${alt}`;
   figure.querySelector(".subtitle").textContent = subtitle;
   figure.querySelector(".alt").textContent = alt;
-  div.setAttribute("aria-label", `${title}. ${alt}`);
   const table = figure.querySelector(".as-table");
   if (table.open) fillNumbers(div, table.lastElementChild);
   draw(div);
@@ -210,6 +190,80 @@ function turnToPaper({ matches }) {
   round += 1;
   all(".plot").forEach(draw);
   document.documentElement.dataset.ready = "yes";
+}
+
+const word = (index) => DATA.words[index];
+
+/** Lens grid: rows are layers (deepest on top), columns positions; one tab stop, in which arrow keys move. */
+function startLens() {
+  const [model, sample] = [byId("lens-model"), byId("lens-sample")];
+  const chosen = () => DATA.lens[model?.selectedIndex || 0].samples;
+  const fillSamples = () => {
+    const before = Math.max(0, sample.selectedIndex);
+    sample.replaceChildren(...chosen().map((one) => el("option", {}, one.title)));
+    sample.selectedIndex = Math.min(before, chosen().length - 1);
+    fillLens(chosen()[sample.selectedIndex]);
+  };
+  model?.addEventListener("change", fillSamples);
+  sample.addEventListener("change", () => fillLens(chosen()[sample.selectedIndex]));
+  fillSamples();
+}
+
+function fillLens(sample) {
+  const layers = sample.top.length - 1;
+  const head = sample.tokens.map((token, position) => el("th", { scope: "col" }, el("small", {}, String(position + 1)), isolated(word(token))));
+  const rows = [];
+  for (let layer = layers; layer >= 0; layer -= 1) {
+    const cells = sample.tokens.map((_, position) => lensCell(sample, layer, position));
+    rows.push(el("tr", {}, el("th", { scope: "row" }, layer ? String(layer) : "emb"), ...cells));
+  }
+  rows[0].querySelector("td").tabIndex = 0;
+  const caption = el("caption", { class: "sr" }, `Top prediction of every layer, ${sample.title}. Arrow keys move between cells.`);
+  const table = el("table", { class: "lens" }, caption, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Layer"), ...head)), el("tbody", {}, ...rows));
+  table.addEventListener("keydown", moveInLens);
+  for (const kind of ["focusin", "mouseover"]) {
+    table.addEventListener(kind, ({ target }) => {
+      const cell = target.closest("td");
+      if (cell) byId("readout").replaceChildren(...described(sample, Number(cell.dataset.layer), Number(cell.dataset.position)));
+    });
+  }
+  byId("lens-box").replaceChildren(table);
+  byId("readout").replaceChildren("Point at a cell, or move to it with Tab and the arrow keys, to read its probability and the true token.");
+}
+
+/** A prediction, shaded by its probability. */
+function lensCell(sample, layer, position) {
+  const [top, probability] = [sample.top[layer][position], sample.probability[layer][position]];
+  const settled = sample.saturation[position] ?? Infinity;
+  const shade = probability == null ? 0 : Math.round(probability / 100);
+  const marks = [layer >= settled ? "stays" : "", layer === settled ? "settled" : "", top === sample.targets[position] && word(top) ? "right" : ""];
+  return el("td", {
+    class: marks.filter(Boolean).join(" "),
+    style: `background:var(--ramp-${shade});color:var(--on-${shade})`,
+    tabindex: "-1",
+    title: described(sample, layer, position).map((part) => part.textContent ?? part).join(""),
+    "data-layer": layer,
+    "data-position": position,
+  }, isolated(word(top)));
+}
+
+/** What a layer predicts, how sure it is, what is true, and where the prediction settles. */
+function described(sample, layer, position) {
+  const [probability, target, settled] = [sample.probability[layer][position], word(sample.targets[position]), sample.saturation[position]];
+  return [
+    `${layer ? `Layer ${layer}` : "Embeddings"}, position ${position + 1}, after `, isolated(word(sample.tokens[position])), ": predicts ",
+    isolated(word(sample.top[layer][position])), probability == null ? "" : ` with probability ${(probability / 1000).toFixed(3)}`,
+    ...(target ? ["; the true token is ", isolated(target)] : []),
+    settled == null ? "." : layer >= settled ? `. Settled since layer ${settled}.` : `. Settles at layer ${settled}.`,
+  ];
+}
+
+function moveInLens(event) {
+  const step = { ArrowUp: [1, 0], ArrowDown: [-1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+  const from = event.target.closest("td");
+  if (!step || !from) return;
+  const [layer, position] = [Number(from.dataset.layer) + step[0], Number(from.dataset.position) + step[1]];
+  moveFocus(event, event.currentTarget.querySelector(`td[data-layer="${layer}"][data-position="${position}"]`));
 }
 
 function start() {

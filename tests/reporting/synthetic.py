@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from PIL import Image
 
 from fulldepth.comparison import compare
 from fulldepth.results import Results, tabulate
@@ -98,6 +95,8 @@ def lens_rows(layers: int, quality: float, classes: bool = False) -> list[tuple[
         rows.append(("saturation", "residual", layer, None, "count", float(round(share * 16320)), 16320, "tokens"))
         rows.append(("saturation", "residual", layer, None, "share", float(share), 16320, "1"))
         rows.append(("saturation", "residual", layer, None, "cumulative", float(min(so_far, 1.0)), 16320, "1"))
+    middle = float(1 + np.argmax(shares.cumsum() >= 0.5))
+    rows.append(("saturation", "residual", None, None, "median", middle, 16320, "layers"))
     for eps in (0.01, 0.05, 0.1, 0.2):
         rows.append(("effective_depth", "residual", None, None, f"eps={eps}", float(layers), 16320, "layers"))
     deep = float(math.ceil(0.9 * layers))
@@ -256,36 +255,6 @@ def classifier(layers: int = 6) -> Results:
     document["token_policy"] = {"name": "cls", "sentence": "Only the first token ([CLS]) counts."}
     document["left_out"], document["warnings"] = [], []
     return Results(tabulate(rows + geometry_rows(layers, labels=True)), document)
-
-
-def picture(side: int = 8, colour: str = "red") -> str:
-    """A thumbnail."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (side, side), colour).save(buffer, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
-def image_classifier(layers: int = 6, names: tuple[str, ...] = ("cat", "dog", "frog")) -> Results:
-    """A classifier of images with its lens grid: samples that settle at layers 1, 2, ... at the right class or not."""
-    results = classifier(layers)
-    samples = []
-    for group in ("Some of the images", "Easiest: settle first", "Hardest: settle last"):
-        for number in range(4):
-            true, settled = number % len(names), 1 + number * (layers - 1) // 3
-            final = names[true if number < 3 else 1]
-            early = names[(true + 1) % len(names)]
-            rows = [[[final if layer >= settled else early, 0.2 + 0.1 * layer]] for layer in range(layers + 1)]
-            samples.append({
-                "title": f"Image {number + 1}", "group": group, "picture": picture(8 if number else 64),
-                "tokens": [f"test/{names[true]}/{number}.png"], "targets": [names[true]], "saturation": [settled],
-                "grid": rows,
-            })  # fmt: skip
-    task = {"task": "image-classification", "class": "ViTForImageClassification"}
-    results.meta |= {
-        "model": {**results.meta["model"], **task},
-        "lens_grid": {"of": "samples", "samples": samples},
-    }
-    return results
 
 
 def two_towers(image: int = 4, text: int = 6) -> Results:

@@ -6,9 +6,6 @@ import unicodedata
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from fulldepth.figures.style import (
     ABOVE,
     BELOW,
@@ -21,6 +18,8 @@ from fulldepth.figures.style import (
     label,
     layer_axis,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 TO_XYZ = np.array(
     [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.072175], [0.0193339, 0.119192, 0.9503041]]

@@ -1,6 +1,6 @@
-"""What the figures of results of every kind plot: written down once, so that a change of the drawing moves no number.
+"""What the figures of results of every kind plot, written down before they were drawn from one list of records.
 
-`python -m figures.plotted` writes `plotted.json.gz` anew; do so only where a figure shall plot something else.
+`python -m reporting.plotted` writes `plotted.json.gz` anew; do so only where a figure shall plot something else.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import pandas as pd
 
-from figures import exit_folders, skip_folders, synthetic
 from fulldepth.comparison import compare
 from fulldepth.results import Results, tabulate
+from reporting import exit_folders, skip_folders, synthetic
 
 FILE = Path(__file__).with_name("plotted.json.gz")
 

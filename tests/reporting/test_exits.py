@@ -1,0 +1,184 @@
+"""Early exit, generation and evaluation: every point and cell against the document or rows that it is made of."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fulldepth.comparison import compare
+from fulldepth.errors import FulldepthError
+from fulldepth.reporting.evaluation import tasks
+from fulldepth.reporting.exits import points_of
+from fulldepth.reporting.page import payload
+from fulldepth.reporting.source import Source
+from fulldepth.results import Results
+from reporting import exit_folders as folders
+from reporting.plotted import evaluations, sweeps
+
+
+def reported(results, rule):
+    return sorted(
+        (entry for entry in results.meta["exits"] if entry["split"] == "report" and entry["rule"] == rule),
+        key=lambda entry: entry["threshold"],
+    )
+
+
+def trace(figure, name):
+    (found,) = [one for one in figure.data if one.name == name]
+    return found
+
+
+def cells(results, section, title):
+    (found,) = [one for one in payload(results.table, results.meta)["sections"] if one["id"] == section]
+    (table,) = [one for one in found["tables"] if one.title == title]
+    return {row[0]: dict(zip(table.columns, row[1:], strict=True)) for row in table.rows}
+
+
+def story(results):
+    told = payload(results.table, results.meta)["story"]
+    return " ".join(told["sentences"]), told.get("next")
+
+
+def test_quality_against_speed_up_is_the_document():
+    results = folders.classifier_exit()
+    for key, name in (("accuracy", ""), ("loss", ":loss"), ("agreement", ":agreement")):
+        drawn = results.figures()["exit_tradeoff" + name]
+        for rule in ("confidence", "margin"):
+            measured, entries = trace(drawn, rule), reported(results, rule)
+            assert list(measured.x) == [entry["measured_speedup"] for entry in entries]
+            assert list(measured.y) == [entry[key] for entry in entries]
+            assert list(measured.error_y.array) == [entry[f"{key}_stderr"] for entry in entries]
+        ring = trace(drawn, "chosen on the other half")
+        chosen = next(entry for entry in reported(results, "confidence") if entry["calibrated"])
+        assert (list(ring.x), list(ring.y)) == ([chosen["measured_speedup"]], [chosen[key]])
+        full = trace(drawn, "full model")
+        assert (full.x[0], full.y[0]) == (1.0, 1.0 if key == "agreement" else results.meta["full"][key])
+    for entry in results.meta["exits"]:
+        entry["measured_speedup"] = None
+    untimed = trace(results.figures()["exit_tradeoff"], "confidence")
+    assert list(untimed.x) == [entry["theoretical_speedup"] for entry in reported(results, "confidence")]
+
+
+def test_the_histogram_is_the_counts():
+    results = folders.classifier_exit()
+    entries = reported(results, "margin")[:-1]  # nothing leaves early at 1, which would flatten the others
+    bars = results.figures()["exit_histogram:margin"].data
+    assert [one.name for one in bars] == ["margin 0.5", "margin 0.7", "margin 0.9"]
+    for bar, entry in zip(bars, entries, strict=True):
+        np.testing.assert_allclose(np.array(bar.y) * sum(entry["exits"]), entry["exits"])
+    points = points_of(results.meta["exits"])["confidence"]
+    for point, entry in zip(points, reported(results, "confidence"), strict=True):
+        layers = np.repeat(np.arange(1, 13), entry["exits"])
+        assert point.mean_layer == pytest.approx(layers.mean())
+        assert point.early == pytest.approx((layers < 12).mean())
+    report = reported(results, "confidence")
+    more = [{**report[0], "threshold": 0.51 + at / 100, "exits": [1, *report[0]["exits"][1:]]} for at in range(30)]
+    results.meta["exits"] = [*report, *more]
+    names = [bar.name for bar in results.figures()["exit_histogram"].data]
+    assert len(names) <= 5
+    assert "confidence 0.9" in names  # the chosen one
+
+
+def test_every_threshold_is_a_row():
+    results = folders.classifier_exit()
+    rows = cells(results, "thresholds", "Every threshold")
+    assert list(rows)[2] == "confidence 0.9 · chosen"
+    entry = next(one for one in reported(results, "margin") if one["threshold"] == 0.7)
+    row, (low, high) = rows["margin 0.7"], entry["drop_interval"]
+    assert row["Leave early"] == f"{100 * (1 - entry['exits'][-1] / 2000):.1f} %"
+    assert row["Change"] == f"−{100 * entry['drop']:.1f} (−{100 * high:.1f} to −{100 * low:.1f})"
+    speeds = row["Speed-up"], row["In theory"]
+    assert speeds == (f"{entry['measured_speedup']:.2f}×", f"{entry['theoretical_speedup']:.2f}×")
+    for timing, words in (("busy", "busy"), ("no-difference", f"≈ {speeds[0]}")):
+        for one in results.meta["exits"]:
+            one["timing"] = timing
+        assert cells(results, "thresholds", "Every threshold")["margin 0.7"]["Speed-up"] == words
+
+
+def test_paragraphs_are_the_findings_and_the_export_that_follows():
+    said, after = story(folders.classifier_exit())
+    assert said == "Layer 9 is enough. At confidence 0.9 it is 1.36 times as fast."
+    assert after["command"].endswith("--layers 9 --output first-9/")
+    chance = folders.classifier_exit()
+    chance.meta["headline"] = {"accuracy": {"value": 0.5, "unit": "1", "sentence": "Nothing is advised."}}
+    assert story(chance) == ("Nothing is advised.", None)
+
+
+def test_generation_shows_its_runs_and_a_repeated_prompt_once():
+    decoder, results = folders.decoder_exit(), folders.generation()
+    runs = decoder.meta["generation"]
+    for policy in ("recompute", "propagate"):
+        drawn = trace(decoder.figures()["generation_tradeoff"], f"confidence, {policy}")
+        own = [run for run in runs if run["policy"] == policy]
+        assert [*zip(drawn.x, drawn.y, strict=True)] == [(run["measured_speedup"], run["agreement"]) for run in own]
+    results.meta["generation"] |= {"prompts": ["a b"], "texts": ["a b c\u202e\nd"]}
+    sections = {one["id"]: one for one in payload(results.table, results.meta)["sections"]}
+    assert sections["texts"]["tables"][0]["items"] == [["a b", " c⟨U+202E⟩\nd"]]
+    assert ["New tokens", "16"] not in sections["statistics"]["tables"][0].rows
+    assert ["Tokens", "16"] in sections["statistics"]["tables"][0].rows
+
+
+def test_scores_their_errors_and_the_layer_that_is_enough_are_those_stated():
+    results = folders.evaluation()
+    rows = results.table[results.table["measure"] == "task_score"].pivot_table(
+        index="layer", columns=["site", "statistic"], values="value"
+    )
+    drawn, every = results.figures(), tasks(Source(results.table, results.meta))
+    names = ["task_scores", *(f"task_scores:{task}" for task in list(folders.TASKS)[1:])]
+    for task, name in zip(every, names, strict=True):
+        metric = folders.TASKS[task.name][0]
+        score, error = rows[task.name][metric], rows[task.name][f"{metric}_stderr"]
+        assert list(drawn[name].data[0].y) == score.tolist()
+        assert list(drawn[name].data[0].error_y.array) == error.tolist()
+    said, after = story(results)
+    assert said.startswith("All 30 layers score 54.7 % ± 3.5 on arc_easy_local (chance 25.0 %), 66.2 % ± 3.3 on piqa")
+    layers = {name: int(row["As good from"].split()[1]) for name, row in cells(results, "tasks", "Every task").items()}
+    assert layers == {name: entry["earliest"] for name, entry in results.meta["tasks"].items()}
+    assert f"From layer {max(layers.values())} on, stopping early is shown to lose at most one point" in said
+    assert f"--layers {max(layers.values())} " in after["command"]
+    for count, words in ((1, "arc_easy_local is not measurably above chance."), (4, "above chance: nothing is advised.")):
+        for entry in list(results.meta["tasks"].values())[:count]:
+            entry["advised"] = False
+        assert words in story(results)[0]
+    assert story(results)[1] is None
+
+
+def test_several_models_share_figures_and_tables():
+    results = sweeps()
+    one = folders.classifier_exit("runs/aligned", accuracy=0.905, share=0.99)
+    aligned = trace(results.figures()["exit_tradeoff"], "aligned, confidence")
+    assert list(aligned.x) == [entry["measured_speedup"] for entry in reported(one, "confidence")]
+    assert [line.name for line in results.figures()["lens_accuracy"].data] == ["plain", "aligned"]
+    rows = cells(results, "thresholds", "Equal accuracy, and equal speed")
+    assert {label: row["Full accuracy"] for label, row in rows.items()} == {
+        "plain (baseline)": "91.2 %", "aligned": "90.5 %",
+    }  # fmt: skip
+    scored = evaluations()
+    assert [line.name for line in scored.figures()["task_scores"].data] == ["a", "b"]
+    assert payload(scored.table, scored.meta)["models"].columns == ["a (baseline)", "b"]
+
+
+def test_what_cannot_be_compared_is_refused_in_one_sentence():
+    with pytest.raises(FulldepthError, match="an early-exit sweep: a; an evaluation: b"):
+        compare([folders.classifier_exit(), folders.evaluation()], names=["a", "b"])
+    with pytest.raises(FulldepthError, match="generation"):
+        compare([folders.generation(), folders.generation()])
+    fewer = folders.evaluation("b")
+    fewer.meta["tasks"]["piqa_local"]["count"] = 20
+    assert [one for one in compare([folders.evaluation(), fewer]).meta["warnings"] if "piqa_local" in one]
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "words"),
+    [
+        ("exits", [{"exits": [1, -1]}], "exits.0.exits.1"),
+        ("exits", [{"exits": [1, 2]}], "2, 12 layers"),
+        ("exits", [{"accuracy": 1.2}], "exits.0.accuracy"),
+        ("generation", {"texts": []}, "generation"),
+    ],
+)
+def test_documents_that_contradict_themselves_are_refused(tmp_path, entry, value, words):
+    results = folders.classifier_exit()
+    results.meta[entry] = value
+    with pytest.raises(FulldepthError, match=words):
+        Results.load(results.save(tmp_path / "out", page=False))

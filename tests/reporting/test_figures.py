@@ -1,0 +1,292 @@
+"""Figures: what is drawn are the table's numbers, of one model, over steps, and of several models side by side."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from xml.etree import ElementTree
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fulldepth.reporting import build, charts, page
+from fulldepth.reporting.charts import Line, Record, every_record
+from fulldepth.reporting.figures import records
+from fulldepth.reporting.notes import Note, mathml
+from fulldepth.reporting.source import VERBS
+from fulldepth.reporting.style import SEQUENTIAL
+from fulldepth.results import Results, tabulate
+from reporting import plotted, synthetic
+
+WRITTEN = json.loads(gzip.decompress(plotted.FILE.read_bytes()))
+
+
+@pytest.fixture(scope="module")
+def results():
+    return synthetic.language_model()
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    return synthetic.comparison()
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return synthetic.training_comparison()
+
+
+def numbers(arrays):
+    """All numbers of a trace in one list; texts are compared as they are."""
+    flat = [value for name in sorted(arrays) for value in np.ravel(np.array(arrays[name], dtype=object))]
+    return [math.nan if value is None else value for value in flat]
+
+
+@pytest.mark.parametrize("kind", plotted.KINDS)
+def test_every_figure_plots_what_it_plotted(kind):
+    drawn = plotted.plotted(plotted.KINDS[kind]())
+    assert set(drawn) == set(WRITTEN[kind])
+    for name, expected in WRITTEN[kind].items():
+        found, wanted = (sorted(traces, key=json.dumps) for traces in (drawn[name], expected))
+        assert [sorted(trace) for trace in found] == [sorted(trace) for trace in wanted], name
+        for one, other in zip(found, wanted, strict=True):
+            for a, b in zip(numbers(one), numbers(other), strict=True):
+                assert a == (b if isinstance(b, str) else pytest.approx(b, rel=1e-7, abs=1e-12, nan_ok=True)), name
+
+
+def values(table, line, by="layer", **where):
+    """The rows of a line as they stand in the table."""
+    rows = table[(table.measure == line.measure) & (table.site == line.site)]
+    rows = rows[rows.statistic == (line.statistic or "mean").split("|")[0]]
+    for name, value in where.items():
+        rows = rows[rows[name] == value]
+    return pd.Series(rows["value"].to_numpy(), index=rows[by].astype("int64")).sort_index()
+
+
+def is_drawn(trace, rows):
+    assert len(rows) > 0
+    drawn = pd.Series(list(trace.y), index=list(trace.x), dtype=float)
+    pd.testing.assert_series_equal(drawn, rows, check_names=False)
+
+
+def fixed(kind):
+    """Records and their lines without patterns."""
+    return [
+        (record, line)
+        for record in every_record()
+        if kind in record.kinds and record.over == "layer"
+        for line in record.lines
+        if "(?P" not in f"{line.site}{line.statistic}"
+    ]
+
+
+def test_a_line_is_the_table(results):
+    drawn, proven = build(results.table, results.meta), 0
+    for record, line in fixed("single"):
+        where = {"other": 12} if record.to_last else {}
+        rows = values(results.table, line, **where)
+        name = f"{record.name}:log" if record.name == "displacement" else record.name
+        if len(rows) and not record.needs_first_line:
+            (trace,) = [one for one in drawn[name].data if one.name == line.name]
+            is_drawn(trace, rows)
+            proven += 1
+    assert proven >= 17
+
+
+def test_maps_bands_and_error_bars(results, comparison):
+    drawn = results.figures()
+    rows = results.table[(results.table.measure == "cosine") & (results.table.statistic == "mean_raw")]
+    cells = rows.pivot(index="layer", columns="other", values="value")
+    np.testing.assert_array_equal(np.array(drawn["cosine:mean_raw"].data[0].z), cells)
+    low, high = (results.values("displacement", name, "residual").tolist() for name in ("p05", "p95"))
+    upper, lower = drawn["displacement"].data[:2]
+    assert (list(lower.y), list(upper.y), lower.fill) == (low, high, "tonexty")
+    spread = results.values("separability", "std", "residual")
+    assert list(drawn["separability"].data[0].error_y.array) == spread.tolist()
+    drawn = comparison.figures()
+    own, base, half = (np.array(drawn[f"cka:{name}"].data[0].z) for name in ("jump-penalty", "baseline", "half-depth"))
+    assert [len(one) for one in (own, base, half)] == [13, 13, 7]
+    (cells,) = drawn["difference_cka:jump-penalty"].data
+    np.testing.assert_allclose(np.array(cells.z), own - base, atol=1e-12)
+    assert (cells.zmin, drawn["difference_cka:half-depth"].data[0].zmax) == (-cells.zmax, cells.zmax)
+    assert {colour for _, colour in cells.colorscale}.isdisjoint(SEQUENTIAL[1:])  # not the colours of values
+    half_map = half_of_pairs(results)
+    assert half_map[0][2] == half_map[2][0] is not None
+
+
+def half_of_pairs(results):
+    """The map of a table that has each pair once."""
+    table = results.table
+    kept = ~((table.measure == "cka") & (table.layer > table.other))
+    return build(table[kept], results.meta)["cka"].data[0].z
+
+
+def test_one_line_a_model_and_its_difference_from_the_baseline(comparison):
+    drawn, table = comparison.figures(), comparison.table
+    lines = drawn["displacement"].data
+    assert [line.name for line in lines] == ["baseline", "jump-penalty", "half-depth"]
+    own = {line.name: values(table, Line("displacement"), model=line.name) for line in lines}
+    for line in lines:
+        is_drawn(line, own[line.name])
+    for line in drawn["difference_displacement"].data:
+        np.testing.assert_allclose(line.y, (own[line.name] - own["baseline"]).dropna())
+    assert drawn["difference_displacement"].layout.shapes[0].y0 == 0
+    without = build(table.assign(difference=math.nan), comparison.meta)
+    assert not [name for name in without if name.startswith("difference_")]
+    relative = {line.name: line for line in synthetic.comparison("relative").figures()["displacement"].data}
+    np.testing.assert_allclose(relative["half-depth"].x, np.arange(1, 7) / 6)
+    long = table.assign(model="x" * 100 + table["model"])
+    names = [line.name for line in build(long, {"kind": "comparison"})["displacement"].data]
+    assert len(set(names)) == 3
+    assert max(map(len, names)) < 60
+
+
+def test_a_series_and_a_run_over_their_steps():
+    series, run = synthetic.series(), synthetic.training(terms={"jump": 0.09, "aligned": 4.0})
+    for one in (series, run):
+        drawn = one.figures()
+        for back, trace in enumerate(drawn["steps_jump_rate"].data):
+            is_drawn(trace, values(one.table, Line("jump_rate", "value"), "step", layer=12 - back))
+        lines = [trace for trace in drawn["steps_displacement"].data if trace.name]
+        for layer, trace in enumerate(lines, start=1):
+            is_drawn(trace, values(one.table, Line("displacement"), "step", layer=layer))
+    last = next(trace for trace in series.figures()["displacement"].data if trace.name == "Mean")
+    is_drawn(last, values(series.table, Line("displacement"), step=3000))
+    broken = series.table[~((series.table.measure == "jump_rate") & (series.table.step == 1000))]
+    assert build(broken, series.meta)["steps_jump_rate"].data[0].y[2] is None
+    for trace, measure in zip(drawn["loss"].data, ("validation_loss", "train_loss"), strict=True):
+        is_drawn(trace, values(run.table, Line(measure, site="model"), "step"))
+    for name, term, unit in (("penalty", "jump", "Penalty"), ("penalty:aligned", "aligned", "Penalty (nats)")):
+        is_drawn(drawn[name].data[0], values(run.table, Line("penalty", site=term), "step"))
+        assert drawn[name].layout.yaxis.title.text == unit
+    profiles = [trace.name for trace in synthetic.training(steps=tuple(range(0, 20_001, 100))).figures()["displacement"].data]
+    assert (len(profiles), profiles[0], profiles[-1]) == (charts.PROFILES, "Step 0", "Step 20,000")
+    assert build(run.table.iloc[:0], run.meta) == {}
+
+
+def test_runs_side_by_side(runs):
+    drawn, every = runs.figures(), synthetic.trainings()
+    loss = Line("validation_loss", site="model")
+    base, *others = (values(one.table, loss, "step") for one in every)
+    for line, own in zip(drawn["difference_loss"].data, others, strict=True):
+        np.testing.assert_allclose(list(line.y), (own - base).dropna(), atol=1e-12)
+    for line, one in zip(drawn["time_loss"].data, every, strict=True):
+        clock = values(one.table, Line("elapsed", "value", "model"), "step")
+        np.testing.assert_allclose([line.x, line.y], [clock / 60, values(one.table, loss, "step")])
+    assert drawn["time_loss"].layout.xaxis.title.text == "Training time (minutes)"
+    first = values(runs.table, Line("displacement"), model="tiny-llama", step=200)
+    for line in drawn["difference_displacement"].data:
+        own = values(runs.table, Line("displacement"), model=line.name, step=200)
+        expected = own - np.interp(np.array(line.x), np.arange(1, 13) / 12, first)
+        np.testing.assert_allclose(list(line.y), expected, atol=1e-12)
+    assert drawn["displacement"].layout.meta["subtitle"] == "One line a run, at step 200"
+
+
+def test_layer_one_does_not_flatten_the_rest():
+    """The axis ends above layers 2 to L; layer 1 is written beside it, and everything is in the logarithmic reading."""
+    means = [0.5, 0.02, 0.03, 0.01, 0.14]
+    rows = [("displacement", "residual", at, None, "mean", mean, 8, "1") for at, mean in enumerate(means, start=1)]
+    drawn = build(tabulate(rows), {"model": {"num_layers": 5}})
+    low, high = drawn["displacement"].layout.yaxis.range
+    assert low == 0
+    assert 0.14 < high < 0.2
+    (note,) = drawn["displacement"].layout.annotations
+    assert (note.x, note.text) == (1, "↑ Layer 1: 0.5")
+    assert list(drawn["displacement:log"].data[0].y) == means
+    assert drawn["displacement:log"].layout.yaxis.type == "log"
+
+
+def strings(value):
+    """Every string inside a document."""
+    if isinstance(value, dict):
+        return [text for pair in value.items() for part in pair for text in strings(part)]
+    if isinstance(value, list | tuple):
+        return [text for part in value for text in strings(part)]
+    return [value] if isinstance(value, str) else []
+
+
+@pytest.mark.parametrize(("kind", "removed"), [("language_model", 1.0), ("language_model", 0.5), ("comparison", 0.3)])
+def test_gaps_are_gaps_and_not_words(kind, removed):
+    """Any share of the table may be NaN or infinite: no figure fails, and nothing on the page is called nan."""
+    results = getattr(synthetic, kind)()
+    table = results.table
+    drawn = np.random.default_rng(0).random(len(table))
+    table.loc[drawn < removed, "value"] = math.nan
+    table.loc[drawn < removed / 3, "value"] = math.inf
+    table.loc[::7, "count"] = pd.NA
+    if "difference" in table:
+        table["difference"] = table["value"] - 1
+    made = page.payload(table, results.meta)
+    page.embed(made["figures"])  # refuses NaN
+    texts = [text.lower() for name in ("figures", "story", "cards", "profiles") for text in strings(made[name])]
+    assert not [text for text in texts if {"nan", "inf", "-inf"} & set(text.replace(":", " ").split())]
+    assert bool(made["figures"]) is (removed < 1)
+
+
+def test_what_is_missing_leaves_out_its_figure_only(results):
+    whole = set(results.figures())
+    for measure in ("coherence", "cka", "lens_accuracy"):
+        left = build(results.table[results.table.measure != measure], results.meta)
+        assert {name.partition(":")[0].partition("_effective")[0] for name in whole - set(left)} == {measure}
+
+
+def test_one_record_is_a_figure_a_place_and_a_note(results, comparison, monkeypatch):
+    notes = Note("A fake number", "Counts layers.", ("displacement",), "L", "Nobody."), Note("Another", "No.", ("mmd",))
+    line = Line("displacement", name="Fake", compared=True)
+    fake = Record("fake", "geometry", quantity="Fake", axis="Fake (1)", lines=(line,), followed=True, notes=notes)
+    everything = (*every_record(), fake)
+    for room in (charts, page.figures):
+        monkeypatch.setattr(room, "every_record", lambda: everything)
+
+    def where(made, name):
+        return [section["id"] for section in made["sections"] if any(name in slot for slot in section["slots"])]
+
+    made, html = page.payload(results.table, results.meta), page.render(results.table, results.meta)
+    assert where(made, "fake") == ["geometry"]
+    assert made["figures"]["fake"]["about"]["title"] == "Fake per layer"
+    note = '<math display="block"><mi>L</mi></math>\n    <p>Counts layers.</p><p class="source">Nobody.</p></details>'
+    assert f'<details class="method"><summary>A fake number</summary>\n    {note}' in html
+    assert "<summary>Another</summary>" not in html  # of a measure that the table lacks
+    compared, series = page.payload(comparison.table, comparison.meta), synthetic.series()
+    assert where(compared, "fake") == where(compared, "difference_fake") == ["geometry"]
+    folded = [section for section in page.payload(series.table, series.meta)["sections"] if section["id"] == "training"]
+    assert ["steps_fake"] in folded[0]["folded"]
+
+
+@pytest.mark.parametrize("kind", page.CONTENTS)
+def test_every_figure_of_a_kind_has_a_name_of_its_own_and_a_section_that_is_there(kind):
+    names = [record.name for record, _ in records(kind)]
+    assert len(set(names)) == len(names)
+    for own in [kind] if kind != "skip" else [one for one, verb in VERBS.items() if verb == kind]:
+        about = page.texts()["kinds"][own]
+        arranged = page.arrange([*names, "new"], kind, about, {})
+        placed = [slot[0] for section in arranged for slot in (*section["slots"], *section["folded"])]
+        assert sorted(placed) == sorted([*names, "new"])
+        assert arranged[-1]["id"] == "further"
+        assert arranged[-1]["slots"] == [["new"]]
+
+
+@pytest.mark.parametrize(
+    ("formula", "expected"),
+    [
+        (r"\frac{a + b}{2}", "<mfrac><mrow><mi>a</mi><mo>+</mo><mi>b</mi></mrow><mn>2</mn></mfrac>"),
+        ("∑_i^L x", "<munderover><mo>∑</mo><mi>i</mi><mi>L</mi></munderover><mi>x</mi>"),
+        (r"\{\bar{Ψ}_k < n\}", "<mo>{</mo><msub><mover><mi>Ψ</mi><mo>¯</mo></mover><mi>k</mi></msub><mo>&lt;</mo>"
+         "<mi>n</mi><mo>}</mo>"),
+        (r'E \thin t_"e"', '<mi>E</mi><mspace width="0.1em"></mspace><msub><mi>t</mi><mtext>e</mtext></msub>'),
+    ],
+)  # fmt: skip
+def test_formulas(formula, expected):
+    assert mathml(formula) == expected
+    for note in {note for record in every_record() for note in record.notes if note.formula}:
+        root = ElementTree.fromstring(note.mathml)
+        assert {"_", "^", "\\"}.isdisjoint("".join(root.itertext())), note.title
+
+
+def test_results_of_nothing_have_no_figures_but_a_page():
+    empty = Results(synthetic.minimal().table.iloc[:0], {"kind": "measure"})
+    assert empty.figures() == {}
+    made = page.payload(empty.table, empty.meta)
+    assert (made["sections"], made["title"]) == ([], "Unnamed model")

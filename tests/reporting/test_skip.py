@@ -1,0 +1,297 @@
+"""Figures and pages of `fulldepth skip`: every number is one of the table or of the document."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from fulldepth.errors import FulldepthError
+from fulldepth.execution.latency import OtherLoad
+from fulldepth.reporting.page import payload
+from fulldepth.reporting.skip import Part, layers_of, parts, removals, timed_models
+from fulldepth.reporting.source import Source
+from fulldepth.results import Results, write_page, write_together
+from fulldepth.results.pages import names, together
+from fulldepth.skip.assessment.bench import bench
+from fulldepth.skip.assessment.curve import curve
+from fulldepth.skip.assessment.outcome import analyse
+from fulldepth.skip.exports.export import export
+from fulldepth.skip.selection.search import search
+from reporting import skip_folders as folders
+from reporting import synthetic
+from reporting.plotted import joined
+from skip.word_tokenizer import tokenizer, words
+from tiny_models import build
+
+ORDER = ("quantised", "bench", "curve", "out")
+"""Of the folders on the command line; the page shows them in reading order."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """The four folders of one model."""
+    place = tmp_path_factory.mktemp("skip")
+    made = {"out": folders.search(), "curve": folders.curve(), "bench": folders.bench(), "quantised": folders.quantised()}
+    for name, results in made.items():
+        results.save(place / name, page=False)
+    return place
+
+
+@pytest.fixture(scope="module")
+def every(root):
+    """All four on one page."""
+    results = together([root / name for name in ORDER])
+    return payload(results.table, results.meta)
+
+
+def drawn(results, name):
+    return results.figures()[name]
+
+
+def trace(figure, name):
+    (found,) = [one for one in figure.data if str(one.name).startswith(name) and one.hoverinfo != "skip"]
+    return found
+
+
+def folders_of(results):
+    return parts(Source(results.table, results.meta))
+
+
+def cells(table):
+    return {row[0]: dict(zip(table.columns, row[1:], strict=True)) for row in table.rows}
+
+
+def number(text):
+    return float(text.split()[0].strip("×").replace("−", "-").replace(",", ""))
+
+
+@pytest.mark.parametrize(
+    ("name", "measure"), [("removal_loss", "loss_added"), ("kl", "kl"), ("greedy_agreement", "greedy_agreement")]
+)
+def test_a_curve_is_its_rows(name, measure):
+    results = folders.curve()
+    figure = drawn(results, name)
+    high, low, line = figure.data[:3]
+    rows = results.table[results.table.measure == measure].pivot(index="removed", columns="statistic", values="value")
+    assert list(line.x) == rows.index.tolist()
+    np.testing.assert_array_equal([high.y, low.y, line.y], rows[["high", "low", "mean"]].T)
+    assert "95 %" in figure.layout.meta["subtitle"]
+
+
+def test_break_point_healed_loss_and_control_stand_beside_the_line():
+    figure = drawn(folders.curve(at=5), "removal_loss")
+    assert {(shape.type, shape.x0, shape.x1) for shape in figure.layout.shapes} == {("rect", 4, 6), ("line", 5, 5)}
+    assert any(one.name == "Break point: 5 (95 %: 4 to 6)" for one in figure.data)
+    assert not drawn(folders.curve(at=None), "removal_loss").layout.shapes
+    found = folders.search()
+    plan = found.meta["plan"]
+    for results in (found, joined()):
+        figure = drawn(results, "removal_loss")
+        several = " (out" if results is not found else ""
+        for mark, loss, at in (
+            (f"Healed{several}", plan["healed_loss"], 4),
+            (f"Control: scalars only{several}", plan["control_loss"]["scalars_only"], 0),
+        ):
+            point = trace(figure, mark)
+            assert (list(point.x), point.y[0]) == ([at], pytest.approx(loss - plan["losses"][0]))
+    line = trace(drawn(found, "removal_loss"), "Not healed")
+    np.testing.assert_allclose(line.y, np.array(plan["losses"]) - plan["losses"][0])
+
+
+def test_lines_that_run_along_each_other_are_drawn_once():
+    def lines(results):
+        return [str(one.name) for one in drawn(results, "removal_loss").data if one.mode == "lines+markers"]
+
+    assert lines(joined()) == ["Not healed (curve)", "Not healed (quantised, then skipped)"]
+    removed = removals(folders_of(joined()))
+    assert [(one.name, one.blocks) for one in removed] == [
+        ("out, folded, fast, skipped", folders.BLOCKS),
+        ("curve", folders.FARTHER),
+        ("quantised, then skipped", (7, 8, 4, 11)),
+    ]
+    table, meta = folders.curve().table, folders.curve().meta
+    assert layers_of([Part("", "curve", table, meta)]) == max(folders.FARTHER)
+
+
+@pytest.mark.parametrize(("name", "phase"), [("pareto", "decode"), ("pareto:prefill", "prefill")])
+def test_quality_against_time_shows_the_ratios_of_the_table(name, phase):
+    results, plan = folders.bench(), folders.plan()
+    figure = drawn(results, name)
+    whole = results.table[results.table.batch.isna()]
+    for model in ("folded", "fast"):
+        point = trace(figure, model)
+        keep = (whole.measure == "time_ratio") & (whole.site == phase) & (whole.model == model)
+        ratio = whole[keep].set_index("statistic").value
+        assert (point.x[0], *point.customdata[0]) == (ratio["median"], ratio["low"], ratio["high"])
+        assert point.y[0] == pytest.approx(plan["healed_loss"] - plan["losses"][0])
+    assert not any(str(one.name).startswith("other") for one in figure.data)  # its loss is not known
+    unhealed = folders.plan(healed=False)
+    added = unhealed["losses"][-1] - unhealed["losses"][0]
+    assert trace(drawn(folders.bench(unhealed), name), "fast").y[0] == pytest.approx(added)
+
+
+def test_exports_and_quantised_models_stand_in_one_plane():
+    """Whatever data each folder used: losses are those added to its own original."""
+    points = {str(one.name): (one.x[0], one.y[0]) for one in drawn(joined(), "pareto").data}
+    names = ["bench: folded", "bench: fast", *(f"quantised: {name}" for name in list(folders.CORNERS)[1:])]
+    # the original of a benchmark without data has no loss of its own
+    assert set(points) == {*names, "quantised: original (original)"}
+    for name, (loss, _, _, decode) in list(folders.CORNERS.items())[1:]:
+        assert points[f"quantised: {name}"] == pytest.approx((decode, loss - folders.CORNERS["original"][0]))
+    assert [one.stated for one in timed_models(folders_of(joined()))[:4]] == [False, True, True, False]
+
+
+def test_models_side_by_side_are_the_rows(every):
+    rows = cells(every["models"])
+    corners = [f"quantised: {name}" for name in folders.CORNERS]
+    exports = ["bench: base (original)", *(f"bench: {name}" for name in ("folded", "fast", "other"))]
+    assert list(rows) == [*exports, f"{corners[0]} (original)", *corners[1:]]
+    plan, fast = folders.plan(), rows["bench: fast"]
+    for phase in ("Prefill time", "Decode time"):
+        said = [float(one) for one in re.findall(r"[\d.]+", fast[phase])]
+        assert said == pytest.approx([0.8, 0.8 * 0.97, 0.8 * 1.02], abs=6e-4)
+        assert rows["bench: folded"][phase] == "≈ 1× (0.980 to 1.030)"  # 1.01 times the original's: not told apart
+    assert number(fast["Held-out loss"]) == pytest.approx(plan["healed_loss"], abs=6e-5)
+    assert number(fast["Added"]) == pytest.approx(plan["healed_loss"] - plan["losses"][0], abs=6e-5)
+    assert (fast["Weights"], fast["Cache per token"], fast["Peak memory"]) == ("0.90×", "0.67×", "1.00×")
+    assert rows["bench: other"]["Held-out loss"] == "–"
+    for name, (loss, size, _, decode) in list(folders.CORNERS.items())[1:]:
+        row = rows[f"quantised: {name}"]
+        assert number(row["Held-out loss"]) == pytest.approx(loss, abs=1e-4)
+        assert (row["Weights"], number(row["Decode time"])) == (f"{size:.2f}×", decode)
+
+
+def test_a_page_opens_with_one_sentence_and_one_picture(every):
+    expected = {"search": "blocks", "curve": "removal", "bench": "pareto", "quantised": "pareto"}
+    made = {name: getattr(folders, name)() for name in expected}
+    pages = {name: payload(results.table, results.meta) for name, results in made.items()} | {"every": every}
+    for name, section in (expected | {"every": "removal"}).items():
+        (first,) = [one for one in pages[name]["sections"] if one["first"]]
+        assert first["id"] == section
+        assert len(first["slots"]) + len(first["tables"]) == 1
+        assert len(pages[name]["story"]["sentences"]) == 1
+    assert pages["bench"]["story"]["sentences"] == [
+        "Decoding a token takes other 0.70 times the original’s time (0.68 to 0.71)."
+    ]
+    assert every["story"]["sentences"][0].startswith("Removing 4 blocks")
+    said = [entry["sentence"] for results in made.values() for entry in results.meta["headline"].values()]
+    assert sorted(every["more_sentences"]) == sorted(said)
+    assert {card["name"]: card["digits"] + card["unit"] for card in every["cards"]}["Break point"] == "5of 12"
+    assert every["warnings"][0] == "The machine was busy."
+
+
+def test_a_block_map_says_which_block_went_when_and_what_it_added(every):
+    (section,) = [one for one in every["sections"] if one["id"] == "blocks"]
+    maps, losses = section["tables"], folders.losses_of(8)
+    assert maps[0]["title"] == "out, folded, fast, skipped: 4 attention blocks removed"
+    for shown, blocks in zip(maps, (folders.BLOCKS, folders.FARTHER), strict=False):
+        assert [layer for layer, *_ in shown["cells"]] == list(range(1, 13))
+        gone = sorted((order, layer, number(added)) for layer, order, added in shown["cells"] if order)
+        assert [layer for _, layer, _ in gone] == list(blocks)
+        np.testing.assert_allclose([added for *_, added in gone], np.diff(losses)[: len(blocks)], atol=6e-4)
+    assert "2.962 nats healed" in maps[0]["note"]
+
+
+def test_rows_of_all_folders_keep_their_types_and_other_data_are_remarked(root, tmp_path):
+    results = together([root / name for name in ORDER])
+    assert len(results.table) == sum(len(Results.load(root / name).table) for name in ORDER)
+    assert set(results.table.folder) == set(ORDER)
+    assert results.table.removed.dtype == "Int64"
+    other = folders.search()
+    other.meta["data"] = {**other.meta["data"], "hash": "sha256:" + "5" * 64}
+    other.save(tmp_path / "other", page=False)
+    mixed = together([root / "curve", tmp_path / "other"])
+    assert any("different data" in text for text in payload(mixed.table, mixed.meta)["warnings"])
+
+
+def test_what_does_not_belong_together_is_refused(root, tmp_path):
+    synthetic.minimal().save(tmp_path / "measured", page=False)
+    strange = folders.curve()
+    strange.meta["model"]["hash"] = "sha256:" + "77" * 32
+    strange.save(tmp_path / "strange", page=False)
+    strange.meta["model"] |= {"class": "GPT2LMHeadModel", "hash": folders.HASH}
+    strange.save(tmp_path / "classy", page=False)
+    for paths, named in (
+        ([root / "bench", tmp_path / "measured"], "measured"),
+        ([root / "out", tmp_path / "strange"], "strange"),
+        ([root / "out", tmp_path / "classy"], "GPT2LMHeadModel"),
+        ([root / "out", root / "page" / ".." / "out"], "out"),
+        ([root / "out", tmp_path], re.escape(str(tmp_path))),
+        ([], "folder"),
+    ):
+        with pytest.raises(FulldepthError, match=named):
+            write_together(paths, tmp_path / "page")
+    assert not (tmp_path / "page").exists()
+    half = folders.bench()  # another precision has another hash and is allowed
+    half.meta["settings"] |= {"dtype": "bfloat16"}
+    half.meta["model"]["hash"] = "sha256:" + "66" * 32
+    half.save(tmp_path / "half", page=False)
+    assert write_together([root / "out", tmp_path / "half"], tmp_path / "page").is_file()
+
+
+def test_where_the_page_goes_and_what_it_says_of_its_rows(root, tmp_path):
+    beside = "The file results.parquet beside this page holds all rows."
+    for path, where in (
+        (write_page(root / "out"), beside),
+        (write_together([root / "out"]), beside),
+        (write_together([root / "out"], tmp_path / "new" / "place"), "The file results.parquet in out holds all of them."),
+        (write_together([root / "curve", root / "out"]), "The files results.parquet in curve and out hold all of them."),
+    ):
+        assert where in path.read_text(encoding="utf-8")
+    assert (root / "curve" / "report.html").is_file()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FulldepthError, match="file"):
+        write_together([root / "out"], tmp_path / "file")
+    assert names([Path("/a/out"), Path("/a/curve")]) == ["out", "curve"]
+    assert names([Path("/a/out"), Path("/b/out")]) == ["a/out", "b/out"]
+
+
+def pairs(count):
+    generator = np.random.default_rng(0)
+    draw = lambda least, most: words(*generator.integers(0, 80, generator.integers(least, most)).tolist())  # noqa: E731
+    return [{"prompt": draw(2, 6), "response": draw(1, 7)} for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """What the verbs themselves leave, of a tiny model."""
+    place, data = tmp_path_factory.mktemp("real"), pairs(30)
+    build("llama").eval().save_pretrained(place / "model")
+    options = {"tokenizer": tokenizer(), "batch_size": 4}
+    plan = search(str(place / "model"), data, 1, fit_batch_size=8, epochs=1, **options)
+    analyse(str(place / "model"), plan, data, tokenizer=tokenizer(), output=place / "out")
+    curve(str(place / "model"), data, blocks=2, output=place / "curve", **options)
+    export(plan, str(place / "model"), "fast", place / "fast", tokenizer=tokenizer())
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(OtherLoad, "share", lambda self: 0.0)
+        grid = {"batches": [1], "contexts": [8, 16], "max_new_tokens": 2}
+        bench(place / "model", [place / "fast"], place / "bench", **grid)
+    return SimpleNamespace(place=place, plan=plan)
+
+
+def test_real_folders_fill_their_page(real):
+    assert all((real.place / name / "report.html").is_file() for name in ("out", "curve", "bench"))
+    results = together([real.place / name for name in ("out", "curve", "bench")])
+    made = payload(results.table, results.meta)
+    assert {"removal_loss", "kl", "greedy_agreement", "pareto", "pareto:prefill"} == set(made["figures"])
+    (section,) = [one for one in made["sections"] if one["id"] == "blocks"]
+    gone = [layer for layer, order, _ in section["tables"][0]["cells"] if order]
+    assert gone == real.plan.blocks
+    loss = next(row for row in made["models"].rows if row[0].endswith("fast"))[1]
+    assert number(loss) == pytest.approx(real.plan.healed_loss, abs=6e-5)
+
+
+@pytest.mark.parametrize("kind", ["skip", "curve", "bench", "quantise"])
+def test_what_is_missing_leaves_out_its_figure_only(kind):
+    results = getattr(folders, {"skip": "search", "quantise": "quantised"}.get(kind, kind))()
+    for measure in results.table.measure.unique():
+        assert isinstance(Results(results.table[results.table.measure != measure], results.meta).figures(), dict)
+    assert isinstance(Results(results.table, {"kind": kind}).figures(), dict)
+    made = payload(results.table.iloc[:0], {"kind": kind})
+    assert (made["sections"], made["title"]) == ([], "Unnamed model")
