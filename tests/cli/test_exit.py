@@ -47,7 +47,6 @@ def test_a_sweep_and_a_checkpoint(main, checkpoint, tmp_path, monkeypatch):
     ("arguments", "name"),
     [
         (("--thresholds", "0,0.5"), "thresholds"),
-        (("--rule", "hope"), "rule"),
         (("--min-layer", "9"), "min_layer is 9"),
         (("--target-accuracy-drop", "-0.1"), "target_accuracy_drop"),
         (("--export-layers", "9"), "first 9"),
