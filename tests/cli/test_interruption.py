@@ -23,7 +23,7 @@ def test_the_advised_command_goes_on(main, tmp_path, monkeypatch):
         return step(*arguments, **named)
 
     monkeypatch.setattr(transformers.Trainer, "training_step", interrupted)
-    command = ["train", "tiny-llama", *SMOKE, "--output", str(run)]
+    command = ["train", "tiny-vit", *SMOKE, "--output", str(run)]
     code, _, err = main(*command)
     last = err.strip().splitlines()[-1]
     assert (code, last.partition(":")[0]) == (130, "Interrupted. Go on with")
