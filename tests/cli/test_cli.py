@@ -137,14 +137,11 @@ def test_help_loads_no_heavy_library(arguments):
     ("arguments", "words"),
     [
         ([*MEASURE, "--max-sequence", "3"], ["--max-sequence", "--max-sequences"]),
-        ([*MEASURE, "--measure", "cka"], ["--measure", "--measures"]),
         (["mesure"], ["mesure", "measure"]),
         (["measure"], ["model"]),
         (["measure", "m", "--output", "o"], ["--data"]),
-        (["measure", "m", "--data", "d"], ["--output"]),
         ([*MEASURE, "--seed", "x"], ["--seed", "integer"]),
         (["compare"], ["folders"]),
-        (["demo", "--blocks", "many"], ["--blocks", "integer"]),
     ],
 )
 def test_wrong_usage_ends_with_2_and_a_hint(main, arguments, words):
@@ -160,7 +157,6 @@ def test_wrong_usage_ends_with_2_and_a_hint(main, arguments, words):
     ("arguments", "words"),
     [
         (["report", "/absent/folder"], ["/absent/folder", "results.json"]),
-        (["compare", "/absent/a", "/absent/b", "--output", "{out}"], ["/absent/a"]),
         (["compare", "/absent/a", "--output", "{out}"], ["two"]),
         (["demo", "--blocks", "31", "--output", "{out}"], ["30", "31"]),
         (["measure", "m", "--data", "d", "--output", "{out}", "--set", "sed=1"], ["sed", "'seed'"]),
@@ -191,26 +187,22 @@ def test_debug_shows_the_traceback(main, where):
     [
         (FulldepthError("got x, expected y"), "got x, expected y"),
         (torch.OutOfMemoryError("CUDA out of memory."), "Out of memory"),
-        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."), "Out of memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."), "Out of memory"),
-        (MemoryError(), "Out of memory"),
+        (None, "Out of memory"),
         (PermissionError(13, "Permission denied", "/there"), "/there"),
         (FulldepthError("markup [red]stays[/red] as it is [/]"), "markup [red]stays[/red] as it is [/]"),
     ],
 )
 def test_what_goes_wrong_inside_a_command(main, monkeypatch, error, words):
-    monkeypatch.setattr("fulldepth.reporting.write_together", lambda *_, **__: (_ for _ in ()).throw(error))
+    def fail(*_, **__):
+        if error is None:
+            torch.empty(1 << 55)
+        raise error
+
+    monkeypatch.setattr("fulldepth.reporting.write_together", fail)
     code, out, err = main("report", "somewhere")
     assert (code, out) == (2, "")
     assert words in err
     assert len(err.strip().splitlines()) == 1
-
-
-def test_what_torch_really_says_when_memory_runs_out(main, monkeypatch):
-    monkeypatch.setattr("fulldepth.reporting.write_together", lambda *_, **__: torch.empty(1 << 55))
-    code, _, err = main("report", "somewhere")
-    assert code == 2
-    assert "Out of memory" in err
 
 
 def test_the_help_names_every_measure(main):

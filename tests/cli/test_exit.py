@@ -46,7 +46,6 @@ def test_a_sweep_and_a_checkpoint(main, checkpoint, tmp_path, monkeypatch):
     ("arguments", "name"),
     [
         (("--threshold", "0,0.5"), "threshold"),
-        (("--rule", "hope"), "rule"),
         (("--set", "min_layer=9"), "min_layer is 9"),
         (("--target-accuracy-drop", "-0.1"), "target_accuracy_drop"),
         (("export", "--layers", "9"), "first 9"),

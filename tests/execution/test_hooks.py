@@ -1,7 +1,5 @@
 """Capture changes nothing, heals always, and keeps the graph when asked to."""
 
-import copy
-
 import pytest
 import torch
 
@@ -10,55 +8,41 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution import SITES, Activations, body_inputs, capture
 from fulldepth.hf import anatomy_candidates
 
-NAMES = ["llama", "gpt_neox", "bert", "vit", "opt"]
-
 
 def anatomy_of(model):
     override = tiny_models.TOY_ANATOMY if isinstance(model, tiny_models.Toy) else None
     return anatomy_candidates(model, override=override)[0]
 
 
-def hooks(model):
-    """Everything a module keeps that is no parameter, buffer or child: hooks, flags, attributes."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
-    return {name: [list(getattr(m, kind)) for kind in kinds] for name, m in model.named_modules()}
-
-
 def portrait(model):
-    modules = {name: (type(m), m.training, sorted(m.__dict__)) for name, m in model.named_modules()}
+    """Everything that a module keeps beside parameters, buffers and children, and the parameters with their state."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+    modules = {
+        name: (type(m), m.training, sorted(m.__dict__), [list(getattr(m, kind)) for kind in kinds])
+        for name, m in model.named_modules()
+    }
     tensors = {
-        name: (t.dtype, t.device, t.requires_grad, t._version, t.detach().clone())
-        for name, t in model.named_parameters()
+        name: (t.dtype, t.device, t.requires_grad, t._version, t.tolist()) for name, t in model.named_parameters()
     }
     return modules, tensors, model.config.to_dict()
 
 
-def same_portrait(one, other):
-    assert one[0] == other[0]
-    assert one[2] == other[2]
-    for name, (*facts, values) in one[1].items():
-        assert facts == list(other[1][name][:-1])
-        assert torch.equal(values, other[1][name][-1])
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("name", "training"), [("llama", True), ("gpt_neox", False), ("bert", True), ("opt", False)])
 @torch.no_grad()
 def test_nothing_of_the_model_changes(name, training):
     model = tiny_models.build(name).train(training)
-    batch = tiny_models.inputs(model)
-    before = portrait(model), hooks(model)
-    torch.manual_seed(3)
-    expected = model(**batch).logits
-    torch.manual_seed(3)
+    batch, before = tiny_models.inputs(model), portrait(model)
+
+    def run():
+        torch.manual_seed(3)
+        return model(**batch).logits
+
+    expected = run()
     with capture(anatomy_of(model), list(SITES)):
-        got = model(**batch).logits
-    assert got.dtype == expected.dtype
-    assert torch.equal(got, expected)
-    same_portrait(portrait(model), before[0])
-    assert hooks(model) == before[1]
-    torch.manual_seed(3)
-    assert torch.equal(model(**batch).logits, expected)
+        assert portrait(model) != before
+        assert torch.equal(run(), expected)
+    assert portrait(model) == before
+    assert torch.equal(run(), expected)
 
 
 @pytest.mark.parametrize(
@@ -72,19 +56,17 @@ def test_nothing_of_the_model_changes(name, training):
 def test_hooks_go_when_something_fails(name, sites, error, ids):
     """Inside `with`, in the model itself, and where capture cannot place them all."""
     model = tiny_models.build(name)
-    before = hooks(model)
+    before = portrait(model)
 
     def fail():
         with capture(anatomy_of(model), sites):
-            assert hooks(model) != before
             if ids is None:
                 raise KeyError("mine")
             model(input_ids=torch.tensor([[ids]]))
 
     with pytest.raises(error):
         fail()
-    assert hooks(model) == before
-    assert not any(any(kinds) for kinds in hooks(copy.deepcopy(model)).values())
+    assert portrait(model) == before
 
 
 def test_states_that_are_not_there_are_refused_by_name():
@@ -92,39 +74,26 @@ def test_states_that_are_not_there_are_refused_by_name():
     with pytest.raises(FulldepthError, match="'residual'"), capture(anatomy_of(model), ["residuals"]):
         pass
     with capture(anatomy_of(model), ["residual", "value"]) as activations:
-        with pytest.raises(FulldepthError, match="x of layer 1"):
-            activations["residual"]
-        model(**tiny_models.inputs(model))
-        assert len(activations["residual"]) == 4
-        for site in ("mlp_branch", "attention_input"):
-            with pytest.raises(FulldepthError, match=site):
-                activations[site]
-        activations.clear()
-        with pytest.raises(FulldepthError, match="x of layer 1"):
-            activations["residual"]
+        for run in (False, True):
+            if run:
+                model(**tiny_models.inputs(model))
+                assert len(activations["residual"]) == 4
+                activations.clear()
+            with pytest.raises(FulldepthError, match="x of layer 1"):
+                activations["residual"]
+        with pytest.raises(FulldepthError, match="mlp_branch"):
+            activations["mlp_branch"]
 
 
+@torch.no_grad()
 def test_hooks_of_others_stay_and_see_the_same():
-    model = tiny_models.build("llama")
-    seen = []
-    handle = model.model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output))
-    with capture(anatomy_of(model), ["residual"]) as activations, torch.no_grad():
+    model, seen = tiny_models.build("llama"), []
+    model.model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output))
+    with capture(anatomy_of(model), ["residual"]) as activations:
         model(**tiny_models.inputs(model))
     assert torch.equal(seen[0], activations["residual"][2])
-    with torch.no_grad():
-        model(**tiny_models.inputs(model))
+    model(**tiny_models.inputs(model))
     assert len(seen) == 2
-    handle.remove()
-
-
-def test_a_state_that_the_model_overwrites_is_never_handed_out():
-    model = tiny_models.toy("in-place")
-    with capture(anatomy_of(model), ["residual", "attention_input"]) as activations, torch.no_grad():
-        model(**tiny_models.inputs(model))
-    with pytest.raises(FulldepthError, match=r"overwrote its own state at x of layer 1 in place"):
-        activations["residual"]
-    with pytest.raises(FulldepthError, match="in place"):
-        activations["attention_input"]
 
 
 # Gradients
@@ -240,7 +209,7 @@ def test_states_inside_reentrant_blocks_are_refused_rather_than_cut_off():
         states()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "depth_llama-tree", "depth_llama-hyper", "bert"])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "depth_llama-tree", "depth_llama-hyper"])
 @torch.no_grad()
 def test_states_that_are_copied_as_they_arise_are_the_same(name):
     """Two passes, the second over a smaller batch and then over the first one again: nothing of a pass stays behind."""

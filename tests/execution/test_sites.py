@@ -32,18 +32,6 @@ def gemma(block, x, given):
     return a, m, x + a, x + a + m
 
 
-def olmo2(block, x, given):
-    a = block.post_attention_layernorm(block.self_attn(hidden_states=x, **given)[0])
-    m = block.post_feedforward_layernorm(block.mlp(x + a))
-    return a, m, x + a, x + a + m
-
-
-def cohere(block, x, given):
-    normed = block.input_layernorm(x)
-    a, m = block.self_attn(hidden_states=normed, **given)[0], block.mlp(normed)
-    return a, m, x + a, x + a + m
-
-
 def falcon(block, x, given):
     normed = block.input_layernorm(x)
     a, m = block.self_attention(normed, **given)[0].clone(), block.mlp(normed)
@@ -75,22 +63,9 @@ def bert(block, x, given):
     return a, m, middle, block.output.LayerNorm(middle + m)
 
 
-def distilbert(block, x, given):
-    a = block.attention(x, **given)[0]
-    middle = block.sa_layer_norm(x + a)
-    m = block.ffn(middle)
-    return a, m, middle, block.output_layer_norm(middle + m)
-
-
 def vit(block, x, given):
     a = block.attention(block.layernorm_before(x), **given)[0]
     m = block.mlp(block.layernorm_after(x + a))
-    return a, m, x + a, x + a + m
-
-
-def clip(block, x, given):
-    a = block.self_attn(hidden_states=block.layer_norm1(x), **given)[0]
-    m = block.mlp(block.layer_norm2(x + a))
     return a, m, x + a, x + a + m
 
 
@@ -114,16 +89,12 @@ BY_HAND = {
     "llama": (llama, "model.layers", "model.norm"),
     "granite": (granite, "model.layers", "model.norm"),
     "gemma2": (gemma, "model.layers", "model.norm"),
-    "olmo2": (olmo2, "model.layers", "model.norm"),
-    "cohere": (cohere, "model.layers", "model.norm"),
     "gpt2": (gpt2, "transformer.h", "transformer.ln_f"),
     "falcon": (falcon, "transformer.h", "transformer.ln_f"),
     "gpt_neox": (neox, "gpt_neox.layers", "gpt_neox.final_layer_norm"),
     "opt": (opt, "model.decoder.layers", "model.decoder.final_layer_norm"),
     "bert": (bert, "bert.encoder.layer", None),
-    "distilbert": (distilbert, "distilbert.transformer.layer", None),
     "vit": (vit, "vit.layers", "vit.layernorm"),
-    "clip-text": (clip, "text_model.encoder.layers", "text_model.final_layer_norm"),
     "detr": (detr, "model.decoder.layers", "model.decoder.layernorm"),
 }
 """Model -> its block taken apart, the path of its blocks, and that of its final norm."""

@@ -215,11 +215,6 @@ class Costs:
             attention, mlp = (0.0, mlp) if self.granularity == "attention" else (attention, 0.0)
         return tokens * (attention + mlp)
 
-    def keys_read(self, variant: Variant) -> float:
-        """Operations per token and key in the attention of all layers that a variant computes."""
-        skipped = Variant() if self.granularity == "mlp" else variant
-        return sum(keys for layer, keys in enumerate(self.keys, start=1) if layer not in skipped)
-
     def whole(self, variant: Variant, shape: Shape, *, every_position: bool = False) -> float:
         """A forward pass of a variant; the head runs at labelled positions, or at all as in a stock model."""
         rows = shape.batch * shape.length if every_position else shape.labelled
@@ -253,7 +248,8 @@ class Costs:
         gradient checkpointing, the forward pass of the blocks counts once more.
         """
         head = shape.labelled * self.head
-        scores = shape.batch * shape.length**2 * self.keys_read(variant)
+        read = (k for layer, k in enumerate(self.keys, start=1) if self.granularity == "mlp" or layer not in variant)
+        scores = shape.batch * shape.length**2 * sum(read)
         passes = 3 if self.checkpoints(shape, checkpointing) else 2
         return passes * (self.whole(variant, shape) - head) + scores + 3 * head
 

@@ -108,7 +108,7 @@ class LayerCache(DynamicCache):
             raise KeysWritten
         return visible
 
-    def crop(self, length: int | Sequence[int]) -> None:
+    def crop(self, length: int | Sequence[int], after: int = 0) -> None:
         """Remove all positions from `length` on; layers that hold fewer are unchanged.
 
         With one length per sequence, every layer must hold the same number of positions. Sequences that keep fewer
@@ -117,6 +117,7 @@ class LayerCache(DynamicCache):
 
         Args:
             length: number of positions to keep, padding included: for all sequences, or for each.
+            after: crop the layers after this 1-based layer only.
 
         Raises:
             FulldepthError: for different lengths if the layers hold different numbers of positions or fewer than a
@@ -128,18 +129,11 @@ class LayerCache(DynamicCache):
         differ = min(lengths) < max(lengths)
         if differ and (len({*self.lengths}) > 1 or max(lengths) > self.lengths[0]):
             raise FulldepthError("Sequences can keep different numbers of positions only if all layers hold them.")
-        for index in range(len(self.layers)):
+        for index in range(after, len(self.layers)):
             layer = self._layer(index)
             if layer.is_initialized:
                 own = [min(lengths[0], layer.get_seq_length())] * len(layer.keys)
                 self._cut(index, layer, lengths if differ else own)
-
-    def crop_after(self, layer: int, length: int) -> None:
-        """Remove all positions from `length` on of the layers after a 1-based layer; 0 = of all layers."""
-        for index in range(layer, len(self.layers)):
-            entry = self._layer(index)
-            if entry.is_initialized:
-                self._cut(index, entry, [min(length, entry.get_seq_length())] * len(entry.keys))
 
     def drop_first(self, count: int) -> None:
         """Remove the first positions of every layer, which are padding in all sequences; later ones move to the left.

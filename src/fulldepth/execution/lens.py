@@ -199,7 +199,7 @@ def _tiles(
     for start in range(0, classes, width):
         tile = classifier.tile(slice(start, start + width), dtype)
         for rows in _rows(tokens, shown, chunk):
-            yield rows, start, tile.logits(prepared[rows], room)
+            yield rows, start, tile(prepared[rows], room)
 
 
 def _rows(tokens: int, shown: int, chunk: int) -> Iterator[slice]:

@@ -150,10 +150,7 @@ def copy_processor(source: str, folder: Path, revision: str | None = None) -> bo
         folder: destination.
         revision: branch, tag or commit, for a Hub name.
     """
-    paths = [path for name in PROCESSOR_FILES if (path := stored_file(source, name, revision)) is not None]
-    for path in paths:
-        shutil.copyfile(path, folder / path.name)
-    return bool(paths)
+    return _copy(PROCESSOR_FILES, source, folder, revision)
 
 
 def publish_older_names(folder: Path) -> None:
@@ -185,7 +182,11 @@ def copy_tokenizer(source: str, folder: Path, revision: str | None = None) -> bo
         folder: destination.
         revision: branch, tag or commit, for a Hub name.
     """
-    paths = {name: path for name in TOKENIZER_FILES if (path := stored_file(source, name, revision)) is not None}
+    return _copy(TOKENIZER_FILES, source, folder, revision)
+
+
+def _copy(names: Iterable[str], source: str, folder: Path, revision: str | None) -> bool:
+    paths = {name: path for name in names if (path := stored_file(source, name, revision)) is not None}
     for name, path in paths.items():
         shutil.copyfile(path, folder / name)
     return bool(paths)

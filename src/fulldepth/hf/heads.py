@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -103,18 +103,27 @@ class Classifier:
             return None
         return len(last.weight) if self.device is not None else None
 
-    def tile(self, classes: slice, dtype: torch.dtype | None = None) -> Tile:
-        """The logits of some classes only; the head must have `classes`.
+    def tile(self, classes: slice, dtype: torch.dtype | None = None) -> Callable[[Tensor, Tensor], Tensor]:
+        """A function that gives the logits of some classes only; the head must have `classes`.
+
+        It takes prepared states `[N, D']` and a flat buffer, into which the `[N, C]` logits are written as far as
+        possible. Reusing one buffer keeps the logits in cache: new memory costs a fifth of the product itself.
 
         Args:
             classes: range of classes.
             dtype: precision of the product; None = the model's.
         """
         last = self.modules[-1]
-        weight, bias = last.weight[classes], None if last.bias is None else last.bias[classes]
-        if dtype is not None:
-            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        return Tile(self, weight.T, bias)
+        weight, bias = last.weight[classes].to(dtype), None if last.bias is None else last.bias[classes].to(dtype)
+
+        def logits(prepared: Tensor, out: Tensor) -> Tensor:
+            shape = len(prepared), len(weight)
+            product = torch.mm(prepared, weight.T, out=out[: shape[0] * shape[1]].view(shape))
+            if bias is not None:
+                product += bias
+            return self.capped(product)
+
+        return logits
 
     def prepare(self, states: Tensor) -> Tensor:
         """[..., D'] input of the head's last module: the states after the final norm and the modules before it."""
@@ -145,7 +154,7 @@ class Classifier:
 
     def sequences(self, states: Tensor, attention_mask: Tensor) -> Tensor:
         """[B, C] logits of `states: [B, T, D]` with `attention_mask: [B, T]` (sequence heads only)."""
-        logits = self.pooled(self.pool(states, attention_mask))
+        logits = self.logits(self._before_last(self.pool(states, attention_mask)))
         return pool(logits, attention_mask, "mean") if self.head.pool == "mean-of-logits" else logits
 
     def pool(self, states: Tensor, attention_mask: Tensor) -> Tensor:
@@ -179,31 +188,6 @@ class Classifier:
         if self.head.pool != "last" or padding is None or not isinstance(ids, Tensor):
             return attention_mask
         return (ids != padding).to(attention_mask.device)
-
-    def pooled(self, states: Tensor) -> Tensor:
-        """[B, C] logits of pooled states."""
-        return self.logits(self._before_last(states))
-
-
-class Tile(NamedTuple):
-    """The part of a head that gives the logits of some classes."""
-
-    classifier: Classifier
-    weight: Tensor
-    """[D', C]."""
-    bias: Tensor | None
-    """[C]."""
-
-    def logits(self, prepared: Tensor, out: Tensor) -> Tensor:
-        """[N, C] logits of prepared states `[N, D']`, written into the flat buffer `out` as far as possible.
-
-        Reusing one buffer keeps the logits in cache: new memory costs a fifth of the product itself.
-        """
-        rows, classes = len(prepared), self.weight.shape[1]
-        logits = torch.mm(prepared, self.weight, out=out[: rows * classes].view(rows, classes))
-        if self.bias is not None:
-            logits += self.bias
-        return self.classifier.capped(logits)
 
 
 def pool(states: Tensor, attention_mask: Tensor | None, way: Pool, leading: int = 1) -> Tensor:

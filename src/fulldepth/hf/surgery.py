@@ -10,9 +10,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,26 +33,15 @@ STREAM = {"attention": "s_att", "mlp": "s_mlp"}
 """Part -> factor of its branch; part -> factor of the stream that the branch is added to."""
 
 
-@dataclass(frozen=True)
-class Port:
-    """The call of one of a block's two parts."""
+class Port(NamedTuple):
+    """The call of a block, or of one of its two parts."""
 
-    norm: str | None
+    norm: str | None = None
     """Child whose output is the part's input; None where the input is the stream itself."""
-    shared: bool
+    shared: bool = False
     """Whether another module also reads that norm."""
-    outputs: int
-    """Length of the tuple that the part returns; 0 for a tensor."""
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """The calls of a block's parts."""
-
-    attention: Port
-    mlp: Port
-    outputs: int
-    """Length of the tuple that the block returns; 0 for a tensor."""
+    outputs: int = 0
+    """Length of the tuple that is returned; 0 for a tensor."""
 
 
 class Switches:
@@ -108,7 +96,7 @@ class Switches:
         self.granularity = granularity
         self._skipped: frozenset[int] = frozenset()
         self._scalars: Scalars | None = None
-        self._wirings: dict[int, Wiring] | None = None
+        self._wirings: dict[int, dict[str, Port]] | None = None
         self._replaced: dict[int, dict[tuple[nn.Module, str], Any]] = {}
 
     @property
@@ -209,14 +197,14 @@ class Switches:
 
     def _take_out(self, layer: int) -> None:
         assert self._wirings is not None
-        wiring, block = self._wirings[layer], self.anatomy.blocks[layer - 1]
+        ports, block = self._wirings[layer], self.anatomy.blocks[layer - 1]
         attention = self.anatomy.part(layer, "attention") or nn.Identity()
         indices = (index for part in attention.modules() if isinstance(index := getattr(part, "layer_idx", None), int))
         index = None if self.granularity == "mlp" else next(indices, layer - 1)
         if self.granularity == "layer":
-            self._replace(layer, block, partial(_without, wiring.outputs, index, True))
+            self._replace(layer, block, partial(_without, ports["layer"].outputs, index, True))
             return
-        port = wiring.attention if self.granularity == "attention" else wiring.mlp
+        port = ports[self.granularity]
         part, branch = self._part(layer, self.granularity), self._part(layer, f"{self.granularity}_branch")
         if port.norm is not None and not port.shared:
             self._replace(layer, block.get_submodule(port.norm), partial(_without, 0, None, True))
@@ -226,11 +214,11 @@ class Switches:
 
     def _scale(self, layer: int, factors: dict[str, nn.Parameter]) -> None:
         assert self._wirings is not None
-        wiring, block = self._wirings[layer], self.anatomy.blocks[layer - 1]
         mixer = _Mixer(self.anatomy, layer, factors)
-        for role, port in {"attention": wiring.attention, "mlp": wiring.mlp}.items():
+        for role in BRANCH:
             if mixer.notes(role):
-                reader = self._part(layer, role) if port.norm is None else block.get_submodule(port.norm)
+                norm = self._wirings[layer][role].norm
+                reader = self._part(layer, role) if norm is None else self.anatomy.blocks[layer - 1].get_submodule(norm)
                 self._replace(layer, reader, partial(mixer.note, reader.forward))
             if mixer.mixes(role):
                 branch = self._part(layer, f"{role}_branch")
@@ -347,8 +335,8 @@ def _refuse(layer: int, skipped: bool, names: tuple[str, ...], *args: Any, **kwa
     )
 
 
-def _wirings(anatomy: Anatomy) -> dict[int, Wiring]:
-    """The wiring of every layer, recorded while two tokens run through the model."""
+def _wirings(anatomy: Anatomy) -> dict[int, dict[str, Port]]:
+    """The calls of every layer: `layer`, `attention` and `mlp`; recorded while two tokens run through the model."""
     calls: dict[int, list[tuple[nn.Module, Any, Any]]] = {}
 
     def record(layer: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -368,16 +356,16 @@ def _wirings(anatomy: Anatomy) -> dict[int, Wiring]:
     return {layer: _wiring(anatomy, layer, calls[layer]) for layer in calls}
 
 
-def _wiring(anatomy: Anatomy, layer: int, calls: list[tuple[nn.Module, Any, Any]]) -> Wiring:
-    """The wiring of one block; refuses a block that does not call its parts as the anatomy says."""
+def _wiring(anatomy: Anatomy, layer: int, calls: list[tuple[nn.Module, Any, Any]]) -> dict[str, Port]:
+    """The calls of one block; refuses a block that does not call its parts as the anatomy says."""
     block = anatomy.blocks[layer - 1]
     names = {module: name for name, module in block.named_children()}
     _, stream, output = next(call for call in calls if call[0] is block)
-    ports = {}
-    for role in ("attention", "mlp"):
+    ports = {"layer": Port(outputs=len(output) if isinstance(output, tuple) else 0)}
+    for role in BRANCH:
         part, branch = anatomy.part(layer, role), anatomy.part(layer, f"{role}_branch")
         if part is None:
-            ports[role] = Port(None, False, 0)
+            ports[role] = Port()
             continue
         call, added = (next((call for call in calls if call[0] is module), None) for module in (part, branch))
         if call is None or added is None:
@@ -398,7 +386,7 @@ def _wiring(anatomy: Anatomy, layer: int, calls: list[tuple[nn.Module, Any, Any]
         if anatomy.family.design != "parallel":
             term = added[2][0] if isinstance(added[2], tuple) else added[2]
             stream = stream + anatomy.branch_scale * term.view_as(stream)
-    return Wiring(ports["attention"], ports["mlp"], len(output) if isinstance(output, tuple) else 0)
+    return ports
 
 
 def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

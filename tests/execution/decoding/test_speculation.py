@@ -71,10 +71,9 @@ def test_greedy_output_is_that_of_generate_for_every_family(name):
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("name", ["opt", "gpt2"])
-def test_a_batch_is_drafted_up_to_the_last_of_learned_positions(name):
+def test_a_batch_is_drafted_up_to_the_last_of_learned_positions():
     """Sequences whose drafts are accepted differently; the longest must not be drafted beyond the table."""
-    model = decoders.build(name, late=0.5)
+    model = decoders.build("gpt2", late=0.5)
     model.generation_config.eos_token_id = None
     prompts, new = decoders.prompts(3, padded=0), model.config.max_position_embeddings - 9
     found = Decoder(model).generate(**prompts, max_new_tokens=new, speculate_from=1, draft_length=7)
@@ -83,39 +82,32 @@ def test_a_batch_is_drafted_up_to_the_last_of_learned_positions(name):
 
 
 def test_drafts_end_where_the_model_is_unsure():
-    model = decoders.build("llama", late=0.2)
+    model, prompts = decoders.build("llama", late=0.2), decoders.prompts(1)
     model.generation_config.eos_token_id = None
-    prompts, decoder = decoders.prompts(1), Decoder(model)
-    expected = stock(model, prompts)
-    counts = {}
+    decoder, drafted = Decoder(model), []
     for threshold in (0.001, 0.03, 1.0):
-        found = decoder.generate(
-            **prompts, max_new_tokens=NEW, speculate_from=2, draft_length=4, draft_threshold=threshold
-        )
-        assert torch.equal(found.sequences, expected)
-        counts[threshold] = found.stats.drafted
-    assert counts[0.001] > counts[0.03] > counts[1.0] == 0
+        options = {"max_new_tokens": NEW, "speculate_from": 2, "draft_length": 4, "draft_threshold": threshold}
+        found = decoder.generate(**prompts, **options)
+        assert torch.equal(found.sequences, stock(model, prompts))
+        drafted.append(found.stats.drafted)
+    assert drafted[0] > drafted[1] > drafted[2] == 0
 
 
-def test_end_tokens_inside_and_after_drafts():
-    """Every token of the plain continuation in turn is the end token; lists of two; with a padding token."""
+def test_end_tokens_and_the_last_token_inside_and_after_drafts():
+    """Every token of the plain continuation in turn is the end token; lists of two; a maximum inside a draft."""
     model = decoders.build("llama", late=0.2)
     model.generation_config.eos_token_id = None
     prompts, decoder = decoders.prompts(3), Decoder(model)
     plain = stock(model, prompts)[:, 9:]
     ends = sorted({int(token) for token in plain[0]})
-    for end in [*ends, ends[:2], [int(plain[1, 3]), int(plain[2, 7])]]:
-        options = {"eos_token_id": end, "pad_token_id": 0}
+    wanted = [
+        {"eos_token_id": end, "pad_token_id": 0} for end in [*ends, ends[:2], [int(plain[1, 3]), int(plain[2, 7])]]
+    ]
+    for options in [*wanted, *({"max_new_tokens": new} for new in (1, 2, 3))]:
         expected = stock(model, prompts, **options)
         for early, length in ((1, 4), (2, 7)):
-            found = decoder.generate(
-                **prompts, max_new_tokens=NEW, speculate_from=early, draft_length=length, **options
-            )
-            assert torch.equal(found.sequences, expected)
-    for new in (1, 2, 3):  # the maximum is reached inside a draft
-        expected = stock(model, prompts, max_new_tokens=new)
-        found = decoder.generate(**prompts, max_new_tokens=new, speculate_from=2, draft_length=7)
-        assert torch.equal(found.sequences, expected)
+            drafts = {"max_new_tokens": NEW, "speculate_from": early, "draft_length": length}
+            assert torch.equal(decoder.generate(**prompts, **drafts | options).sequences, expected)
 
 
 @pytest.mark.parametrize(
@@ -142,24 +134,17 @@ def test_the_generation_configuration_applies_to_drafts_too(settings):
     ("options", "name"),
     [
         ({"min_layer": 2}, "min_layer"),
-        ({"rule": "margin", "exit_layer": 1}, "rule"),
         ({"policy": "propagate", "speculate_from": 1}, "policy"),
         ({"draft_length": 3, "threshold": 0.5}, "draft_length"),
-        ({"draft_threshold": 0.5}, "draft_threshold"),
         ({"threshold": 0.5, "speculate_from": 1}, "threshold"),
-        ({"threshold": 0.5, "plan": DraftPlan([2])}, "threshold"),
         ({"exit_layer": 1, "plan": DraftPlan([2])}, "exit_layer"),
         ({"temperature": 0.5}, "do_sample"),
-        ({"threshold": 0.0}, "threshold is 0.0"),
         ({"threshold": 1.5}, "threshold is 1.5"),
         ({"speculate_from": 3}, "speculate_from is 3"),
-        ({"exit_layer": 0}, "exit_layer is 0"),
         ({"exit_layer": "auto"}, "exit_layer is 'auto'"),
         ({"speculate_from": 1, "draft_length": 0}, "draft_length is 0"),
         ({"threshold": 0.5, "rule": "confidenc"}, "Did you mean 'confidence'"),
-        ({"threshold": 0.5, "policy": "x"}, "policy"),
         ({"max_new_tokens": 99}, "99 new ones"),
-        ({"input_ids": torch.ones(1, 80, dtype=torch.long)}, "80 tokens"),
         ({"input_ids": torch.ones(1, 0, dtype=torch.long)}, "input_ids"),
         ({"input_ids": "some text"}, "tokenizer"),
         ({"input_ids": torch.ones(1, 4)}, "input_ids"),
@@ -177,21 +162,22 @@ def test_a_model_is_verified_once_and_again_where_it_was_changed(monkeypatch):
     runner = decoder_module.decoding_runner
     monkeypatch.setattr(decoder_module, "decoding_runner", lambda *each: verified.append(1) or runner(*each))
     model, prompts = decoders.build("llama"), decoders.prompts(1)
-    for _ in range(2):
-        assert torch.equal(generate(model, **prompts, max_new_tokens=3).sequences, stock(model, prompts)[:, :12])
-    assert len(verified) == 1
-    for changed in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        changed.model.layers[1].mlp = copy.deepcopy(model.model.layers[2].mlp)
-        found = generate(changed, **prompts, max_new_tokens=3).sequences
-        assert torch.equal(found, stock(changed, prompts)[:, :12])
-    assert len(verified) == 3
-    model.model.layers[1].mlp = copy.deepcopy(model.model.layers[2].mlp)
-    assert torch.equal(generate(model, **prompts, max_new_tokens=3).sequences, stock(model, prompts)[:, :12])
+
+    def check(model, times):
+        found = generate(model, **prompts, max_new_tokens=3).sequences
+        assert torch.equal(found, stock(model, prompts)[:, :12])
+        assert len(verified) == times
+
+    check(model, 1)
+    check(model, 1)
+    changed = pickle.loads(pickle.dumps(model))
+    for times, each in enumerate((copy.deepcopy(model), changed, model), start=2):
+        each.model.layers[1].mlp = copy.deepcopy(model.model.layers[2].mlp)
+        check(each, times)
     model.lm_head.register_forward_hook(lambda *_: None)
-    generate(model, **prompts, max_new_tokens=3)
-    assert len(verified) == 5
+    check(model, 5)
     freed = weakref.ref(model)
-    del model
+    del model, each
     gc.collect()
     assert freed() is None
 
@@ -228,37 +214,26 @@ def test_a_decoder_is_a_loop_for_generate():
             generate(tm.build(other), prompts["input_ids"], max_new_tokens=3)
 
 
-@pytest.mark.parametrize(("name", "granularity"), [("llama", "attention"), ("gemma3", "layer"), ("gpt2", "attention")])
+@pytest.mark.parametrize(("name", "granularity"), [("llama", "attention"), ("gemma3", "layer"), ("gpt2", "mlp")])
 def test_a_model_with_skipped_blocks_drafts(name, granularity):
-    """Greedy output stays that of the full model, which is intact afterwards."""
-    model = decoders.build(name, late=0.2)
+    """Greedy output stays that of the full model, which is intact afterwards; factors of the drafting model, far from
+    1 also before the first skipped block, do not reach its states."""
+    model, prompts = decoders.build(name, late=0.2), decoders.prompts(3)
     model.generation_config.eos_token_id = None
-    decoder, accepted = Decoder(model), 0
-    for rows in (1, 3):
-        prompts = decoders.prompts(rows)
-        expected = model.generate(**prompts, max_new_tokens=16, do_sample=False)
-        for layers in ([2], [3], [2, 3]):
-            found = decoder.generate(**prompts, max_new_tokens=16, plan=DraftPlan(layers, granularity), draft_length=3)
+    decoder, drafted, accepted = Decoder(model), 0, 0
+    expected = stock(model, prompts)
+    for layers in ([2], [3], [2, 3]):
+        scalars = Scalars(3, layers, granularity)
+        with torch.no_grad():
+            for number, factor in enumerate(scalars.parameters()):
+                factor.fill_(0.6 + 0.2 * number)
+        for factors in (None, scalars):
+            plan = DraftPlan(layers, granularity, factors)
+            found = decoder.generate(**prompts, max_new_tokens=NEW, plan=plan, draft_length=3)
             assert torch.equal(found.sequences, expected)
-            accepted += found.stats.accepted
-        assert torch.equal(model.generate(**prompts, max_new_tokens=16, do_sample=False), expected)
-    assert accepted > 0
-
-
-@pytest.mark.parametrize("granularity", ["attention", "mlp"])
-def test_factors_of_the_drafting_model_do_not_reach_the_full_models_states(granularity):
-    """All layers have factors far from 1, those before the first skipped block too, whose states are used again."""
-    model, prompts = decoders.build("llama", late=0.2), decoders.prompts(3)
-    model.generation_config.eos_token_id = None
-    scalars = Scalars(3, [3], granularity)
-    with torch.no_grad():
-        for number, factor in enumerate(scalars.parameters()):
-            factor.fill_(0.6 + 0.2 * number)
-    expected = model.generate(**prompts, max_new_tokens=16, do_sample=False)
-    plan = DraftPlan([3], granularity, scalars)
-    found = Decoder(model).generate(**prompts, max_new_tokens=16, plan=plan, draft_length=3)
-    assert torch.equal(found.sequences, expected)
-    assert found.stats.drafted > 0
+            drafted, accepted = drafted + found.stats.drafted, accepted + found.stats.accepted
+    assert torch.equal(stock(model, prompts), expected)
+    assert 0 < accepted <= drafted
 
 
 @pytest.mark.parametrize(
@@ -283,16 +258,8 @@ def test_a_trial_keeps_drafting_only_where_that_is_faster(options, late, pays, m
     assert stats.trial_seconds == (0 if pays else lost)
     assert lost <= 0.05 * 3 * 48 + 7
     assert (stats.rounds > 6) == pays
-    assert f"{stats.trial_seconds:.2f} s" in stats.reason
-
-
-@pytest.mark.parametrize("options", [{"speculate_from": "auto"}, {"speculate_from": 2}, {"plan": DraftPlan([2])}])
-def test_few_tokens_are_decoded_plainly_by_auto(options):
-    prompts = decoders.prompts(1)
-    found = Decoder(llama()).generate(**prompts, max_new_tokens=31, **options)
-    assert torch.equal(found.sequences, stock(llama(), prompts, max_new_tokens=31))
-    assert found.stats.layer_calls == [len(found.sequences[0]) - 10] * 3
-    assert (found.stats.mode, found.stats.paid, found.stats.drafted) == ("plain", None, 0)
+    few = Decoder(model).generate(**prompts, max_new_tokens=31, **options).stats  # too few for a trial
+    assert (few.mode, few.paid, few.drafted, few.layer_calls) == ("plain", None, 0, [30] * 3)
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +322,6 @@ def test_seeds_repeat_and_plain_sampling_is_that_of_generate(small):
     options = {"max_new_tokens": 12, "do_sample": True, "top_k": 0}
     torch.manual_seed(5)
     expected = small.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-    torch.manual_seed(5)
-    assert torch.equal(decoder.generate(prompt, **options).sequences, expected)
+    assert torch.equal(decoder.generate(prompt, seed=5, **options).sequences, expected)
     runs = [decoder.generate(prompt, speculate_from=1, draft_length=3, seed=7, **options).sequences for _ in range(2)]
     assert torch.equal(*runs)

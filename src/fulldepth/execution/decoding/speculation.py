@@ -7,17 +7,17 @@ layers E+1..L run on the stored states of all drafts at once. Keys, values and s
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from statistics import median
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fulldepth.execution.decoding.early_exit import exiting_step
-from fulldepth.execution.decoding.options import AUTO, Options
+from fulldepth.execution.decoding.options import AUTO, DraftPlan, Options
 from fulldepth.execution.decoding.session import Session
-from fulldepth.hf import Scalars, Switches
+from fulldepth.hf import Switches
 
 DRAFTS = 4
 """K for `draft_length="auto"`."""
@@ -70,10 +70,10 @@ def _decode_with_drafts(session: Session, options: Options) -> None:
     stats.speculate_from, stats.draft_length = early, length
     stats.reason = f"Up to {length} tokens a round are drafts of {drafter}, as asked."
     with nullcontext() if plan is None else Switches(session.runner.anatomy, plan.granularity) as switches:
-        skipper = None if plan is None or switches is None else Skipper(switches, plan.layers, plan.scalars)
+        skipped = None if plan is None or switches is None else partial(_drafting, switches, plan)
 
         def draft() -> float:
-            return speculate(session, early, length, options.draft_threshold, skipper)
+            return speculate(session, early, length, options.draft_threshold, skipped)
 
         if AUTO in (options.speculate_from, options.draft_length) and not _pays(session, draft, drafter):
             stats.mode = "plain"
@@ -115,29 +115,28 @@ def _pays(session: Session, draft: Callable[[], float], drafter: str) -> bool:
     return stats.paid
 
 
-class Skipper(NamedTuple):
-    """Turns the skipped parts of a drafting model off for drafts, and on for their confirmation."""
-
-    switches: Switches
-    layers: Collection[int]
-    scalars: Scalars | None
-
-    @contextmanager
-    def drafting(self) -> Iterator[Collection[int]]:
-        """While open, the layers' parts are skipped; gives the layers of which drafts compute nothing."""
-        self.switches.skip(self.layers)
-        self.switches.scalars = self.scalars
-        try:
-            yield self.layers if self.switches.granularity == "layer" else ()
-        finally:
-            self.switches.scalars = None
-            self.switches.skip(())
+@contextmanager
+def _drafting(switches: Switches, plan: DraftPlan) -> Iterator[Collection[int]]:
+    """While open, a plan's parts are skipped; gives the layers of which drafts compute nothing."""
+    switches.skip(plan.layers)
+    switches.scalars = plan.scalars
+    try:
+        yield plan.layers if plan.granularity == "layer" else ()
+    finally:
+        switches.scalars = None
+        switches.skip(())
 
 
-def speculate(session: Session, early: int, length: int, threshold: float | None, skipper: Skipper | None) -> float:
+def speculate(
+    session: Session,
+    early: int,
+    length: int,
+    threshold: float | None,
+    drafting: Callable[[], AbstractContextManager[Collection[int]]] | None,
+) -> float:
     """One round: draft up to `length` tokens for every active sequence, and confirm them.
 
-    With a skipper the first E layers keep nothing of the drafting model, not even its scalars: their states are the
+    With a plan the first E layers keep nothing of the drafting model, not even its scalars: their states are the
     full model's.
 
     Args:
@@ -145,8 +144,9 @@ def speculate(session: Session, early: int, length: int, threshold: float | None
         early: E, layers that draft.
         length: K, maximum number of drafts.
         threshold: drafting ends where the largest probability of the next draft of every sequence is below it.
-        skipper: drafts come from all layers without some parts, the first of which is after layer `early` (from 0);
-            later layers read the keys and values that the full model has of known tokens.
+        drafting: opens a plan's model: drafts come from all layers without some parts, the first of which is after
+            layer `early` (from 0), and compute nothing in the layers that it gives; later layers read the keys and
+            values that the full model has of known tokens.
 
     Returns:
         Mean number of new tokens of a sequence.
@@ -163,10 +163,10 @@ def speculate(session: Session, early: int, length: int, threshold: float | None
         states.append(state)
         if len(scores) >= length:
             break
-        if skipper is not None:
-            with skipper.drafting() as unused:
+        if drafting is not None:
+            with drafting() as unused:
                 state = session.run(range(early + 1, last + 1), state, unused)
-        logits = session.runner.finish(state, None if skipper else early)[:, -1]
+        logits = session.runner.finish(state, None if drafting else early)[:, -1]
         score = choice.scores(logits, len(scores))
         if threshold is not None and float(score.softmax(-1).amax(-1).max()) < threshold:
             break
@@ -178,8 +178,8 @@ def speculate(session: Session, early: int, length: int, threshold: float | None
         ended |= torch.tensor([token in sequences.end_tokens for token in tokens.tolist()])
         if bool(ended.all()):
             break
-    if skipper is not None:
-        session.cache.crop_after(early, start)
+    if drafting is not None:
+        session.cache.crop(start, after=early)
     reach = start + len(states)
     session.begin(ids[:, :reach], mask[:, :reach], start)
     logits = session.runner.finish(session.run(range(early + 1, last + 1), torch.cat(states, dim=1)))

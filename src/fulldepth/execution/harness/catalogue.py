@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -80,18 +80,6 @@ class Catalogue:
             if name not in self._manager.all_tasks:
                 raise unknown("task", name, {*self._own, *known, *self._manager.all_tasks})
 
-    def _content(self, tasks: Mapping[str, Any]) -> str:
-        """A hash of the tasks' configurations, code and rows, and of the version of lm-eval."""
-
-        def parts() -> Iterator[Any]:
-            yield from (lm_eval_version(), self._code)
-            for name, task in sorted(tasks.items()):
-                yield from (name, task.dump_config())
-                yield from task.eval_docs
-                yield from task.fewshot_docs() if task.get_config("num_fewshot") else ()
-
-        return _hash(map(_plain, parts()))
-
     @cached_property
     def _code(self) -> list[tuple[str, str]]:
         """Name and hash of the files of the user's tasks: their settings and their code."""
@@ -130,7 +118,11 @@ class Catalogue:
                         task.set_config(key="num_fewshot", value=num_fewshot or 0)
                     if options and task.OUTPUT_TYPE == "generate_until":
                         task.set_config(key="generation_kwargs", value=dict(options), update=True)
-                return Loaded(loaded, self._content(loaded["tasks"]))
+                parts: list[Any] = [lm_eval_version(), self._code]
+                for key, task in sorted(loaded["tasks"].items()):
+                    shots = task.fewshot_docs() if task.get_config("num_fewshot") else ()
+                    parts += [key, task.dump_config(), *task.eval_docs, *shots]
+                return Loaded(loaded, _hash(map(_plain, parts)))
         except FulldepthError:
             raise
         except Exception as error:  # of any kind: data sets, templates, code of the task

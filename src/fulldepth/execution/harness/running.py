@@ -118,11 +118,9 @@ def run_unit(
         raise
     except FAILURES as error:
         raise FulldepthError(f"lm-eval cannot run {names}: {reason(error)}") from error
-    examples = {name: _examples(samples) for name, samples in (output.get("samples") or {}).items() if samples}
-    found = UnitScores(
-        scores_of(output), dict(output.get("higher_is_better") or {}), samples=output.get("samples") or {}
-    )
-    for name, rows in examples.items():
+    samples = output.get("samples") or {}
+    found = UnitScores(list(_scores(output)), dict(output.get("higher_is_better") or {}), samples=samples)
+    for name, rows in {name: _examples(each) for name, each in samples.items() if each}.items():
         found.clusters[name] = np.array([identity(str(row.get("doc_hash", row["doc_id"]))) for row in rows], np.int64)
         choices = _choices(loaded["tasks"].get(name))
         found.guesses[name] = guess = _guesses(rows, choices)
@@ -136,29 +134,20 @@ def reason(error: BaseException) -> str:
     return one_line(error) or type(error).__name__
 
 
-def scores_of(output: Mapping[str, Any]) -> list[Score]:
-    """The scores in the output of lm-eval's `evaluate` or `simple_evaluate`."""
-    counts, samples = output["n-samples"], output.get("samples") or {}
-    return [
-        score
-        for task, results in output["results"].items()
-        for score in _scores(task, results, counts, samples.get(task) or [])
-    ]
-
-
-def _scores(
-    task: str, results: Mapping[str, Any], counts: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
-) -> Iterator[Score]:
-    """`acc,none`: 0.5, `acc_stderr,none`: 0.1 -> one score."""
-    for key, value in results.items():
-        metric, comma, how = key.partition(",")
-        if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
-            continue
-        stated = results.get(f"{metric}_stderr,{how}")
-        error = float(stated) if isinstance(stated, int | float) and math.isfinite(stated) else None
-        name = metric if how == "none" else f"{metric}:{how}"
-        count = int((counts.get(task) or {}).get("effective", 0))
-        yield Score(task, name, float(value), error, count, _values(_examples(samples, how), metric, float(value)))
+def _scores(output: Mapping[str, Any]) -> Iterator[Score]:
+    """The scores in the output of lm-eval's `evaluate`: `acc,none`: 0.5, `acc_stderr,none`: 0.1 -> one score."""
+    for task, results in output["results"].items():
+        samples = (output.get("samples") or {}).get(task) or []
+        count = int((output["n-samples"].get(task) or {}).get("effective", 0))
+        for key, value in results.items():
+            metric, comma, how = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            stated = results.get(f"{metric}_stderr,{how}")
+            error = float(stated) if isinstance(stated, int | float) and math.isfinite(stated) else None
+            name = metric if how == "none" else f"{metric}:{how}"
+            values = _values(_examples(samples, how), metric, float(value))
+            yield Score(task, name, float(value), error, count, values)
 
 
 def _examples(samples: Sequence[Mapping[str, Any]], how: str | None = None) -> list[Mapping[str, Any]]:
