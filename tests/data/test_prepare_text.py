@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fulldepth.data import open_source, prepare
-from fulldepth.data.labelled import balanced_sample
+from fulldepth.data.labelled import balanced_sample, number_labels
 from fulldepth.errors import FulldepthError
 
 MERGES = [("w", str(i)) for i in range(9)]
@@ -280,20 +280,28 @@ def test_a_balanced_sample_takes_the_classes_in_turn():
     assert balanced_sample(labels, names, 1000, seed=3) == list(range(1000))
 
 
-def test_labels_follow_the_models_names(bert_tokenizer):
+FOLLOWED = [
+    (["POS", "neutral", "NEG"], [2, 0, 2], None),
+    (["NEG", "Neg", "neg", "pos"], [1, 3, 1], None),  # the same spelling comes first
+    (["LABEL_0", "LABEL_1"], [0, 1, 0], ()),
+    (["cat", "dog"], [0, 1, 0], ("The data's classes (Neg, pos) are not the model's (cat, dog); taken in order.",)),
+]
+
+
+@pytest.mark.parametrize(("classes", "labels", "warnings"), FOLLOWED)
+def test_labels_follow_the_models_names(bert_tokenizer, classes, labels, warnings):
     rows = [{"text": words(i), "label": name} for i, name in enumerate(["Neg", "pos", "Neg"])]
-    arguments = dict(task="text-classification", tokenizer=bert_tokenizer)
-    data = prepare(open_source(rows), label2id={"POS": 0, "neutral": 1, "NEG": 2}, **arguments)
-    assert all_of(data)[0].labels.tolist() == [2, 0, 2]
-    assert data.class_names == ("POS", "neutral", "NEG")
-    assert data.num_classes == 3
-    spelled = prepare(open_source(rows), label2id={"NEG": 0, "Neg": 1, "neg": 2, "pos": 3}, **arguments)
-    assert all_of(spelled)[0].labels.tolist() == [1, 3, 1]  # the same spelling comes first
-    plain = prepare(open_source(rows), label2id={"LABEL_0": 0, "LABEL_1": 1}, **arguments)
-    assert all_of(plain)[0].labels.tolist() == [0, 1, 0]
-    assert plain.warnings == []
-    other = prepare(open_source(rows), label2id={"cat": 0, "dog": 1}, **arguments)
-    assert other.warnings == ["The data's classes (Neg, pos) are not the model's (cat, dog); taken in order."]
+    source, _ = number_labels(open_source(rows), classes)
+    data = prepare(source, task="text-classification", tokenizer=bert_tokenizer)
+    assert all_of(data)[0].labels.tolist() == labels
+    assert source.warnings == (warnings or ())
+    assert data.class_names == (tuple(classes) if warnings is None else ("Neg", "pos"))
+    unknown = open_source([*rows, {"text": "w1", "label": "odd"}])
+    if warnings is None:
+        with pytest.raises(FulldepthError, match="rows row 4"):
+            number_labels(unknown, classes)
+        kept, _ = number_labels(unknown, classes, skip_bad=True)
+        assert [record.label for record in kept.records] == labels
 
 
 def test_batch_arguments_are_checked(number_tokenizer):
@@ -315,7 +323,6 @@ REFUSED = [
     (["w1"], {"max_positions": 128}, "128"),
     (["w1"], {"task": "masked-lm", "sequence_length": 2}, "sequence_length"),
     (LABELLED, {"task": "representation", "sequence_length": 1}, "sequence_length"),
-    (LABELLED, {"task": "text-classification", "label2id": {"LABEL_0": 0, "LABEL_1": 1}}, "rows row 1"),
     (["w1 w300"], {"vocab_size": 100}, "tokenizer"),
 ]
 
