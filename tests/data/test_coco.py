@@ -10,7 +10,7 @@ from PIL import Image
 
 from drawn_shapes import CLASSES, SCRIPT, draw, shapes
 from fulldepth.data import open_source, prepare
-from fulldepth.data.labelled import check_rows
+from fulldepth.data.labelled import check_rows, number_labels
 from fulldepth.errors import FulldepthError
 
 GOOD = {
@@ -96,7 +96,7 @@ def test_defects_are_refused_with_their_entry_and_skipped_on_request(written, ch
     with pytest.raises(FulldepthError, match=re.escape(f"instances.json {where}") + ".*--skip-bad"):
         open_source(path)
     source = open_source(path, skip_bad=True)
-    assert f"skipped 1 {kind} with defects" in source.warnings[0]
+    assert f"1 {kind}s" in source.warnings[0]
     count = sum(len(record.objects) for record in source.records)
     assert (len(source), count) == ((2, 1) if kind == "annotation" else (1, 2))
 
@@ -108,7 +108,7 @@ def test_defects_are_refused_with_their_entry_and_skipped_on_request(written, ch
         ({"categories": []}, "0 categories"),
         ({"categories.1.id": 18}, r"categories\[1\] \(id 18\)"),
         ({"categories.1.name": "\ud800"}, r"categories\[1\]"),
-        ({"images": []}, "no images"),
+        ({"images": [], "annotations": []}, "no images"),
     ],
 )
 def test_files_of_another_format_are_refused(written, changes, place):
@@ -147,14 +147,14 @@ def test_objects_of_classes_that_a_model_does_not_have_are_refused_or_left_out(w
     """Names decide as soon as one agrees; a category without objects may be unknown."""
     source, options = open_source(written()), {"task": "detection", "processor": Plain()}
     with pytest.raises(FulldepthError, match=r"row 1: an object is a dog, which is none of the 2 classes \(cat, car\)"):
-        prepare(source, **options, label2id={"cat": 0, "car": 1})
-    prepared = prepare(source, **options, label2id={"cat": 0, "car": 1}, skip_bad=True)
+        number_labels(source, ["cat", "car"])
+    prepared = prepare(number_labels(source, ["cat", "car"], skip_bad=True)[0], **options)
     assert prepared.collate([0]).objects[0]["class_labels"].tolist() == [1]
     assert prepared.collate([0]).objects[0]["crowd"].tolist() == [True]
     assert (prepared.num_targets, prepared.class_names) == (0, ("cat", "car"))  # a crowd is no target
-    assert "1 object is left out of instances.json" in prepared.warnings[-1]
+    assert "1 bad row or object is left out of instances.json" in prepared.warnings[-1]
     unused = open_source(written({"categories.2": {"id": 1, "name": "things"}}))
-    prepared = prepare(unused, **options, label2id={"dog": 0, "car": 1})
+    prepared = prepare(number_labels(unused, ["dog", "car"])[0], **options)
     assert prepared.collate([0]).objects[0]["class_labels"].tolist() == [0, 1]
     assert prepared.num_targets == 1
 
@@ -176,14 +176,14 @@ class Plain:
 
 def test_prepared_images_follow_the_classes_of_the_model(written):
     model = {"dog": 0, "N/A": 1, "Car": 2}
-    prepared = prepare(open_source(written()), task="detection", processor=Plain(), label2id=model)
+    prepared = prepare(number_labels(open_source(written()), list(model))[0], task="detection", processor=Plain())
     objects = prepared.collate([0]).objects[0]
     assert objects["class_labels"].tolist() == [0, 2]
     torch.testing.assert_close(objects["boxes"], torch.tensor([[0.5, 0.5, 0.5, 0.5], [0.05, 0.5, 0.1, 1.0]]))
     assert objects["crowd"].tolist() == [False, True]
     assert prepared.num_targets == 1  # crowds are no targets
-    with pytest.raises(FulldepthError, match="labels up to 1, the model has 1 classes: thing"):
-        prepare(open_source(written()), task="detection", processor=Plain(), label2id={"thing": 0})
+    with pytest.raises(FulldepthError, match="the model has 1 classes: thing"):
+        number_labels(open_source(written()), ["thing"])
 
 
 def test_the_shapes_of_the_example_are_what_they_are_drawn_from():

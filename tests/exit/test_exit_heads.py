@@ -136,7 +136,6 @@ def test_measure_and_exit_read_each_layer_by_its_own_head(run: Path, tmp_path: P
         open_source(data),
         task="image-classification",
         processor=load_processor(checkpoint, anatomy.config),
-        label2id=labels["label2id"],
     )
     batch = sequences.collate(range(len(sequences)))
     logits = layer_logits(checkpoint, batch.inputs["pixel_values"])

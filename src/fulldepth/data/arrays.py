@@ -42,15 +42,33 @@ def prepare_arrays(data: Any, *, max_sequences: int = 256, seed: int = 0) -> Seq
     data = data.tensors if isinstance(data, TensorDataset) else data
     parts = (data,) if isinstance(data, np.ndarray | Tensor) else data
     if isinstance(parts, tuple | list) and parts and all(isinstance(part, np.ndarray | Tensor) for part in parts):
-        inputs, labels = _of_arrays(parts, max_sequences, seed)
+        if len(parts) > 2 or parts[0].ndim < 2 or any(len(part) != len(parts[0]) for part in parts):
+            shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+            raise FulldepthError(f"The data are {len(parts)} arrays of shape {shapes}. Expected {EXPECTED}.")
+        chosen = sample(range(len(parts[0])), max_sequences, seed)
+        inputs, *known = (torch.as_tensor(part)[chosen] for part in parts)
+        labels = known[0] if known else torch.full((len(chosen),), IGNORE)
+    elif not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or isinstance(data, str | bytes | dict):
+        raise FulldepthError(f"The data are of type {type(data).__name__}. Expected {EXPECTED}.")
     else:
-        inputs, labels = _of_items(data, max_sequences, seed)
+        items = [data[index] for index in sample(range(len(data)), max_sequences, seed)]
+        pairs = [item if isinstance(item, tuple | list) and len(item) == 2 else (item, IGNORE) for item in items]
+        try:
+            inputs = torch.stack([torch.as_tensor(given) for given, _ in pairs]) if pairs else torch.zeros(0)
+            labels = torch.tensor([int(label) for _, label in pairs], dtype=torch.int64)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise FulldepthError(f"Items of the data are not of one shape: {error}. Expected {EXPECTED}.") from error
     if not len(inputs):
         raise FulldepthError(f"The data hold no sample. Expected {EXPECTED}.")
+    if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
+        shape = tuple(labels.shape)
+        raise FulldepthError(f"Labels are whole numbers, one for each sample; got {labels.dtype} of shape {shape}.")
+    inputs, labels = inputs.detach().cpu(), labels.to(torch.int64).cpu()
+    labels = labels.where(labels >= 0, IGNORE)
     fingerprint = Fingerprint("arrays", str(inputs.dtype), str(tuple(inputs.shape)))
     fingerprint.add(_bytes(inputs))
     fingerprint.add(id_bytes(labels))
-    known = labels[labels != IGNORE]
+    classes = labels[labels != IGNORE]
     return Sequences(
         name=name,
         kind="arrays",
@@ -59,8 +77,8 @@ def prepare_arrays(data: Any, *, max_sequences: int = 256, seed: int = 0) -> Seq
         examples=[Picture(_no_picture, int(label)) for label in labels],
         collate=partial(_collate, inputs, labels),
         lengths=[0] * len(inputs),
-        num_targets=len(known),
-        num_classes=int(known.max()) + 1 if len(known) else None,
+        num_targets=len(classes),
+        num_classes=int(classes.max()) + 1 if len(classes) else None,
         clusters=[int(name) for name in distinct([identity(_bytes(row)) for row in inputs])],
         unit="row",
     )
@@ -78,38 +96,3 @@ def _collate(inputs: Tensor, labels: Tensor, indices: Sequence[int]) -> Batch:
     chosen = torch.tensor(list(indices), dtype=torch.int64)
     known = bool((labels != IGNORE).any())
     return Batch({"inputs": inputs[chosen]}, None, chosen, labels=labels[chosen] if known else None)
-
-
-def _of_arrays(parts: Sequence[Any], limit: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The chosen samples of one or two arrays, and their labels."""
-    inputs = torch.as_tensor(parts[0])
-    if inputs.ndim < 2 or len(parts) > 2 or any(len(part) != len(inputs) for part in parts):
-        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-        raise FulldepthError(f"The data are {len(parts)} arrays of shape {shapes}. Expected {EXPECTED}.")
-    labels = _classes(torch.as_tensor(parts[1])) if len(parts) == 2 else torch.full((len(inputs),), IGNORE)
-    chosen = sample(range(len(labels)), limit, seed)
-    return inputs[chosen].detach().cpu(), labels[chosen]
-
-
-def _of_items(data: Any, limit: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The chosen samples of a map-style data set, and their labels."""
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or isinstance(data, str | bytes | dict):
-        raise FulldepthError(f"The data are of type {type(data).__name__}. Expected {EXPECTED}.")
-    items = [data[index] for index in sample(range(len(data)), limit, seed)]
-    pairs = [item if isinstance(item, tuple | list) and len(item) == 2 else (item, IGNORE) for item in items]
-    try:
-        inputs = torch.stack([torch.as_tensor(given) for given, _ in pairs]) if pairs else torch.zeros(0)
-        labels = torch.tensor([int(label) for _, label in pairs], dtype=torch.int64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise FulldepthError(f"The items of the data are not of one shape: {error}. Expected {EXPECTED}.") from error
-    return inputs.detach().cpu(), _classes(labels)
-
-
-def _classes(labels: Tensor) -> Tensor:
-    """[N] int64 classes, -100 where a label is negative."""
-    if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
-        raise FulldepthError(
-            f"Labels are whole numbers, one for each sample; got {labels.dtype} of shape {tuple(labels.shape)}."
-        )
-    labels = labels.to(torch.int64).cpu()
-    return labels.where(labels >= 0, IGNORE)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
 from PIL import Image
@@ -109,36 +108,6 @@ class Category(Entry):
     name: str
 
 
-E = TypeVar("E", bound=Entry)
-
-
-@dataclass
-class Defects:
-    """Defects of a file: the first one is an error, unless bad entries are skipped, which are then counted."""
-
-    skip: bool
-    counts: Counter[str] = field(default_factory=Counter)
-    first: list[str] = field(default_factory=list)
-
-    @contextmanager
-    def counted(self, kind: str) -> Iterator[None]:
-        """Count a defect that reading an entry meets; raise it unless bad entries are skipped."""
-        try:
-            yield
-        except FulldepthError as error:
-            if not self.skip:
-                raise FulldepthError(f"{error} --skip-bad leaves such entries out and counts them.") from error
-            self.counts[kind] += 1
-            self.first = [*self.first, str(error)][:SHOWN]
-
-    def warnings(self, name: str) -> list[str]:
-        """A sentence on all skipped entries; empty without any."""
-        if not self.counts:
-            return []
-        counts = " and ".join(f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in self.counts.items())
-        return [one_line(f"{name}: skipped {counts} with defects. First: {' '.join(self.first)}", 900)]
-
-
 def coco_rows(path: Path, *, skip_bad: bool = False) -> Coco:
     """Read a json file in COCO's format; images are decoded on use.
 
@@ -163,67 +132,92 @@ def coco_rows(path: Path, *, skip_bad: bool = False) -> Coco:
             f"{path} is not in COCO's format for detection: expected an object with the lists images, annotations and "
             "categories."
         )
-    defects, find = Defects(skip_bad), _finder(path)
-    names = _categories(path.name, content["categories"])
-    classes = {key: index for index, key in enumerate(names)}
-    images: dict[int, tuple[StoredImage, ImageEntry]] = {}
-    for position, value in enumerate(content["images"]):
-        with defects.counted("image"):
-            where, entry = _entry(path.name, "images", position, value, ImageEntry)
-            if entry.id in images:
-                raise FulldepthError(f"{where}: another image has the same id.")
-            stored = stored_image(find(where, entry.file_name), entry.file_name)
-            load = StoredImage(partial(_sized, stored, where, entry.width, entry.height), stored.content, stored.name)
-            images[entry.id] = load, entry
-    if not images:
-        first = f" without defects. The first: {defects.first[0]}" if defects.first else "."
-        raise FulldepthError(f"{path} holds no images{first}")
-    objects: defaultdict[int, list[tuple[int, Box, bool]]] = defaultdict(list)
-    for position, value in enumerate(content["annotations"]):
-        with defects.counted("annotation"):
-            where, given = _entry(path.name, "annotations", position, value, Annotation)
-            if given.image_id not in images:
-                raise FulldepthError(f"{where}: image_id {given.image_id} is not among the images.")
-            if given.category_id not in classes:
-                raise FulldepthError(f"{where}: category_id {given.category_id} is not among the categories.")
-            box = _inside(given.bbox, images[given.image_id][1], where)
-            objects[given.image_id].append((classes[given.category_id], box, bool(given.iscrowd)))
-    rows = [
-        {"image": load, "objects": Objects(entry.width, entry.height, *zip(*objects[entry.id], strict=True))}
-        for load, entry in images.values()
+    reader, bad, first = _Reader(path), Counter[str](), list[str]()
+    uses: list[tuple[str, type[Entry], Callable[[str, Any], None]]] = [
+        ("categories", Category, reader.category),
+        ("images", ImageEntry, reader.image),
+        ("annotations", Annotation, reader.annotation),
     ]
-    return Coco(path.name, rows, tuple(names.values()), defects.warnings(path.name))
+    for key, kind, use in uses:
+        for position, value in enumerate(content[key]):
+            where = f"{path.name} {key}[{position}]"
+            if isinstance(value, dict) and "id" in value:
+                where += f" (id {one_line(repr(value['id']), 40)})"
+            try:
+                use(where, _validated(value, kind, where))
+            except FulldepthError as error:
+                if kind is Category:
+                    raise
+                if not skip_bad:
+                    raise FulldepthError(f"{error} --skip-bad leaves such entries out and counts them.") from error
+                bad[key] += 1
+                first = [*first, str(error)][:SHOWN]
+        if not 1 <= (count := len(reader.names)) <= MOST_CATEGORIES:
+            raise FulldepthError(f"{path.name} has {count:,} categories, expected 1 to {MOST_CATEGORIES:,}.")
+    if not reader.images:
+        raise FulldepthError(f"{path} holds no images without defects. {' '.join(first[:1])}")
+    numbers = {key: number for number, key in enumerate(sorted(reader.names))}
+    rows = []
+    for load, entry in reader.images.values():
+        known = [(numbers[each.category_id], box, bool(each.iscrowd)) for each, box in reader.objects[entry.id]]
+        rows.append({"image": load, "objects": Objects(entry.width, entry.height, *zip(*known, strict=True))})
+    counts = " and ".join(f"{count} {key}" for key, count in bad.items())
+    warnings = [one_line(f"{path.name}: skipped {counts} with defects. First: {' '.join(first)}", 900)] if bad else []
+    return Coco(path.name, rows, tuple(reader.names[key] for key in numbers), warnings)
 
 
-def _entry(name: str, key: str, position: int, value: Any, kind: type[E]) -> tuple[str, E]:
-    """Location and content of an entry."""
-    where = f"{name} {key}[{position}]"
-    if isinstance(value, dict) and "id" in value:
-        where += f" (id {one_line(repr(value['id']), 40)})"
+class _Reader:
+    """Entries of a file that were read, and checks of further ones."""
+
+    def __init__(self, path: Path) -> None:
+        stem, above = path.stem.removeprefix("instances_"), path.parent.parent
+        self.path, self.folders = path, [path.parent, path.parent / "images", path.parent / stem]
+        self.folders += [above / stem, above / "images" / stem, above / "images"]
+        self.names: dict[int, str] = {}
+        self.images: dict[int, tuple[StoredImage, ImageEntry]] = {}
+        self.objects: defaultdict[int, list[tuple[Annotation, Box]]] = defaultdict(list)
+
+    def category(self, where: str, entry: Category) -> None:
+        title = one_line(entry.name, 200)
+        if not title or entry.id in self.names or title in self.names.values():
+            raise FulldepthError(
+                f"{where}: its name is empty, or another category has the same id or name ({one_line(title, 60)}). "
+                "Names are read up to 200 characters."
+            )
+        self.names[entry.id] = title
+
+    def image(self, where: str, entry: ImageEntry) -> None:
+        if entry.id in self.images:
+            raise FulldepthError(f"{where}: another image has the same id.")
+        name, path = entry.file_name, PurePosixPath(entry.file_name)
+        if not path.parts or "\0" in name or ".." in path.parts or path.is_absolute():
+            raise FulldepthError(f"{where}: file_name is {one_line(repr(name), 80)}, expected a relative path.")
+        # `Path.is_file` would raise for names that are too long and folders that are locked
+        found = next((folder / name for folder in self.folders if os.path.isfile(folder / name)), None)
+        if found is None:
+            missing = one_line(name, 120)
+            raise FulldepthError(f"{where}: there is no image file {missing} in {self.path.parent} or near it.")
+        stored = stored_image(found, name)
+        sized = partial(_sized, stored, where, entry.width, entry.height)
+        self.images[entry.id] = replace(stored, decode=sized), entry
+
+    def annotation(self, where: str, entry: Annotation) -> None:
+        if entry.image_id not in self.images:
+            raise FulldepthError(f"{where}: image_id {entry.image_id} is not among the images.")
+        if entry.category_id not in self.names:
+            raise FulldepthError(f"{where}: category_id {entry.category_id} is not among the categories.")
+        box = _inside(entry.bbox, self.images[entry.image_id][1], where)
+        self.objects[entry.image_id].append((entry, box))
+
+
+def _validated(value: Any, kind: type[Entry], where: str) -> Any:
     try:
-        return where, kind.model_validate(value)
+        return kind.model_validate(value)
     except pydantic.ValidationError as error:
         problem = error.errors(include_url=False)[0]
         place = ".".join(map(str, problem["loc"])) or "the entry"
         given = one_line(repr(problem["input"]), 80)
         raise FulldepthError(f"{where}: {place} is {given}. {one_line(problem['msg'], 120)}.") from error
-
-
-def _categories(name: str, values: list[Any]) -> dict[int, str]:
-    """Name of each category, in the order of their ids."""
-    names: dict[int, str] = {}
-    for position, value in enumerate(values):
-        where, entry = _entry(name, "categories", position, value, Category)
-        title = one_line(entry.name, 200)
-        if not title or entry.id in names or title in names.values():
-            raise FulldepthError(
-                f"{where}: its name is empty, or another category has the same id or name ({one_line(title, 60)}). "
-                "Names are read up to 200 characters."
-            )
-        names[entry.id] = title
-    if not 1 <= len(names) <= MOST_CATEGORIES:
-        raise FulldepthError(f"{name} has {len(names):,} categories, expected 1 to {MOST_CATEGORIES:,}.")
-    return dict(sorted(names.items()))
 
 
 def _inside(box: list[float], image: ImageEntry, where: str) -> Box:
@@ -248,22 +242,3 @@ def _sized(stored: StoredImage, where: str, width: int, height: int) -> Image.Im
             f"{image.width} x {image.height}."
         )
     return image
-
-
-def _finder(path: Path) -> Callable[[str, str], Path]:
-    """Function from (location, file name) to the image's file; it remembers the folder of the last one."""
-    stem = path.stem.removeprefix("instances_")
-    folders = [path.parent, path.parent / "images", path.parent / stem]
-    folders += [path.parent.parent / stem, path.parent.parent / "images" / stem, path.parent.parent / "images"]
-
-    def find(where: str, name: str) -> Path:
-        parts = PurePosixPath(name).parts
-        if not parts or "\0" in name or ".." in parts or PurePosixPath(name).is_absolute():
-            raise FulldepthError(f"{where}: file_name is {one_line(repr(name), 80)}, expected a relative path.")
-        for position, folder in enumerate(folders):
-            if os.path.isfile(folder / name):  # False, where `Path.is_file` raises: names too long, folders locked
-                folders.insert(0, folders.pop(position))
-                return folder / name
-        raise FulldepthError(f"{where}: there is no image file {one_line(name, 120)} in {path.parent} or near it.")
-
-    return find

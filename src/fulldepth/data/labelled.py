@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -14,13 +13,11 @@ import numpy as np
 import torch
 
 from fulldepth.data.batches import Example
-from fulldepth.data.coco import Objects
 from fulldepth.data.columns import LABEL_COLUMNS
 from fulldepth.data.images import image_content
 from fulldepth.data.sequences import Batch, Picture, collate_images, collate_texts
 from fulldepth.data.sources import SKIP, Record, Source, identities
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.targets import IGNORE
 from fulldepth.uncertainty import distinct, ranks, sample
 
 MOST_READ = 200_000
@@ -31,100 +28,117 @@ KINDS = {"image-classification": "images", "text-classification": "labelled-text
 """Task -> kind of its sources."""
 
 
-class Labels(NamedTuple):
-    """Labels of all records: class indices (-100 = none), number of classes (None = no labels), names, warnings."""
+def number_labels(
+    source: Source, classes: Sequence[str], *, required: bool = False, read: bool = False, skip_bad: bool = False
+) -> tuple[Source, list[bytes]]:
+    """The rows of a source with their labels, or the classes of their boxes, in the numbering of some classes.
 
-    ids: list[int]
-    num_classes: int | None
-    class_names: tuple[str, ...]
-    warnings: list[str]
-
-
-def numbering(classes: Mapping[int, str]) -> Callable[[str], int | None]:
-    """The class of a name: the one spelled alike, else one that differs in case only, else None.
-
-    Args:
-        classes: class -> name.
-    """
-    exact = {name: index for index, name in classes.items()}
-    folded = {name.casefold(): index for index, name in classes.items()}
-    return lambda name: exact.get(name, folded.get(name.casefold()))
-
-
-def align_labels(source: Source, task: str, label2id: Mapping[str, int] | None) -> Labels:
-    """The labels of all records; `FulldepthError` if a classifier has fewer classes than the data.
-
-    If all names occur in `label2id`, ignoring case where a name does not occur as it is written, they are numbered as
-    there; otherwise labels keep their numbers.
-    """
-    raw, names, warnings = [record.label for record in source.records], source.class_names, []
-    model = {int(index): name for name, index in (label2id or {}).items()}
-    classifier = task.endswith("-classification") and bool(model)
-    number_of = numbering(model)
-    to_id = [index for name in names if (index := number_of(name)) is not None]
-    if names and len(to_id) == len(names):
-        raw = [None if label is None else to_id[label] for label in raw]
-        names = tuple(model.get(index, str(index)) for index in range(max(model) + 1))
-    elif names and classifier and not all(name.startswith("LABEL_") for name in model.values()):
-        warnings = [
-            f"The data's classes ({_listed(names)}) are not the model's ({_listed(model.values())}); taken in order."
-        ]
-    present = [label for label in raw if label is not None]
-    if not present:
-        return Labels([IGNORE] * len(raw), None, (), warnings)
-    if classifier and max(present) > max(model):
-        where = source.records[raw.index(max(present))].where
-        raise FulldepthError(
-            f"{where}: {source.name} has labels up to {max(present)}, the model has {len(model)} classes: "
-            f"{_listed(model.values())}."
-        )
-    ids = [IGNORE if label is None else label for label in raw]
-    return Labels(ids, max(len(names), max(present) + 1), names, warnings)
-
-
-def align_objects(
-    source: Source, label2id: Mapping[str, int] | None, *, skip_bad: bool = False
-) -> tuple[list[Objects | None], Labels]:
-    """The objects of all records in the model's numbering of classes, and the classes.
-
-    If a class of the data has the name of one of the model's, classes follow the names, and objects of the others are
-    unknown; if none has, they are taken in order, with a warning.
+    A class of the data is the one spelled alike, else one that differs in case only. If none has a name among the
+    classes, numbers are classes, with a warning; a source with `required` labels is refused then.
 
     Args:
         source: from `open_source`.
-        label2id: the model's classes.
-        skip_bad: leave unknown objects out, and count them in the warnings.
+        classes: names of the classes; without any, labels stay as they are.
+        required: whether every row needs a label.
+        read: whether every image is decoded.
+        skip_bad: leave rows out that have an unknown label, no text or a damaged image, and boxes of unknown classes,
+            and count them in the warnings.
+
+    Returns:
+        The source, and a digest of the content of each row without its label.
 
     Raises:
-        FulldepthError: without `skip_bad` for the first unknown object; if the data have more classes than the model.
+        FulldepthError: if no row is valid, and without `skip_bad` for the first bad row, with its file or line.
     """
-    names, model = source.class_names, {int(index): name for name, index in (label2id or {}).items()}
-    number_of = numbering(model)
-    numbers: list[int | None] = [number_of(name) for name in names]
-    if any(index is not None for index in numbers):
-        names, warnings = tuple(model.get(index, str(index)) for index in range(max(model) + 1)), []
-    else:
-        classes = [Record(label=index, where=f"category {name}") for index, name in enumerate(names)]
-        found = align_labels(replace(source, records=classes), "detection-classification", label2id)
-        numbers, names, warnings = [*found.ids], found.class_names, found.warnings
-    unknown = [
-        (record, index)
-        for record in source.records
-        for index in (record.objects.classes if record.objects is not None else ())
-        if numbers[index] is None
-    ]
-    if unknown:
-        record, index = unknown[0]
-        first = (
-            f"{record.where}: an object is a {one_line(source.class_names[index], 60)}, which is none of the "
-            f"{len(model)} classes ({_listed(model.values())})."
+    exact = {name: index for index, name in enumerate(classes)}
+    folded = {name.casefold(): index for index, name in enumerate(classes)}
+    by_name: list[int | None] = [exact.get(name, folded.get(name.casefold())) for name in source.class_names]
+    boxes, warnings, bad = source.kind == "objects", list(source.warnings), list[str]()
+    named = any(number is not None for number in by_name) or (required and bool(by_name) and not boxes)
+    numbers = by_name if named else list(range(len(classes)))
+    if classes and source.class_names and not named and not all(name.startswith("LABEL_") for name in classes):
+        ours, theirs = _listed(source.class_names), _listed(classes)
+        warnings.append(f"The data's classes ({ours}) are not the model's ({theirs}); taken in order.")
+    if boxes and classes and not named and len(source.class_names) > len(classes):
+        raise FulldepthError(
+            f"{source.name} has {len(source.class_names)} classes ({_listed(source.class_names)}), the model has "
+            f"{len(classes)} classes: {_listed(classes)}."
         )
-        if not skip_bad:
-            raise FulldepthError(f"{first} --skip-bad leaves such objects out and counts them.")
-        count = f"{len(unknown)} object{' is' if len(unknown) == 1 else 's are'}"
-        warnings = [*warnings, f"{count} left out of {source.name}. The first: {first}"]
-    aligned = [None if record.objects is None else record.objects.numbered(numbers) for record in source.records]
-    return aligned, Labels([IGNORE] * len(aligned), None, names, warnings)
+    records, digests = [], []
+    for record in source.records:
+        try:
+            label, objects = record.label, record.objects
+            if label is not None and classes:
+                label = numbers[label] if 0 <= label < len(numbers) else None
+                if label is None:
+                    names, own = source.class_names, int(record.label or 0)
+                    shown = names[own] if own < len(names) else own
+                    raise FulldepthError(
+                        f"{record.where}: its label ({one_line(shown, 60)}) is none of the {len(classes)} classes "
+                        f"({_listed(classes)})."
+                    )
+            elif label is None and required and not boxes:
+                raise FulldepthError(f"{record.where} has no label.")
+            digests.append(_digest(record, read))
+            if objects is not None and classes:
+                unknown = [number for number in objects.classes if numbers[number] is None]
+                if unknown:
+                    shown = one_line(source.class_names[unknown[0]], 60)
+                    known = f"none of the {len(classes)} classes ({_listed(classes)})"
+                    bad += [f"{record.where}: an object is a {shown}, which is {known}."] * len(unknown)
+                    if not skip_bad:
+                        raise FulldepthError(bad[0])
+                objects = objects.numbered(numbers)
+            records.append(replace(record, label=label, objects=objects))
+        except FulldepthError as error:
+            if not skip_bad:
+                raise FulldepthError(f"{error} {SKIP}") from error
+            bad.append(str(error))
+    if not records:
+        raise FulldepthError(f"{source.name} has no usable row. The first: {bad[0]}")
+    if bad:
+        one, many = ("row or object is", "rows or objects are") if boxes else ("row is", "rows are")
+        what = one if len(bad) == 1 else many
+        warnings.append(f"{len(bad)} bad {what} left out of {source.name}: {one_line(' '.join(bad[:MOST_NAMED]), 600)}")
+    names = tuple(classes) if classes and (named or required or boxes) else source.class_names
+    return replace(source, records=records, class_names=names, warnings=tuple(warnings)), digests
+
+
+def _digest(record: Record, read: bool) -> bytes:
+    sha = hashlib.sha256()
+    if record.image is not None:
+        if read:
+            record.image()  # finds damaged files before the model runs
+        sha.update(image_content(record.image) if read else record.where.encode())
+        return sha.digest()
+    if not (record.text or "").strip():
+        raise FulldepthError(f"{record.where} has no text.")
+    for text in (record.text, record.second):
+        part = (text or "").encode("utf-8", "surrogatepass")
+        sha.update(len(part).to_bytes(8, "little") + part)
+    return sha.digest()
+
+
+def usable_rows(
+    source: Source, classes: Sequence[str] | None = None, *, most: int | None, seed: int = 0, skip_bad: bool = False
+) -> Source:
+    """The rows of a source that a model can be measured on, which need no labels; other kinds of data as they are.
+
+    Args:
+        source: from `open_source`.
+        classes: names of a classifier's or detector's classes, see `number_labels`; None = labels stay as they are.
+        most: number of rows to read, None = all. Of images, with `skip_bad`, this many are sampled and decoded, and
+            bad ones are not replaced.
+        seed: of the sample, which is that of `prepare`.
+        skip_bad: leave bad rows out. Otherwise damaged images are found by `prepare`.
+    """
+    pictures = source.kind in ("images", "objects")
+    if not pictures and (source.kind != "labelled-text" or classes is None):
+        return source
+    if pictures and skip_bad:
+        chosen = sample(identities(source), most, seed)
+        source = replace(source, records=[source.records[index] for index in chosen])
+    return number_labels(source, classes or (), read=pictures and skip_bad, skip_bad=skip_bad)[0]
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -188,7 +202,8 @@ def name_classes(source: Source, declared: int | None = None) -> tuple[str, ...]
             f"column {' or '.join(LABEL_COLUMNS)}, images in a folder for each class."
         )
     if count < 2 or len(labels) < 2:
-        found = _shown(names, min(labels, key=str))
+        only = min(label for label in labels if label is not None)
+        found = one_line(names[only] if only < len(names) else only, 60)
         raise FulldepthError(f"{source.name} has the class {found} only. A classifier needs at least two classes.")
     return (*names, *(f"LABEL_{number}" for number in range(len(names), count)))
 
@@ -207,93 +222,17 @@ def check_rows(
     Args:
         source: from `open_source`.
         task: `image-classification`, `text-classification` or `detection`.
-        classes: names of the classes. Labels that have names are numbered as here, other labels are indices.
-        skip_bad: leave rows out that have no label, no text or a damaged image, and count them in the warnings.
+        classes: names of the classes, see `number_labels`.
+        skip_bad: leave bad rows out and count them in the warnings.
         read: whether every image is decoded; None = up to `MOST_READ` images, and always with `skip_bad`.
 
     Raises:
-        FulldepthError: for data of another kind, and without `skip_bad` for the first bad row, with its file or line.
+        FulldepthError: for data of another kind, and as `number_labels`.
     """
     check_kind(source, task)
     read = (skip_bad or len(source) <= MOST_READ) if read is None else read
-    warnings: list[str] = []
-    if source.kind == "objects":
-        aligned, labels = align_objects(source, {name: i for i, name in enumerate(classes)}, skip_bad=skip_bad)
-        warnings = [*source.warnings, *labels.warnings]
-        records = [replace(record, objects=each) for record, each in zip(source.records, aligned, strict=True)]
-        source = replace(source, records=records)
-    numbers = _numbers(source, classes)
-
-    def label(record: Record) -> int | None:
-        if source.kind == "objects":
-            return None
-        if record.label is None:
-            raise FulldepthError(f"{record.where} has no label.")
-        return _number(record, source.class_names, numbers, classes)
-
-    records, digests, bad = _checked(source, label, read=read, skip_bad=skip_bad)
-    rows = replace(source, records=records, class_names=tuple(classes))
-    return Rows(rows, digests, [*warnings, *_summary(source.name, bad)])
-
-
-def usable_rows(
-    source: Source, classes: Sequence[str] | None = None, *, most: int | None, seed: int = 0, skip_bad: bool = False
-) -> Source:
-    """The rows of a source that a model can be measured on, which need no labels; other kinds of data as they are.
-
-    Args:
-        source: from `open_source`.
-        classes: names of a classifier's classes; None = neither labels nor texts are checked. If a class of the source
-            has one of these names, its labels are numbered as here; otherwise they are indices.
-        most: number of rows to read, None = all. Of images, with `skip_bad`, this many are sampled and decoded, and
-            bad ones are not replaced.
-        seed: of the sample, which is that of `prepare`.
-        skip_bad: leave out rows with an unknown label, without text or with a damaged image, and count them in the
-            warnings. Otherwise damaged images are found by `prepare`.
-
-    Raises:
-        FulldepthError: without `skip_bad` for the first bad row, with its file or line; if no row remains.
-    """
-    pictures = source.kind in ("images", "objects")
-    if not pictures and (source.kind != "labelled-text" or classes is None):
-        return source
-    bad: list[str] = []
-    if classes is not None:
-        number_of, given = numbering(dict(enumerate(classes))), source.class_names
-        by_name = any(number_of(name) is not None for name in given)
-        numbers = _numbers(source, classes) if by_name else None
-        number = partial(_number, names=given, numbers=numbers, classes=classes)
-        records, _, bad = _checked(source, number, read=False, skip_bad=skip_bad)
-        source = replace(source, records=records, class_names=tuple(classes) if by_name else given)
-    if pictures and skip_bad:
-        chosen = sample(identities(source), most, seed)
-        drawn = replace(source, records=[source.records[index] for index in chosen])
-        records, _, damaged = _checked(drawn, lambda record: record.label, read=True, skip_bad=True)
-        source, bad = replace(source, records=records), bad + damaged
-    return replace(source, warnings=(*source.warnings, *_summary(source.name, bad)))
-
-
-def _checked(
-    source: Source, label: Callable[[Record], int | None], *, read: bool, skip_bad: bool
-) -> tuple[list[Record], list[bytes], list[str]]:
-    """The rows with valid content and the labels of `label`, their digests, and what is wrong with the others.
-
-    Raises:
-        FulldepthError: if no row is valid, and without `skip_bad` for the first bad row.
-    """
-    records, digests, bad = [], [], []
-    for record in source.records:
-        try:
-            number = label(record)
-            digests.append(_digest(record, read))
-            records.append(replace(record, label=number))
-        except FulldepthError as error:
-            if not skip_bad:
-                raise FulldepthError(f"{error} {SKIP}") from error
-            bad.append(str(error))
-    if not records:
-        raise FulldepthError(f"{source.name} has no usable row. The first: {bad[0]}")
-    return records, digests, bad
+    numbered, digests = number_labels(source, classes, required=True, read=read, skip_bad=skip_bad)
+    return Rows(replace(numbered, class_names=tuple(classes), warnings=()), digests, list(numbered.warnings))
 
 
 def check_classes(rows: Rows, *, skip_bad: bool = False) -> list[str]:
@@ -405,53 +344,3 @@ class Collator:
 def in_epochs(positions: Iterable[int], size: int) -> Iterator[int]:
     """The keys of `LabelledRows` for item indices that are drawn epoch after epoch."""
     return (index + position // size * size for position, index in enumerate(positions))
-
-
-def _numbers(source: Source, classes: Sequence[str]) -> list[int | None] | None:
-    """Class of each of the source's own numbers, None for an unknown name; None = the numbers are the classes."""
-    if not source.class_names or tuple(source.class_names) == tuple(classes[: len(source.class_names)]):
-        return None
-    number_of = numbering(dict(enumerate(classes)))
-    return [number_of(name) for name in source.class_names]
-
-
-def _number(
-    record: Record, names: Sequence[str], numbers: list[int | None] | None, classes: Sequence[str]
-) -> int | None:
-    """The class of a row, None without a label."""
-    label = record.label
-    if label is None:
-        return None
-    number = label if numbers is None else numbers[label] if label < len(numbers) else None
-    if number is None or not 0 <= number < len(classes):
-        raise FulldepthError(
-            f"{record.where}: its label ({_shown(names, label)}) is none of the {len(classes)} classes "
-            f"({_listed(classes)})."
-        )
-    return number
-
-
-def _digest(record: Record, read: bool) -> bytes:
-    sha = hashlib.sha256()
-    if record.image is not None:
-        if read:
-            record.image()  # finds damaged files before the model runs
-        sha.update(image_content(record.image) if read else record.where.encode())
-        return sha.digest()
-    if not (record.text or "").strip():
-        raise FulldepthError(f"{record.where} has no text.")
-    for text in (record.text, record.second):
-        part = (text or "").encode("utf-8", "surrogatepass")
-        sha.update(len(part).to_bytes(8, "little") + part)
-    return sha.digest()
-
-
-def _summary(name: str, bad: Sequence[str]) -> list[str]:
-    if not bad:
-        return []
-    rows = "row is" if len(bad) == 1 else "rows are"
-    return [f"{len(bad)} bad {rows} left out of {name}: {one_line(' '.join(bad[:MOST_NAMED]), 600)}"]
-
-
-def _shown(names: Sequence[str], label: Any) -> str:
-    return one_line(names[label] if isinstance(label, int) and label < len(names) else label, 60)

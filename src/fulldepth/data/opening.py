@@ -10,7 +10,7 @@ import hashlib
 import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from huggingface_hub import HfApi
 
 from fulldepth.data import digits
 from fulldepth.data.coco import coco_rows
-from fulldepth.data.columns import IMAGE_COLUMNS, LABEL_COLUMNS, column_texts, text_column
+from fulldepth.data.columns import IMAGE_COLUMNS, column_texts, text_column
 from fulldepth.data.corpus import END_OF_TEXT, PARTS, builtin_texts
 from fulldepth.data.files import (
     SUFFIXES,
@@ -68,6 +68,10 @@ PIECE = 8192
 """Characters after which a long plain text is cut at the next empty line."""
 
 
+def _text_row(item: Any) -> Any:
+    return {"text": item} if isinstance(item, str) else item
+
+
 @dataclass(frozen=True)
 class Opened:
     """Opened data in one of three forms: `files`, a `table`, or `items`."""
@@ -84,7 +88,7 @@ class Opened:
     """Repository of a table from the Hub."""
     items: Sequence[Any] = field(default=(), repr=False)
     """Texts, mappings, or what `row_of` makes mappings of."""
-    row_of: Callable[[Any], Mapping[str, Any]] = field(default=lambda row: row, repr=False)
+    row_of: Callable[[Any], Any] = field(default=_text_row, repr=False)
     labels: tuple[str, ...] = ()
     """Names of the classes in the column `label` of `items`."""
     warnings: tuple[str, ...] = ()
@@ -274,7 +278,7 @@ def open_data(
         if kinds - {1} and kinds != {-1}:
             found = ", ".join(sorted({type(item).__name__ for item in data}))
             raise FulldepthError(f"A list of data must hold texts only or mappings only, got {found}.")
-        return _opened_texts("texts", data) if kinds == {-1} else Opened("rows", items=data)
+        return Opened("texts" if kinds == {-1} else "rows", items=data)
     if not isinstance(data, str | Path):
         raise FulldepthError(f"Cannot read data of type {type(data).__name__}. Expected {', '.join(expected)}, a list.")
     name, path = str(data), path_of(str(data))
@@ -284,23 +288,31 @@ def open_data(
             raise unknown("built-in data", name, BUILTIN)
         parts, read, labels = BUILTIN[key]
         part = part or split or parts[held_out]
-        return replace(_opened_texts(f"{key}/{part}", read(part)), labels=labels)
+        return Opened(f"{key}/{part}", items=read(part), labels=labels)
     if path.exists():
         opened = _pictures(path, split, held_out, skip_bad) if images else None
         if opened is None and (split is not None or config is not None):
             raise FulldepthError(f"{path} has no splits and no configurations. Leave out {split or config!r}.")
         return opened or Opened(path.name, tuple(_list_files(path, suffixes, images=images)), path)
-    if not _may_be_on_hub(name, path):
+    if path.suffix.lower() in (*SUFFIXES, ".json") or HUB_NAME.fullmatch(name) is None:
         raise FulldepthError(f"There is no file or folder {one_line(name)}. Expected {', '.join(expected)}.")
-    repository, config, full = _hub_parts(name, config)
-    with _loading(full, ", ".join(expected)):
+    repository, _, configuration = name.partition(":")
+    if config and configuration and config != configuration:
+        raise FulldepthError(f"Two configurations were asked for: {configuration!r} in {name}, and {config!r}.")
+    config = config or configuration or None
+    full = ":".join(filter(None, [repository, config]))
+    try:
         chosen = split or _split(full, datasets.get_dataset_split_names(repository, config), None, held_out)
         loaded = datasets.load_dataset(repository, config, split=chosen, streaming=streaming)
+    except FulldepthError:
+        raise
+    except Exception as error:  # of the network, or of readers of the repository's files
+        offline = " The Hub is switched off by HF_HUB_OFFLINE." if datasets.config.HF_HUB_OFFLINE else ""
+        raise FulldepthError(
+            f"{full} is no file or folder here, and loading it as a Hub data set failed: {one_line(error).rstrip('.')}."
+            f"{offline} Expected {', '.join(expected)}."
+        ) from error
     return _opened_table(f"{full}/{chosen}", loaded, repository)
-
-
-def _opened_texts(name: str, items: Sequence[Any]) -> Opened:
-    return Opened(name, items=items, row_of=lambda item: {"text": item} if isinstance(item, str) else item)
 
 
 def _opened_table(name: str, table: Any, repository: str | None) -> Opened:
@@ -331,54 +343,6 @@ def _pictures(path: Path, split: str | None, held_out: bool, skip_bad: bool) -> 
         return None
     pictures = folder_images(path, split, held_out=held_out)
     return Opened(pictures.name, items=pictures.files, row_of=pictures.row_of, labels=pictures.classes)
-
-
-def hub_classes(name: str, config: str | None = None) -> tuple[str, ...] | None:
-    """Names of the classes that the information on a Hub data set states; no row is downloaded.
-
-    Returns:
-        The names, empty if it states none; None if `open_data` would not take `name` for a Hub data set.
-
-    Raises:
-        FulldepthError: if the information cannot be read.
-    """
-    path = path_of(name)
-    if name.startswith(tuple(BUILTIN)) or path.exists() or not _may_be_on_hub(name, path):
-        return None
-    repository, config, full = _hub_parts(name, config)
-    with _loading(full, "a file, a folder, a Hub data set"):
-        features = datasets.load_dataset_builder(repository, config).info.features or {}
-    column = features.get(next((label for label in LABEL_COLUMNS if label in features), ""))
-    return tuple(column.names) if isinstance(column, datasets.ClassLabel) else ()
-
-
-def _may_be_on_hub(name: str, path: Path) -> bool:
-    """Whether a name that is neither built in nor a path here can be a Hub data set's."""
-    return path.suffix.lower() not in (*SUFFIXES, ".json") and HUB_NAME.fullmatch(name) is not None
-
-
-def _hub_parts(name: str, config: str | None) -> tuple[str, str | None, str]:
-    """Repository and configuration of a Hub data set, and both together."""
-    repository, _, configuration = name.partition(":")
-    if config and configuration and config != configuration:
-        raise FulldepthError(f"Two configurations were asked for: {configuration!r} in {name}, and {config!r}.")
-    config = config or configuration or None
-    return repository, config, ":".join(filter(None, [repository, config]))
-
-
-@contextmanager
-def _loading(full: str, expected: str) -> Iterator[None]:
-    """Turn any exception of the network, or of readers of the repository's files, into a refusal."""
-    try:
-        yield
-    except FulldepthError:
-        raise
-    except Exception as error:
-        offline = " The Hub is switched off by HF_HUB_OFFLINE." if datasets.config.HF_HUB_OFFLINE else ""
-        raise FulldepthError(
-            f"{full} is no file or folder here, and loading it as a Hub data set failed: {one_line(error).rstrip('.')}."
-            f"{offline} Expected {expected}."
-        ) from error
 
 
 def _list_files(path: Path, suffixes: Sequence[str], *, images: bool) -> list[Path]:

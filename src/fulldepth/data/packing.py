@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock
-from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -63,8 +62,6 @@ class Encoder:
     end: int = field(init=False)
     dtype: np.dtype = field(init=False)
     """Unsigned integer of two or four bytes, the smaller that holds every id."""
-    core: Tokenizer | None = field(init=False, default=None, repr=False)
-    """A copy of the Rust tokenizer without truncation and padding; None for a tokenizer in Python."""
 
     def __post_init__(self) -> None:
         if self.tokenizer.eos_token_id is None:
@@ -73,20 +70,11 @@ class Encoder:
         self.frame = Frame.of(self.tokenizer, ["text"])
         highest = max(self.end, *self.tokenizer.get_vocab().values())
         self.dtype = np.dtype("<u2" if highest < 2**16 else "<u4")
-        if (backend := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:
-            self.core = Tokenizer.from_str(backend.to_str())
-            self.core.no_truncation()
-            self.core.no_padding()
-            self.core.encode_special_tokens = bool(getattr(self.tokenizer, "split_special_tokens", False))
 
     def __call__(self, texts: Sequence[str]) -> dict[str, list[Any]]:
         """`ids` of each text, none for a text without tokens; refuses ids that the model lacks."""
-        if self.core is None:
-            encoded = encode_texts(self.tokenizer, list(texts), add_special_tokens=False, return_attention_mask=False)
-            ids_of = encoded["input_ids"]
-        else:
-            with reading(f"text with the tokenizer {self.tokenizer.name_or_path or type(self.tokenizer).__name__}"):
-                ids_of = [each.ids for each in self.core.encode_batch_fast(list(texts), add_special_tokens=False)]
+        options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
+        ids_of = encode_texts(self.tokenizer, list(texts), **options)["input_ids"]
         rows = [self.frame.wrap(ids) if ids else [] for ids in ids_of]
         for row in rows:
             if row and row[-1] != self.end:
@@ -96,10 +84,10 @@ class Encoder:
 
     def fingerprint(self) -> str:
         """SHA-256 of everything in the tokenizer that determines ids."""
-        if self.core is None:
-            described: Any = [type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items())]
-        else:
-            described = {k: v for k, v in json.loads(self.core.to_str()).items() if k not in ("truncation", "padding")}
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        described: Any = [type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items())]
+        if backend is not None:
+            described = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("truncation", "padding")}
         raw = getattr(self.tokenizer, "split_special_tokens", False)
         return _sha256([described, raw, self.end, self.frame.prefix, self.frame.suffix])
 

@@ -1,173 +1,227 @@
-"""`prepare`: prepares a source for one task and one model."""
+"""`prepare`: a source as sequences for one task and one model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from fulldepth.data.batches import Example, id_bytes
-from fulldepth.data.coco import Objects
-from fulldepth.data.encoding import Bos, Limits, Records, encode, windowed
-from fulldepth.data.labelled import align_labels, align_objects, balanced_sample
+from fulldepth.data.batches import Example, id_bytes, padded_batch
+from fulldepth.data.drawing import Text, block_clusters, draw_windows, first_windows
+from fulldepth.data.labelled import balanced_sample
 from fulldepth.data.opening import Order
-from fulldepth.data.sequences import Picture, Sequences, collate_images, collate_texts
-from fulldepth.data.sources import SKIP, Source, choose, content_hash, identities
-from fulldepth.data.tokens import WordFinder, check_vocabulary
+from fulldepth.data.sequences import Batch, Picture, Sequences, collate_images, collate_texts
+from fulldepth.data.sources import SKIP, Record, Source, choose, content_hash, identities
+from fulldepth.data.tokens import (
+    Frame,
+    WordFinder,
+    check_positions,
+    check_vocabulary,
+    encode_texts,
+    leading_ids,
+    plain_ids,
+)
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.fingerprint import Fingerprint
 from fulldepth.targets import IGNORE, next_targets
 
+SEQ2SEQ = "seq2seq-lm"
 TASKS: dict[str, tuple[str, ...]] = {
     "causal-lm": ("text", "pairs", "labelled-text"),
     "masked-lm": ("text", "labelled-text"),
+    SEQ2SEQ: ("pairs",),
     "text-classification": ("text", "labelled-text"),
     "image-classification": ("images",),
     "detection": ("objects", "images"),
     "representation": ("text", "labelled-text", "images", "objects"),
 }
 """Task -> supported kinds of data."""
+MASKED_SHARE = 0.15
+"""Share of the ordinary tokens that is masked, as in BERT; always by the mask token, never by a random one."""
 BALANCED = "Balanced sample: accuracy is the mean over classes, not over rows."
 NO_MASK = "the tokenizer has no mask token, so no token can be predicted from the others"
+Bos = Literal["auto", "always", "never"]
+"""Whether a window of text begins with the BOS token: as the tokenizer begins a text, always, or never."""
 
 
-def prepare(
-    source: Source,
-    *,
-    task: str,
-    tokenizer: Any = None,
-    processor: Any = None,
-    max_sequences: int = 256,
-    sequence_length: int = 256,
-    max_positions: int | None = None,
-    vocab_size: int | None = None,
-    pad_id: int | None = None,
-    label2id: Mapping[str, int] | None = None,
-    words: Sequence[str] = (),
-    truncate: bool = False,
-    skip_bad: bool = False,
-    seed: int = 0,
-    order: Order = "random",
-    bos: Bos = "auto",
-    one_per_row: bool = False,
-    balanced: bool = False,
-) -> Sequences:
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """How much is prepared, which of it, and for which model: the options of `prepare`."""
+
+    task: str
+    """`causal-lm`, `masked-lm`, `seq2seq-lm`, `text-classification`, `image-classification`, `detection` or
+    `representation`."""
+    tokenizer: Any = None
+    """For text."""
+    processor: Any = None
+    """For images."""
+    max_sequences: int = 256
+    """At most this many."""
+    sequence_length: int = 256
+    """Tokens of a window, and at most of any sequence; special tokens included."""
+    max_positions: int | None = None
+    """Most tokens that the model can read; None = no limit."""
+    vocab_size: int | None = None
+    """Rows of the model's embedding; None = not checked."""
+    pad_id: int | None = None
+    """Padding token of the model, by which some classifiers find the last token; None = the tokenizer's."""
+    start: int | None = None
+    """First token of an encoder-decoder's decoder."""
+    words: Sequence[str] = ()
+    """Words to locate (`Batch.words`)."""
+    truncate: bool = False
+    """Cut prompts with responses, and a classifier's labelled texts, that are too long; else refuse them."""
+    skip_bad: bool = False
+    """Leave labelled texts that are too long out, and count them in the warnings."""
+    seed: int = 0
+    """Seed of the sample and the masks."""
+    order: Order = "random"
+    """`first` takes the first records, and the first windows of all texts joined, instead of a sample."""
+    bos: Bos = "auto"
+    """Whether a causal model's windows of plain text begin with the BOS token; `auto`: if the tokenizer adds it."""
+    one_per_row: bool = False
+    """One sequence for each plain text too, cut at `sequence_length`."""
+    balanced: bool = False
+    """Sample the classes in turn. Means are then over classes, which a warning says."""
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a sequence, by `sequence_length` and the model's positions."""
+        return min(self.sequence_length, self.max_positions or self.sequence_length)
+
+    def windowed(self, kind: str) -> bool:
+        """Whether a sample is one of windows or pieces of texts, not of rows."""
+        return kind == "text" and self.task in ("causal-lm", "masked-lm", "representation") and not self.one_per_row
+
+    def chosen(self, labels: Sequence[int], names: Sequence[int]) -> tuple[list[int], list[str]]:
+        """Indices of the records to prepare, of these classes and identities, and a warning if they are balanced."""
+        if self.balanced and len(set(labels)) > 1:
+            indices = balanced_sample(labels, names, self.max_sequences, self.seed)
+            return indices, [BALANCED] if len(indices) < len(labels) else []
+        return choose(names, self.max_sequences, self.seed, self.order), []
+
+
+@dataclass
+class Encoded:
+    """Examples with their clusters, and what a cluster is."""
+
+    examples: list[Example]
+    clusters: list[int]
+    unit: str
+    no_error: str | None = None
+    """Reason why no standard error can be stated."""
+    inputs: list[Example] | None = None
+    """What the encoder of an encoder-decoder reads."""
+
+
+def prepare(source: Source, **options: Any) -> Sequences:
     """Tokenise, pack or cut, mask, sample and label the records of a source.
 
     For `masked-lm` the inputs are not masked; a masked copy of them is added with its targets (`Batch.masked_inputs`).
     If the tokenizer has no mask token there is neither, and `Sequences.no_targets` states the reason.
     Plain text fills whole windows for language models; elsewhere one text, one prompt with its response or one image is
-    one sequence. A representation cuts a long plain text into several. Samples are uniform, over all text or over the
-    records, and depend on content and seed, not on order.
+    one sequence. A representation cuts a long plain text into several. For `seq2seq-lm` the decoder reads the target
+    shifted right by one, behind the start token, and predicts every token of the target, the tokenizer's own end
+    included. Samples are uniform, over all text or over the records, and depend on content and seed, not on order.
 
     Args:
-        source: from `open_source`.
-        task: `causal-lm`, `masked-lm`, `text-classification`, `image-classification`, `detection` or `representation`.
-        tokenizer: for text.
-        processor: for images.
-        max_sequences: at most this many.
-        sequence_length: tokens of a window, and at most of any sequence; special tokens included.
-        max_positions: most tokens that the model can read; None = no limit.
-        vocab_size: rows of the model's embedding; None = not checked.
-        pad_id: padding token of the model, by which some classifiers find the last token; None = the tokenizer's.
-        label2id: the model's classes; labels follow it where the names agree.
-        words: words to locate (`Batch.words`).
-        truncate: cut prompts with responses, and a classifier's labelled texts, that are too long; else refuse them.
-        skip_bad: leave such labelled texts out, and objects of unknown classes, and count them in the warnings.
-        seed: seed of the sample and the masks.
-        order: `first` takes the first records, and the first windows of all texts joined, instead of a sample.
-        bos: whether a causal model's windows of plain text begin with the BOS token; `auto`: if the tokenizer adds it.
-        one_per_row: one sequence for each plain text too, cut at `sequence_length`.
-        balanced: sample the classes in turn. Means are then over classes, which a warning says.
+        source: from `open_source`; labels are taken as they are (`number_labels` gives them a model's numbers).
+        options: the fields of `Preparation`.
 
     Raises:
         FulldepthError: if task, data and model do not match, or no sequence remains.
     """
-    if max_sequences < 1 or sequence_length < 1:
-        given = f"{max_sequences} and {sequence_length}"
+    plan = Preparation(**options)
+    if plan.max_sequences < 1 or plan.sequence_length < 1:
+        given = f"{plan.max_sequences} and {plan.sequence_length}"
         raise FulldepthError(f"max_sequences and sequence_length must be at least 1, got {given}.")
-    if task not in TASKS:
-        raise unknown("task", task, TASKS)
-    if source.kind not in TASKS[task]:
-        kinds = " or ".join(TASKS[task])
-        raise FulldepthError(f"A {task} model cannot use {source.name}: its kind is {source.kind}, expected {kinds}.")
-    limits = Limits(
-        max_sequences,
-        sequence_length,
-        max_positions,
-        truncate,
-        seed,
-        skip_bad,
-        order,
-        bos,
-        one_per_row,
-        balanced,
-        vocab_size,
-        pad_id,
-        label2id,
-        words,
-    )
-    if source.kind in ("objects", "images"):
-        return _images(source, task, processor, limits)
-    return _texts(source, task, tokenizer, limits)
+    if plan.task not in TASKS:
+        raise unknown("task", plan.task, TASKS)
+    if source.kind not in TASKS[plan.task]:
+        advice = "."
+        if plan.task == SEQ2SEQ:
+            advice = (
+                ": rows with input + target or prompt + response. fulldepth makes no such pairs of plain text, because "
+                "the rule (which spans are hidden) belongs to the model's pre-training; the tower encoder alone can be "
+                "measured."
+            )
+        kinds = " or ".join(TASKS[plan.task])
+        raise FulldepthError(
+            f"A {plan.task} model cannot use {source.name}: its kind is {source.kind}, expected {kinds}{advice}"
+        )
+    return _images(source, plan) if source.kind in ("objects", "images") else _texts(source, plan)
 
 
-def _chosen(labels: Sequence[int], names: Sequence[int], limits: Limits) -> tuple[list[int], list[str]]:
-    """Indices of the records to prepare, of these classes and identities, and a warning if they are balanced."""
-    if limits.balanced and len(set(labels)) > 1:
-        chosen = balanced_sample(labels, names, limits.max_sequences, limits.seed)
-        return chosen, [BALANCED] if len(chosen) < len(labels) else []
-    return choose(names, limits.max_sequences, limits.seed, limits.order), []
-
-
-def _texts(source: Source, task: str, tokenizer: Any, limits: Limits) -> Sequences:
-    labels = align_labels(source, task, limits.label2id)
+def _texts(source: Source, plan: Preparation) -> Sequences:
+    task, tokenizer, kind = plan.task, plan.tokenizer, source.kind
     if tokenizer is None:
         raise FulldepthError(f"{source.name} is text, and the model has no tokenizer. Give one.")
-    texts = ((r.prompt, r.response) if source.kind == "pairs" else (r.text,) for r in source.records)
-    order = [index for index, parts in enumerate(texts) if all(part is not None and part.strip() for part in parts)]
-    if not order:
+    labels = [IGNORE if record.label is None else record.label for record in source.records]
+    needed = [((r.prompt, r.response) if kind == "pairs" else (r.text,)) for r in source.records]
+    filled = [i for i, parts in enumerate(needed) if all(part is not None and part.strip() for part in parts)]
+    if not filled:
         raise FulldepthError(f"{source.name} has no text: every record is blank.")
-    blank = len(source) - len(order)
-    warnings = [
-        *source.warnings,
-        *labels.warnings,
-        *([f"{blank} blank records are left out."] if blank and source.kind != "text" else []),
-    ]
-    given = Records(list(source.records), identities(source), labels.ids).select(order)
-    if not windowed(source.kind, task, limits.one_per_row):
-        chosen, note = _chosen(given.labels, given.identities, limits)
-        given, warnings = given.select(chosen), warnings + note
-    encoded = encode(source.name, source.kind, given, task, tokenizer, limits)
-    examples, cut = encoded.examples, encoded.warnings
+    warnings = list(source.warnings)
+    if len(filled) < len(source) and kind != "text":
+        warnings.append(f"{len(source) - len(filled)} blank records are left out.")
+    names = identities(source)
+    if not plan.windowed(kind):
+        chosen, note = plan.chosen([labels[i] for i in filled], [names[i] for i in filled])
+        filled, warnings = [filled[i] for i in chosen], warnings + note
+    given = [replace(source.records[i], identity=names[i], label=labels[i]) for i in filled]
+    pairs = task == "representation" and any(record.second is not None for record in given)
+    if kind == "pairs":
+        encoded = (_translation if task == SEQ2SEQ else _pairs)(given, plan, warnings)
+    elif plan.windowed(kind) and not pairs:
+        encoded = _windows(given, plan, warnings)
+    else:
+        encoded = _one_by_one(source, given, plan, warnings)
+    examples = encoded.examples
     if not examples:
-        raise FulldepthError(" ".join([f"{source.name} gives no sequence with this tokenizer.", *cut]))
-    fed = [e.input_ids if e.masked_ids is None else torch.cat([e.input_ids, e.masked_ids]) for e in examples]
-    highest = max(int(ids.max()) for ids in fed)
-    examples, missing = _mark_words(examples, tokenizer, limits.words) if limits.words else (examples, [])
-    warnings += cut + check_vocabulary(highest, tokenizer, limits.vocab_size) + missing
-    masks = tokenizer.mask_token_id is not None
-    targets = {"causal-lm": next_targets, "masked-lm": torch.clone if masks else None}.get(task)
-    pads = (limits.pad_id, tokenizer.pad_token_id)  # padding is masked, but its id must exist in the model
-    pad = next((pad for pad in pads if pad is not None and 0 <= pad < (limits.vocab_size or pad + 1)), 0)
+        raise FulldepthError(" ".join([f"{source.name} gives no sequence with this tokenizer.", *warnings]))
+    masks = task == "masked-lm" and tokenizer.mask_token_id is not None
+    if masks:
+        examples = [_masked(example, index, plan) for index, example in enumerate(examples)]
+    fed = [ids for e in (*examples, *(encoded.inputs or ())) for ids in (e.input_ids, e.masked_ids) if ids is not None]
+    warnings += check_vocabulary(max(int(ids.max()) for ids in fed), tokenizer, plan.vocab_size)
+    if plan.words:
+        finder = WordFinder(tokenizer, plan.words)
+        marks = [finder.find(example.input_ids.tolist()) for example in examples]
+        examples = [replace(e, words=torch.tensor(mark)) for e, mark in zip(examples, marks, strict=True)]
+        missing = sorted(set(range(len(plan.words))).difference(*marks))
+        warnings += [f"The word {plan.words[index]!r} occurs nowhere in the sequences." for index in missing]
+    targets = {"causal-lm": next_targets, "masked-lm": torch.clone if masks else None, SEQ2SEQ: torch.clone}.get(task)
+    pads = (plan.pad_id, tokenizer.pad_token_id)  # padding is masked, but its id must exist in the model
+    pad = next((pad for pad in pads if pad is not None and 0 <= pad < (plan.vocab_size or pad + 1)), 0)
+    fingerprint = Fingerprint(task)
+    for number, example in enumerate(examples):
+        predicted = None if targets is None else targets(example.labels)
+        masked_ids = example.input_ids if example.masked_ids is None else example.masked_ids
+        read = None if encoded.inputs is None else encoded.inputs[number].input_ids
+        for tensor in (example.input_ids, masked_ids, predicted, example.types, *([] if read is None else [read])):
+            fingerprint.add(b"" if tensor is None else id_bytes(tensor))
+        fingerprint.add(str(example.class_index).encode())
+    collate: Callable[[Sequence[int]], Batch] = partial(collate_texts, examples, pad_id=pad, targets=targets)
+    if encoded.inputs is not None:
+        collate = partial(_collate_both, encoded.inputs, collate, pad_id=pad)
     classified = task == "text-classification"
     return Sequences(
         name=source.name,
-        kind=source.kind,
+        kind=kind,
         task=task,
-        hash=_text_hash(task, examples, targets),
+        hash=str(fingerprint),
         text_hash=content_hash(source),
         examples=examples,
-        collate=partial(collate_texts, examples, pad_id=pad, targets=targets),
+        collate=collate,
         lengths=[len(example) for example in examples],
         num_targets=sum(e.class_index != IGNORE if classified else e.predicted for e in examples),
-        num_classes=labels.num_classes,
-        class_names=labels.class_names,
+        num_classes=source.num_classes,
+        class_names=source.class_names,
         warnings=warnings,
         no_targets=NO_MASK if task == "masked-lm" and not masks else None,
         clusters=encoded.clusters,
@@ -176,72 +230,269 @@ def _texts(source: Source, task: str, tokenizer: Any, limits: Limits) -> Sequenc
     )
 
 
-def _images(source: Source, task: str, processor: Any, limits: Limits) -> Sequences:
-    if processor is None:
+def _windows(given: Sequence[Record], plan: Preparation, warnings: list[str]) -> Encoded:
+    """Windows of plain text. For a causal model they begin as `plan.bos` says; for others each has special tokens
+    around it, and as a representation a short document, or the end of one, is a short window.
+    """
+    task, tokenizer = plan.task, plan.tokenizer
+    length = plan.longest if task == "representation" else plan.sequence_length
+    check_positions(length, plan.max_positions)
+    documents = [(int(r.identity or 0), text) for r in given for text in (r.text, r.second) if text]
+    frame = Frame.of(tokenizer, (text for _, text in documents))
+    outer, inner = frame, Frame()
+    if task == "causal-lm":
+        outer = Frame(_opening(frame, plan, warnings))
+        inner = Frame(frame.prefix if outer.prefix else (), frame.suffix)
+    if length <= len(outer):
+        raise FulldepthError(_no_room(length, outer))
+    separator = tokenizer.eos_token_id
+
+    def join(ids: list[int], following: Sequence[int]) -> list[int]:
+        between = [separator] if separator is not None and ids[-1] != separator else []
+        return [*ids, *between, *inner.prefix, *following]
+
+    def tokenise(text: Text) -> list[int]:
+        ids = plain_ids(tokenizer, text.text)
+        return [*ids, *(inner.suffix if text.ends and ids else ())]
+
+    def leading(text: str, needed: int) -> list[int]:
+        ids = leading_ids(tokenizer, text, needed)
+        return [*ids, *inner.suffix] if ids else []
+
+    size = {"window": length - len(outer), "count": plan.max_sequences}
+    joined = None if task == "representation" else join
+    if plan.order == "first":
+        drawn = first_windows((text for _, text in documents), leading, join=joined, **size)
+    else:
+        drawn = draw_windows(documents, tokenise, seed=plan.seed, join=joined, **size)
+    if drawn.left_over:
+        warnings.append(f"{drawn.left_over} tokens at the ends of documents do not fill a sequence and are left out.")
+    typed = _has_types(tokenizer, documents[0][1])
+    examples = [_example(outer.wrap(each.ids), task, typed) for each in drawn.windows]
+    return Encoded(examples, *block_clusters(drawn.windows, [identity for identity, _ in documents]))
+
+
+def _opening(frame: Frame, plan: Preparation, warnings: list[str]) -> tuple[int, ...]:
+    """The special tokens that every window of text begins with."""
+    if plan.bos != "always" or frame.prefix:
+        return () if plan.bos == "never" else frame.prefix
+    if plan.tokenizer.bos_token_id is None:
+        warnings.append("The tokenizer has no BOS token, so no sequence begins with it.")
+        return ()
+    return (plan.tokenizer.bos_token_id,)
+
+
+def _one_by_one(source: Source, given: Sequence[Record], plan: Preparation, warnings: list[str]) -> Encoded:
+    """One sequence per text or pair of texts, with special tokens. Long texts are cut off.
+
+    A classifier's labelled texts that are too long are refused or left out, unless `plan.truncate`. Texts without a
+    token of their own are left out.
+    """
+    task, tokenizer, most = plan.task, plan.tokenizer, plan.longest
+    texts = [record.text or "" for record in given]
+    frame, typed = Frame.of(tokenizer, texts), _has_types(tokenizer, texts[0])
+    if source.kind == "text" and task == "causal-lm":
+        frame = Frame(_opening(frame, plan, warnings), frame.suffix)
+    room = most - len(frame)
+    if room < 1:
+        raise FulldepthError(_no_room(most, frame))
+    examples: list[Example | None] = []
+    cut: list[int] = []
+    for index, (record, text) in enumerate(zip(given, texts, strict=True)):
+        types: Any = typed
+        if record.second is None:
+            ids = leading_ids(tokenizer, text, room + 1)
+            cut += [index] * (len(ids) > room)
+            wrapped = frame.wrap(ids[:room])
+        else:
+            joined = encode_texts(tokenizer, text, record.second)
+            if len(joined["input_ids"]) > most:  # the longer text is cut, as the tokenizer does it
+                cut.append(index)
+                joined = encode_texts(tokenizer, text, record.second, truncation="longest_first", max_length=most)
+            ids = wrapped = joined["input_ids"]
+            types = joined.get("token_type_ids")
+        examples.append(_example(wrapped, task, types, record.label) if ids else None)
+    empty = examples.count(None)
+    warnings += _empty_warning(empty)
+    if cut and not plan.truncate and source.kind == "labelled-text" and task == "text-classification":
+        first, noun = given[cut[0]], "text is" if len(cut) == 1 else "texts are"
+        whole = [text for text in (first.text, first.second) if text is not None]
+        limited = plan.max_positions is not None and plan.max_positions <= plan.sequence_length
+        longest = f"the model reads at most {plan.max_positions}" if limited else f"sequence_length is {most}"
+        where = f"{first.where} has {len(encode_texts(tokenizer, *whole)['input_ids'])} tokens, {longest}."
+        if not plan.skip_bad:
+            remedy = "Cut long texts" if limited else "Raise it, cut long texts"
+            raise FulldepthError(f"{where} {remedy} (truncate), or leave them out (--skip-bad).")
+        warnings.append(f"{len(cut)} {noun} too long and left out of {source.name}: {where}")
+        for index in cut:
+            examples[index] = None
+    elif cut:
+        noun = "text is" if len(cut) == 1 else "texts are"
+        warnings.append(f"{len(cut)} {noun} longer than {most} tokens and cut there.")
+    clusters = [int(r.identity or 0) for r, example in zip(given, examples, strict=True) if example is not None]
+    unit = "document" if source.kind == "text" else "row"
+    return Encoded([example for example in examples if example is not None], clusters, unit)
+
+
+def _pairs(given: Sequence[Record], plan: Preparation, warnings: list[str]) -> Encoded:
+    """Prompts and responses, tokenised separately so that every target is a token of the response."""
+    tokenizer, most = plan.tokenizer, plan.longest
+    frame = Frame.of(tokenizer, (record.prompt or "" for record in given))
+    examples, lengths, clusters = [], [], []
+    for record in given:
+        prompt = [*frame.prefix, *plain_ids(tokenizer, record.prompt or "")]
+        response = plain_ids(tokenizer, record.response or "")
+        if not response:
+            continue
+        ids = [*prompt, *response, *frame.suffix]
+        lengths.append(len(ids))
+        start = max(1, len(prompt))  # the first token has no context
+        examples.append(Example.of(ids[:most], start, len(prompt) + len(response)))
+        clusters.append(int(record.identity or 0))
+    warnings += _empty_warning(len(given) - len(examples), "response")
+    if too_long := sum(length > most for length in lengths):
+        message = f"{too_long} of {len(lengths)} prompts with their responses are longer than {most} tokens"
+        if not plan.truncate:
+            raise FulldepthError(
+                f"{message}; the longest has {max(lengths)}. sequence_length is {plan.sequence_length}, the model's "
+                f"positions are {plan.max_positions or 'not limited'}. Raise sequence_length, or ask for truncation."
+            )
+        warnings.append(f"{message} and cut there.")
+    return Encoded(examples, clusters, "row")
+
+
+def _translation(given: Sequence[Record], plan: Preparation, warnings: list[str]) -> Encoded:
+    """Inputs for both stacks of an encoder-decoder; the examples are the decoder's."""
+    if plan.start is None:
+        raise FulldepthError("An encoder-decoder needs decoder_start_token_id in its configuration.")
+    tokenizer, length = plan.tokenizer, plan.sequence_length
+    pairs = [(record.prompt or "", record.response or "") for record in given]
+    frame = Frame.of(tokenizer, [text for pair in pairs for text in pair])
+    room = length - len(frame)
+    if room < 1:
+        raise FulldepthError(_no_room(length, frame))
+    ids = [[plain_ids(tokenizer, text) for text in pair] for pair in pairs]
+    if cut := sum(len(part) > room for pair in ids for part in pair):
+        warnings.append(f"{cut} texts are longer than {length} tokens and cut there.")
+    inputs, targets = ([Example.of(frame.wrap(pair[side][:room])) for pair in ids] for side in (0, 1))
+    start = torch.tensor([plan.start])
+    read = [replace(e, input_ids=torch.cat([start, e.input_ids[:-1]]), labels=e.input_ids) for e in targets]
+    return Encoded(read, [int(record.identity or 0) for record in given], "row", inputs=inputs)
+
+
+def _collate_both(
+    inputs: Sequence[Example], decoder: Callable[[Sequence[int]], Batch], indices: Sequence[int], *, pad_id: int
+) -> Batch:
+    """The batch of the decoder, with what both stacks read."""
+    batch, read = decoder(indices), padded_batch([inputs[index] for index in indices], pad_id)
+    del read["labels"]
+    return replace(batch, inputs={**read, **{f"decoder_{name}": value for name, value in batch.inputs.items()}})
+
+
+def input_texts(source: Source) -> Source:
+    """The input texts of pairs, for an encoder alone."""
+    records = [
+        Record(text=record.prompt, where=record.where, identity=name)
+        for record, name in zip(source.records, identities(source), strict=True)
+        if (record.prompt or "").strip() and (record.response or "").strip()
+    ]
+    if not records:
+        raise FulldepthError(f"{source.name} has no pair of two texts.")
+    return Source(source.name, "labelled-text", records, warnings=source.warnings)
+
+
+def _empty_warning(count: int, noun: str = "text") -> list[str]:
+    what, verb = (f"1 {noun} gives", "is") if count == 1 else (f"{count} {noun}s give", "are")
+    return [f"{what} no token with this tokenizer and {verb} left out."] if count else []
+
+
+def _no_room(length: int, frame: Frame) -> str:
+    return f"A sequence_length of {length} leaves no room beside the tokenizer's {len(frame)} special tokens."
+
+
+def _has_types(tokenizer: Any, text: str) -> list[int] | None:
+    """Types of tokens of a single text, for any number of them; None if the tokenizer gives none."""
+    return [] if "token_type_ids" in encode_texts(tokenizer, text[:8]) else None
+
+
+def _example(ids: Sequence[int], task: str, types: Sequence[int] | None, class_index: int | None = IGNORE) -> Example:
+    """A sequence; of a causal model every token but the first, which has no context, is predicted."""
+    kinds = None if types is None else torch.tensor(types or [0] * len(ids), dtype=torch.int64)[: len(ids)]
+    predicted = (1, len(ids)) if task == "causal-lm" else (0, 0)
+    return Example.of(ids, *predicted, types=kinds, class_index=class_index)
+
+
+def _masked(example: Example, index: int, plan: Preparation) -> Example:
+    ids = example.input_ids.numpy()
+    special = np.isin(ids, plan.tokenizer.all_special_ids)
+    masked_ids, labels = mask_tokens(ids, special, plan.tokenizer.mask_token_id, seed=plan.seed, index=index)
+    return replace(example, masked_ids=torch.from_numpy(masked_ids), labels=torch.from_numpy(labels))
+
+
+def mask_tokens(
+    ids: np.ndarray, special: np.ndarray, mask_id: int, *, seed: int, index: int, share: float = MASKED_SHARE
+) -> tuple[np.ndarray, np.ndarray]:
+    """Replace a share of the ordinary tokens by the mask token.
+
+    Args:
+        ids: `[T]` token ids.
+        special: `[T]` bool, positions that are never masked.
+        mask_id: id of the mask token.
+        seed: determines the positions together with `index`, independently of batching and order.
+        index: index of the sequence in the whole data set.
+        share: share of the ordinary tokens, rounded; at least one token if there is any.
+
+    Returns:
+        `[T]` ids with masks, and `[T]` targets: the true token where masked, -100 elsewhere.
+
+    Source: Devlin et al. 2019, section 3.1.
+    """
+    ordinary = np.flatnonzero(~special)
+    count = min(len(ordinary), max(1, round(share * len(ordinary))))
+    chosen = np.random.default_rng([seed, index]).choice(ordinary, count, replace=False)
+    masked_ids, targets = ids.copy(), np.full_like(ids, IGNORE)
+    targets[chosen], masked_ids[chosen] = ids[chosen], mask_id
+    return masked_ids, targets
+
+
+def _images(source: Source, plan: Preparation) -> Sequences:
+    if plan.processor is None:
         raise FulldepthError(
             f"{source.name} holds images, and the model has no image processor. Give images to a vision model."
         )
-    objects: list[Objects | None] = []
-    if source.kind == "objects":
-        objects, labels = align_objects(source, limits.label2id, skip_bad=limits.skip_bad)
-    else:
-        labels = align_labels(source, task, limits.label2id)
+    labels = [IGNORE if record.label is None else record.label for record in source.records]
     names = identities(source)
-    chosen, note = _chosen(labels.ids, names, limits)
-    pictures = []
+    chosen, note = plan.chosen(labels, names)
+    processor, pictures = plan.processor, []
     settings = processor.to_dict() if hasattr(processor, "to_dict") else type(processor).__name__
-    fingerprint = Fingerprint(task, json.dumps(settings, sort_keys=True, default=str))
-    for index in chosen:
-        load = source.records[index].image
-        if load is None:
-            raise FulldepthError(f"Record {index} of {source.name} has no image.")
+    fingerprint = Fingerprint(plan.task, json.dumps(settings, sort_keys=True, default=str))
+    for record, label in ((source.records[index], labels[index]) for index in chosen):
+        assert record.image is not None
         try:
-            image = load()  # also finds corrupt files before the model runs
+            image = record.image()  # also finds corrupt files before the model runs
         except FulldepthError as error:
             raise FulldepthError(f"{error} {SKIP}") from error
-        for part in (str(image.size).encode(), image.tobytes(), str(labels.ids[index]).encode()):
+        for part in (str(image.size).encode(), image.tobytes(), str(label).encode()):
             fingerprint.add(part)
-        if objects:
-            fingerprint.add(repr(objects[index]).encode())
-        pictures.append(Picture(load, labels.ids[index], objects[index] if objects else None))
+        if record.objects is not None:
+            fingerprint.add(repr(record.objects).encode())
+        pictures.append(Picture(record.image, label, record.objects))
     if not pictures:
         raise FulldepthError(f"{source.name} holds no images.")
-    targets = {
-        "image-classification": sum(picture.class_index != IGNORE for picture in pictures),
-        "detection": sum(picture.objects.targets for picture in pictures if picture.objects is not None),
-    }
+    known = [picture.class_index for picture in pictures if picture.class_index != IGNORE]
+    boxes = sum(picture.objects.targets for picture in pictures if picture.objects is not None)
     return Sequences(
         name=source.name,
         kind=source.kind,
-        task=task,
+        task=plan.task,
         hash=str(fingerprint),
         examples=pictures,
         collate=partial(collate_images, pictures, processor=processor),
         lengths=[0] * len(pictures),
-        num_targets=targets.get(task, 0),
-        num_classes=labels.num_classes,
-        class_names=labels.class_names,
-        warnings=[*source.warnings, *labels.warnings, *note],
+        num_targets={"image-classification": len(known), "detection": boxes}.get(plan.task, 0),
+        num_classes=source.num_classes,
+        class_names=source.class_names,
+        warnings=[*source.warnings, *note],
         clusters=[names[index] for index in chosen],
         unit="image",
     )
-
-
-def _mark_words(examples: list[Example], tokenizer: Any, words: Sequence[str]) -> tuple[list[Example], list[str]]:
-    """The examples with `Example.words`, and a warning for each word that occurs nowhere."""
-    finder = WordFinder(tokenizer, words)
-    marks = [finder.find(example.input_ids.tolist()) for example in examples]
-    missing = sorted(set(range(len(words))).difference(*marks))
-    marked = [replace(e, words=torch.tensor(mark, dtype=torch.int64)) for e, mark in zip(examples, marks, strict=True)]
-    return marked, [f"The word {words[index]!r} occurs nowhere in the sequences." for index in missing]
-
-
-def _text_hash(task: str, examples: Sequence[Example], targets: Callable[[Tensor], Tensor] | None) -> str:
-    fingerprint = Fingerprint(task)
-    for example in examples:
-        masked_ids = example.input_ids if example.masked_ids is None else example.masked_ids
-        predicted = None if targets is None else targets(example.labels)
-        for tensor in (example.input_ids, masked_ids, predicted, example.types):
-            fingerprint.add(b"" if tensor is None else id_bytes(tensor))
-        fingerprint.add(str(example.class_index).encode())
-    return str(fingerprint)

@@ -70,6 +70,12 @@ class Source:
         """Whether these are images with a text each."""
         return self.kind == "images" and any(record.text is not None for record in self.records)
 
+    @property
+    def num_classes(self) -> int | None:
+        """Number of classes, at least those with a name; None if no record has a label."""
+        highest = max((record.label for record in self.records if record.label is not None), default=None)
+        return None if highest is None else max(len(self.class_names), highest + 1)
+
     def __len__(self) -> int:
         return len(self.records)
 

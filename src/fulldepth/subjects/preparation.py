@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
-from fulldepth.data import Batch, Sequences, Source, input_texts, open_source, prepare, prepare_translation
+from fulldepth.data import Batch, Sequences, Source, input_texts, open_source, prepare
 from fulldepth.data.labelled import usable_rows
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified, verify
@@ -29,6 +29,8 @@ CLASSES = ("text-classification", "image-classification", "detection")
 """Tasks whose labels follow the model's names of classes."""
 STARTS = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
 """Settings that name a decoder's first token, in order of preference."""
+SAMPLE = {"max_sequences", "skip_bad", "seed", "order", "bos", "one_per_row", "balanced"}
+"""Settings that state which sequences are prepared."""
 PROVEN_POSITIONS = 16
 """Tokens of each of two sequences that the proofs at load run on."""
 
@@ -88,24 +90,13 @@ def sequences_for(
     if isinstance(data, Sequences):
         return data
     source, config = _source(checkpoint, anatomy, data, settings), checkpoint.model.config
-    positions = anatomy.max_positions
+    positions, task = anatomy.max_positions, anatomy.task
     length = settings.sequence_length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
     truncate = settings.truncate
-    if anatomy.task == "text-classification" and source.kind == "labelled-text":
+    if task == "text-classification" and source.kind == "labelled-text":
         most = positions or WHOLE
         length = settings.sequence_length or most
         truncate |= settings.sequence_length is not None and length <= most  # the length that was asked for
-    if anatomy.family.tower == "decoder":
-        return prepare_translation(
-            source,
-            tokenizer=tokenizer,
-            start=next((token for name in STARTS if (token := getattr(config, name, None)) is not None), None),
-            max_sequences=settings.max_sequences,
-            sequence_length=length,
-            vocab_size=anatomy.vocab_size,
-            seed=settings.seed,
-            order=settings.order,
-        )
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     pad, processor = getattr(text_config, "pad_token_id", None), None
     if source.kind in IMAGES:
@@ -115,23 +106,17 @@ def sequences_for(
         )
     return prepare(
         source,
-        task=anatomy.task,
+        task="seq2seq-lm" if anatomy.family.tower == "decoder" else task,
         tokenizer=tokenizer,
         processor=processor,
-        max_sequences=settings.max_sequences,
         sequence_length=length,
         max_positions=positions if anatomy.family.modality == "text" else None,
         vocab_size=anatomy.vocab_size,
-        pad_id=pad if anatomy.task == "text-classification" and isinstance(pad, int) else None,
-        label2id=_labels(config) if anatomy.task in CLASSES else None,
+        pad_id=pad if task == "text-classification" and isinstance(pad, int) else None,
+        start=next((token for name in STARTS if (token := getattr(config, name, None)) is not None), None),
         words=tuple(words),
         truncate=truncate,
-        skip_bad=settings.skip_bad,
-        seed=settings.seed,
-        order=settings.order,
-        bos=settings.bos,
-        one_per_row=settings.one_per_row,
-        balanced=settings.balanced,
+        **settings.model_dump(include=SAMPLE),
     )
 
 
@@ -162,8 +147,8 @@ def _source(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: Readi
     if anatomy.family.tower == "encoder" and source.kind == "pairs":
         source = input_texts(source)
     names: dict[int, str] = {}
-    if anatomy.task.endswith("-classification"):
-        names = {int(index): name for name, index in (_labels(checkpoint.model.config) or {}).items()}
+    if anatomy.task in CLASSES and no_single_class(config := checkpoint.model.config) is None:
+        names = {int(index): name for name, index in (getattr(config, "label2id", None) or {}).items()}
     return usable_rows(
         source,
         tuple(names.get(index, str(index)) for index in range(max(names) + 1)) if names else None,
@@ -171,11 +156,6 @@ def _source(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: Readi
         seed=settings.seed,
         skip_bad=settings.skip_bad,
     )
-
-
-def _labels(config: Any) -> Mapping[str, int] | None:
-    """The model's class names, if it has any."""
-    return (getattr(config, "label2id", None) or None) if no_single_class(config) is None else None
 
 
 def small_batch(sequences: Sequences) -> Batch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from fulldepth.data.labelled import (
     in_epochs,
     name_classes,
 )
-from fulldepth.data.opening import hub_classes
 from fulldepth.data.sequences import Picture
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.stream import is_close, relative_error
@@ -108,8 +108,7 @@ def data_classes(source: Source, settings: TrainSettings) -> tuple[str, ...]:
 
 
 def class_names(settings: TrainSettings) -> tuple[str, ...]:
-    """Names of the classes, from `model.num_labels`, the information on a Hub data set, or the labels of files; no text
-    or image is read.
+    """Names of the classes, from `model.num_labels`, the description of the data, or their labels; no image is read.
 
     Raises:
         FulldepthError: if the data are not at hand, or name no classes.
@@ -118,10 +117,10 @@ def class_names(settings: TrainSettings) -> tuple[str, ...]:
     if declared is not None:
         return tuple(f"LABEL_{number}" for number in range(declared))
     try:
-        stated = None if settings.task == "detection" else hub_classes(data.name, data.config)
-        if stated is not None and len(stated) > 1:
+        opened = partial(open_source, data.name, config=data.config, split=data.split, held_out=False)
+        if settings.task != "detection" and len(stated := opened(limit=1).class_names) > 1:
             return stated
-        source = open_source(data.name, config=data.config, split=data.split, held_out=False, skip_bad=data.skip_bad)
+        source = opened(skip_bad=data.skip_bad)
     except FulldepthError as error:
         raise FulldepthError(f"{error} Without the data, model.num_labels=N states the number of classes.") from error
     return data_classes(source, settings)
