@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,7 +76,7 @@ def jreg(options: Options) -> Iterator[Goal]:
         for mode, (dtype, autocast, checkpointing, goal) in modes.items():
             model = stock(size, options.device, dtype)
             if checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
+                model.activation_checkpointing_enable({"use_reentrant": False})
             plain = options.peak(Step(model, batch, autocast=autocast))
             ours = options.peak(Step(model, batch, Objective(jump=1.0), autocast))
             what = f"JREG: peak memory, {mode} ({plain / MIB:.0f} + {(ours - plain) / MIB:.2f} MiB)"
@@ -252,5 +251,4 @@ def parse() -> tuple[Options, list[str]]:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", ".*gradient_checkpointing_enable.*", FutureWarning)
     tables(*parse())

@@ -118,18 +118,6 @@ def test_adapters_on_projections_count_although_routing_folds_their_weights(name
         torch.testing.assert_close(found[twin].grad, parameter.grad, rtol=1e-8, atol=1e-8, msg=key)
 
 
-def test_pruning_reports_every_layers_share():
-    """Uniform static routers of r sources under p = 1/2: floor(r/2) + 1 sources exceed it, per head."""
-    model = build("static")
-    for layer in model.model.layers[1:]:
-        torch.nn.init.zeros_(layer.self_attn.router.logits)
-    report = model.prune_routers(p=0.5)
-    pruned = {r: r - (r // 2 + 1) for r in range(2, 6)}
-    assert report["layers"] == pytest.approx({r: pruned[r] / r for r in pruned})
-    assert report["share"] == pytest.approx(sum(pruned.values()) / sum(pruned))
-    assert build("dynamic").prune_routers(p=0.5) == {"share": None, "layers": dict.fromkeys(range(2, 6))}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*(pytest.param(n, marks=pytest.mark.thorough) for n in ("tree-dynamic", "hyper")), "kv"]

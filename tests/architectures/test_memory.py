@@ -26,14 +26,6 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 KINDS = ("static", "dynamic")
 
 
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Several tiles of tokens even in tiny tensors, the last one shorter."""
-    monkeypatch.setattr(routing_depth_llama, "SMALLEST_TILE", 4)
-    monkeypatch.setattr(routing_depth_llama, "CPU_TILE_ELEMENTS", 1)
-    monkeypatch.setattr(routing_depth_llama, "DEVICE_TILE_ELEMENTS", 1)
-
-
 def leaf(generator, *shape, dtype=torch.float64):
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 

@@ -41,7 +41,9 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
-@pytest.mark.parametrize("kind", ["LoRA", "the last layer alone", "mixed", "compiled"])
+@pytest.mark.parametrize(
+    "kind", ["LoRA", "the last layer alone", "mixed", pytest.param("compiled", marks=pytest.mark.thorough)]
+)
 def test_adapters_have_the_plain_gradient(kind: str) -> None:
     options = {"layers_to_transform": [2]} if kind == "the last layer alone" else {}
     wrap: Any = partial(peft.get_peft_model, mixed=True) if kind == "mixed" else peft.get_peft_model

@@ -69,9 +69,8 @@ def test_value_and_gradients_are_those_of_all_logits_at_once(states, head, label
     assert value.dtype == dtype
     assert value.item() == pytest.approx(expected.item(), rel=max(tolerance, 1e-10))
     for mine, other in zip([h.grad for h in ours] + [p.grad for p in head.parameters()], slopes, strict=True):
-        assert (other is None) == (mine is None)
-        if other is not None:
-            torch.testing.assert_close(mine.double(), other, rtol=tolerance, atol=tolerance)
+        mine = torch.zeros_like(other) if mine is None else mine.double()  # of a layer without weight
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
 
 
 def test_half_precision_sums_in_float32(states, head, labels):
@@ -125,7 +124,7 @@ def test_sampled_positions_are_unbiased(states, head, labels):
     exact_value = everything(theirs, head, labels, WEIGHTS["linear"])
     exact_value.backward()
     expected = [h.grad for h in theirs] + [p.grad.clone() for p in head.parameters()]
-    draws = 500
+    draws = 200
     head.zero_grad()
     values, ours = [], leaves(states)
     torch.manual_seed(3)

@@ -88,16 +88,6 @@ def test_gradient_is_that_of_the_listing(pair, shape, settings):
     torch.testing.assert_close(mine, expected[1], rtol=1e-10, atol=1e-12)
 
 
-def test_the_data_reaches_every_branch(pair):
-    """Bound and energy matter in these tests, and are slack elsewhere in the same data."""
-    h_in, h_out = pair((3, 24, 2))
-    for h in (h_in, h_out):
-        z = (h - h.mean(1, keepdim=True)) / h.std(1, keepdim=True)
-        assert 0 < (z.abs().amax(1) > 2).sum() < z[:, 0].numel()
-    assert listing(h_in, h_out, 2, 12, energy=True) - listing(h_in, h_out, 2, 12) > 1e-3
-    assert listing(h_in, h_in, 2, 12, energy=True) == listing(h_in, h_in, 2, 12)
-
-
 def test_only_the_states_and_the_spectra_are_kept(pair):
     inputs, saved = leaves(pair((5, 8, 3)), torch.float32), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):

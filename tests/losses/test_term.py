@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -14,12 +13,11 @@ from transformers import PreTrainedConfig
 from fulldepth.cli import main
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.errors import FulldepthError
-from fulldepth.losses import TERMS, Context, Objective, Term
+from fulldepth.losses import TERMS, Context, Term
 from fulldepth.results import Results
 from fulldepth.settings import assignments, layer
 from fulldepth.training import TrainSettings
 from fulldepth.training.arguments import make_objective, resolved
-from tiny_models import BUILDERS
 
 
 class Loudness(Term):
@@ -40,30 +38,6 @@ class Loudness(Term):
 @pytest.fixture
 def loudness(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TERMS, "loudness", Loudness)
-
-
-@pytest.mark.usefixtures("loudness")
-def test_a_new_penalty_in_a_loop() -> None:
-    model = BUILDERS["llama"]().double()
-    model.config.tie_last_hidden_states = False
-    ids = torch.randint(3, 90, (3, 8), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(8) < torch.tensor([8, 5, 3])[:, None]).long()
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    out = model(**batch, output_hidden_states=True)
-    penalty = (out.hidden_states[-1].abs() ** 3).mean(-1)[mask.bool()].mean()
-    (out.loss + 0.25 * penalty).backward()
-    expected = {name: weight.grad.clone() for name, weight in model.named_parameters()}
-    model.zero_grad()
-    objective = Objective(loudness={"weight": 0.25, "exponent": 3.0}, jump=0.0).attach(model)
-    loss, parts = objective(model(**batch), batch)
-    loss.backward()
-    objective.detach()
-    assert list(parts) == ["ce", "jump", "loudness"]
-    assert float(parts["loudness"]) == pytest.approx(float(penalty.detach()), rel=1e-12)
-    for name, weight in model.named_parameters():
-        torch.testing.assert_close(weight.grad, expected[name], rtol=1e-9, atol=1e-12)
-    with pytest.raises(FulldepthError, match=r"option of loudness 'exponnet'.*exponent"):
-        Objective(loudness={"exponnet": 1.0})
 
 
 @pytest.mark.usefixtures("loudness")

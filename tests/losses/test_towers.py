@@ -166,19 +166,6 @@ def test_refusals_advise_what_python_can_do(case: str) -> None:
     assert " --" not in str(error.value)
 
 
-def test_reentrant_checkpointing_of_a_trainer_gets_the_reason(tmp_path: Path) -> None:
-    """The Trainer switches it on after the objective is attached."""
-    torch.manual_seed(0)
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=50, **{**TOWER, "num_hidden_layers": 3}))
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 50, (4, 8))]
-    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    options |= {"per_device_train_batch_size": 4}
-    arguments = tf.TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, **options)
-    trainer = DepthTrainer(model, arguments, train_dataset=rows, objective=Objective(coherence={"layers": [1]}))
-    with pytest.raises(FulldepthError, match=r"gradient_checkpointing_kwargs=\{'use_reentrant': False\}"):
-        trainer.train()
-
-
 TEXT = {**DECODER, "num_hidden_layers": 2}
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4}
 VISION |= {"image_size": 16, "patch_size": 4}

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
-from transformers import DetrForObjectDetection, DetrImageProcessorPil
+from transformers import DetrImageProcessorPil
 
-from drawn_shapes import write_shapes
-from fulldepth.data import ShuffledSampler, open_source
 from fulldepth.data.coco import Objects
 from fulldepth.data.labelled import Item
 from fulldepth.data.sequences import Picture
 from fulldepth.settings.train import AugmentationSettings
-from fulldepth.training import train
 from fulldepth.training.augmentation import Augmentation
-from training.test_detection import settings
 
 COLOURS = ((250, 10, 10), (10, 250, 10), (10, 10, 250))
 FLIP = AugmentationSettings(flip=True)
@@ -80,26 +75,3 @@ def test_an_image_is_mirrored_by_seed_epoch_and_index_alone() -> None:
     assert [mirrored(0, [index], 5)[0] for index in range(24)] == together
     assert mirrored(0, list(range(23, -1, -1)), 5)[::-1] == together
     assert mirrored(1, list(range(24)), 5) != together
-
-
-def test_a_step_trains_on_the_mirrored_images(tmp_path) -> None:
-    """The loss of a step is that of the stock model on the flipped images."""
-    path = write_shapes(tmp_path / "set", "32x12/train")
-    still = {"steps": 1, "learning_rate": 1e-12, "backbone_learning_rate": 1e-12, "weight_decay": 0.0, "seed": 1}
-    chosen = settings(data={"name": str(path)}, **still, global_batch_size=8, augmentation={"flip": True})
-    results = train(chosen, tmp_path / "run")
-    losses = results.table[results.table.measure == "train_loss"].value.tolist()
-    folder = tmp_path / "run" / "checkpoint-1"
-    model, processor = DetrForObjectDetection.from_pretrained(folder), DetrImageProcessorPil.from_pretrained(folder)
-    records = open_source(path).records
-    items = [
-        Item(Picture(records[index].image, objects=records[index].objects), 0, index)
-        for index in ShuffledSampler(12, seed=1, length=8)
-    ]
-    batch = Augmentation(FLIP, processor, seed=1)(items)
-    plain_batch = [torch.tensor(item.example.objects.relative, dtype=torch.float32) for item in items]
-    changed = [not torch.equal(one, other["boxes"]) for one, other in zip(plain_batch, batch.objects, strict=True)]
-    assert 0 < sum(changed) < 8
-    with torch.no_grad():
-        loss = model.train()(**batch.inputs, labels=batch.objects).loss  # no dropout, frozen batch norms
-    assert losses == pytest.approx([loss.item()], rel=1e-5)

@@ -107,20 +107,6 @@ def test_a_checkpoint_goes_on_as_it_is(checkpoint: str) -> None:
     torch.testing.assert_close(model.eval()(tokens()).logits, stock(tokens()).logits, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("switches", [{}, {"memory": "kv"}])
-def test_a_llama_goes_on_as_depth_llama_from_the_same_loss(checkpoint: str, switches: dict[str, Any]) -> None:
-    stock = tf.LlamaForCausalLM.from_pretrained(checkpoint)
-    settings = asked({"seed": 5}, type="depth_llama", checkpoint=checkpoint, **switches)
-    model = made(settings)
-    assert isinstance(model, DepthLlamaForCausalLM)
-    ids = tokens()
-    ours, theirs = (m.eval()(input_ids=ids, labels=ids).loss for m in (model, stock))
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
-    added = model.state_dict().keys() - stock.state_dict().keys()
-    assert all(".router." in name for name in added)
-    assert len(added) == (3 if switches else 0)  # layers 2 to 4 read a memory
-
-
 def test_added_weights_are_drawn_from_the_seed_and_the_rest_is_the_checkpoints(checkpoint: str) -> None:
     stock = tf.LlamaForCausalLM.from_pretrained(checkpoint).state_dict()
     first, same, other = (

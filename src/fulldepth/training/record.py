@@ -148,7 +148,7 @@ def headline(table: pd.DataFrame) -> dict[str, Finding]:
             words = " ".join(f"The validation loss is {row.value:.3f} {row.unit.strip('1')} at step {step:,}".split())
             if step and 0 in losses:
                 words += f", {losses[0]:.3f} before training"
-            best = int(losses.idxmin())
+            best = int(losses.index[int(losses.argmin())])
             words += f"; it was lowest at step {best:,} ({losses[best]:.3f})." if best != step else "."
         found[name] = Finding(float(row.value), row.unit, describe_jump(row.value) if name == "zeta_L" else words)
     return found
