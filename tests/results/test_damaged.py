@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import re
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from fulldepth import reporting
+from figures import exit_folders as exits
+from figures import skip_folders as folders
+from figures import synthetic
 from fulldepth.comparison import compare
 from fulldepth.errors import FulldepthError
 from fulldepth.reporting.page import embed
@@ -23,24 +21,8 @@ from fulldepth.reporting.together import together
 from fulldepth.results import DOCUMENT, TABLE, Results
 from fuzz.mutations import change_content
 
-HERE = Path(__file__).parent
 SLICES, CASES = 2, 20
-"""Seeds in this test; `python tests/results/test_damaged.py FIRST COUNT` runs others."""
-
-
-def module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = found
-    spec.loader.exec_module(found)
-    return found
-
-
-synthetic = module(HERE.parent / "figures" / "synthetic.py")
-folders = module(HERE.parent / "figures" / "skip_folders.py")
-exits = module(HERE.parent / "figures" / "exit_folders.py")
+"""Seeds in this test."""
 
 
 def comparison(runs: list[Results]) -> Results:
@@ -132,24 +114,3 @@ def test_damaged_folders_end_in_a_page_or_a_clear_error(ground: Ground, piece: i
     errors = [message for message in ended if message]
     assert 0 < len(errors) < CASES
     assert all(10 < len(message) < 1000 for message in errors)
-
-
-def test_a_damaged_folder_gets_no_page(ground: Ground, tmp_path: Path) -> None:
-    folder = ground.made["measurement"].save(tmp_path / "out", page=False)
-    (folder / "results.json").write_text('{"schema_version": 1, "headline": {"a": 3}}', encoding="utf-8")
-    with pytest.raises(FulldepthError, match=re.escape("results.json")):
-        reporting.write(folder)
-    assert not (folder / "report.html").exists()
-
-
-if __name__ == "__main__":
-    import tempfile
-
-    first, count = map(int, sys.argv[1:])
-    with tempfile.TemporaryDirectory() as place:
-        field = Ground(Path(place))
-        for number in range(first, first + count):
-            try:
-                field.case(number)
-            except Exception as error:
-                print(number, type(error).__name__, str(error)[:200])
