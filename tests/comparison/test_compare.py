@@ -52,33 +52,25 @@ def symmetric(rng: np.random.Generator, size: int) -> np.ndarray:
     return matrix
 
 
-def test_the_redundancy_change_of_two_models_by_hand() -> None:
-    a = measurement(3, displacements([0.10, 0.20, 0.40]))
-    b = measurement(3, displacements([0.15, 0.18, 0.10]))
-    found = compare([a, b], names=["plain", "jreg"])
+def test_the_redundancy_change_of_models_by_hand() -> None:
+    profiles = [0.10, 0.20, 0.40], [0.15, 0.18, 0.10], [0.10, 0.30, 0.40]
+    models = [measurement(3, displacements(values)) for values in profiles]
+    found = compare(models, names=["plain", "jreg", "z"])
     np.testing.assert_allclose(differences(found, "jreg"), [0.05, -0.02, -0.30], atol=1e-12)
     assert differences(found, "plain").isna().all()
     change = found.headline["redundancy_change:jreg"]
-    assert "greatest_redundancy_change:jreg" not in found.headline, "no layer is named without standard errors"
     assert change["value"] == pytest.approx(-2.0)  # the median: layer 3 alone would make the mean -9
     assert change["unit"] == "x 10^-2"
-    assert found.is_comparison
-    assert found.meta["depth"] == "layer"
-    assert found.meta["warnings"] == []
-
-
-def test_the_baseline_can_be_any_model_by_place_or_name() -> None:
-    three = [measurement(2, displacements(values)) for values in ([0.1, 0.2], [0.3, 0.5], [0.2, 0.9])]
-    by_name = compare(three, names=["x", "y", "z"], baseline="y")
+    assert "greatest_redundancy_change:jreg" not in found.headline, "no layer is named without standard errors"
+    assert (found.is_comparison, found.meta["depth"], found.meta["warnings"]) == (True, "layer", [])
+    by_name, by_place = (compare(models, names=["x", "y", "z"], baseline=first) for first in ("y", 1))
     assert by_name.meta["baseline"] == "y"
-    np.testing.assert_allclose(differences(by_name, "x"), [-0.2, -0.3])
-    np.testing.assert_allclose(differences(by_name, "z"), [-0.1, 0.4])
-    by_place = compare(three, names=["x", "y", "z"], baseline=1)
+    np.testing.assert_allclose(differences(by_name, "z"), [-0.05, 0.12, 0.30])
     pd.testing.assert_frame_equal(by_name.table, by_place.table)
     assert [model["baseline"] for model in by_name.meta["models"]] == [False, True, False]
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     deep=st.integers(1, 13),
     shallow=st.integers(1, 13),
@@ -117,34 +109,29 @@ def test_pairs_written_once_stand_for_both_orders() -> None:
     a, b = symmetric(rng, 3), symmetric(rng, 3)
     once = [row for row in pairs(a) if row[2] >= row[3]]
     found = compare([measurement(2, once), measurement(2, pairs(b))], names=["a", "b"])
-    wanted = (b - a).flatten()
-    np.testing.assert_allclose(differences(found, "b"), wanted, atol=1e-12)
+    np.testing.assert_allclose(differences(found, "b"), (b - a).flatten(), atol=1e-12)
 
 
-def test_jump_rates_meet_from_the_end() -> None:
-    a = [("jump_rate", "residual", n, None, "value", v, 10, "%") for n, v in ((2, 30.0), (3, 20.0))]
-    b = [("jump_rate", "residual", n, None, "value", v, 10, "%") for n, v in ((2, 9.0), (3, 8.0), (4, 7.0), (5, 6.0))]
-    found = compare([measurement(3, a), measurement(5, b)], names=["a", "b"])
-    np.testing.assert_allclose(differences(found, "b"), [np.nan, np.nan, 7 - 30.0, 6 - 20.0])
+def test_what_is_not_interpolated() -> None:
+    """Jump rates meet from the end; rows without a layer, and of a single layer, directly."""
 
+    def rows(layers: int, rates: list[float], depth: float, last: float) -> Results:
+        first = layers - len(rates) + 1
+        made = [("jump_rate", "residual", n, None, "value", v, 10, "%") for n, v in enumerate(rates, start=first)]
+        made.append(("effective_depth", "residual", None, None, "eps=0.05", depth, 10, "layers"))
+        made.append(("displacement", "final_normed", layers, None, "mean", last, 10, "1"))
+        return measurement(layers, made)
 
-def test_rows_without_a_layer_and_single_layers_meet_directly() -> None:
-    def rows(layers, depth, last):
-        return [
-            ("effective_depth", "residual", None, None, "eps=0.05", depth, 10, "layers"),
-            ("displacement", "final_normed", layers, None, "mean", last, 10, "1"),
-        ]
-
-    found = compare([measurement(4, rows(4, 3.0, 0.25)), measurement(12, rows(12, 7.0, 0.75))], names=["a", "b"])
-    np.testing.assert_allclose(differences(found, "b"), [4.0, 0.5])
+    a, b = rows(3, [30.0, 20.0], 3.0, 0.25), rows(5, [9.0, 8.0, 7.0, 6.0], 7.0, 0.75)
+    found = compare([a, b], names=["a", "b"])
+    assert found.meta["depth"] == "relative"
+    np.testing.assert_allclose(differences(found, "b"), [np.nan, np.nan, 7 - 30.0, 6 - 20.0, 4.0, 0.5])
 
 
 def test_same_layer_on_request_leaves_what_the_baseline_has_not() -> None:
     a, b = measurement(2, displacements([0.1, 0.2])), measurement(3, displacements([0.4, 0.4, 0.4]))
     found = compare([a, b], names=["a", "b"], depth="layer")
     np.testing.assert_allclose(differences(found, "b"), [0.3, 0.2, np.nan])
-    assert found.meta["depth"] == "layer"
-    assert compare([a, b], names=["a", "b"]).meta["depth"] == "relative"
 
 
 def test_statistics_sites_and_missing_values_do_not_mix() -> None:
@@ -156,31 +143,29 @@ def test_statistics_sites_and_missing_values_do_not_mix() -> None:
     assert found.meta["warnings"] == ["a has no norm_ratio; b has."]
 
 
-@settings(max_examples=5)
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
-def test_a_model_differs_from_itself_by_nothing(values: list[float]) -> None:
-    one = measurement(len(values), displacements(values))
-    for depth in ("layer", "relative"):
-        found = compare([one, one], depth=depth)
-        assert found.meta["models"][1]["label"] == "toy (2)"
-        np.testing.assert_array_equal(differences(found, "toy (2)"), 0.0)
-        assert "no difference at any of" in found.headline["redundancy_change:toy (2)"]["sentence"]
+@pytest.mark.parametrize("depth", ["layer", "relative"])
+def test_a_model_differs_from_itself_by_nothing(depth: str) -> None:
+    one = measurement(3, displacements([0.1, 0.3, 0.2]))
+    found = compare([one, one], depth=depth)
+    assert found.meta["models"][1]["label"] == "toy (2)"
+    np.testing.assert_array_equal(differences(found, "toy (2)"), 0.0)
+    assert "no difference at any of" in found.headline["redundancy_change:toy (2)"]["sentence"]
 
 
 def test_a_series_enters_with_its_last_step() -> None:
     early, late = tabulate(displacements([0.9, 0.9]), step=10), tabulate(displacements([0.3, 0.4]), step=20)
     series = measurement(2, [], headline={"zeta_L": {"value": 10.0, "unit": "%", "sentence": "..."}})
     series.table = pd.concat([early, late], ignore_index=True)
-    series.meta["steps"] = [
-        {"step": 10, "model": series.meta["model"], "headline": {}, "lens_grid": None, "left_out": []},
-        {"step": 20, "model": {**series.meta["model"], "name": "run/checkpoint-20"}, "headline": {}, "lens_grid": None},
-    ]
+    model = series.meta["model"]
+    models = {10: model, 20: {**model, "name": "run/checkpoint-20"}}
+    series.meta["steps"] = [{"step": step, "model": one, "headline": {}} for step, one in models.items()]
     plain = measurement(2, displacements([0.1, 0.1]))
     found = compare([plain, series], names=["plain", "run"])
     np.testing.assert_allclose(differences(found, "run"), [0.2, 0.3])
     assert "step" not in found.table.columns
     assert found.meta["models"][1]["model"]["name"] == "run/checkpoint-20"
-    assert found.meta["warnings"] == ["run: a series of checkpoints; the last one, step 20, is compared."]
+    (line,) = found.meta["warnings"]
+    assert "step 20" in line
 
 
 def test_folders_in_and_a_folder_out(tmp_path: Path) -> None:
@@ -203,25 +188,23 @@ def test_a_layer_counts_where_its_difference_is_larger_than_its_noise() -> None:
     noise = displacements(errors, "standard_error")
     a, b = (measurement(4, displacements(means) + noise) for means in (plain, changed))
     found = compare([a, b], names=["a", "b"]).headline
-    assert found["redundancy_change:b"]["sentence"] == (
-        "Displacement is larger in b than in a at 1 of 4 layers and smaller at 1, with no measurable difference at 2 "
-        "(unpaired). The median change is +1.50 x 10^-2."
-    )
+    assert "larger in b than in a at 1 of 4 layers and smaller at 1" in found["redundancy_change:b"]["sentence"]
     greatest = found["greatest_redundancy_change:b"]
     assert greatest["value"] == pytest.approx(-10.0)
     assert greatest["standard_error"] == pytest.approx(100 * 2**0.5 * 0.001)
 
 
 def test_headline_numbers_become_differences() -> None:
-    def numbers(zeta: float, depth: int) -> dict:
-        values = {"zeta_L": (zeta, "%"), "effective_depth": (depth, "layers"), "mean_coherence": (None, "1")}
-        return {name: {"value": value, "unit": unit, "sentence": "..."} for name, (value, unit) in values.items()}
-
-    a = measurement(4, displacements([0.1] * 4), headline=numbers(12.5, 3))
-    b = measurement(8, displacements([0.1] * 8), headline=numbers(4.25, 7))
+    a, b = (
+        measurement(
+            4,
+            displacements([0.1] * 4),
+            headline={"zeta_L": {"value": zeta, "unit": "%"}, "mean_coherence": {"value": None, "unit": "1"}},
+        )
+        for zeta in (12.5, 4.25)
+    )
     found = compare([a, b], names=["a", "b"]).headline
     assert found["zeta_L:b"]["value"] == -8.25
-    assert found["effective_depth:b"]["value"] == 4
     assert "mean_coherence:b" not in found
 
 
@@ -232,13 +215,10 @@ def test_headline_numbers_become_differences() -> None:
         ("data", {"hash": "sha256:bb", "text_hash": "t"}, ""),
         ("data", {"text_hash": "u"}, "not comparable"),
         ("data", {"sequence_length": 32}, "not comparable"),
-        ("data", {"sequences": 9}, "not comparable"),
         ("token_policy", {"name": "last"}, "not comparable"),
-        ("token_policy", {"begin_with_bos": 1}, "not comparable"),
         ("model", {"dtype": "bfloat16"}, "other reasons"),
         ("model", {"dtype": None}, ""),
         ("sampling", {"reservoir_tokens": 30}, "other reasons"),
-        ("sampling", {"counted_tokens": 60}, "other reasons"),
         ("versions", {"fulldepth": "2"}, "other reasons"),
     ],
 )
@@ -268,7 +248,6 @@ ONE = measurement(1, displacements([0.1]))
         ([ONE, ONE], {"names": ["a", "a"]}, "a, a"),
         ([ONE, ONE], {"names": ["plain", "tuned"], "baseline": "plein"}, "'plain'"),
         ([ONE, ONE], {"baseline": 2}, "2"),
-        ([ONE, ONE], {"baseline": -1}, "-1"),
         ([ONE, ONE], {"depth": "layers"}, "depth"),
         ([ONE], {}, "two"),
         ("folder", {}, "two"),

@@ -10,26 +10,24 @@ import pytest
 from fulldepth.comparison import early_exit as speedups
 
 
-def model(label, points, full=0.9, baseline=False, calibration=True):
+def model(label, points, full=0.9, baseline=False, calibration=True, timing="differs"):
     """A model with points (threshold, accuracy, speed-up), the same on both parts."""
-    entries = []
-    for split in ("report", "calibration")[: 1 + calibration]:
-        for threshold, value, speed in points:
-            early = 0 if threshold == 1 else round(1000 * (1.1 - threshold))
-            entries.append(
-                {
-                    "rule": "confidence",
-                    "threshold": threshold,
-                    "split": split,
-                    "exits": [early, 1000 - early],
-                    "accuracy": value,
-                    "drop": full - value,
-                    "drop_stderr": 0.001,
-                    "measured_speedup": speed if split == "report" else None,
-                    "measured_speedup_interval": [speed - 0.02, speed + 0.02] if speed else None,
-                    "timing": "differs",
-                }
-            )
+    entries = [
+        {
+            "rule": "confidence",
+            "threshold": threshold,
+            "split": split,
+            "exits": [early := 0 if threshold == 1 else round(1000 * (1.1 - threshold)), 1000 - early],
+            "accuracy": value,
+            "drop": full - value,
+            "drop_stderr": 0.001,
+            "measured_speedup": speed if split == "report" else None,
+            "measured_speedup_interval": [speed - 0.02, speed + 0.02] if speed else None,
+            "timing": timing,
+        }
+        for split in ("report", "calibration")[: 1 + calibration]
+        for threshold, value, speed in points
+    ]
     return {"label": label, "baseline": baseline, "full": {"accuracy": full}, "exits": entries}
 
 
@@ -39,19 +37,15 @@ WORSE = model("worse", [(0.5, 0.6, 3.0), (1.0, 0.85, 1.0)], full=0.85)
 
 
 def mixed(points, full, speedup):
-    """The best of 10,000 mixtures of neighbours whose time is at most that of the speed-up."""
+    """The best of 10,000 mixtures of neighbours whose time is that of the speed-up."""
     line = [(1 / speed, value) for threshold, value, speed in points if threshold < 1] + [(1.0, full)]
+    shares = np.linspace(0, 1, 10_001)
     values = []
     for (time, value), (other, after) in pairwise(line):
-        if not min(time, other) <= 1 / speedup <= max(time, other):
-            continue
-        tried = [(abs(p * time + (1 - p) * other - 1 / speedup), p * value + (1 - p) * after) for p in shares()]
-        values.append(min(tried)[1])
+        if min(time, other) <= 1 / speedup <= max(time, other):
+            share = shares[np.abs(shares * time + (1 - shares) * other - 1 / speedup).argmin()]
+            values.append(share * value + (1 - share) * after)
     return max(values)
-
-
-def shares():
-    return [number / 10_000 for number in range(10_001)]
 
 
 def test_quality_at_a_speed_up_is_that_of_a_mixture_of_neighbouring_thresholds():
@@ -65,11 +59,12 @@ def test_quality_at_a_speed_up_is_that_of_a_mixture_of_neighbouring_thresholds()
 
 def test_speed_at_equal_quality_is_of_the_threshold_that_the_calibration_part_chose():
     rows = speedups.speedups([PLAIN, ALIGNED, WORSE])
-    assert rows["plain"]["speedup"] == 1.0  # every threshold loses something
-    assert rows["plain"]["speedup_at_baseline"] == 1.0
-    assert rows["aligned"]["speedup"] == 1.0
-    assert rows["aligned"]["speedup_at_baseline"] == 1.4
-    assert rows["worse"]["speedup_at_baseline"] is None
+    found = {label: (row["speedup"], row["speedup_at_baseline"]) for label, row in rows.items()}
+    assert found == {
+        "plain": (1.0, 1.0),
+        "aligned": (1.0, 1.4),
+        "worse": (1.0, None),
+    }  # every threshold loses something
     findings = speedups.findings([PLAIN, ALIGNED, WORSE], rows)
     assert findings["speedup_at_baseline:worse"].value is None
     said = findings["speedup_at_baseline:aligned"]
@@ -86,9 +81,7 @@ def test_nothing_is_chosen_for_a_model_with_one_part():
 
 
 def test_times_whose_interval_holds_one_are_no_speed_up():
-    slow = model("slow", [(0.9, 0.93, 1.01), (1.0, 0.92, 1.0)], full=0.92)
-    for entry in slow["exits"]:
-        entry["timing"] = "no-difference"
+    slow = model("slow", [(0.9, 0.93, 1.01), (1.0, 0.92, 1.0)], full=0.92, timing="no-difference")
     finding = speedups.findings([PLAIN, slow], speedups.speedups([PLAIN, slow]))["speedup_at_baseline:slow"]
     assert finding.value is None
     assert finding.sentence.startswith("No measurable difference")
@@ -96,20 +89,15 @@ def test_times_whose_interval_holds_one_are_no_speed_up():
 
 def simulated(rng, samples=400, noise=0.05):
     """Thresholds that neither lose quality nor save time: noise of samples on both parts, and of times."""
-    full, points = 0.9, [0.5, 0.6, 0.7, 0.8, 0.9, 0.95]
-    entries = []
-    for split in ("report", "calibration"):
-        for place, threshold in enumerate(points):
-            drop = float(rng.normal(0, (0.1 / samples) ** 0.5))
-            speed = float(np.exp(rng.normal(0, noise))) if split == "report" else None
-            entries.append(
-                {
-                    "rule": "confidence", "threshold": threshold, "split": split, "exits": [60 - 10 * place, 40],
-                    "accuracy": full - drop, "drop": drop, "drop_stderr": (0.1 / samples) ** 0.5,
-                    "measured_speedup": speed, "measured_speedup_interval": None, "timing": "no-difference",
-                }
-            )  # fmt: skip
-    return {"label": "noise", "full": {"accuracy": full}, "exits": entries}
+    points = [(threshold, 0.9, 1.0) for threshold in (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)]
+    made = model("noise", points, timing="no-difference")
+    for entry in made["exits"]:
+        entry["drop_stderr"] = (0.1 / samples) ** 0.5
+        entry["drop"] = float(rng.normal(0, entry["drop_stderr"]))
+        entry["accuracy"] = 0.9 - entry["drop"]
+        if entry["split"] == "report":
+            entry["measured_speedup"] = float(np.exp(rng.normal(0, noise)))
+    return made
 
 
 def test_no_speed_up_is_found_in_noise():

@@ -13,8 +13,6 @@ from fulldepth.comparison.training import time_per_step
 from fulldepth.errors import FulldepthError
 from fulldepth.results import Results, tabulate
 
-STEPS = (0, 10, 20, 30)
-
 
 def run(
     losses: dict[int, float],
@@ -31,17 +29,15 @@ def run(
     tables = []
     for step, loss in losses.items():
         means = [value * (1 + step / 100) for value in profile]
-        rows: list[tuple] = [("validation_loss", "model", None, None, "mean", loss, targets, "nats")]
-        if step:
-            rows.append(("train_loss", "model", None, None, "mean", loss - 0.1, 999, "nats"))
-            rows.append(("throughput", "model", None, None, "mean", 64 / seconds, None, "tokens/s"))
-        rows += [("displacement", "residual", n, None, "mean", v, 64, "1") for n, v in enumerate(means, start=1)]
         last = 100 * max(0.0, means[-1] - means[-2])
+        of_model = [("validation_loss", "mean", loss, targets, "nats"), ("elapsed", "value", seconds * step, None, "s")]
+        of_model += [("peak_memory", "value", memory, None, "MiB"), ("other_load", "value", load, None, "1")]
+        if step:
+            of_model.append(("train_loss", "mean", loss - 0.1, 999, "nats"))
+            of_model.append(("throughput", "mean", 64 / seconds, None, "tokens/s"))
+        rows: list[tuple] = [(name, "model", None, None, *rest) for name, *rest in of_model if rest[1] is not None]
+        rows += [("displacement", "residual", n, None, "mean", v, 64, "1") for n, v in enumerate(means, start=1)]
         rows.append(("jump_rate", "residual", len(means), None, "value", last, 64, "%"))
-        rows.append(("elapsed", "model", None, None, "value", seconds * step, None, "s"))
-        rows.append(("peak_memory", "model", None, None, "value", memory, None, "MiB"))
-        if load is not None:
-            rows.append(("other_load", "model", None, None, "value", load, None, "1"))
         tables.append(tabulate(rows, step=step))
     meta = {
         "kind": "training",
@@ -54,17 +50,13 @@ def run(
     return Results(pd.concat(tables, ignore_index=True), meta)
 
 
-def losses(*values: float, steps: tuple[int, ...] = STEPS) -> dict[int, float]:
-    return dict(zip(steps, values, strict=False))
-
-
 def plain(**changes: Any) -> Results:
-    return run(losses(7.0, 5.0, 4.0, 3.5), [0.3, 0.1, 0.4], **changes)
+    return run({0: 7.0, 10: 5.0, 20: 4.0, 30: 3.5}, [0.3, 0.1, 0.4], **changes)
 
 
 def jreg(**changes: Any) -> Results:
     made = {"seconds": 1.25, "memory": 110.0, "parameters": 1500, **changes}
-    return run(losses(7.1, 5.2, 4.1, 3.25), [0.3, 0.2, 0.21], **made)
+    return run({0: 7.1, 10: 5.2, 20: 4.1, 30: 3.25}, [0.3, 0.2, 0.21], **made)
 
 
 def test_differences_are_taken_at_equal_steps_and_layers() -> None:
@@ -117,7 +109,7 @@ def test_times_are_compared_interval_by_interval(factor: float, differs: bool) -
 
 
 def test_the_last_common_step_decides() -> None:
-    short = run(losses(7.0, 5.5, 4.2), [0.3, 0.1, 0.2], seconds=0.5)
+    short = run({0: 7.0, 10: 5.5, 20: 4.2}, [0.3, 0.1, 0.2], seconds=0.5)
     found = compare([plain(), jreg(), short], names=["plain", "jreg", "short"])
     assert found.meta["step"] == 20
     assert found.headline["validation_loss:short"]["value"] == pytest.approx(0.2)
@@ -126,7 +118,7 @@ def test_the_last_common_step_decides() -> None:
 
 
 def test_means_since_the_last_evaluation_meet_only_over_the_same_steps() -> None:
-    other = run(losses(7.0, 5.0, 3.0, steps=(0, 20, 30)), [0.3, 0.1, 0.2])
+    other = run({0: 7.0, 20: 5.0, 30: 3.0}, [0.3, 0.1, 0.2])
     found = compare([plain(), other], names=["plain", "other"]).table
     own = found[found.model == "other"].set_index(["measure", "step"])["difference"]
     assert own["validation_loss"].to_dict() == pytest.approx({0: 0.0, 20: 1.0, 30: -0.5})
@@ -135,7 +127,7 @@ def test_means_since_the_last_evaluation_meet_only_over_the_same_steps() -> None
 
 
 def test_depths_that_differ_meet_at_relative_depth() -> None:
-    deep = run(losses(7.0, 5.0), [0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    deep = run({0: 7.0, 10: 5.0}, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     found = compare([plain(), deep], names=["plain", "deep"])
     own = found.table[(found.table.model == "deep") & (found.table.step == 10)]
     profile = own[own.measure == "displacement"]
@@ -148,27 +140,21 @@ def test_depths_that_differ_meet_at_relative_depth() -> None:
 
 
 def test_one_disturbed_interval_does_not_change_the_time_per_step() -> None:
-    rows = [(0, 0.0), (10, 10.0), (20, 20.0), (30, 90.0)]
+    clocks = {0: 0.0, 10: 10.0, 20: 20.0, 30: 90.0}
     table = pd.concat(
-        tabulate([("elapsed", "model", None, None, "value", clock, None, "s")], step=step) for step, clock in rows
+        tabulate([("elapsed", "model", None, None, "value", clock, None, "s")], step=n) for n, clock in clocks.items()
     )
-    assert time_per_step(table) == pytest.approx(1.0)
-    assert time_per_step(table[table.step > 0]) == pytest.approx(1.0)  # the clock starts at zero
+    assert time_per_step(table) == time_per_step(table[table.step > 0]) == pytest.approx(1.0)  # it starts at zero
     assert time_per_step(table[table.step == 0]) is None
 
 
-def test_costs_of_a_busy_machine_are_not_compared() -> None:
-    idle = compare([plain(), jreg()], names=["plain", "jreg"])
-    assert idle.headline["peak_memory:jreg"]["value"] == pytest.approx(1.1)
-    for load, reason in (
-        (0.35, "other programs used 35% of its CPU during jreg"),
-        (None, "not recorded how busy"),
-    ):
-        found = compare([plain(), jreg(load=load)], names=["plain", "jreg"])
-        assert not [name for name in found.headline if "time_per_step" in name or "peak_memory" in name]
-        assert "parameters:jreg" in found.headline
-        assert any(reason in line for line in found.meta["warnings"])
-        assert found.meta["models"][1]["headline"]["peak_memory"]["value"] == 110.0  # its own number stays
+@pytest.mark.parametrize(("load", "reason"), [(0.35, "used 35% of its CPU during jreg"), (None, "not recorded")])
+def test_costs_of_a_busy_machine_are_not_compared(load: float | None, reason: str) -> None:
+    found = compare([plain(), jreg(load=load)], names=["plain", "jreg"])
+    assert not [name for name in found.headline if "time_per_step" in name or "peak_memory" in name]
+    assert "parameters:jreg" in found.headline
+    assert any(reason in line for line in found.meta["warnings"])
+    assert found.meta["models"][1]["headline"]["peak_memory"]["value"] == 110.0  # its own number stays
 
 
 def test_what_makes_runs_unequal_is_said() -> None:
@@ -176,14 +162,14 @@ def test_what_makes_runs_unequal_is_said() -> None:
     losses_differ, steps_differ = compare([plain(), changed], names=["a", "b"]).meta["warnings"]
     assert all(word in losses_differ for word in ("data", "tokenizers", "targets"))
     assert "batch sizes differ (b: 8, a: 4)" in steps_differ
-    only_start = compare([plain(), run(losses(7.0), [0.3, 0.1, 0.2])], names=["a", "b"])
+    only_start = compare([plain(), run({0: 7.0}, [0.3, 0.1, 0.2])], names=["a", "b"])
     assert only_start.meta["step"] == 0
     assert any("before training" in line for line in only_start.meta["warnings"])
 
 
 def test_runs_that_have_nothing_in_common_are_refused() -> None:
     measured = Results(plain().table.drop(columns="step"), {"kind": "measure", "model": {"num_layers": 3}})
-    odd = run(losses(7.0, 5.0, steps=(5, 15)), [0.3, 0.1, 0.2])
+    odd = run({5: 7.0, 15: 5.0}, [0.3, 0.1, 0.2])
     lost = plain()
     lost.table["value"] = lost.table["value"].where(lost.table.measure != "validation_loss")
     for other in (measured, odd, lost):

@@ -86,13 +86,11 @@ def test_the_last_layer_has_the_scores_of_lm_eval_and_an_exit_layer_those_of_the
 
 def test_one_pass_answers_all_layers(data):
     model, passes = small_world.model(), []
-    model.register_forward_hook(lambda *_: passes.append(1))
+    model.register_forward_hook(lambda *_: passes.append(layers))
     options = {"tokenizer": small_world.tokenizer(), "task_data": [str(data)], "limit": LIMIT}
     for layers in ("full", "all"):
         evaluate(model, ["arc_easy_local"], exit_layers=layers, **options)
-        passes.append(0)
-    full, each = "".join(map(str, passes)).split("0")[:2]
-    assert len(full) == len(each) > 0
+    assert passes.count("full") == passes.count("all") > 0
 
 
 def test_generation_leaves_at_the_exit_layer(data, monkeypatch):
@@ -107,8 +105,6 @@ def test_generation_leaves_at_the_exit_layer(data, monkeypatch):
     assert set(ours(results, task, 2)) == {"exact_match:strict-match", "exact_match:flexible-extract"}
     assert set(texts) == set(replies["gsm8k_local"])
     assert len(set(texts)) == 2 * LIMIT
-    options["limit"] = 1
-    assert evaluate(model, [task], **options).meta["warnings"][0].startswith("gsm8k_local generates text")
 
 
 CHAT = (
@@ -201,7 +197,7 @@ def test_requests_that_split_the_same_tokens_differently_are_read_at_their_own_p
 
 
 FAMILIES = ["gemma2", "cohere", "depth_llama-hyper"]
-FURTHER = ["gpt2", "gemma3", "qwen3", "gpt_neox", "opt", "granite", "depth_llama-dynamic"]
+FURTHER = ["gpt2", "gemma3", "gpt_neox", "granite", "depth_llama-dynamic"]
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.thorough) for name in FURTHER)])

@@ -30,14 +30,8 @@ def hellaswag(row):
     """The context in HellaSwag's two parts: the second is the sentence that the choices finish."""
     activity, _, rest = row["context"].partition(": ")
     first, _, second = rest.rpartition(". ") if rest[-1] not in ".?!" else (rest, "", "")
-    first = f"{first}." if second else first
-    return {
-        "activity_label": activity,
-        "ctx_a": first,
-        "ctx_b": second,
-        "endings": row["choices"],
-        "label": row["gold"],
-    }
+    parts = {"ctx_a": f"{first}." if second else first, "ctx_b": second}
+    return {"activity_label": activity, **parts, "endings": row["choices"], "label": row["gold"]}
 
 
 OWN = {
@@ -45,11 +39,7 @@ OWN = {
     "arc_challenge_local": ("arc/arc_challenge.yaml", "arc_challenge_test", arc),
     "piqa_local": ("piqa/piqa.yaml", "piqa_valid", piqa),
     "hellaswag_local": ("hellaswag/hellaswag.yaml", "hellaswag_val", hellaswag),
-    "lambada_local": (
-        "lambada/lambada_openai.yaml",
-        "lambada_test",
-        lambda row: {"text": row["context"] + row["target"]},
-    ),
+    "lambada_local": ("lambada/lambada_openai.yaml", "lambada_test", lambda row: {"text": "".join(row.values())}),
     "gsm8k_local": ("gsm8k/gsm8k.yaml", None, dict),
 }
 """Local task -> lm-eval's file, the file of rows, and the document that lm-eval's definition reads."""
@@ -122,25 +112,21 @@ def test_hellaswag_prompts_of_the_real_file_capitalise_the_unfinished_sentence(s
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"question": "a", "choices": ["b", "c"], "gold": 2}', r"line 3: gold is 2; expected .* 0 to 1"),
-        ('{"question": "a", "choices": ["b", "c"], "gold": true}', "line 3: gold is True"),
-        ('{"question": "a", "choices": {"text": ["b", "c"]}, "gold": 0}', "line 3: choices is"),
-        ('{"question": "\\ud800", "choices": ["b", "c"], "gold": 0}', "line 3: question is"),
-        ('{"choices": ["b", "c"], "gold": 0}', "line 3: question is None"),
+        ('{"question": "a", "choices": ["b", "c"], "gold": 2}', "line 3: gold"),
+        ('{"question": "a", "choices": ["b", "c"], "gold": true}', "line 3: gold"),
+        ('{"question": "a", "choices": {"text": ["b", "c"]}, "gold": 0}', "line 3: choices"),
+        ('{"question": "\\ud800", "choices": ["b", "c"], "gold": 0}', "line 3: question"),
+        (None, "arc_easy_test.jsonl"),
     ],
 )
-def test_a_malformed_row_is_named_by_file_and_line(line, message, tmp_path):
+def test_a_malformed_row_or_an_empty_file_is_named(line, message, tmp_path):
     row = '{"question": "{{ 1/0 }} {% raw", "choices": ["b", "{{c}}"], "gold": 0}\n'
-    (tmp_path / "arc_easy_test.jsonl").write_text(row * 2 + line + "\n")
-    with pytest.raises(FulldepthError, match=f"arc_easy_test.jsonl {message}"):
+    (tmp_path / "arc_easy_test.jsonl").write_text("" if line is None else row * 2 + line + "\n")
+    with pytest.raises(FulldepthError, match=message):
         local_task("arc_easy_local", [tmp_path])["custom_dataset"]()
 
 
-def test_a_missing_or_empty_file_is_named_with_the_places(tmp_path):
-    with pytest.raises(FulldepthError, match=r"piqa_valid.jsonl, which is not there. Looked for: .*lm-eval/piqa_valid"):
-        local_task("piqa_local", [tmp_path])
-    with pytest.raises(FulldepthError, match="no folder with data of tasks is named: --task-data"):
-        local_task("piqa_local", [])
-    (tmp_path / "piqa_valid.jsonl").write_text("")
-    with pytest.raises(FulldepthError, match=r"piqa_valid.jsonl (is empty|has no rows)"):
-        local_task("piqa_local", [tmp_path])["custom_dataset"]()
+def test_a_missing_file_is_named_with_the_places(tmp_path):
+    for folders, named in (([tmp_path], "lm-eval/piqa_valid"), ([], "--task-data")):
+        with pytest.raises(FulldepthError, match=named):
+            local_task("piqa_local", folders)

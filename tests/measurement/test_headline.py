@@ -86,19 +86,3 @@ def test_layers_have_intervals_and_the_first_layer_beyond_its_error(value, low, 
         assert (found[name].value, found[name].interval, found[name].standard_error) == (value, (low, high), None)
     assert re.match(sentence, found["effective_depth"].sentence)
     assert f"layer {value} of 30 (95 % interval {low} to {high})" in found["median_saturation"].sentence
-
-
-@pytest.mark.parametrize(
-    ("relative", "absolute", "end"),
-    [
-        (2, 3, "; an accuracy of 95 % is reached at layer 3."),
-        (2, 4, "; none before the last reaches an accuracy of 95 %."),
-        (4, 4, " of its accuracy."),
-    ],
-)
-def test_effective_depth_says_whether_a_layer_before_the_last_is_enough(relative, absolute, end):
-    values = {"relative_eps=0.05": relative, "eps=0.05": absolute}
-    found = said(*(("effective_depth", name, None, float(value)) for name, value in values.items()))
-    sentence = found["effective_depth"].sentence
-    assert sentence.startswith("Layer 2 of 4 already" if relative < 4 else "No layer before the last (layer 4)")
-    assert sentence.endswith(end)

@@ -44,16 +44,6 @@ def test_it_reads_what_the_stock_model_has_after_attention(family, checkpoint, t
     assert same.astype(str).equals(plain.astype(str))
 
 
-def test_classifiers_are_read_there_too(checkpoint, ragged_tsv):
-    options = {"measures": ["lens_loss"], "sequence_length": 64, **SIZES}
-    found, plain = (
-        measure(checkpoint("llama-classifier"), ragged_tsv, **options, **sites) for sites in ({"lens_sites": BOTH}, {})
-    )
-    outer = found.values("lens_loss", "mean", "residual")
-    assert np.isfinite(found.values("lens_loss", "mean", "attention_output")).sum() == len(outer) - 1
-    np.testing.assert_array_equal(outer, plain.values("lens_loss", "mean"))
-
-
 @pytest.mark.parametrize(
     ("family", "measures"),
     [("gpt_neox", LENS), ("bert", LENS), ("depth_llama-hyper", LENS), ("llama", ["displacement"])],

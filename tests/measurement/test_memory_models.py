@@ -9,7 +9,6 @@ import torch
 from architectures import combinations
 from architectures import oracle as plain
 from fulldepth.measurement import measure
-from fulldepth.results import Results
 from measurement import oracle
 
 T, N, LAYERS = 12, 6, 5
@@ -146,13 +145,3 @@ def test_padding_and_batches_change_no_weight(measured, ragged_tsv):
     one, five = (measure(measured("dynamic")[3], ragged_tsv, batch_size=size, **options).table for size in (1, 5))
     np.testing.assert_allclose(one.value, five.value, **EXACT)
     assert one["count"].tolist() == five["count"].tolist()
-
-
-def test_the_command_needs_no_foreign_code(main, measured, text_file, tmp_path):
-    """The checkpoint carries its modelling files; this package does not run them, nor ask for leave to."""
-    *_, folder = measured("tree-kv")
-    assert list(folder.glob("modeling_*.py"))
-    outcome = main("measure", folder, "--data", text_file, "--output", tmp_path / "out", "--max-sequences", 3)
-    assert outcome.code == 0, outcome
-    results = Results.load(tmp_path / "out")
-    assert {"retrieval_weight", "expected_retrieval"} <= set(results.table.measure) & set(results.figures())

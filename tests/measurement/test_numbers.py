@@ -52,12 +52,7 @@ def logits(model, ids):
 def test_displacement_norms_and_similarity(results, taps, suffix, start):
     states = taps[0][:, :, start:].reshape(4, -1, taps[0].shape[-1])  # [L+1, tokens, D]
     psi = oracle.psi(states[:-1], states[1:])
-    for statistic, expected, near in (
-        ("mean", psi.mean(1), EXACT),
-        ("std", psi.std(1), EXACT),
-        ("p50", np.median(psi, axis=1), {"rtol": 0, "atol": 2**-13}),
-    ):
-        np.testing.assert_allclose(results.values("displacement", statistic + suffix, "residual"), expected, **near)
+    np.testing.assert_allclose(results.values("displacement", "mean" + suffix, "residual"), psi.mean(1), **EXACT)
     ratio = np.linalg.norm(states[:-1], axis=-1) / np.linalg.norm(states[1:] - states[:-1], axis=-1)
     np.testing.assert_allclose(results.values("norm_ratio", "mean" + suffix), ratio.mean(1), **EXACT)
     centred = states - states.mean(1, keepdims=True)
@@ -90,9 +85,6 @@ def test_coherence(results, taps, site):
     for layer in (1, 2, 3):
         cells = oracle.coherence_cells(states[layer - 1], ends[layer - 1])
         expected = {"mean": cells.mean(), "mean_corrected": np.maximum(0, (N * cells - 1) / (N - 1)).mean()}
-        expected["share_0.3_0.7"] = ((cells >= 0.3) & (cells <= 0.7)).mean()
-        shares = np.histogram(np.minimum(cells, 1.0), bins=np.linspace(0, 1, 11))[0] / cells.size
-        expected |= {f"bin_{i}": share for i, share in enumerate(shares)}
         for statistic, value in expected.items():
             assert results.values("coherence", statistic, site)[layer] == pytest.approx(value, abs=1e-9), statistic
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 
@@ -78,9 +77,6 @@ def test_headline_is_the_tables(trained, text_file):
     assert {name: (entry["value"], entry["unit"]) for name, entry in results.headline.items()} == {
         name: (pytest.approx(value, rel=1e-12), unit) for name, (value, unit) in expected.items()
     }
-    for entry in results.headline.values():
-        printed = [float(number) for number in re.findall(r"-?\d+(?:\.\d+)?", entry["sentence"])]
-        assert entry["value"] == 0 or min(abs(number - entry["value"]) for number in printed) <= 0.05, entry
 
 
 @pytest.mark.thorough

@@ -24,7 +24,7 @@ def assert_same(left, right, *, rtol=1e-9, atol=1e-9, but=()):
     pd.testing.assert_frame_equal(*tables, check_like=True, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert-classifier"])
+@pytest.mark.parametrize("family", ["llama", "bert-classifier"])
 def test_padding_and_batch_size_change_nothing(checkpoint, ragged_tsv, family):
     """Alone, no text is padded; in batches of five, most are."""
     options = {"sequence_length": 48, "words": ["the", "I"]}
@@ -72,7 +72,6 @@ def test_policies_choose_tokens(checkpoint, ragged_tsv, ragged_texts, tokenizer,
 @pytest.mark.parametrize(
     ("family", "policy", "chosen"),
     [
-        ("vit", "cls", "cls"),
         ("vit", "patches", "patches"),
         ("vit", "mean", "mean"),
         ("vit", "mean-patches", "mean-patches"),

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import re
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -20,25 +16,12 @@ from fulldepth.reporting import render
 from fulldepth.results import DOCUMENT, TABLE, Results, write_page
 from fulldepth.results.pages import together
 from fuzz.mutations import change_content
+from reporting import exit_folders as exits
+from reporting import skip_folders as folders
+from reporting import synthetic
 
-HERE = Path(__file__).parent
 SLICES, CASES = 2, 20
-"""Seeds in this test; `python tests/results/test_damaged.py FIRST COUNT` runs others."""
-
-
-def module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = found
-    spec.loader.exec_module(found)
-    return found
-
-
-synthetic = module(HERE.parent / "reporting" / "synthetic.py")
-folders = module(HERE.parent / "reporting" / "skip_folders.py")
-exits = module(HERE.parent / "reporting" / "exit_folders.py")
+"""Seeds in this test."""
 
 
 def page(results: Results) -> str:
@@ -139,19 +122,6 @@ def test_damaged_folders_end_in_a_page_or_a_clear_error(ground: Ground, piece: i
 def test_a_damaged_folder_gets_no_page(ground: Ground, tmp_path: Path) -> None:
     folder = ground.made["measurement"].save(tmp_path / "out", page=False)
     (folder / "results.json").write_text('{"schema_version": 1, "headline": {"a": 3}}', encoding="utf-8")
-    with pytest.raises(FulldepthError, match=re.escape("results.json")):
+    with pytest.raises(FulldepthError, match=r"results\.json"):
         write_page(folder)
     assert not (folder / "report.html").exists()
-
-
-if __name__ == "__main__":
-    import tempfile
-
-    first, count = map(int, sys.argv[1:])
-    with tempfile.TemporaryDirectory() as place:
-        field = Ground(Path(place))
-        for number in range(first, first + count):
-            try:
-                field.case(number)
-            except Exception as error:
-                print(number, type(error).__name__, str(error)[:200])

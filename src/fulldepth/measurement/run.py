@@ -21,7 +21,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution import COEFFICIENTS, Verified, body_inputs, capture, feed_projections, projection_names
 from fulldepth.execution.batching import batched, model_inputs
 from fulldepth.execution.memory import reset_peak, run_peak
-from fulldepth.hf import DetectionHeads, anatomy_candidates, evaluating, task_of, unwrapped
+from fulldepth.hf import DetectionHeads, StagedAnatomy, anatomy_candidates, evaluating, task_of, unwrapped
 from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import EMPTY, caveats, refuse_nothing, sampling
@@ -30,7 +30,7 @@ from fulldepth.measurement.lens import LensReader
 from fulldepth.measurement.plan import Plan, check_memory, make_plan
 from fulldepth.measurement.probe import probe_rows
 from fulldepth.measurement.routers import nearest_tokens, shares_of_heads
-from fulldepth.measurement.stages import prepare_stages
+from fulldepth.measurement.stages import prepare_stages, rows_that_fit
 from fulldepth.measurement.subject import Subject, prepare_subject
 from fulldepth.measurement.towers import Extra, measure_each, measure_towers
 from fulldepth.metrics import Detections, Observation, Readout, Setup, SpectralNorm
@@ -202,8 +202,10 @@ def measure_subject(
     if settings.probe_data is not None:
         with clock("probe_accuracy"):
             rows += process.first(lambda: probe_rows(subject, settings))  # fitting them is no work to share
-    table, unfit = subject.fitting(tabulate(rows))
-    plan.left_out += unfit
+    table = tabulate(rows)
+    if isinstance(subject.anatomy, StagedAnatomy):
+        table, unfit = rows_that_fit(table, subject.anatomy.widths)
+        plan.left_out += unfit
     refuse_nothing(table, subject, setup)
     clock["total"] = time.perf_counter() - start
     return Results(

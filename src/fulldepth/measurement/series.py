@@ -32,19 +32,8 @@ TOKENIZER = ("*token*", "vocab*", "merges*", "*.model", "chat_template*")
 """Files of a tokenizer."""
 
 
-@dataclass(frozen=True)
-class Contents:
-    """File hashes of a checkpoint, a tokenizer or another path."""
-
-    place: str
-    """Absolute path, or Hub name."""
-    files: tuple[tuple[str, str], ...] = ()
-    """(name, sha256) of every file that may be read; empty for a Hub name."""
-
-    @property
-    def weights(self) -> frozenset[tuple[str, str]]:
-        """The files that hold weights."""
-        return frozenset(entry for entry in self.files if entry[0].endswith(".safetensors"))
+Contents = tuple[str, dict[str, str]]
+"""Absolute path, or Hub name, and name -> sha256 of every file that may be read; none for a Hub name."""
 
 
 def contents(place: str | Path) -> Contents:
@@ -58,15 +47,17 @@ def contents(place: str | Path) -> Contents:
     """
     path = Path(packaged(str(place)))
     if not path.exists():
-        return Contents(str(place))
+        return str(place), {}
     path = path.resolve()
-    if path.is_file():
-        return Contents(str(path), ((path.name, _sha256(path)),))
-    own = [(file.name, _sha256(file)) for file in _files(path, "*")]
-    if not {"tokenizer.json", "tokenizer_config.json"} & {name for name, _ in own}:
-        parent_files = {file for pattern in TOKENIZER for file in _files(path.parent, pattern)}
-        own += [(f"../{file.name}", _sha256(file)) for file in sorted(parent_files)]
-    return Contents(str(path), tuple(own))
+    files = {file.name: file for file in ([path] if path.is_file() else _files(path, "*"))}
+    if path.is_dir() and not {"tokenizer.json", "tokenizer_config.json"} & files.keys():
+        files |= {f"../{file.name}": file for pattern in TOKENIZER for file in _files(path.parent, pattern)}
+    return str(path), {name: _sha256(file) for name, file in files.items()}
+
+
+def _weights(model: Contents) -> dict[str, str]:
+    """The files that hold weights."""
+    return {name: digest for name, digest in model[1].items() if name.endswith(".safetensors")}
 
 
 def _files(folder: Path, pattern: str) -> Iterator[Path]:
@@ -83,10 +74,10 @@ def _sha256(file: Path) -> str:
 
 def fingerprints(models: Sequence[Contents], data: Source | Sequences, settings: MeasureSettings) -> list[str]:
     """For each model, sha256 of everything that affects its results: models, data, settings, version."""
-    other_contents = [place and contents(place).__dict__ for place in (settings.reference, settings.tokenizer)]
+    other_contents = [place and contents(place) for place in (settings.reference, settings.tokenizer)]
     settings_read = settings.model_dump(exclude=SPEED_ONLY | {"reference", "tokenizer"})
     shared = [__version__, data.name, content_hash(data), other_contents, settings_read]
-    return [digest([*shared, model.place, model.files]) for model in models]
+    return [digest([*shared, model]) for model in models]
 
 
 def digest(document: Any) -> str:
@@ -126,7 +117,7 @@ def series_points(
     names = [place.name for _, place in steps]
     remarks: list[str] = []
     final = contents(run) if has_weights(run) else None
-    if final is not None and final.weights not in [model.weights for model in models]:
+    if final is not None and _weights(final) not in map(_weights, models):
         step, last = trained_steps(run), steps[-1][0]
         if step is not None and step > last:
             steps, models, names = [*steps, (step, Path(run))], [*models, final], [*names, f"{FINAL}-{step}"]

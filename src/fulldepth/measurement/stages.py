@@ -60,15 +60,6 @@ class VerifiedStages(Verified):
         return {**super().describe(checkpoint), **own}
 
 
-@dataclass
-class StagedSubject(Subject):
-    """A plain module with its data."""
-
-    def fitting(self, table: pd.DataFrame) -> tuple[pd.DataFrame, list[dict[str, str]]]:
-        """The rows whose numbers exist although layers may have states of different shapes, and the reasons."""
-        return rows_that_fit(table, self.anatomy.widths)  # type: ignore[attr-defined]
-
-
 def prepare_stages(
     module: nn.Module,
     data: Any,
@@ -119,7 +110,7 @@ def prepare_stages(
     )
     warnings = (UNCHECKED.format(head="" if classifier else " (none was given)"), between, batching)
     checkpoint = StagedCheckpoint(model, type(module).__name__)  # type: ignore[arg-type]
-    return StagedSubject(
+    return Subject(
         checkpoint,
         verified,
         sequences,

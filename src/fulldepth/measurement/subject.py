@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
@@ -65,10 +64,6 @@ class Subject:
             ),
             "begin_with_bos": self.openings.begin_with_bos,
         }
-
-    def fitting(self, table: pd.DataFrame) -> tuple[pd.DataFrame, list[dict[str, str]]]:
-        """The rows of a table whose numbers exist for this model, and the measures left out in part, with reasons."""
-        return table, []
 
 
 def prepare_subject(
