@@ -26,7 +26,12 @@ from skip.word_tokenizer import words
 
 LENGTH, NEW, LAYERS = 12, 8, 3
 RULES = ["confidence", "margin", "entropy", "patience"]
-DECODED = ["llama", "llama-tied", "gemma2", "granite", "cohere"]
+DECODED = [
+    "llama-tied",
+    "gemma2",
+    "granite",
+    *(pytest.param(n, marks=pytest.mark.thorough) for n in ("llama", "cohere")),
+]
 TIED = ("gpt2", "llama-tied", "gemma2", "cohere")
 
 
@@ -81,7 +86,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *ENCODERS])
+@pytest.mark.parametrize("name", [*FAMILIES, "bert", pytest.param("modernbert", marks=pytest.mark.thorough)])
 def test_exit(cases: Any, name: str) -> None:
     case = cases(name)
     samples = [[list(layer) for layer in sample] for sample in case.samples.tolist()]
@@ -169,9 +174,8 @@ def test_a_cut_model_is_a_stock_checkpoint(cases: Any, name: str, tmp_path: Path
         torch.testing.assert_close(model(torch.tensor([ids])).logits[0], expected[2], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_models_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
-    path = write(name, tmp_path / "model")
+def test_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    path = write("gpt2", tmp_path / "model")
     model = open_model(path, exit_heads=True).model
     model.resize_token_embeddings(104)
     rows = ["w1 w2 w3 w4 w5 w6"] * 9
@@ -182,9 +186,8 @@ def test_models_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
         lambda: Objective(multi_exit=1.0).attach(model),
         lambda: save_exit_heads(model, tmp_path),
         lambda: truncated(model, 1),
+        lambda: Decoder(model),
     ]
-    if name != "bert":
-        refused.append(lambda: Decoder(model))
     for call in refused:
         with pytest.raises(FulldepthError, match=r"\[96, 32\].*\[104, 32\]"):
             call()
