@@ -22,8 +22,9 @@ from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.results import Results
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.assessment.bench import _headline, _opened, bench
-from fulldepth.skip.assessment.compared import AddedLoss, Cell, HeldoutLosses, Measured
+from fulldepth.skip.assessment.compared import Cell, HeldoutLosses, Measured, in_words
 from fulldepth.skip.exports.export import export
+from fulldepth.skip.selection.elimination import Difference
 from skip import plain
 from skip.planned import plan
 from skip.word_tokenizer import tokenizer
@@ -249,10 +250,10 @@ def test_one_number_a_document_gives_the_error_of_their_mean() -> None:
     tokens, documents = np.full(100, 7.0), np.repeat(np.arange(20), 5)
     sums = {"original": np.zeros(100), "other": 7 * np.repeat(effects, 5)}
     made = HeldoutLosses(sums, tokens, documents).added("other")
-    assert (made.mean, made.error) == pytest.approx((effects.mean(), scipy.stats.sem(effects)))
+    assert (made.mean, made.free_error) == pytest.approx((effects.mean(), scipy.stats.sem(effects)))
     assert made.documents == 20
     few = HeldoutLosses(sums, tokens, documents % 2).added("other")
-    assert math.isnan(few.error)
+    assert math.isinf(few.free_error)
     assert not few.measurable
 
 
@@ -267,6 +268,6 @@ def test_one_number_a_document_gives_the_error_of_their_mean() -> None:
     ],
 )
 def test_the_verdict_is_gated_by_two_errors(mean, error, documents, measurable) -> None:
-    added = AddedLoss(mean, error, documents)
-    assert added.measurable is measurable
-    assert ("no measurable difference" in added.text("original")) is not measurable
+    gap = Difference(mean, 0.0, error, 2 * documents, documents, 0.0)
+    assert gap.measurable is measurable
+    assert ("no measurable difference" in in_words(gap, "original")) is not measurable

@@ -68,10 +68,9 @@ def stopping(after):
     ("name", "criterion"),
     [
         ("greedy", "loss"),
-        pytest.param("greedy", "scaled", marks=pytest.mark.thorough),
-        pytest.param("exact", "loss", marks=pytest.mark.thorough),
         ("exact", "kl"),
         ("taylor", "loss"),
+        pytest.param("greedy", "scaled", marks=pytest.mark.thorough),
     ],
 )
 def test_a_search_broken_off_anywhere_goes_on_to_the_same_plan(model, examples, tmp_path, name, criterion):
@@ -124,19 +123,16 @@ def test_a_round_ends_with_its_time_and_does_so_again_after_a_restart(model, exa
     options, said = {**OPTIONS, "fit": False, "budget": "10s"}, []
     plan = search(model, examples, watcher=Watcher(say=said.append), **options)
     rounds = plan.cost["rounds"]
+    assert [found["scored"] for found in rounds] == [18, 2, 2]  # nine chunks of two sequences, one, one
     stopped = [number for number, found in enumerate(rounds, 1) if found["decided_by"] == "budget"]
     assert stopped
     assert set(stopped) <= set(plan.unsure_rounds)
-    assert [found["scored"] for found in rounds] == [18, 2, 2]  # nine chunks of two sequences, one, one
     for number, words in zip(stopped, plan.cost["stopped_by_budget"], strict=True):
         assert words == f"round {number}: stopped by budget after {rounds[number - 1]['scored']} of 48 sequences"
         assert any(words.split(": ")[1] in line for line in said)
-    free = search(model, examples, **options | {"budget": None})
-    assert not free.cost["stopped_by_budget"]
     with pytest.raises(Killed):
         search(model, examples, output=tmp_path, watcher=stopping(20), **options)
-    again = search(model, examples, output=tmp_path, resume=True, **options)
-    assert again.cost["rounds"] == rounds
+    assert search(model, examples, output=tmp_path, resume=True, **options).cost["rounds"] == rounds
 
 
 def test_progress_of_another_search_is_refused(model, examples, tmp_path):
@@ -179,16 +175,15 @@ def test_damaged_progress_is_refused_or_does_not_matter(model, examples, tmp_pat
 
 
 def test_a_finished_plan_is_neither_written_over_nor_found_again(model, examples, tmp_path):
-    folder, options = tmp_path / "out", {**OPTIONS, "fit": False}
-    plan = search(model, examples, output=folder, **options)
+    options, told = {**OPTIONS, "fit": False, "output": tmp_path / "out"}, []
+    plan = search(model, examples, **options)
     with pytest.raises(FulldepthError, match=r"already holds a plan\.json"):
-        search(model, examples, output=folder, **options)
-    told = []
-    again = search(model, examples, output=folder, resume=True, watcher=Watcher(say=told.append), **options)
+        search(model, examples, **options)
+    again = search(model, examples, resume=True, watcher=Watcher(say=told.append), **options)
     assert again.document() == plan.document()
     assert not told
     with pytest.raises(FulldepthError, match="plan of another search"):
-        search(model, examples, output=folder, resume=True, **options | {"seed": 1})
+        search(model, examples, resume=True, **options | {"seed": 1})
 
 
 def test_a_loss_that_is_not_finite_is_never_ranked(model, examples, monkeypatch):
@@ -196,10 +191,8 @@ def test_a_loss_that_is_not_finite_is_never_ranked(model, examples, monkeypatch)
 
     def overflowing(self, batch, variants, **options):
         found = usual(self, batch, variants, **options)
-        for variant in found:
-            if 2 in variant:
-                found[variant] = {name: [math.nan for _ in sums] for name, sums in found[variant].items()}
-        return found
+        worse = {v: {name: [math.nan] * len(sums) for name, sums in found[v].items()} for v in found if 2 in v}
+        return found | worse
 
     monkeypatch.setattr(Scorer, "sums", overflowing)
     with pytest.raises(FulldepthError, match=r"blocks \[(1, )?2.*\] skipped the loss is not finite in torch.float32"):

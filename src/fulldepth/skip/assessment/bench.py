@@ -40,7 +40,7 @@ from fulldepth.progress import Watcher
 from fulldepth.results import Finding, Results, claimed, finite, provenance
 from fulldepth.settings import layer as layered
 from fulldepth.settings.bench import BenchSettings
-from fulldepth.skip.assessment.compared import Cell, Measured, heldout_losses, vocabulary
+from fulldepth.skip.assessment.compared import Cell, Measured, gap_finding, heldout_losses, in_words, vocabulary
 from fulldepth.skip.exports.export import NOTES, load, read_notes
 from fulldepth.skip.exports.formats import FORMATS
 from fulldepth.skip.plan import Plan
@@ -264,11 +264,11 @@ def _headline(entries: Sequence[Entry], measured: Measured, examples: Examples |
         label = entry.label
         if measured.losses is not None:
             losses, added = measured.losses, measured.losses.added(label)
-            loss = f"held-out loss {losses.mean(label):.4f} nats, {added.text(entries[0].label)}"
+            loss = f"held-out loss {losses.mean(label):.4f} nats, {in_words(added, entries[0].label)}"
             sentence = f"{label}: {loss}; {losses.count} tokens."
             if examples is not None and entry.plan and (remark := overlap(Plan.of(entry.plan), examples)):
                 sentence += f" {remark}"
-            yield f"loss_added {label}", added.finding(sentence)
+            yield f"loss_added {label}", gap_finding(added, sentence)
         for phase in PHASES if not_compared is None else ():
             sentence = f"{label}, {phase} time{where}: {measured.ratio_text(label, phase)}."
             yield f"{phase}_time_ratio {label}", Finding(measured.ratio(label, phase).value, "1", sentence)

@@ -28,59 +28,31 @@ from fulldepth.hf import Anatomy, device_of
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding, tabulate
 from fulldepth.settings.bench import BenchSettings
+from fulldepth.skip.selection.elimination import LEAST, Difference, compare
 from fulldepth.skip.selection.fit import make_batches
 from fulldepth.skip.selection.outcome import joined
 from fulldepth.thresholds import BUSY
-from fulldepth.uncertainty import (
-    FEWEST_CLUSTERS,
-    FEWEST_ROUNDS,
-    SIGNIFICANT,
-    Ratio,
-    median_ratio,
-    quantile,
-    ratio_error,
-)
-
-FEW_DOCUMENTS = 8
-"""Documents below which Student's t replaces `SIGNIFICANT` standard errors."""
+from fulldepth.uncertainty import FEWEST_CLUSTERS, FEWEST_ROUNDS, Ratio, median_ratio
 
 
-class AddedLoss(NamedTuple):
-    """Loss of a model minus that of another, on the same tokens."""
+def in_words(gap: Difference, other: str) -> str:
+    """A difference of losses to another model, as a part of a sentence."""
+    if not math.isfinite(gap.free_error):
+        few = f"an error takes {FEWEST_CLUSTERS} documents, these are {gap.documents}"
+        return f"{gap.mean:+.4f} against {other} ({few})"
+    if not gap.measurable:
+        return f"no measurable difference from {other} (at most {abs(gap.mean) + gap.reach:.4f} nats)"
+    error = f"standard error {gap.free_error:.4f}, {gap.documents} documents"
+    if gap.documents < LEAST:
+        error += f", measurable from {gap.reach / gap.free_error:.1f} standard errors"
+    return f"{gap.mean:+.4f} against {other} ({error})"
 
-    mean: float
-    """In nats per token."""
-    error: float
-    """Standard error over documents; NaN for fewer than `FEWEST_CLUSTERS` documents."""
-    documents: int
 
-    @property
-    def least(self) -> float:
-        """The smallest difference that is measurable, in nats."""
-        return self.error * (SIGNIFICANT if self.documents >= FEW_DOCUMENTS else quantile(self.documents))
-
-    @property
-    def measurable(self) -> bool:
-        """Whether the difference is beyond its error."""
-        return abs(self.mean) > self.least
-
-    def text(self, other: str) -> str:
-        """The difference as a part of a sentence."""
-        if not math.isfinite(self.error):
-            few = f"an error takes {FEWEST_CLUSTERS} documents, these are {self.documents}"
-            return f"{self.mean:+.4f} against {other} ({few})"
-        if not self.measurable:
-            return f"no measurable difference from {other} (at most {abs(self.mean) + self.least:.4f} nats)"
-        error = f"standard error {self.error:.4f}, {self.documents} documents"
-        if self.documents < FEW_DOCUMENTS:
-            error += f", measurable from {self.least / self.error:.1f} standard errors"
-        return f"{self.mean:+.4f} against {other} ({error})"
-
-    def finding(self, sentence: str) -> Finding:
-        """The difference with its error, explained by a sentence."""
-        if math.isfinite(self.error):
-            return Finding(self.mean, "nats", sentence, standard_error=self.error)
-        return Finding(self.mean, "nats", sentence, no_standard_error="too few documents")
+def gap_finding(gap: Difference, sentence: str) -> Finding:
+    """A difference of losses with its error, explained by a sentence."""
+    if math.isfinite(gap.free_error):
+        return Finding(gap.mean, "nats", sentence, standard_error=gap.free_error)
+    return Finding(gap.mean, "nats", sentence, no_standard_error="too few documents")
 
 
 @dataclass(frozen=True)
@@ -103,13 +75,10 @@ class HeldoutLosses:
         """Nats per token."""
         return float(self.sums[label].sum()) / self.count
 
-    def added(self, label: str, other: str | None = None) -> AddedLoss:
-        """Loss of a model minus that of another one; None = the original."""
+    def added(self, label: str, other: str | None = None) -> Difference:
+        """Loss of a model minus that of another one, on the same tokens; None = the original."""
         gaps = self.sums[label] - self.sums[other or next(iter(self.sums))]
-        _, at = np.unique(self.documents, return_inverse=True)
-        weights = np.bincount(at, weights=self.tokens)
-        error = ratio_error(np.bincount(at, weights=gaps), weights)
-        return AddedLoss(float(gaps.sum()) / self.count, float(error), int((weights > 0).sum()))
+        return compare(gaps, self.tokens, self.documents, len(gaps))
 
 
 def heldout_losses(
@@ -248,8 +217,8 @@ class Measured:
         if self.losses is not None:
             yield "loss", "model", None, None, "mean", self.losses.mean(label), self.losses.count, "nats"
             added = self.losses.added(label)
-            if label != self.labels[0] and math.isfinite(added.error):
-                yield "loss", "model", None, None, "difference_stderr", added.error, added.documents, "nats"
+            if label != self.labels[0] and math.isfinite(added.free_error):
+                yield "loss", "model", None, None, "difference_stderr", added.free_error, added.documents, "nats"
         yield from self._ratios(label, *self.other_load)
 
     def _of_cell(self, label: str, cell: Cell) -> Iterator[tuple[Any, ...]]:
