@@ -86,7 +86,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "bert", pytest.param("modernbert", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", [*FAMILIES, *ENCODERS])
 def test_exit(cases: Any, name: str) -> None:
     case = cases(name)
     samples = [[list(layer) for layer in sample] for sample in case.samples.tolist()]

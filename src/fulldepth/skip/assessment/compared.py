@@ -205,34 +205,28 @@ class Measured:
         """Rows with the columns `model`, `batch` and `context`."""
         tables = []
         for label in self.labels:
-            tables.append(tabulate([*self._whole(label)], model=label, batch=None, context=None))
-            for cell in self.other_load:
-                rows = [*self._of_cell(label, cell)]
+            rows: list[tuple[Any, ...]] = [
+                ("parameter_bytes", "model", None, None, "value", self.parameter_bytes[label], None, "bytes")
+            ]
+            if self.losses is not None:
+                rows.append(("loss", "model", None, None, "mean", self.losses.mean(label), self.losses.count, "nats"))
+                added = self.losses.added(label)
+                if label != self.labels[0] and math.isfinite(added.free_error):
+                    error = added.free_error, added.documents
+                    rows.append(("loss", "model", None, None, "difference_stderr", *error, "nats"))
+            rows += self._ratios(label, *self.other_load)
+            tables.append(tabulate(rows, model=label, batch=None, context=None))
+            for cell, load in self.other_load.items():
+                sizes = zip(("peak_memory", "kv_bytes_per_token"), self.memory.get((label, cell), ()), strict=False)
+                rows = [(measure, "model", None, None, "value", size, None, "bytes") for measure, size in sizes]
+                for phase in PHASES:
+                    seconds = self.times[label, cell, phase]
+                    rows.append((f"{phase}_time", phase, None, None, "median", median(seconds), len(seconds), "s"))
+                if label == self.labels[0]:
+                    rows.append(("other_load", "model", None, None, "value", load, None, "1"))
+                rows += self._ratios(label, cell)
                 tables.append(tabulate(rows, model=label, batch=cell.batch, context=cell.context))
         return joined(tables, model="str", batch="Int64", context="Int64")
-
-    def _whole(self, label: str) -> Iterator[tuple[Any, ...]]:
-        """The rows of one model that belong to no cell."""
-        yield "parameter_bytes", "model", None, None, "value", self.parameter_bytes[label], None, "bytes"
-        if self.losses is not None:
-            yield "loss", "model", None, None, "mean", self.losses.mean(label), self.losses.count, "nats"
-            added = self.losses.added(label)
-            if label != self.labels[0] and math.isfinite(added.free_error):
-                yield "loss", "model", None, None, "difference_stderr", added.free_error, added.documents, "nats"
-        yield from self._ratios(label, *self.other_load)
-
-    def _of_cell(self, label: str, cell: Cell) -> Iterator[tuple[Any, ...]]:
-        """The rows of one model in one cell."""
-        if (label, cell) in self.memory:
-            peak, cache = self.memory[label, cell]
-            yield "peak_memory", "model", None, None, "value", peak, None, "bytes"
-            yield "kv_bytes_per_token", "model", None, None, "value", cache, None, "bytes"
-        for phase in PHASES:
-            seconds = self.times[label, cell, phase]
-            yield f"{phase}_time", phase, None, None, "median", median(seconds), len(seconds), "s"
-        if label == self.labels[0]:
-            yield "other_load", "model", None, None, "value", self.other_load[cell], None, "1"
-        yield from self._ratios(label, cell)
 
     def _ratios(self, label: str, *cells: Cell) -> Iterator[tuple[Any, ...]]:
         """Times over the original's: median over the rounds and the ends of its interval; none on a busy machine."""

@@ -237,8 +237,35 @@ def headline(plan: Plan, table: pd.DataFrame, depth: int) -> dict[str, Finding]:
         table: rows of `mmd`.
         depth: number of layers of the model.
     """
-    findings = {"loss_added": loss_added(plan, depth), "loss_healed": _healed(plan), "mmd": _discrepancy(plan, table)}
-    return {name: finding for name, finding in findings.items() if finding is not None}
+    findings, last = {"loss_added": loss_added(plan, depth)}, plan.losses[-1]
+    if plan.healed_loss is None or plan.control_loss is None:
+        findings["loss_healed"] = Finding(None, "nats", "No scalars were fitted: the model is not healed.")
+    else:  # no differences: a plan has no errors of them
+        unhelped = "" if plan.healed_loss < last else " No epoch of training them lowered it."
+        sentence = (
+            f"Held-out loss with scalars: {plan.healed_loss:.4f}, without: {last:.4f}.{unhelped} Control, the same "
+            f"training without removal: {plan.control_loss.scalars_only:.4f}, without scalars: {plan.losses[0]:.4f}. "
+            "Differences without a standard error are not interpreted; `fulldepth skip bench --heldout` measures "
+            "exports with one."
+        )
+        findings["loss_healed"] = Finding(plan.healed_loss, "nats", sentence)
+    rows = table[table.measure == "mmd"]
+    if rows.empty:
+        return findings
+    ends = rows[rows.layer == rows.layer.max()].set_index("state")
+    before, count = float(ends.loc["skipped", "value"]), int(ends.loc["skipped", "count"])
+    scale = f"squared MMD over {count} held-out tokens, 0 = the same distribution"
+    if "healed" not in ends.index:
+        sentence = f"The last layer's states differ from the original's by {before:.2e} ({scale}), not healed."
+        return findings | {"mmd": Finding(before, "1", sentence)}
+    after = float(ends.loc["healed", "value"])
+    sentence = (
+        f"The last layer's states differ from the original's by {before:.2e} before and {after:.2e} after healing "
+        f"({scale})."
+    )
+    if plan.healed_loss is not None and after > before and plan.healed_loss < last:
+        sentence += " (They may scale the whole stream, which the final norm takes away and this measure does not.)"
+    return findings | {"mmd": Finding(after, "1", sentence)}
 
 
 def nats(value: float) -> str:
@@ -263,41 +290,6 @@ def loss_added(plan: Plan, depth: int) -> Finding:
     if caveat := in_sample(plan):
         sentence += f" {caveat}"
     return Finding(last - base, "nats", sentence, no_standard_error=UNKNOWN)
-
-
-def _healed(plan: Plan) -> Finding:
-    """The losses with scalars, without them, and of the control; no differences, as a plan has no errors of them."""
-    if plan.healed_loss is None or plan.control_loss is None:
-        return Finding(None, "nats", "No scalars were fitted: the model is not healed.")
-    base, last, healed = plan.losses[0], plan.losses[-1], plan.healed_loss
-    unhelped = "" if healed < last else " No epoch of training them lowered it."
-    sentence = (
-        f"Held-out loss with scalars: {healed:.4f}, without: {last:.4f}.{unhelped} Control, the same training without "
-        f"removal: {plan.control_loss.scalars_only:.4f}, without scalars: {base:.4f}. Differences without a standard "
-        "error are not interpreted; `fulldepth skip bench --heldout` measures exports with one."
-    )
-    return Finding(healed, "nats", sentence)
-
-
-def _discrepancy(plan: Plan, table: pd.DataFrame) -> Finding | None:
-    """MMD at the last layer without and with scalars."""
-    rows = table[table.measure == "mmd"]
-    if rows.empty:
-        return None
-    last = rows[rows.layer == rows.layer.max()].set_index("state")
-    before, count = float(last.loc["skipped", "value"]), int(last.loc["skipped", "count"])
-    scale = f"squared MMD over {count} held-out tokens, 0 = the same distribution"
-    if "healed" not in last.index:
-        sentence = f"The last layer's states differ from the original's by {before:.2e} ({scale}), not healed."
-        return Finding(before, "1", sentence)
-    after = float(last.loc["healed", "value"])
-    sentence = (
-        f"The last layer's states differ from the original's by {before:.2e} before and {after:.2e} after healing "
-        f"({scale})."
-    )
-    if plan.healed_loss is not None and after > before and plan.healed_loss < plan.losses[-1]:
-        sentence += " (They may scale the whole stream, which the final norm takes away and this measure does not.)"
-    return Finding(after, "1", sentence)
 
 
 def joined(tables: Sequence[pd.DataFrame], **types: str) -> pd.DataFrame:
