@@ -19,8 +19,8 @@ import tiny_models
 from fulldepth.data import open_source, prepare
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.exit import export_layers, sweep
-from fulldepth.hf import EXIT_HEADS, exit_heads_of, load_exit_heads, load_processor, open_model, truncated
+from fulldepth.exit import sweep
+from fulldepth.hf import EXIT_HEADS, exit_heads_of, load_exit_heads, load_processor, open_model
 
 
 @pytest.fixture(scope="module")
@@ -96,18 +96,6 @@ def test_measure_and_exit_read_each_layer_by_its_own_head(checkpoint: Path, tmp_
     assert row["accuracy"] == pytest.approx((logits.argmax(-1)[left, np.arange(len(target))] == target).mean())
     assert row["exits"] == np.bincount(left, minlength=3).tolist()
     assert row["exits"][0] == 12
-
-
-def test_the_first_layers_end_in_their_own_head(checkpoint: Path, tmp_path: Path, without_fresh_process: None) -> None:
-    pixels = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    expected, opened = layer_logits(checkpoint, pixels), open_model(checkpoint, exit_heads=True).model
-    export_layers(checkpoint, tmp_path / "2", export_layers=2)
-    stock, report = tf.ViTForImageClassification.from_pretrained(tmp_path / "2", output_loading_info=True)
-    assert not any(report.values())
-    with torch.no_grad():
-        for layers, model in {1: truncated(opened, 1), 2: stock, 3: truncated(opened, 3)}.items():
-            np.testing.assert_allclose(model(pixels).logits, expected[layers - 1], rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(layer_logits(tmp_path / "2", pixels)[0], expected[0], rtol=1e-4, atol=1e-4)
 
 
 def test_malformed_files_are_refused(checkpoint: Path, tmp_path: Path) -> None:

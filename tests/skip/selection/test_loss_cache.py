@@ -24,7 +24,7 @@ from fulldepth.skip.selection import loss_cache
 from fulldepth.skip.selection.search import search
 from hostile import damaged_json
 from skip import plain
-from skip.searching import LAYERS, OPTIONS, STEPS, WEIGHTS, WIDTH
+from skip.searching import LAYERS, OPTIONS, SIZES, STEPS, WEIGHTS, WIDTH
 
 PROGRAM = Path(__file__).parents[1] / "searching.py"
 PROGRESS = "progress.json"
@@ -94,14 +94,14 @@ def test_a_search_broken_off_anywhere_goes_on_to_the_same_plan(model, examples, 
 @pytest.mark.parametrize(
     "kind", ["greedy-scaled", *(pytest.param(f"{k}-loss", marks=pytest.mark.thorough) for k in ("exact", "taylor"))]
 )
-def test_two_processes_find_the_plan_of_one(model, examples, tmp_path, kind):
+def test_two_processes_find_the_plan_of_one(model, tmp_path, kind):
     name, criterion = kind.split("-")
     torch.save(model.state_dict(), tmp_path / WEIGHTS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", PROGRAM]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([*command, tmp_path / kind], check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    one = timeless(search(model, examples, search=name, criterion=criterion, **OPTIONS))
+    one = timeless(search(model, plain.examples(**SIZES), search=name, criterion=criterion, **OPTIONS))
     two = timeless(Plan.load(tmp_path / kind))
     for key in ("blocks", "losses", "cost", "scalars", "healed_loss", "control_loss"):
         assert flat(two[key]) == pytest.approx(flat(one[key]), rel=1e-5, abs=1e-7), key
