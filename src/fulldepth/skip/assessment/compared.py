@@ -57,10 +57,10 @@ def gap_finding(gap: Difference, sentence: str) -> Finding:
 
 @dataclass(frozen=True)
 class HeldoutLosses:
-    """Summed losses of every model on every sequence."""
+    """Summed losses of every model on every sequence, or of a curve its measures."""
 
     sums: Mapping[str, np.ndarray]
-    """Label -> `[N]` nats; the first is the original."""
+    """Label -> `[N]` nats, the first is the original; of a curve, measure -> `[N, K + 1]`."""
     tokens: np.ndarray
     """[N] tokens that count."""
     documents: np.ndarray
