@@ -25,20 +25,13 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "cohere": LLAMA,
 }
 """Decoder -> its blocks and its final norm; GPT-2, llama-tied, Gemma 2 and Cohere tie their heads to the embeddings."""
-ENCODERS = {
-    "bert": "bert.encoder.layer",
-    "modernbert": "model.layers",
-}
+ENCODERS = {"bert": "bert.encoder.layer"}
 
 
 def _build(name: str) -> Any:
     if name == "llama-tied":
         config = tf.LlamaConfig(**tiny_models.DECODER, tie_word_embeddings=True)
         model: Any = tf.LlamaForCausalLM(config)
-    elif name == "modernbert":
-        options = {**tiny_models.ENCODER, "global_attn_every_n_layers": 2, "local_attention": 8}
-        tokens = {"pad_token_id": 3, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
-        model = tf.ModernBertForMaskedLM(tf.ModernBertConfig(**options, **tokens))
     else:
         return tiny_models.build(name)
     with torch.no_grad():
@@ -115,15 +108,8 @@ class Plain:
         return logits * self.config.logit_scale if self.name == "cohere" else logits
 
     def _masked(self, state: Tensor, index: int) -> Tensor:
-        model = self.model
-        if self.name == "bert":
-            inner, last = model.cls.predictions.transform, model.cls.predictions.decoder
-            dense, norm = inner.dense, inner.LayerNorm
-        else:
-            dense, norm, last = model.head.dense, model.head.norm, model.decoder
-            state = model.model.final_norm(state)
-        bias = 0 if dense.bias is None else dense.bias
-        feature = norm(F.gelu(state @ dense.weight.T + bias))
+        inner, last = self.model.cls.predictions.transform, self.model.cls.predictions.decoder
+        feature = inner.LayerNorm(F.gelu(inner.dense(state)))
         logits = feature @ self._matrix(index, last).T
         return logits if index < len(self.matrices) else logits + last.bias
 

@@ -34,6 +34,7 @@ def test_a_decoder_is_written_with_its_tokenizer_and_card(tmp_path):
     assert "pipeline_tag: text-generation" in card
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_a_classifier_is_written_in_its_class(tmp_path):
     model = tiny_models.build("vit")

@@ -155,19 +155,6 @@ def test_the_first_layer_that_is_enough_against_a_loop():
         assert low <= plain <= high
 
 
-@pytest.mark.thorough
-def test_the_interval_of_a_drop_covers_the_truth():
-    """30 documents of 12 tokens, with an effect of the document on the drop; in any order of the rows."""
-    rng, covered, truth = np.random.default_rng(7), 0, 0.02
-    for _ in range(400):
-        lost = truth + rng.normal(0, 0.03, 30)  # of each document
-        difference = (rng.random((30, 12)) < 0.05 + lost[:, None]).astype(float) - (rng.random((30, 12)) < 0.05)
-        clusters, rows = np.repeat(rng.integers(0, 2**62, 30), 12), rng.permutation(360)
-        low, high = Mean.of(torch.from_numpy(difference.ravel()[rows]), torch.from_numpy(clusters[rows])).interval
-        covered += low <= truth <= high
-    assert 0.9 <= covered / 400 <= 0.985
-
-
 def test_equal_predictions_of_few_samples_do_not_prove_that_nothing_is_lost():
     drop = Mean.of(torch.zeros(50), torch.arange(50))
     assert drop.value == drop.error == 0

@@ -14,6 +14,7 @@ from skip import plain
 
 OPTIONS = {"batch_size": 4, "epochs": 2, "blocks": 3}
 LAYERS, WIDTH, STEPS = 5, 32, 200
+SIZES = {"train": 12, "heldout": 20}
 WEIGHTS = "weights.pt"
 """Of the model, beside the folder."""
 
@@ -25,7 +26,7 @@ if __name__ == "__main__":
     model.load_state_dict(torch.load(Path(sys.argv[1]).with_name(WEIGHTS)))
     search(
         model,
-        plain.examples(train=12, heldout=48),
+        plain.examples(**SIZES),
         search=which,
         criterion=criterion,
         output=sys.argv[1],

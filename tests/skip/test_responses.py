@@ -180,7 +180,6 @@ def test_prompts_of_rows():
     assert 30 < sum(int(prompt[1:]) for prompt in drawn) / 30 < 60, "of all rows: the first 30 have a mean of 14.5"
     talk = [{"role": role, "content": f"w{n}"} for n, role in enumerate(("user", "assistant") * 2)]
     assert read_prompts([{"messages": talk}, {"messages": talk[:3]}], chat) == [talk[:3], talk[:3]]
-    assert read_prompts([{"prompt": talk[:1], "completion": talk[1:2]}], chat) == [talk[:1]]
-    for bad in ([{"text": "w1"}], [{"prompt": " "}], [{"messages": talk[1:2]}], []):
+    for bad in ([{"prompt": " "}], [{"messages": talk[1:2]}], []):
         with pytest.raises(FulldepthError, match="rows"):
             read_prompts(bad, chat)

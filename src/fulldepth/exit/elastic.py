@@ -123,9 +123,24 @@ def export_layers(
     with evaluating(checkpoint.model):
         anatomy = find_anatomy(checkpoint.model)
         layers, reason = _choose(checkpoint, anatomy, settings, data, tokenizer, watcher)
+        cut = truncated(anatomy, layers)
+        stock, notes = type(cut).__module__.startswith("transformers."), [reason]
         with folder_to_be(target) as folder:
-            report = _write(checkpoint, anatomy, layers, folder, tokenizer, settings)
-            report = replace(report, path=target, notes=(reason, *report.notes))
+            with generation_settings(cut, folder), silent():
+                cut.save_pretrained(folder)
+            save_exit_heads(cut, folder)
+            publish_older_names(folder)
+            if anatomy.family.modality == "images":
+                if not copy_processor(checkpoint.name, folder, settings.revision):
+                    notes.append("No image processor was found with the checkpoint.")
+            else:
+                hub: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
+                own = settings.tokenizer if tokenizer is None else tokenizer
+                notes += save_tokenizer(own, (checkpoint.name, checkpoint.model.name_or_path), folder, **hub)
+                publish_older_tokenizer(folder)
+            strip_foreign_code(folder, carries_code=not stock)
+            error, parameters = _prove(folder, anatomy, cut, "stock" if stock else "carried"), count_parameters(folder)
+            report = LayersExport(target, layers, anatomy.num_layers, parameters, 0, error, tuple(notes))
             _card(checkpoint, anatomy, report).write(folder)
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return replace(report, bytes=size, published=publish(target, push_to_hub))
@@ -181,30 +196,6 @@ def _choose(
 def _bytes(anatomy: Anatomy, layers: int) -> int:
     """Bytes of the weights of a model with the first layers, with the exit heads that it keeps."""
     return sum(weight.nbytes for weight in truncated(anatomy, layers).parameters())
-
-
-def _write(
-    checkpoint: Checkpoint, anatomy: Anatomy, layers: int, folder: Path, tokenizer: Any, settings: LayersSettings
-) -> LayersExport:
-    """Write the checkpoint, and compare its logits in a fresh process."""
-    cut = truncated(anatomy, layers)
-    stock = type(cut).__module__.startswith("transformers.")
-    with generation_settings(cut, folder), silent():
-        cut.save_pretrained(folder)
-    save_exit_heads(cut, folder)
-    publish_older_names(folder)
-    notes: list[str] = []
-    if anatomy.family.modality == "images":
-        if not copy_processor(checkpoint.name, folder, settings.revision):
-            notes.append("No image processor was found with the checkpoint.")
-    else:
-        hub: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
-        own = settings.tokenizer if tokenizer is None else tokenizer
-        notes += save_tokenizer(own, (checkpoint.name, checkpoint.model.name_or_path), folder, **hub)
-        publish_older_tokenizer(folder)
-    strip_foreign_code(folder, carries_code=not stock)
-    error = _prove(folder, anatomy, cut, "stock" if stock else "carried")
-    return LayersExport(folder, layers, anatomy.num_layers, count_parameters(folder), 0, error, tuple(notes))
 
 
 @torch.no_grad()

@@ -136,10 +136,26 @@ def sweep(
             exits = {row.exit: row.layers for row in rows if row.split == "report"}
             speedups, seconds = timed(subject, exits, report, settings, watcher)
             rows = [replace(row, speedup=speedups[row.exit]) if row.split == "report" else row for row in rows]
+        full, decoder = report.scores(report.all_at(report.num_layers)), subject.anatomy.task == "causal-lm"
+        drops = {layer: report.shortfall(layer) for layer in range(1, report.num_layers + 1)}
         content = {
             **provenance("exit", settings.model_dump(), seed=settings.seed, machine=machine(subject.device)),
-            **_document(subject, parts, rows, seconds),
-            **(_generated(subject, rows, settings, watcher) if subject.anatomy.task == "causal-lm" else {}),
+            "model": subject.verified.describe(subject.checkpoint),
+            "data": subject.sequences.describe() | {"samples": {name: len(p.sequence) for name, p in parts.items()}},
+            "batch_size": subject.batch_size,
+            "full": {
+                **_stated({name: full[name] for name in ("accuracy", "loss")}),
+                "seconds": seconds,
+                "chance": float(report.frequent.mean()),
+                "no_advice": no_advice(subject, report),
+            },
+            "stopping": [
+                {"layer": layer, "drop": drop.value, "drop_interval": drop.interval} for layer, drop in drops.items()
+            ],
+            # "recompute": the states are those that all layers computed.
+            "exits": [row.document("recompute" if decoder else None) for row in rows],
+            "warnings": list(subject.warnings),
+            **(_generated(subject, rows, settings, watcher) if decoder else {}),
             "headline": _headline(subject, report, rows, settings),
         }
         content["timings"] = {"load": loaded - start, "forward": read_at - loaded, "total": perf_counter() - start}
@@ -176,32 +192,6 @@ def _table(readings: Readings) -> list[tuple[Any, ...]]:
                 if value is not None:
                     rows.append((measure, "residual", layer, None, statistic, value, len(of_layer), unit))
     return sorted(rows, key=lambda row: row[2])
-
-
-def _document(
-    subject: Subject, parts: Mapping[str, Readings], rows: Sequence[Row], seconds: float | None
-) -> dict[str, Any]:
-    """The entries of `results.json` about model, data and exits."""
-    report = parts["report"]
-    full = report.scores(report.all_at(report.num_layers))
-    drops = {layer: report.shortfall(layer) for layer in range(1, report.num_layers + 1)}
-    policy = "recompute" if subject.anatomy.task == "causal-lm" else None  # whose states all layers computed
-    return {
-        "model": subject.verified.describe(subject.checkpoint),
-        "data": subject.sequences.describe() | {"samples": {name: len(p.sequence) for name, p in parts.items()}},
-        "batch_size": subject.batch_size,
-        "full": {
-            **_stated({name: full[name] for name in ("accuracy", "loss")}),
-            "seconds": seconds,
-            "chance": float(report.frequent.mean()),
-            "no_advice": no_advice(subject, report),
-        },
-        "stopping": [
-            {"layer": layer, "drop": drop.value, "drop_interval": drop.interval} for layer, drop in drops.items()
-        ],
-        "exits": [row.document(policy) for row in rows],
-        "warnings": list(subject.warnings),
-    }
 
 
 def _stated(scores: Mapping[str, Mean]) -> dict[str, float | None]:

@@ -103,7 +103,11 @@ class EarlyExit:
             states = anatomy.handed_on(output)
             if layer < first:
                 continue
-            logits = self._logits(layer, anatomy.stream(output), inputs)
+            stream, classifier = anatomy.stream(output), self.subject.classifier  # [N, T, D]
+            mask = inputs.get("attention_mask")
+            if mask is None:
+                mask = torch.ones(stream.shape[:2], dtype=torch.bool, device=stream.device)
+            logits = classifier.at(layer).sequences(stream, classifier.sample_mask(inputs, mask))
             leaves = rule.leaves(logits) if layer < last else torch.ones_like(rows, dtype=torch.bool)
             if not len(answers):
                 answers = logits.new_zeros((count, logits.shape[1]))
@@ -118,13 +122,6 @@ class EarlyExit:
                 rule.keep(stays)
                 runner.keep(inputs)
         return answers, left
-
-    def _logits(self, layer: int, states: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """[N, C] of a layer's residual stream `[N, T, D]`."""
-        mask, classifier = inputs.get("attention_mask"), self.subject.classifier
-        if mask is None:
-            mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
-        return classifier.at(layer).sequences(states, classifier.sample_mask(inputs, mask))
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -117,23 +116,16 @@ class Plan(Settings):
         removed, fitted = set(self.blocks), self.healed_loss is not None
         if fitted != (self.control_loss is not None):
             raise FulldepthError("Of healed_loss and control_loss one is null: scalars are fitted with their control.")
-        for key, factors in self.scalars.items():
-            expected = factor_names(self.granularity, int(key) in removed)
-            if set(factors) != set(expected):
-                raise FulldepthError(
-                    f"scalars of layer {key}: got {', '.join(factors) or 'none'}, expected "
-                    f"{', '.join(expected) or 'none'} by the blocks that are removed."
-                )
         if not fitted and any(value != 1 for factors in self.scalars.values() for value in factors.values()):
             raise FulldepthError("Some scalars are not 1, but healed_loss is null: it is not known what they do.")
         if self.scalars or fitted:
-            named = set(map(int, self.scalars))
-            covered = named | removed if self.granularity == "layer" else named
-            missing = (number for number in range(1, max(named | removed) + 1) if number not in covered)
-            if first := list(islice(missing, 9)):
-                raise FulldepthError(
-                    f"scalars has nothing for {_listed(first)}; every layer that is left needs its own."
-                )
+            for number in range(1, max({*map(int, self.scalars)} | removed) + 1):
+                got, expected = self.scalars.get(str(number), {}), factor_names(self.granularity, number in removed)
+                if set(got) != set(expected):
+                    raise FulldepthError(
+                        f"scalars of layer {number}: got {', '.join(got) or 'none'}, expected "
+                        f"{', '.join(expected) or 'none'}; every layer that is left needs its own."
+                    )
         return self
 
     @classmethod

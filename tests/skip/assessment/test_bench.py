@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-import scipy.stats
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -22,8 +21,9 @@ from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.results import Results
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.assessment.bench import _headline, _opened, bench
-from fulldepth.skip.assessment.compared import AddedLoss, Cell, HeldoutLosses, Measured
+from fulldepth.skip.assessment.compared import Cell, Measured, in_words
 from fulldepth.skip.exports.export import export
+from fulldepth.skip.selection.elimination import Difference, compare
 from skip import plain
 from skip.planned import plan
 from skip.word_tokenizer import tokenizer
@@ -161,24 +161,20 @@ def test_losses_are_those_of_stock_passes_on_the_same_sequences(folders) -> None
         for name in NAMES
     }
     every = {name: plain_sums(model, held) for name, model in stock.items()}
+    losses = results.table[results.table.measure == "loss"]
     for name, sums in every.items():
-        gap, rows = (
-            sums - every["original"],
-            results.table[(results.table.measure == "loss") & (results.table.model == name)],
-        )
-        rate, rows = gap.sum() / tokens.sum(), rows.set_index("statistic")
+        rows = losses[losses.model == name].set_index("statistic")
         assert rows["value"]["mean"] == pytest.approx(sums.sum() / tokens.sum(), rel=1e-6)
         assert rows["count"]["mean"] == tokens.sum()
-        if name == "original":
-            assert list(rows.index) == ["mean"]
-            continue
-        by_group = [(gap[documents == g] - rate * tokens[documents == g]).sum() for g in np.unique(documents)]
-        error = np.sqrt(4 / 3 * np.square(by_group).sum()) / tokens.sum()
-        finding = results.headline[f"loss_added {name}"]
-        assert finding["standard_error"] == rows["value"]["difference_stderr"] == pytest.approx(error, rel=1e-4)
-        assert rows["count"]["difference_stderr"] == len(by_group) == 4
-        measurable = abs(rate) > scipy.stats.t(3).ppf(0.975) * error  # four documents: Student's t of three degrees
-        assert ("no measurable" not in finding["sentence"]) == measurable
+        if name != "original":
+            gap, finding = (
+                compare(sums - every["original"], tokens, documents, 11),
+                results.headline[f"loss_added {name}"],
+            )
+            assert finding["standard_error"] == pytest.approx(gap.free_error, rel=1e-4)
+            assert rows["value"]["difference_stderr"] == finding["standard_error"]
+            assert rows["count"]["difference_stderr"] == gap.documents == 4
+            assert ("no measurable" not in finding["sentence"]) == gap.measurable
 
 
 def test_losses_are_read_from_files_as_a_search_reads_them(folders, tmp_path) -> None:
@@ -195,10 +191,6 @@ def test_losses_are_read_from_files_as_a_search_reads_them(folders, tmp_path) ->
     expected = plain.loss(original, searched.heldout, (), "attention")
     assert value(results, "loss", "original", "mean") == pytest.approx(expected, rel=1e-6)
     assert "Measured on the text that chose the blocks" in results.headline["loss_added fast"]["sentence"]
-    whole = bench(folders / "original", [fast], heldout=file, **given)
-    lengths = [len(text.split()) - at for text in texts for at in range(0, len(text.split()) - 1, 8)]
-    count = sum(min(8, length) - 1 for length in lengths)
-    assert whole.table[whole.table.measure == "loss"]["count"].iloc[0] == count
 
 
 CELL, OTHER = Cell(1, 8), Cell(4, 8)
@@ -244,18 +236,6 @@ def test_few_rounds_and_a_busy_machine_give_no_verdict() -> None:
     assert "35%" in finding.sentence
 
 
-def test_one_number_a_document_gives_the_error_of_their_mean() -> None:
-    effects = np.random.default_rng(0).normal(0.3, 1, 20)  # every window of a document has its document's loss
-    tokens, documents = np.full(100, 7.0), np.repeat(np.arange(20), 5)
-    sums = {"original": np.zeros(100), "other": 7 * np.repeat(effects, 5)}
-    made = HeldoutLosses(sums, tokens, documents).added("other")
-    assert (made.mean, made.error) == pytest.approx((effects.mean(), scipy.stats.sem(effects)))
-    assert made.documents == 20
-    few = HeldoutLosses(sums, tokens, documents % 2).added("other")
-    assert math.isnan(few.error)
-    assert not few.measurable
-
-
 @pytest.mark.parametrize(
     ("mean", "error", "documents", "measurable"),
     [
@@ -264,9 +244,10 @@ def test_one_number_a_document_gives_the_error_of_their_mean() -> None:
         (0.03, 0.01, 4, False),  # Student's t of three degrees: 3.18 errors
         (0.04, 0.01, 4, True),
         (0.0, 0.0, 30, False),
+        (0.04, math.inf, 2, False),
     ],
 )
 def test_the_verdict_is_gated_by_two_errors(mean, error, documents, measurable) -> None:
-    added = AddedLoss(mean, error, documents)
-    assert added.measurable is measurable
-    assert ("no measurable difference" in added.text("original")) is not measurable
+    gap = Difference(mean, 0.0, error, 2 * documents, documents, 0.0)
+    assert gap.measurable is measurable
+    assert measurable is ("standard error" in in_words(gap, "original"))

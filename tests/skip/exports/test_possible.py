@@ -14,7 +14,7 @@ from fulldepth.progress import Watcher
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip import export, load, search, search_into
 from fulldepth.skip.exports.fold import scaled_logits
-from fulldepth.skip.exports.possible import Outline, possible_formats
+from fulldepth.skip.exports.possible import possible_formats
 from skip import planned
 from skip.word_tokenizer import tokenizer, words
 
@@ -35,7 +35,7 @@ def test_formats_said_beforehand_are_those_that_export_writes(family, healed, ex
     # decilm has no words for heads of another width, which zoo's have
     model = tiny_models.build("llama") if family == "llama" else zoo.build(family, "causal-lm")
     plan = planned.plan(model, [2], values="fitted" if healed else None)
-    fitting, reasons = possible_formats(model, Outline.of(plan))
+    fitting, reasons = possible_formats(model, plan.granularity, 1, healed)
     assert set(fitting) == expected
     assert set(reasons) == {"folded", "fast", "decilm", "layer"} - expected
     for name, reason in reasons.items():

@@ -24,7 +24,7 @@ from fulldepth.skip.selection import loss_cache
 from fulldepth.skip.selection.search import search
 from hostile import damaged_json
 from skip import plain
-from skip.searching import LAYERS, OPTIONS, STEPS, WEIGHTS, WIDTH
+from skip.searching import LAYERS, OPTIONS, SIZES, STEPS, WEIGHTS, WIDTH
 
 PROGRAM = Path(__file__).parents[1] / "searching.py"
 PROGRESS = "progress.json"
@@ -68,10 +68,9 @@ def stopping(after):
     ("name", "criterion"),
     [
         ("greedy", "loss"),
-        pytest.param("greedy", "scaled", marks=pytest.mark.thorough),
-        pytest.param("exact", "loss", marks=pytest.mark.thorough),
         ("exact", "kl"),
         ("taylor", "loss"),
+        pytest.param("greedy", "scaled", marks=pytest.mark.thorough),
     ],
 )
 def test_a_search_broken_off_anywhere_goes_on_to_the_same_plan(model, examples, tmp_path, name, criterion):
@@ -95,14 +94,14 @@ def test_a_search_broken_off_anywhere_goes_on_to_the_same_plan(model, examples, 
 @pytest.mark.parametrize(
     "kind", ["greedy-scaled", *(pytest.param(f"{k}-loss", marks=pytest.mark.thorough) for k in ("exact", "taylor"))]
 )
-def test_two_processes_find_the_plan_of_one(model, examples, tmp_path, kind):
+def test_two_processes_find_the_plan_of_one(model, tmp_path, kind):
     name, criterion = kind.split("-")
     torch.save(model.state_dict(), tmp_path / WEIGHTS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", PROGRAM]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([*command, tmp_path / kind], check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    one = timeless(search(model, examples, search=name, criterion=criterion, **OPTIONS))
+    one = timeless(search(model, plain.examples(**SIZES), search=name, criterion=criterion, **OPTIONS))
     two = timeless(Plan.load(tmp_path / kind))
     for key in ("blocks", "losses", "cost", "scalars", "healed_loss", "control_loss"):
         assert flat(two[key]) == pytest.approx(flat(one[key]), rel=1e-5, abs=1e-7), key
@@ -124,19 +123,16 @@ def test_a_round_ends_with_its_time_and_does_so_again_after_a_restart(model, exa
     options, said = {**OPTIONS, "fit": False, "budget": "10s"}, []
     plan = search(model, examples, watcher=Watcher(say=said.append), **options)
     rounds = plan.cost["rounds"]
+    assert [found["scored"] for found in rounds] == [18, 2, 2]  # nine chunks of two sequences, one, one
     stopped = [number for number, found in enumerate(rounds, 1) if found["decided_by"] == "budget"]
     assert stopped
     assert set(stopped) <= set(plan.unsure_rounds)
-    assert [found["scored"] for found in rounds] == [18, 2, 2]  # nine chunks of two sequences, one, one
     for number, words in zip(stopped, plan.cost["stopped_by_budget"], strict=True):
         assert words == f"round {number}: stopped by budget after {rounds[number - 1]['scored']} of 48 sequences"
         assert any(words.split(": ")[1] in line for line in said)
-    free = search(model, examples, **options | {"budget": None})
-    assert not free.cost["stopped_by_budget"]
     with pytest.raises(Killed):
         search(model, examples, output=tmp_path, watcher=stopping(20), **options)
-    again = search(model, examples, output=tmp_path, resume=True, **options)
-    assert again.cost["rounds"] == rounds
+    assert search(model, examples, output=tmp_path, resume=True, **options).cost["rounds"] == rounds
 
 
 def test_progress_of_another_search_is_refused(model, examples, tmp_path):
@@ -179,16 +175,15 @@ def test_damaged_progress_is_refused_or_does_not_matter(model, examples, tmp_pat
 
 
 def test_a_finished_plan_is_neither_written_over_nor_found_again(model, examples, tmp_path):
-    folder, options = tmp_path / "out", {**OPTIONS, "fit": False}
-    plan = search(model, examples, output=folder, **options)
+    options, told = {**OPTIONS, "fit": False, "output": tmp_path / "out"}, []
+    plan = search(model, examples, **options)
     with pytest.raises(FulldepthError, match=r"already holds a plan\.json"):
-        search(model, examples, output=folder, **options)
-    told = []
-    again = search(model, examples, output=folder, resume=True, watcher=Watcher(say=told.append), **options)
+        search(model, examples, **options)
+    again = search(model, examples, resume=True, watcher=Watcher(say=told.append), **options)
     assert again.document() == plan.document()
     assert not told
     with pytest.raises(FulldepthError, match="plan of another search"):
-        search(model, examples, output=folder, resume=True, **options | {"seed": 1})
+        search(model, examples, resume=True, **options | {"seed": 1})
 
 
 def test_a_loss_that_is_not_finite_is_never_ranked(model, examples, monkeypatch):
@@ -196,10 +191,8 @@ def test_a_loss_that_is_not_finite_is_never_ranked(model, examples, monkeypatch)
 
     def overflowing(self, batch, variants, **options):
         found = usual(self, batch, variants, **options)
-        for variant in found:
-            if 2 in variant:
-                found[variant] = {name: [math.nan for _ in sums] for name, sums in found[variant].items()}
-        return found
+        worse = {v: {name: [math.nan] * len(sums) for name, sums in found[v].items()} for v in found if 2 in v}
+        return found | worse
 
     monkeypatch.setattr(Scorer, "sums", overflowing)
     with pytest.raises(FulldepthError, match=r"blocks \[(1, )?2.*\] skipped the loss is not finite in torch.float32"):

@@ -10,14 +10,11 @@ import pandas as pd
 import pytest
 import torch
 
-from fulldepth import measure
 from fulldepth.errors import FulldepthError
 from fulldepth.results import COLUMNS, Results
 from fulldepth.settings.search import SearchSettings
-from fulldepth.skip.exports.fold import fold
 from fulldepth.skip.selection.outcome import analyse, headline, settings_of
 from skip import plain, planned
-from skip.word_tokenizer import tokenizer, words
 from tiny_models import LAYERS, build
 
 EXAMPLES = plain.examples(4, 6)
@@ -149,18 +146,3 @@ def test_the_discrepancy_is_that_of_stock_models(family, blocks, granularity, he
         assert set(rows["count"]) == {sum(map(len, EXAMPLES.heldout))}
         np.testing.assert_allclose(rows.value, expected, rtol=1e-3, atol=1e-6)
     assert torch.equal(model(input_ids=EXAMPLES.heldout[0].input_ids[None]).logits, logits)
-
-
-def test_measure_sees_the_same_of_a_sample_in_the_folded_model(tmp_path) -> None:
-    model, numbers = build("llama"), [[(7 * n + 3 * i * i) % 80 for i in range(12)] for n in range(6)]
-    pairs = [{"prompt": words(*row[:5]), "response": " " + words(*row[5:])} for row in numbers]
-    plan = planned.plan(model, (1, 3), values=None)
-    model.save_pretrained(tmp_path / "original")
-    options = {"tokenizer": tokenizer(), "reservoir_tokens": 40}
-    found = analyse(model, plan, [words(1, 2, 3)], heldout=pairs, fit=False, **options)
-    folded = copy.deepcopy(model)
-    fold(folded, plan)
-    seen = measure(folded, pairs, measures=["mmd"], reference=str(tmp_path / "original"), **options)
-    own = found.table[found.table.measure == "mmd"]
-    assert own["count"].tolist() == seen.table["count"].tolist() == [40] * (LAYERS + 1)
-    np.testing.assert_allclose(own["value"], seen.table["value"], rtol=1e-4, atol=1e-9)

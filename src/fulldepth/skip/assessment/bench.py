@@ -34,13 +34,13 @@ from fulldepth.execution import find_anatomy
 from fulldepth.execution.language_model import check_task
 from fulldepth.execution.latency import PHASES, Runner, check_positions, machine
 from fulldepth.execution.memory import cache_bytes, parameter_bytes, peak_bytes
-from fulldepth.hf import Anatomy, Checkpoint, anatomy_candidates, evaluating, open_model
+from fulldepth.hf import Checkpoint, anatomy_candidates, evaluating, open_model
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding, Results, claimed, finite, provenance
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.keywords import takes_settings
-from fulldepth.skip.assessment.compared import Cell, Measured, heldout_losses, vocabulary
+from fulldepth.skip.assessment.compared import Cell, Measured, gap_finding, heldout_losses, in_words, vocabulary
 from fulldepth.skip.exports.export import NOTES, load, read_notes
 from fulldepth.skip.exports.formats import FORMATS
 from fulldepth.skip.plan import Plan
@@ -92,13 +92,33 @@ def bench(
             longest = max(1, anatomy.max_positions - settings.max_new_tokens)
             shortened = list(dict.fromkeys(min(context, longest) for context in settings.contexts))
             settings = settings.model_copy(update={"contexts": shortened})
-        _check(entries, anatomy, settings)
-        digest, examples = model_hash(entries[0].model), None
+        check_positions(anatomy, max(settings.contexts), settings.max_new_tokens)
+        for entry in entries[1:]:
+            if entry.model.device != entries[0].model.device:
+                raise FulldepthError(
+                    f"{entry.label} is on {entry.model.device}, the original on {entries[0].model.device}."
+                )
+            if (size := vocabulary(entry.model)) != anatomy.vocab_size:
+                raise FulldepthError(
+                    f"{entry.label} has a vocabulary of {size}, the original of {anatomy.vocab_size}: not the same "
+                    "model."
+                )
+        models, examples = {entry.label: entry.model for entry in entries}, None
+        measured = Measured(list(models), {label: parameter_bytes(model) for label, model in models.items()})
         if data is not None or heldout is not None:
             checkpoint = Checkpoint(entries[0].model, entries[0].name)
             examples = read_data(checkpoint, anatomy, data, settings, tokenizer=tokenizer, heldout=heldout)
-        measured = _measure(entries, anatomy, examples, settings, watcher)
-        results = Results(measured.table(), _document(entries, digest, measured, settings, examples))
+            measured.losses = heldout_losses(models, examples.heldout, settings.batch_size, watcher)
+        runs = {label: (Runner(model), nullcontext) for label, model in models.items()}
+        cells = [Cell(batch, context) for batch in settings.batches for context in settings.contexts]
+        watcher.begin("Benchmark", len(cells) * len(runs) * (settings.repeats + settings.warmup))
+        for cell in cells:
+            ids = measured.take_times(cell, runs, anatomy, settings, watcher)
+            for label, (runner, _) in runs.items():
+                run = partial(runner.run, ids, cell.context)
+                peak, cache = peak_bytes(runner.model, ids, run), cache_bytes(run().cache)
+                measured.memory[label, cell] = peak, cache / ids.numel()
+        results = Results(measured.table(), _document(entries, measured, settings, examples))
         if output is not None:
             results.save(output)
     return results
@@ -149,94 +169,54 @@ def _opened(models: Sequence[str | Path | PreTrainedModel], settings: BenchSetti
     return [Entry(label, *each) for label, each in zip(labels, opened, strict=True)]
 
 
-def _check(entries: Sequence[Entry], anatomy: Anatomy, settings: BenchSettings) -> None:
-    """Refuse models that cannot run, or cannot be compared."""
-    first = entries[0].model
-    check_positions(anatomy, max(settings.contexts), settings.max_new_tokens)
-    for entry in entries[1:]:
-        if entry.model.device != first.device:
-            raise FulldepthError(f"{entry.label} is on {entry.model.device}, the original on {first.device}.")
-        size = vocabulary(entry.model)
-        if size != anatomy.vocab_size:
-            raise FulldepthError(
-                f"{entry.label} has a vocabulary of {size}, the original of {anatomy.vocab_size}: not the same model."
-            )
-
-
-def _measure(
-    entries: Sequence[Entry], anatomy: Anatomy, examples: Examples | None, settings: BenchSettings, watcher: Watcher
-) -> Measured:
-    """Losses, then times, memory and cache in every cell."""
-    models = {entry.label: entry.model for entry in entries}
-    measured = Measured(list(models), {label: parameter_bytes(model) for label, model in models.items()})
-    if examples is not None:
-        measured.losses = heldout_losses(models, examples.heldout, settings.batch_size, watcher)
-    runners = {label: Runner(model) for label, model in models.items()}
-    runs = {label: (runner, nullcontext) for label, runner in runners.items()}
-    cells = [Cell(batch, context) for batch in settings.batches for context in settings.contexts]
-    watcher.begin("Benchmark", len(cells) * len(runs) * (settings.repeats + settings.warmup))
-    for cell in cells:
-        ids = measured.take_times(cell, runs, anatomy, settings, watcher)
-        for label, runner in runners.items():
-            run = partial(runner.run, ids, cell.context)
-            peak, cache = peak_bytes(runner.model, ids, run), cache_bytes(run().cache)
-            measured.memory[label, cell] = peak, cache / ids.numel()
-    return measured
-
-
 def _document(
-    entries: Sequence[Entry], digest: str, measured: Measured, settings: BenchSettings, examples: Examples | None
+    entries: Sequence[Entry], measured: Measured, settings: BenchSettings, examples: Examples | None
 ) -> dict[str, Any]:
     """The entries of `results.json`."""
-    first, data = entries[0], {} if examples is None else examples.meta
-    described = [_described(entry, digest if entry is first else None) for entry in entries]
+    first, data, digest = entries[0], {} if examples is None else examples.meta, model_hash(entries[0].model)
+    described, warnings = [], []
+    for entry in entries:
+        model, plan, original = entry.model, entry.plan, entry is first
+        layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+        depth = find_anatomy(model).num_layers if original else layers if isinstance(layers, int) else None
+        granularity, skipped = (None if original else entry.skipped_blocks) or (None, None)
+        described.append(
+            {
+                "label": entry.label,
+                "baseline": original,
+                "model": {
+                    "name": entry.name,
+                    "class": type(model).__name__,
+                    "num_layers": depth,
+                    "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                    "dtype": str(model.dtype).removeprefix("torch."),
+                    "hash": digest if original else None,
+                },
+                "format": entry.notes.get("format"),
+                "granularity": granularity,
+                "blocks": plan.get("blocks"),
+                "not_computed": None if skipped is None else sorted(skipped),
+                "data": {"hash": (plan.get("data") or {}).get("hash")},
+                "losses": plan.get("losses"),
+                "healed_loss": plan.get("healed_loss"),
+            }
+        )
+        if original:
+            continue
+        if model.dtype != first.model.dtype:
+            warnings.append(f"{entry.label} computes in {model.dtype}, the original in {first.model.dtype}.")
+        elif settings.dtype == "auto" and plan.get("model", {}).get("hash", digest) != digest:
+            warnings.append(f"{entry.label} was made from other weights than those of {first.label}.")
     document = {
         **provenance("bench", settings.model_dump(), seed=settings.seed, machine=machine(first.model.device)),
         "baseline": first.label,
         "model": described[0]["model"],
         "models": described,
         "data": data or None,
-        "warnings": [*_warnings(entries, digest, settings), *data.get("warnings", [])],
+        "warnings": [*warnings, *data.get("warnings", [])],
         "headline": dict(_headline(entries, measured, examples)),
     }
     return dict(finite(document))
-
-
-def _described(entry: Entry, digest: str | None) -> dict[str, Any]:
-    """A model's entry in the document; only the original has a hash."""
-    model, plan = entry.model, entry.plan
-    depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-    granularity, skipped = (None if digest else entry.skipped_blocks) or (None, None)
-    return {
-        "label": entry.label,
-        "baseline": digest is not None,
-        "model": {
-            "name": entry.name,
-            "class": type(model).__name__,
-            "num_layers": find_anatomy(model).num_layers if digest else depth if isinstance(depth, int) else None,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "hash": digest,
-        },
-        "format": entry.notes.get("format"),
-        "granularity": granularity,
-        "blocks": plan.get("blocks"),
-        "not_computed": None if skipped is None else sorted(skipped),
-        "data": {"hash": (plan.get("data") or {}).get("hash")},
-        "losses": plan.get("losses"),
-        "healed_loss": plan.get("healed_loss"),
-    }
-
-
-def _warnings(entries: Sequence[Entry], digest: str, settings: BenchSettings) -> Iterator[str]:
-    """Warnings of unfair comparisons."""
-    first = entries[0]
-    for entry in entries[1:]:
-        planned = entry.plan.get("model", {}).get("hash")
-        if entry.model.dtype != first.model.dtype:
-            yield f"{entry.label} computes in {entry.model.dtype}, the original in {first.model.dtype}."
-        elif settings.dtype == "auto" and planned not in (None, digest):
-            yield f"{entry.label} was made from other weights than those of {first.label}."
 
 
 def _headline(entries: Sequence[Entry], measured: Measured, examples: Examples | None) -> Iterator[tuple[str, Finding]]:
@@ -247,11 +227,11 @@ def _headline(entries: Sequence[Entry], measured: Measured, examples: Examples |
         label = entry.label
         if measured.losses is not None:
             losses, added = measured.losses, measured.losses.added(label)
-            loss = f"held-out loss {losses.mean(label):.4f} nats, {added.text(entries[0].label)}"
+            loss = f"held-out loss {losses.mean(label):.4f} nats, {in_words(added, entries[0].label)}"
             sentence = f"{label}: {loss}; {losses.count} tokens."
             if examples is not None and entry.plan and (remark := overlap(Plan.of(entry.plan), examples)):
                 sentence += f" {remark}"
-            yield f"loss_added {label}", added.finding(sentence)
+            yield f"loss_added {label}", gap_finding(added, sentence)
         for phase in PHASES if not_compared is None else ():
             sentence = f"{label}, {phase} time{where}: {measured.ratio_text(label, phase)}."
             yield f"{phase}_time_ratio {label}", Finding(measured.ratio(label, phase).value, "1", sentence)

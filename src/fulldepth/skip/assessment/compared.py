@@ -28,67 +28,39 @@ from fulldepth.hf import Anatomy, device_of
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding, tabulate
 from fulldepth.settings.bench import BenchSettings, QuantiseSettings
+from fulldepth.skip.selection.elimination import LEAST, Difference, compare
 from fulldepth.skip.selection.fit import make_batches
 from fulldepth.skip.selection.outcome import joined
 from fulldepth.thresholds import BUSY
-from fulldepth.uncertainty import (
-    FEWEST_CLUSTERS,
-    FEWEST_ROUNDS,
-    SIGNIFICANT,
-    Ratio,
-    median_ratio,
-    quantile,
-    ratio_error,
-)
-
-FEW_DOCUMENTS = 8
-"""Documents below which Student's t replaces `SIGNIFICANT` standard errors."""
+from fulldepth.uncertainty import FEWEST_CLUSTERS, FEWEST_ROUNDS, Ratio, median_ratio
 
 
-class AddedLoss(NamedTuple):
-    """Loss of a model minus that of another, on the same tokens."""
+def in_words(gap: Difference, other: str) -> str:
+    """A difference of losses to another model, as a part of a sentence."""
+    if not math.isfinite(gap.free_error):
+        few = f"an error takes {FEWEST_CLUSTERS} documents, these are {gap.documents}"
+        return f"{gap.mean:+.4f} against {other} ({few})"
+    if not gap.measurable:
+        return f"no measurable difference from {other} (at most {abs(gap.mean) + gap.reach:.4f} nats)"
+    error = f"standard error {gap.free_error:.4f}, {gap.documents} documents"
+    if gap.documents < LEAST:
+        error += f", measurable from {gap.reach / gap.free_error:.1f} standard errors"
+    return f"{gap.mean:+.4f} against {other} ({error})"
 
-    mean: float
-    """In nats per token."""
-    error: float
-    """Standard error over documents; NaN for fewer than `FEWEST_CLUSTERS` documents."""
-    documents: int
 
-    @property
-    def least(self) -> float:
-        """The smallest difference that is measurable, in nats."""
-        return self.error * (SIGNIFICANT if self.documents >= FEW_DOCUMENTS else quantile(self.documents))
-
-    @property
-    def measurable(self) -> bool:
-        """Whether the difference is beyond its error."""
-        return abs(self.mean) > self.least
-
-    def text(self, other: str) -> str:
-        """The difference as a part of a sentence."""
-        if not math.isfinite(self.error):
-            few = f"an error takes {FEWEST_CLUSTERS} documents, these are {self.documents}"
-            return f"{self.mean:+.4f} against {other} ({few})"
-        if not self.measurable:
-            return f"no measurable difference from {other} (at most {abs(self.mean) + self.least:.4f} nats)"
-        error = f"standard error {self.error:.4f}, {self.documents} documents"
-        if self.documents < FEW_DOCUMENTS:
-            error += f", measurable from {self.least / self.error:.1f} standard errors"
-        return f"{self.mean:+.4f} against {other} ({error})"
-
-    def finding(self, sentence: str) -> Finding:
-        """The difference with its error, explained by a sentence."""
-        if math.isfinite(self.error):
-            return Finding(self.mean, "nats", sentence, standard_error=self.error)
-        return Finding(self.mean, "nats", sentence, no_standard_error="too few documents")
+def gap_finding(gap: Difference, sentence: str) -> Finding:
+    """A difference of losses with its error, explained by a sentence."""
+    if math.isfinite(gap.free_error):
+        return Finding(gap.mean, "nats", sentence, standard_error=gap.free_error)
+    return Finding(gap.mean, "nats", sentence, no_standard_error="too few documents")
 
 
 @dataclass(frozen=True)
 class HeldoutLosses:
-    """Summed losses of every model on every sequence."""
+    """Summed losses of every model on every sequence, or of a curve its measures."""
 
     sums: Mapping[str, np.ndarray]
-    """Label -> `[N]` nats; the first is the original."""
+    """Label -> `[N]` nats, the first is the original; of a curve, measure -> `[N, K + 1]`."""
     tokens: np.ndarray
     """[N] tokens that count."""
     documents: np.ndarray
@@ -103,13 +75,10 @@ class HeldoutLosses:
         """Nats per token."""
         return float(self.sums[label].sum()) / self.count
 
-    def added(self, label: str, other: str | None = None) -> AddedLoss:
-        """Loss of a model minus that of another one; None = the original."""
+    def added(self, label: str, other: str | None = None) -> Difference:
+        """Loss of a model minus that of another one, on the same tokens; None = the original."""
         gaps = self.sums[label] - self.sums[other or next(iter(self.sums))]
-        _, at = np.unique(self.documents, return_inverse=True)
-        weights = np.bincount(at, weights=self.tokens)
-        error = ratio_error(np.bincount(at, weights=gaps), weights)
-        return AddedLoss(float(gaps.sum()) / self.count, float(error), int((weights > 0).sum()))
+        return compare(gaps, self.tokens, self.documents, len(gaps))
 
 
 def heldout_losses(
@@ -236,34 +205,28 @@ class Measured:
         """Rows with the columns `model`, `batch` and `context`."""
         tables = []
         for label in self.labels:
-            tables.append(tabulate([*self._whole(label)], model=label, batch=None, context=None))
-            for cell in self.other_load:
-                rows = [*self._of_cell(label, cell)]
+            rows: list[tuple[Any, ...]] = [
+                ("parameter_bytes", "model", None, None, "value", self.parameter_bytes[label], None, "bytes")
+            ]
+            if self.losses is not None:
+                rows.append(("loss", "model", None, None, "mean", self.losses.mean(label), self.losses.count, "nats"))
+                added = self.losses.added(label)
+                if label != self.labels[0] and math.isfinite(added.free_error):
+                    error = added.free_error, added.documents
+                    rows.append(("loss", "model", None, None, "difference_stderr", *error, "nats"))
+            rows += self._ratios(label, *self.other_load)
+            tables.append(tabulate(rows, model=label, batch=None, context=None))
+            for cell, load in self.other_load.items():
+                sizes = zip(("peak_memory", "kv_bytes_per_token"), self.memory.get((label, cell), ()), strict=False)
+                rows = [(measure, "model", None, None, "value", size, None, "bytes") for measure, size in sizes]
+                for phase in PHASES:
+                    seconds = self.times[label, cell, phase]
+                    rows.append((f"{phase}_time", phase, None, None, "median", median(seconds), len(seconds), "s"))
+                if label == self.labels[0]:
+                    rows.append(("other_load", "model", None, None, "value", load, None, "1"))
+                rows += self._ratios(label, cell)
                 tables.append(tabulate(rows, model=label, batch=cell.batch, context=cell.context))
         return joined(tables, model="str", batch="Int64", context="Int64")
-
-    def _whole(self, label: str) -> Iterator[tuple[Any, ...]]:
-        """The rows of one model that belong to no cell."""
-        yield "parameter_bytes", "model", None, None, "value", self.parameter_bytes[label], None, "bytes"
-        if self.losses is not None:
-            yield "loss", "model", None, None, "mean", self.losses.mean(label), self.losses.count, "nats"
-            added = self.losses.added(label)
-            if label != self.labels[0] and math.isfinite(added.error):
-                yield "loss", "model", None, None, "difference_stderr", added.error, added.documents, "nats"
-        yield from self._ratios(label, *self.other_load)
-
-    def _of_cell(self, label: str, cell: Cell) -> Iterator[tuple[Any, ...]]:
-        """The rows of one model in one cell."""
-        if (label, cell) in self.memory:
-            peak, cache = self.memory[label, cell]
-            yield "peak_memory", "model", None, None, "value", peak, None, "bytes"
-            yield "kv_bytes_per_token", "model", None, None, "value", cache, None, "bytes"
-        for phase in PHASES:
-            seconds = self.times[label, cell, phase]
-            yield f"{phase}_time", phase, None, None, "median", median(seconds), len(seconds), "s"
-        if label == self.labels[0]:
-            yield "other_load", "model", None, None, "value", self.other_load[cell], None, "1"
-        yield from self._ratios(label, cell)
 
     def _ratios(self, label: str, *cells: Cell) -> Iterator[tuple[Any, ...]]:
         """Times over the original's: median over the rounds and the ends of its interval; none on a busy machine."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from fulldepth.results import DOCUMENT, Finding, Results, finite, provenance, ta
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import CurveSettings
 from fulldepth.skip.assessment.breakpoint import FEWEST, Breakpoint, find_breakpoint
+from fulldepth.skip.assessment.compared import HeldoutLosses, losses_of
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.selection.elimination import chain
 from fulldepth.skip.selection.outcome import joined
@@ -108,7 +110,7 @@ def curve(
                 settings = settings.model_copy(update={"blocks": most})
         with prepared(owner, data, settings, process, tokenizer=tokenizer, heldout=heldout) as problem:
             plan = search_with(problem, process, watcher, output=output, resume=resume)
-            read = _read(problem, plan, process, watcher)
+            read = _read(problem, plan.blocks, process, watcher)
         losses = read.sums["loss"] / read.tokens[:, None]
         end = find_breakpoint(losses, read.tokens, read.documents, seed=settings.seed)
         table = _table(plan, read, end)
@@ -137,25 +139,14 @@ def _check_folder(output: str | Path | None, resume: bool) -> None:
         raise FulldepthError(f"{folder} already holds results. Choose another output folder.")
 
 
-class _Read(NamedTuple):
-    """Measures of held-out sequences at every number of removed blocks."""
-
-    sums: dict[str, np.ndarray]
-    """Measure -> [N, K + 1] sums over the tokens of each sequence."""
-    tokens: np.ndarray
-    """[N] tokens that count."""
-    documents: np.ndarray
-    """[N] the document of each sequence."""
-
-
 @torch.no_grad()
-def _read(problem: SearchProblem, plan: Plan, process: Processes, watcher: Watcher) -> _Read:
-    """Measure every held-out sequence at every number of removed blocks; processes share the batches."""
-    scorer, batches, variants = problem.scorer, problem.batches, chain(plan.blocks)
+def _read(problem: SearchProblem, blocks: Sequence[int], process: Processes, watcher: Watcher) -> HeldoutLosses:
+    """The `MEASURES`, `[N, K + 1]` each, of every held-out sequence with labels at every number of removed blocks."""
+    scorer, batches, variants = problem.scorer, problem.batches, chain(blocks)
     sums: dict[int, list[dict[str, list[float]]]] = {}
     watcher.begin("Curve", len(batches) * len(variants))
     for number, batch in enumerate(batches):
-        if number % process.world == process.rank:
+        if number % process.world == process.rank:  # processes share the batches
             placed = batch.to(scorer.device)
             base = scorer.states(placed, BASE)
             states = (scorer.states(placed, variant) for variant in variants)
@@ -163,17 +154,17 @@ def _read(problem: SearchProblem, plan: Plan, process: Processes, watcher: Watch
             scorer.plain()
         watcher.advance(len(variants))
     parts = {number: part for share in process.gather(sums) for number, part in share.items()}
-    tokens = np.array([count for batch in batches for count in batch.tokens], dtype=np.float64)
-    documents = np.array([document for batch in batches for document in batch.documents])
     columns = {
         name: np.concatenate([np.array([of[name] for of in parts[number]]).T for number in range(len(batches))])
         for name in MEASURES
-    }  # [N, K + 1] each
-    counts = tokens > 0
-    return _Read({name: values[counts] for name, values in columns.items()}, tokens[counts], documents[counts])
+    }
+    read = losses_of(columns, batches)
+    counts = read.tokens > 0
+    columns = {name: values[counts] for name, values in columns.items()}
+    return HeldoutLosses(columns, read.tokens[counts], read.documents[counts])
 
 
-def _table(plan: Plan, read: _Read, end: Breakpoint) -> pd.DataFrame:
+def _table(plan: Plan, read: HeldoutLosses, end: Breakpoint) -> pd.DataFrame:
     """Rows with the column `removed`."""
     documents, at = np.unique(read.documents, return_inverse=True)
     owns = (np.arange(len(documents))[:, None] == at).astype(np.float64)  # [D, N]

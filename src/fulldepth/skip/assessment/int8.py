@@ -40,7 +40,7 @@ from fulldepth.hf.checkpoint_folder import (
 from fulldepth.skip.exports.export import STOCK
 from fulldepth.skip.exports.fold import MOST, branch_factors, check_foldable, logits, probes, scaled_logits
 from fulldepth.skip.exports.formats import FORMATS, as_stock
-from fulldepth.skip.exports.possible import Outline, check_format
+from fulldepth.skip.exports.possible import check_format
 from fulldepth.skip.plan import Plan
 
 METHOD = "int8"
@@ -173,7 +173,7 @@ class Saver:
                 f"A quantised {type(model).__name__} cannot be saved: it is no class of transformers. Leave --save out."
             )
         try:
-            check_format(model, Outline.of(self.plan), FORMATS["folded"])
+            check_format(model, self.plan.granularity, len(self.plan.blocks), FORMATS["folded"])
             check_foldable(self.original, self.plan)
         except FulldepthError as error:
             self.only_whole = True

@@ -35,7 +35,7 @@ from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, FRAMEWORKS, Finding, Results, finite, provenance
 from fulldepth.settings.bench import QuantiseSettings
 from fulldepth.settings.keywords import takes_settings
-from fulldepth.skip.assessment.compared import Cell, HeldoutLosses, Measured, losses_of
+from fulldepth.skip.assessment.compared import Cell, HeldoutLosses, Measured, gap_finding, in_words, losses_of
 from fulldepth.skip.assessment.int8 import METHOD, Saver, check_torchao, int8
 from fulldepth.skip.plan import FILE, Plan, plan_scalars
 from fulldepth.skip.selection.outcome import settings_of
@@ -249,11 +249,11 @@ def _headline(measured: Measured, plans: Mapping[str, Plan | None]) -> Iterator[
         added, plan = losses.added(name), plans[name]
         healed = "" if plan is None else ", healed" if plan.healed_loss is not None else ", not healed"
         size = measured.parameter_bytes[name] / measured.parameter_bytes[ORIGINAL]
-        loss = f"held-out loss {losses.mean(name):.4f} nats{healed}, {added.text('the original')}"
+        loss = f"held-out loss {losses.mean(name):.4f} nats{healed}, {in_words(added, 'the original')}"
         parts = [f"{name[0].upper()}{name[1:]}: {loss}", f"{size:.1%} of its parameter bytes"]
         if not_compared is None:
             parts += [f"{phase} time: {measured.ratio_text(name, phase)}" for phase in PHASES]
-        yield name, added.finding("; ".join(parts) + ".")
+        yield name, gap_finding(added, "; ".join(parts) + ".")
     if not_compared is not None:
         yield "times", not_compared
 
@@ -265,10 +265,10 @@ def order(losses: HeldoutLosses, first: Plan, second: Plan) -> Finding:
     which = f"they remove layers {listed[0]} and {listed[1]}"
     if set(first.blocks) == set(second.blocks):
         which = f"both remove layers {', '.join(map(str, sorted(first.blocks)))}"
-    verdict = f"Quantising first: {gap.text('quantising last')}"
+    verdict = f"Quantising first: {in_words(gap, 'quantising last')}"
     if gap.measurable:
         better = "first" if gap.mean < 0 else "last"
-        verdict = f"Quantising {better} is better by {abs(gap.mean):.4f} nats ± {gap.error:.4f}"
+        verdict = f"Quantising {better} is better by {abs(gap.mean):.4f} nats ± {gap.free_error:.4f}"
     last = losses.mean(SECOND)
     ends = f"quantise, then skip ends at {losses.mean(FIRST):.4f} nats, skip, then quantise at {last:.4f}"
-    return gap.finding(f"{verdict}; {ends}; {which}.")
+    return gap_finding(gap, f"{verdict}; {ends}; {which}.")

@@ -41,7 +41,7 @@ from fulldepth.settings import Settings
 from fulldepth.settings.exit import file_size
 from fulldepth.skip.exports.fold import probes, rounding_error, scaled_logits
 from fulldepth.skip.exports.formats import FORMATS, SHARD_SIZE, Draft, Format, known_format
-from fulldepth.skip.exports.possible import Outline, check_format
+from fulldepth.skip.exports.possible import check_format
 from fulldepth.skip.plan import MOST_BYTES, Plan
 from fulldepth.skip.summary import in_sample
 
@@ -147,7 +147,7 @@ def export(
         loaded = load_checkpoint(model, **places, **hub).model
     source = model.name_or_path if isinstance(model, PreTrainedModel) else str(model)
     plan.check_model(loaded)
-    stock = check_format(loaded, Outline.of(plan), file_format)
+    stock = check_format(loaded, plan.granularity, len(plan.blocks), file_format)
     reader_map = "auto" if device_map is not None or is_offloaded(loaded) else None
     with folder_to_be(target) as folder:
         anatomy = stock if stock.model is loaded else find_anatomy(loaded)

@@ -144,7 +144,8 @@ def prepare(anatomy: Anatomy, plan: Plan, *, most: float | None = None) -> Foldi
     ids = probes(anatomy)
     factors, scales = branch_factors(plan, anatomy.num_layers, parallel=anatomy.family.design == "parallel")
     changes = _changes(anatomy, factors, ids)
-    kind, cause = ("healed", _cause(anatomy)) if heals(plan) else ("skipping", "There are no scalars to fold.")
+    eps = f"The norms' eps is added to a stream of another scale; the rest is rounding in {anatomy.model.dtype}."
+    kind, cause = ("healed", eps) if heals(plan) else ("skipping", "There are no scalars to fold.")
 
     def check(where: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if bool((output[0] if isinstance(output, tuple) else output).any()):
@@ -350,13 +351,3 @@ def rounding_error(anatomy: Anatomy, plan: Plan, ids: Tensor, expected: Tensor) 
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _cause(anatomy: Anatomy) -> str:
-    """A sentence on the cause of a folded model's error."""
-    norm = anatomy.final_norm
-    eps = next((getattr(norm, name) for name in ("eps", "variance_epsilon") if hasattr(norm, name)), None)
-    value = "" if eps is None else f" ({eps:g})"
-    return (
-        f"The norms' eps{value} is added to a stream of another scale; the rest is rounding in {anatomy.model.dtype}."
-    )

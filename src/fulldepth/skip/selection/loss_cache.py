@@ -254,22 +254,21 @@ class LossCache:
         units = [(number, variant) for number in range(len(batches)) for variant in variants]
         bounds = [round(len(units) * rank / self.process.world) for rank in range(self.process.world + 1)]
         share = units[bounds[self.process.rank] : bounds[self.process.rank + 1]]
-        scored: dict[tuple[int, Variant], dict[str, list[float]]] = {}
+        scored: list[tuple[Variant, dict[str, list[float]]]] = []
         for number in sorted({number for number, _ in share}):
             own, batch = [variant for at, variant in share if at == number], batches[number]
             if kind == SCALED:
-                for variant in own:
-                    losses = self.scorer.healed_sums(batch, variant, self._tasks[_fit_of(variant)]["scalars"])[LOSS]
-                    scored[number, variant] = {SCALED: losses}
-                    self._advance(1)
+                fits = {variant: self._tasks[_fit_of(variant)]["scalars"] for variant in own}
+                sums = {v: {SCALED: self.scorer.healed_sums(batch, v, fits[v])[LOSS]} for v in own}
+                self._advance(len(own))
             else:
                 sums = self.scorer.sums(batch, own, divergence=kind == DIVERGENCE, advance=self._advance)
-                scored |= {(number, variant): sums[variant] for variant in own}
+            scored += [(variant, sums[variant]) for variant in own]
         self._advance(len(units) - len(share))
         gathered: dict[str, dict[str, list[float]]] = {}
         # In the order of `units`: each process has the next part of them.
-        results = [result for part in self.process.gather(scored) for result in part.items()]
-        for (_, variant), by_name in results:
+        results = [result for part in self.process.gather(scored) for result in part]
+        for variant, by_name in results:
             for name, values in by_name.items():
                 if not all(map(math.isfinite, values)):
                     raise FulldepthError(

@@ -20,10 +20,8 @@ from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.flops import Variant
-from fulldepth.execution.scoring import Batch
-from fulldepth.hf import device_of
+from fulldepth.execution.scoring import BASE, Batch, Scorer
 from fulldepth.hf.scalars import Scalars
-from fulldepth.hf.surgery import Switches
 from fulldepth.metrics import Mmd, Observation, Setup
 from fulldepth.metrics.base import Row
 from fulldepth.progress import Watcher
@@ -121,16 +119,22 @@ def outcome(
     states = {"skipped": None, **({} if scalars is None else {"healed": scalars})}
     watcher.begin("Analysis", len(states) * len(batches))
     count, tokens = len(plan.blocks), sum(example.predicted for example in heldout)
-    tables = list(_losses(plan, tokens))
+    kept = plan.control_loss
+    losses: list[tuple[int | None, float | None, int, str]] = [
+        (None, plan.losses[0], 0, "original"),
+        *((layer, plan.losses[at], at, "skipped") for at, layer in enumerate(plan.blocks, start=1)),
+        (plan.blocks[-1], plan.healed_loss, count, "healed"),
+        (None, None if kept is None else kept.scalars_only, 0, "scalars_only"),
+    ]
+    tables = [
+        tabulate([("loss", "model", layer, None, "mean", loss, tokens, "nats")], removed=removed, state=state)
+        for layer, loss, removed, state in losses
+        if loss is not None
+    ]
     for state, factors in states.items():
+        options: dict[str, Any] = {"seed": problem.settings.seed, "watcher": watcher}
         rows = discrepancies(
-            scorer.switches,
-            batches,
-            Variant(plan.blocks),
-            factors,
-            reservoir_tokens=reservoir_tokens,
-            seed=problem.settings.seed,
-            watcher=watcher,
+            scorer, batches, Variant(plan.blocks), factors, reservoir_tokens=reservoir_tokens, **options
         )
         tables.append(tabulate(rows, removed=count, state=state))
     table, noted = joined(tables, removed="Int64", state="str"), plan.document()
@@ -145,33 +149,16 @@ def outcome(
     return Results(table, dict(finite(document)))
 
 
-def _losses(plan: Plan, tokens: int) -> Iterator[pd.DataFrame]:
-    """The loss after every removal, healed, and of the control."""
-    count = len(plan.blocks)
-    losses: list[tuple[int | None, float | None, int, str]] = [
-        *(
-            (layer, plan.losses[at], at, "skipped" if at else "original")
-            for at, layer in enumerate([None, *plan.blocks])
-        ),
-        (plan.blocks[-1], plan.healed_loss, count, "healed"),
-        (None, None if plan.control_loss is None else plan.control_loss.scalars_only, 0, "scalars_only"),
-    ]
-    for layer, loss, removed, state in losses:
-        if loss is not None:
-            row = ("loss", "model", layer, None, "mean", loss, tokens, "nats")
-            yield tabulate([row], removed=removed, state=state)
-
-
 @torch.inference_mode()
 def discrepancies(
-    switches: Switches,
+    scorer: Scorer,
     batches: Sequence[Batch],
     variant: Variant,
     scalars: Scalars | None,
     *,
-    reservoir_tokens: int = RESERVOIR_TOKENS,
-    seed: int = 0,
-    watcher: Watcher | None = None,
+    reservoir_tokens: int,
+    seed: int,
+    watcher: Watcher,
 ) -> list[Row]:
     """The rows of `metrics.Mmd`: squared MMD of layers 0..L between the modified and the unmodified model.
 
@@ -180,7 +167,7 @@ def discrepancies(
     are in memory.
 
     Args:
-        switches: entered, of a model in evaluation mode; nothing is skipped on return.
+        scorer: of the model; nothing is skipped on return.
         batches: held-out data.
         variant: layers that the modified model skips.
         scalars: its scalars, made for that variant; None = not healed.
@@ -190,8 +177,7 @@ def discrepancies(
 
     Source: Hopscotch (arXiv 2506.03303), analysis of the hidden states.
     """
-    watcher, anatomy = watcher or Watcher(), switches.anatomy
-    device = device_of(anatomy.model)
+    anatomy, switches = scorer.anatomy, scorer.switches
     masks = [batch.inputs["attention_mask"].bool() for batch in batches]
     tokens = sum(int(mask.sum()) for mask in masks)
     measure = Mmd(
@@ -203,7 +189,7 @@ def discrepancies(
             num_tokens=tokens,
             reservoir_tokens=min(reservoir_tokens, tokens),
             seed=seed,
-            device=device,
+            device=scorer.device,
         )
     )
     reservoirs: list[Metric] = [measure.setup.reservoir(site) for site in measure.sites]
@@ -215,13 +201,15 @@ def discrepancies(
 
             def states(batch: Batch, skipped: Variant, factors: Scalars | None) -> Tensor:
                 """[L+1, B, T, D] the residual stream of one pass."""
-                _set(switches, skipped, factors)
+                scorer.plain()
+                switches.skip(skipped)
+                switches.scalars = factors
                 activations.clear()
-                anatomy.body(**body_inputs(anatomy, batch.to(device).inputs))
+                anatomy.body(**body_inputs(anatomy, batch.to(scorer.device).inputs))
                 return activations.stack("residual", measure.setup.device)
 
             for batch, mask in zip(batches, masks, strict=True):
-                reference = states(batch, Variant(), None)
+                reference = states(batch, BASE, None)
                 own = states(batch, variant, scalars)
                 mask = mask.to(measure.setup.device)
                 numbers = torch.arange(first, first + len(mask), device=mask.device)
@@ -229,15 +217,8 @@ def discrepancies(
                 first += len(mask)
                 watcher.advance(1)
     finally:
-        _set(switches, Variant(), None)
+        scorer.plain()
     return measure.rows()
-
-
-def _set(switches: Switches, variant: Variant, scalars: Scalars | None) -> None:
-    """Set skipped layers and scalars; scalars are removed first, because they match one set of layers only."""
-    switches.scalars = None
-    switches.skip(variant)
-    switches.scalars = scalars
 
 
 def _warnings(plan: Plan, problem: SearchProblem) -> Iterator[str]:
@@ -261,8 +242,35 @@ def headline(plan: Plan, table: pd.DataFrame, depth: int) -> dict[str, Finding]:
         table: rows of `mmd`.
         depth: number of layers of the model.
     """
-    findings = {"loss_added": loss_added(plan, depth), "loss_healed": _healed(plan), "mmd": _discrepancy(plan, table)}
-    return {name: finding for name, finding in findings.items() if finding is not None}
+    findings, last = {"loss_added": loss_added(plan, depth)}, plan.losses[-1]
+    if plan.healed_loss is None or plan.control_loss is None:
+        findings["loss_healed"] = Finding(None, "nats", "No scalars were fitted: the model is not healed.")
+    else:  # no differences: a plan has no errors of them
+        unhelped = "" if plan.healed_loss < last else " No epoch of training them lowered it."
+        sentence = (
+            f"Held-out loss with scalars: {plan.healed_loss:.4f}, without: {last:.4f}.{unhelped} Control, the same "
+            f"training without removal: {plan.control_loss.scalars_only:.4f}, without scalars: {plan.losses[0]:.4f}. "
+            "Differences without a standard error are not interpreted; `fulldepth skip bench --heldout` measures "
+            "exports with one."
+        )
+        findings["loss_healed"] = Finding(plan.healed_loss, "nats", sentence)
+    rows = table[table.measure == "mmd"]
+    if rows.empty:
+        return findings
+    ends = rows[rows.layer == rows.layer.max()].set_index("state")
+    before, count = float(ends.loc["skipped", "value"]), int(ends.loc["skipped", "count"])
+    scale = f"squared MMD over {count} held-out tokens, 0 = the same distribution"
+    if "healed" not in ends.index:
+        sentence = f"The last layer's states differ from the original's by {before:.2e} ({scale}), not healed."
+        return findings | {"mmd": Finding(before, "1", sentence)}
+    after = float(ends.loc["healed", "value"])
+    sentence = (
+        f"The last layer's states differ from the original's by {before:.2e} before and {after:.2e} after healing "
+        f"({scale})."
+    )
+    if plan.healed_loss is not None and after > before and plan.healed_loss < last:
+        sentence += " (They may scale the whole stream, which the final norm takes away and this measure does not.)"
+    return findings | {"mmd": Finding(after, "1", sentence)}
 
 
 def nats(value: float) -> str:
@@ -287,41 +295,6 @@ def loss_added(plan: Plan, depth: int) -> Finding:
     if caveat := in_sample(plan):
         sentence += f" {caveat}"
     return Finding(last - base, "nats", sentence, no_standard_error=UNKNOWN)
-
-
-def _healed(plan: Plan) -> Finding:
-    """The losses with scalars, without them, and of the control; no differences, as a plan has no errors of them."""
-    if plan.healed_loss is None or plan.control_loss is None:
-        return Finding(None, "nats", "No scalars were fitted: the model is not healed.")
-    base, last, healed = plan.losses[0], plan.losses[-1], plan.healed_loss
-    unhelped = "" if healed < last else " No epoch of training them lowered it."
-    sentence = (
-        f"Held-out loss with scalars: {healed:.4f}, without: {last:.4f}.{unhelped} Control, the same training without "
-        f"removal: {plan.control_loss.scalars_only:.4f}, without scalars: {base:.4f}. Differences without a standard "
-        "error are not interpreted; `fulldepth skip bench --heldout` measures exports with one."
-    )
-    return Finding(healed, "nats", sentence)
-
-
-def _discrepancy(plan: Plan, table: pd.DataFrame) -> Finding | None:
-    """MMD at the last layer without and with scalars."""
-    rows = table[table.measure == "mmd"]
-    if rows.empty:
-        return None
-    last = rows[rows.layer == rows.layer.max()].set_index("state")
-    before, count = float(last.loc["skipped", "value"]), int(last.loc["skipped", "count"])
-    scale = f"squared MMD over {count} held-out tokens, 0 = the same distribution"
-    if "healed" not in last.index:
-        sentence = f"The last layer's states differ from the original's by {before:.2e} ({scale}), not healed."
-        return Finding(before, "1", sentence)
-    after = float(last.loc["healed", "value"])
-    sentence = (
-        f"The last layer's states differ from the original's by {before:.2e} before and {after:.2e} after healing "
-        f"({scale})."
-    )
-    if plan.healed_loss is not None and after > before and plan.healed_loss < plan.losses[-1]:
-        sentence += " (They may scale the whole stream, which the final norm takes away and this measure does not.)"
-    return Finding(after, "1", sentence)
 
 
 def joined(tables: Sequence[pd.DataFrame], **types: str) -> pd.DataFrame:
