@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fulldepth.api.measuring import measure as measure
-    from fulldepth.api.reporting import report as report
     from fulldepth.comparison import compare as compare
     from fulldepth.demonstration import demo as demo
     from fulldepth.errors import FulldepthError as FulldepthError
     from fulldepth.evaluation import evaluate as evaluate
+    from fulldepth.measurement import measure as measure
     from fulldepth.results import Results as Results
+    from fulldepth.results import report as report
     from fulldepth.training import train as train
 
 _HOME = {
@@ -26,8 +26,8 @@ _HOME = {
     "compare": "comparison",
     "demo": "demonstration",
     "evaluate": "evaluation",
-    "measure": "api.measuring",
-    "report": "api.reporting",
+    "measure": "measurement",
+    "report": "results",
     "train": "training",
 }
 """Public name -> the subpackage that defines it."""

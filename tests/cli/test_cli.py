@@ -198,7 +198,7 @@ def test_what_goes_wrong_inside_a_command(main, monkeypatch, error, words):
             torch.empty(1 << 55)
         raise error
 
-    monkeypatch.setattr("fulldepth.reporting.write_together", fail)
+    monkeypatch.setattr("fulldepth.results.report", fail)
     code, out, err = main("report", "somewhere")
     assert (code, out) == (2, "")
     assert words in err

@@ -23,7 +23,7 @@ class Panic(BaseException):
 
 def inside(monkeypatch, action):
     """Let `fulldepth report` do something else."""
-    monkeypatch.setattr("fulldepth.reporting.write_together", lambda *_, **__: action())
+    monkeypatch.setattr("fulldepth.results.report", lambda *_, **__: action())
 
 
 def throw(error):

@@ -83,7 +83,7 @@ def test_headline_is_the_tables(trained, text_file):
 def test_the_public_function_is_the_same_however_it_was_imported():
     program = (
         "import fulldepth, types; first = fulldepth.measure; import fulldepth.measurement.run; "
-        "from fulldepth import measure; from fulldepth.api.measuring import measure as function; "
+        "from fulldepth import measure; from fulldepth.measurement import measure as function; "
         "assert first is measure is fulldepth.measure is function and isinstance(measure, types.FunctionType); "
         "import fulldepth.reporting; assert isinstance(fulldepth.report, types.FunctionType)"
     )

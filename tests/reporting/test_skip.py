@@ -9,17 +9,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fulldepth.skip.assessment.outcome import analyse
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.reporting.page import payload
 from fulldepth.reporting.skip import Part, layers_of, parts, removals, timed_models
 from fulldepth.reporting.source import Source
-from fulldepth.results import Results, write_page, write_together
+from fulldepth.results import Results, report, write_page
 from fulldepth.results.pages import names, together
 from fulldepth.skip.assessment.bench import bench
 from fulldepth.skip.assessment.curve import curve
-from fulldepth.skip.assessment.outcome import analyse
 from fulldepth.skip.exports.export import export
 from fulldepth.skip.selection.search import search
 from reporting import skip_folders as folders
@@ -225,28 +225,28 @@ def test_what_does_not_belong_together_is_refused(root, tmp_path):
         ([], "folder"),
     ):
         with pytest.raises(FulldepthError, match=named):
-            write_together(paths, tmp_path / "page")
+            report(paths, tmp_path / "page")
     assert not (tmp_path / "page").exists()
     half = folders.bench()  # another precision has another hash and is allowed
     half.meta["settings"] |= {"dtype": "bfloat16"}
     half.meta["model"]["hash"] = "sha256:" + "66" * 32
     half.save(tmp_path / "half", page=False)
-    assert write_together([root / "out", tmp_path / "half"], tmp_path / "page").is_file()
+    assert report([root / "out", tmp_path / "half"], tmp_path / "page").is_file()
 
 
 def test_where_the_page_goes_and_what_it_says_of_its_rows(root, tmp_path):
     beside = "The file results.parquet beside this page holds all rows."
     for path, where in (
         (write_page(root / "out"), beside),
-        (write_together([root / "out"]), beside),
-        (write_together([root / "out"], tmp_path / "new" / "place"), "The file results.parquet in out holds all of them."),
-        (write_together([root / "curve", root / "out"]), "The files results.parquet in curve and out hold all of them."),
+        (report([root / "out"]), beside),
+        (report([root / "out"], tmp_path / "new" / "place"), "The file results.parquet in out holds all of them."),
+        (report([root / "curve", root / "out"]), "The files results.parquet in curve and out hold all of them."),
     ):
         assert where in path.read_text(encoding="utf-8")
     assert (root / "curve" / "report.html").is_file()
     (tmp_path / "file").write_text("")
     with pytest.raises(FulldepthError, match="file"):
-        write_together([root / "out"], tmp_path / "file")
+        report([root / "out"], tmp_path / "file")
     assert names([Path("/a/out"), Path("/a/curve")]) == ["out", "curve"]
     assert names([Path("/a/out"), Path("/b/out")]) == ["a/out", "b/out"]
 

@@ -54,9 +54,9 @@ def report_command(
 
     Example: `fulldepth report out/ curve/ bench/ --output page/`
     """
-    from fulldepth.results import write_together
+    from fulldepth.results import report
 
-    typer.echo(f"Page: {write_together(folders, output, overwrite=overwrite)}")
+    typer.echo(f"Page: {report(folders, output, overwrite=overwrite)}")
 
 
 @command(app, "demo", headline=True, resumes=True)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
+from fulldepth import launch
 from fulldepth.data import Sequences
 from fulldepth.distributed import processes
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf import find_checkpoints
-from fulldepth.measurement.run import measure_with
+from fulldepth.measurement.run import measure_once, measure_with
 from fulldepth.measurement.series import (
     Point,
     contents,
@@ -20,9 +26,74 @@ from fulldepth.measurement.series import (
     series_points,
 )
 from fulldepth.progress import Watcher
-from fulldepth.results import DOCUMENT, PAGE, Results, TableMismatchError, check_free
+from fulldepth.results import DOCUMENT, PAGE, Results, TableMismatchError, check_free, claimed
+from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.subjects import read_source
+
+
+@takes_settings(MeasureSettings, recipes="measure")
+def measure(
+    model: str | Path | torch.nn.Module,
+    data: Any,
+    *,
+    settings: MeasureSettings,
+    watcher: Watcher,
+    output: str | Path | None = None,
+    recipe: str | Path | None = None,
+    tokenizer: Any = None,
+    series: bool = True,
+    overwrite: bool = False,
+    stages: Sequence[torch.nn.Module | str] | None = None,
+    head: torch.nn.Module | str | None = None,
+) -> Results:
+    """Measure what every layer of a model does, as `fulldepth measure`.
+
+    All measures share one forward pass over the data. Layers are numbered 1..L, 0 is the embedding output; the last
+    layer is read before the final norm (and after it, at the site `final_normed`). The folder of a training run gives a
+    series: one measurement of every `checkpoint-N`, with the column `step`.
+
+    ```python
+    results = fulldepth.measure("path/to/checkpoint", "text.txt", max_sequences=64)
+    series = fulldepth.measure("path/to/run", "corpus:builtin", output="out/")  # resumes; writes the page
+    results = fulldepth.measure(model, ["some text", "more text"], tokenizer=tokenizer)
+    results = fulldepth.measure(module, (inputs, labels), stages=[*module.blocks], head=module.classifier)
+    ```
+
+    Args:
+        model: checkpoint folder, folder of a training run, GGUF file, Hub name, or a loaded model (left as it is).
+        data: path (text, table, images), Hub data set, `corpus:builtin`, a list of texts or of mappings, a
+            `datasets.Dataset`, or prepared `fulldepth.data.Sequences`.
+        output: result folder, which also gets the page. An interrupted series resumes there; results of the same model,
+            data and settings are read, not measured again. None = nothing is written.
+        settings: fields of `MeasureSettings` as keywords, or an instance.
+        watcher: receives messages and progress.
+        recipe: name of a recipe (`quick`, `full`) or a YAML file; the other arguments override it.
+        tokenizer: required with a loaded model; otherwise the one saved with the checkpoint.
+        series: False = of a folder with checkpoints and a model, measure the model alone.
+        overwrite: measure again, and replace results in `output`.
+        stages: for a module that is no transformers model: its parts (or their names) whose outputs are layers 1..L, in
+            order. `data` is then `(inputs, labels)` as arrays, inputs alone, or a map-style data set.
+        head: with `stages`, the module that gives the class scores from the last stage's output.
+
+    Returns:
+        `.table` (tidy rows), `.headline`, `.values(...)`, `.figures()`, `.show()`, `.save(dir)`.
+
+    Raises:
+        FulldepthError: if model, data or settings are invalid, the anatomy is not proven, or `output` is taken.
+    """
+    by_name = isinstance(model, str | Path) and tokenizer is None and stages is None and head is None
+    is_run = isinstance(model, str | Path) and series and bool(find_checkpoints(model))
+    if is_run and tokenizer is not None:
+        raise FulldepthError("A series takes a tokenizer by its folder or Hub name, not as an object.")
+    if by_name and (is_run or output is not None):
+        with TemporaryDirectory() if output is None else nullcontext(output) as folder:
+            return measure_into(str(model), data, folder, settings, overwrite=overwrite, series=series, watcher=watcher)
+    with claimed(output, overwrite):
+        results = measure_once(model, data, settings, watcher, tokenizer=tokenizer, stages=stages, head=head)
+        if output is not None and launch.is_main():
+            results.save(output)
+    return results
 
 
 def measure_into(

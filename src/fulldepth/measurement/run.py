@@ -37,7 +37,6 @@ from fulldepth.metrics import Detections, Observation, Readout, Setup, SpectralN
 from fulldepth.metrics.cosine import SITE
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, finite, gathered, groups_entry, provenance, tabulate
-from fulldepth.settings import layer as layered
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.subjects import open_checkpoint, prove, read_source, small_batch
 
@@ -46,62 +45,17 @@ LENS = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}
 """Measures that share a computation, whose time is reported under one name."""
 
 
-def measure(
+def measure_once(
     model: str | Path | torch.nn.Module,
     data: Any,
+    settings: MeasureSettings,
+    watcher: Watcher,
     *,
-    measures: str | list[str] | None = None,
     tokenizer: Any = None,
-    max_sequences: int = 256,
-    sequence_length: int | None = None,
-    batch_size: int = 8,
-    token_policy: str = "auto",
-    device: str | torch.device | None = None,
-    dtype: str | torch.dtype = "auto",
-    watcher: Watcher | None = None,
     stages: Sequence[torch.nn.Module | str] | None = None,
     head: torch.nn.Module | str | None = None,
-    **options: Any,
 ) -> Results:
-    """Measure what every layer of a model does.
-
-    Measures share a forward pass; the lens of a masked model and a reference model take one each. Layers are numbered
-    1..L, 0 is the embedding output; the last is read before the final norm (and after it, at site `final_normed`).
-
-    Args:
-        model: checkpoint folder, Hub name, or a loaded model (left on its device, in its mode).
-        data: path, Hub data set, `corpus:builtin`, a list of texts or of mappings, a `datasets.Dataset`, or prepared
-            `fulldepth.data.Sequences`.
-        measures: names from `fulldepth.metrics.METRICS`, or one name; None = all that model and data allow.
-        tokenizer: required with a loaded model; otherwise the one saved with the checkpoint.
-        max_sequences: maximum number of sequences.
-        sequence_length: tokens per sequence; None = 256, or the model's maximum if smaller.
-        batch_size: sequences per forward pass; it does not affect the results.
-        token_policy: as `MeasureSettings.token_policy`; padding never counts.
-        device: None = the first accelerator, else the CPU.
-        dtype: `auto` = the checkpoint's own.
-        watcher: receives messages and progress.
-        stages: parts of any other module whose outputs are layers 1..L; `data` as for `fulldepth.data.prepare_arrays`.
-        head: gives the class scores from the last stage's output; None = no predictions.
-        **options: any other field of `MeasureSettings` (`words`, `reference`, `seed`, `exact`, `tower`, ...).
-
-    Returns:
-        `.table` (tidy rows), `.headline`, `.figures()`, `.save(dir)`.
-
-    Raises:
-        FulldepthError: if model, data or options are invalid, or the model's anatomy cannot be verified.
-    """
-    given = {
-        "measures": measures,
-        "max_sequences": max_sequences,
-        "sequence_length": sequence_length,
-        "batch_size": batch_size,
-        "token_policy": token_policy,
-        "device": None if device is None else str(device),
-        "dtype": str(dtype).removeprefix("torch."),
-        **options,
-    }
-    settings, watcher = layered(MeasureSettings, given), watcher or Watcher()
+    """Measure one model; nothing is written. The arguments are those of `measure`."""
     with processes(settings.device) as process:
         if stages is None and head is None:
             return measure_with(model, data, settings, process, watcher, tokenizer=tokenizer)
@@ -121,7 +75,7 @@ def measure_with(
     *,
     tokenizer: Any = None,
 ) -> Results:
-    """`measure` with its settings resolved and its process group joined."""
+    """Measure a checkpoint or a model of transformers, with the process group joined."""
     start = time.perf_counter()
     reset_peak()
     if isinstance(model, torch.nn.Module):

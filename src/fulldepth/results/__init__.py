@@ -15,7 +15,7 @@ from fulldepth.results.folder import (
     holder,
 )
 from fulldepth.results.influences import gathered, groups_entry, groups_of, joined
-from fulldepth.results.pages import Chapter, write_index, write_page, write_together
+from fulldepth.results.pages import Chapter, report, write_index, write_page
 from fulldepth.results.provenance import FRAMEWORKS, provenance, versions
 from fulldepth.results.table import COLUMNS, tabulate
 
@@ -40,9 +40,9 @@ __all__ = [
     "holder",
     "joined",
     "provenance",
+    "report",
     "tabulate",
     "versions",
     "write_index",
     "write_page",
-    "write_together",
 ]

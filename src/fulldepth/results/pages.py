@@ -43,8 +43,15 @@ def write_page(directory: str | Path) -> Path:
     return Results.load(directory).save_page(directory)
 
 
-def write_together(folders: Sequence[str | Path], output: str | Path | None = None, *, overwrite: bool = False) -> Path:
-    """Read one result folder, or several of `fulldepth skip`, and write one `report.html` atomically.
+def report(
+    folders: str | Path | Sequence[str | Path], output: str | Path | None = None, *, overwrite: bool = False
+) -> Path:
+    """Rebuild the page of a result folder, or put several folders of `fulldepth skip` on one page.
+
+    ```python
+    fulldepth.report("out/")
+    fulldepth.report(["plan/", "bench/"], "page/")
+    ```
 
     Args:
         folders: of the kinds `skip`, `curve`, `bench` and `quantise`, about the same model; or a single one of any
@@ -59,7 +66,7 @@ def write_together(folders: Sequence[str | Path], output: str | Path | None = No
         FulldepthError: if a folder holds no readable results, if they cannot share a page, or if `output` holds
             results that are not on the page, is held by another process, or cannot be written.
     """
-    paths = [Path(folder) for folder in folders]
+    paths = [Path(folder) for folder in ([folders] if isinstance(folders, str | Path) else folders)]
     if not paths:
         raise FulldepthError("A page needs at least one result folder.")
     target = paths[0] if output is None else Path(output)
