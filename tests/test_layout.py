@@ -49,7 +49,6 @@ ARROWS: dict[str, set[str]] = {
     "results": {"reporting"},
     **dict.fromkeys(VERBS, NOUNS | {"settings"}),
     **dict.fromkeys(COMPOSITIONS, VERBS | {"data", "results", "settings"}),
-    "api": NOUNS | VERBS | COMPOSITIONS | {"bars", "settings"},
     "cli": VERBS | COMPOSITIONS | {"bars", "console", "results", "settings"},
     "__main__": {"cli"},
     "__init__": NOUNS | VERBS | COMPOSITIONS | {"reporting", "settings"},
