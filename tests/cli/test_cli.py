@@ -199,7 +199,7 @@ def test_debug_shows_the_traceback(main, where):
     ],
 )
 def test_what_goes_wrong_inside_a_command(main, monkeypatch, error, words):
-    monkeypatch.setattr("fulldepth.reporting.write_together", lambda *_, **__: (_ for _ in ()).throw(error))
+    monkeypatch.setattr("fulldepth.results.write_together", lambda *_, **__: (_ for _ in ()).throw(error))
     code, out, err = main("report", "somewhere")
     assert (code, out) == (2, "")
     assert words in err
@@ -207,7 +207,7 @@ def test_what_goes_wrong_inside_a_command(main, monkeypatch, error, words):
 
 
 def test_what_torch_really_says_when_memory_runs_out(main, monkeypatch):
-    monkeypatch.setattr("fulldepth.reporting.write_together", lambda *_, **__: torch.empty(1 << 55))
+    monkeypatch.setattr("fulldepth.results.write_together", lambda *_, **__: torch.empty(1 << 55))
     code, _, err = main("report", "somewhere")
     assert code == 2
     assert "Out of memory" in err

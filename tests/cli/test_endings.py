@@ -24,7 +24,7 @@ class Panic(BaseException):
 
 def inside(monkeypatch, action):
     """Let `fulldepth report` do something else."""
-    monkeypatch.setattr("fulldepth.reporting.write_together", lambda *_, **__: action())
+    monkeypatch.setattr("fulldepth.results.write_together", lambda *_, **__: action())
 
 
 def throw(error):

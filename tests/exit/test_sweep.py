@@ -15,7 +15,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.exit.readings import Exit
 from fulldepth.exit.served import EarlyExit
 from fulldepth.exit.subject import open_checkpoint, prepare_subject
-from fulldepth.reporting.payload import payload
+from fulldepth.reporting.page import payload
 from fulldepth.results import Results
 from fulldepth.settings.exit import ExitSettings
 from skip.word_tokenizer import tokenizer
@@ -186,7 +186,7 @@ def test_nothing_is_advised_of_a_model_at_chance(labelled, texts):
     [(name, finding)] = results.headline.items()
     assert name == "accuracy"
     assert finding["sentence"].endswith("nothing is advised.")
-    told = payload(results)["story"]
+    told = payload(results.table, results.meta)["story"]
     assert told == {"sentences": [finding["sentence"]], "next": None}
     options = {"sequence_length": 8, "tokenizer": tokenizer(), "thresholds": [0.5], "prompts": 0}
     language = exit.sweep(tiny_models.build("llama"), texts, **options)

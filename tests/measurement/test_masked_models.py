@@ -10,7 +10,7 @@ import torch
 import transformers as tf
 
 from fulldepth.measurement import measure
-from fulldepth.reporting.measured import about
+from fulldepth.reporting import render
 from measurement import oracle
 
 LM = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}
@@ -70,7 +70,7 @@ def test_only_the_lens_reads_masked_text(checkpoint, text_file, bert_tokenizer):
 
     assert results.meta["data"]["masked_share"] == 0.15
     assert "15 % of its tokens masked" in results.meta["token_policy"]["sentence"]
-    assert "15 % of its tokens masked" in dict(about(results.meta))["Tokens"]
+    assert "15 % of its tokens masked" in render(results.table, results.meta)
 
 
 def test_without_a_mask_token_only_the_lens_is_left_out(checkpoint, text_file, tokenizer, tmp_path):

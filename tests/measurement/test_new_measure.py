@@ -7,8 +7,8 @@ import torch
 import transformers as tf
 
 import fulldepth
-from fulldepth import reporting
 from fulldepth.metrics import METRICS, Measure, Row
+from fulldepth.results import write_page
 
 
 class StreamNorm(Measure):
@@ -59,4 +59,4 @@ def test_a_registered_measure_is_measured_stored_and_shown(checkpoint, text_file
     results.save(tmp_path / "out")
     again = fulldepth.Results.load(tmp_path / "out").table
     assert again[again.measure == "stream_norm"]["value"].tolist() == table["value"].tolist()
-    assert "stream_norm" in reporting.write(tmp_path / "out").read_text()
+    assert "stream_norm" in write_page(tmp_path / "out").read_text()

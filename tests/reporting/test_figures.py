@@ -161,7 +161,8 @@ def test_a_series_and_a_run_over_their_steps():
     for name, term, unit in (("penalty", "jump", "Penalty"), ("penalty:aligned", "aligned", "Penalty (nats)")):
         is_drawn(drawn[name].data[0], values(run.table, Line("penalty", site=term), "step"))
         assert drawn[name].layout.yaxis.title.text == unit
-    profiles = [trace.name for trace in synthetic.training(steps=tuple(range(0, 20_001, 100))).figures()["displacement"].data]
+    long = synthetic.training(steps=tuple(range(0, 20_001, 100)))
+    profiles = [trace.name for trace in long.figures()["displacement"].data]
     assert (len(profiles), profiles[0], profiles[-1]) == (charts.PROFILES, "Step 0", "Step 20,000")
     assert build(run.table.iloc[:0], run.meta) == {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fulldepth import pages, reporting
 from fulldepth.errors import FulldepthError
 from fulldepth.files import read_json
 from fulldepth.results import (
@@ -74,11 +73,9 @@ def killed_at(number: int, action: Callable[[], object]) -> bool:
 
 
 @pytest.fixture
-def named_pages() -> Iterator[None]:
+def named_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that only name their model."""
-    pages.connect(lambda results: results.meta["model"]["name"])
-    yield
-    pages.connect(reporting.render)
+    monkeypatch.setattr("fulldepth.reporting.render", lambda _, meta: meta["model"]["name"])
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

@@ -5,7 +5,7 @@ from fulldepth.data.conversations import conversations
 from fulldepth.data.corpus import builtin_texts, train_tokenizer, train_wordpiece
 from fulldepth.data.documents import Documents, open_documents
 from fulldepth.data.encoding import MASKED_SHARE
-from fulldepth.data.images import image_content, image_name, thumbnail
+from fulldepth.data.images import image_content, image_name
 from fulldepth.data.labelled import balanced_sample
 from fulldepth.data.order import ORDER, ShuffledSampler
 from fulldepth.data.packing import Packed, Windows, flatten_windows, pack
@@ -43,7 +43,6 @@ __all__ = [
     "prepare",
     "prepare_arrays",
     "prepare_translation",
-    "thumbnail",
     "train_tokenizer",
     "train_wordpiece",
 ]

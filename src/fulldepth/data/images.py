@@ -1,11 +1,10 @@
-"""Images from files, folders, bytes or Python objects, decoded on use and within limits; thumbnails of them.
+"""Images from files, folders, bytes or Python objects, decoded on use and within limits.
 
 An image that is corrupt, truncated, too large or of an unsupported format is a `FulldepthError` that names it.
 """
 
 from __future__ import annotations
 
-import base64
 import io
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,12 +34,6 @@ METADATA = "metadata.jsonl"
 """File of a folder of images that gives their captions, as Hugging Face's `imagefolder` reads it."""
 SPLITS = ("validation", "valid", "val", "dev", "test", "train")
 """Names of splits, in order of preference if none is requested; the labels of `test` may be hidden."""
-SIDE = 64
-"""Most pixels of a thumbnail's longer edge."""
-MOST_BYTES = 6000
-"""Most bytes of a thumbnail as a file; its text is a third longer."""
-QUALITIES = (85, 60, 30, 10)
-"""Qualities of JPEG, tried in turn until the file is small enough."""
 
 ImageLoader = Callable[[], Image.Image]
 """Decodes an image to RGB; a `StoredImage` also gives the stored bytes without decoding."""
@@ -213,29 +206,6 @@ def _arrange(
     if split is not None:
         images, depth = [f for f in images if folder(f, depth) == split], depth + 1
     return [(f, f.parent.name if len(f.parts) > depth + 1 else None) for f in images], split
-
-
-def thumbnail(image: Image.Image) -> str:
-    """The image as a `data:` address, its longer edge at most `SIDE` pixels; smaller images keep their size.
-
-    PNG or JPEG, whichever is smaller. Only pixels are kept: no EXIF entries, comments or colour profiles.
-    """
-
-    def encoded(kind: str, **options: int) -> bytes:
-        buffer = io.BytesIO()
-        small.save(buffer, kind, optimize=True, **options)
-        return buffer.getvalue()
-
-    small = image.convert("RGB")
-    small.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
-    small = Image.frombytes("RGB", small.size, small.tobytes())  # without the metadata, which Pillow would write
-    files = [("png", encoded("PNG"))]
-    for quality in QUALITIES:
-        files.append(("jpeg", encoded("JPEG", quality=quality)))
-        if len(files[-1][1]) <= MOST_BYTES:
-            break
-    kind, content = min(files, key=lambda file: len(file[1]))
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode('ascii')}"
 
 
 def image_name(load: ImageLoader) -> str:

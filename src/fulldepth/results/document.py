@@ -5,7 +5,6 @@ Every entry may be missing or null, and other entries are allowed, so that docum
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,11 +31,6 @@ Mapping = dict[str, Any]
 SCHEMA_VERSION = 1
 MOST_BYTES = 256 << 20
 """Largest document in bytes. A series has a lens grid for every checkpoint, about 1 MB for the deepest models."""
-MOST_PICTURE = 16_384
-"""Most characters of a thumbnail."""
-PICTURE = r"^data:image/(png|jpeg);base64,[A-Za-z0-9+/]+={0,2}$"
-"""A thumbnail; no other address is embedded in a page."""
-Picture = Annotated[str, Field(max_length=MOST_PICTURE, pattern=PICTURE)]
 
 
 class Part(pydantic.BaseModel):
@@ -93,15 +87,9 @@ class Policy(Part):
 
 
 class Sample(Part):
-    """One sequence of a lens grid: [T] tokens, targets and saturation layers, [L+1][T] (token, probability).
-
-    A sample of a classifier has one position, whose targets and predictions are classes.
-    """
+    """One sequence of a lens grid: [T] tokens, targets and saturation layers, [L+1][T] (token, probability)."""
 
     title: str | None = None
-    group: str | None = None
-    """Heading under which the sample is listed."""
-    picture: Picture | None = None
     tokens: list[str | None]
     targets: list[str | None]
     saturation: list[Whole | None]
@@ -118,8 +106,6 @@ class Sample(Part):
 class LensGrid(Part):
     """Predictions of every layer at every position of a few sequences."""
 
-    of: str | None = None
-    """`tokens` (or null), or `samples` of a classifier."""
     samples: list[Sample] | None = None
 
 
@@ -336,11 +322,6 @@ class Document(Part):
     generation: Generated | list[Exit] | None = None
     speedups: dict[str, Speed] | None = None
     tasks: dict[str, ScoredTask] | None = None
-
-
-def is_picture(value: object) -> bool:
-    """Whether a value is a thumbnail that a page may embed."""
-    return isinstance(value, str) and len(value) <= MOST_PICTURE and re.fullmatch(PICTURE, value) is not None
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -16,14 +16,14 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from fulldepth import figures
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples, read_examples
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.latency import PHASES, OtherLoad, Runner, Trial, time_in_rounds
-from fulldepth.figures.skip_results import parts, timed_models
 from fulldepth.hf import anatomy_candidates, skipping
-from fulldepth.reporting.payload import payload
+from fulldepth.reporting.page import payload
+from fulldepth.reporting.skip import parts, timed_models
+from fulldepth.reporting.source import Source
 from fulldepth.results import Results
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.assessment.bench import _headline, _opened, bench
@@ -254,7 +254,7 @@ def test_losses_are_those_of_stock_passes_on_the_same_sequences(folders, tmp_pat
         assert ("no measurable" not in finding["sentence"]) == measurable
     assert abs(value(results, "loss", "fast", "mean") - value(results, "loss", "original", "mean")) > 1e-4
     assert results.meta["data"]["hash"] == examples.meta["hash"]
-    shown = {one.name: one for one in timed_models(parts(results.table, results.meta))}
+    shown = {one.name: one for one in timed_models(parts(Source(results.table, results.meta)))}
     assert shown["fast"].loss == value(results, "loss", "fast", "mean")  # not the plan's, which was made up
     assert shown["fast"].base == value(results, "loss", "original", "mean")
     assert not any(one.stated for one in shown.values())
@@ -284,7 +284,7 @@ def test_losses_are_read_from_files_as_a_search_reads_them(folders, tmp_path) ->
 
 def test_without_data_the_loss_is_stated_by_the_plan(found) -> None:
     assert "loss" not in set(found.table.measure)
-    shown = {one.name: one for one in timed_models(parts(found.table, found.meta))}
+    shown = {one.name: one for one in timed_models(parts(Source(found.table, found.meta)))}
     assert shown["fast"].stated
     assert (shown["fast"].loss, shown["fast"].base) == (1.0, 1.0)
 
@@ -398,15 +398,15 @@ def test_headline_table_and_figure_show_one_number(monkeypatch, quiet, grid) -> 
     results = bench(original, [other], heldout=heldout, tokenizer=tokenizer(), batches=[1], new_tokens=2, **grid)
     assert results.meta["settings"]["repeats"] == 9
     label = results.meta["models"][1]["label"]
-    made = payload(results)
-    columns = dict(zip(made["models"]["columns"], made["models"]["rows"][1][1:], strict=True))
+    models = payload(results.table, results.meta)["models"]
+    columns = dict(zip(models.columns, models.rows[1][1:], strict=True))
     for phase in PHASES:
         finding = results.headline[f"{phase}_time_ratio {label}"]
         shown = [f"{finding['value']:.3f}", *re.findall(r"interval ([\d.]+) to ([\d.]+)\)", finding["sentence"])[0]]
         assert f"{phase} time" in finding["sentence"]
         assert f": {shown[0]} times the original's" in finding["sentence"]
         assert columns[f"{phase.capitalize()} time"] == "{}× ({} to {})".format(*shown)
-        figure = figures.build(results.table, results.meta)["pareto" if phase == "decode" else f"pareto:{phase}"]
+        figure = results.figures()["pareto" if phase == "decode" else f"pareto:{phase}"]
         (point,) = [one for one in figure.data if one.mode == "markers" and one.name == label]
         assert [f"{number:.3f}" for number in (point.x[0], *point.customdata[0])] == shown
 
