@@ -103,18 +103,10 @@ class Classifier:
             return None
         return len(last.weight) if self.device is not None else None
 
-    def tile(self, classes: slice, dtype: torch.dtype | None = None) -> Tile:
-        """The logits of some classes only; the head must have `classes`.
-
-        Args:
-            classes: range of classes.
-            dtype: precision of the product; None = the model's.
-        """
+    def tile(self, classes: slice) -> Tile:
+        """The logits of a range of classes only; the head must have `classes`."""
         last = self.modules[-1]
-        weight, bias = last.weight[classes], None if last.bias is None else last.bias[classes]
-        if dtype is not None:
-            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        return Tile(self, weight.T, bias)
+        return Tile(self, last.weight[classes].T, None if last.bias is None else last.bias[classes])
 
     def prepare(self, states: Tensor) -> Tensor:
         """[..., D'] input of the head's last module: the states after the final norm and the modules before it."""
