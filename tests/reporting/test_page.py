@@ -158,28 +158,20 @@ def test_the_page_of_a_training_run():
 
 
 def test_runs_in_one_table_at_the_common_step():
-    def number(text):
-        return float(re.findall(r"[-−+]?[\d.]+(?=×|$| )", text)[-1].replace("−", "-"))
-
-    def value(results, measure, **where):
+    def values(results, measure):
         rows = results.table[(results.table.measure == measure) & (results.table.step == 200)]
-        for name, wanted in where.items():
-            rows = rows[rows[name] == wanted]
-        return rows.value.item()
+        return rows.sort_values("layer").value.iloc[-1]
 
-    results, runs = synthetic.training_comparison(), synthetic.trainings()
+    results, (base, *others) = synthetic.training_comparison(), synthetic.trainings()
     page = payload(results.table, results.meta)
-    rows = {row[0]: dict(zip(page["models"].columns, row[1:], strict=True)) for row in page["models"].rows}
-    assert list(rows) == ["tiny-llama (baseline)", "tiny-jreg", "tiny-lime", "half-depth"]
-    for cells, one in zip(rows.values(), runs, strict=True):
-        assert number(cells["Validation loss"]) == pytest.approx(value(one, "validation_loss"), abs=5e-4)
-        jump = float(cells["Jump of the last layer"].split()[0])
-        assert jump == pytest.approx(value(one, "jump_rate", layer=one.meta["model"]["num_layers"]), abs=0.05)
-        if one is not runs[0]:
-            own, base = (value(result, "validation_loss") for result in (one, runs[0]))
-            assert number(cells["Difference"]) == pytest.approx(own - base, abs=6e-3)
-            own, base = (value(result, "peak_memory") for result in (one, runs[0]))
-            assert number(cells["Peak memory"].strip("()×")) == pytest.approx(own / base, abs=6e-3)
+    _, *rows = [dict(zip(page["models"].columns, row[1:], strict=True)) for row in page["models"].rows]
+    for cells, one in zip(rows, others, strict=True):
+        loss, memory = (values(one, measure) for measure in ("validation_loss", "peak_memory"))
+        assert cells["Validation loss"] == f"{loss:.3f} nats"
+        assert cells["Difference"].replace("−", "-") == f"{loss - values(base, 'validation_loss'):+.3f}"
+        assert cells["Peak memory"].endswith(f"({memory / values(base, 'peak_memory'):.2f}×)")
+        depth = one.table[(one.table.measure == "jump_rate") & (one.table.layer == one.meta["model"]["num_layers"])]
+        assert cells["Jump of the last layer"].startswith(f"{depth[depth.step == 200].value.item():.1f} %")
     ((differing,),) = [section["tables"] for section in page["sections"] if section["id"] == "settings"]
     assert differing.rows[-1] == ["router_learning_rate", "–", "–", "0.01", "–"]
     assert [sentence.split(" ")[0] for sentence in page["sentences"]] == ["Validation"] * 3

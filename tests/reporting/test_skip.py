@@ -13,7 +13,7 @@ import torch
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.reporting.page import payload
-from fulldepth.reporting.skip import Part, layers_of, parts, removals, timed_models
+from fulldepth.reporting.skip import Part, layers_of, parts, removals
 from fulldepth.reporting.source import Source
 from fulldepth.results import Results, write_page, write_together
 from fulldepth.results.pages import names, together
@@ -132,17 +132,6 @@ def test_quality_against_time_shows_the_ratios_of_the_table(name, phase):
     unhealed = folders.plan(healed=False)
     added = unhealed["losses"][-1] - unhealed["losses"][0]
     assert trace(drawn(folders.bench(unhealed), name), "fast").y[0] == pytest.approx(added)
-
-
-def test_exports_and_quantised_models_stand_in_one_plane():
-    """Whatever data each folder used: losses are those added to its own original."""
-    points = {str(one.name): (one.x[0], one.y[0]) for one in drawn(joined(), "pareto").data}
-    names = ["bench: folded", "bench: fast", *(f"quantised: {name}" for name in list(folders.CORNERS)[1:])]
-    # the original of a benchmark without data has no loss of its own
-    assert set(points) == {*names, "quantised: original (original)"}
-    for name, (loss, _, _, decode) in list(folders.CORNERS.items())[1:]:
-        assert points[f"quantised: {name}"] == pytest.approx((decode, loss - folders.CORNERS["original"][0]))
-    assert [one.stated for one in timed_models(folders_of(joined()))[:4]] == [False, True, True, False]
 
 
 def test_models_side_by_side_are_the_rows(every):

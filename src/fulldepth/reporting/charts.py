@@ -139,7 +139,7 @@ class Record:
     scale: str = ""
     """See `draw.SCALES`."""
     over: str = "layer"
-    """Column of the x axis; `steps` is the column `step`."""
+    """Column of the x axis: `layer` or `step`."""
     column: str = "value"
     """Column of the values; `difference` in figures of differences from the baseline."""
     first: int = 1
@@ -186,7 +186,7 @@ class Record:
     def values(self, line: Line, table: pd.DataFrame, layers: int, statistic: str = "", column: str = "") -> Curve:
         """The curve of a line in the rows of one model."""
         return curve(
-            table, line.measure, statistic or line.statistic, line.site, by=self.over.removesuffix("s"),
+            table, line.measure, statistic or line.statistic, line.site, by=self.over,
             layer=None if line.layers_back is None else layers - line.layers_back,
             other=layers if self.to_last else None, column=column or self.column,
         )  # fmt: skip

@@ -168,7 +168,9 @@ def figure(
 
 def _in_words(traces: Iterable[Any], xaxis: dict[str, Any], yaxis: dict[str, Any]) -> Iterator[str]:
     """The alternative text of a figure, a sentence a curve: where it is lowest and highest."""
-    across, form = xaxis["title"]["text"], ".1%" if str(yaxis.get("tickformat")).endswith("%") else ".3g"
+    form = ".1%" if str(yaxis.get("tickformat")).endswith("%") else ".3g"
+    across = xaxis["title"]["text"]
+    place = xaxis.get("unifiedhovertitle", {}).get("text", f"{across} %{{x}}").lower().replace("%{x:,}", "%{x}")
     told = [trace for trace in traces if trace.hoverinfo != "skip" and getattr(trace, "fill", None) is None]
     for trace in told[:TOLD]:
         if trace.type == "heatmap":
@@ -177,9 +179,8 @@ def _in_words(traces: Iterable[Any], xaxis: dict[str, Any], yaxis: dict[str, Any
             continue
         points = [(y, x) for x, y in zip(trace.x, trace.y, strict=True) if y is not None]
         ends = dict.fromkeys(end(points, key=lambda point: point[0]) for end in (min, max))
-        places = ("embeddings" if across == "Layer" and x == 0 else f"{across.lower()} {x:,.6g}" for _, x in ends)
-        texts = [f"{minus(y, form)} at {place}" for (y, _), place in zip(ends, places, strict=True)]
-        yield f"{trace.name}: {' to '.join(texts)}."
+        texts = [f"{minus(y, form)} at {place.replace('%{x}', f'{x:,.6g}')}" for y, x in ends]
+        yield f"{trace.name}: {' to '.join(texts)}.".replace("layer 0", "embeddings")
 
 
 def minus(value: float, form: str) -> str:
