@@ -101,6 +101,7 @@ KINDS: dict[str, Callable[[], Results]] = {
     "evaluation": exit_folders.evaluation,
     "exits": sweeps,
     "evaluations": evaluations,
+    "stored": lambda: Results.load(FILE.parents[2] / "docs" / "gallery" / "minilm"),
 }  # fmt: skip
 """Name -> results of a kind."""
 

@@ -59,7 +59,7 @@ def test_every_figure_plots_what_it_plotted(kind):
 def values(table, line, by="layer", **where):
     """The rows of a line as they stand in the table."""
     rows = table[(table.measure == line.measure) & (table.site == line.site)]
-    rows = rows[rows.statistic == (line.statistic or "mean").split("|")[0]]
+    rows = rows[rows.statistic == line.statistic.split("|")[0]]
     for name, value in where.items():
         rows = rows[rows[name] == value]
     return pd.Series(rows["value"].to_numpy(), index=rows[by].astype("int64")).sort_index()
