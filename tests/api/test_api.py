@@ -50,7 +50,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_training_writes_the_page_and_refuses_a_second_run(trained: Path) -> None:
-    assert (trained / "run" / PAGE).read_text() == reporting.render(Results.load(trained / "run"))
+    found = Results.load(trained / "run")
+    assert (trained / "run" / PAGE).read_text() == reporting.render(found.table, found.meta)
     with pytest.raises(FulldepthError, match="already holds a run"):
         fulldepth.train(trained / "mine.yaml", trained / "run")
     with pytest.raises(FulldepthError, match="Unknown setting 'stepz'"):

@@ -6,14 +6,14 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fulldepth
-from fulldepth import cli, pages, reporting
+from fulldepth import cli, reporting
 from fulldepth.errors import FulldepthError
 from fulldepth.exit import generate_texts, sweep
 from fulldepth.results import DOCUMENT, PAGE, Results, tabulate
@@ -66,7 +66,7 @@ def test_results_of_others_are_refused_before_any_work(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Any]]:
+def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """The program in this process: (exit code, stderr)."""
 
     def run(*arguments: Any) -> tuple[int, str]:
@@ -78,8 +78,7 @@ def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
             code = int(leaving.code or 0)
         return code, capsys.readouterr().err
 
-    yield run
-    pages.connect(reporting.render)
+    return run
 
 
 @pytest.mark.parametrize(
@@ -103,15 +102,14 @@ def test_the_command_that_is_advised_after_an_interruption_works(
     elif moment == "document":
         monkeypatch.setattr(os, "replace", lambda a, b: interrupt() if str(b).endswith(DOCUMENT) else replace(a, b))
     else:
-        pages.connect(interrupt)
+        monkeypatch.setattr(reporting, "render", interrupt)
     code, err = main("compare", *folders, "--output", output, *(["--overwrite"] if overwrite else []))
     assert code == 130, err
     assert moment == "before" or not (output / PAGE).exists(), "the old page stands beside new numbers"
     monkeypatch.undo()
-    pages.connect(reporting.render)
     advised = shlex.split(err.strip().splitlines()[-1].partition(": ")[2])
     code, err = main(*advised[1:])
     assert code == 0, err
     found = Results.load(output)
     assert [model["label"] for model in found.meta["models"]] == ["1.0", "2.0"]
-    assert (output / PAGE).read_text(encoding="utf-8") == reporting.render(found)
+    assert (output / PAGE).read_text(encoding="utf-8") == reporting.render(found.table, found.meta)

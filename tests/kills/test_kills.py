@@ -17,7 +17,6 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import tiny_models
-from fulldepth import pages, reporting
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation import evaluate
@@ -44,9 +43,10 @@ SEARCH = SearchSettings(blocks=1, epochs=1, batch_size=4, chunks=2)
 @pytest.fixture(scope="module", autouse=True)
 def quick_pages() -> Iterator[None]:
     """Pages that only say whose they are."""
-    pages.connect(lambda results: f"{results.meta['created']} {results.table.to_csv(float_format=str)}")
-    yield
-    pages.connect(reporting.render)
+    with pytest.MonkeyPatch.context() as patched:
+        written = lambda table, meta: f"{meta['created']} {table.to_csv(float_format=str)}"  # noqa: E731
+        patched.setattr("fulldepth.reporting.render", written)
+        yield
 
 
 @pytest.fixture(scope="module")

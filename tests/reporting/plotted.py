@@ -101,6 +101,7 @@ KINDS: dict[str, Callable[[], Results]] = {
     "evaluation": exit_folders.evaluation,
     "exits": sweeps,
     "evaluations": evaluations,
+    "stored": lambda: Results.load(FILE.parents[2] / "docs" / "gallery" / "minilm"),
 }  # fmt: skip
 """Name -> results of a kind."""
 
@@ -116,19 +117,13 @@ def rounded(values: Any) -> Any:
 
 def plotted(results: Results) -> dict[str, list[dict[str, Any]]]:
     """Name of a figure -> the arrays of each of its traces."""
-    arrays = {}
-    for name, figure in results.figures().items():
-        traces = []
-        for trace in figure.data:
-            errors = {axis: trace[axis] for axis in ("error_x", "error_y") if axis in trace}
-            kept = {part: rounded(trace[part]) for part in ("x", "y", "z") if part in trace and trace[part] is not None}
-            for axis, error in errors.items():
-                for end in ("array", "arrayminus"):
-                    if error[end] is not None:
-                        kept[f"{axis}.{end}"] = rounded(error[end])
-            traces.append(kept)
-        arrays[name] = traces
-    return arrays
+    parts = ("x", "y", "z", "error_x.array", "error_x.arrayminus", "error_y.array")
+
+    def arrays(trace: Any) -> dict[str, Any]:
+        there = [part for part in parts if part.partition(".")[0] in trace and trace[part] is not None]
+        return {part: rounded(trace[part]) for part in there}
+
+    return {name: [arrays(trace) for trace in figure.data] for name, figure in results.figures().items()}
 
 
 def main() -> None:

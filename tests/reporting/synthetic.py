@@ -15,15 +15,7 @@ TOKENS = 16384
 TEXT = (
     "It was the best of times , it was the worst of times , it was the age of wisdom ,\n it was the age of foolishness"
 )
-PROJECTIONS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
+PROJECTIONS = ("self_attn.v_proj", "mlp.down_proj")
 POLICY = {"name": "all", "sentence": "Every token counts; padding never does."}
 
 
@@ -167,26 +159,11 @@ def lens_grid(layers: int, sharpness: float = 1.0, samples: int = 2) -> dict[str
 def headline(layers: int, jump: float) -> dict[str, Any]:
     means = [psi(layer, layers, jump) for layer in range(1, layers + 1)]
     zeta = 100 * max(0.0, means[-1] - means[-2])
-    return {
-        "zeta_L": {"value": zeta, "unit": "%", "sentence": f"The last layer jumps by {zeta:.1f} %, which is large."},
-        "zeta_L-1": {"value": zeta * 1.2, "unit": "%", "sentence": "The last two layers jump little more."},
-        "last_layer_displacement": {
-            "value": means[-1],
-            "unit": "1",
-            "sentence": f"The last layer turns the stream by {means[-1]:.3f}, the middle layers by about 0.02.",
-        },
-        "mean_coherence": {"value": 0.78, "unit": "1", "sentence": "Most layers do effective work: coherence 0.78."},
-        "median_saturation": {
-            "value": float(round(0.75 * layers)),
-            "unit": "layers",
-            "sentence": f"Half of all predictions have settled by layer {round(0.75 * layers)} of {layers}.",
-        },
-        "effective_depth": {
-            "value": float(layers),
-            "unit": "layers",
-            "sentence": f"The model needs all {layers} layers for its accuracy.",
-        },
-    }
+    told = f"The last layer jumps by {zeta:.1f} %, which is large."
+    found = {"zeta_L": (zeta, "%", told), "mean_coherence": (0.78, "1", "Most layers do effective work."),
+             "median_saturation": (float(round(0.75 * layers)), "layers", "Half of all predictions have settled."),
+             "effective_depth": (float(layers), "layers", f"The model needs all {layers} layers.")}  # fmt: skip
+    return {name: {"value": value, "unit": unit, "sentence": text} for name, (value, unit, text) in found.items()}
 
 
 def model(name: str, layers: int, task: str = "causal-lm") -> dict[str, Any]:

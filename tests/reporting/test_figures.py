@@ -59,7 +59,7 @@ def test_every_figure_plots_what_it_plotted(kind):
 def values(table, line, by="layer", **where):
     """The rows of a line as they stand in the table."""
     rows = table[(table.measure == line.measure) & (table.site == line.site)]
-    rows = rows[rows.statistic == (line.statistic or "mean").split("|")[0]]
+    rows = rows[rows.statistic == line.statistic.split("|")[0]]
     for name, value in where.items():
         rows = rows[rows[name] == value]
     return pd.Series(rows["value"].to_numpy(), index=rows[by].astype("int64")).sort_index()
@@ -112,15 +112,9 @@ def test_maps_bands_and_error_bars(results, comparison):
     np.testing.assert_allclose(np.array(cells.z), own - base, atol=1e-12)
     assert (cells.zmin, drawn["difference_cka:half-depth"].data[0].zmax) == (-cells.zmax, cells.zmax)
     assert {colour for _, colour in cells.colorscale}.isdisjoint(SEQUENTIAL[1:])  # not the colours of values
-    half_map = half_of_pairs(results)
-    assert half_map[0][2] == half_map[2][0] is not None
-
-
-def half_of_pairs(results):
-    """The map of a table that has each pair once."""
-    table = results.table
-    kept = ~((table.measure == "cka") & (table.layer > table.other))
-    return build(table[kept], results.meta)["cka"].data[0].z
+    once = results.table[~((results.table.measure == "cka") & (results.table.layer > results.table.other))]
+    cells = np.array(build(once, results.meta)["cka"].data[0].z, dtype=float)
+    np.testing.assert_array_equal(cells, cells.T)  # a pair that is given once holds for both orders
 
 
 def test_one_line_a_model_and_its_difference_from_the_baseline(comparison):
@@ -137,10 +131,6 @@ def test_one_line_a_model_and_its_difference_from_the_baseline(comparison):
     assert not [name for name in without if name.startswith("difference_")]
     relative = {line.name: line for line in synthetic.comparison("relative").figures()["displacement"].data}
     np.testing.assert_allclose(relative["half-depth"].x, np.arange(1, 7) / 6)
-    long = table.assign(model="x" * 100 + table["model"])
-    names = [line.name for line in build(long, {"kind": "comparison"})["displacement"].data]
-    assert len(set(names)) == 3
-    assert max(map(len, names)) < 60
 
 
 def test_a_series_and_a_run_over_their_steps():
@@ -161,7 +151,8 @@ def test_a_series_and_a_run_over_their_steps():
     for name, term, unit in (("penalty", "jump", "Penalty"), ("penalty:aligned", "aligned", "Penalty (nats)")):
         is_drawn(drawn[name].data[0], values(run.table, Line("penalty", site=term), "step"))
         assert drawn[name].layout.yaxis.title.text == unit
-    profiles = [trace.name for trace in synthetic.training(steps=tuple(range(0, 20_001, 100))).figures()["displacement"].data]
+    long = synthetic.training(steps=tuple(range(0, 20_001, 100)))
+    profiles = [trace.name for trace in long.figures()["displacement"].data]
     assert (len(profiles), profiles[0], profiles[-1]) == (charts.PROFILES, "Step 0", "Step 20,000")
     assert build(run.table.iloc[:0], run.meta) == {}
 
@@ -223,13 +214,6 @@ def test_gaps_are_gaps_and_not_words(kind, removed):
     texts = [text.lower() for name in ("figures", "story", "cards", "profiles") for text in strings(made[name])]
     assert not [text for text in texts if {"nan", "inf", "-inf"} & set(text.replace(":", " ").split())]
     assert bool(made["figures"]) is (removed < 1)
-
-
-def test_what_is_missing_leaves_out_its_figure_only(results):
-    whole = set(results.figures())
-    for measure in ("coherence", "cka", "lens_accuracy"):
-        left = build(results.table[results.table.measure != measure], results.meta)
-        assert {name.partition(":")[0].partition("_effective")[0] for name in whole - set(left)} == {measure}
 
 
 def test_one_record_is_a_figure_a_place_and_a_note(results, comparison, monkeypatch):

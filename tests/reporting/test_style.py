@@ -5,8 +5,12 @@ from __future__ import annotations
 import unicodedata
 
 import numpy as np
+import plotly.graph_objects as go
 import pytest
-from fulldepth.figures.style import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fulldepth.reporting.style import (
     ABOVE,
     BELOW,
     CATEGORICAL,
@@ -14,12 +18,10 @@ from fulldepth.figures.style import (
     OPPOSITE,
     PAPER,
     SEQUENTIAL,
-    extremes,
+    figure,
     label,
     layer_axis,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 TO_XYZ = np.array(
     [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.072175], [0.0193339, 0.119192, 0.9503041]]
@@ -94,10 +96,10 @@ def test_layer_ticks_are_few_whole_and_end_at_the_last_layer(layers):
     assert layer_axis(layers, first=0)["ticktext"][0] == "emb"
 
 
-def test_extremes():
-    assert extremes("Cosine", [0, 1, 2], [-0.5, None, 0.25]) == (
-        "Cosine: lowest −0.500 at embeddings, highest 0.250 at layer 2."
-    )
-    assert extremes("Cosine", [3], [-1e-9]) == "Cosine: 0.000 at layer 3."
-    assert extremes("Cosine", [1, 2], [0.5, 0.5001]) == "Cosine: 0.500 at every layer."
-    assert extremes("Cosine", [1], [None]) == "Cosine: no finite value."
+def test_the_alternative_text_says_where_a_curve_is_lowest_and_highest():
+    def told(y):
+        traces = [go.Scatter(x=[0, 1, 2], y=y, name="Cosine")]
+        return figure(traces, xaxis=layer_axis(2, 0), yaxis={}).layout.meta["alt"]
+
+    assert told([-0.5, None, 0.25]) == "Cosine: −0.5 at embeddings to 0.25 at layer 2."
+    assert told([None, 3, None]) == "Cosine: 3 at layer 1."

@@ -84,7 +84,7 @@ def test_show_opens_the_page_or_displays_it_in_a_frame(monkeypatch: pytest.Monke
 
 
 def test_a_page_is_written_although_only_results_was_imported(tmp_path: Path) -> None:
-    """`report` depends on `results`; the package connects them."""
+    """`results` imports what renders pages."""
     program = (
         "import sys\nfrom fulldepth.results import Results, tabulate\n"
         "Results(tabulate([]), {'kind': 'measure'}).save(sys.argv[1])\nassert 'torch' not in sys.modules\n"

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fulldepth import pages, reporting
 from fulldepth.errors import FulldepthError
 from fulldepth.results import (
     DOCUMENT,
@@ -80,11 +79,9 @@ def killed_at(number: int, action: Callable[[], object]) -> bool:
 
 
 @pytest.fixture
-def named_pages() -> Iterator[None]:
+def named_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that only name their model."""
-    pages.connect(lambda results: results.meta["model"]["name"])
-    yield
-    pages.connect(reporting.render)
+    monkeypatch.setattr("fulldepth.reporting.render", lambda _, meta: meta["model"]["name"])
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

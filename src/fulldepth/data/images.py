@@ -1,4 +1,4 @@
-"""Images from files, folders, bytes or Python objects, decoded on use and within limits; thumbnails of them.
+"""Images from files, folders, bytes or Python objects, decoded on use and within limits.
 
 An image that is corrupt, truncated, too large or of an unsupported format is a `FulldepthError` that names it.
 """
@@ -33,6 +33,7 @@ METADATA = "metadata.jsonl"
 """File of a folder of images that gives their captions, as Hugging Face's `imagefolder` reads it."""
 SPLITS = ("validation", "valid", "val", "dev", "test", "train")
 """Names of splits, in order of preference if none is requested; the labels of `test` may be hidden."""
+
 ImageLoader = Callable[[], Image.Image]
 """Decodes an image to RGB; a `StoredImage` also gives the stored bytes without decoding."""
 

@@ -63,7 +63,7 @@ class Line:
     """A curve of a figure. `statistic` and `site` may be patterns, whose groups fill `name`, `variant` and `key`."""
 
     measure: str
-    statistic: str | None = None
+    statistic: str = "mean|value"
     site: str | None = "residual"
     name: str = ""
     variant: str = ""
@@ -86,7 +86,7 @@ class Line:
     def expanded(self, table: pd.DataFrame) -> Iterator[Line]:
         """The lines that the table has for the patterns; they differ in colour, or in dash in figures with variants."""
         if "(?P" not in f"{self.statistic}{self.site}":
-            yield self if self.statistic else replace(self, statistic="mean|value")
+            yield self
             return
         pairs = select(table, self.measure)[["statistic", "site"]].dropna().drop_duplicates().to_numpy()
         found = 0
@@ -98,7 +98,7 @@ class Line:
                 continue
             groups = {name: text for match in matches if match for name, text in match.groupdict().items()}
             shown = {name: TERMS.get(text) or label(text) for name, text in groups.items()}
-            style = {"dash": DASHES[found % 4]} if "(?P" in (self.statistic or "") else {"color": self.color + found}
+            style = {"dash": DASHES[found % 4]} if "(?P" in self.statistic else {"color": self.color + found}
             yield replace(
                 self, statistic=statistic, site=site, name=self.name.format(**shown), key=self.key.format(**groups),
                 variant=self.variant.format(**shown), **style,
@@ -139,7 +139,7 @@ class Record:
     scale: str = ""
     """See `draw.SCALES`."""
     over: str = "layer"
-    """Column of the x axis; `steps` is the column `step`."""
+    """Column of the x axis: `layer` or `step`."""
     column: str = "value"
     """Column of the values; `difference` in figures of differences from the baseline."""
     first: int = 1
@@ -186,7 +186,7 @@ class Record:
     def values(self, line: Line, table: pd.DataFrame, layers: int, statistic: str = "", column: str = "") -> Curve:
         """The curve of a line in the rows of one model."""
         return curve(
-            table, line.measure, statistic or line.statistic, line.site, by=self.over.removesuffix("s"),
+            table, line.measure, statistic or line.statistic, line.site, by=self.over,
             layer=None if line.layers_back is None else layers - line.layers_back,
             other=layers if self.to_last else None, column=column or self.column,
         )  # fmt: skip
@@ -396,9 +396,9 @@ def _by_depth(record: Record, line: Line, source: Source, several: bool) -> go.F
 
 def displacement(record: Record, source: Source) -> Figures:
     """Layers 2 to L if layer 1 would flatten them, and all layers on a logarithmic scale."""
-    mean, other = (record.values(line, source.table, source.layers).points for line in record.lines[:2])
+    every = list(record.lines)
+    mean, other = (record.values(line, source.table, source.layers).points for line in every[:2])
     alike = mean.keys() == other.keys() and np.allclose([*other.values()], [*mean.values()], SAME, 0)
-    every = list(record.expanded(source.table))
     linear = alone(record, source, every[: 1 if alike else 2])
     logarithm = replace(record, scale="log", axis=f"{record.axis} (log scale)")
     whole = alone(logarithm, source, every)

@@ -44,7 +44,7 @@ SCALES: dict[str, dict[str, Any]] = {
 
 
 def value_axis(title: str, scale: str, values: Iterable[float | None] = (), **settings: Any) -> dict[str, Any]:
-    """A value axis; `signed` is [-1, 1] if a value is negative, else [0, 1]; `log` is linear unless all are positive."""
+    """A value axis; `signed` is [0, 1] unless a value is negative, and `log` is linear unless all are positive."""
     finite = [value for value in values if value is not None]
     if scale == "signed":
         return axis(title, range=[-1.04 if min(finite, default=0) < 0 else 0, 1.04])

@@ -237,13 +237,8 @@ def story(source: Source) -> dict[str, Any] | None:
         needing = _joined([short(task.name, 40) for task in told if task.shallowest == layer][:MOST_NAMED])
         sentences.append(f"No earlier layer is shown to keep the whole model’s score on {needing}.")
     elif layer:
-        on = short(told[0].name, 40) if len(told) == 1 else f"all {len(told)} tasks"
-        chance = " that are above chance" if 1 < len(told) < len(every) else ""
-        easiest = min(told, key=lambda task: task.shallowest or 0)
-        sooner = f", on {short(easiest.name, 40)} from layer {easiest.shallowest} on" * (easiest.shallowest != layer)
-        sentences.append(
-            f"From layer {layer} on, stopping early is shown to lose at most one point on {on}{chance}{sooner}."
-        )
+        on = _joined([short(task.name, 40) for task in told]) if len(told) <= MOST_NAMED else f"all {len(told)} tasks"
+        sentences.append(f"From layer {layer} on, stopping early is shown to lose at most one point on {on}.")
     return {"sentences": sentences, "next": export_of(source.meta, layer % source.layers)}
 
 

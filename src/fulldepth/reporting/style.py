@@ -5,9 +5,11 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Iterator
 from html import escape
+from importlib.resources import files
 from typing import Any
 
 import plotly.graph_objects as go
+import yaml
 
 Figures = dict[str, go.Figure]
 """Name -> figure. `name:variant` is a variant of the figure `name`."""
@@ -67,35 +69,7 @@ DIFFERENCE_SCALE = [[i / 20, colour] for i, colour in enumerate((*BELOW[:0:-1], 
 
 TOLD = 4
 """Maximum number of curves that an alternative text describes."""
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-
-_AXIS = {
-    "showline": True, "linecolor": AXIS, "gridcolor": GRID, "zeroline": False, "ticks": "outside", "tickcolor": AXIS,
-    "ticklen": 4, "tickfont": {"color": MUTED, "size": 12},
-    "title": {"font": {"color": MUTED, "size": 12}, "standoff": 8},
-    "automargin": True, "spikecolor": AXIS, "spikethickness": 1,
-}  # fmt: skip
-TEMPLATE = go.layout.Template(
-    layout={
-        "font": {"family": FONT, "size": 13, "color": INK},
-        "title": {"x": 0, "xref": "paper", "xanchor": "left", "font": {"size": 16, "color": INK}},
-        "title_subtitle": {"font": {"size": 12, "color": MUTED}},
-        "colorway": list(CATEGORICAL),
-        "paper_bgcolor": PAPER,
-        "plot_bgcolor": PAPER,
-        "xaxis": {**_AXIS, "showgrid": False, "tickangle": 0},
-        "yaxis": _AXIS,
-        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "font": {"size": 12}},
-        "hoverlabel": {
-            "bgcolor": PAPER, "bordercolor": AXIS, "font": {"size": 12, "color": INK, "family": FONT}, "align": "left",
-            "namelength": -1,
-        },
-        "hovermode": "x unified",
-        "dragmode": "zoom",
-        "margin": {"l": 56, "r": 16, "t": 84, "b": 48},
-        "barcornerradius": 1,
-    }
-)  # fmt: skip
+TEMPLATE = go.layout.Template(layout=yaml.safe_load(files("fulldepth.reporting").joinpath("template.yaml").read_text()))
 """Layout of all figures."""
 
 
@@ -194,7 +168,9 @@ def figure(
 
 def _in_words(traces: Iterable[Any], xaxis: dict[str, Any], yaxis: dict[str, Any]) -> Iterator[str]:
     """The alternative text of a figure, a sentence a curve: where it is lowest and highest."""
-    across, form = xaxis["title"]["text"], ".1%" if str(yaxis.get("tickformat")).endswith("%") else ".3g"
+    form = ".1%" if str(yaxis.get("tickformat")).endswith("%") else ".3g"
+    across = xaxis["title"]["text"]
+    place = xaxis.get("unifiedhovertitle", {}).get("text", f"{across} %{{x}}").lower().replace("%{x:,}", "%{x}")
     told = [trace for trace in traces if trace.hoverinfo != "skip" and getattr(trace, "fill", None) is None]
     for trace in told[:TOLD]:
         if trace.type == "heatmap":
@@ -203,9 +179,8 @@ def _in_words(traces: Iterable[Any], xaxis: dict[str, Any], yaxis: dict[str, Any
             continue
         points = [(y, x) for x, y in zip(trace.x, trace.y, strict=True) if y is not None]
         ends = dict.fromkeys(end(points, key=lambda point: point[0]) for end in (min, max))
-        places = ("embeddings" if across == "Layer" and x == 0 else f"{across.lower()} {x:,.6g}" for _, x in ends)
-        texts = [f"{minus(y, form)} at {place}" for (y, _), place in zip(ends, places, strict=True)]
-        yield f"{trace.name}: {' to '.join(texts)}."
+        texts = [f"{minus(y, form)} at {place.replace('%{x}', f'{x:,.6g}')}" for y, x in ends]
+        yield f"{trace.name}: {' to '.join(texts)}.".replace("layer 0", "embeddings")
 
 
 def minus(value: float, form: str) -> str:

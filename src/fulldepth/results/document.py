@@ -5,7 +5,6 @@ Every entry may be missing or null, and other entries are allowed, so that docum
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,10 +20,6 @@ MOST_LAYERS = 1024
 """Most layers of a model."""
 MOST_BYTES = 256 << 20
 """Largest document in bytes. A series has a lens grid for every checkpoint, about 1 MB for the deepest models."""
-MOST_PICTURE = 16_384
-"""Most characters of a thumbnail."""
-PICTURE = r"^data:image/(png|jpeg);base64,[A-Za-z0-9+/]+={0,2}$"
-"""A thumbnail; no other address is embedded in a page."""
 
 Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
 Layer = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
@@ -34,7 +29,6 @@ Counts = Annotated[list[Whole], Field(max_length=MOST_LAYERS)]
 """One count for each of the layers 1..L."""
 Interval = Annotated[list[Number], Field(min_length=2, max_length=2)]
 """Lower and upper end of a 95 % interval."""
-Picture = Annotated[str, Field(max_length=MOST_PICTURE, pattern=PICTURE)]
 Object = dict[str, Any]
 Texts = list[str | None]
 Numbers = dict[str, Number | None]
@@ -85,21 +79,18 @@ DATA = entries(
 )
 SAMPLE = entries(
     "Sample",
-    (str, "title group"),
-    (Picture, "picture"),
+    (str, "title"),
     (Texts, "tokens targets"),
     (list[Whole | None], "saturation"),
     (list[Tokens], "grid"),
     required="tokens targets saturation grid",
 )
 """One sequence of a lens grid: [T] tokens, targets and saturation layers, [L+1][T] (token, probability).
-
-A sample of a classifier has one position, whose targets and predictions are classes.
 """
 ROUTER = entries("Router", (Whole, "layer source head"), (Tokens, "tokens"), required="layer source head tokens")
 FINDINGS = (dict[str, Finding], "headline")
 LENS_GRID = (
-    entries("LensGrid", (str, "of"), (many(Annotated[SAMPLE, AfterValidator(_rectangular)]), "samples")),
+    entries("LensGrid", (many(Annotated[SAMPLE, AfterValidator(_rectangular)]), "samples")),
     "lens_grid",
 )
 LEFT_OUT = (many(entries("LeftOut", (str, "measure reason"))), "left_out")
@@ -211,11 +202,6 @@ DOCUMENT = entries(
     ),
 )
 """`results.json` of any kind."""
-
-
-def is_picture(value: object) -> bool:
-    """Whether a value is a thumbnail that a page may embed."""
-    return isinstance(value, str) and len(value) <= MOST_PICTURE and re.fullmatch(PICTURE, value) is not None
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -17,9 +17,6 @@ from fulldepth.results.document import SCHEMA_VERSION
 from fulldepth.results.folder import DOCUMENT, PAGE, TABLE, Results
 from fulldepth.results.table import COLUMNS
 
-NAMES = {"measure": "measurement", "training": "training run", "comparison": "comparison"}
-"""Kind of a folder not in `SKIPS` -> description of its content."""
-
 
 class Chapter(NamedTuple):
     """A result folder on the index page."""
@@ -163,10 +160,9 @@ def _check(loaded: Sequence[tuple[str, Results]]) -> None:
     for label, results in loaded:
         kind = str(results.meta.get("kind"))
         if kind not in SKIPS:
-            advice = " `fulldepth compare` puts such folders side by side." if kind in ("measure", "training") else ""
             raise FulldepthError(
-                f"{label} holds a {NAMES.get(kind, kind)}, which has no place on a page with others: expected folders "
-                f"of fulldepth skip ({', '.join(SKIPS)}).{advice}"
+                f"{label} holds results of kind {kind}, which have a page of their own: expected folders of fulldepth "
+                f"skip ({', '.join(SKIPS)}). `fulldepth compare` puts measurements and runs side by side."
             )
     subjects = [(label, *_subject(results.meta)) for label, results in loaded]
     for (other, other_dtype, other_class, other_hash), (label, dtype, class_name, digest) in combinations(subjects, 2):
