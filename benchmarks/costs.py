@@ -122,7 +122,7 @@ class Bench:
             states = states.to(self.checkpoint.model.dtype)
             yield self.timed(
                 lambda states=states: [
-                    None for _ in range(layers) for _ in lens_module._tiles(classifier, states, 0, None)
+                    None for _ in range(layers) for _ in lens_module._tiles(classifier, states, 0)
                 ]
             )
 

@@ -39,7 +39,6 @@ def read_layers(
     targets: Tensor,
     attention_mask: Tensor,
     *,
-    dtype: torch.dtype | None = None,
     inner: Tensor | None = None,
 ) -> Readout:
     """Apply the last layer's classifier to every layer, at the positions that have a target.
@@ -51,13 +50,12 @@ def read_layers(
         states: `[L+1, B, T, D]` residual stream.
         targets: `[B, T]` for token heads, `[B]` for sequence heads; -100 = no target.
         attention_mask: `[B, T]`, used by heads that pool.
-        dtype: precision of the products of token heads that end in a linear layer; None = the model's.
         inner: `[L, B, T, D]` further states, which are read into `Readout.inner`.
     """
     if not classifier.per_token:
         return read_sequences(classifier, states, targets, attention_mask, inner=inner)[0]
     shown = torch.zeros_like(targets, dtype=torch.bool)
-    return read_and_show(classifier, states, targets, shown, dtype=dtype, inner=inner)[0]
+    return read_and_show(classifier, states, targets, shown, inner=inner)[0]
 
 
 def read_sequences(
@@ -110,7 +108,6 @@ def read_and_show(
     targets: Tensor,
     shown: Tensor,
     *,
-    dtype: torch.dtype | None = None,
     inner: Tensor | None = None,
 ) -> tuple[Readout, TopTokens]:
     """`read_layers` of a token head, and the top tokens of some positions, in one pass over the classes.
@@ -120,7 +117,6 @@ def read_and_show(
         states: `[L+1, B, T, D]` residual stream.
         targets: `[B, T]`; -100 = no target.
         shown: `[B, T]` bool, positions whose top tokens are returned, with or without a target.
-        dtype: as for `read_layers`.
         inner: as for `read_layers`; its top tokens are not returned.
     """
     device = classifier.device or states.device
@@ -132,7 +128,7 @@ def read_and_show(
 
     def tiles(layer: int) -> Iterator[tuple[slice, int, Tensor]]:
         chosen = layers[layer].to(device).flatten(0, 1)[where]  # [N, D]
-        return _tiles(heads[layer], heads[layer].prepare(chosen), count, dtype)
+        return _tiles(heads[layer], heads[layer].prepare(chosen), count)
 
     columns = _reduce(tiles, len(layers), targets.flatten()[where], count)
     back = where.argsort()  # into the order of the batch
@@ -177,9 +173,7 @@ def _reduce(
     return hits[..., 1], hits[..., 0], loss, token, probability
 
 
-def _tiles(
-    classifier: Classifier, prepared: Tensor, shown: int, dtype: torch.dtype | None
-) -> Iterator[tuple[slice, int, Tensor]]:
+def _tiles(classifier: Classifier, prepared: Tensor, shown: int) -> Iterator[tuple[slice, int, Tensor]]:
     """Tiles of the logits of prepared states `[N, D']`: rows, first class, logits `[rows, C]` in a shared buffer.
 
     Rows before `shown` and rows after it are in different tiles.
@@ -194,10 +188,9 @@ def _tiles(
         return
     chunk = min(tokens, TILE_ROWS if on_cpu else max(CPU_CHUNK, DEVICE_CHUNK_ELEMENTS // classes))
     width = min(classes, max(1, (TILE_ELEMENTS if on_cpu else DEVICE_CHUNK_ELEMENTS) // chunk))
-    prepared = prepared if dtype is None else prepared.to(dtype)
     room = prepared.new_empty(chunk * width)
     for start in range(0, classes, width):
-        tile = classifier.tile(slice(start, start + width), dtype)
+        tile = classifier.tile(slice(start, start + width))
         for rows in _rows(tokens, shown, chunk):
             yield rows, start, tile(prepared[rows], room)
 

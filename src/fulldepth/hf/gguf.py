@@ -289,7 +289,7 @@ def load_gguf_config(path: Path) -> Any:
 
 
 def _apply_entries(header: Header, config: Any) -> None:
-    """Copy entries that transformers ignores into the configuration.
+    """Copy entries that transformers ignores into the configuration, base and width of the rotary embedding last.
 
     Raises:
         FulldepthError: if it has no option for an entry that changes the model's outputs.
@@ -309,15 +309,10 @@ def _apply_entries(header: Header, config: Any) -> None:
             raise _refused(header.path, f"{name} = {value}")
     if (header.architecture, config.num_hidden_layers) in SCALED_BY_WIDTH:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
-    _apply_rotary(header.path, entries, config)
-
-
-def _apply_rotary(path: Path, entries: dict[str, Any], config: Any) -> None:
-    """Copy base and width of the rotary embedding into the configuration; refuses one without options for them."""
     rotary = getattr(config, "rope_parameters", None)
     if rotary is None:
         if "rope.freq_base" in entries:
-            raise _refused(path, "rotary position embeddings")
+            raise _refused(header.path, "rotary position embeddings")
         return
     rotary = rotary.get("full_attention", rotary)  # models with sliding windows have one entry for each kind of layer
     if "rope.freq_base" in entries:
@@ -326,7 +321,7 @@ def _apply_rotary(path: Path, entries: dict[str, Any], config: Any) -> None:
     width = entries.get("rope.dimension_count")
     if width is not None and round(rotary.get("partial_rotary_factor", 1.0) * head) != width:
         if "partial_rotary_factor" not in rotary:
-            raise _refused(path, f"rope.dimension_count = {width} of {head} channels")
+            raise _refused(header.path, f"rope.dimension_count = {width} of {head} channels")
         rotary["partial_rotary_factor"] = width / head
 
 

@@ -103,7 +103,7 @@ class Classifier:
             return None
         return len(last.weight) if self.device is not None else None
 
-    def tile(self, classes: slice, dtype: torch.dtype | None = None) -> Callable[[Tensor, Tensor], Tensor]:
+    def tile(self, classes: slice) -> Callable[[Tensor, Tensor], Tensor]:
         """A function that gives the logits of some classes only; the head must have `classes`.
 
         It takes prepared states `[N, D']` and a flat buffer, into which the `[N, C]` logits are written as far as
@@ -111,10 +111,9 @@ class Classifier:
 
         Args:
             classes: range of classes.
-            dtype: precision of the product; None = the model's.
         """
         last = self.modules[-1]
-        weight, bias = last.weight[classes].to(dtype), None if last.bias is None else last.bias[classes].to(dtype)
+        weight, bias = last.weight[classes], None if last.bias is None else last.bias[classes]
 
         def logits(prepared: Tensor, out: Tensor) -> Tensor:
             shape = len(prepared), len(weight)
