@@ -19,7 +19,7 @@ import tiny_models as tm
 from execution import decoders
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import decoder as decoder_module
-from fulldepth.execution.decoding.session import Session
+from fulldepth.execution.decoding.session import DecodingSession
 from fulldepth.exit import Decoder, DraftPlan, generate
 from fulldepth.hf import Scalars
 
@@ -241,7 +241,7 @@ def test_a_trial_keeps_drafting_only_where_that_is_faster(options, late, pays, m
 
     A slow trial loses 5 % of the time of 48 tokens, and a round beyond that.
     """
-    monkeypatch.setattr(Session, "clock", lambda session: float(sum(session.stats.layer_calls)))
+    monkeypatch.setattr(DecodingSession, "clock", lambda session: float(sum(session.stats.layer_calls)))
     model, prompts = decoders.build("llama", late=late), decoders.prompts(1)
     model.generation_config.eos_token_id = None
     found = Decoder(model).generate(**prompts, max_new_tokens=48, **options)
