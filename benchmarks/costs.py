@@ -121,9 +121,7 @@ class Bench:
             states = torch.randn(len(batch) * (LENGTH - 1), self.subject.verified.width)
             states = states.to(self.checkpoint.model.dtype)
             yield self.timed(
-                lambda states=states: [
-                    None for _ in range(layers) for _ in lens_module._tiles(classifier, states, 0, None)
-                ]
+                lambda states=states: [None for _ in range(layers) for _ in lens_module._tiles(classifier, states, 0)]
             )
 
 

@@ -79,4 +79,4 @@ def test_a_guess_is_the_most_frequent_answer_where_that_is_clearly_better():
     assert _guesses(rows, dict.fromkeys(range(100), 4)).mean() == 0.9
     rows = [{"doc_id": at, "target": str(at % 4)} for at in range(100)]
     assert _guesses(rows, dict.fromkeys(range(100), 4)).mean() == 0.25
-    assert _guesses(rows, None).mean() == 0.25
+    assert _guesses(rows, {}).mean() == 0.25

@@ -80,7 +80,7 @@ def test_the_peak_is_of_the_run_and_not_of_the_process() -> None:
     size = 300 << 20
     earlier = np.ones(size, np.uint8)
     del earlier
-    reset_peak(torch.device("cpu"))
+    reset_peak()
     resident = psutil.Process().memory_info().rss
     assert run_peak(torch.device("cpu")) < resident + size // 2  # what was freed before does not count
     during = np.ones(size, np.uint8)

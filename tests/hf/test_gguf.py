@@ -161,18 +161,12 @@ def test_what_transformers_would_drop_is_refused(model, tmp_path, changes, name,
         refused(path, name, load=load)
 
 
-def test_parts_of_one_model_are_named_as_such(written, model, tmp_path):
-    names = [f"tiny-0000{part}-of-00002.gguf" for part in (1, 2)]
-    for name in names:
-        (tmp_path / name).write_bytes(written.read_bytes())
-    refused(tmp_path, "one of the 2 parts", names[0], "llama-gguf-split --merge")
-    (tmp_path / "other-00001-of-00003.gguf").write_bytes(written.read_bytes())
-    refused(tmp_path, *names, "other-00001-of-00003.gguf", "name one")
-    (tmp_path / "merged.gguf").write_bytes(written.read_bytes())
-    torch.testing.assert_close(logits(load_checkpoint(tmp_path, device="cpu").model), logits(model), rtol=0, atol=1e-6)
+def test_parts_of_one_model_and_several_models_are_named_as_such(written, model, tmp_path):
     part = gguf_files.write(tmp_path / "part.gguf", model, whole_entries={"split.count": 3, "split.no": 0})
     for load in (load_checkpoint, load_tokenizer):
-        refused(part, "one of the 3 parts", "--merge", load=load)
+        refused(part, "one of the 3 parts", "llama-gguf-split --merge", load=load)
+    (tmp_path / "other.gguf").write_bytes(written.read_bytes())
+    refused(tmp_path, "part.gguf", "other.gguf", "name one")
 
 
 def test_special_tokens_that_are_marked_as_absent_are_none(written, model, tmp_path):

@@ -92,7 +92,11 @@ def _real(logits: list[Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def _decode(anatomy: Anatomy, inputs: Mapping[str, Tensor]) -> Tensor:
-    """[N, V] the model's own logits: a prefill and single steps with the cache that the model creates."""
+    """[N, V] the model's own logits: a prefill and single steps with the cache that the model creates.
+
+    Raises:
+        FulldepthError: unless the cache holds only keys and values, at all positions of every layer.
+    """
     length = inputs["input_ids"].shape[1]
     parameters = inspect.signature(anatomy.model.forward).parameters
     cache, logits, before = None, [], 0
@@ -102,24 +106,18 @@ def _decode(anatomy: Anatomy, inputs: Mapping[str, Tensor]) -> Tensor:
             part["position_ids"] = positions(part["attention_mask"])[:, before:]
         output = anatomy.model(**part, past_key_values=cache, use_cache=True)
         cache, before = output.get("past_key_values"), end
-        _check_cache(anatomy, cache, end)
+        if not isinstance(cache, DynamicCache):
+            raise FulldepthError(f"its forward pass keeps {type(cache).__name__}, no cache of keys and values")
+        if other := {type(layer).__name__ for layer in cache.layers if type(layer) not in KNOWN_LAYERS}:
+            raise FulldepthError(f"its cache has layers of type {', '.join(sorted(other))}")
+        lengths = [cache.get_seq_length(index) for index in range(len(cache.layers))]
+        if lengths != [end] * anatomy.num_layers:
+            raise FulldepthError(
+                f"after {end} tokens its cache holds {lengths} positions in {len(lengths)} layers, not {end} in each "
+                f"of {anatomy.num_layers}"
+            )
         logits.append(output.logits)
     return _real(logits, inputs)
-
-
-def _check_cache(anatomy: Anatomy, cache: object, length: int) -> None:
-    """Raise an error unless the cache holds only keys and values, at all positions of every layer."""
-    if not isinstance(cache, DynamicCache):
-        raise FulldepthError(f"its forward pass keeps {type(cache).__name__}, no cache of keys and values")
-    other = {type(layer).__name__ for layer in cache.layers if type(layer) not in KNOWN_LAYERS}
-    if other:
-        raise FulldepthError(f"its cache has layers of type {', '.join(sorted(other))}")
-    lengths = [cache.get_seq_length(index) for index in range(len(cache.layers))]
-    if lengths != [length] * anatomy.num_layers:
-        raise FulldepthError(
-            f"after {length} tokens its cache holds {lengths} positions in {len(lengths)} layers, not {length} in each "
-            f"of {anatomy.num_layers}"
-        )
 
 
 def _runs(runner: LayerRunner, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

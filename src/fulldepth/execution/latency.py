@@ -9,8 +9,8 @@ import gc
 import inspect
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,7 +85,9 @@ class Runner:
             {"position_ids": ids.new_full((len(ids), 1), context + number)} if self._takes_positions else {}
             for number in range(len(steps))
         ]
-        with _without_collection():
+        collects = gc.isenabled()
+        gc.disable()
+        try:
             start = now(ids.device)
             output = self.model(input_ids=prompt, **self._options)
             between = now(ids.device)
@@ -93,6 +95,9 @@ class Runner:
                 cache = output.past_key_values
                 output = self.model(input_ids=token, past_key_values=cache, **position, **self._options)
             end = now(ids.device)
+        finally:
+            if collects:
+                gc.enable()
         return Trial(between - start, (end - between) / len(steps), output.past_key_values, output.logits[:, -1])
 
 
@@ -169,18 +174,6 @@ def now(device: torch.device) -> float:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Disable garbage collection while timing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 TICK = 0.02

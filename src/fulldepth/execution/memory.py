@@ -19,15 +19,10 @@ CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 """Linux: where the peak of the resident size is reset, and where it is read."""
 
 
-def reset_peak(device: torch.device | None = None) -> None:
-    """Begin to measure the peak memory of a run, see `run_peak`.
-
-    Args:
-        device: of the run; None = the accelerator if there is one.
-    """
-    if _on_cuda(device):
-        torch.cuda.reset_peak_memory_stats(device)
-        return
+def reset_peak() -> None:
+    """Begin to measure the peak memory of a run, see `run_peak`."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):  # the kernel forgets the peak of the resident size so far
         CLEAR.write_text("5")
 
@@ -37,17 +32,13 @@ def run_peak(device: torch.device | None = None) -> int:
 
     Where the kernel keeps no peak that can be reset (outside Linux), the present resident size is returned.
     """
-    if _on_cuda(device):
+    if torch.cuda.is_available() if device is None else device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     with suppress(OSError):
         for line in STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return int(psutil.Process().memory_info().rss)
-
-
-def _on_cuda(device: torch.device | None) -> bool:
-    return torch.cuda.is_available() if device is None else device.type == "cuda"
 
 
 def peak_bytes(model: nn.Module, inputs: Tensor, run: Callable[[], Any]) -> int:

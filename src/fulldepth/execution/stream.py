@@ -249,10 +249,13 @@ def find_head(anatomy: Anatomy, trace: Trace, last: Tensor, mask: Tensor | None)
         ]
         for step in frontier:
             for end in (step, *_pooled(step, mask, leading, late=True)):
-                head = _head(anatomy, end)
-                if head is None or end.state.shape != trace.logits.shape:
+                norm = anatomy.final_norm
+                normed = norm is not None and anatomy.model.get_submodule(end.modules[0]) is norm
+                modules = end.modules[1:] if normed else end.modules
+                if not modules or end.state.shape != trace.logits.shape:
                     continue
-                head = _find_scales(anatomy, head, trace.logits, last, mask)
+                chain = Head(modules, pool=end.pool, normed=normed, leading=end.leading)
+                head = _find_scales(anatomy, chain, trace.logits, last, mask)
                 if head is not None:
                     return replace(head, reads=_read(anatomy, head, last, mask)) if head.pool == "inside" else head
     return None
@@ -275,15 +278,6 @@ def _pooled(step: _Step, mask: Tensor | None, leading: Collection[int], *, late:
                 yield step._replace(state=pool(step.state, mask, way, count), pool=way, leading=count)
         if late:
             yield step._replace(state=pool(step.state, mask, "mean"), pool="mean-of-logits")
-
-
-def _head(anatomy: Anatomy, step: _Step) -> Head | None:
-    """A head from a chain of modules, without the final norm."""
-    if not step.modules:
-        return None
-    normed = anatomy.final_norm is not None and anatomy.model.get_submodule(step.modules[0]) is anatomy.final_norm
-    modules = step.modules[1:] if normed else step.modules
-    return Head(modules, pool=step.pool, normed=normed, leading=step.leading) if modules else None
 
 
 def _find_scales(anatomy: Anatomy, head: Head, logits: Tensor, last: Tensor, mask: Tensor | None) -> Head | None:

@@ -116,7 +116,13 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
             do not fit it.
     """
     check_exit_heads(*candidates)
-    trace = _followed(candidates[0], inputs)
+    try:
+        trace = follow(candidates[0], inputs)
+    except FulldepthError as error:
+        options = " or ".join(towers(candidates[0].model))
+        if not options or candidates[0].family.tower:
+            raise
+        raise FulldepthError(f"{error}. Its towers can be read alone, by tower: {options}.") from error
     failures: dict[str, str] = {}
     staged = False
     found: list[Verified] = []
@@ -139,17 +145,6 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
         + " | ".join(reasons[:MOST_REASONS] + more)
         + (STAGES if staged and candidates[0].family.modality == "images" else DESCRIBE)
     )
-
-
-def _followed(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Trace:
-    """One traced pass of the model; the error of a failure names the towers that can be measured alone."""
-    try:
-        return follow(anatomy, inputs)
-    except FulldepthError as error:
-        options = " or ".join(towers(anatomy.model))
-        if not options or anatomy.family.tower:
-            raise
-        raise FulldepthError(f"{error}. Its towers can be read alone, by tower: {options}.") from error
 
 
 @torch.no_grad()

@@ -139,7 +139,7 @@ class Anatomy:
 
     def has(self, role: str) -> bool:
         """Whether every layer has a module with this role."""
-        return all(self.part(layer, role) is not None for layer in range(1, self.num_layers + 1))
+        return len(self.layers_with(role)) == self.num_layers
 
     def layers_with(self, role: str) -> list[int]:
         """The 1-based layers that have a module with this role."""

@@ -9,7 +9,6 @@ counts (on a damaged file it may loop 2^60 times), so the header is read here fi
 from __future__ import annotations
 
 import math
-import re
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -32,8 +31,6 @@ from fulldepth.files import reading
 from fulldepth.hf.file_checks import Weights, check_numbers
 
 SUFFIX, PACKAGE = ".gguf", "package:"
-PART = re.compile(r".+-\d{5}-of-(\d{5})\.gguf")
-"""Name of one of several files of a model, as llama.cpp writes them."""
 SIZES = {
     "context_length": "max_position_embeddings",
     "attention.key_length": "head_dim",
@@ -136,7 +133,11 @@ class _Reader:
         tensors, entries = self._numbers("Q", 2)
         metadata = {self._string().decode(): self._value(*self._numbers("I")) for _ in range(entries)}
         if metadata.get("split.count", 1) not in (0, 1):
-            raise _in_parts(self.path, metadata["split.count"])
+            raise FulldepthError(
+                f"{self.path} is one of the {metadata['split.count']} parts of a model, which transformers cannot read "
+                "one by one. Join them with llama.cpp (`llama-gguf-split --merge FIRST-PART MERGED.gguf`) and name the "
+                "merged file."
+            )
         shapes = {}
         for _ in range(tensors):
             name = self._string().decode()
@@ -172,14 +173,6 @@ class _Reader:
             if inner == STRING:
                 return tuple(self._string() for _ in range(count))
         raise FulldepthError(f"{self.path} is damaged: metadata of the unknown type {kind}.")
-
-
-def _in_parts(path: Path, parts: int) -> FulldepthError:
-    """The error for one of several files that hold one model."""
-    return FulldepthError(
-        f"{path} is one of the {parts} parts of a model, which transformers cannot read one by one. Join them with "
-        f"llama.cpp (`llama-gguf-split --merge FIRST-PART MERGED{path.suffix}`) and name the merged file."
-    )
 
 
 @contextmanager
@@ -257,12 +250,6 @@ def packaged(name: str) -> str:
 
 def _only_one(name: str, paths: Iterable[Path]) -> Path | None:
     candidates = sorted(paths)
-    parts = {path: int(match[1]) for path in candidates if (match := PART.fullmatch(path.name)) and int(match[1]) > 1}
-    whole = [path for path in candidates if path not in parts]
-    names = {(path.parent, path.name[: -len("-00001-of-00002.gguf")]) for path in parts}
-    if not whole and len(names) == 1:
-        raise _in_parts(candidates[0], parts[candidates[0]])
-    candidates = whole or candidates
     if len(candidates) > 1:
         raise FulldepthError(f"{name} holds several models; name one of them: {names_of(p.name for p in candidates)}.")
     return candidates[0] if candidates else None
@@ -289,7 +276,7 @@ def load_gguf_config(path: Path) -> Any:
 
 
 def _apply_entries(header: Header, config: Any) -> None:
-    """Copy entries that transformers ignores into the configuration.
+    """Copy entries that transformers ignores into the configuration, base and width of the rotary embedding last.
 
     Raises:
         FulldepthError: if it has no option for an entry that changes the model's outputs.
@@ -309,15 +296,10 @@ def _apply_entries(header: Header, config: Any) -> None:
             raise _refused(header.path, f"{name} = {value}")
     if (header.architecture, config.num_hidden_layers) in SCALED_BY_WIDTH:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
-    _apply_rotary(header.path, entries, config)
-
-
-def _apply_rotary(path: Path, entries: dict[str, Any], config: Any) -> None:
-    """Copy base and width of the rotary embedding into the configuration; refuses one without options for them."""
     rotary = getattr(config, "rope_parameters", None)
     if rotary is None:
         if "rope.freq_base" in entries:
-            raise _refused(path, "rotary position embeddings")
+            raise _refused(header.path, "rotary position embeddings")
         return
     rotary = rotary.get("full_attention", rotary)  # models with sliding windows have one entry for each kind of layer
     if "rope.freq_base" in entries:
@@ -326,7 +308,7 @@ def _apply_rotary(path: Path, entries: dict[str, Any], config: Any) -> None:
     width = entries.get("rope.dimension_count")
     if width is not None and round(rotary.get("partial_rotary_factor", 1.0) * head) != width:
         if "partial_rotary_factor" not in rotary:
-            raise _refused(path, f"rope.dimension_count = {width} of {head} channels")
+            raise _refused(header.path, f"rope.dimension_count = {width} of {head} channels")
         rotary["partial_rotary_factor"] = width / head
 
 

@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from fulldepth.errors import FulldepthError, names_of
 from fulldepth.execution.decoding.options import DraftPlan, Options
-from fulldepth.execution.decoding.session import Choice, Sequences, Session, Stats
+from fulldepth.execution.decoding.session import Choice, DecodingSession, Stats, TokenRows
 from fulldepth.execution.decoding.speculation import decode
 from fulldepth.execution.decoding_proof import decoding_runner
 from fulldepth.execution.language_model import check_task
@@ -183,7 +183,7 @@ class Decoder:
             raise FulldepthError("A streamer shows one sequence; generate one prompt at a time with it.")
         ends, criteria = config._eos_token_tensor, prepared["stopping_criteria"]
         others = [each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria)]
-        sequences = Sequences(
+        sequences = TokenRows(
             input_ids,
             prepared.get("attention_mask"),
             max_length=most,
@@ -194,7 +194,7 @@ class Decoder:
         )
         generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
         choice = Choice(sequences, prepared["logits_processor"], bool(config.do_sample), generator)
-        session = Session(self.runner, sequences, choice, progress)
+        session = DecodingSession(self.runner, sequences, choice, progress)
         if streamer is not None:
             streamer.put(input_ids.cpu())
         with evaluating(self.anatomy.model), torch.no_grad():

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fulldepth.execution.decoding.options import Options
 from fulldepth.execution.decoding.rules import ExitRule
-from fulldepth.execution.decoding.session import Session
+from fulldepth.execution.decoding.session import DecodingSession
 
 
-def exiting_step(session: Session, options: Options) -> Callable[[], None]:
+def exiting_step(session: DecodingSession, options: Options) -> Callable[[], None]:
     """The function that decodes one token of every active sequence.
 
     Its first call also runs the prompts. Sequences of a batch share the layers up to the deepest exit, and each
@@ -30,7 +30,7 @@ def exiting_step(session: Session, options: Options) -> Callable[[], None]:
 class _Exits:
     """Exit layers and predictions of the active sequences in one step."""
 
-    def __init__(self, session: Session, options: Options) -> None:
+    def __init__(self, session: DecodingSession, options: Options) -> None:
         self._session, self._options = session, options
         self._rule = ExitRule(options.rule, options.threshold or 1.0, session.num_layers)
         self._layers = torch.zeros(len(session.sequences.active), dtype=torch.long)
@@ -72,7 +72,7 @@ class _Recomputing:
     A layer then has the keys and values of all positions, from the same states as in a pass over the whole sequence.
     """
 
-    def __init__(self, session: Session, options: Options) -> None:
+    def __init__(self, session: DecodingSession, options: Options) -> None:
         self._session, self._options = session, options
         self._waiting: dict[int, Tensor] = {}
         """Layer l -> `[A, N, D]` states of the positions that ran through layers 1..l and no further; they precede
@@ -98,7 +98,7 @@ class _Recomputing:
             self._waiting = {layer: states[session.alive] for layer, states in self._waiting.items()}
 
 
-def _propagate(session: Session, options: Options) -> None:
+def _propagate(session: DecodingSession, options: Options) -> None:
     """Decode one token of every active sequence; later layers compute its keys and values from its state at the exit.
 
     Elbayad et al. 2020 (Depth-Adaptive Transformer, Section 3) copy states in this way, and CALM after them. The

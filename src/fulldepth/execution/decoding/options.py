@@ -74,10 +74,6 @@ class Options:
             value = getattr(self, name)
             if value not in others and not (isinstance(value, int) and 1 <= value <= most):
                 raise FulldepthError(f"{name} is {value!r}; expected a whole number from 1 to {most}.")
-        self._check_combination()
-
-    def _check_combination(self) -> None:
-        """Refuse options that exclude each other, and those that have no effect because others are not set."""
         drafter = self.speculate_from if self.plan is None else self.plan
         drafts, leaves = drafter is not None, self.threshold is not None
         for wrong, message in (

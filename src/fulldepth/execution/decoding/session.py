@@ -115,7 +115,7 @@ class Stats:
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
 
-class Sequences:
+class TokenRows:
     """Tokens of B sequences, each with its own length; a sequence ends at an end token, a rule, or the maximum length.
 
     Args:
@@ -214,7 +214,7 @@ class Choice:
     """
 
     def __init__(
-        self, sequences: Sequences, processors: LogitsProcessorList, sample: bool, generator: torch.Generator | None
+        self, sequences: TokenRows, processors: LogitsProcessorList, sample: bool, generator: torch.Generator | None
     ) -> None:
         self._sequences, self._processors = sequences, processors
         self._samples, self._generator = sample, generator
@@ -290,7 +290,7 @@ class Choice:
         return [*drafts, int(self._draw(last[:1]))] if len(last) else drafts
 
 
-class Session:
+class DecodingSession:
     """Sequences that are decoded together, and the cache of their keys and values.
 
     Between steps the cache of every layer holds all positions of the active sequences except the last token's; policies
@@ -304,7 +304,7 @@ class Session:
     """
 
     def __init__(
-        self, runner: LayerRunner, sequences: Sequences, choice: Choice, progress: Callable[[int], None]
+        self, runner: LayerRunner, sequences: TokenRows, choice: Choice, progress: Callable[[int], None]
     ) -> None:
         self.runner, self.sequences, self.choice, self._progress = runner, sequences, choice, progress
         self.num_layers = runner.anatomy.num_layers

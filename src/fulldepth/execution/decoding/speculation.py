@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fulldepth.execution.decoding.early_exit import exiting_step
 from fulldepth.execution.decoding.options import AUTO, DraftPlan, Options
-from fulldepth.execution.decoding.session import Session
+from fulldepth.execution.decoding.session import DecodingSession
 from fulldepth.hf import Switches
 
 DRAFTS = 4
@@ -31,7 +31,7 @@ LEAST_TOKENS = 32
 """New tokens below which nothing is tried: one slow round would lose more than that share."""
 
 
-def decode(session: Session, options: Options) -> None:
+def decode(session: DecodingSession, options: Options) -> None:
     """Decode until every sequence has ended."""
     stats, sequences, step = session.stats, session.sequences, session.step
     stats.mode = options.mode
@@ -56,7 +56,7 @@ def decode(session: Session, options: Options) -> None:
     stats.tokens = sum(stats.new_tokens)
 
 
-def _decode_with_drafts(session: Session, options: Options) -> None:
+def _decode_with_drafts(session: DecodingSession, options: Options) -> None:
     """Draft and confirm until every sequence has ended, or a trial shows that plain decoding is faster."""
     stats, plan = session.stats, options.plan
     if plan is not None:
@@ -82,7 +82,7 @@ def _decode_with_drafts(session: Session, options: Options) -> None:
             draft()
 
 
-def _pays(session: Session, draft: Callable[[], float], drafter: str) -> bool:
+def _pays(session: DecodingSession, draft: Callable[[], float], drafter: str) -> bool:
     """Decode some tokens plainly and some with drafts, and decide once which is faster; says so in `stats.reason`.
 
     The rounds end early where they have lost `LOSS` of the time of plain decoding, so that they cost at most that and
@@ -128,7 +128,7 @@ def _drafting(switches: Switches, plan: DraftPlan) -> Iterator[Collection[int]]:
 
 
 def speculate(
-    session: Session,
+    session: DecodingSession,
     early: int,
     length: int,
     threshold: float | None,

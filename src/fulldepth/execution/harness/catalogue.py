@@ -122,7 +122,9 @@ class Catalogue:
                 for key, task in sorted(loaded["tasks"].items()):
                     shots = task.fewshot_docs() if task.get_config("num_fewshot") else ()
                     parts += [key, task.dump_config(), *task.eval_docs, *shots]
-                return Loaded(loaded, _hash(map(_plain, parts)))
+                texts = (json.dumps(part, sort_keys=True, default=str) for part in parts)
+                # without the addresses of objects that are shown by their `repr`
+                return Loaded(loaded, _hash(re.sub(r" at 0x[0-9a-fA-F]+", "", text).encode() for text in texts))
         except FulldepthError:
             raise
         except Exception as error:  # of any kind: data sets, templates, code of the task
@@ -131,11 +133,6 @@ class Catalogue:
             raise FulldepthError(
                 f"The task {name} cannot be loaded: {text}.{'' if name in self._own else hint}"
             ) from error
-
-
-def _plain(value: Any) -> bytes:
-    """JSON, without the addresses of objects that are shown by their `repr`."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", json.dumps(value, sort_keys=True, default=str)).encode()
 
 
 def _hash(parts: Iterable[bytes]) -> str:

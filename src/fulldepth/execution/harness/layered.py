@@ -172,7 +172,7 @@ class LayeredAnswers:
         for request in requests:
             together.setdefault(_input(request), []).append(request)
         grouping = {"group_by": "contexts", "group_fn": _input} if self.logits_cache else {}
-        collator = Collator(requests, sort_fn=_longest_first, **grouping)
+        collator = Collator(requests, sort_fn=lambda r: (-len(r[1] + r[2]), tuple(r[1] + r[2])), **grouping)
         watcher.begin(self.session.title, len(requests))
         for chunk in collator.get_batched(n=self.batch_size, batch_fn=None):
             shared = [together[_input(request)] if self.logits_cache else [request] for request in chunk]
@@ -282,11 +282,6 @@ def layered_model(model: PreTrainedModel, tokenizer: Any, session: Session, batc
 def _input(request: Request) -> tuple[int, ...]:
     """The tokens that the model reads for a request, before they are cut."""
     return tuple(request[1] + request[2][:-1])
-
-
-def _longest_first(request: Request) -> tuple[int, tuple[int, ...]]:
-    tokens = request[1] + request[2]
-    return -len(tokens), tuple(tokens)
 
 
 def _key(request: Request) -> str:

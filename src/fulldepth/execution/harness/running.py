@@ -8,6 +8,7 @@ import math
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
@@ -122,10 +123,12 @@ def run_unit(
     found = UnitScores(list(_scores(output)), dict(output.get("higher_is_better") or {}), samples=samples)
     for name, rows in {name: _examples(each) for name, each in samples.items() if each}.items():
         found.clusters[name] = np.array([identity(str(row.get("doc_hash", row["doc_id"]))) for row in rows], np.int64)
-        choices = _choices(loaded["tasks"].get(name))
-        found.guesses[name] = guess = _guesses(rows, choices)
-        if choices is not None:
-            found.chance[name] = float(guess.mean())
+        task = loaded["tasks"].get(name)
+        is_choice = task is not None and task.OUTPUT_TYPE == "multiple_choice"
+        choices = Counter(instance.doc_id for instance in task.instances) if is_choice else {}
+        found.guesses[name] = _guesses(rows, choices)
+        if is_choice:
+            found.chance[name] = float(found.guesses[name].mean())
     return found
 
 
@@ -165,26 +168,20 @@ def _values(rows: Sequence[Mapping[str, Any]], metric: str, score: float) -> NDA
     return found if abs(found.mean() - score) <= 1e-9 * max(1.0, abs(score)) else None
 
 
-def _choices(task: Any) -> dict[int, int] | None:
-    """Example -> number of its choices; None for tasks that are no multiple choice."""
-    if task is None or task.OUTPUT_TYPE != "multiple_choice":
-        return None
-    choices: dict[int, int] = {}
-    for instance in task.instances:
-        choices[instance.doc_id] = choices.get(instance.doc_id, 0) + 1
-    return choices
+def _guesses(rows: Sequence[Mapping[str, Any]], choices: Mapping[int, int]) -> NDArray[np.float64]:
+    """[N] expected accuracy of a guess: the most frequent answer, or a random choice if that is no worse measurably.
 
-
-def _guesses(rows: Sequence[Mapping[str, Any]], choices: Mapping[int, int] | None) -> NDArray[np.float64]:
-    """[N] expected accuracy of a guess: the most frequent answer, or a random choice if that is no worse measurably."""
+    Args:
+        rows: the examples.
+        choices: example -> number of its choices; empty for tasks that are no multiple choice.
+    """
     targets = [str(row.get("target")) for row in rows]
     frequent = max(targets, key=targets.count)
     constant = np.array([target == frequent for target in targets], np.float64)
-    if choices is None:
-        return constant
     uniform = np.array([1 / max(1, choices.get(row["doc_id"], 1)) for row in rows])
     more = constant - uniform
-    return constant if advisable(float(more.mean()), float(ratio_error(more, np.ones(len(more))))) else uniform
+    better = not choices or advisable(float(more.mean()), float(ratio_error(more, np.ones(len(more)))))
+    return constant if better else uniform
 
 
 @contextmanager
