@@ -101,35 +101,25 @@ def test_defects_are_refused_with_their_entry_and_skipped_on_request(written, ch
     assert (len(source), count) == ((2, 1) if kind == "annotation" else (1, 2))
 
 
-@pytest.mark.parametrize(
-    ("changes", "place"),
-    [
-        ({"categories": "dogs"}, "categories"),
-        ({"categories": []}, "0 categories"),
-        ({"categories.1.id": 18}, r"categories\[1\] \(id 18\)"),
-        ({"categories.1.name": "\ud800"}, r"categories\[1\]"),
-        ({"images": [], "annotations": []}, "no images"),
-    ],
-)
+BAD = [
+    ({"categories": "dogs"}, "categories"),
+    ({"categories": []}, "0 categories"),
+    ({"categories.1.id": 18}, r"categories\[1\] \(id 18\)"),
+    ({"categories.1.name": "\ud800"}, r"categories\[1\]"),
+    ({"images": [], "annotations": []}, "no images"),
+    (json.dumps(GOOD).encode()[:99], "not valid JSON"),
+    ("caf\u00e9".encode("latin-1"), "not valid JSON"),
+    (b"[]", "not in COCO's format"),
+]
+
+
+@pytest.mark.parametrize(("changes", "place"), BAD)
 def test_files_of_another_format_are_refused(written, changes, place):
-    with pytest.raises(FulldepthError, match=place):
-        open_source(written(changes))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (json.dumps({"images": [], "name": "caf\u00e9"}, ensure_ascii=False).encode("latin-1"), "not valid JSON"),
-        (json.dumps(GOOD).encode()[:99], "not valid JSON"),
-        (b"", "not valid JSON"),
-        (b"[]", "not in COCO's format"),
-    ],
-)
-def test_files_that_are_not_json_are_refused(tmp_path, content, message):
-    path = tmp_path / "instances.json"
-    path.write_bytes(content)
+    path = written(None if isinstance(changes, bytes) else changes)
+    if isinstance(changes, bytes):
+        path.write_bytes(changes)
     for skip_bad in (False, True):
-        with pytest.raises(FulldepthError, match=message):
+        with pytest.raises(FulldepthError, match=place):
             open_source(path, skip_bad=skip_bad)
 
 
@@ -143,20 +133,26 @@ def test_categories_are_told_apart(written):
         open_source(written({"categories.0.name": "n" * 300 + "1", "categories.1.name": "n" * 300 + "2"}))
 
 
-def test_objects_of_classes_that_a_model_does_not_have_are_refused_or_left_out(written):
-    """Names decide as soon as one agrees; a category without objects may be unknown."""
+def test_objects_follow_the_classes_of_the_model(written):
+    """Names decide as soon as one agrees; objects of other classes are refused or left out; an unused one may be
+    unknown.
+    """
     source, options = open_source(written()), {"task": "detection", "processor": Plain()}
-    with pytest.raises(FulldepthError, match=r"row 1: an object is a dog, which is none of the 2 classes \(cat, car\)"):
-        number_labels(source, ["cat", "car"])
-    prepared = prepare(number_labels(source, ["cat", "car"], skip_bad=True)[0], **options)
-    assert prepared.collate([0]).objects[0]["class_labels"].tolist() == [1]
-    assert prepared.collate([0]).objects[0]["crowd"].tolist() == [True]
-    assert (prepared.num_targets, prepared.class_names) == (0, ("cat", "car"))  # a crowd is no target
-    assert "1 bad row or object is left out of instances.json" in prepared.warnings[-1]
-    unused = open_source(written({"categories.2": {"id": 1, "name": "things"}}))
-    prepared = prepare(number_labels(unused, ["dog", "car"])[0], **options)
-    assert prepared.collate([0]).objects[0]["class_labels"].tolist() == [0, 1]
-    assert prepared.num_targets == 1
+    numbered, _ = number_labels(source, ["dog", "N/A", "Car"])
+    prepared = prepare(numbered, **options)
+    objects = prepared.collate([0]).objects[0]
+    assert objects["class_labels"].tolist() == [0, 2]
+    torch.testing.assert_close(objects["boxes"], torch.tensor([[0.5, 0.5, 0.5, 0.5], [0.05, 0.5, 0.1, 1.0]]))
+    assert objects["crowd"].tolist() == [False, True]
+    assert prepared.num_targets == 1  # crowds are no targets
+    for classes, place in ((["cat", "car"], r"row 1: .* dog"), (["thing"], "thing")):
+        with pytest.raises(FulldepthError, match=place):
+            number_labels(source, classes)
+    kept, _ = number_labels(source, ["cat", "car"], skip_bad=True)
+    assert [record.objects.classes for record in kept.records] == [(1,), ()]
+    assert "1 bad" in kept.warnings[-1]
+    unused, _ = number_labels(open_source(written({"categories.2": {"id": 1, "name": "things"}})), ["dog", "car"])
+    assert unused.records[0].objects.classes == (0, 1)
 
 
 def test_an_image_of_another_size_than_stated_is_refused_when_it_is_read(written):
@@ -172,18 +168,6 @@ class Plain:
 
     def __call__(self, images, return_tensors):
         return {"pixel_values": torch.stack([torch.from_numpy(np.asarray(i) / 255).permute(2, 0, 1) for i in images])}
-
-
-def test_prepared_images_follow_the_classes_of_the_model(written):
-    model = {"dog": 0, "N/A": 1, "Car": 2}
-    prepared = prepare(number_labels(open_source(written()), list(model))[0], task="detection", processor=Plain())
-    objects = prepared.collate([0]).objects[0]
-    assert objects["class_labels"].tolist() == [0, 2]
-    torch.testing.assert_close(objects["boxes"], torch.tensor([[0.5, 0.5, 0.5, 0.5], [0.05, 0.5, 0.1, 1.0]]))
-    assert objects["crowd"].tolist() == [False, True]
-    assert prepared.num_targets == 1  # crowds are no targets
-    with pytest.raises(FulldepthError, match="the model has 1 classes: thing"):
-        number_labels(open_source(written()), ["thing"])
 
 
 def test_the_shapes_of_the_example_are_what_they_are_drawn_from():

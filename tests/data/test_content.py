@@ -2,11 +2,10 @@
 
 import datasets
 import numpy as np
-import pandas as pd
 import pytest
 from PIL import Image
 
-from fulldepth.data import content_hash, open_source, prepare
+from fulldepth.data import content_hash, open_source
 
 
 def picture(value):
@@ -35,15 +34,6 @@ TEXTS = {
 def test_python_objects(one, other):
     assert of(one) == of(list(one))
     assert of(one) != of(other)
-
-
-def test_the_same_rows_from_files_and_objects(tmp_path):
-    rows = [{"text": "a", "label": 0}, {"text": "b", "label": 1}]
-    pd.DataFrame(rows).to_json(tmp_path / "a.jsonl", orient="records", lines=True)
-    pd.DataFrame(rows).assign(more=3).to_parquet(tmp_path / "a.parquet")
-    (tmp_path / "a.tsv").write_text("text\tlabel\na\t0\nb\t1\n")
-    files = {of(tmp_path / f"a{suffix}") for suffix in (".jsonl", ".parquet", ".tsv")}
-    assert files == {of(rows), of(datasets.Dataset.from_list(rows))}
 
 
 def dataset(*values, feature=None):
@@ -80,8 +70,3 @@ def test_images_that_a_data_set_changes_as_they_are_read():
     changed.set_transform(darker)
     assert of(changed) != of(plain)
     assert of(changed) == of([{"image": picture(0), "label": n} for n in range(2)])
-
-
-def test_prepared_sequences_have_their_own(number_tokenizer):
-    data = prepare(open_source(["w1 w2 w3"]), task="causal-lm", tokenizer=number_tokenizer, sequence_length=3)
-    assert content_hash(data) == data.hash

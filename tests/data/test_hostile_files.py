@@ -62,7 +62,7 @@ def little_memory(spare=1 << 30):
 # Text and rows
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".tsv", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_devices_pipes_and_folders_are_no_files(tmp_path, suffix):
     device, pipe, folder = (tmp_path / f"{name}{suffix}" for name in ("device", "pipe", "folder"))
     device.symlink_to("/dev/zero")
@@ -110,17 +110,13 @@ def test_a_small_parquet_file_that_stands_for_a_large_one(tmp_path):
 @pytest.mark.parametrize(
     "table",
     [
-        {"text": [1, 2]},
         {"text": [None, "a"]},
         {"text": [["a"], ["b"]]},
-        {"text": [{"a": 1}, {"a": 2}]},
         {"image": [1.5, 2.5]},
         {"image": [{"bytes": b"no image", "path": None}]},
         {"image": [{"bytes": None, "path": "/dev/zero"}]},
-        {"image": [b""]},
         {"text": ["a"], "label": [float("nan")]},
         {"text": [b"\xff\xfe"]},
-        {"": ["a"]},
         {},
     ],
 )

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fulldepth.data import builtin_texts, open_source, prepare, train_tokenizer
-from fulldepth.data.drawing import Text, Window, block_clusters, draw_windows, first_windows
+from fulldepth.data.drawing import Text, draw_windows, first_windows
 from fulldepth.data.tokens import Frame, WordFinder, leading_ids, plain_ids
 
 
@@ -150,13 +150,6 @@ def test_clusters_of_windows_are_documents_or_blocks(number_tokenizer: Any) -> N
     assert "8 blocks" in few.no_error
 
 
-def test_blocks_of_two_documents_are_told_apart() -> None:
-    windows = [Window([1], d, b) for d in range(2) for b in range(4)]
-    clusters, unit, no_error = block_clusters(windows, [5, 6])
-    assert len(set(clusters)) == 8
-    assert (unit, no_error) == ("block of 4,096 tokens", None)
-
-
 def test_rows_and_pairs_are_their_own_clusters(number_tokenizer: Any) -> None:
     rows = [{"prompt": f"w{i}", "response": f"w{i + 1}"} for i in range(5)]
     data = prepare(open_source(rows), task="causal-lm", tokenizer=number_tokenizer)
@@ -199,25 +192,6 @@ def test_windows_are_a_prefix_of_the_stream(texts, window, most, separator):
         assert all(len(w) == window for w in windows)
         assert len(windows) == min(most, len(stream) // window)
         assert left_over == (0 if len(stream) >= window * most else len(stream) % window)
-
-
-def test_packing_reads_no_further_than_needed():
-    read = []
-
-    def texts():
-        for i in range(100):
-            read.append(i)
-            yield "abcde"
-
-    cut_windows(texts(), letters, window=5, count=3)
-    assert read == [0, 1, 2, 3]  # the fourth is looked at and left
-
-
-@given(st.integers(1, 60), st.lists(st.integers(0, 400), max_size=3000))
-def test_leading_ids_are_those_of_the_whole_text(number_tokenizer, needed, numbers):
-    ids = leading_ids(number_tokenizer, " ".join(f"w{n}" for n in numbers), needed)
-    assert ids == [n + 2 for n in numbers][: len(ids)]
-    assert len(ids) >= min(needed, len(numbers))
 
 
 def test_frame_is_read_off_the_tokenizer(bert_tokenizer, number_tokenizer):

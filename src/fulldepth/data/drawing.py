@@ -115,75 +115,58 @@ def draw_windows(
             of their own.
         least: tokens of a short window, at least.
     """
-    pieces = pieces_of(documents, window, seed)
+    pieces, totals = pieces_of(documents, window, seed), np.zeros(0, np.int64)
+    short, found = _Short(window, join, least), list[tuple[int, int, Window]]()
     if pieces.filled.sum() >= count - 1e-9:
-        windows = _Cutter(documents, tokenise, window, count, seed, join, least).first_pieces(pieces)
-        if len(windows) == count:
-            return Drawn(windows, 0)
-    return _Cutter(documents, tokenise, window, count, seed, join, least).everything()
+        totals = np.bincount(pieces.document)
+    for index in pieces.key.argsort(kind="stable").tolist() if len(totals) else ():
+        document, number = int(pieces.document[index]), int(pieces.number[index])
+        total, (name, text) = int(totals[document]), documents[document]
+        start, stop = (_cut(text, part * len(text) // total) for part in (number, number + 1))
+        ids = list(tokenise(Text(text[start:stop], start == 0, stop == len(text))))
+        if len(ids) >= window:
+            offset = identity(name, number, seed) % (len(ids) - window + 1)
+            block = start // (CHARACTERS * BLOCK)
+            found.append((document, number, Window(ids[offset : offset + window], document, block)))
+        elif ids and (filled := short.add(ids, document)) is not None:
+            found.append((filled.document, number, filled))
+        if len(found) == count:
+            return Drawn([each for *_, each in sorted(found)], 0)
+    short, candidates, names, left_over = _Short(window, join, least), list[Window](), list[int](), 0
+    for document, (name, text) in enumerate(documents):
+        ids = list(tokenise(Text(text)))
+        full = len(ids) // window * window
+        for start in range(0, len(ids) if join is None else full, window):
+            if min(window, len(ids) - start) >= least:
+                candidates.append(Window(ids[start : start + window], document, start // BLOCK))
+                names.append(identity(name, start))
+        if join is not None and full:
+            left_over += len(ids) - full
+        elif join is not None and ids and (filled := short.add(ids, document)) is not None:
+            candidates.append(filled)
+            names.append(identity(documents[filled.document][0], 0))
+    if not candidates and short.ids:
+        return Drawn([Window(short.ids, short.document, 0)], 0)
+    windows = [candidates[index] for index in sample(names, count, seed)]
+    left_over += short.dropped + len(short.ids)
+    return Drawn(sorted(windows, key=lambda each: each.document), left_over)  # the order within documents is kept
 
 
 @dataclass
-class _Cutter:
-    """Cuts documents into windows; joins short ones until they fill a window. Arguments as for `draw_windows`."""
+class _Short:
+    """Joins short documents until they fill a window; arguments as for `draw_windows`."""
 
-    documents: Sequence[tuple[int, str]]
-    tokenise: Tokenise
     window: int
-    count: int
-    seed: int
     join: Join | None
     least: int
     ids: list[int] = field(default_factory=list)
-    """Of the short documents that do not fill a window yet."""
+    """Of the documents that do not fill a window yet."""
     document: int = 0
     """The first of them."""
     dropped: int = 0
 
-    def first_pieces(self, pieces: Pieces) -> list[Window]:
-        """The windows of the first pieces in the order of their keys, sorted by place; too few if all are used."""
-        windows: list[tuple[tuple[int, int], Window]] = []
-        totals = np.bincount(pieces.document)
-        for index in pieces.key.argsort(kind="stable").tolist():
-            if len(windows) == self.count:
-                break
-            document, number = int(pieces.document[index]), int(pieces.number[index])
-            total, (name, text) = int(totals[document]), self.documents[document]
-            start, stop = (_cut(text, part * len(text) // total) for part in (number, number + 1))
-            ids = list(self.tokenise(Text(text[start:stop], start == 0, stop == len(text))))
-            if len(ids) >= self.window:
-                offset = identity(name, number, self.seed) % (len(ids) - self.window + 1)
-                block = start // (CHARACTERS * BLOCK)
-                windows.append(((document, number), Window(ids[offset : offset + self.window], document, block)))
-            elif ids and (filled := self.add(ids, document)) is not None:
-                windows.append(((filled.document, number), filled))
-        return [each for _, each in sorted(windows)]
-
-    def everything(self) -> Drawn:
-        """A sample of the windows into which all text is cut."""
-        candidates: list[Window] = []
-        names: list[int] = []
-        left_over, window = 0, self.window
-        for document, (name, text) in enumerate(self.documents):
-            ids = list(self.tokenise(Text(text)))
-            full = len(ids) // window * window
-            for start in range(0, len(ids) if self.join is None else full, window):
-                if min(window, len(ids) - start) >= self.least:
-                    candidates.append(Window(ids[start : start + window], document, start // BLOCK))
-                    names.append(identity(name, start))
-            if self.join is not None and full:
-                left_over += len(ids) - full
-            elif self.join is not None and ids and (filled := self.add(ids, document)) is not None:
-                candidates.append(filled)
-                names.append(identity(self.documents[filled.document][0], 0))
-        if not candidates and self.ids:
-            return Drawn([Window(self.ids, self.document, 0)], 0)
-        chosen = sample(names, self.count, self.seed)
-        windows = sorted((candidates[index] for index in chosen), key=lambda each: each.document)  # stable
-        return Drawn(windows, left_over + self.dropped + len(self.ids))
-
     def add(self, ids: list[int], document: int) -> Window | None:
-        """The window that a further short document fills, if it does."""
+        """The window that a further document fills, if it does."""
         if self.join is None:
             return Window(ids, document, 0) if len(ids) >= self.least else None
         if not self.ids:
