@@ -26,6 +26,7 @@ class Sample(Settings):
     count: int = 3
     """Number of things."""
     names: list[str] | None = None
+    most: int | None = 9
     dtype: str = "auto"
     tokenizer: str | None = None
     inner: Inner = Inner()
@@ -53,7 +54,8 @@ def test_keywords_are_layered_over_an_instance_and_a_recipe() -> None:
     below = {"count": 1, "inner": {"rate": 2.0}}
     assert verb("m", recipe=below, count=2)[1] == Sample(count=2, inner=Inner(rate=2.0))
     assert verb("m", recipe=Sample(count=4), settings=Sample(count=5))[1].count == 5
-    assert verb("m", count=None)[1].count == 3  # None is not given
+    assert verb("m", count=None)[1].count == 3  # None is no count
+    assert verb("m", most=None)[1].most is None
 
 
 def test_an_object_is_an_argument_and_its_name_a_setting(tmp_path: Path) -> None:

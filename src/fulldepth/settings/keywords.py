@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, get_args
 
 from fulldepth import bars
 from fulldepth.progress import Watcher
@@ -60,7 +61,10 @@ def takes_settings(
             for name in kind.model_fields:
                 if isinstance(bound.arguments.get(name), PLAIN):
                     given[name] = bound.arguments.pop(name)
-            chosen = {name: _plain(value) for name, value in given.items() if value is not None}
+            for name, field in kind.model_fields.items():  # None stands for the default where it is no value
+                if given.get(name, field) is None and NoneType not in get_args(field.annotation):
+                    del given[name]
+            chosen = {name: _plain(value) for name, value in given.items()}
             recipe = bound.arguments.get("recipe")
             below = read(recipe, recipes or "") if isinstance(recipe, str | Path) else _stated(recipe)
             resolved = layer(kind, below, _stated(settings), nested(chosen))
