@@ -17,7 +17,6 @@ from fulldepth.uncertainty import (
     error_of,
     identity,
     jackknife_influence,
-    leave_one_out,
     measurable,
     median_ratio,
     quantile,
@@ -78,7 +77,7 @@ def test_jackknife_and_ratio_influences_agree_and_subtract():
     rng = np.random.default_rng(1)
     weights = rng.integers(50, 60, size=30).astype(float)
     sums, other = rng.normal(size=30), rng.normal(size=30)
-    without = leave_one_out(sums) / leave_one_out(weights)
+    without = (sums.sum() - sums) / (weights.sum() - weights)
     assert np.allclose(jackknife_influence(without), ratio_influence(sums, weights), rtol=0.05, atol=2e-5)
     difference = ratio_influence(sums, weights) - ratio_influence(other, weights)
     assert error_of(difference) == pytest.approx(float(ratio_error(sums - other, weights)))

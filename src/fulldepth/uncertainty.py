@@ -81,7 +81,7 @@ def sample(identities: Sequence[int] | NDArray[np.uint64], limit: int | None, se
     return sorted(ranks(distinct(identities), seed).argsort(kind="stable")[:limit].tolist())
 
 
-def deal(clusters: ArrayLike, seed: int = 0, groups: int = GROUPS) -> NDArray[np.int64]:
+def deal(clusters: ArrayLike, groups: int = GROUPS) -> NDArray[np.int64]:
     """The group of each item, `[n]` in 0..G-1 with G = min(clusters, `groups`); a cluster's items share a group.
 
     Clusters take turns in the order of their seeded hash, so groups differ by at most one cluster.
@@ -90,13 +90,8 @@ def deal(clusters: ArrayLike, seed: int = 0, groups: int = GROUPS) -> NDArray[np
     if not len(present):
         return np.zeros(0, dtype=np.int64)
     turn = np.empty(len(present), dtype=np.int64)
-    turn[ranks(present, seed).argsort(kind="stable")] = np.arange(len(present))
+    turn[ranks(present, 0).argsort(kind="stable")] = np.arange(len(present))
     return (turn % min(len(present), groups))[index.reshape(-1)]
-
-
-def leave_one_out(sums: Array) -> Array:
-    """`[G, ...]`: for each group, the sum over all other groups, from sums per group `[G, ...]`."""
-    return np.asarray(sums.sum(0) - sums)
 
 
 def ratio_influence(sums: ArrayLike, weights: ArrayLike) -> Array:
@@ -135,9 +130,7 @@ def quantile(groups: int, share: float = 0.975) -> float:
     return float(scipy.special.stdtrit(groups - 1, share)) if groups > 1 else float("nan")
 
 
-def bootstrap(
-    statistic: Callable[..., Any], *sums: Array, draws: int = DRAWS, seed: int = 0
-) -> tuple[Array, Array] | None:
+def bootstrap(statistic: Callable[..., Any], *sums: Array, draws: int = DRAWS) -> tuple[Array, Array] | None:
     """95 % interval of a step or an extreme (first layer above a limit, arg max), for which a jackknife is not valid.
 
     Groups are drawn with replacement, one fewer than there are (Rao and Wu 1988, without bias for few groups).
@@ -146,7 +139,6 @@ def bootstrap(
         statistic: of the sums over groups, each `[draws, ...]` -> `[draws, ...]`; one array for each of `sums`.
         sums: per group, `[G, ...]`.
         draws: number of draws.
-        seed: of the draws.
 
     Returns:
         Lower and upper ends `[...]`, values that occur among the draws; None for fewer than `FEWEST_CLUSTERS` groups.
@@ -154,7 +146,7 @@ def bootstrap(
     groups = len(sums[0])
     if groups < FEWEST_CLUSTERS:
         return None
-    times = np.random.default_rng(seed).multinomial(groups - 1, np.full(groups, 1 / groups), size=draws)
+    times = np.random.default_rng(0).multinomial(groups - 1, np.full(groups, 1 / groups), size=draws)
     drawn = [np.tensordot(times, array, axes=1) * (groups / (groups - 1)) for array in sums]
     values = np.asarray(statistic(*drawn), dtype=np.float64)
     low = np.nanquantile(values, 0.025, axis=0, method="lower")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,18 +13,10 @@ from PIL import Image
 from tokenizers.processors import TemplateProcessing
 
 import tiny_models
-from fulldepth import cli
+from cli.conftest import main  # noqa: F401
 from fulldepth.data import builtin_texts, train_tokenizer
 
 SPECIAL = {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
-
-
-class Outcome(NamedTuple):
-    """What a command left behind."""
-
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture(scope="session")
@@ -156,34 +146,14 @@ def picture_folder(tmp_path_factory):
 
 
 @pytest.fixture
-def main(monkeypatch, capsys):
-    """`main("measure", ...)`: the program as the shell starts it, without a new process."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["fulldepth", *map(str, arguments)])
-        monkeypatch.setitem(cli.DEBUG, "on", False)
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as leaving:
-            code = int(leaving.code or 0)
-        return Outcome(code, *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture
-def refused(main):
+def refused(main):  # noqa: F811
     """`refused("measure", ..., says=[...])`: ends with 2 and one readable message that holds every one of `says`."""
 
-    def run(*arguments, says=()):
-        outcome = main(*arguments)
-        assert outcome.code == 2, outcome
-        assert "Traceback" not in outcome.err
-        assert sum(line.startswith("Error") for line in outcome.err.splitlines()) == 1, outcome.err
-        for words in says:
-            assert words in outcome.err, outcome.err
-        return outcome
+    def run(*arguments, says):
+        code, _, error = main(*arguments)
+        assert code == 2, error
+        assert "Traceback" not in error
+        assert sum(line.startswith("Error") for line in error.splitlines()) == 1, error
+        assert all(words in error for words in says), error
 
     return run

@@ -118,7 +118,7 @@ def test_outputs_that_cannot_be_taken(main, refused, model, checkpoint, text_fil
     (tmp_path / "half" / "results.json").write_text("{half")
     refused("measure", model, *data, "--output", tmp_path / "half", *FEW, says=["half"])
     assert (tmp_path / "half" / "results.json").read_text() == "{half"
-    assert main("measure", model, *data, "--output", output, *FEW).code == 0
+    assert main("measure", model, *data, "--output", output, *FEW)[0] == 0
     before = {path: path.read_bytes() for path in output.iterdir()}
     refused("measure", checkpoint("gpt2"), *data, "--output", output, *FEW, says=["--overwrite"])
     assert {path: path.read_bytes() for path in output.iterdir()} == before

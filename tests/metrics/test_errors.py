@@ -18,8 +18,8 @@ from fulldepth.metrics import (
     Saturation,
     coherence,
 )
-from fulldepth.metrics.jackknife import influence_of_channel_mean
-from fulldepth.uncertainty import deal, error_of, leave_one_out
+from fulldepth.metrics.jackknife import influence_of_channel_mean, leave_one_out
+from fulldepth.uncertainty import deal, error_of
 
 RAGGED = (9, 4, 7, 9, 2, 6, 9, 3, 8, 5, 9, 2, 6, 7, 3, 9, 9, 4, 8, 6)
 DOCUMENTS = (3, 3, 3, 3, 8, 8, 1, 7, 7, 7, 7, 7, 2, 4, 4, 5, 6, 6, 9, 9)

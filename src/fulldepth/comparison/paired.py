@@ -125,17 +125,18 @@ def step_interval(name: str, results: Results, baseline: Results) -> Interval | 
     if own is not None and other is not None:
         ends = bootstrap(lambda values, base: step.layer(values) - step.layer(base), own, other)
         return None if ends is None else Interval(float(ends[0]), float(ends[1]), True)
-    (low, value, high), (base_low, base, base_high) = (_stated(one, *step.number) for one in (results, baseline))
+    measure, statistic = step.number
+    (low, value, high), (base_low, base, base_high) = (
+        one.table[one.table["measure"] == measure]
+        .drop_duplicates("statistic")
+        .set_index("statistic")["value"]
+        .reindex([f"low_of_{statistic}", statistic, f"high_of_{statistic}"])  # NaN where it does not state its interval
+        .astype(float)
+        for one in (results, baseline)
+    )
     below, above = math.hypot(value - low, base_high - base), math.hypot(high - value, base - base_low)
     difference = value - base
     return Interval(difference - below, difference + above, False) if math.isfinite(below + above) else None
-
-
-def _stated(results: Results, measure: str, statistic: str) -> list[float]:
-    """Lower end, value and upper end of a number that states its interval; NaN where it does not."""
-    rows = results.table[results.table["measure"] == measure].drop_duplicates("statistic").set_index("statistic")
-    names = [f"low_of_{statistic}", statistic, f"high_of_{statistic}"]
-    return [float(value) for value in rows["value"].reindex(names)]
 
 
 def _sums(results: Results, step: Step) -> Array | None:

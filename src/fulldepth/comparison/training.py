@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +20,7 @@ from fulldepth.uncertainty import FEWEST_ROUNDS, Ratio, median_ratio
 
 WINDOWED = ("train_loss", "penalty", "throughput")
 """Means since the previous evaluation: comparable only if that evaluation was at the same step."""
+JUMPS = ("zeta_L", "zeta_L-1", "zeta_L-2")
 MULTIPLES = {"peak_memory": "Peak memory", "parameters": "Parameters"}
 """Costs without noise, compared as ratios."""
 
@@ -77,11 +78,18 @@ def compare_runs(
         times[label] = median_ratio([own[at] for at in both], [seconds[first][at] for at in both])
     models = [_entry(run, label, label == labels[first], step) for run, label in zip(runs, labels, strict=True)]
     at_step = together[together["step"] == step]
+    base, others = verdict.baseline_of(models)
+    # no run is called the best: of one run each, the effect of another seed is not known
+    costs = {
+        f"{name}:{model['label']}": entry
+        for model in others
+        for name, entry in _against(model, base, step, times.get(model["label"]))
+    }
     return together, {
         "of": "training",
         "step": step,
         "models": models,
-        "headline": _headline(models, step, times) | verdict.headline(at_step, models),
+        "headline": costs | verdict.headline(at_step, models),
         "warnings": _warnings(models, step),
     }
 
@@ -152,9 +160,7 @@ def _numbers(run: Results, step: int) -> Entry:
     rates, loads = (_rows(so_far, measure)["value"] for measure in ("throughput", "other_load"))
     numbers = {
         "validation_loss": (_last(at_step, "validation_loss"), "nats"),
-        "zeta_L": (_last(at_step, "jump_rate", layers), "%"),
-        "zeta_L-1": (_last(at_step, "jump_rate", layers - 1), "%"),
-        "zeta_L-2": (_last(at_step, "jump_rate", layers - 2), "%"),
+        **{name: (_last(at_step, "jump_rate", layers - back), "%") for back, name in enumerate(JUMPS)},
         "last_layer_displacement": (_last(at_step, "displacement", layers), "1"),
         "time_per_step": (time_per_step(so_far), "s"),
         "throughput": (float(rates.median()) if len(rates) else None, "tokens/s"),
@@ -191,18 +197,6 @@ def _seconds(table: pd.DataFrame) -> dict[tuple[int, int], float]:
     return {
         (before, after): (end - start) / (after - before)
         for (before, after), (start, end) in zip(pairwise(steps), pairwise(clock), strict=True)
-    }
-
-
-def _headline(models: list[Entry], step: int, times: Mapping[str, Ratio]) -> dict[str, Finding]:
-    """Every run's loss and costs compared with the baseline's. No run is called the best: of one run each, the effect
-    of another seed is not known.
-    """
-    baseline, others = verdict.baseline_of(models)
-    return {
-        f"{name}:{model['label']}": entry
-        for model in others
-        for name, entry in _against(model, baseline, step, times.get(model["label"]))
     }
 
 

@@ -140,7 +140,9 @@ def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Inte
         if own.get("value") is None or base.get("value") is None:
             continue
         difference = float(own["value"]) - float(base["value"])
-        error, paired = _error(table, model, number), bool(model.get("paired"))
+        row, paired = _row(table, model, number, number.statistic), bool(model.get("paired"))
+        stated = math.nan if row is None else row.get("difference_error", math.nan)
+        error = float(stated) if math.isfinite(stated) else None
         interval = intervals.get((name, model["label"]))
         if error is None and interval is None:
             errors = [float(e) for one in (own, base) if (e := one.get("standard_error")) is not None]
@@ -154,8 +156,9 @@ def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Inte
         yield name, Finding(difference, own.get("unit", "1"), sentence, error, interval=ends)
 
 
-def _at(rows: pd.DataFrame, model: Entry, number: Number) -> pd.Series | None:
-    """The row of a number's layer; None if there is none."""
+def _row(table: pd.DataFrame, model: Entry, number: Number, statistic: str) -> pd.Series | None:
+    """The row of a statistic at a number's layer; None if there is none."""
+    rows = _rows(table, model, number.measure, statistic)
     if number.back is None:
         rows = rows[rows["layer"].isna()]
     else:
@@ -167,18 +170,10 @@ def _entry(table: pd.DataFrame, model: Entry, name: str, number: Number) -> Entr
     """A headline number of a model; where its headline has none, the row of the last layer's predictions."""
     if name in model["headline"] or number.measure not in PREDICTIONS:
         return model["headline"].get(name) or {}
-    row = _at(_rows(table, model, number.measure, number.statistic), model, number)
-    error = _at(_rows(table, model, number.measure, "standard_error"), model, number)
+    row, error = (_row(table, model, number, statistic) for statistic in (number.statistic, "standard_error"))
     if row is None or error is None or not math.isfinite(row["value"]):
         return {}
     return {"value": row["value"], "unit": row["unit"], "standard_error": float(error["value"])}
-
-
-def _error(table: pd.DataFrame, model: Entry, number: Number) -> float | None:
-    """The standard error of the difference of a number's row; None if it is not known."""
-    row = _at(_rows(table, model, number.measure, number.statistic), model, number)
-    error = None if row is None else row.get("difference_error")
-    return float(error) if error is not None and math.isfinite(error) else None
 
 
 def _amount(entry: Entry, model: Entry) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from fulldepth.data.drawing import Text, block_clusters, draw_windows
 from fulldepth.data.opening import open_data, sampled_texts
@@ -208,7 +207,8 @@ class Quality:
         texts: list[str] = []
         likelihoods: list[float] = []
         device = subject.model.device
-        ends = _ends(model)
+        stated: Any = getattr(model.generation_config, "eos_token_id", None)  # tokens that end a text
+        ends = [] if stated is None else list(stated) if isinstance(stated, list | tuple) else [int(stated)]
         padding = next((p for p in (subject.tokenizer.pad_token_id, *ends) if p is not None), 0)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(self.settings.seed or 0)
@@ -224,8 +224,8 @@ class Quality:
                     temperature=1.0,
                     pad_token_id=padding,
                 )  # [B, prefix + new]
-                stated = continuation_log_probabilities(subject.model(sequences).logits, sequences, start)
-                for tokens, values in zip(sequences[:, start:], stated, strict=True):
+                likely = continuation_log_probabilities(subject.model(sequences).logits, sequences, start)
+                for tokens, values in zip(sequences[:, start:], likely, strict=True):
                     ended = [at + 1 for at, token in enumerate(tokens.tolist()) if token in ends]
                     length = min(ended, default=len(tokens))
                     texts.append(subject.tokenizer.decode(tokens[:length], skip_special_tokens=True))
@@ -248,12 +248,6 @@ def quality_findings(rows: list[Row], num_layers: int) -> dict[str, Finding]:
 
 def _row(site: str, layer: int, statistic: str, value: float, count: int) -> Row:
     return MEASURE, site, layer, None, statistic, value, count, "1"
-
-
-def _ends(model: PreTrainedModel) -> list[int]:
-    """Tokens that end a text."""
-    ends: Any = getattr(model.generation_config, "eos_token_id", None)
-    return [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [int(ends)]
 
 
 def continuation_log_probabilities(logits: Tensor, ids: Tensor, start: int) -> Tensor:

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -140,7 +140,13 @@ def opened(
         size = anatomy_candidates(owner)[0].vocab_size or 1
         ids = (torch.arange(3, 11) % size).view(2, 4)
         anatomy, classifier = prove(owner, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-        with nullcontext() if plan is None else _skipped(anatomy, plan):
+        skipped: AbstractContextManager[Any] = nullcontext()
+        if plan is not None:
+            scalars = None
+            if plan.healed_loss is not None:
+                scalars = Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity).to(device_of(owner))
+            skipped = skipping(anatomy, plan.blocks, plan.granularity, scalars)
+        with skipped:
             digest = hash_tokenizer(tokens)
             yield Subject(checkpoint, anatomy, classifier, copy.deepcopy(tokens), hashed, plan, digest)
 
@@ -161,10 +167,3 @@ def check_is_decoder(model: PreTrainedModel) -> None:
             f"{one_line(type(model).__name__, 100)} is no causal language model (a decoder that predicts the next "
             "token), so it cannot score or generate text."
         )
-
-
-def _skipped(anatomy: Anatomy, plan: SkipPlan) -> Any:
-    scalars = None
-    if plan.healed_loss is not None:
-        scalars = Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity).to(device_of(anatomy.model))
-    return skipping(anatomy, plan.blocks, plan.granularity, scalars)

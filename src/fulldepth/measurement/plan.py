@@ -75,41 +75,30 @@ def make_plan(
             plan.left_out += [] if UNUSUAL & set(needs) else [{"measure": name, "reason": why}]
             continue
         plan.measures[name] = measure(setup)
-        _add_sites(plan, name, measure.sites, verified)
+        for site in measure.sites:
+            if (reason := _unavailable(site, verified)) is not None:
+                plan.left_out.append({"measure": f"{name} ({site})", "reason": reason})
+            else:
+                plan.sites.add(site)
     reads_predictions = any("targets" in measure.needs for measure in plan.measures.values())
     if "attention_output" in setup.lens_sites:
-        reason = _no_inner_stream(verified) if reads_predictions else reasons.get("targets", "no measure reads it")
+        reason = _unavailable("attention_output", verified) or NO_INNER_STREAM.get(verified.anatomy.family.design)
+        if not reads_predictions:
+            reason = reasons.get("targets", "no measure reads it")
+        elif verified.anatomy.has_streams:
+            reason = f"the layers of {type(verified.anatomy.model).__name__} hold {verified.num_streams} streams"
         if reason is not None:
             raise FulldepthError(f"lens_sites: attention_output cannot be read: {reason}.")
         plan.sites.add("attention_output")
+    plan.sites.discard("reference")  # which comes from the other model
+    if verified.chained or not verified.branches:
+        plan.sites.discard("attention_input")  # it equals the previous layer, or nothing inside the layer is measured
     plan.masked_pass = sequences.masked and reads_predictions
     if not plan.measures:
         raise FulldepthError(
             "Nothing is left to measure: " + "; ".join(f"{w['measure']}: {w['reason']}" for w in plan.left_out)
         )
     return plan
-
-
-def _add_sites(plan: Plan, name: str, sites: Sequence[str], verified: Verified) -> None:
-    """Add the sites that a measure reads from this model, and the reasons for those that it lacks."""
-    for site in sites:
-        reason = _unavailable(site, verified)
-        if reason is not None:
-            plan.left_out.append({"measure": f"{name} ({site})", "reason": reason})
-        elif site == "attention_input" and (verified.chained or not verified.branches):
-            continue  # it equals the previous layer, or nothing inside the layer is measured
-        elif site != "reference":  # which comes from the other model
-            plan.sites.add(site)
-
-
-def _no_inner_stream(verified: Verified) -> str | None:
-    """The reason why the lens cannot read the stream between attention and MLP, or None."""
-    anatomy = verified.anatomy
-    if (reason := _unavailable("attention_output", verified)) is not None:
-        return reason
-    if anatomy.has_streams:
-        return f"the layers of {type(anatomy.model).__name__} hold {verified.num_streams} streams"
-    return NO_INNER_STREAM.get(anatomy.family.design)
 
 
 def missing(setup: Setup, verified: Verified, sequences: Sequences, has_reference: bool) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.functional import normalize
 
 from fulldepth.execution import plain_weight
@@ -61,7 +60,10 @@ def nearest_tokens(subject: Subject) -> dict[str, Any] | None:
         return None
     names = [(layer, m, h) for layer, vector in vectors.items() for h in range(len(vector)) for m in range(layer)]
     columns = torch.cat([vector.flatten(0, 1).to(embeddings.device) for vector in vectors.values()])
-    cosines, tokens = _nearest(columns.float(), normalize(embeddings.float(), dim=-1))
+    directions = normalize(embeddings.float(), dim=-1)
+    count = min(NEAREST, len(directions))
+    tops = [(normalize(part, dim=-1) @ directions.T).topk(count) for part in columns.float().split(AT_ONCE)]
+    cosines, tokens = torch.cat([top.values for top in tops]), torch.cat([top.indices for top in tops])
     chosen = cosines.mean(1).sort(descending=True, stable=True).indices[:ROUTERS].tolist()
     entries = []
     for index in chosen:
@@ -71,10 +73,3 @@ def nearest_tokens(subject: Subject) -> dict[str, Any] | None:
         pairs = [list(pair) for pair in zip(shown, rounded, strict=True)]
         entries.append({"layer": layer, "source": source, "head": head, "tokens": pairs})
     return {"routers": entries, "of": len(names)}
-
-
-def _nearest(columns: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, k] cosines and token ids of the nearest of `directions [V, D]` (of length 1) to `columns [N, D]`."""
-    count = min(NEAREST, len(directions))
-    tops = [(normalize(part, dim=-1) @ directions.T).topk(count) for part in columns.split(AT_ONCE)]
-    return torch.cat([top.values for top in tops]), torch.cat([top.indices for top in tops])

@@ -120,9 +120,9 @@ def measure_subject(
         extra: makes a measure beside those of the settings.
     """
     start = time.perf_counter() if start is None else start
-    clock = Clock(float)
+    clock = Clock()
     reference = None if settings.reference is None else _reference(subject, settings.reference, settings, process)
-    clock["load"] = time.perf_counter() - start
+    clock.seconds["load"] = time.perf_counter() - start
     setup = make_setup(subject, settings)
     plan = make_plan(settings.measures, setup, subject.verified, subject.sequences, has_reference=bool(reference))
     if extra is not None and (further := extra(subject, setup)) is not None:
@@ -133,12 +133,7 @@ def measure_subject(
     share = subject.sequences.share(settings.batch_size, process.rank, process.world)
     watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}", sum(map(len, share)))
     grid = run_pass(subject, plan, settings, process, clock, reference=reference, advance=watcher.advance)
-    if isinstance(norms := plan.measures.get("spectral_norm"), SpectralNorm):
-        with clock("spectral_norm"):  # the matrices are divided among the processes
-            unreadable = feed_projections(norms, subject.anatomy, process.rank, process.world)
-        if unreadable:
-            reason = f"{len(unreadable)} weights are offloaded, packed or of unknown form (first: {unreadable[0]})"
-            plan.left_out.append({"measure": "spectral_norm (in part)", "reason": reason})
+    weigh(subject, plan, process, clock)
 
     rows, influences = [], []
     for name, accumulator in plan.measures.items():
@@ -161,7 +156,7 @@ def measure_subject(
         table, unfit = rows_that_fit(table, subject.anatomy.widths)
         plan.left_out += unfit
     refuse_nothing(table, subject, setup)
-    clock["total"] = time.perf_counter() - start
+    clock.seconds["total"] = time.perf_counter() - start
     return Results(
         table,
         _document(subject, settings, plan, clock, table, grid, nearest_tokens(subject) if process.is_main else None),
@@ -218,15 +213,18 @@ def _reference(subject: Subject, model: str, settings: MeasureSettings, process:
     return verified
 
 
-class Clock(defaultdict[str, float]):
+class Clock:
     """Seconds by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Add the time spent inside."""
         start = time.perf_counter()
         yield
-        self[name] += time.perf_counter() - start
+        self.seconds[name] += time.perf_counter() - start
 
 
 @torch.inference_mode()
@@ -284,16 +282,7 @@ def run_pass(
                 activations.clear(keep_stacks=False)
             observation = observe(subject, batch, states, read, reader)
             observation.coefficients = coefficients
-            if plan.measures.keys() & SIMILARITY:
-                with clock("similarity (shared)"):
-                    _ = observation.cosines
-            if reader is not None:
-                with clock("lens (shared)"):
-                    _ = observation.lens
-            for name, measure in plan.measures.items():
-                if "weights" not in measure.needs:
-                    with clock(name):
-                        measure.update(observation)
+            feed(plan, observation, clock)
             observation.__dict__.clear()  # measures keep the object to recognise it, which would keep its tensors
             advance(len(batch))
     return None if reader is None else reader.grid
@@ -348,6 +337,31 @@ def observe(
     return observation
 
 
+def feed(plan: Plan, observation: Observation, clock: Clock) -> None:
+    """Update every accumulator; shared computations run first and are timed under their own name."""
+    names = plan.measures.keys()
+    if names & SIMILARITY:
+        with clock("similarity (shared)"):
+            _ = observation.cosines
+    if names & LENS:
+        with clock("lens (shared)"):
+            _ = observation.lens
+    for name, measure in plan.measures.items():
+        if "weights" not in measure.needs:
+            with clock(name):
+                measure.update(observation)
+
+
+def weigh(subject: Subject, plan: Plan, process: Processes, clock: Clock) -> None:
+    """Compute the spectral norms; the matrices are divided among the processes."""
+    if isinstance(norms := plan.measures.get("spectral_norm"), SpectralNorm):
+        with clock("spectral_norm"):
+            unreadable = feed_projections(norms, subject.anatomy, process.rank, process.world)
+        if unreadable:
+            reason = f"{len(unreadable)} weights are offloaded, packed or of unknown form (first: {unreadable[0]})"
+            plan.left_out.append({"measure": "spectral_norm (in part)", "reason": reason})
+
+
 def _document(
     subject: Subject,
     settings: MeasureSettings,
@@ -360,7 +374,7 @@ def _document(
     """Content of `results.json`."""
     sequences, setup, clusters = subject.sequences, plan.setup, subject.sequences.clusters
     data = sequences.describe()
-    seconds = {name: round(value, 4) for name, value in clock.items()}
+    seconds = {name: round(value, 4) for name, value in clock.seconds.items()}
     # without clusters, the numbers of sequences identify groups within one text only
     text = "" if clusters else sequences.text_hash or sequences.hash
     groups = groups_entry(clusters or range(len(sequences)), sequences.unit, text)

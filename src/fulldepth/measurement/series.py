@@ -52,7 +52,11 @@ def contents(place: str | Path) -> Contents:
     files = {file.name: file for file in ([path] if path.is_file() else _files(path, "*"))}
     if path.is_dir() and not {"tokenizer.json", "tokenizer_config.json"} & files.keys():
         files |= {f"../{file.name}": file for pattern in TOKENIZER for file in _files(path.parent, pattern)}
-    return str(path), {name: _sha256(file) for name, file in files.items()}
+    digests = {}
+    for name, file in files.items():
+        with reading(file), file.open("rb") as stream:
+            digests[name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return str(path), digests
 
 
 def _weights(model: Contents) -> dict[str, str]:
@@ -65,11 +69,6 @@ def _files(folder: Path, pattern: str) -> Iterator[Path]:
     for file in sorted(folder.glob(pattern)):
         if file.is_file() and not (file.name.startswith(".") or file.suffix in NOT_READ or file.name in RESULT_FILES):
             yield file
-
-
-def _sha256(file: Path) -> str:
-    with reading(file), file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def fingerprints(models: Sequence[Contents], data: Source | Sequences, settings: MeasureSettings) -> list[str]:

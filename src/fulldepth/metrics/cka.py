@@ -13,7 +13,7 @@ from fulldepth.metrics.cosine import without_first
 from fulldepth.metrics.cross_products import CrossProducts, groups_that_fit
 from fulldepth.metrics.hsic import Estimates, Hsic, hsic_of, hsic_of_views
 from fulldepth.metrics.jackknife import error_of, jackknife_influence
-from fulldepth.metrics.reservoir import Reservoir, Sample
+from fulldepth.metrics.reservoir import Reservoir
 
 NO_HSIC = 1e-13
 """A layer's HSIC with itself counts as 0 (rounding) below this fraction of the terms whose difference it is."""
@@ -121,7 +121,15 @@ class Cka(Measure):
         `[views, L+1, L+1]`; `influences`, `[G, L+1, L+1]`, of `debiased` over all tokens; `count`, `[views]`: all
         tokens, and without the first.
         """
-        views = self._sampled(self.tokens.compute()) if isinstance(self.tokens, Reservoir) else self.tokens.compute()
+        views: Sequence[Estimates]
+        if isinstance(self.tokens, Reservoir):
+            sample = self.tokens.compute()
+            group = self.setup.group_of.to(sample.keys.device)[sample.keys.reshape(-1) >> POSITION_BITS]
+            later = without_first(sample)
+            views = hsic_of_views(sample.features.transpose(0, 1), later, group, self.setup.groups)
+            views = views[: len(self.setup.views)]
+        else:
+            views = self.tokens.compute()
         influences = [jackknife_influence(_ratio(view.without)) for view in views]
         return {
             "debiased": torch.stack([_ratio(view.debiased) for view in views]),
@@ -130,12 +138,6 @@ class Cka(Measure):
             "influences": self._by_group(influences[0]),
             "count": torch.tensor([view.tokens for view in views]),
         }
-
-    def _sampled(self, sample: Sample) -> Sequence[Estimates]:
-        """The estimates of each view over the tokens of a reservoir."""
-        group = self.setup.group_of.to(sample.keys.device)[sample.keys.reshape(-1) >> POSITION_BITS]
-        both = hsic_of_views(sample.features.transpose(0, 1), without_first(sample), group, self.setup.groups)
-        return both[: len(self.setup.views)]
 
     def _by_group(self, influences: Tensor) -> Tensor:
         """`[G, S, S]` influences with the standard error of those of the groups that were merged, `[groups, S, S]`."""

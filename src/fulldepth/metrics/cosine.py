@@ -97,7 +97,12 @@ class Cosine(Measure):
             "count_raw": self.counts.clone(),
         }
         for name, share in PERCENTILES.items():
-            result[name] = torch.stack([_percentile(to_last, share) for *_, to_last in parts])
+            result[name] = torch.stack(  # layer by layer: torch sorts at most 2^24 numbers at once
+                [
+                    torch.stack([row.nanquantile(share) if len(row) else row.new_tensor(torch.nan) for row in to_last])
+                    for *_, to_last in parts
+                ]
+            )
         return result
 
     def rows(self) -> list[Row]:
@@ -157,13 +162,6 @@ def _cosines(features: Tensor, center: bool, index: Tensor | None = None) -> tup
 
 def _norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-
-
-def _percentile(values: Tensor, share: float) -> Tensor:
-    """[L+1] quantiles of `[L+1, N]` without NaN, layer by layer (torch sorts at most 2^24 numbers at once)."""
-    if not values.shape[1]:
-        return torch.full_like(values[:, :0].sum(1), torch.nan)
-    return torch.stack([row.nanquantile(share) for row in values])
 
 
 SITE = "projected"

@@ -95,9 +95,7 @@ class Layer(NamedTuple):
     """0-d: what the Gram matrix was divided by."""
 
 
-def hsic_of_views(
-    features: Tensor, later: Tensor, group: Tensor | None = None, groups: int = 1
-) -> tuple[Estimates, Estimates]:
+def hsic_of_views(features: Tensor, later: Tensor, group: Tensor, groups: int) -> tuple[Estimates, Estimates]:
     """HSIC of every pair of layers, over all tokens and over those that are not the first of their sequence.
 
     Products are in float32 (float64 for float64 features), and in float64 for all layers if one loses more than two
@@ -106,11 +104,10 @@ def hsic_of_views(
     Args:
         features: `[S, N, D]`.
         later: `[N]` bool: False for first tokens.
-        group: `[N]` int64 in 0..groups-1: the group of each token; None = one group.
+        group: `[N]` int64 in 0..groups-1: the group of each token.
         groups: G.
     """
     device = features.device
-    group = torch.zeros_like(later, dtype=torch.int64) if group is None else group
     runs = (group + groups * later).to(device)  # first tokens come first, then by group, so one pass gives every sum
     order = runs.argsort(stable=True)
 
@@ -130,9 +127,9 @@ def hsic_of_views(
     return found(torch.float64)
 
 
-def hsic_of(features: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> Estimates:
-    """HSIC of every pair of representations of the same tokens, `[N, D]` each, with products in `dtype` or better."""
-    copies = [layer.to(torch.promote_types(dtype, layer.dtype), copy=True) for layer in features]
+def hsic_of(features: Sequence[Tensor]) -> Estimates:
+    """HSIC of every pair of representations of the same tokens, `[N, D]` each, with products in float64."""
+    copies = [layer.to(torch.float64, copy=True) for layer in features]
     return _estimates(copies, torch.ones(len(copies[0]), dtype=torch.int64, device=copies[0].device), 1)[0]
 
 

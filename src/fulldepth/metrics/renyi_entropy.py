@@ -153,6 +153,12 @@ class RenyiEntropy(Means):
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
+        prepare, unit = PRESETS[PRESET]
+
+        def entropies(z: Tensor) -> Tensor:  # [S, alphas], of one sequence's states in some layers, [S, T, D]
+            shares = _spectrum(_gram(prepare(z.double())))
+            return torch.stack([_entropy(shares, alpha) for alpha in ALPHAS], dim=1) / unit(*z.shape[-2:])
+
         mask = observation.attention_mask
         chosen = (priority(observation.sequence, self.setup.seed) < self.threshold).to(mask.device) & mask.any(1)
         rows = chosen.nonzero().flatten().tolist()
@@ -161,7 +167,7 @@ class RenyiEntropy(Means):
             if site in observation.states and rows:
                 states = observation.states[site]
                 parts = [part for row in rows for part in states[:, row, mask[row]].split(LAYERS_AT_ONCE)]
-                entropy = torch.cat(map_threads(_entropies, parts, states)).split(len(states))
+                entropy = torch.cat(map_threads(entropies, parts, states)).split(len(states))
                 for row, values in zip(rows, entropy, strict=True):  # [S, alphas], of the last S of layers 0..L
                     valid = values.isfinite().all(1, keepdim=True)
                     self.sums[groups[row], index, -len(values) :] += values.where(valid, 0.0).to(self.sums)
@@ -173,10 +179,3 @@ class RenyiEntropy(Means):
             for layer in range(index, self.setup.num_layers + 1) if counts[index].any() else ():
                 for order, alpha in enumerate(ALPHAS):
                     yield Place((index, layer, order), layer, f":{PRESET}:{alpha:g}", site)
-
-
-def _entropies(z: Tensor) -> Tensor:
-    """[S, alphas] entropies of one sequence's states in some layers, [S, T, D]."""
-    prepare, unit = PRESETS[PRESET]
-    shares = _spectrum(_gram(prepare(z.double())))
-    return torch.stack([_entropy(shares, alpha) for alpha in ALPHAS], dim=1) / unit(*z.shape[-2:])
