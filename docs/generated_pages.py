@@ -64,7 +64,8 @@ INHERITED = '["!^_", "!^(update|compute|rows|memory|reset)$"]'
 def on_files(files: Files, config: Any, **_: Any) -> Files:
     """MkDocs: add the pages."""
     for folder in sorted(path for path in GALLERY.iterdir() if path.is_dir()):
-        page = render(Results.load(folder), f"Its rows are in docs/gallery/{folder.name} of the source.")
+        results = Results.load(folder)
+        page = render(results.table, results.meta, f"Its rows are in docs/gallery/{folder.name} of the source.")
         files.append(File.generated(config, f"gallery/{folder.name}.html", content=page))
     for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
         text = (DOCS.parent / name).read_text(encoding="utf-8").replace("](docs/", "](")
