@@ -189,11 +189,12 @@ def api() -> dict[str, str]:
 
 
 def public(room: str) -> list[tuple[str, Any]]:
-    """Name and object of what a room exports with a docstring."""
+    """Name and object of what a room exports with a docstring, functions first."""
     module = import_module(f"fulldepth.{room}")
     found = [(name, getattr(module, name)) for name in CHOSEN.get(room, module.__all__)]
-    return [
+    names = [
         (name, value)
         for name, value in found
         if callable(value) and value.__doc__ and getattr(value, "__name__", "") == name and "Settings" not in name
     ]
+    return sorted(names, key=lambda pair: isinstance(pair[1], type))
