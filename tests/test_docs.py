@@ -1,17 +1,23 @@
-"""What README and the gallery say, against the results in `docs/gallery/`, read without fulldepth; links that exist."""
+"""What README, tutorial and gallery say, against the results in `docs/gallery/`; links and options that exist.
+
+Numbers are read without fulldepth.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
 import sys
 from pathlib import Path
 from statistics import median
+from typing import Any, NamedTuple
 
 import pandas as pd
 import pytest
 import torch
+from pydantic import BaseModel
 from scipy.stats import norm
 
 from families import zoo
@@ -19,7 +25,14 @@ from skip.word_tokenizer import tokenizer, words
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+_spec = importlib.util.spec_from_file_location("generated_pages", DOCS / "generated_pages.py")
+generated_pages: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(generated_pages)
 NAMES = {"smollm2": "SmolLM2-135M-Instruct", "gemma": "Gemma 3 270M", "minilm": "MiniLM-L6"}
+OTHERS = {"--no-deps", "--nproc-per-node"}
+"""Options of pip and torchrun that the pages name; those of our scripts are read from them."""
+UNDESCRIBED = {"adam_beta1", "adam_beta2", "adam_epsilon", "attention"}
+"""Settings of torch and transformers, which explain them."""
 DIGITS = {"zeta_L": 2, "zeta_L-1": 2, "zeta_L-2": 2, "last_layer_displacement": 4, "mean_coherence": 4}
 
 
@@ -174,20 +187,153 @@ def page(name: str) -> str:
     return (DOCS / f"{name}.md").read_text(encoding="utf-8")
 
 
+def test_every_number_of_the_tutorial() -> None:
+    """The sentences are written again from the stored results; what is left of the prose states no number."""
+    m = Measured("smollm2")
+    found, last, middle = m.meta["headline"], m.layers, m.middle
+    after = {
+        int(v.layer): v.value for v in m.table[m.table.site == "final_normed"].query("statistic == 'mean'").itertuples()
+    }
+    right, loss = (m.of(f"lens_{kind}", "mean") for kind in ("accuracy", "loss"))
+    errors = [m.of(f"lens_{kind}", "standard_error")[last] for kind in ("accuracy", "loss")]
+    tail = range(last - 2, last + 1)
+    data, sampled, parameters = m.meta["data"], m.meta["sampling"], m.meta["model"]["parameters"]
+    assert abs(angle(found["last_layer_displacement"]["value"]) - angle(m.psi[last])) < 1e-9
+    assert found["median_saturation"]["value"] == last - 1
+    assert found["effective_depth"]["value"] == last
+    config = {"width": 576, "key_value_width": 192}  # of SmolLM2-135M, as its model card states
+    attention = 2 * config["width"] ** 2 + 2 * config["width"] * config["key_value_width"] + config["width"]
+    cache = 2 * 2 * config["key_value_width"]  # bytes of a token in a layer: keys and values in bfloat16
+    assert m.meta["model"]["width"] == config["width"]
+    removed = removals()
+    first = (removed[k] for k in (1, 2, 3, 4, 8))
+    assert all(abs(removed[k].added) < 2 * removed[k].error for k in (1, 2, 3))
+    assert removed[4].added > 2 * removed[4].error
+    sentences = [
+        f"The model has {last} layers and {parameters / 1e6:.1f} million parameters.",
+        f"{data['sequences']} windows of {data['sequence_length']} tokens are read",
+        f"a sample of {sampled['lens_positions']:,} of the {sampled['lens_targets']:,} positions",
+        f"standard error over {data['clusters']} blocks of text",
+        "It runs from 0 to 1, and a right angle is 0.5.",
+        f"The displacement of {m.idle} of {last} layers is clearly below 0.02, an angle of {angle(0.02):.0f} degrees.",
+        f"Its displacement is {m.psi[1]:.3f}, an angle of {angle(m.psi[1]):.0f} degrees",
+        f"Its displacement is {shown(m.psi[last], m.error[last], 3)}, an angle of {angle(m.psi[last]):.0f} degrees, "
+        f"which is {angle(m.psi[last]) / angle(middle):.1f} times the angle of the median layer.",
+        f"zeta_L is {shown(found['zeta_L']['value'], found['zeta_L']['standard_error'], 2)} %, and 10 counts as large.",
+        f"The second value is {after[last]:.3f}, an angle of {angle(after[last]):.0f} degrees.",
+        "After layers {}, {} and {} the next token is right in ".format(*tail)
+        + "{:.1f}, {:.1f} and {:.1f} ± {:.1f} %, ".format(*(100 * right[at] for at in tail), 100 * errors[0])
+        + "with a loss of {:.2f}, {:.2f} and {:.2f} ± {:.2f} nats.".format(*(loss[at] for at in tail), errors[1]),
+        f"{m.late(1)} of the predictions become final only in the last layer.",
+        f"Half of them are settled after layer {last - 1}, and no layer before the last has 95 % of its accuracy.",
+        *(f"| {row.count} | layer {row.layer} | {row.added:+.3f} ± {row.error:.3f} |" for row in first),
+        f"by {-removed[3].chosen:.3f} nats",
+        f"The export has {(parameters - 3 * attention) / 1e6:.1f} million parameters instead of {parameters / 1e6:.1f}",
+        f"{(last - 3) * cache:,} bytes a token instead of {last * cache:,}.",
+        "(1 - cos) / 2",
+    ]
+    prose = re.sub(r"```.*?```", " ", page("tutorial"), flags=re.DOTALL)
+    prose = " ".join(re.sub(r"`[^`]*`|\]\([^)]*\)", " ", prose).replace("SmolLM2-135M", "").split())
+    for sentence in sentences:
+        plain = " ".join(re.sub(r"`[^`]*`", " ", sentence).split())
+        assert plain in prose, plain
+        prose = prose.replace(plain, "")
+    assert not (left := re.findall(r".{20}(?<![A-Z])\d.{20}", prose)), left
+    given = ",".join(str(removed[k].layer) for k in (1, 2, 3))
+    assert f"--given {given} " in page("tutorial")
+
+
+class Removal(NamedTuple):
+    """A row of the table of removed blocks in docs/results.md."""
+
+    count: int
+    layer: int
+    chosen: float
+    added: float
+    error: float
+
+
+def removals() -> dict[int, Removal]:
+    cell = r"\| (\d+) \| (\d+) \| ([+-][\d.]+) \| ([+-][\d.]+) ± ([\d.]+) "
+    rows = [Removal(int(k), int(layer), *map(float, rest)) for k, layer, *rest in re.findall(cell, page("results"))]
+    return {row.count: row for row in rows}
+
+
 def test_numbers_of_the_readme_and_the_gallery_stand_in_the_pages_that_explain_them() -> None:
-    readme, gallery, skipping = text("README.md"), page("gallery"), page("skipping")
-    assert f"A table of {page('families').count('| `') // 2} classes" in readme  # two code cells a row
-    assert text("README.md", "race") in skipping
-    for number, column in (("+0.019 ± 0.017", readme), ("+0.044 ± 0.019", gallery), ("+0.507 ± 0.024", gallery)):
-        assert number in column
-        assert number in skipping
-    assert "eight cost 0.28 nats" in readme
-    assert re.search(r"\*\*\+0\.277\*\* \(0\.029\)", skipping)  # greedy, eight blocks
-    aligned = " ".join(page("aligned").split())
-    assert "right on 83 % of the sentences after layer 21 of 30" in readme
-    assert "classifies 83 % of the sentences at layer 21 of 30" in aligned
-    assert "(84 and 83 % at the last layer" in readme
-    assert "at the last layer 84 and 83 %" in aligned
+    readme, gallery, results = text("README.md"), page("gallery"), page("results")
+    removed = removals()
+    assert [*sorted(removed)] == [*range(1, 13)]
+    assert f"[{page('families').count('| `') // 2} classes]" in readme  # two code cells a row
+    assert f"{removed[3].added:+.3f} ± {removed[3].error:.3f} nats on rows that were not used" in readme
+    assert f"eight cost {removed[8].added:.2f} nats" in readme
+    assert ", ".join(str(removed[k].layer) for k in range(1, 5)) in gallery
+    for number in (f"{removed[4].added:+.3f} ± {removed[4].error:.3f}", "+0.507 ± 0.024"):
+        assert number in gallery
+        assert number in results
+    for k in (4, 8):
+        assert f"**{removed[k].added:+.3f}** ({removed[k].error:.3f})" in results  # the table of searches
+    (cells,) = re.findall(r"SST-2, SmolLM2-135M, 120 steps \| 21 \| (.*?) ± .*? \| (.*?) ± ", results)
+    (ends,) = re.findall(r"\| \| 30 \| (.*?) ± .*? \| (.*?) ± ", results)
+    baseline, aligned = ([round(float(each[at])) for each in (cells, ends)] for at in (0, 1))
+    assert f"right on {aligned[0]} % of the sentences after layer 21 of 30" in readme
+    assert f"({aligned[1]} and {baseline[1]} % at the last layer" in readme
+    assert baseline[0] == 52  # of two classes
+    joined = " ".join(results.split())
+    assert (
+        f"classifies {aligned[0]} % of the sentences at layer 21 of 30, where the baseline answers at random (52 %;"
+        in joined
+    )
+
+
+def test_every_option_in_the_documentation_exists() -> None:
+    """Each `fulldepth ...` in code takes the options that follow it; anywhere else an option is of some program."""
+    known = dict(generated_pages.programs())
+    takes = {name: {flag for p in c.params for flag in (*p.opts, *p.secondary_opts)} for name, c in known.items()}
+    scripts = [
+        *(ROOT / "benchmarks").glob("*.py"),
+        *(ROOT / "examples").glob("*.py"),
+        *(ROOT / "tests" / "fuzz").glob("*.py"),
+    ]
+    stated = (re.findall(r'"(--[a-z][a-z0-9-]+)"', script.read_text(encoding="utf-8")) for script in scripts)
+    every = OTHERS.union(*takes.values(), *stated)
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")):
+        if path.name == "families.md":
+            continue
+        written = path.read_text(encoding="utf-8")
+        strange = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", written)) - every
+        assert not strange, (path.name, strange)
+        for command in re.findall(r"^.*?\bfulldepth ((?:[^\n`#]|\\\n)+)", written, re.MULTILINE):
+            names = [name for name in takes if re.match(rf"{name}\b", command)]
+            flags = set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+)", command))
+            if names:
+                wrong = flags - takes[max(names, key=len)] - {"--help"}
+                assert not wrong, (path.name, command, wrong)
+
+
+def test_every_setting_in_the_documentation_exists() -> None:
+    classes = list(generated_pages.SETTINGS.values())
+    known = {name for kind in classes for name in kind.model_fields}
+    for path in (ROOT / "README.md", *DOCS.glob("*.md")):
+        given = re.findall(r"--set '?([a-z_]+)[.=]", path.read_text(encoding="utf-8"))
+        assert not (strange := set(given) - known - {"name", "key"}), (path.name, strange)
+
+
+def test_generated_pages_list_every_command_setting_and_public_name() -> None:
+    shown, listed = generated_pages.commands(), generated_pages.settings()
+    known = dict(generated_pages.programs())
+    assert set(generated_pages.SETTINGS) <= set(known)
+    for name, command in known.items():
+        assert f"\n## {name}\n" in shown
+        for flag in (flag for p in command.params if p.param_type_name == "option" for flag in p.opts):
+            assert f"`{flag}`" in shown
+    for kind in generated_pages.SETTINGS.values():
+        for name, field in kind.model_fields.items():
+            assert f"`{name}`" in listed or f"`{name}." in listed
+            assert field.description or isinstance(field.default, BaseModel) or name in UNDESCRIBED, name
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for name, content in generated_pages.api().items():
+        assert name in nav
+        assert content.count(":::") >= 1
 
 
 @pytest.mark.parametrize(
@@ -198,7 +344,7 @@ def test_relative_links_lead_somewhere(path) -> None:
     links = re.findall(
         r"\]\(([^)\s#]+)(?:#[^)]*)?\)", re.sub(r"```.*?```", "", file.read_text("utf-8"), flags=re.DOTALL)
     )
-    made = {"changelog.md", "contributing.md"} if file.parent == DOCS else set()  # see docs/generated_pages.py
+    made = {"changelog.md", "contributing.md", "commands.md", "settings.md"} if file.parent == DOCS else set()
     for link in set(links) - made:
         generated = re.fullmatch(r"gallery/(\w+)\.html", link)
         target = file.parent / (f"gallery/{generated[1]}/results.json" if generated else link)
