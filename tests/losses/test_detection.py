@@ -102,18 +102,3 @@ def test_multi_exit_is_the_weighted_sum_of_the_losses_read_by_each_layers_heads(
     for got, slope in zip(torch.autograd.grad(loss, heads), theirs, strict=True):
         torch.testing.assert_close(got, slope, atol=1e-6, rtol=1e-4)
     objective.detach()
-
-
-def test_the_similarity_penalty_reads_the_queries(model):
-    """Cosine regularisation: 1 - cos of every layer's query states to the last layer's, linear weights."""
-    inputs = batch(2)
-    states = []
-    for layer in model.model.decoder.layers:
-        layer.register_forward_hook(lambda *a: states.append(a[2].detach().double()))
-    objective = Objective(similarity=0.5).attach(model)
-    loss, parts = objective(model(**inputs), inputs)
-    states = states[:3]
-    cosines = [torch.cosine_similarity(state, states[-1], dim=-1).mean() for state in states]
-    expected = sum(2 * (layer + 1) / 12 * (1 - cosine) for layer, cosine in enumerate(cosines))
-    assert parts["similarity"].item() == pytest.approx(expected.item(), abs=1e-6)
-    assert loss.item() == pytest.approx(parts["ce"].item() + 0.5 * expected.item(), abs=1e-5)

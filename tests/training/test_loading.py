@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pytest
 import torch
-from accelerate.data_loader import prepare_data_loader, skip_first_batches
-from torch.utils.data import DataLoader, TensorDataset
 
 from fulldepth.data import ShuffledSampler
 from fulldepth.settings import layer, read
@@ -61,27 +58,6 @@ def test_workers_change_no_number_and_leave_sigterm_alone(recipe: Any, tmp_path:
     timed = ("throughput", "elapsed", "peak_memory", "other_load")
     tables = [results.table[~results.table.measure.isin(timed)].reset_index(drop=True) for results in (alone, shared)]
     pd.testing.assert_frame_equal(*tables)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_processes_share_each_batch_and_skip_alike(world: int) -> None:
-    """accelerate's own sharding and skipping, one process after the other."""
-    size, micro, steps, done = 31, 2, 10, 7
-    data = TensorDataset(torch.arange(size))
-
-    def sampler() -> ShuffledSampler:
-        return ShuffledSampler(size, seed=4, length=steps * micro * world)
-
-    order = sampler().indices(0, steps * micro * world).reshape(steps, world, micro)
-    for rank in range(world):
-        whole, rest = (
-            prepare_data_loader(
-                DataLoader(data, batch_size=micro, sampler=sampler()), num_processes=world, process_index=rank
-            )
-            for _ in range(2)
-        )
-        assert [batch[0].tolist() for batch in whole] == order[:, rank].tolist()
-        assert [batch[0].tolist() for batch in skip_first_batches(rest, done)] == order[done:, rank].tolist()
 
 
 def test_workers_start_by_themselves_where_reading_is_long(monkeypatch: Any) -> None:

@@ -149,10 +149,3 @@ def test_a_new_switch_starts_from_a_stock_checkpoint_and_keeps_its_own_start(tmp
     back = as_stock(build_model(config_of(off), off))
     assert type(back) is tf.LlamaForCausalLM
     assert all(torch.equal(back.state_dict()[name], weight) for name, weight in stock.state_dict().items())
-    drawn = asked(SIZES | {"blend": True}, initializer={"distribution": "truncated-normal"})
-    drawn_model = build_model(config_of(drawn), drawn)
-    assert not any(drawn_model.get_parameter(name).any() for name in drawn_model.added_parameters())
-    assert drawn_model.model.layers[0].mlp.up_proj.weight.std() > 0.1  # 32**-0.5, where Llama's own start has 0.02
-    memory = asked(SIZES | {"blend": True}, initializer={"memory": "fan-in"})
-    with pytest.raises(FulldepthError, match="this blend_llama has none"):
-        build_model(config_of(memory), memory)

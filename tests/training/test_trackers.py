@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,9 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from fulldepth.errors import FulldepthError
-from fulldepth.metrics import Row
 from fulldepth.results import Results
 from fulldepth.settings import layer, read
 from fulldepth.training import TrainSettings, train
-from fulldepth.training.evaluation import Evaluation, tracked
 
 DEPTH = 4
 
@@ -64,15 +61,6 @@ def test_every_evaluation_is_tracked(recipe: Any, tmp_path: Path, monkeypatch: p
         assert set(logs) >= {"eval_loss", "eval_zeta_L", "eval_displacement_layer_4"}
     assert "penalty_jump" in evaluations[8]
     assert [step for step, logs in Tracker.logs if "loss_jump" in logs] == [3, 6], "the losses of steps are tracked too"
-
-
-def test_numbers_that_are_not_finite_are_left_out() -> None:
-    rows = [Row("displacement", "residual", n, None, "mean", psi, 9, "1") for n, psi in ((1, math.nan), (2, 0.5))]
-    evaluation = Evaluation(2.0, [*rows, Row("jump_rate", "residual", 2, None, "value", 1.0, 9, "%")], [])
-    assert tracked(evaluation, {"ce": (3.0, 2), "jump": (math.inf, 1)}) == {
-        **{"eval_loss": 2.0, "eval_displacement_layer_2": 0.5, "eval_zeta_L": 1.0},
-        "cross_entropy": 1.5,
-    }
 
 
 @pytest.mark.parametrize("tracker", ["tensorbord", "neptune"])

@@ -34,12 +34,12 @@ class Orthogonality(LayerTerm):
         return orthogonality_penalty(context.states["attention_output"][layer], form=self.form, mask=context.mask)
 
     def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
-        """Gram matrices of the channels, or of the positions if these are at most half as many: `6 D^2` or `6 D T` per
+        """Gram matrices of the channels, or of the positions if these are at most half as many: `8 D^2` or `8 D T` per
         layer.
         """
         width: int = config.hidden_size
         side = sequence_length if 2 * sequence_length <= width else width
-        return 6 * width * side * len(self.chosen_layers(config.num_hidden_layers))
+        return 8 * width * side * len(self.chosen_layers(config.num_hidden_layers))
 
 
 def orthogonality_penalty(h: Tensor, *, form: str = "mean", mask: Tensor | None = None, eps: float = 1e-8) -> Tensor:
