@@ -31,7 +31,7 @@ HOSTILE = [
     "\u202eevil\u202c",
     "a\x00b",
     "\u2028<!--<script>",
-    "<a href='javascript:alert(3)'>x</a>%{customdata}<b>{{ 7 * 7 }}",
+    "{{ 7 * 7 }}<a href='javascript:alert(3)'>x</a>%{customdata}<b>",
     "x" * 100_000,
     "שלום עולם",
 ]
@@ -407,7 +407,7 @@ def test_hostile_text_stays_text(visit, tmp_path):
         assert "alert(" in text
         assert "{{ 7 * 7 }}" in text or name not in ("decoder", "text", "scored")
         if name == "models":
-            assert "__proto__" in page.locator(".legendtext").all_inner_texts()
+            assert "__proto__" in page.locator(".legendtext").all_text_contents()
             page.get_by_label("Model", exact=True).select_option(index=1)
             cells = [page.locator(f".lens td[data-layer='3'][data-position='{at}']").inner_text() for at in range(8)]
             assert [cells[at] for at in (0, 2, 3, 7)] == [HOSTILE[0], "⟨U+202E⟩evil⟨U+202C⟩", "a␀b", "שלום·עולם"]
