@@ -113,8 +113,6 @@ def test_words():
     assert short("a\nb  c") == "a⏎b  c"
     assert figure_of({"value": 12.345, "unit": "%"}) == ("12.3", "%")
     assert figure_of({"value": 9.0, "unit": "layers"}, 12) == ("9", "of 12")
-    assert figure_of({"value": None, "unit": "%"}) == ("–", "")
-    assert figure_of({"value": 1536.0, "unit": "MiB"}) == ("1.5", "GiB")
     assert (quantity(2_630_784, "1"), quantity(5120.4, "tokens/s")) == ("2.63 M", "5,120 tokens/s")
     assert [seconds(one) for one in (0.0123, 90.0, 600, 9000)] == ["12.3 ms", "90.0 s", "10 min", "2.5 h"]
     assert (scaled(9_412_352), scaled(1.2e9), scaled(512), scaled(None)) == ("9.41 M", "1.2 B", "512", "?")
