@@ -53,7 +53,7 @@ ROOMS += ("training", "skip", "exit", "evaluation", "comparison")
 """Packages with a page of their public names, lower ones first; a name is shown in the first that exports it."""
 CHOSEN = {
     "hf": ("Anatomy", "Family", "Head", "load_checkpoint", "truncated"),
-    "execution": ("Activations", "Verified", "capture", "find_anatomy", "read_layers", "read_sequences", "verify"),
+    "execution": ("Activations", "Verified", "capture", "find_anatomy", "read_layers", "verify"),
     "results": ("Finding", "Results"),
 }
 """Names shown of rooms that export much for other rooms."""

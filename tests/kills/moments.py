@@ -24,7 +24,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from fulldepth import pages
+from fulldepth import reporting
 from fulldepth.results import PAGE, Results
 
 EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
@@ -160,7 +160,8 @@ def _plain(path: Path) -> Any:
         table = pd.read_parquet(path)
         return table[~table.measure.isin(TIMED_ROWS)].to_csv(float_format=str, index=False)
     if path.name == PAGE:
-        return path.read_text(encoding="utf-8") == pages.render(Results.load(path.parent))
+        results = Results.load(path.parent)
+        return path.read_text(encoding="utf-8") == reporting.render(results.table, results.meta)
     if path.name == "optimizer.pt":  # equal numbers, once read again, may be stored with other references
         return _numbers(torch.load(path, weights_only=True))
     return path.read_bytes()

@@ -31,7 +31,7 @@ HOSTILE = [
     "\u202eevil\u202c",
     "a\x00b",
     "\u2028<!--<script>",
-    "<a href='javascript:alert(3)'>x</a>%{customdata}<b>{{ 7 * 7 }}",
+    "{{ 7 * 7 }}<a href='javascript:alert(3)'>x</a>%{customdata}<b>",
     "x" * 100_000,
     "שלום עולם",
 ]
@@ -113,8 +113,6 @@ def test_words():
     assert short("a\nb  c") == "a⏎b  c"
     assert figure_of({"value": 12.345, "unit": "%"}) == ("12.3", "%")
     assert figure_of({"value": 9.0, "unit": "layers"}, 12) == ("9", "of 12")
-    assert figure_of({"value": None, "unit": "%"}) == ("–", "")
-    assert figure_of({"value": 1536.0, "unit": "MiB"}) == ("1.5", "GiB")
     assert (quantity(2_630_784, "1"), quantity(5120.4, "tokens/s")) == ("2.63 M", "5,120 tokens/s")
     assert [seconds(one) for one in (0.0123, 90.0, 600, 9000)] == ["12.3 ms", "90.0 s", "10 min", "2.5 h"]
     assert (scaled(9_412_352), scaled(1.2e9), scaled(512), scaled(None)) == ("9.41 M", "1.2 B", "512", "?")
@@ -407,7 +405,7 @@ def test_hostile_text_stays_text(visit, tmp_path):
         assert "alert(" in text
         assert "{{ 7 * 7 }}" in text or name not in ("decoder", "text", "scored")
         if name == "models":
-            assert "__proto__" in page.locator(".legendtext").all_inner_texts()
+            assert "__proto__" in page.locator(".legendtext").all_text_contents()
             page.get_by_label("Model", exact=True).select_option(index=1)
             cells = [page.locator(f".lens td[data-layer='3'][data-position='{at}']").inner_text() for at in range(8)]
             assert [cells[at] for at in (0, 2, 3, 7)] == [HOSTILE[0], "⟨U+202E⟩evil⟨U+202C⟩", "a␀b", "שלום·עולם"]
