@@ -16,7 +16,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from fulldepth.results import write_together
+from fulldepth.results import report
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 WATCH = """
@@ -41,7 +41,7 @@ def main() -> None:
     options = parser.parse_args()
     executable = next(filter(None, map(shutil.which, CHROMIUM)))
     with tempfile.TemporaryDirectory() as place, sync_playwright() as playwright:
-        page_file = write_together([options.folder], place)
+        page_file = report([options.folder], place)
         browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox", "--disable-gpu"])
         runs = []
         for _ in range(options.runs):

@@ -18,7 +18,7 @@ from fulldepth.losses import (
     orthogonality_penalty,
     similarity_penalty,
 )
-from fulldepth.losses.objective import Coherence, Orthogonality
+from fulldepth.losses.objective import CoherencePenalty, OrthogonalityPenalty
 from losses.trained_step import close, gradients, plain_jump, states_of
 from tiny_models import BUILDERS
 
@@ -288,8 +288,8 @@ def test_terms_without_a_meaning_are_refused(terms: dict[str, Any], word: str) -
 
 
 def test_the_paper_s_layers_are_the_default() -> None:
-    assert Coherence().chosen_layers(12) == [2, 4, 6, 8]
-    assert Orthogonality().chosen_layers(12) == [3, 5, 7, 9, 10]
+    assert CoherencePenalty().chosen_layers(12) == [2, 4, 6, 8]
+    assert OrthogonalityPenalty().chosen_layers(12) == [3, 5, 7, 9, 10]
     for depth in (4, 6, 16, 24, 32):
-        assert max(Coherence().chosen_layers(depth)) < depth
-        assert max(Orthogonality().chosen_layers(depth)) < depth
+        assert max(CoherencePenalty().chosen_layers(depth)) < depth
+        assert max(OrthogonalityPenalty().chosen_layers(depth)) < depth

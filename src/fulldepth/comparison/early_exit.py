@@ -47,7 +47,7 @@ def _warnings(models: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-class Curve(NamedTuple):
+class SpeedCurve(NamedTuple):
     """What was measured of one model."""
 
     full: float
@@ -63,7 +63,7 @@ class Curve(NamedTuple):
         return self.calibration[0]["accuracy"] + self.calibration[0]["drop"] if self.calibration else None
 
 
-def curve_of(model: Entry) -> Curve | None:
+def curve_of(model: Entry) -> SpeedCurve | None:
     """The measured points of a model with the entries `full` and `exits`; None if it was not timed."""
     full, needed = (model.get("full") or {}).get("accuracy"), ("rule", "threshold", "accuracy", "exits")
     every = [one for one in model.get("exits") or [] if all(one.get(name) is not None for name in needed)]
@@ -71,10 +71,10 @@ def curve_of(model: Entry) -> Curve | None:
     known = [one for one in every if one.get("split") == "calibration" and one.get("drop") is not None]
     if full is None or not timed:
         return None
-    return Curve(full, sorted(timed, key=lambda one: one["threshold"]), known)
+    return SpeedCurve(full, sorted(timed, key=lambda one: one["threshold"]), known)
 
 
-def chosen(curve: Curve, level: float) -> Entry | None:
+def chosen(curve: SpeedCurve, level: float) -> Entry | None:
     """The reported entry of the threshold with the fewest layers that keeps an accuracy on the calibration part.
 
     Neither the accuracy nor the time that is reported takes part in the choice. None if no threshold below 1 does.
@@ -96,7 +96,7 @@ def chosen(curve: Curve, level: float) -> Entry | None:
     )
 
 
-def accuracy_at(curve: Curve, speedup: float) -> float | None:
+def accuracy_at(curve: SpeedCurve, speedup: float) -> float | None:
     r"""Accuracy at a speed-up s: on the straight line between two neighbouring thresholds of the first rule.
 
     With speed-ups s_1, s_2 and accuracies q_1, q_2 of two neighbours, and s between them, a share p of the samples at

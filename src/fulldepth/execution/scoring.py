@@ -29,7 +29,7 @@ BASE = Variant()
 
 
 @dataclass(frozen=True)
-class Batch:
+class ScoredBatch:
     """A padded batch and its labelled positions, whose losses are computed."""
 
     inputs: Mapping[str, Tensor]
@@ -44,7 +44,7 @@ class Batch:
     """[B] document of each sequence (for pairs and chats, the row)."""
 
     @classmethod
-    def of(cls, padded: Mapping[str, Tensor], documents: Sequence[int]) -> Batch:
+    def of(cls, padded: Mapping[str, Tensor], documents: Sequence[int]) -> ScoredBatch:
         """A batch for scoring from a batch for training.
 
         Args:
@@ -67,10 +67,10 @@ class Batch:
         """Number of labelled positions of each sequence."""
         return [int(count) for count in torch.bincount(self.owners, minlength=len(self.where))]
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> ScoredBatch:
         """The same batch on a device."""
         inputs = {name: tensor.to(device) for name, tensor in self.inputs.items()}
-        return Batch(inputs, self.where.to(device), self.targets.to(device), self.owners.to(device), self.documents)
+        return ScoredBatch(inputs, self.where.to(device), self.targets.to(device), self.owners.to(device), self.documents)
 
 
 class Scorer:
@@ -88,7 +88,7 @@ class Scorer:
     """
 
     def __init__(
-        self, anatomy: Anatomy, classifier: Classifier, switches: Switches, granularity: str, batch: Batch
+        self, anatomy: Anatomy, classifier: Classifier, switches: Switches, granularity: str, batch: ScoredBatch
     ) -> None:
         self.anatomy, self.classifier, self.switches = anatomy, classifier, switches
         self.granularity = granularity
@@ -101,7 +101,7 @@ class Scorer:
     @torch.no_grad()
     def sums(
         self,
-        batch: Batch,
+        batch: ScoredBatch,
         variants: Collection[Variant],
         *,
         divergence: bool = False,
@@ -137,7 +137,7 @@ class Scorer:
 
     @torch.no_grad()
     def healed_sums(
-        self, batch: Batch, variant: Variant, scalars: Scalars | Mapping[str, Any] | None
+        self, batch: ScoredBatch, variant: Variant, scalars: Scalars | Mapping[str, Any] | None
     ) -> dict[str, list[float]]:
         """The result of `sums` for one variant with scalars (None: without).
 
@@ -154,7 +154,7 @@ class Scorer:
         return sums
 
     def state_sums(
-        self, states: Tensor, batch: Batch, base: Tensor | None = None, kinds: Sequence[str] = (LOSS,)
+        self, states: Tensor, batch: ScoredBatch, base: Tensor | None = None, kinds: Sequence[str] = (LOSS,)
     ) -> dict[str, list[float]]:
         """Kind -> B sums over the labelled positions of each sequence, from last states.
 
@@ -172,7 +172,7 @@ class Scorer:
         self.switches.skip(())
 
     def states(
-        self, batch: Batch, variant: Variant, scalars: Scalars | None = None, *, checkpointing: bool | None = None
+        self, batch: ScoredBatch, variant: Variant, scalars: Scalars | None = None, *, checkpointing: bool | None = None
     ) -> Tensor:
         """[R, D] last states of one variant at the labelled positions of a batch, differentiable.
 
@@ -215,7 +215,7 @@ class Scorer:
         return total
 
     def _sums(
-        self, rows: Tensor, batch: Batch, kinds: Sequence[str], references: Iterable[Tensor] | None
+        self, rows: Tensor, batch: ScoredBatch, kinds: Sequence[str], references: Iterable[Tensor] | None
     ) -> dict[str, list[float]]:
         """Sums per sequence, from last states `[R, D]` and the base's log-probabilities, part by part."""
         columns: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
@@ -267,7 +267,7 @@ def _read(kind: str, own: Tensor, targets: Tensor, base: Tensor | None) -> Tenso
     return (base.exp() * (base - own)).sum(-1).clamp(min=0)
 
 
-def batch_sums(values: Tensor, batch: Batch) -> list[float]:
+def batch_sums(values: Tensor, batch: ScoredBatch) -> list[float]:
     """Sum per sequence, in float64, of values `[R]` at the labelled positions of a batch."""
     sums = torch.zeros(len(batch.where), dtype=torch.float64)
     return [float(total) for total in sums.index_add_(0, batch.owners.cpu(), values.detach().cpu().double())]

@@ -1,4 +1,4 @@
-"""Coherence-based redundancy loss: penalises layers that copy or scramble (CR-Guided Transformers, Sec. 3.3)."""
+"""CoherencePenalty-based redundancy loss: penalises layers that copy or scramble (CR-Guided Transformers, Sec. 3.3)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POWER_RATIO = 2.0
 """The energy term is 0 if the power of the output's spectrum is within this factor of the input's."""
 
 
-class Coherence(LayerTerm):
+class CoherencePenalty(LayerTerm):
     """CR's penalty on attention sub-layers, Sec. 3.3. Its energy term is active in the first `energy_warmup` steps."""
 
     name = "coherence"

@@ -1,4 +1,4 @@
-"""Jump-suppressing regulariser: penalises the angular displacement of late layers (JREG, Eq. 5-6)."""
+"""JumpPenalty-suppressing regulariser: penalises the angular displacement of late layers (JREG, Eq. 5-6)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fulldepth.losses.displacement import Displacements, mean_displacement
 from fulldepth.losses.term import Context, Term, check_states
 
 
-class Jump(Term):
+class JumpPenalty(Term):
     """JREG's displacement penalty, Eq. 5-6."""
 
     name = "jump"

@@ -26,10 +26,10 @@ from fulldepth.hf import (
 )
 from fulldepth.hf.stages import STAGES
 from fulldepth.losses.aligned_loss import Aligned, LayerwiseLoss, MultiExit
-from fulldepth.losses.coherence_penalty import Coherence
-from fulldepth.losses.jump_penalty import Jump
-from fulldepth.losses.orthogonality_penalty import Orthogonality
-from fulldepth.losses.similarity_penalty import Similarity
+from fulldepth.losses.coherence_penalty import CoherencePenalty
+from fulldepth.losses.jump_penalty import JumpPenalty
+from fulldepth.losses.orthogonality_penalty import OrthogonalityPenalty
+from fulldepth.losses.similarity_penalty import SimilarityPenalty
 from fulldepth.losses.task import StagedTask, Task
 from fulldepth.losses.term import Context, Portion, Term
 
@@ -38,10 +38,10 @@ TERMS: dict[str, type[Term]] = {
     for term in (
         Aligned,  # first, because it replaces the cross-entropy
         MultiExit,  # so does this one
-        Jump,
-        Coherence,
-        Orthogonality,
-        Similarity,
+        JumpPenalty,
+        CoherencePenalty,
+        OrthogonalityPenalty,
+        SimilarityPenalty,
     )
 }
 """Terms by name, in the order in which an objective applies them."""

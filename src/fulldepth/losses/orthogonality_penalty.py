@@ -1,4 +1,4 @@
-"""Orthogonality loss: penalises redundant channels of a layer (CR-Guided Transformers, Sec. 3.3)."""
+"""OrthogonalityPenalty loss: penalises redundant channels of a layer (CR-Guided Transformers, Sec. 3.3)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fulldepth.losses.term import Context, LayerTerm, blocks, check_states, stat
 FORMS = ("mean", "frobenius")
 
 
-class Orthogonality(LayerTerm):
+class OrthogonalityPenalty(LayerTerm):
     """CR's penalty on non-orthogonal channels of the attention sub-layers' output, Sec. 3.3."""
 
     name = "orthogonality"

@@ -1,4 +1,4 @@
-"""Similarity regulariser: penalises the angle between every layer and the last one (Aligned training, App. B.3)."""
+"""SimilarityPenalty regulariser: penalises the angle between every layer and the last one (Aligned training, App. B.3)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fulldepth.losses.displacement import mean_displacement
 from fulldepth.losses.term import Context, Term, check_states, statistics_dtype
 
 
-class Similarity(Term):
+class SimilarityPenalty(Term):
     """Cosine distance of every layer to the last one (App. B.3).
 
     In classifiers of texts and images it compares each sample's feature, which the head reads (as a rule [CLS]), in

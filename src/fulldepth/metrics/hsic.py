@@ -84,7 +84,7 @@ def _hsic_of(sums: Sums, fewest: int, by_row: Tensor, by_total: Tensor, divisor:
     return Hsic((sums.products - rows + totals) / divisor[..., None, None], terms / divisor[..., None])
 
 
-class Layer(NamedTuple):
+class LayerSums(NamedTuple):
     """A layer's tokens, centred over all of them and scaled to unit mean square, as Gram matrices are made of them."""
 
     features: Tensor
@@ -148,7 +148,7 @@ def _estimates(features: Sequence[Tensor] | Tensor, runs: Tensor, groups: int) -
     return (_assemble(products[0], layers, runs % groups, 0) if first else rest), rest
 
 
-def _layer(x: Tensor) -> Layer:
+def _layer(x: Tensor) -> LayerSums:
     """Centre, scale and round in place: HSIC is the same for any centre, and Gram matrices lose fewer digits.
 
     A centre may be rounded, because the difference of close numbers is exact.
@@ -167,7 +167,7 @@ def _layer(x: Tensor) -> Layer:
     scale = squares.masked_fill_(noise, 0.0).mean()
     scale = scale.where(scale > 0, 1.0)
     x *= scale.rsqrt()
-    return Layer(x, _squares(x), scale)
+    return LayerSums(x, _squares(x), scale)
 
 
 def _squares(x: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def _sum(x: Tensor, weights: Tensor | None = None) -> Tensor:
     return total
 
 
-def _products(layers: Sequence[Layer], runs: list[int], groups: int) -> Tensor:
+def _products(layers: Sequence[LayerSums], runs: list[int], groups: int) -> Tensor:
     """Sums of `K_ij L_ij` over `i != j`, for all pairs of Gram matrices.
 
     Only a block of rows of all Gram matrices, right of the diagonal, exists at a time, in memory that all blocks share:
@@ -227,7 +227,7 @@ def _products(layers: Sequence[Layer], runs: list[int], groups: int) -> Tensor:
     return total
 
 
-def _assemble(products: Tensor, layers: Sequence[Layer], group: Tensor, first: int) -> Estimates:
+def _assemble(products: Tensor, layers: Sequence[LayerSums], group: Tensor, first: int) -> Estimates:
     """The estimates without the `first` tokens, from the products `[2, G, S, S]` and the group of each token `[N]`."""
     squares = torch.stack([layer.squares[first:] for layer in layers])  # [S, n]
     member = torch.nn.functional.one_hot(group[first:], products.shape[1]).double()  # [n, G]
@@ -255,7 +255,7 @@ def _assemble(products: Tensor, layers: Sequence[Layer], group: Tensor, first: i
     )
 
 
-def _row_sums(layers: Sequence[Layer], first: int, member: Tensor) -> Tensor:
+def _row_sums(layers: Sequence[LayerSums], first: int, member: Tensor) -> Tensor:
     """[S, n, G] float64: sums of the Gram matrices' rows over the tokens of each group `[n, G]`."""
     result = []
     for layer in layers:

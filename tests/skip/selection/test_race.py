@@ -11,7 +11,7 @@ from scipy import stats
 
 from fulldepth.distributed import Processes
 from fulldepth.execution.flops import Costs, Variant
-from fulldepth.execution.scoring import Batch
+from fulldepth.execution.scoring import ScoredBatch
 from fulldepth.skip.selection.elimination import Round, eliminate
 from fulldepth.skip.selection.loss_cache import LossCache
 
@@ -40,7 +40,7 @@ def race(losses: np.ndarray, documents: np.ndarray, generator: np.random.Generat
     count = losses.shape[1]
     parts = np.array_split(generator.permutation(count), min(32, count))
     chunks = [
-        [Batch({"rows": p}, torch.ones(len(p), 1, dtype=bool), *[torch.arange(len(p))] * 2, d)]
+        [ScoredBatch({"rows": p}, torch.ones(len(p), 1, dtype=bool), *[torch.arange(len(p))] * 2, d)]
         for p, d in ((part, documents[part]) for part in parts)
     ]
     loss_cache = LossCache(Table(losses), chunks, Processes())

@@ -125,7 +125,7 @@ def bench(
 
 
 @dataclass(frozen=True)
-class Entry:
+class BenchedModel:
     """A model of the benchmark."""
 
     label: str
@@ -150,7 +150,7 @@ class Entry:
         return parts[0] if len(parts) == 1 else None
 
 
-def _opened(models: Sequence[str | Path | PreTrainedModel], settings: BenchSettings) -> list[Entry]:
+def _opened(models: Sequence[str | Path | PreTrainedModel], settings: BenchSettings) -> list[BenchedModel]:
     """Every model loaded, with distinct labels: the last parts of the names if they differ, else numbered names."""
     opened: list[tuple[PreTrainedModel, str, dict[str, Any]]] = []
     options = settings.model_dump(include={"dtype", "device", "revision", "trust_remote_code"})
@@ -166,11 +166,11 @@ def _opened(models: Sequence[str | Path | PreTrainedModel], settings: BenchSetti
         labels = [name for _, name, _ in opened]
     if len(set(labels)) < len(labels):
         labels = [f"{label} ({labels[: at + 1].count(label)})" for at, label in enumerate(labels)]
-    return [Entry(label, *each) for label, each in zip(labels, opened, strict=True)]
+    return [BenchedModel(label, *each) for label, each in zip(labels, opened, strict=True)]
 
 
 def _document(
-    entries: Sequence[Entry], measured: Measured, settings: BenchSettings, examples: Examples | None
+    entries: Sequence[BenchedModel], measured: Measured, settings: BenchSettings, examples: Examples | None
 ) -> dict[str, Any]:
     """The entries of `results.json`."""
     first, data, digest = entries[0], {} if examples is None else examples.meta, model_hash(entries[0].model)
@@ -219,7 +219,7 @@ def _document(
     return dict(finite(document))
 
 
-def _headline(entries: Sequence[Entry], measured: Measured, examples: Examples | None) -> Iterator[tuple[str, Finding]]:
+def _headline(entries: Sequence[BenchedModel], measured: Measured, examples: Examples | None) -> Iterator[tuple[str, Finding]]:
     """Findings by name for each export: the added loss, and for each phase the ratio of times."""
     not_compared, cells = measured.busy(), len(measured.other_load)
     where = f" over {cells} combinations of batch and context" if cells > 1 else ""

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from fulldepth.data.batches import Example
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.latency import PHASES, Runner, random_tokens, time_in_rounds
-from fulldepth.execution.scoring import DEVICE_LOGITS, Batch, batch_sums
+from fulldepth.execution.scoring import DEVICE_LOGITS, ScoredBatch, batch_sums
 from fulldepth.hf import Anatomy, device_of
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding, tabulate
@@ -109,7 +109,7 @@ def heldout_losses(
     return losses_of({label: np.array(values) for label, values in sums.items()}, batches)
 
 
-def losses_of(sums: Mapping[str, np.ndarray], batches: Sequence[Batch]) -> HeldoutLosses:
+def losses_of(sums: Mapping[str, np.ndarray], batches: Sequence[ScoredBatch]) -> HeldoutLosses:
     """Losses of sequences, with their tokens and documents."""
     return HeldoutLosses(
         sums,
@@ -119,7 +119,7 @@ def losses_of(sums: Mapping[str, np.ndarray], batches: Sequence[Batch]) -> Heldo
 
 
 @torch.no_grad()
-def _sums(model: PreTrainedModel, batch: Batch) -> list[float]:
+def _sums(model: PreTrainedModel, batch: ScoredBatch) -> list[float]:
     """Nats of each sequence of a batch."""
     placed = batch.to(device_of(model))
     logits = model(**placed.inputs, use_cache=False).logits  # [B, T, V]

@@ -15,7 +15,7 @@ from fulldepth.data.batches import Example, batches, grouped
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.language_model import prove
-from fulldepth.execution.scoring import LOSS, Batch, Scorer
+from fulldepth.execution.scoring import LOSS, ScoredBatch, Scorer
 from fulldepth.hf import Anatomy, evaluating, frozen
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
@@ -132,7 +132,7 @@ def fit(
     scorer: Scorer,
     variant: Variant,
     train: Sequence[Example],
-    heldout: Sequence[Batch],
+    heldout: Sequence[ScoredBatch],
     options: FitOptions,
     watcher: Watcher | None = None,
 ) -> FitResult:
@@ -189,14 +189,14 @@ def fit(
     return result
 
 
-def make_batches(examples: Sequence[Example], batch_size: int) -> list[Batch]:
+def make_batches(examples: Sequence[Example], batch_size: int) -> list[ScoredBatch]:
     """Batches of examples, the longest first.
 
     Raises:
         FulldepthError: if no token of the examples is predicted.
     """
     padded = zip(batches(examples, batch_size), grouped(examples, batch_size), strict=True)
-    scored = [Batch.of(tensors, [example.document for example in group]) for tensors, group in padded]
+    scored = [ScoredBatch.of(tensors, [example.document for example in group]) for tensors, group in padded]
     if not any(len(batch.targets) for batch in scored):
         raise FulldepthError("The data are empty: no token counts.")
     return scored

@@ -21,7 +21,7 @@ from pydantic import Field, JsonValue
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.flops import Costs, Variant
-from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED, Batch, Scorer
+from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED, ScoredBatch, Scorer
 from fulldepth.files import read_document
 from fulldepth.progress import Watcher
 from fulldepth.settings import Settings
@@ -33,7 +33,7 @@ SCHEMA_VERSION = 2
 MOST_BYTES = 1 << 30
 """Largest file. It holds a number for each sequence, variant and chunk."""
 SPENT = ("forwards", "flops", "seconds")
-Chunk = Sequence[Batch]
+Chunk = Sequence[ScoredBatch]
 Result = tuple[Any, int, float]
 """A result as plain values, and the forwards and FLOPs that it took."""
 Work = Callable[[], Result]

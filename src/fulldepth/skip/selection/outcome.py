@@ -20,7 +20,7 @@ from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.flops import Variant
-from fulldepth.execution.scoring import BASE, Batch, Scorer
+from fulldepth.execution.scoring import BASE, ScoredBatch, Scorer
 from fulldepth.hf.scalars import Scalars
 from fulldepth.metrics import Mmd, Observation, Setup
 from fulldepth.metrics.base import Row
@@ -152,7 +152,7 @@ def outcome(
 @torch.inference_mode()
 def discrepancies(
     scorer: Scorer,
-    batches: Sequence[Batch],
+    batches: Sequence[ScoredBatch],
     variant: Variant,
     scalars: Scalars | None,
     *,
@@ -199,7 +199,7 @@ def discrepancies(
     try:
         with capture(anatomy, ["residual"]) as activations:
 
-            def states(batch: Batch, skipped: Variant, factors: Scalars | None) -> Tensor:
+            def states(batch: ScoredBatch, skipped: Variant, factors: Scalars | None) -> Tensor:
                 """[L+1, B, T, D] the residual stream of one pass."""
                 scorer.plain()
                 switches.skip(skipped)

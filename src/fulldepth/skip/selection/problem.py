@@ -17,7 +17,7 @@ from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.language_model import check_task, prove
-from fulldepth.execution.scoring import SCALED, Batch, Scorer
+from fulldepth.execution.scoring import SCALED, ScoredBatch, Scorer
 from fulldepth.hf import (
     Anatomy,
     Checkpoint,
@@ -51,7 +51,7 @@ class SearchProblem:
     blocks: int
 
     @property
-    def batches(self) -> list[Batch]:
+    def batches(self) -> list[ScoredBatch]:
         """The held-out data."""
         return [batch for chunk in self.chunks for batch in chunk]
 
