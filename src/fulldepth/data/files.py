@@ -120,9 +120,12 @@ def text_lines(path: Path) -> Iterator[str]:
 
 def _lines(path: Path, numbers: Sequence[int] | None = None, *, blank: bool = False) -> Iterator[tuple[str, str]]:
     """Location and text of lines, all or those of some numbers; blank ones only on request."""
-    empty = numbers is None
+    empty, places = numbers is None, zip(repeat(None), count())
+    if numbers is not None:
+        starts, lines = _starts(path)
+        places = ((starts[number], lines[number]) for number in numbers)  # type: ignore[assignment]
     with reading(path), _regular(path).open("rb") as file:
-        for start, number in zip(repeat(None), count()) if numbers is None else _starts(path)[:, numbers].T:
+        for start, number in places:
             if start is not None:
                 file.seek(start)
             position = file.tell()
@@ -145,22 +148,24 @@ def _regular(path: Path) -> Path:
     return path
 
 
-def _starts(path: Path) -> np.ndarray:
-    """[2, lines] the byte at which each line starts that is not empty, and its number from 0."""
+def _starts(path: Path) -> tuple[np.ndarray, Sequence[int]]:
+    """[lines] the byte at which each line starts that is not empty, and its number from 0."""
     with reading(path):
         stat = _regular(path).stat()
         return _line_starts(path, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=16)
-def _line_starts(path: Path, size: int, changed: int) -> np.ndarray:
+def _line_starts(path: Path, size: int, changed: int) -> tuple[np.ndarray, Sequence[int]]:
     ends = []
     with path.open("rb") as file:
         for position in range(0, size, CHUNK):
             ends.append(np.flatnonzero(np.frombuffer(file.read(CHUNK), np.uint8) == ord("\n")) + position + 1)
     starts = np.concatenate([[0], *ends])
-    numbers = np.flatnonzero(np.diff(starts, append=size) > 1)
-    return np.stack([starts[numbers], numbers])
+    filled = np.diff(starts, append=size) > 1
+    if filled[:-1].all():  # what is behind the last line end may be nothing
+        return starts[filled], range(len(starts))
+    return starts[filled], np.flatnonzero(filled)  # type: ignore[return-value]
 
 
 def _decode(line: bytes, path: Path, position: int) -> str:
