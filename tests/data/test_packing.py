@@ -170,14 +170,6 @@ def test_validation_windows_are_spread_or_come_from_other_text(tmp_path, number_
     assert len({whole.hash, some.hash, other.hash}) == 3
 
 
-def test_documents_added_move_none(tmp_path, number_tokenizer):
-    documents = texts(200)
-    few, more = (listed(packed_in(tmp_path, documents[:n], number_tokenizer).validation) for n in (100, 200))
-    assert more[: len(few)] == few
-    shares = [np.mean([chance(n, seed) < 0.2 for n in range(200)]) for seed in range(3)]
-    assert len(set(shares)) > 1
-
-
 REFUSED = [
     ([], {}, "rows is empty"),
     (["", ""], {}, "empty"),

@@ -1,5 +1,3 @@
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -207,18 +205,6 @@ def test_batches_do_not_depend_on_batch_size_or_world(bert_tokenizer, task):
         assert rows(batch_size, world) == reference
 
 
-def test_hash_changes_with_the_data_and_nothing_else(bert_tokenizer):
-    def digest(rows, **settings):
-        return prepare(open_source(rows), task="text-classification", tokenizer=bert_tokenizer, **settings).hash
-
-    rows = [{"text": words(1, 2), "label": 0}, {"text": words(3), "label": 1}]
-    assert re.fullmatch("sha256:[0-9a-f]{64}", digest(rows))
-    assert digest(rows) == digest([dict(r) for r in rows], words=("w1",))
-    assert digest(rows) != digest(rows[::-1])
-    assert digest(rows) != digest([rows[0], {**rows[1], "label": 0}])
-    assert digest([{"text": words(1, 2)}, {"text": words(3)}]) != digest([{"text": words(1)}, {"text": words(2, 3)}])
-
-
 def test_words_are_marked_and_missing_ones_reported(number_tokenizer):
     source = open_source([words(5, 1, 5, 2)])
     data = prepare(source, task="causal-lm", tokenizer=number_tokenizer, words=("w5", "w9"))
@@ -258,14 +244,6 @@ def test_labels_follow_the_models_names(bert_tokenizer, classes, labels, warning
             number_labels(unknown, classes)
         kept, _ = number_labels(unknown, classes, skip_bad=True)
         assert [record.label for record in kept.records] == labels
-
-
-def test_batch_arguments_are_checked(number_tokenizer):
-    data = prepare(open_source(["w1"]), task="causal-lm", tokenizer=number_tokenizer)
-    with pytest.raises(FulldepthError, match="batch size 0"):
-        data.batches(0)
-    with pytest.raises(ValueError, match=r"0\.\.1, got 2"):
-        data.batches(1, rank=2, world=2)
 
 
 LABELLED, PAIRS = [{"text": words(1), "label": 4}], [{"prompt": "w1", "response": "w2"}]

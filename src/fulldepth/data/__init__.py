@@ -7,7 +7,7 @@ from fulldepth.data.labelled import balanced_sample
 from fulldepth.data.opening import Documents, open_documents
 from fulldepth.data.order import ORDER, ShuffledSampler
 from fulldepth.data.packing import Packed, Windows, flatten_windows, pack
-from fulldepth.data.preparation import MASKED_SHARE, input_texts, prepare
+from fulldepth.data.preparation import MASKED_SHARE, Preparation, input_texts, prepare
 from fulldepth.data.sequences import Batch, Sequences
 from fulldepth.data.sources import Record, Source, choose, content_hash, identities, open_source
 from fulldepth.data.tokens import decode_ids
@@ -18,6 +18,7 @@ __all__ = [
     "Batch",
     "Documents",
     "Packed",
+    "Preparation",
     "Record",
     "Sequences",
     "ShuffledSampler",

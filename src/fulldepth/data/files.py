@@ -35,8 +35,8 @@ SPARE_BYTES, EXPANSION = 1 << 30, 200
 """Limit of a decompressed file: `SPARE_BYTES` plus `EXPANSION` times its compressed size."""
 CHUNK = 16 << 20
 """Bytes of a file that are searched for line ends at a time."""
-BATCH_ROWS, NESTED_BATCH_ROWS = 1024, 16
-"""Rows of a parquet file that are decoded at a time; the second if columns hold lists or mappings."""
+BATCH_ROWS, BATCH_BYTES, NESTED_BATCH_ROWS = 1 << 14, 64 << 20, 16
+"""Most rows of a parquet file that are decoded at a time, and their bytes; rows if columns hold lists or mappings."""
 
 
 def path_of(name: str | Path) -> Path:
@@ -120,9 +120,12 @@ def text_lines(path: Path) -> Iterator[str]:
 
 def _lines(path: Path, numbers: Sequence[int] | None = None, *, blank: bool = False) -> Iterator[tuple[str, str]]:
     """Location and text of lines, all or those of some numbers; blank ones only on request."""
-    empty = numbers is None
+    empty, places = numbers is None, zip(repeat(None), count())
+    if numbers is not None:
+        starts, lines = _starts(path)
+        places = ((starts[number], lines[number]) for number in numbers)  # type: ignore[assignment]
     with reading(path), _regular(path).open("rb") as file:
-        for start, number in zip(repeat(None), count()) if numbers is None else _starts(path)[:, numbers].T:
+        for start, number in places:
             if start is not None:
                 file.seek(start)
             position = file.tell()
@@ -145,22 +148,24 @@ def _regular(path: Path) -> Path:
     return path
 
 
-def _starts(path: Path) -> np.ndarray:
-    """[2, lines] the byte at which each line starts that is not empty, and its number from 0."""
+def _starts(path: Path) -> tuple[np.ndarray, Sequence[int]]:
+    """[lines] the byte at which each line starts that is not empty, and its number from 0."""
     with reading(path):
         stat = _regular(path).stat()
         return _line_starts(path, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=16)
-def _line_starts(path: Path, size: int, changed: int) -> np.ndarray:
+def _line_starts(path: Path, size: int, changed: int) -> tuple[np.ndarray, Sequence[int]]:
     ends = []
     with path.open("rb") as file:
         for position in range(0, size, CHUNK):
             ends.append(np.flatnonzero(np.frombuffer(file.read(CHUNK), np.uint8) == ord("\n")) + position + 1)
     starts = np.concatenate([[0], *ends])
-    numbers = np.flatnonzero(np.diff(starts, append=size) > 1)
-    return np.stack([starts[numbers], numbers])
+    filled = np.diff(starts, append=size) > 1
+    if filled[:-1].all():  # what is behind the last line end may be nothing
+        return starts[filled], range(len(starts))
+    return starts[filled], np.flatnonzero(filled)  # type: ignore[return-value]
 
 
 def _decode(line: bytes, path: Path, position: int) -> str:
@@ -244,15 +249,18 @@ def _parquet_batches(
         if len(set(file.schema_arrow.names)) < len(file.schema_arrow.names):
             raise FulldepthError(f"Cannot read {path}: two columns have the same name.")
         fields = [field for field in file.schema_arrow if columns is None or field.name in columns]
-        counts = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
+        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+        counts, size = [group.num_rows for group in groups], sum(group.total_byte_size for group in groups)
     texts = [
         field.name for field in fields if pyarrow.types.is_string(field.type) or pyarrow.types.is_binary(field.type)
     ]
-    rows = NESTED_BATCH_ROWS if any(pyarrow.types.is_nested(field.type) for field in fields) else BATCH_ROWS
+    rows = NESTED_BATCH_ROWS
+    if not any(pyarrow.types.is_nested(field.type) for field in fields):
+        rows = max(1, min(BATCH_ROWS, BATCH_BYTES * sum(counts) // max(1, size)))
     stop = 0
     with _open_parquet(path, read_dictionary=texts) as file:
-        for group, size in enumerate(counts):
-            first, stop = stop, stop + size
+        for group, height in enumerate(counts):
+            first, stop = stop, stop + height
             if numbers is None or bisect_left(numbers, first) < bisect_left(numbers, stop):
                 for batch in file.iter_batches(batch_size=rows, columns=columns, row_groups=[group]):
                     yield first, batch

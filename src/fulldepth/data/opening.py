@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -181,6 +182,9 @@ class Opened:
                 left -= _characters(row, columns)
             return
         count, taken = len(self), limit
+        if most:  # the first rows tell about how long a text is
+            sizes = [_characters(row, columns) for _, row in islice(self.rows(choose), limit)]
+            taken = max(limit, int(1.2 * most * len(sizes) / max(1, sum(sizes))))
         while taken < count:
             numbers = np.random.default_rng(seed).choice(count, taken, replace=False)
             rows = list(self.rows(choose, sorted(numbers.tolist())))

@@ -146,7 +146,7 @@ def prepare(source: Source, **options: Any) -> Sequences:
         advice = "."
         if plan.task == SEQ2SEQ:
             advice = (
-                ": rows with input + target or prompt + response. fulldepth makes no such pairs of plain text, because "
+                ": rows with an input and a target, or prompt + response. fulldepth makes no such pairs of text, as "
                 "the rule (which spans are hidden) belongs to the model's pre-training; the tower encoder alone can be "
                 "measured."
             )
