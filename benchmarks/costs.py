@@ -22,9 +22,9 @@ from fulldepth.hf import open_tokenizer
 from fulldepth.measurement import MeasureSettings
 from fulldepth.measurement import run as measuring
 from fulldepth.measurement.caveats import sampling
-from fulldepth.measurement.plan import Plan, make_plan
+from fulldepth.measurement.plan import MeasurePlan, make_plan
 from fulldepth.measurement.run import make_setup, run_pass, weigh
-from fulldepth.measurement.subject import Subject, prepare_subject
+from fulldepth.measurement.subject import MeasuredSubject, prepare_subject
 from fulldepth.results import tabulate
 from fulldepth.subjects import open_checkpoint
 
@@ -57,12 +57,12 @@ class Bench:
         count = options.pop("max_sequences", self.count)
         return MeasureSettings(max_sequences=count, sequence_length=LENGTH, batch_size=BATCH, device="cpu", **options)
 
-    def prepared(self, count: int) -> Subject:
+    def prepared(self, count: int) -> MeasuredSubject:
         """The model with its data, proven."""
         settings = self.settings(max_sequences=count)
         return prepare_subject(self.checkpoint.model, DATA, settings, tokenizer=self.tokenizer, device="cpu")
 
-    def forward(self, subject: Subject | None = None) -> Iterator[float]:
+    def forward(self, subject: MeasuredSubject | None = None) -> Iterator[float]:
         """Seconds of a plain forward pass with logits, batch by batch."""
         subject = subject or self.subject
         for batch in subject.sequences.batches(BATCH):
@@ -168,7 +168,7 @@ def peak(model: str, what: str, tokens: int) -> None:
         else:
             settings = bench.settings()
             setup = make_setup(bench.subject, settings)
-            plan: Plan = make_plan(
+            plan: MeasurePlan = make_plan(
                 SIMILARITY, setup, bench.subject.verified, bench.subject.sequences, has_reference=False
             )
             run_pass(bench.subject, plan, settings, Processes(), measuring.Clock())

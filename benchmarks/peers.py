@@ -35,7 +35,7 @@ from fulldepth.measurement import MeasureSettings
 from fulldepth.measurement.lens import LensReader
 from fulldepth.measurement.plan import make_plan
 from fulldepth.measurement.run import Clock, feed, make_setup, observe
-from fulldepth.measurement.subject import Subject, prepare_subject
+from fulldepth.measurement.subject import MeasuredSubject, prepare_subject
 from fulldepth.metrics import displacement
 
 LENGTH = 256
@@ -61,7 +61,7 @@ FEW = (0, 15, 30)
 class Tokens(nn.Module):
     """A model whose modules `points.0..L` return the residual stream of every layer as `[N, D]`: tokens are samples."""
 
-    def __init__(self, it: Subject, layers: tuple[int, ...]) -> None:
+    def __init__(self, it: MeasuredSubject, layers: tuple[int, ...]) -> None:
         super().__init__()
         self.it = [it]  # hidden from `parameters`
         self.layers, self.points = layers, nn.ModuleList(nn.Identity() for _ in layers)
@@ -74,7 +74,7 @@ class Tokens(nn.Module):
         return ids
 
 
-def streams(it: Subject, inputs: dict[str, Tensor]) -> list[Tensor]:
+def streams(it: MeasuredSubject, inputs: dict[str, Tensor]) -> list[Tensor]:
     """Layers 0..L, by plain hooks, as the tools' examples read them."""
     states: list[Tensor] = []
     blocks = it.anatomy.blocks
@@ -106,7 +106,7 @@ def package(venvs: Path, name: str) -> Iterator[None]:
 class Ours:
     """Rows of measures over prepared data, with their own forward pass."""
 
-    def __init__(self, it: Subject, settings: MeasureSettings) -> None:
+    def __init__(self, it: MeasuredSubject, settings: MeasureSettings) -> None:
         self.it, self.settings = it, settings
 
     def __call__(self, *names: str) -> dict[tuple[str, int | None, int | None, str], float]:
@@ -127,7 +127,7 @@ class Ours:
         return {(row.measure, row.layer, row.other, row.statistic): row.value for row in rows if row.site == "residual"}
 
 
-def cka_pair(it: Subject, ours: Ours, peer: str) -> tuple[Numbers, Numbers]:
+def cka_pair(it: MeasuredSubject, ours: Ours, peer: str) -> tuple[Numbers, Numbers]:
     """Debiased CKA of every pair of layers; of three layers for tools that take minutes over all pairs."""
     ids = torch.cat([batch.inputs["input_ids"] for batch in it.sequences.batches(64)])
     layers = tuple(range(it.anatomy.num_layers + 1)) if peer == "pytorch-cka" else FEW
@@ -157,7 +157,7 @@ def cka_pair(it: Subject, ours: Ours, peer: str) -> tuple[Numbers, Numbers]:
     return own, {"pytorch-cka": with_pytorch_cka, "ckatorch": with_ckatorch, "torch-cka": with_torch_cka}[peer]
 
 
-def lens_pair(it: Subject, ours: Ours, peer: str) -> tuple[Numbers, Numbers]:
+def lens_pair(it: MeasuredSubject, ours: Ours, peer: str) -> tuple[Numbers, Numbers]:
     """Cross-entropy of the logit lens at every layer."""
     layers = range(it.anatomy.num_layers + 1)
     logits_of = {"tuned-lens": tuned_lens, "transformer-lens": transformer_lens, "nnterp": nnterp}[peer](it)
@@ -181,7 +181,7 @@ Lens = Callable[[Tensor], Iterator[Tensor]]
 """Token ids `[B, T]` -> logits `[B, T - 1, V]` of layers 0..L, one after another."""
 
 
-def tuned_lens(it: Subject) -> Lens:
+def tuned_lens(it: MeasuredSubject) -> Lens:
     """`LogitLens` on states read by hooks."""
     lens = import_module("tuned_lens.nn.lenses").LogitLens.from_model(it.checkpoint.model).eval()
 
@@ -192,7 +192,7 @@ def tuned_lens(it: Subject) -> Lens:
     return logits
 
 
-def transformer_lens(it: Subject) -> Lens:
+def transformer_lens(it: MeasuredSubject) -> Lens:
     """`accumulated_resid` of its cache, then `W_U`, as its documentation does."""
     bridge = import_module("transformer_lens.model_bridge").TransformerBridge
     owner, name = copy.deepcopy(it.checkpoint.model), "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -206,7 +206,7 @@ def transformer_lens(it: Subject) -> Lens:
     return logits
 
 
-def nnterp(it: Subject) -> Lens:
+def nnterp(it: MeasuredSubject) -> Lens:
     """`project_on_vocab` of the states that a trace saves."""
     owner = copy.deepcopy(it.checkpoint.model)
     model = import_module("nnterp").StandardizedTransformer(owner, tokenizer=it.tokenizer)
@@ -220,7 +220,7 @@ def nnterp(it: Subject) -> Lens:
     return logits
 
 
-def importance_pair(it: Subject, ours: Ours, peer: str) -> tuple[Numbers, Numbers]:
+def importance_pair(it: MeasuredSubject, ours: Ours, peer: str) -> tuple[Numbers, Numbers]:
     """Block influence (ShortGPT, Eq. 1) of layers, `1 - mean cos = 2 Psi`; the same of attention blocks (LLM-Drop)."""
     batches = [batch.inputs["input_ids"] for batch in it.sequences.batches(ours.settings.batch_size)]
 
@@ -284,7 +284,7 @@ def main() -> None:
 
 
 @torch.inference_mode()
-def compare(it: Subject, ours: Ours, peer: str, arguments: argparse.Namespace) -> None:
+def compare(it: MeasuredSubject, ours: Ours, peer: str, arguments: argparse.Namespace) -> None:
     """Time a tool and ours in turn, and print one row."""
     if peer in PACKAGES:
         with package(arguments.venvs.resolve(), peer):

@@ -10,12 +10,12 @@ from scipy.stats import binomtest
 
 from fulldepth.data import Source, open_source, train_wordpiece
 from fulldepth.data.labelled import check_rows, held_out, in_epochs, name_classes
-from fulldepth.data.sources import Record
+from fulldepth.data.sources import DataRecord
 from fulldepth.errors import FulldepthError
 
 
 def rows_of(texts: list[str], labels: list[int]) -> Any:
-    source = Source("rows", "labelled-text", [Record(text=t, label=n) for t, n in zip(texts, labels, strict=True)])
+    source = Source("rows", "labelled-text", [DataRecord(text=t, label=n) for t, n in zip(texts, labels, strict=True)])
     return check_rows(source, "text-classification", name_classes(source))
 
 

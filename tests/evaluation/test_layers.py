@@ -14,7 +14,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.evaluation import evaluate
 from fulldepth.evaluation.local_tasks import local_task
 from fulldepth.execution.harness import Answers, LayerReader, layered_model
-from fulldepth.execution.harness.layered import Session
+from fulldepth.execution.harness.layered import TaskSession
 from fulldepth.execution.language_model import prove
 from fulldepth.hf.truncation import truncated
 from skip import word_tokenizer
@@ -183,7 +183,7 @@ def test_requests_that_split_the_same_tokens_differently_are_read_at_their_own_p
     model, tokens = small_world.model(), [50, 51, 52, 53, 54]
     anatomy, classifier = prove(model, {"input_ids": torch.tensor([tokens])})
     reader = LayerReader(anatomy, classifier, [2, LAYERS])
-    session = Session(reader, lambda layer: model, LAYERS, Answers(None, {}, 2))
+    session = TaskSession(reader, lambda layer: model, LAYERS, Answers(None, {}, 2))
     lm = layered_model(model, small_world.tokenizer(), session, 4)
     with torch.no_grad():
         first = small_world.first_layers(model, 2)

@@ -14,7 +14,7 @@ from exit import plain
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import certainty
 from fulldepth.exit.readings import Exit, Readings, calibrated, candidates, no_advice, splits
-from fulldepth.exit.run import Row, drop_sentence
+from fulldepth.exit.run import ExitRow, drop_sentence
 from fulldepth.exit.served import SpeedUp
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.uncertainty import median_ratio, quantile
@@ -76,7 +76,7 @@ def test_the_threshold_is_the_lowest_that_keeps_the_accuracy(rule):
     data = world(0)
     target = 0.02
     tried = sorted(candidates(data, rule, 1, [0.5, 0.9]), reverse=True)
-    drops = {t: Row.of(data, Exit(rule, t, 1, 4)).scores["drop"].value for t in tried}
+    drops = {t: ExitRow.of(data, Exit(rule, t, 1, 4)).scores["drop"].value for t in tried}
     fine = [t for index, t in enumerate(tried) if all(drops[u] <= target for u in tried[: index + 1])]
     assert calibrated(data, rule, 1, [0.5, 0.9], target) == min(fine)
     assert drops[1.0] == 0

@@ -10,7 +10,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.reporting.evaluation import tasks
 from fulldepth.reporting.exits import points_of
 from fulldepth.reporting.page import payload
-from fulldepth.reporting.source import Source
+from fulldepth.reporting.source import PageSource
 from fulldepth.results import Results
 from reporting import exit_folders as folders
 from reporting.plotted import evaluations, sweeps
@@ -123,7 +123,7 @@ def test_scores_their_errors_and_the_layer_that_is_enough_are_those_stated():
     rows = results.table[results.table["measure"] == "task_score"].pivot_table(
         index="layer", columns=["site", "statistic"], values="value"
     )
-    drawn, every = results.figures(), tasks(Source(results.table, results.meta))
+    drawn, every = results.figures(), tasks(PageSource(results.table, results.meta))
     names = ["task_scores", *(f"task_scores:{task}" for task in list(folders.TASKS)[1:])]
     for task, name in zip(every, names, strict=True):
         metric = folders.TASKS[task.name][0]

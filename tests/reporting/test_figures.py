@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from fulldepth.reporting import build, charts, page
-from fulldepth.reporting.charts import Line, Record, every_record
+from fulldepth.reporting.charts import Figure, Line, every_record
 from fulldepth.reporting.figures import records
 from fulldepth.reporting.notes import Note, mathml
 from fulldepth.reporting.source import VERBS
@@ -216,7 +216,7 @@ def test_gaps_are_gaps_and_not_words(kind, removed):
 def test_one_record_is_a_figure_a_place_and_a_note(results, comparison, monkeypatch):
     notes = Note("A fake number", "Counts layers.", ("displacement",), "L", "Nobody."), Note("Another", "No.", ("mmd",))
     line = Line("displacement", name="Fake", compared=True)
-    fake = Record("fake", "geometry", quantity="Fake", axis="Fake (1)", lines=(line,), followed=True, notes=notes)
+    fake = Figure("fake", "geometry", quantity="Fake", axis="Fake (1)", lines=(line,), followed=True, notes=notes)
     everything = (*every_record(), fake)
     for room in (charts, page.figures):
         monkeypatch.setattr(room, "every_record", lambda: everything)

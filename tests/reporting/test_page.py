@@ -18,7 +18,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.reporting import measured, render
 from fulldepth.reporting.page import compact, embed, pack, payload
 from fulldepth.reporting.phrases import figure_of, quantity, scaled, seconds, short, visible
-from fulldepth.reporting.source import Source
+from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.tables import flatten
 from fulldepth.results import Results, tabulate, write_page
 from reporting import exit_folders, skip_folders, synthetic
@@ -84,7 +84,7 @@ def test_standard_errors_stand_beside_their_numbers():
     cards = {card["name"]: card["error"] for card in payload(results.table, results.meta)["cards"]}
     assert (cards["Jump of the last layer"], cards["Mean coherence"]) == ("± 0.012", "")
     compared.meta["models"][0]["headline"]["zeta_L"]["standard_error"] = 0.5
-    rows = {name: cells for name, *cells in measured.side_by_side(Source(compared.table, compared.meta)).rows}
+    rows = {name: cells for name, *cells in measured.side_by_side(PageSource(compared.table, compared.meta)).rows}
     assert rows["Jump of the last layer"][0].endswith("± 0.5 %")
     assert "±" not in rows["Jump of the last layer"][1]
 

@@ -14,8 +14,8 @@ from fulldepth.skip.assessment.outcome import analyse
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.reporting.page import payload
-from fulldepth.reporting.skip import Part, layers_of, parts, removals
-from fulldepth.reporting.source import Source
+from fulldepth.reporting.skip import SkipPart, layers_of, parts, removals
+from fulldepth.reporting.source import PageSource
 from fulldepth.results import Results, report, write_page
 from fulldepth.results.pages import names, together
 from fulldepth.skip.assessment.bench import bench
@@ -58,7 +58,7 @@ def trace(figure, name):
 
 
 def folders_of(results):
-    return parts(Source(results.table, results.meta))
+    return parts(PageSource(results.table, results.meta))
 
 
 def cells(table):
@@ -114,7 +114,7 @@ def test_lines_that_run_along_each_other_are_drawn_once():
         ("quantised, then skipped", (7, 8, 4, 11)),
     ]
     table, meta = folders.curve().table, folders.curve().meta
-    assert layers_of([Part("", "curve", table, meta)]) == max(folders.FARTHER)
+    assert layers_of([SkipPart("", "curve", table, meta)]) == max(folders.FARTHER)
 
 
 @pytest.mark.parametrize(("name", "phase"), [("pareto", "decode"), ("pareto:prefill", "prefill")])

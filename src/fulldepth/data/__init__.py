@@ -9,17 +9,17 @@ from fulldepth.data.order import ORDER, ShuffledSampler
 from fulldepth.data.packing import Packed, Windows, flatten_windows, pack
 from fulldepth.data.preparation import MASKED_SHARE, Preparation, input_texts, prepare
 from fulldepth.data.sequences import Batch, Sequences
-from fulldepth.data.sources import Record, Source, choose, content_hash, identities, open_source
+from fulldepth.data.sources import DataRecord, Source, choose, content_hash, identities, open_source
 from fulldepth.data.tokens import decode_ids
 
 __all__ = [
     "MASKED_SHARE",
     "ORDER",
     "Batch",
+    "DataRecord",
     "Documents",
     "Packed",
     "Preparation",
-    "Record",
     "Sequences",
     "ShuffledSampler",
     "Source",

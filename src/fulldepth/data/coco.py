@@ -77,13 +77,13 @@ class Coco(NamedTuple):
     warnings: list[str]
 
 
-class Entry(pydantic.BaseModel):
+class CocoEntry(pydantic.BaseModel):
     """An entry of a list of the json file; other keys are ignored."""
 
     model_config = pydantic.ConfigDict(strict=True)
 
 
-class ImageEntry(Entry):
+class ImageEntry(CocoEntry):
     """An image."""
 
     id: int
@@ -92,7 +92,7 @@ class ImageEntry(Entry):
     height: Edge
 
 
-class Annotation(Entry):
+class Annotation(CocoEntry):
     """A box."""
 
     image_id: int
@@ -101,7 +101,7 @@ class Annotation(Entry):
     iscrowd: Literal[0, 1] = 0
 
 
-class Category(Entry):
+class Category(CocoEntry):
     """A class."""
 
     id: int
@@ -132,8 +132,8 @@ def coco_rows(path: Path, *, skip_bad: bool = False) -> Coco:
             f"{path} is not in COCO's format for detection: expected an object with the lists images, annotations and "
             "categories."
         )
-    reader, bad, first = _Reader(path), Counter[str](), list[str]()
-    uses: list[tuple[str, type[Entry], Callable[[str, Any], None]]] = [
+    reader, bad, first = _CocoReader(path), Counter[str](), list[str]()
+    uses: list[tuple[str, type[CocoEntry], Callable[[str, Any], None]]] = [
         ("categories", Category, reader.category),
         ("images", ImageEntry, reader.image),
         ("annotations", Annotation, reader.annotation),
@@ -166,7 +166,7 @@ def coco_rows(path: Path, *, skip_bad: bool = False) -> Coco:
     return Coco(path.name, rows, tuple(reader.names[key] for key in numbers), warnings)
 
 
-class _Reader:
+class _CocoReader:
     """Entries of a file that were read, and checks of further ones."""
 
     def __init__(self, path: Path) -> None:
@@ -210,7 +210,7 @@ class _Reader:
         self.objects[entry.image_id].append((entry, box))
 
 
-def _validated(value: Any, kind: type[Entry], where: str) -> Any:
+def _validated(value: Any, kind: type[CocoEntry], where: str) -> Any:
     try:
         return kind.model_validate(value)
     except pydantic.ValidationError as error:

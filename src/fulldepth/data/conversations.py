@@ -32,7 +32,7 @@ Prompt: TypeAlias = str | list[Message]
 """Plain text, or the messages before the response."""
 
 
-class _Shape(NamedTuple):
+class _RowShape(NamedTuple):
     """How rows are read and written, determined by the first row and the tokenizer."""
 
     chat: str | None
@@ -133,7 +133,7 @@ def conversation_prompts(rows: Rows, tokenizer: Any) -> Iterator[tuple[str, Prom
             yield where, _separated(prompt) if isinstance(prompt, str) else prompt
 
 
-def _shape(row: Mapping[str, Any], where: str, tokenizer: Any, *, answered: bool = True) -> _Shape:
+def _shape(row: Mapping[str, Any], where: str, tokenizer: Any, *, answered: bool = True) -> _RowShape:
     """How to read rows like this one; if `answered`, it must have a column of responses."""
     template = tokenizer is not None and bool(tokenizer.chat_template)
     chat = next((column for column in CHAT_COLUMNS if column in row), None)
@@ -148,10 +148,10 @@ def _shape(row: Mapping[str, Any], where: str, tokenizer: Any, *, answered: bool
             "chat_template, or give prompts and responses as plain text."
         )
     context = "input" if pair == ("instruction", "output") and "input" in row else None
-    return _Shape(chat, pair or ("", ""), context, template or (chat is None and is_chat))
+    return _RowShape(chat, pair or ("", ""), context, template or (chat is None and is_chat))
 
 
-def _examples(row: Mapping[str, Any], where: str, shape: _Shape) -> list[dict[str, Any]]:
+def _examples(row: Mapping[str, Any], where: str, shape: _RowShape) -> list[dict[str, Any]]:
     """The examples of a row: one, or none."""
     if shape.chat is not None:
         messages = _messages(row, where, shape.chat)
@@ -174,7 +174,7 @@ def _answered(messages: list[Message]) -> bool:
     return any(message["role"] == "assistant" and message["content"].strip() for message in messages)
 
 
-def _prompt(row: Mapping[str, Any], where: str, shape: _Shape) -> Prompt:
+def _prompt(row: Mapping[str, Any], where: str, shape: _RowShape) -> Prompt:
     column = shape.pair[0]
     require_columns(row, [column], where)
     if isinstance(row[column], list):

@@ -65,7 +65,7 @@ class Window(NamedTuple):
     """Number of the block of at least `BLOCK` tokens in its document."""
 
 
-class Drawn(NamedTuple):
+class DrawnWindows(NamedTuple):
     """Windows, in the order of their documents."""
 
     windows: list[Window]
@@ -97,7 +97,7 @@ def draw_windows(
     seed: int,
     join: Join | None = None,
     least: int = 1,
-) -> Drawn:
+) -> DrawnWindows:
     """A uniform sample of windows, each within one document; without replacement.
 
     If the text is much longer than the sample, only the drawn pieces are tokenised, and each gives one window at a
@@ -131,7 +131,7 @@ def draw_windows(
         elif ids and (filled := short.add(ids, document)) is not None:
             found.append((filled.document, number, filled))
         if len(found) == count:
-            return Drawn([each for *_, each in sorted(found)], 0)
+            return DrawnWindows([each for *_, each in sorted(found)], 0)
     short, candidates, names, left_over = _Short(window, join, least), list[Window](), list[int](), 0
     for document, (name, text) in enumerate(documents):
         ids = list(tokenise(Text(text)))
@@ -146,10 +146,12 @@ def draw_windows(
             candidates.append(filled)
             names.append(identity(documents[filled.document][0], 0))
     if not candidates and short.ids:
-        return Drawn([Window(short.ids, short.document, 0)], 0)
+        return DrawnWindows([Window(short.ids, short.document, 0)], 0)
     windows = [candidates[index] for index in sample(names, count, seed)]
     left_over += short.dropped + len(short.ids)
-    return Drawn(sorted(windows, key=lambda each: each.document), left_over)  # the order within documents is kept
+    return DrawnWindows(
+        sorted(windows, key=lambda each: each.document), left_over
+    )  # the order within documents is kept
 
 
 @dataclass
@@ -193,7 +195,7 @@ def first_windows(
     window: int,
     count: int,
     join: Join | None,
-) -> Drawn:
+) -> DrawnWindows:
     """The first windows of the documents, joined in order; windows cross the ends of documents.
 
     Args:
@@ -217,7 +219,7 @@ def first_windows(
             ]
             if len(windows) >= count:
                 break
-        return Drawn(windows[:count], 0)
+        return DrawnWindows(windows[:count], 0)
     stream: list[int] = []
     starts: list[int] = []
     for text in documents:
@@ -232,7 +234,7 @@ def first_windows(
         document = max(0, int(np.searchsorted(starts, place, side="right")) - 1)  # that of the first token
         block = max(0, place - starts[document]) // BLOCK
         windows.append(Window(stream[place : place + window], document, block))
-    return Drawn(windows, max(0, len(stream) - full))
+    return DrawnWindows(windows, max(0, len(stream) - full))
 
 
 def block_clusters(windows: Sequence[Window], identities: Sequence[int]) -> tuple[list[int], str, str | None]:

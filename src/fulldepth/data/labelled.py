@@ -16,7 +16,7 @@ from fulldepth.data.batches import Example
 from fulldepth.data.columns import LABEL_COLUMNS
 from fulldepth.data.images import image_content
 from fulldepth.data.sequences import Batch, Picture, collate_images, collate_texts
-from fulldepth.data.sources import SKIP, Record, Source, identities
+from fulldepth.data.sources import SKIP, DataRecord, Source, identities
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.uncertainty import distinct, ranks, sample
 
@@ -104,7 +104,7 @@ def number_labels(
     return replace(source, records=records, class_names=names, warnings=tuple(warnings)), digests
 
 
-def _digest(record: Record, read: bool) -> bytes:
+def _digest(record: DataRecord, read: bool) -> bytes:
     sha = hashlib.sha256()
     if record.image is not None:
         if read:

@@ -245,7 +245,7 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Part:
+class CorpusPart:
     """The documents of one part of a text, joined, read by position; 16 bytes of memory for each document."""
 
     files: TokenFiles
@@ -288,7 +288,7 @@ def held_out(numbers: np.ndarray, share: float, seed: int) -> np.ndarray:
     return (bits >> np.uint64(11)) * 2.0**-53 < share
 
 
-def split_tokens(files: TokenFiles, share: float, seed: int, max_tokens: int | None) -> tuple[Part, Part]:
+def split_tokens(files: TokenFiles, share: float, seed: int, max_tokens: int | None) -> tuple[CorpusPart, CorpusPart]:
     """The training and the held-out part of a text; arguments as for `pack`."""
     lengths = np.diff(files.ends, prepend=0)
     starts, outside = files.ends - lengths, held_out(np.arange(len(lengths)), share, seed)
@@ -297,7 +297,7 @@ def split_tokens(files: TokenFiles, share: float, seed: int, max_tokens: int | N
         kept = (outside == part) & (lengths > 0)
         stops = np.cumsum(lengths[kept])
         used = len(stops) if max_tokens is None else int(np.searchsorted(stops, max_tokens)) + 1
-        parts.append(Part(files, starts[kept][:used], stops[:used].clip(max=max_tokens or NO_LIMIT)))
+        parts.append(CorpusPart(files, starts[kept][:used], stops[:used].clip(max=max_tokens or NO_LIMIT)))
     return parts[0], parts[1]
 
 
@@ -317,7 +317,7 @@ class Windows(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(
-        self, part: Part, sequence_length: int, *, across_documents: bool = True, limit: int | None = None
+        self, part: CorpusPart, sequence_length: int, *, across_documents: bool = True, limit: int | None = None
     ) -> None:
         self.part, self.sequence_length, self.across_documents = part, sequence_length, across_documents
         self.documents, self.tokens = part.documents, part.tokens  # of the whole part, regardless of `limit`

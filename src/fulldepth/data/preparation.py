@@ -16,7 +16,7 @@ from fulldepth.data.drawing import Text, block_clusters, draw_windows, first_win
 from fulldepth.data.labelled import balanced_sample
 from fulldepth.data.opening import Order
 from fulldepth.data.sequences import Batch, Picture, Sequences, collate_images, collate_texts
-from fulldepth.data.sources import SKIP, Record, Source, choose, content_hash, identities
+from fulldepth.data.sources import SKIP, DataRecord, Source, choose, content_hash, identities
 from fulldepth.data.tokens import (
     Frame,
     WordFinder,
@@ -230,7 +230,7 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     )
 
 
-def _windows(given: Sequence[Record], plan: Preparation, warnings: list[str]) -> Encoded:
+def _windows(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
     """Windows of plain text. For a causal model they begin as `plan.bos` says; for others each has special tokens
     around it, and as a representation a short document, or the end of one, is a short window.
     """
@@ -282,7 +282,7 @@ def _opening(frame: Frame, plan: Preparation, warnings: list[str]) -> tuple[int,
     return (plan.tokenizer.bos_token_id,)
 
 
-def _one_by_one(source: Source, given: Sequence[Record], plan: Preparation, warnings: list[str]) -> Encoded:
+def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
     """One sequence per text or pair of texts, with special tokens. Long texts are cut off.
 
     A classifier's labelled texts that are too long are refused or left out, unless `plan.truncate`. Texts without a
@@ -334,7 +334,7 @@ def _one_by_one(source: Source, given: Sequence[Record], plan: Preparation, warn
     return Encoded([example for example in examples if example is not None], clusters, unit)
 
 
-def _pairs(given: Sequence[Record], plan: Preparation, warnings: list[str]) -> Encoded:
+def _pairs(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
     """Prompts and responses, tokenised separately so that every target is a token of the response."""
     tokenizer, most = plan.tokenizer, plan.longest
     frame = Frame.of(tokenizer, (record.prompt or "" for record in given))
@@ -361,7 +361,7 @@ def _pairs(given: Sequence[Record], plan: Preparation, warnings: list[str]) -> E
     return Encoded(examples, clusters, "row")
 
 
-def _translation(given: Sequence[Record], plan: Preparation, warnings: list[str]) -> Encoded:
+def _translation(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
     """Inputs for both stacks of an encoder-decoder; the examples are the decoder's."""
     if plan.start is None:
         raise FulldepthError("An encoder-decoder needs decoder_start_token_id in its configuration.")
@@ -392,7 +392,7 @@ def _collate_both(
 def input_texts(source: Source) -> Source:
     """The input texts of pairs, for an encoder alone."""
     records = [
-        Record(text=record.prompt, where=record.where, identity=name)
+        DataRecord(text=record.prompt, where=record.where, identity=name)
         for record, name in zip(source.records, identities(source), strict=True)
         if (record.prompt or "").strip() and (record.response or "").strip()
     ]

@@ -32,7 +32,7 @@ SKIP = "--skip-bad leaves such rows out and counts them."
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class DataRecord:
     """One example: a text or a pair of texts, a prompt with its response, or an image."""
 
     text: str | None = None
@@ -59,7 +59,7 @@ class Source:
     name: str
     kind: str
     """`text`, `pairs` (prompt and response), `labelled-text`, `images` or `objects` (images with boxes)."""
-    records: Sequence[Record]
+    records: Sequence[DataRecord]
     class_names: tuple[str, ...] = ()
     """Name of each class index; empty if classes have no names."""
     warnings: tuple[str, ...] = ()
@@ -162,7 +162,7 @@ def _source(
 ) -> Source:
     """The records of rows. If they are a sample, the names of classes are still those of all rows."""
     kind, images = columns.kind, columns.kind in ("images", "objects")
-    records: list[Record] = []
+    records: list[DataRecord] = []
     labels: list[tuple[str, Any]] = []
     for where, row in rows:
         require_columns(row, (columns.first, columns.second, columns.label), where)
@@ -178,11 +178,11 @@ def _source(
             second = text_value(second, f"{where}, {columns.second!r}")
         labels.append((where, row[columns.label] if columns.label else None))
         if images:
-            records.append(Record(text=second, image=first, objects=row.get("objects"), where=where))
+            records.append(DataRecord(text=second, image=first, objects=row.get("objects"), where=where))
         elif kind == "pairs":
-            records.append(Record(prompt=first, response=second, where=where))
+            records.append(DataRecord(prompt=first, response=second, where=where))
         else:
-            records.append(Record(text=first, second=second, where=where))
+            records.append(DataRecord(text=first, second=second, where=where))
     warnings, everything = list(opened.warnings), labels
     if opened.is_stream:
         warnings.append(
@@ -207,7 +207,7 @@ def identities(source: Source) -> list[int]:
     return [int(number) for number in distinct([_identity(record) for record in source.records])]
 
 
-def _identity(record: Record) -> int:
+def _identity(record: DataRecord) -> int:
     if record.identity is not None:
         return record.identity
     if record.image is not None:

@@ -30,11 +30,11 @@ UNFINISHED = re.compile(r"((?:[.?!][\"')]*|:)\s+)([^.?!]+)$")
 """The sentence that the choices finish (HellaSwag's `ctx_b`): what stands after the last finished sentence."""
 
 
-class _Loader(yaml.SafeLoader):
+class _TaskLoader(yaml.SafeLoader):
     """Reads the package's own task files, which name one function."""
 
 
-_Loader.add_constructor("!function", lambda loader, node: hellaswag_prompts)
+_TaskLoader.add_constructor("!function", lambda loader, node: hellaswag_prompts)
 
 
 def local_task(name: str, folders: Sequence[str | Path]) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def local_task(name: str, folders: Sequence[str | Path]) -> dict[str, Any]:
     Raises:
         FulldepthError: if a file is missing.
     """
-    config = yaml.load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"), Loader=_Loader)
+    config = yaml.load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"), Loader=_TaskLoader)
     files = config.pop("dataset_kwargs")["data_files"]
     found = {split: find_file(file, folders, name) for split, file in files.items()}
     is_choice = config["output_type"] == "multiple_choice"

@@ -21,7 +21,7 @@ from torch import Tensor
 from fulldepth.data.drawing import Text, block_clusters, draw_windows
 from fulldepth.data.opening import open_data, sampled_texts
 from fulldepth.errors import FulldepthError
-from fulldepth.evaluation.subject import Subject, check_is_decoder, hash_tokenizer
+from fulldepth.evaluation.subject import EvaluationSubject, check_is_decoder, hash_tokenizer
 from fulldepth.execution.harness import Answers, LayerReader
 from fulldepth.hf import anatomy_candidates, open_model, open_tokenizer
 from fulldepth.hf.model_hash import model_hash
@@ -89,7 +89,7 @@ class Quality:
             positions or blocks skipped in place.
     """
 
-    def __init__(self, subject: Subject, settings: EvaluateSettings) -> None:
+    def __init__(self, subject: EvaluationSubject, settings: EvaluateSettings) -> None:
         self.subject, self.settings = subject, settings
         depth = subject.num_layers
         quarters = [max(1, round(depth * part / 4)) for part in (1, 2, 3)]

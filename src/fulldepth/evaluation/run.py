@@ -16,7 +16,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.evaluation.outcome import findings, task_entries
 from fulldepth.evaluation.quality import Quality, quality_findings
 from fulldepth.evaluation.scoring import ANSWERS, load_tasks, rows_of, score_tasks, units_of
-from fulldepth.evaluation.subject import SkipPlan, Subject, opened
+from fulldepth.evaluation.subject import EvaluationSubject, SkipPlan, opened
 from fulldepth.execution.harness import Loaded
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, claimed, finite, provenance, tabulate
@@ -116,7 +116,7 @@ def _held(folder: Path | None, *, resume: bool, overwrite: bool) -> Iterator[Non
         yield
 
 
-def _fingerprint(subject: Subject, settings: EvaluateSettings, content: object) -> str:
+def _fingerprint(subject: EvaluationSubject, settings: EvaluateSettings, content: object) -> str:
     """A hash of the model, the plan, the content of all files, and all settings but those of machine and places."""
     places = {"task_data", "include_path", "generation_quality", "tokenizer"}
     chosen = settings.model_dump(exclude={"device", "revision", "trust_remote_code", *places})
@@ -125,7 +125,7 @@ def _fingerprint(subject: Subject, settings: EvaluateSettings, content: object) 
 
 
 def _evaluated(
-    subject: Subject,
+    subject: EvaluationSubject,
     tasks: dict[str, Loaded],
     quality: Quality | None,
     settings: EvaluateSettings,

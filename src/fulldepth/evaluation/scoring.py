@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation.local_tasks import LOCAL_TASKS, local_task
-from fulldepth.evaluation.subject import Subject
+from fulldepth.evaluation.subject import EvaluationSubject
 from fulldepth.execution.harness import (
     Answers,
     Catalogue,
@@ -26,7 +26,7 @@ from fulldepth.execution.harness import (
     layered_model,
     run_unit,
 )
-from fulldepth.execution.harness.layered import Session
+from fulldepth.execution.harness.layered import TaskSession
 from fulldepth.hf.truncation import truncated
 from fulldepth.progress import Watcher
 from fulldepth.settings.evaluate import EvaluateSettings, parse_layers
@@ -118,7 +118,7 @@ def load_tasks(units: list[Unit], settings: EvaluateSettings) -> dict[str, Loade
 
 
 def score_tasks(
-    subject: Subject,
+    subject: EvaluationSubject,
     tasks: dict[str, Loaded],
     settings: EvaluateSettings,
     folder: Path | None,
@@ -156,7 +156,7 @@ def score_tasks(
         with Answers(path, identity, len(layers)) as answers:
             if answers.reused:
                 watcher.say(f"{name}: {answers.reused:,} answers of the interrupted run are reused.")
-            session = Session(
+            session = TaskSession(
                 LayerReader(subject.anatomy, subject.classifier, layers),
                 cache(partial(truncated, subject.anatomy)),
                 layers[-1],
@@ -174,10 +174,10 @@ def score_tasks(
 
 
 def _score_unit(
-    subject: Subject,
+    subject: EvaluationSubject,
     loaded: Loaded,
     settings: EvaluateSettings,
-    session: Session,
+    session: TaskSession,
     scored: Scored,
     logs: Path | None,
 ) -> None:
@@ -238,7 +238,9 @@ def _log(folder: Path, layer: int, samples: Mapping[str, list[dict[str, Any]]]) 
             raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error
 
 
-def _layers_of(name: str, loaded: Loaded, subject: Subject, settings: EvaluateSettings) -> tuple[list[int], list[str]]:
+def _layers_of(
+    name: str, loaded: Loaded, subject: EvaluationSubject, settings: EvaluateSettings
+) -> tuple[list[int], list[str]]:
     """The exit layers of a unit, and notes on them."""
     depth = subject.num_layers
     if not loaded.generates:

@@ -55,7 +55,7 @@ class SkipPlan(Protocol):
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluationSubject:
     """A verified causal language model."""
 
     checkpoint: Checkpoint
@@ -115,7 +115,7 @@ class Subject:
 @contextmanager
 def opened(
     model: str | Path | PreTrainedModel, settings: EvaluateSettings, tokenizer: Any, plan: SkipPlan | None
-) -> Iterator[Subject]:
+) -> Iterator[EvaluationSubject]:
     """Load, hash and verify a model; inside `with` it is in evaluation mode and its plan's blocks are skipped.
 
     Raises:
@@ -148,7 +148,7 @@ def opened(
             skipped = skipping(anatomy, plan.blocks, plan.granularity, scalars)
         with skipped:
             digest = hash_tokenizer(tokens)
-            yield Subject(checkpoint, anatomy, classifier, copy.deepcopy(tokens), hashed, plan, digest)
+            yield EvaluationSubject(checkpoint, anatomy, classifier, copy.deepcopy(tokens), hashed, plan, digest)
 
 
 def hash_tokenizer(tokenizer: Any) -> str:

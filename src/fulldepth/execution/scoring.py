@@ -70,7 +70,9 @@ class ScoredBatch:
     def to(self, device: torch.device) -> ScoredBatch:
         """The same batch on a device."""
         inputs = {name: tensor.to(device) for name, tensor in self.inputs.items()}
-        return ScoredBatch(inputs, self.where.to(device), self.targets.to(device), self.owners.to(device), self.documents)
+        return ScoredBatch(
+            inputs, self.where.to(device), self.targets.to(device), self.owners.to(device), self.documents
+        )
 
 
 class Scorer:

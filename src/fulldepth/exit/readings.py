@@ -30,7 +30,7 @@ from fulldepth.data import Batch, Sequences
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.decoding import ExitRule, certainty
-from fulldepth.exit.subject import Subject
+from fulldepth.exit.subject import ExitSubject
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.metrics.reservoir import priority
 from fulldepth.progress import Watcher
@@ -160,7 +160,7 @@ class Readings:
         return {name: Mean.of(values, self.cluster) for name, values in numbers.items()}
 
 
-def no_advice(subject: Subject, readings: Readings) -> str | None:
+def no_advice(subject: ExitSubject, readings: Readings) -> str | None:
     """Why nothing is advised: the full model is not measurably better than a constant prediction; None if it is."""
     lead, full = readings.lead, readings.full
     if advisable(lead.value, lead.error):
@@ -175,7 +175,7 @@ def no_advice(subject: Subject, readings: Readings) -> str | None:
 
 
 @torch.no_grad()
-def read(subject: Subject, rules: Sequence[Rule], settings: LayerReadingSettings, watcher: Watcher) -> Readings:
+def read(subject: ExitSubject, rules: Sequence[Rule], settings: LayerReadingSettings, watcher: Watcher) -> Readings:
     """Run the data through the model once, and apply its classifier to all layers, for all rules and thresholds.
 
     Args:
@@ -215,7 +215,7 @@ def _combined(parts: Sequence[Readings], combine: Callable[[Sequence[Tensor]], T
 
 
 def _read_batch(
-    subject: Subject, batch: Batch, states: Sequence[Tensor], rules: Sequence[Rule], highest: int | None, seed: int
+    subject: ExitSubject, batch: Batch, states: Sequence[Tensor], rules: Sequence[Rule], highest: int | None, seed: int
 ) -> Readings:
     """The readings of one batch of texts, or of labelled texts or images."""
     targets = batch.labels if subject.classifies else batch.targets

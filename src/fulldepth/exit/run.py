@@ -19,7 +19,7 @@ from fulldepth.execution.decoding import Decoder, Generation
 from fulldepth.execution.latency import OtherLoad, machine, order
 from fulldepth.exit.readings import Exit, Readings, calibrated, no_advice, read, splits
 from fulldepth.exit.served import SpeedUp, timed
-from fulldepth.exit.subject import Subject, open_checkpoint, prepare_subject
+from fulldepth.exit.subject import ExitSubject, open_checkpoint, prepare_subject
 from fulldepth.hf import evaluating, unwrapped
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.progress import Watcher
@@ -37,7 +37,7 @@ UNTIMED = {"measured_speedup": None, "measured_speedup_interval": None, "timing"
 
 
 @dataclass(frozen=True)
-class Row:
+class ExitRow:
     """A rule and threshold on some samples."""
 
     exit: Exit
@@ -53,7 +53,7 @@ class Row:
     """The measured speed-up; None where it was not timed."""
 
     @classmethod
-    def of(cls, readings: Readings, exit: Exit, split: str = "report", calibrated: bool = False) -> Row:
+    def of(cls, readings: Readings, exit: Exit, split: str = "report", calibrated: bool = False) -> ExitRow:
         """What a rule and threshold give on samples; at least one sample."""
         layers = readings.layers(exit)
         return cls(exit, layers, readings.scores(layers), split, calibrated)
@@ -165,7 +165,7 @@ def sweep(
     return results
 
 
-def _rows(readings: Readings, settings: ExitSettings) -> tuple[list[Row], dict[str, Readings]]:
+def _rows(readings: Readings, settings: ExitSettings) -> tuple[list[ExitRow], dict[str, Readings]]:
     """Every rule with every threshold, and the calibrated ones; on both parts where a threshold is chosen."""
     target, parts = settings.target_accuracy_drop, {"report": readings}
     if target is not None:
@@ -178,7 +178,7 @@ def _rows(readings: Readings, settings: ExitSettings) -> tuple[list[Row], dict[s
             thresholds.append((best, True))
         for threshold, chosen in thresholds:
             exit = Exit(rule, threshold, settings.min_layer, readings.num_layers)
-            rows += [Row.of(part, exit, split, chosen) for split, part in parts.items()]
+            rows += [ExitRow.of(part, exit, split, chosen) for split, part in parts.items()]
     return rows, parts
 
 
@@ -202,7 +202,9 @@ def _stated(scores: Mapping[str, Mean]) -> dict[str, float | None]:
     }
 
 
-def _generated(subject: Subject, rows: Sequence[Row], settings: ExitSettings, watcher: Watcher) -> dict[str, Any]:
+def _generated(
+    subject: ExitSubject, rows: Sequence[ExitRow], settings: ExitSettings, watcher: Watcher
+) -> dict[str, Any]:
     """The entry `generation`, or a warning if the decoder cannot be run token by token; empty if not asked for.
 
     Of each rule at most `MOST_GENERATED` thresholds below 1: the one for the target accuracy, and the highest.
@@ -224,7 +226,7 @@ def _generated(subject: Subject, rows: Sequence[Row], settings: ExitSettings, wa
 
 
 def generation_rows(
-    subject: Subject, exits: Sequence[Exit], settings: ExitSettings, watcher: Watcher
+    subject: ExitSubject, exits: Sequence[Exit], settings: ExitSettings, watcher: Watcher
 ) -> list[dict[str, Any]]:
     """One entry of `generation` in `results.json` for every rule, threshold and policy.
 
@@ -271,7 +273,9 @@ def generation_rows(
     return entries
 
 
-def _headline(subject: Subject, readings: Readings, rows: Sequence[Row], settings: ExitSettings) -> dict[str, Any]:
+def _headline(
+    subject: ExitSubject, readings: Readings, rows: Sequence[ExitRow], settings: ExitSettings
+) -> dict[str, Any]:
     """The findings: depth that the accuracy needs, the chosen thresholds or the best of those given, and its speed."""
     full, findings = readings.full, {}
     if reason := no_advice(subject, readings):
@@ -310,7 +314,7 @@ def _headline(subject: Subject, readings: Readings, rows: Sequence[Row], setting
     return {name: finding.document() for name, finding in findings.items()}
 
 
-def _did(subject: Subject, row: Row, lead: str, tolerance: float = 0.0) -> str:
+def _did(subject: ExitSubject, row: ExitRow, lead: str, tolerance: float = 0.0) -> str:
     """What a threshold costs and saves."""
     layers, what = row.exit.num_layers, "samples" if subject.classifies else "tokens"
     return (
@@ -320,7 +324,7 @@ def _did(subject: Subject, row: Row, lead: str, tolerance: float = 0.0) -> str:
     )
 
 
-def _speedup(subject: Subject, row: Row) -> Finding:
+def _speedup(subject: ExitSubject, row: ExitRow) -> Finding:
     """The measured speed-up, or the theoretical one where nothing was timed."""
     if row.speedup is None:
         bound = "" if subject.classifies else ", if later tokens needed none of the layers that were left out"

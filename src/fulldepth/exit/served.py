@@ -15,7 +15,7 @@ from fulldepth.execution.decoding import ExitRule
 from fulldepth.execution.latency import OtherLoad, now, order
 from fulldepth.execution.layer_runner import LayerRunner
 from fulldepth.exit.readings import Exit, Readings
-from fulldepth.exit.subject import Subject
+from fulldepth.exit.subject import ExitSubject
 from fulldepth.progress import Watcher
 from fulldepth.settings.exit import ExitSettings
 from fulldepth.thresholds import BUSY
@@ -79,7 +79,7 @@ class EarlyExit:
         subject: the model, with data for the check of its layers.
     """
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: ExitSubject) -> None:
         self.subject = subject
         first = subject.sequences.collate(range(min(2, len(subject.sequences))))
         self._runner = LayerRunner(subject.anatomy, subject.inputs(first.inputs))
@@ -126,7 +126,7 @@ class EarlyExit:
 
 @torch.no_grad()
 def timed(
-    subject: Subject, exits: Mapping[Exit, Tensor], readings: Readings, settings: ExitSettings, watcher: Watcher
+    subject: ExitSubject, exits: Mapping[Exit, Tensor], readings: Readings, settings: ExitSettings, watcher: Watcher
 ) -> tuple[dict[Exit, SpeedUp], float]:
     """Time early exit against the model's own forward pass, batch by batch and in changing order.
 
@@ -180,7 +180,7 @@ def timed(
     return speedups, median(seconds[0])
 
 
-def _groups(subject: Subject, present: Mapping[int, Any]) -> list[list[int]]:
+def _groups(subject: ExitSubject, present: Mapping[int, Any]) -> list[list[int]]:
     """Indices of the sequences of each timed batch: full batches of those that are present."""
     sequences, size = subject.sequences, subject.batch_size
     held = [[index for index in group if index in present] for group in sequences.groups(size)]

@@ -33,7 +33,7 @@ CLASSIFIES = ("text-classification", "image-classification")
 
 
 @dataclass(frozen=True)
-class Subject:
+class ExitSubject:
     """A verified model with its data."""
 
     checkpoint: Checkpoint
@@ -77,7 +77,7 @@ def open_checkpoint(model: str | Path | PreTrainedModel, settings: LayerReadingS
 
 def prepare_subject(
     checkpoint: Checkpoint, data: Any, settings: LayerReadingSettings, tokenizer: Any = None
-) -> Subject:
+) -> ExitSubject:
     """Prepare the data for a model in evaluation mode, and verify its anatomy and head on the first sequences.
 
     Raises:
@@ -111,7 +111,7 @@ def prepare_subject(
     sequences, note = batched(verified.anatomy, sequences, device)
     warnings = (*checkpoint.warnings, *sequences.warnings, *(() if note is None else (note,)))
     batch_size = settings.batch_size or (64 if classifies else 8)
-    return Subject(checkpoint, verified, verified.classifier, sequences, device, batch_size, warnings)
+    return ExitSubject(checkpoint, verified, verified.classifier, sequences, device, batch_size, warnings)
 
 
 def _check_min_layer(settings: LayerReadingSettings, depth: int | None) -> None:

@@ -1,4 +1,4 @@
-"""CoherencePenalty-based redundancy loss: penalises layers that copy or scramble (CR-Guided Transformers, Sec. 3.3)."""
+"""Coherence-based redundancy loss: penalises layers that copy or scramble (CR-Guided Transformers, Sec. 3.3)."""
 
 from __future__ import annotations
 

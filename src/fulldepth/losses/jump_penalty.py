@@ -1,4 +1,4 @@
-"""JumpPenalty-suppressing regulariser: penalises the angular displacement of late layers (JREG, Eq. 5-6)."""
+"""Jump-suppressing regulariser: penalises the angular displacement of late layers (JREG, Eq. 5-6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OrthogonalityPenalty loss: penalises redundant channels of a layer (CR-Guided Transformers, Sec. 3.3)."""
+"""Orthogonality loss: penalises redundant channels of a layer (CR-Guided Transformers, Sec. 3.3)."""
 
 from __future__ import annotations
 

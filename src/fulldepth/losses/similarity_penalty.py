@@ -1,4 +1,4 @@
-"""SimilarityPenalty regulariser: penalises the angle between every layer and the last one (Aligned training, App. B.3)."""
+"""Similarity regulariser: penalises the angle between every layer and the last one (Aligned training, App. B.3)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from fulldepth.errors import FulldepthError
 from fulldepth.measurement.headline import Clusters, plural
-from fulldepth.measurement.subject import Subject
+from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.metrics import Setup
 from fulldepth.metrics.base import NO_FIRST
 from fulldepth.metrics.cka import few_samples
@@ -39,7 +39,7 @@ EMPTY = {"coherence": "the states do not vary along the sequence at any layer"}
 """Measure -> why it has no rows; for all others the reason is too few tokens or occurrences."""
 
 
-def caveats(subject: Subject, setup: Setup, table: pd.DataFrame) -> list[str]:
+def caveats(subject: MeasuredSubject, setup: Setup, table: pd.DataFrame) -> list[str]:
     """All warnings, those of the checkpoint and the data first."""
     lines = [*subject.checkpoint.warnings, *subject.sequences.warnings, *subject.warnings]
     lines.append(zero_weights(subject.checkpoint.model))
@@ -60,7 +60,7 @@ def caveats(subject: Subject, setup: Setup, table: pd.DataFrame) -> list[str]:
     return [line for line in lines if line] + gaps(table, setup.num_layers)
 
 
-def refuse_nothing(table: pd.DataFrame, subject: Subject, setup: Setup) -> None:
+def refuse_nothing(table: pd.DataFrame, subject: MeasuredSubject, setup: Setup) -> None:
     """Raise unless the table holds at least one finite number.
 
     Raises:
@@ -73,7 +73,7 @@ def refuse_nothing(table: pd.DataFrame, subject: Subject, setup: Setup) -> None:
         )
 
 
-def sampling(subject: Subject, settings: MeasureSettings, setup: Setup, table: pd.DataFrame) -> dict[str, Any]:
+def sampling(subject: MeasuredSubject, settings: MeasureSettings, setup: Setup, table: pd.DataFrame) -> dict[str, Any]:
     """The entry `sampling` of `results.json`: sizes of the samples and of the populations that they were drawn from;
     `sentence`, None if nothing was sampled.
     """

@@ -17,7 +17,7 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf import find_checkpoints
 from fulldepth.measurement.run import measure_once, measure_with
 from fulldepth.measurement.series import (
-    Point,
+    SeriesPoint,
     contents,
     digest,
     extends,
@@ -154,7 +154,7 @@ def measure_into(
         return results
 
 
-def _is_there(folder: Path, print_of_run: str, points: list[Point], overwrite: bool, watcher: Watcher) -> bool:
+def _is_there(folder: Path, print_of_run: str, points: list[SeriesPoint], overwrite: bool, watcher: Watcher) -> bool:
     """Whether the folder holds finished results of this run; False if it holds none, or a part of this series.
 
     Raises:

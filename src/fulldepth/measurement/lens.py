@@ -11,7 +11,7 @@ from fulldepth.data import Batch, decode_ids
 from fulldepth.distributed import Processes
 from fulldepth.execution import TopTokens, read_and_show, read_layers
 from fulldepth.hf import Classifier
-from fulldepth.measurement.subject import Subject
+from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.metrics import Readout, saturation_layer
 from fulldepth.metrics.reservoir import priority
 from fulldepth.settings.measure import MeasureSettings
@@ -34,7 +34,7 @@ class LensReader:
         process: this process; the first one makes the lens grid.
     """
 
-    def __init__(self, subject: Subject, settings: MeasureSettings, process: Processes) -> None:
+    def __init__(self, subject: MeasuredSubject, settings: MeasureSettings, process: Processes) -> None:
         self.subject, self.seed = subject, settings.seed
         self.threshold = _threshold(subject, settings)
         task = subject.anatomy.task
@@ -107,7 +107,7 @@ def show(tokenizer: Any, token: int) -> str:
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
-def _threshold(subject: Subject, settings: MeasureSettings) -> int | None:
+def _threshold(subject: MeasuredSubject, settings: MeasureSettings) -> int | None:
     """Largest priority of the positions that the lens reads; None = all."""
     limit = settings.lens_tokens
     if limit is None or subject.sequences.num_targets <= limit:

@@ -9,7 +9,7 @@ from fulldepth.data import Sequences
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import Verified
 from fulldepth.hf import available_memory
-from fulldepth.measurement.subject import Subject
+from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.metrics import METRICS, Measure, Setup
 
 UNUSUAL = {"routing", "streams", "boxes"}
@@ -24,7 +24,7 @@ NO_INNER_STREAM = {
 
 
 @dataclass
-class Plan:
+class MeasurePlan:
     """The measures that will run, and the reasons why others will not."""
 
     setup: Setup
@@ -46,7 +46,7 @@ class Plan:
 
 def make_plan(
     names: Sequence[str] | None, setup: Setup, verified: Verified, sequences: Sequences, *, has_reference: bool
-) -> Plan:
+) -> MeasurePlan:
     """Choose the measures.
 
     Args:
@@ -62,7 +62,7 @@ def make_plan(
     for name in names or ():
         if name not in METRICS:
             raise unknown("measure", name, METRICS)
-    plan = Plan(setup)
+    plan = MeasurePlan(setup)
     reasons = missing(setup, verified, sequences, has_reference)
     for name, measure in METRICS.items():
         if names is not None and name not in names:
@@ -166,7 +166,7 @@ def _unavailable(site: str, verified: Verified) -> str | None:
     return None
 
 
-def check_memory(plan: Plan, subject: Subject, batch_size: int) -> str:
+def check_memory(plan: MeasurePlan, subject: MeasuredSubject, batch_size: int) -> str:
     """One line on the estimated memory of the run.
 
     Raises:

@@ -9,7 +9,7 @@ from fulldepth.data import Sequences
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.batching import batched, model_inputs
-from fulldepth.measurement.subject import Subject
+from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.measurement.tokens import counted
 from fulldepth.metrics.base import Row
 from fulldepth.metrics.separability import probe_accuracy
@@ -20,7 +20,7 @@ from fulldepth.targets import IGNORE
 MEASURE = "probe_accuracy"
 
 
-def probe_rows(subject: Subject, settings: MeasureSettings) -> list[Row]:
+def probe_rows(subject: MeasuredSubject, settings: MeasureSettings) -> list[Row]:
     """Accuracy of a linear probe on layers 0..L and its standard error; see `fulldepth.metrics.probe_accuracy`.
 
     A sample's feature is the mean of the residual stream over the tokens that count: as a rule one token ([CLS]) of a
@@ -63,7 +63,7 @@ def probe_rows(subject: Subject, settings: MeasureSettings) -> list[Row]:
 
 
 @torch.no_grad()
-def _features(subject: Subject, sequences: Sequences, settings: MeasureSettings) -> tuple[Tensor, Tensor]:
+def _features(subject: MeasuredSubject, sequences: Sequences, settings: MeasureSettings) -> tuple[Tensor, Tensor]:
     """[L+1, N, D] float32 features of the labelled samples, and their classes `[N]`; on the CPU."""
     features, labels = [], []
     with capture(subject.anatomy, ["residual"]) as activations:

@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 from fulldepth.execution import plain_weight
 from fulldepth.hf import Anatomy
 from fulldepth.measurement.lens import show
-from fulldepth.measurement.subject import Subject
+from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.metrics import head_shares
 
 NEAREST = 30
@@ -36,7 +36,7 @@ def shares_of_heads(anatomy: Anatomy) -> tuple[tuple[float, ...], ...]:
 
 
 @torch.inference_mode()
-def nearest_tokens(subject: Subject) -> dict[str, Any] | None:
+def nearest_tokens(subject: MeasuredSubject) -> dict[str, Any] | None:
     """The tokens whose embeddings are nearest, by cosine, to the vectors of dynamic routers, as plain data.
 
     A dynamic router of layer r gives head h's source m the logit `x P[:, h, m]`, so a state x that resembles the

@@ -27,11 +27,11 @@ from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import EMPTY, caveats, refuse_nothing, sampling
 from fulldepth.measurement.headline import Clusters, headline
 from fulldepth.measurement.lens import LensReader
-from fulldepth.measurement.plan import Plan, check_memory, make_plan
+from fulldepth.measurement.plan import MeasurePlan, check_memory, make_plan
 from fulldepth.measurement.probe import probe_rows
 from fulldepth.measurement.routers import nearest_tokens, shares_of_heads
 from fulldepth.measurement.stages import prepare_stages, rows_that_fit
-from fulldepth.measurement.subject import Subject, prepare_subject
+from fulldepth.measurement.subject import MeasuredSubject, prepare_subject
 from fulldepth.measurement.towers import Extra, measure_each, measure_towers
 from fulldepth.metrics import Detections, Observation, Readout, Setup, SpectralNorm
 from fulldepth.metrics.cosine import SITE
@@ -86,7 +86,7 @@ def measure_with(
 
         def measured(
             data: Any, settings: MeasureSettings, extra: Extra | None = None, start: float | None = None
-        ) -> tuple[Results, Subject]:
+        ) -> tuple[Results, MeasuredSubject]:
             subject = prepare_subject(checkpoint, data, settings, tokenizer=tokenizer, device=device)
             return measure_subject(subject, settings, process, watcher, start=start, extra=extra), subject
 
@@ -101,7 +101,7 @@ def measure_with(
 
 
 def measure_subject(
-    subject: Subject,
+    subject: MeasuredSubject,
     settings: MeasureSettings,
     process: Processes,
     watcher: Watcher,
@@ -164,7 +164,7 @@ def measure_subject(
     )
 
 
-def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
+def make_setup(subject: MeasuredSubject, settings: MeasureSettings) -> Setup:
     """Sizes of model and data, known before the first batch."""
     anatomy, sequences, verified = subject.anatomy, subject.sequences, subject.verified
     lengths = sequences.lengths
@@ -197,7 +197,7 @@ def make_setup(subject: Subject, settings: MeasureSettings) -> Setup:
     )
 
 
-def _reference(subject: Subject, model: str, settings: MeasureSettings, process: Processes) -> Verified:
+def _reference(subject: MeasuredSubject, model: str, settings: MeasureSettings, process: Processes) -> Verified:
     """The second model of MMD, verified on the same data."""
     checkpoint = open_checkpoint(model, settings, process.device(settings.device), settings.device_map)
     candidates = anatomy_candidates(checkpoint.model, tower=settings.tower, override=settings.anatomy)
@@ -229,8 +229,8 @@ class Clock:
 
 @torch.inference_mode()
 def run_pass(
-    subject: Subject,
-    plan: Plan,
+    subject: MeasuredSubject,
+    plan: MeasurePlan,
     settings: MeasureSettings,
     process: Processes,
     clock: Clock,
@@ -289,7 +289,7 @@ def run_pass(
 
 
 def observe(
-    subject: Subject, batch: Batch, states: dict[str, Tensor], read: Sequence[Tensor], reader: LensReader | None
+    subject: MeasuredSubject, batch: Batch, states: dict[str, Tensor], read: Sequence[Tensor], reader: LensReader | None
 ) -> Observation:
     """The observation that accumulators receive for one batch.
 
@@ -337,7 +337,7 @@ def observe(
     return observation
 
 
-def feed(plan: Plan, observation: Observation, clock: Clock) -> None:
+def feed(plan: MeasurePlan, observation: Observation, clock: Clock) -> None:
     """Update every accumulator; shared computations run first and are timed under their own name."""
     names = plan.measures.keys()
     if names & SIMILARITY:
@@ -352,7 +352,7 @@ def feed(plan: Plan, observation: Observation, clock: Clock) -> None:
                 measure.update(observation)
 
 
-def weigh(subject: Subject, plan: Plan, process: Processes, clock: Clock) -> None:
+def weigh(subject: MeasuredSubject, plan: MeasurePlan, process: Processes, clock: Clock) -> None:
     """Compute the spectral norms; the matrices are divided among the processes."""
     if isinstance(norms := plan.measures.get("spectral_norm"), SpectralNorm):
         with clock("spectral_norm"):
@@ -363,9 +363,9 @@ def weigh(subject: Subject, plan: Plan, process: Processes, clock: Clock) -> Non
 
 
 def _document(
-    subject: Subject,
+    subject: MeasuredSubject,
     settings: MeasureSettings,
-    plan: Plan,
+    plan: MeasurePlan,
     clock: Clock,
     table: pd.DataFrame,
     grid: dict[str, Any] | None,

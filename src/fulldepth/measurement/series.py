@@ -93,7 +93,7 @@ FINAL = "final"
 
 
 @dataclass(frozen=True)
-class Point:
+class SeriesPoint:
     """One checkpoint of a series."""
 
     step: int
@@ -105,7 +105,7 @@ class Point:
 
 def series_points(
     run: str | Path, data: Source | Sequences, settings: MeasureSettings
-) -> tuple[list[Point], list[str]]:
+) -> tuple[list[SeriesPoint], list[str]]:
     """Every `checkpoint-N` of a training run and its final model, by step; and notes on the final model.
 
     The final model in the run's folder is a separate point if its weights differ from those of every checkpoint and
@@ -131,10 +131,10 @@ def series_points(
                 f"and {reason}. --no-series measures it alone."
             )
     prints = fingerprints(models, data, settings)
-    return [Point(n, place, name, p) for (n, place), name, p in zip(steps, names, prints, strict=True)], remarks
+    return [SeriesPoint(n, place, name, p) for (n, place), name, p in zip(steps, names, prints, strict=True)], remarks
 
 
-def extends(points: Sequence[Point], earlier: Mapping[str, Any]) -> bool:
+def extends(points: Sequence[SeriesPoint], earlier: Mapping[str, Any]) -> bool:
     """Whether this series extends a finished one: every checkpoint measured there is among the points.
 
     An earlier final model may be missing, because continued training replaces it.
@@ -152,7 +152,7 @@ def extends(points: Sequence[Point], earlier: Mapping[str, Any]) -> bool:
 
 
 def measure_series(
-    points: Sequence[Point],
+    points: Sequence[SeriesPoint],
     data: Source | Sequences,
     folder: Path,
     settings: MeasureSettings,
@@ -168,7 +168,7 @@ def measure_series(
     """
     results = [None if overwrite else _finished(folder / STEPS / point.name, point.fingerprint) for point in points]
     process.wait()
-    parts: list[tuple[Point, Results]] = []
+    parts: list[tuple[SeriesPoint, Results]] = []
     watcher = without_repeats(watcher)
     for number, (point, part) in enumerate(zip(points, results, strict=True), start=1):
         title = f"Checkpoint {number} of {len(points)}: step {point.step}"
@@ -208,7 +208,7 @@ def _finished(folder_of_step: Path, print_of_step: str) -> Results | None:
     return results
 
 
-def combine(parts: Sequence[tuple[Point, Results]]) -> Results:
+def combine(parts: Sequence[tuple[SeriesPoint, Results]]) -> Results:
     """Combine the results of checkpoints into one series: a `step` column, and the last checkpoint's headline.
 
     Raises:

@@ -29,7 +29,7 @@ from fulldepth.hf import (
 )
 from fulldepth.hf.stages import STAGES
 from fulldepth.measurement import tokens
-from fulldepth.measurement.subject import Subject
+from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.settings.measure import MeasureSettings
 
 UNCHECKED = (
@@ -67,7 +67,7 @@ def prepare_stages(
     *,
     stages: Sequence[nn.Module | str],
     head: nn.Module | str | None,
-) -> Subject:
+) -> MeasuredSubject:
     """A plain module and its data; runs it once on two samples.
 
     Raises:
@@ -110,7 +110,7 @@ def prepare_stages(
     )
     warnings = (UNCHECKED.format(head="" if classifier else " (none was given)"), between, batching)
     checkpoint = StagedCheckpoint(model, type(module).__name__)  # type: ignore[arg-type]
-    return Subject(
+    return MeasuredSubject(
         checkpoint,
         verified,
         sequences,

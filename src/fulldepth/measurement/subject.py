@@ -20,7 +20,7 @@ from fulldepth.subjects import open_checkpoint, prove, sequences_for, small_batc
 
 
 @dataclass
-class Subject:
+class MeasuredSubject:
     """A verified model with its data."""
 
     checkpoint: Checkpoint
@@ -73,7 +73,7 @@ def prepare_subject(
     *,
     tokenizer: Any,
     device: str | None,
-) -> Subject:
+) -> MeasuredSubject:
     """Load the model, prepare the data for it, and verify its anatomy on the first batch.
 
     Raises:
@@ -109,7 +109,9 @@ def prepare_subject(
             f"{openings.sentence} In a model that uses its first token as an attention sink, the sequences with it "
             "and those without it are unlike."
         )
-    subject = Subject(checkpoint, verified, sequences, tokenizer, policy, where, openings, class_token, leading or 0)
+    subject = MeasuredSubject(
+        checkpoint, verified, sequences, tokenizer, policy, where, openings, class_token, leading or 0
+    )
     if settings.token_policy == "auto" and policy == "eos":
         ids, eos = first.token_ids, subject.eos
         if ids is None or eos is None or not bool((ids == eos).any(1).all()):

@@ -17,7 +17,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution.batching import model_inputs
 from fulldepth.execution.stream import check_close
 from fulldepth.hf import Checkpoint
-from fulldepth.measurement.subject import Subject
+from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.metrics import METRICS, Setup
 from fulldepth.metrics.cosine import Projected, cross_rows, cross_similarity
 from fulldepth.results import Finding, Results, finite, joined, tabulate
@@ -25,8 +25,8 @@ from fulldepth.settings.measure import MeasureSettings
 
 TOWERS = {"image": "vision", "text": "text"}
 """Name of a stack -> its tower."""
-Extra = Callable[[Subject, Setup], "Projected | None"]
-Measured = Callable[..., tuple[Results, Subject]]
+Extra = Callable[[MeasuredSubject, Setup], "Projected | None"]
+Measured = Callable[..., tuple[Results, MeasuredSubject]]
 """Measures one stack: `measured(data, settings, extra)`, with a function that makes a further measure."""
 
 
@@ -62,7 +62,7 @@ def measure_towers(checkpoint: Checkpoint, source: Source, settings: MeasureSett
     }
     kept: dict[str, Projected] = {}
     stacks: dict[str, Results] = {}
-    subjects: dict[str, Subject] = {}
+    subjects: dict[str, MeasuredSubject] = {}
     for name, tower in TOWERS.items():
         stacks[name], subjects[name] = measured(
             data[name],
@@ -112,7 +112,7 @@ def measure_each(names: Sequence[str], source: Source, settings: MeasureSettings
     return combine_stacks(dict(reversed(parts.items())))
 
 
-def _projected(subject: Subject, setup: Setup, kept: dict[str, Projected], name: str) -> Projected | None:
+def _projected(subject: MeasuredSubject, setup: Setup, kept: dict[str, Projected], name: str) -> Projected | None:
     """The further measure of a tower; None if the model has no projection known here."""
     anatomy = subject.anatomy
     projection = anatomy.projection
@@ -133,7 +133,7 @@ def _projected(subject: Subject, setup: Setup, kept: dict[str, Projected], name:
 
 
 @torch.no_grad()
-def _check(subjects: dict[str, Subject], features: dict[str, Tensor], keys: Tensor) -> None:
+def _check(subjects: dict[str, MeasuredSubject], features: dict[str, Tensor], keys: Tensor) -> None:
     """Compare the last layers' features of two pairs with the model's own embeddings, up to their length.
 
     Raises:

@@ -30,7 +30,7 @@ from fulldepth.reporting.draw import (
 )
 from fulldepth.reporting.notes import Note
 from fulldepth.reporting.phrases import TERMS
-from fulldepth.reporting.source import COMPARISON, SINGLE, TRAININGS, Curve, Source, curve, select
+from fulldepth.reporting.source import COMPARISON, SINGLE, TRAININGS, PageSource, PlottedCurve, curve, select
 from fulldepth.reporting.style import (
     DASHES,
     MUTED,
@@ -119,14 +119,14 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Record:
+class Figure:
     """A figure. Records of other kinds of results may have the same name."""
 
     name: str
     section: str
     """Id of the section of the page, see `page.yaml`; unknown ids go under “Further figures”."""
     kinds: tuple[str, ...] = (SINGLE,)
-    """Kinds of results that have this figure, see `Source.kind`."""
+    """Kinds of results that have this figure, see `PageSource.kind`."""
     draw: str = ""
     """Name of a function in `DRAWINGS`; empty = lines or maps."""
     title: str = ""
@@ -173,7 +173,7 @@ class Record:
     notes: tuple[Note, ...] = ()
 
     @classmethod
-    def read(cls, entry: Mapping[str, Any]) -> Record:
+    def read(cls, entry: Mapping[str, Any]) -> Figure:
         """The record of an entry of `figures.yaml`."""
         parts: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
@@ -183,7 +183,9 @@ class Record:
         parts["notes"] = tuple(map(Note.read, entry.get("notes", [])))
         return cls(**parts)
 
-    def values(self, line: Line, table: pd.DataFrame, layers: int, statistic: str = "", column: str = "") -> Curve:
+    def values(
+        self, line: Line, table: pd.DataFrame, layers: int, statistic: str = "", column: str = ""
+    ) -> PlottedCurve:
         """The curve of a line in the rows of one model."""
         return curve(
             table, line.measure, statistic or line.statistic, line.site, by=self.over,
@@ -207,10 +209,10 @@ class Record:
 
 
 @cache
-def every_record() -> tuple[Record, ...]:
+def every_record() -> tuple[Figure, ...]:
     """All records, in reading order."""
     text = files("fulldepth.reporting").joinpath("figures.yaml").read_text(encoding="utf-8")
-    return tuple(map(Record.read, yaml.safe_load(text)))
+    return tuple(map(Figure.read, yaml.safe_load(text)))
 
 
 def readings(drawings: Iterable[tuple[str, go.Figure | None]]) -> Figures:
@@ -219,7 +221,7 @@ def readings(drawings: Iterable[tuple[str, go.Figure | None]]) -> Figures:
     return {key if index else "": figure for index, (key, figure) in enumerate(drawn)}
 
 
-def lines(record: Record, source: Source) -> Figures:
+def lines(record: Figure, source: PageSource) -> Figures:
     """The lines of one model, or the compared ones of several."""
     every = record.expanded(source.table)
     if "model" not in source.table.columns:
@@ -230,7 +232,7 @@ def lines(record: Record, source: Source) -> Figures:
     return readings((line.key, overlay(record, line, source, len(every) > 1)) for line in every)
 
 
-def alone(record: Record, source: Source, group: list[Line], **about: Any) -> go.Figure | None:
+def alone(record: Figure, source: PageSource, group: list[Line], **about: Any) -> go.Figure | None:
     """Lines of one model in one figure."""
     table, layers, (low, high) = source.table, source.layers, record.band or ("", "")
     drawn = [
@@ -247,7 +249,7 @@ def alone(record: Record, source: Source, group: list[Line], **about: Any) -> go
         below, above = (record.values(group[0], table, layers, end) for end in (low, high))
         drawn[0] = replace(drawn[0], band=f"{low}–{high}", low=below, high=above)
     if record.previous:
-        before = Curve(drawn[0].curve.at, [at - 1.0 for at in drawn[0].curve.at], ["1"] * len(drawn[0].curve.at))
+        before = PlottedCurve(drawn[0].curve.at, [at - 1.0 for at in drawn[0].curve.at], ["1"] * len(drawn[0].curve.at))
         drawn.append(Drawn(before, record.previous, MUTED, "dot", ".0f"))
     values = [value for one in drawn for part in (one.curve, one.low, one.high) for value in part.values]
     nats = " (nats)" if any(one.curve.unit == "nats" for one in drawn) and "nats" not in record.axis else ""
@@ -263,7 +265,7 @@ def alone(record: Record, source: Source, group: list[Line], **about: Any) -> go
     return set_first_apart(result, first_lines)
 
 
-def overlay(record: Record, line: Line, source: Source, several: bool = False) -> go.Figure | None:
+def overlay(record: Figure, line: Line, source: PageSource, several: bool = False) -> go.Figure | None:
     """A line of each model; its differences from the baseline if that is the record's column."""
     difference, steps = record.column == "difference", record.over != "layer"
     relative = source.meta.get("depth") == "relative" and not steps
@@ -305,7 +307,7 @@ def overlay(record: Record, line: Line, source: Source, several: bool = False) -
     return add_level(result, 0) if difference else result
 
 
-def maps(record: Record, source: Source) -> Figures:
+def maps(record: Figure, source: PageSource) -> Figures:
     """Maps of one model in all variants; of several models the first reading, or its differences, side by side."""
     if source.kind != COMPARISON:
         every = [(reading, *_cells(record, reading, source.table)) for reading in record.maps]
@@ -333,7 +335,7 @@ def maps(record: Record, source: Source) -> Figures:
     }
 
 
-def _cells(record: Record, reading: Reading, table: pd.DataFrame) -> tuple[pd.DataFrame, list[str] | None]:
+def _cells(record: Figure, reading: Reading, table: pd.DataFrame) -> tuple[pd.DataFrame, list[str] | None]:
     """The cells of a map, and the names of its rows unless they are layers."""
     rows = select(table, reading.measure, reading.statistic, reading.site).dropna(subset=["layer"])
     if record.streams:
@@ -350,26 +352,27 @@ def _cells(record: Record, reading: Reading, table: pd.DataFrame) -> tuple[pd.Da
     return grid(rows, rows["layer"], rows["other"], record.column), None
 
 
-def _heat(record: Record, reading: Reading, cells: pd.DataFrame, names: list[str] | None, **about: Any) -> go.Figure:
+def _heat(record: Figure, reading: Reading, cells: pd.DataFrame, names: list[str] | None, **about: Any) -> go.Figure:
     low = record.low if reading.low is None else reading.low
     settings = {"quantity": record.quantity or "weight", "low": low, "subtitle": reading.reading, **about}
     return heat(cells, names=names, axes=record.axes, **settings)
 
 
-def followed(record: Record, source: Source) -> Figures:
+def followed(record: Figure, source: PageSource) -> Figures:
     """The compared lines over training steps, a figure for each, in which every layer has a line."""
     every = [line for line in record.expanded(source.table) if line.compared]
     return readings((line.key, _by_depth(record, line, source, len(every) > 1)) for line in every)
 
 
-def _by_depth(record: Record, line: Line, source: Source, several: bool) -> go.Figure | None:
+def _by_depth(record: Figure, line: Line, source: PageSource, several: bool) -> go.Figure | None:
     steps, layers = list(source.steps), source.layers
     by_layer = [record.values(line, rows, layers) for rows in source.steps.values()]
     depths = sorted({layer for values in by_layer for layer in values.at})
     hover = "%{fullData.name}, step %{x:,}<br>"
     tracks = [
         Drawn(
-            Curve(steps, [values.points.get(layer) for values in by_layer], ["?"] * len(steps)), layer_name(layer),
+            PlottedCurve(steps, [values.points.get(layer) for values in by_layer], ["?"] * len(steps)),
+            layer_name(layer),
             by_depth(layer, layers), form=line.form, hover=hover, extra={"showlegend": False},
         )
         for layer in depths
@@ -394,7 +397,7 @@ def _by_depth(record: Record, line: Line, source: Source, several: bool) -> go.F
     return drawn.add_trace(shade_key("Layer", SEQUENTIAL[2:], depths[0], layers))
 
 
-def displacement(record: Record, source: Source) -> Figures:
+def displacement(record: Figure, source: PageSource) -> Figures:
     """Layers 2 to L if layer 1 would flatten them, and all layers on a logarithmic scale."""
     every = list(record.lines)
     mean, other = (record.values(line, source.table, source.layers).points for line in every[:2])
@@ -413,12 +416,12 @@ def displacement(record: Record, source: Source) -> Figures:
     return {"": linear, "log": whole}
 
 
-def profiles(record: Record, source: Source) -> Figures:
+def profiles(record: Figure, source: PageSource) -> Figures:
     """The displacement of every layer at a few steps, later steps in stronger colours; of runs at the common step."""
     (line,) = record.expanded(source.table)
     if source.kind == TRAININGS:
         step = source.meta.get("step", source.table["step"].max())
-        drawn = overlay(record, line, Source(source.table[source.table["step"] == step], source.meta))
+        drawn = overlay(record, line, PageSource(source.table[source.table["step"] == step], source.meta))
         if drawn is not None:
             reading = drawn.layout.meta["subtitle"].replace("a model", "a run")
             drawn.layout.meta["subtitle"] = f"{reading}, at step {step:,}"
@@ -436,7 +439,7 @@ def profiles(record: Record, source: Source) -> Figures:
     return readings([("", drawn and set_first_apart(drawn, [one.name for one in every]))])
 
 
-def time_loss(_: Record, source: Source) -> Figures:
+def time_loss(_: Figure, source: PageSource) -> Figures:
     """Validation loss over training time, in the largest unit that suits all runs."""
     clocks, losses = (
         [curve(run.table, measure, site="model", by="step").points for run in source.runs]
@@ -447,7 +450,7 @@ def time_loss(_: Record, source: Source) -> Figures:
     drawn = []
     for run, clock, loss in zip(source.runs, clocks, losses, strict=True):
         steps = [step for step in loss if step in clock]
-        values = Curve(steps, [loss[step] for step in steps], ["?"] * len(steps))
+        values = PlottedCurve(steps, [loss[step] for step in steps], ["?"] * len(steps))
         hover = {
             "hovertemplate": f"step %{{customdata:,}}<br>%{{x:.2f}} {unit}<br><b>%{{y:.4f}}</b>",
             "customdata": steps,

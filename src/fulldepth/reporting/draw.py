@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.reporting.source import NO_CURVE, Curve, number
+from fulldepth.reporting.source import NO_CURVE, PlottedCurve, number
 from fulldepth.reporting.style import (
     CATEGORICAL,
     DIFFERENCE_SCALE,
@@ -61,7 +61,7 @@ def value_axis(title: str, scale: str, values: Iterable[float | None] = (), **se
 class Drawn:
     """A curve and how it is drawn. False if it has no finite value."""
 
-    curve: Curve
+    curve: PlottedCurve
     name: str
     color: str = CATEGORICAL[0]
     dash: str = "solid"
@@ -69,11 +69,11 @@ class Drawn:
     """d3 number format of hover boxes."""
     plot: str = "line"
     """`line`, `bars`, or `marks` (open diamonds)."""
-    errors: Curve = NO_CURVE
+    errors: PlottedCurve = NO_CURVE
     """Half lengths of error bars."""
-    low: Curve = NO_CURVE
+    low: PlottedCurve = NO_CURVE
     """Lower end of the band around the curve."""
-    high: Curve = NO_CURVE
+    high: PlottedCurve = NO_CURVE
     """Upper end of the band."""
     band: str = ""
     """Name of the band in the legend; empty = it has no entry."""

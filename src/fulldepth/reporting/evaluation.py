@@ -10,11 +10,11 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.reporting import measured
-from fulldepth.reporting.charts import Line, Record, alone, overlay, readings
+from fulldepth.reporting.charts import Figure, Line, alone, overlay, readings
 from fulldepth.reporting.draw import add_level
 from fulldepth.reporting.exits import export_of
 from fulldepth.reporting.phrases import NOTHING, percent, short
-from fulldepth.reporting.source import EVALUATION, Curve, Source, curve, select
+from fulldepth.reporting.source import EVALUATION, PageSource, PlottedCurve, curve, select
 from fulldepth.reporting.style import CATEGORICAL, Figures, label, translucent
 from fulldepth.reporting.tables import Table, by_subject, settings_table
 
@@ -33,15 +33,15 @@ MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskScores:
     """A task of one model: its score by exit layer."""
 
     name: str
     metric: str
     entry: Mapping[str, Any]
     """The entry in the document."""
-    scores: Curve
-    errors: Curve
+    scores: PlottedCurve
+    errors: PlottedCurve
     """Standard errors of the scores."""
     layers: int
 
@@ -87,7 +87,7 @@ class Task:
         return bool(len(self.scores.points) > 1 and self.entry.get("advised") and self.shallowest is not None)
 
 
-def tasks_of(table: pd.DataFrame, described: Mapping[str, Any] | None, layers: int) -> list[Task]:
+def tasks_of(table: pd.DataFrame, described: Mapping[str, Any] | None, layers: int) -> list[TaskScores]:
     """The tasks in the rows of one model, in the order of the document and then of the rows."""
     every = select(table, SCORE)
     stated = {str(name): entry or {} for name, entry in (described or {}).items()}
@@ -99,16 +99,16 @@ def tasks_of(table: pd.DataFrame, described: Mapping[str, Any] | None, layers: i
         if metric not in metrics:
             metric = next(iter(metrics), "")
         scores, errors = (curve(rows, SCORE, metric + suffix, name) for suffix in ("", ERROR))
-        tasks += [Task(name, metric, entry, scores, errors, layers)] if scores else []
+        tasks += [TaskScores(name, metric, entry, scores, errors, layers)] if scores else []
     return tasks
 
 
-def tasks(source: Source) -> list[Task]:
+def tasks(source: PageSource) -> list[TaskScores]:
     """The tasks of one evaluation."""
     return tasks_of(source.table, source.meta.get("tasks"), source.layers)
 
 
-def scores(record: Record, source: Source) -> Figures:
+def scores(record: Figure, source: PageSource) -> Figures:
     """The score of each task by exit layer: of one model, or a line for each of several."""
     if source.kind != EVALUATION:
         described = [entry.get("tasks") for entry in source.meta.get("models") or []]
@@ -119,7 +119,7 @@ def scores(record: Record, source: Source) -> Figures:
     return readings((task.name, _scored(record, task, source, len(several) > 1)) for task in several)
 
 
-def _scored(record: Record, task: Task, source: Source, several: bool) -> go.Figure | None:
+def _scored(record: Figure, task: TaskScores, source: PageSource, several: bool) -> go.Figure | None:
     name, one = label(task.name, 60), source.kind == EVALUATION
     settings = replace(
         record,
@@ -150,7 +150,7 @@ def _scored(record: Record, task: Task, source: Source, several: bool) -> go.Fig
     return drawn
 
 
-def quality(record: Record, source: Source) -> Figures:
+def quality(record: Figure, source: PageSource) -> Figures:
     """Each number of the generated text by exit layer, one line for each judge or task; a table shows one layer's."""
     rows = select(source.table, QUALITY)
     if rows["layer"].nunique() < 2:
@@ -170,7 +170,7 @@ def quality(record: Record, source: Source) -> Figures:
     return readings((statistic, drawn(statistic)) for statistic in QUALITIES)
 
 
-def tables(source: Source) -> dict[str, list[Table]]:
+def tables(source: PageSource) -> dict[str, list[Table]]:
     """Id of a section -> its tables."""
     return {
         "tasks": [_tasks(tasks(source))],
@@ -179,7 +179,7 @@ def tables(source: Source) -> dict[str, list[Table]]:
     }
 
 
-def _quality(source: Source) -> Table:
+def _quality(source: PageSource) -> Table:
     """Numbers of the text that the whole model generates: one row for each judge or task."""
     rows = select(source.table, QUALITY)
     rows = rows[(rows["layer"] == source.layers).fillna(False).astype(bool)].assign(site=rows["site"].fillna(""))
@@ -190,13 +190,13 @@ def _quality(source: Source) -> Table:
     return Table("Text of the whole model", list(columns), named, "Judge")
 
 
-def _tasks(every: Sequence[Task]) -> Table:
+def _tasks(every: Sequence[TaskScores]) -> Table:
     """One row for each task: the whole model's score, chance, and the shallowest layer that is as good."""
 
-    def as_good(task: Task) -> str:
+    def as_good(task: TaskScores) -> str:
         return f"layer {task.shallowest} of {task.layers}" if task.advised else NOTHING
 
-    columns: dict[str, Callable[[Task], str]] = {
+    columns: dict[str, Callable[[TaskScores], str]] = {
         "Metric": lambda task: (
             short(task.metric, 40) + " (lower is better)" * (task.entry.get("higher_is_better") is False)
         ),
@@ -213,7 +213,7 @@ def _tasks(every: Sequence[Task]) -> Table:
     return by_subject("Every task", "Task", [(short(task.name, 60), task) for task in every], columns, note)
 
 
-def story(source: Source) -> dict[str, Any] | None:
+def story(source: PageSource) -> dict[str, Any] | None:
     """The opening paragraph: the whole model's scores, and from which layer on they are as good."""
     every = [task for task in tasks(source) if source.layers in task.scores.points]
     if not every:
@@ -246,7 +246,7 @@ def _joined(texts: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
 
 
-def side_by_side(source: Source) -> Table | None:
+def side_by_side(source: PageSource) -> Table | None:
     """One row for each task, one column for each model: the whole models' scores."""
     pairs = list(zip(source.meta.get("models") or [], source.runs, strict=False))
     scored = [

@@ -12,10 +12,10 @@ from typing import Any
 import plotly.graph_objects as go
 
 from fulldepth.reporting import measured
-from fulldepth.reporting.charts import Record, readings
+from fulldepth.reporting.charts import Figure, readings
 from fulldepth.reporting.draw import plane, points
 from fulldepth.reporting.phrases import NOTHING, percent, short, visible
-from fulldepth.reporting.source import EXIT, Source, number
+from fulldepth.reporting.source import EXIT, PageSource, number
 from fulldepth.reporting.style import (
     CATEGORICAL,
     INK,
@@ -44,7 +44,7 @@ SCALES = {
 
 
 @dataclass(frozen=True)
-class Point:
+class ExitPoint:
     """Early exit at one threshold: when it stops, what that costs, and the time that it saves."""
 
     entry: Mapping[str, Any]
@@ -88,15 +88,15 @@ class Point:
         return sum(at * count for at, count in enumerate(self.counts, start=1)) / total if total else None
 
 
-def points_of(entries: object) -> dict[str, list[Point]]:
+def points_of(entries: object) -> dict[str, list[ExitPoint]]:
     """Rule and policy -> points by threshold, on the reported part of the data, not on which a threshold was chosen."""
     listed = entries if isinstance(entries, list) else []
-    made = [Point(entry) for entry in listed if entry.get("split") != "calibration"]
+    made = [ExitPoint(entry) for entry in listed if entry.get("split") != "calibration"]
     made.sort(key=lambda point: (point.series, point.value("threshold") or 0.0))
     return {name: list(group) for name, group in groupby(made, key=lambda point: point.series)}
 
 
-def tradeoff(record: Record, source: Source) -> Figures:
+def tradeoff(record: Figure, source: PageSource) -> Figures:
     """A number against speed-up of each rule and policy; of several models, of each model and rule."""
     if record.section == "generating":
         groups = points_of(source.meta.get("generation"))
@@ -112,7 +112,7 @@ def tradeoff(record: Record, source: Source) -> Figures:
     return readings((key, _tradeoff(groups, full, key)) for key in SCALES)
 
 
-def _tradeoff(groups: Mapping[str, list[Point]], full: Sequence[Mapping[str, Any]], key: str) -> go.Figure | None:
+def _tradeoff(groups: Mapping[str, list[ExitPoint]], full: Sequence[Mapping[str, Any]], key: str) -> go.Figure | None:
     """A line of thresholds for each group, and the full models; None without points."""
     title, form = SCALES[key]
     traces, chosen = [], []
@@ -162,7 +162,7 @@ def _tradeoff(groups: Mapping[str, list[Point]], full: Sequence[Mapping[str, Any
     return drawn_figure.add_vline(1, line={"color": MUTED, "width": 1, "dash": "dot"})
 
 
-def histogram(record: Record, source: Source) -> Figures:
+def histogram(record: Figure, source: PageSource) -> Figures:
     """Where samples, or the tokens of the runs of a sweep or of one generation, leave."""
     entries = source.meta.get("generation" if record.section == "generating" else "exits")
     if isinstance(entries, Mapping):
@@ -172,7 +172,7 @@ def histogram(record: Record, source: Source) -> Figures:
     return readings((name, _histogram(name, every)) for name, every in points_of(entries).items())
 
 
-def _histogram(name: str, every: Iterable[Point]) -> go.Figure | None:
+def _histogram(name: str, every: Iterable[ExitPoint]) -> go.Figure | None:
     """Share that leaves after each layer, one colour for each threshold."""
     drawn = [point for point in every if sum(point.counts)]
     drawn = [point for point in drawn if point.early] or drawn  # one at which nothing leaves hides the others
@@ -203,7 +203,7 @@ def _histogram(name: str, every: Iterable[Point]) -> go.Figure | None:
     )
 
 
-def story(source: Source) -> dict[str, Any] | None:
+def story(source: PageSource) -> dict[str, Any] | None:
     """The opening paragraph: the sentences of the findings, and the export of the layers that are enough."""
     meta = source.meta
     headline = meta.get("headline") or {}
@@ -223,7 +223,7 @@ def export_of(meta: Mapping[str, Any], layers: int) -> dict[str, str] | None:
     return {"why": f"export the first {layers} layers as a checkpoint:", "command": command}
 
 
-def tables(source: Source) -> dict[str, list[Table]]:
+def tables(source: PageSource) -> dict[str, list[Table]]:
     """Id of a section -> its tables."""
     return {
         "thresholds": [thresholds("Every threshold", source.meta.get("exits"))],
@@ -235,10 +235,10 @@ def tables(source: Source) -> dict[str, list[Table]]:
 def thresholds(title: str, entries: object) -> Table:
     """One row for each threshold."""
 
-    def cell(key: str, form: Callable[[float], str]) -> Callable[[Point], str]:
+    def cell(key: str, form: Callable[[float], str]) -> Callable[[ExitPoint], str]:
         return lambda point: NOTHING if (value := point.value(key)) is None else form(value)
 
-    columns: dict[str, Callable[[Point], str]] = {
+    columns: dict[str, Callable[[ExitPoint], str]] = {
         "Leave early": lambda point: percent(point.early),
         "Exit layer, mean": lambda point: NOTHING if point.mean_layer is None else f"{point.mean_layer:.1f}",
         "Layers computed": cell("layers_computed", "{:.1f}".format),
@@ -262,7 +262,7 @@ def thresholds(title: str, entries: object) -> Table:
     return by_subject(title, "Threshold", named, columns, note)
 
 
-def _timed(point: Point) -> str:
+def _timed(point: ExitPoint) -> str:
     """The measured speed-up, or why there is none."""
     timing, factor = str(point.entry.get("timing") or ""), point.value("measured_speedup")
     if timing in ("busy", "few-rounds"):
@@ -270,7 +270,7 @@ def _timed(point: Point) -> str:
     return NOTHING if factor is None else f"{'≈ ' * (timing == 'no-difference')}{factor:.2f}×"
 
 
-def _changed(point: Point) -> str:
+def _changed(point: ExitPoint) -> str:
     """Points of accuracy gained, with the 95 % interval of the difference."""
     drop, ends = point.value("drop"), point.entry.get("drop_interval")
     if drop is None:
@@ -279,7 +279,7 @@ def _changed(point: Point) -> str:
     return minus(-100 * drop, "+.1f") + interval
 
 
-def tables_of_models(source: Source) -> dict[str, list[Table]]:
+def tables_of_models(source: PageSource) -> dict[str, list[Table]]:
     """Accuracy at equal speed, and speed at equal accuracy; empty where nothing was timed."""
     speeds = source.meta.get("speedups") or {}
     entries = [(entry, str(entry.get("label"))) for entry in source.meta.get("models") or []]
@@ -306,7 +306,7 @@ def tables_of_models(source: Source) -> dict[str, list[Table]]:
     return {"thresholds": [table]} if rows else {}
 
 
-def tables_of_generation(source: Source) -> dict[str, list[Any]]:
+def tables_of_generation(source: PageSource) -> dict[str, list[Any]]:
     """Id of a section -> texts and tables."""
     meta = source.meta
     generation = meta.get("generation") or {}

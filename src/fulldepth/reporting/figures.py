@@ -10,11 +10,21 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.reporting import charts, evaluation, exits, skip
-from fulldepth.reporting.charts import Record, every_record
-from fulldepth.reporting.source import COMPARISON, EXIT, EXITS, SERIES, SINGLE, TRAINING, TRAININGS, Source, stack_rows
+from fulldepth.reporting.charts import Figure, every_record
+from fulldepth.reporting.source import (
+    COMPARISON,
+    EXIT,
+    EXITS,
+    SERIES,
+    SINGLE,
+    TRAINING,
+    TRAININGS,
+    PageSource,
+    stack_rows,
+)
 from fulldepth.reporting.style import Figures
 
-Draw = Callable[[Record, Source], Figures]
+Draw = Callable[[Figure, PageSource], Figures]
 """Returns key -> figure (`name:key`; the key "" is the figure itself)."""
 DRAWINGS: dict[str, Draw] = {
     "displacement": charts.displacement,
@@ -32,12 +42,12 @@ STOPPING = ("lens_accuracy", "lens_loss")
 """Figures of a model that stops all samples at one layer."""
 
 
-def records(kind: str) -> list[tuple[Record, Draw]]:
+def records(kind: str) -> list[tuple[Figure, Draw]]:
     """The figures of a kind of results, including those derived from a record: differences, and lines over training.
 
     A series has the figures of a single model, drawn at its last step, and figures over steps.
     """
-    drawn: list[tuple[Record, Draw]] = []
+    drawn: list[tuple[Figure, Draw]] = []
     for record in every_record():
         generic = charts.maps if record.maps else charts.lines
         if kind in record.kinds:
@@ -79,10 +89,10 @@ def build(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
     """
     if meta.get("stacks") and "model" not in table.columns:
         return _of_stacks(table, meta)
-    source = Source(table, meta)
+    source = PageSource(table, meta)
     last = source
     if source.kind == SERIES:
-        last = Source(table[table["step"] == table["step"].max()].drop(columns="step"), meta)
+        last = PageSource(table[table["step"] == table["step"].max()].drop(columns="step"), meta)
     drawn: dict[str, go.Figure] = {}
     for record, draw in records(source.kind):
         drawn |= record.finished(
@@ -104,6 +114,6 @@ def _of_stacks(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Fig
             base, _, variant = name.partition(":")
             own = f"{base}:{title}" + (f" {variant}" if variant else "")
             drawn.setdefault(base, {})[own] = figure.update_layout(meta=about)
-    source = Source(table, rest)
+    source = PageSource(table, rest)
     (across,) = [record.finished(draw(record, source)) for record, draw in records(SINGLE) if record.name == "cross"]
     return {**across, **{name: figure for variants in drawn.values() for name, figure in variants.items()}}

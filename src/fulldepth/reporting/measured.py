@@ -18,7 +18,7 @@ from fulldepth.reporting.phrases import (
     short,
     visible,
 )
-from fulldepth.reporting.source import Source
+from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.tables import Table
 
 Meta = Mapping[str, Any]
@@ -46,7 +46,7 @@ class Shown:
     """Subject of the sentence if the page shows several."""
 
 
-def findings(entry: Meta, source: Source) -> list[Shown]:
+def findings(entry: Meta, source: PageSource) -> list[Shown]:
     """The findings of a measurement, a run, or a step, in the order of the cards; unknown names come last."""
     model = entry.get("model") or source.meta.get("model") or {}
     stacks = {str(stack["name"]): stack.get("num_layers") for stack in source.meta.get("stacks") or []}
@@ -94,7 +94,7 @@ def title(meta: Meta) -> str:
     return short(name, 160)
 
 
-def differences(entry: Meta, _: Source) -> list[Shown]:
+def differences(entry: Meta, _: PageSource) -> list[Shown]:
     """The findings of a comparison; sentences on numbers that the table of models shows are marked as later."""
     headline = (entry.get("headline") or {}).items()
     return [Shown(finding, later=name.split(":")[0] in texts()["headlines"]) for name, finding in headline]
@@ -106,7 +106,7 @@ def labelled(entry: Meta) -> str:
     return f"{label} (baseline)" if entry.get("baseline") and label != "baseline" else label
 
 
-def side_by_side(source: Source) -> Table | None:
+def side_by_side(source: PageSource) -> Table | None:
     """The findings of several models as a table: one column per model, the baseline marked."""
 
     def cell(entry: Meta, name: str) -> str:
@@ -139,7 +139,7 @@ def left_out(meta: Meta) -> list[tuple[str, str]]:
     return [(short(e.get("measure", "?"), 60), short(e.get("reason", ""), 600)) for e in meta.get("left_out") or []]
 
 
-def routers(source: Source) -> dict[str, list[Table]]:
+def routers(source: PageSource) -> dict[str, list[Table]]:
     """Table of the nearest tokens of a model's dynamic routers; empty if the document lists no routers."""
     known = source.meta.get("router_tokens") or {}
     rows = [

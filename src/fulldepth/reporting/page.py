@@ -34,7 +34,7 @@ from fulldepth.reporting.source import (
     TRAINING,
     TRAININGS,
     VERBS,
-    Source,
+    PageSource,
 )
 from fulldepth.reporting.style import DARK, INK, PAPER, SEQUENTIAL, TEMPLATE
 from fulldepth.reporting.tables import Table
@@ -45,18 +45,18 @@ TOKEN_LIMIT = 40
 
 @dataclass(frozen=True)
 class Content:
-    """What a kind of page says around its figures; `Source` is its table and document."""
+    """What a kind of page says around its figures; `PageSource` is its table and document."""
 
-    findings: Callable[[Meta, Source], Sequence[Shown]] = measured.findings
+    findings: Callable[[Meta, PageSource], Sequence[Shown]] = measured.findings
     """The findings of the document or of the entry of one step."""
-    story: Callable[[Source], dict[str, Any] | None] = lambda _: None
+    story: Callable[[PageSource], dict[str, Any] | None] = lambda _: None
     """The opening paragraph: `sentences`, and the command to run `next` with the reason `why`; None without one."""
-    models: Callable[[Source], Table | None] = lambda _: None
+    models: Callable[[PageSource], Table | None] = lambda _: None
     """Table of several models side by side."""
-    tables: Callable[[Source], Mapping[str, Sequence[Any]]] = lambda _: {}
+    tables: Callable[[PageSource], Mapping[str, Sequence[Any]]] = lambda _: {}
     """Id of a section -> tables, block maps and texts before its figures."""
-    title: Callable[[Source], str] = lambda source: measured.title(source.meta)
-    warnings: Callable[[Source], list[str]] = lambda source: measured.warnings(source.meta)
+    title: Callable[[PageSource], str] = lambda source: measured.title(source.meta)
+    warnings: Callable[[PageSource], list[str]] = lambda source: measured.warnings(source.meta)
 
 
 _measurement = Content(story=story.opening, tables=measured.routers)
@@ -85,14 +85,14 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> di
 
     Of a series, verdict, lens grids and figures are those of the last checkpoint, beside curves over training.
     """
-    source = now = Source(table, meta)
+    source = now = PageSource(table, meta)
     kind = str(meta.get("kind")) if meta.get("kind") in VERBS else source.kind
     content, about = CONTENTS[source.kind], texts()["kinds"][kind]
     entry, left_out = meta, measured.left_out(meta)
     if source.kind == SERIES:
         step = max(source.steps)
         entry = {"step": step, **next((one for one in meta.get("steps") or [] if int(one["step"]) == step), {})}
-        now = Source(source.steps[step], {**meta, "model": entry.get("model") or meta.get("model")})
+        now = PageSource(source.steps[step], {**meta, "model": entry.get("model") or meta.get("model")})
         left_out += measured.left_out(entry)
     found, told = content.findings(entry, source), content.story(now)
     first, more = measured.sentences(found)
@@ -142,7 +142,7 @@ def arrange(
 
     Args:
         names: of the figures.
-        kind: of the results, see `Source.kind`.
+        kind: of the results, see `PageSource.kind`.
         about: the entry of the kind of page in `page.yaml`.
         tables: id of a section -> tables before its figures; empty ones are left out.
     """
@@ -168,7 +168,7 @@ def arrange(
     return arranged
 
 
-def notes(source: Source, sections: str) -> list[Note]:
+def notes(source: PageSource, sections: str) -> list[Note]:
     """The notes on how to read the figures of these results: those on one of its measures, or that name none."""
     measures = {str(name) for name in source.table["measure"].unique()}
     general = [Note.read(texts()["standard_errors"])] if sections in ("models", "training") else []
@@ -246,7 +246,7 @@ def index(title: str, chapters: Iterable[Mapping[str, Any]]) -> str:
     """A page that links pages: `chapters` have `href`, `title`, `table`, `meta`, and the `command` that made them."""
     shown = []
     for one in chapters:
-        source = Source(one["table"], one["meta"])
+        source = PageSource(one["table"], one["meta"])
         shown.append({**one, "story": CONTENTS[source.kind].story(source)})
     return _environment().get_template("index.html").render(title=title, chapters=shown)
 

@@ -13,7 +13,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.reporting import measured
-from fulldepth.reporting.charts import Record, readings
+from fulldepth.reporting.charts import Figure, readings
 from fulldepth.reporting.draw import Drawn, legend_entry, plane, points, value_axis
 from fulldepth.reporting.measured import Meta, Shown
 from fulldepth.reporting.phrases import (
@@ -25,7 +25,7 @@ from fulldepth.reporting.phrases import (
     short,
     size,
 )
-from fulldepth.reporting.source import TOGETHER, Curve, Source, curve, number, select
+from fulldepth.reporting.source import TOGETHER, PageSource, PlottedCurve, curve, number, select
 from fulldepth.reporting.style import CATEGORICAL, INK, Figures, axis, categorical, figure, label, minus, translucent
 from fulldepth.reporting.tables import Table, by_subject, settings_table
 
@@ -40,7 +40,7 @@ SIZES = {"parameter_bytes": "Weights", "kv_bytes_per_token": "Cache per token", 
 
 
 @dataclass(frozen=True)
-class Part:
+class SkipPart:
     """One result folder."""
 
     label: str
@@ -50,13 +50,13 @@ class Part:
     meta: Mapping[str, Any]
 
 
-def parts(source: Source) -> list[Part]:
+def parts(source: PageSource) -> list[SkipPart]:
     """The folders behind a table and its document."""
     table, meta = source.table, source.meta
     if meta.get("kind") != TOGETHER:
-        return [Part("", str(meta.get("kind")), table, meta)]
+        return [SkipPart("", str(meta.get("kind")), table, meta)]
     return [
-        Part(str(entry["label"]), str(entry["kind"]), table[table["folder"] == entry["label"]], entry)
+        SkipPart(str(entry["label"]), str(entry["kind"]), table[table["folder"] == entry["label"]], entry)
         for entry in meta["parts"]
     ]
 
@@ -73,7 +73,7 @@ class Removal:
     """Held-out losses of the unmodified model and after each removal, not healed; empty if unknown."""
     healed: float | None = None
     scalars_only: float | None = None
-    curve: Part | None = None
+    curve: SkipPart | None = None
     """The curve that measured it, with intervals."""
 
     @property
@@ -92,7 +92,7 @@ class Removal:
         )
 
 
-def removals(folders: Iterable[Part]) -> list[Removal]:
+def removals(folders: Iterable[SkipPart]) -> list[Removal]:
     """All sequences of removed blocks in the folders, without repetition."""
     merged: dict[tuple[str, tuple[int, ...], tuple[float, ...]], Removal] = {}
     for part in folders:
@@ -117,7 +117,7 @@ def removals(folders: Iterable[Part]) -> list[Removal]:
     return list(merged.values())
 
 
-def plans(part: Part) -> list[tuple[str, Mapping[str, Any]]]:
+def plans(part: SkipPart) -> list[tuple[str, Mapping[str, Any]]]:
     """(name, plan) of all plans in a folder's document; plans may be incomplete."""
     meta = part.meta
     if part.kind == "bench":
@@ -127,7 +127,7 @@ def plans(part: Part) -> list[tuple[str, Mapping[str, Any]]]:
     return [(part.label, meta["plan"])] if isinstance(meta.get("plan"), Mapping) else []
 
 
-def layers_of(folders: Sequence[Part]) -> int:
+def layers_of(folders: Sequence[SkipPart]) -> int:
     """L, as a document states, or else the deepest known layer."""
     for part in folders:
         if isinstance(layers := (part.meta.get("model") or {}).get("num_layers"), int) and layers > 0:
@@ -149,7 +149,7 @@ class TimedModel:
     """A model of a benchmark or a quantisation."""
 
     name: str
-    part: Part
+    part: SkipPart
     baseline: bool
     loss: float | None
     """Held-out loss in nats: measured, or else of the plan of the export."""
@@ -170,7 +170,7 @@ class TimedModel:
         return None if self.loss is None or self.base is None else self.loss - self.base
 
 
-def timed_models(folders: Sequence[Part]) -> list[TimedModel]:
+def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
     """The models of all benchmarks, then of all quantisations; the original of each folder first."""
     found = []
     for part in folders:
@@ -186,7 +186,7 @@ def timed_models(folders: Sequence[Part]) -> list[TimedModel]:
     return found
 
 
-def _timed(part: Part, name: str, original: str, shown: str, entry: Mapping[str, Any]) -> TimedModel:
+def _timed(part: SkipPart, name: str, original: str, shown: str, entry: Mapping[str, Any]) -> TimedModel:
     """A model with the numbers of its rows."""
 
     def value(model: str, measure: str, statistic: str, site: str = "model") -> float | None:
@@ -219,7 +219,7 @@ def _timed(part: Part, name: str, original: str, shown: str, entry: Mapping[str,
     )
 
 
-def _removed(part: Part, measure: str, name: str, index: int, form: str = ".4f") -> Drawn:
+def _removed(part: SkipPart, measure: str, name: str, index: int, form: str = ".4f") -> Drawn:
     """A measure of a curve by number of removed blocks, with its interval."""
     mean, low, high = (
         curve(part.table, measure, statistic, "model", by="removed") for statistic in ("mean", "low", "high")
@@ -243,7 +243,7 @@ def _over_removed(
     return figure(traces, subtitle=subtitle, height=420, **settings)
 
 
-def removal_loss(_: Record, source: Source) -> Figures:
+def removal_loss(_: Figure, source: PageSource) -> Figures:
     """The loss that the first removals add together; healed and control as marks, the break point as a line."""
     known = [removal for removal in removals(parts(source)) if removal.losses]
     shown = [one for one in known if one.healed is not None or not any(one.begins(other) for other in known)]
@@ -255,7 +255,7 @@ def removal_loss(_: Record, source: Source) -> Figures:
         base, part = removal.losses[0], removal.curve
         if not any(removal.begins(other) for other in known):  # else a longer line contains the same points
             counts = list(range(len(removal.losses)))
-            plain = Curve(counts, [loss - base for loss in removal.losses], ["?"] * len(counts))
+            plain = PlottedCurve(counts, [loss - base for loss in removal.losses], ["?"] * len(counts))
             own = _removed(part, "loss_added", f"Not healed{several}", index) if part else None
             drawn.append(own or Drawn(plain, f"Not healed{several}", **categorical(index)))
         color = categorical(index)["color"] if several else CATEGORICAL[2]
@@ -284,7 +284,7 @@ def removal_loss(_: Record, source: Source) -> Figures:
     return readings([("", result)])
 
 
-def by_removed(record: Record, source: Source) -> Figures:
+def by_removed(record: Figure, source: PageSource) -> Figures:
     """A measure of the predictions of curves over the number of removed blocks."""
     (line,) = record.lines
     curves = [part for part in parts(source) if part.kind == "curve"]
@@ -296,12 +296,12 @@ def by_removed(record: Record, source: Source) -> Figures:
     return readings([("", _over_removed(drawn, record.reading, yaxis=yaxis, showlegend=len(curves) > 1))])
 
 
-def pareto(_: Record, source: Source) -> Figures:
+def pareto(_: Figure, source: PageSource) -> Figures:
     """Loss added over time as a multiple of the original's, for decoding and for the prompt."""
     return readings((phase, _plane(source, phase)) for phase in reversed(PHASES))
 
 
-def _plane(source: Source, phase: str) -> go.Figure | None:
+def _plane(source: PageSource, phase: str) -> go.Figure | None:
     known = [one for one in timed_models(parts(source)) if phase in one.times and one.added is not None]
     originals = [one for one in known if one.baseline][:1]
     shown = [*originals, *(one for one in known if not one.baseline)]
@@ -326,7 +326,7 @@ def _plane(source: Source, phase: str) -> go.Figure | None:
     return plane(traces, title, "Loss added to the original’s (nats)", form="", variant=phase.capitalize())
 
 
-def model(source: Source) -> dict[str, Any]:
+def model(source: PageSource) -> dict[str, Any]:
     """Entry of the model, merged from all folders."""
     merged: dict[str, Any] = {}
     for part in parts(source):
@@ -335,7 +335,7 @@ def model(source: Source) -> dict[str, Any]:
     return merged
 
 
-def for_template(source: Source) -> dict[str, Any]:
+def for_template(source: PageSource) -> dict[str, Any]:
     """The folders, their model, and the names of the data that their losses are of."""
     folders = parts(source)
     data = [(part.meta.get("data") or {}).get("heldout") or {} for part in folders]
@@ -343,7 +343,7 @@ def for_template(source: Source) -> dict[str, Any]:
     return {"parts": folders, "model": model(source), "heldout": list(names)}
 
 
-def findings(_: Meta, source: Source) -> list[Shown]:
+def findings(_: Meta, source: PageSource) -> list[Shown]:
     """The findings of all folders."""
     shown, folders = [], parts(source)
     for part in folders:
@@ -358,7 +358,7 @@ def findings(_: Meta, source: Source) -> list[Shown]:
     return shown
 
 
-def story(source: Source) -> dict[str, Any] | None:
+def story(source: PageSource) -> dict[str, Any] | None:
     """The first finding as the page's first sentence; of a benchmark, the time and loss of the fastest model."""
     timed = [one for one in timed_models(parts(source)) if "decode" in one.times and not one.baseline]
     if timed and source.meta.get("kind") in TIMED:
@@ -373,7 +373,7 @@ def story(source: Source) -> dict[str, Any] | None:
     return {"sentences": sentences} if sentences else None
 
 
-def warnings(source: Source) -> list[str]:
+def warnings(source: PageSource) -> list[str]:
     """Warnings of the folders without repetition, and a reason why their numbers are not comparable."""
     folders = parts(source)
     texts = list(dict.fromkeys(text for part in folders for text in measured.warnings({**part.meta, "models": None})))
@@ -384,7 +384,7 @@ def warnings(source: Source) -> list[str]:
     return texts
 
 
-def tables(source: Source) -> dict[str, Sequence[Any]]:
+def tables(source: PageSource) -> dict[str, Sequence[Any]]:
     """Id of a section -> its tables and block maps."""
     folders = parts(source)
     layers = layers_of(folders)
@@ -418,7 +418,7 @@ def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
     }
 
 
-def side_by_side(source: Source) -> Table | None:
+def side_by_side(source: PageSource) -> Table | None:
     """All timed models: loss, time and size; sizes are multiples of the original's."""
     timed = timed_models(parts(source))
     if not timed:

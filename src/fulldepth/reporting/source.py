@@ -22,13 +22,13 @@ TOGETHER = "skips"
 """Kind of several of them combined: `meta["parts"]` holds their documents with a `label`, the column `folder` the label
 of each row."""
 VERBS = {**dict.fromkeys((*SKIPS, TOGETHER), SKIP), **{kind: kind for kind in (EXIT, GENERATION, EVALUATION)}}
-"""`kind` of a document -> kind of results, see `Source.kind`."""
+"""`kind` of a document -> kind of results, see `PageSource.kind`."""
 COMPARED = {EXIT: EXITS, EVALUATION: EVALUATIONS}
 """What a comparison compares, as its document states it (`of`) -> kind of results."""
 
 
 @dataclass(frozen=True)
-class Curve:
+class PlottedCurve:
     """One statistic over layers, steps or removed blocks. False if it has no finite value."""
 
     at: list[int]
@@ -46,7 +46,7 @@ class Curve:
         return {at: value for at, value in zip(self.at, self.values, strict=True) if value is not None}
 
 
-NO_CURVE = Curve([], [], [])
+NO_CURVE = PlottedCurve([], [], [])
 
 
 def number(value: Any) -> float | None:
@@ -83,7 +83,7 @@ def curve(
     layer: int | None = None,
     other: int | None = None,
     column: str = "value",
-) -> Curve:
+) -> PlottedCurve:
     """A statistic by layer (or the column `by`), ascending.
 
     Args:
@@ -106,7 +106,9 @@ def curve(
     unit = str(next(iter(rows["unit"].dropna()), "1"))
     if layer is not None:
         rows = rows.reindex(sorted(table[by].unique()))
-    return Curve([int(at) for at in rows.index], [*map(number, rows[column])], [*map(counted, rows["count"])], unit)
+    return PlottedCurve(
+        [int(at) for at in rows.index], [*map(number, rows[column])], [*map(counted, rows["count"])], unit
+    )
 
 
 def num_layers(table: pd.DataFrame, model: Mapping[str, Any] | None) -> int:
@@ -130,7 +132,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Source:
+class PageSource:
     """A result table and its document."""
 
     table: pd.DataFrame

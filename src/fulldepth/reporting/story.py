@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from fulldepth.reporting.phrases import plus_minus, short
-from fulldepth.reporting.source import Source, curve, num_layers, stack_rows
+from fulldepth.reporting.source import PageSource, curve, num_layers, stack_rows
 from fulldepth.reporting.style import SEQUENTIAL, layer_axis
 from fulldepth.thresholds import IDLE, LARGE_JUMP, degrees
 from fulldepth.uncertainty import measurable
@@ -122,7 +122,7 @@ def by_stack(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Facts]:
     return {name.capitalize(): Facts(rows, num_layers(rows, stack)) for name, (rows, stack) in tables.items()}
 
 
-def opening(source: Source) -> dict[str, Any] | None:
+def opening(source: PageSource) -> dict[str, Any] | None:
     """`story` of a measurement; of a model of several stacks the first two sentences on each."""
     stacks = by_stack(source.table, source.meta)
     if "" in stacks:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 
 from fulldepth.reporting.measured import Meta, Shown, labelled
 from fulldepth.reporting.phrases import NOTHING, TERMS, quantity, scaled, short
-from fulldepth.reporting.source import Source, curve
+from fulldepth.reporting.source import PageSource, curve
 from fulldepth.reporting.style import minus
 from fulldepth.reporting.tables import PROSE, Table, by_subject, flatten, settings_table
 
 
-def differences(entry: Meta, _: Source) -> list[Shown]:
+def differences(entry: Meta, _: PageSource) -> list[Shown]:
     """The findings of a comparison of runs; all but the validation losses are marked as later."""
     headline = (entry.get("headline") or {}).items()
     return [Shown(finding, later=not name.startswith("validation_loss")) for name, finding in headline]
@@ -39,7 +39,7 @@ def schedule_line(settings: Meta) -> str:
     return f"{steps:,} steps × {batch:,} sequences × {length:,} tokens = {total} tokens"
 
 
-def tables(source: Source) -> dict[str, list[Table]]:
+def tables(source: PageSource) -> dict[str, list[Table]]:
     """Id of a section -> tables of one run: time, speed and memory as last recorded, and all settings."""
     rows = []
     for measure, name, unit in (
@@ -59,7 +59,7 @@ def tables(source: Source) -> dict[str, list[Table]]:
     }
 
 
-def side_by_side(source: Source) -> Table:
+def side_by_side(source: PageSource) -> Table:
     """The comparison in one table: one row per run, at the last common step."""
     meta = source.meta
 
@@ -93,7 +93,7 @@ def side_by_side(source: Source) -> Table:
     return by_subject("Runs side by side", "Run", runs, columns, note)
 
 
-def tables_of_runs(source: Source) -> dict[str, list[Table]]:
+def tables_of_runs(source: PageSource) -> dict[str, list[Table]]:
     """The settings in which the runs differ: one row per setting, one column per run."""
     models = source.meta.get("models") or []
     flat = [flatten(entry.get("settings") or {}) for entry in models]

@@ -19,7 +19,7 @@ from fulldepth.losses import Tally
 from fulldepth.progress import Watcher
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.evaluation import Evaluation, tracked
-from fulldepth.training.record import Record, Stopwatch
+from fulldepth.training.record import RunRecord, Stopwatch
 from fulldepth.training.resume import RunNotes
 
 
@@ -37,7 +37,7 @@ class Conductor(TrainerCallback):
     def __init__(
         self,
         trainer: Any,
-        record: Record,
+        record: RunRecord,
         evaluate: Callable[[Any], Evaluation],
         watcher: Watcher,
         notes: RunNotes,

@@ -102,7 +102,7 @@ def estimate_memory(model: PreTrainedModel, settings: TrainSettings, *, micro_ba
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """Size and cost of a run."""
 
     settings: TrainSettings
@@ -143,7 +143,7 @@ class Plan:
         return self.step_flops * self.tokens
 
 
-def plan(settings: TrainSettings, config: PreTrainedConfig, *, processes: int = 1) -> Plan:
+def plan(settings: TrainSettings, config: PreTrainedConfig, *, processes: int = 1) -> RunPlan:
     """Estimate the cost of a run. The model is on the meta device, so any size can be planned on any machine.
 
     Args:
@@ -170,7 +170,7 @@ def plan(settings: TrainSettings, config: PreTrainedConfig, *, processes: int = 
         head = model.get_output_embeddings()
     heads = [] if head is None else [head, *exit_heads_of(model).values()]
     left_out = {p for module in [*tables, *heads] for p in module.parameters()}
-    made = Plan(
+    made = RunPlan(
         settings=settings,
         model=type(model).__name__,
         parameters=model.num_parameters(),
@@ -217,7 +217,7 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
     return lines(plan(settings, config, processes=launch.world()))
 
 
-def lines(plan: Plan) -> list[tuple[str, str, str]]:
+def lines(plan: RunPlan) -> list[tuple[str, str, str]]:
     """A plan as text: name, value with its unit, and a sentence that explains it."""
     settings, flops, memory = plan.settings, plan.flops, plan.memory
     items, unit = settings.global_batch_size, "sequences" if settings.unit == "tokens" else settings.unit

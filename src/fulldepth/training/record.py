@@ -56,7 +56,7 @@ NAMES = {
 
 
 @dataclass
-class Record:
+class RunRecord:
     """Result rows of a run by step, and the metadata of its results."""
 
     folder: Path
@@ -66,7 +66,7 @@ class Record:
     """Whether the run has finished."""
 
     @classmethod
-    def reopen(cls, folder: Path, meta: dict[str, Any], checkpoint: Path) -> Record:
+    def reopen(cls, folder: Path, meta: dict[str, Any], checkpoint: Path) -> RunRecord:
         """The record of an interrupted run as of a checkpoint."""
         rows = pd.read_parquet(checkpoint / RECORD)
         return cls(folder, meta, rows[rows.step <= step_of(checkpoint)].reset_index(drop=True))

@@ -24,7 +24,7 @@ from fulldepth.training.folder import KIND, holding, open_run
 from fulldepth.training.heads import start_exit_heads
 from fulldepth.training.labelled import image_data, padding_warning, text_data
 from fulldepth.training.model import build_model
-from fulldepth.training.record import Record
+from fulldepth.training.record import RunRecord
 from fulldepth.training.resume import check_origin, origin_of, step_of
 from fulldepth.training.sft import conversation_data
 from fulldepth.training.text import packed_data, require_separate_documents
@@ -97,7 +97,7 @@ def train(
             origin = origin_of(settings, data.facts["hash"], model.config, trainer.args)
             check_origin(origin, None if checkpoint is None else notes.origin, checkpoint)
             meta = _meta(settings, name, model, data, warnings)
-            record = Record.reopen(folder, meta, checkpoint) if checkpoint else Record(folder, meta)
+            record = RunRecord.reopen(folder, meta, checkpoint) if checkpoint else RunRecord(folder, meta)
             batch_size = 8 if settings.task == "causal-lm" else 32
             conductor = Conductor(
                 trainer,

@@ -97,7 +97,7 @@ class LayerReader:
 
 
 @dataclass
-class Session:
+class TaskSession:
     """What a layered model reads and writes while the harness runs."""
 
     reader: LayerReader
@@ -117,7 +117,7 @@ class Session:
 class LayeredAnswers:
     """The methods that replace those of `HFLM`; see `layered_model`."""
 
-    session: Session
+    session: TaskSession
     cache_hook: Any
     batch_size: int
     max_length: int
@@ -248,7 +248,7 @@ class LayeredAnswers:
 class _Keeper:
     """Receives each text as soon as the harness has it, and keeps those of complete batches."""
 
-    def __init__(self, session: Session, batch_size: int) -> None:
+    def __init__(self, session: TaskSession, batch_size: int) -> None:
         self.session, self.batch_size = session, batch_size
         self.texts: dict[str, str] = {}
 
@@ -261,7 +261,7 @@ class _Keeper:
             self.texts = {}
 
 
-def layered_model(model: PreTrainedModel, tokenizer: Any, session: Session, batch_size: int) -> Any:
+def layered_model(model: PreTrainedModel, tokenizer: Any, session: TaskSession, batch_size: int) -> Any:
     """A model for `lm_eval.evaluate` that answers for `session.layer`.
 
     Args:

@@ -219,7 +219,9 @@ def _document(
     return dict(finite(document))
 
 
-def _headline(entries: Sequence[BenchedModel], measured: Measured, examples: Examples | None) -> Iterator[tuple[str, Finding]]:
+def _headline(
+    entries: Sequence[BenchedModel], measured: Measured, examples: Examples | None
+) -> Iterator[tuple[str, Finding]]:
     """Findings by name for each export: the added loss, and for each phase the ratio of times."""
     not_compared, cells = measured.busy(), len(measured.other_load)
     where = f" over {cells} combinations of batch and context" if cells > 1 else ""
