@@ -149,7 +149,8 @@ def coco_rows(path: Path, *, skip_bad: bool = False) -> Coco:
                 if kind is Category:
                     raise
                 if not skip_bad:
-                    raise FulldepthError(f"{error} --skip-bad leaves such entries out and counts them.") from error
+                    advice = "--skip-bad (in training: data.skip_bad=true) leaves such entries out and counts them."
+                    raise FulldepthError(f"{error} {advice}") from error
                 bad[key] += 1
                 first = [*first, str(error)][:SHOWN]
         if not 1 <= (count := len(reader.names)) <= MOST_CATEGORIES:

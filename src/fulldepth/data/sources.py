@@ -27,7 +27,7 @@ from fulldepth.uncertainty import distinct, identity, sample
 MOST_CLASSES = 10**6
 DIGITS = re.compile(r"-?\d+")
 """A label that is a number."""
-SKIP = "--skip-bad leaves such rows out and counts them."
+SKIP = "--skip-bad (in training: data.skip_bad=true) leaves such rows out and counts them."
 """Remedy for a bad row."""
 
 

@@ -67,7 +67,7 @@ class Catalogue:
         except ImportError as error:
             raise FulldepthError(MISSING) from error
         if include_path is not None and not Path(include_path).is_dir():
-            raise FulldepthError(f"There is no folder {include_path} with YAML files of tasks (--include-path).")
+            raise FulldepthError(f"There is no folder {include_path} with YAML files of tasks (include_path).")
         self._own = dict(own or {})
         options = {} if include_path is None else {"include_path": str(include_path)}
         self._folder = None if include_path is None else Path(include_path)
