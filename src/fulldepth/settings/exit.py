@@ -24,7 +24,7 @@ class LayerReadingSettings(ReadingSettings):
     """How the predictions of every layer are read."""
 
     max_sequences: Count = 512
-    """Sequences to read: a uniform sample of windows, rows or images, by seeded hashes."""
+    """Sequences to read: a uniform, seeded sample of windows, rows or images."""
     batch_size: Count | None = None
     """Sequences in a batch; None = 64 for classifiers, which are timed with it, and 8 for language models."""
     lens_tokens: Count | None = 4096

@@ -34,7 +34,7 @@ class ReadingSettings(LoadingSettings):
     """How a checkpoint is loaded, and which data are read and prepared for it."""
 
     max_sequences: Count = 256
-    """Sequences to read: a uniform sample of windows, rows or images, by seeded hashes."""
+    """Sequences to read: a uniform, seeded sample of windows, rows or images."""
     order: Literal["random", "first"] = "random"
     """first: the first windows or rows instead of a sample; windows then cross the ends of documents."""
     bos: Literal["auto", "always", "never"] = "auto"
