@@ -55,7 +55,7 @@ def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, capsy
         findings = Results.load((out / link).parent).headline
         for name, finding in findings.items():
             if finding.get("sentence"):
-                assert html.escape(finding["sentence"]) in page
+                assert finding["sentence"] in html.unescape(page)
                 assert name in printed or ":" in name
     assert re.search(r"<strong>[^<]* of 3 layers|<strong>No layer[^<]* of 3 ", page), "the opening paragraph"
     commands = [html.unescape(line) for line in re.findall(r"<code>(.*?)</code>", page)]
@@ -77,7 +77,7 @@ def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, capsy
 def test_without_the_package_a_model_is_trained(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PACKAGE", "no-such-package")
     said, trained = [], []
-    monkeypatch.setattr(module, "train", lambda settings, run, **_options: trained.append((settings.steps, run)))
+    monkeypatch.setattr(module, "train", lambda _, run, steps, **_options: trained.append((steps, run)))
     monkeypatch.setattr(module, "measure_into", lambda name, *_, **__: (_ for _ in ()).throw(FulldepthError(name)))
     with pytest.raises(FulldepthError, match=r"run/checkpoint-160$"):
         demo(tmp_path / "out", watcher=Watcher(say=said.append))

@@ -96,16 +96,16 @@ def test_an_option_and_key_value_mean_the_same_on_every_verb(main, monkeypatch, 
 def test_an_option_of_training_overrides_the_recipe_and_can_switch_off(main, monkeypatch, tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("steps: 7\nfsdp: true\nmodel: {hidden_size: 24}\n")
-    settings = []
+    resolved = []
 
-    def record(resolved, *_, **__):
-        settings.append(resolved)
+    def record(*_, settings, **__):
+        resolved.append(settings)
         raise FulldepthError("called")
 
     monkeypatch.setattr("fulldepth.training.train", record)
     for way in ([], ["--steps", "5", "--no-fsdp", "model.num_hidden_layers=2"]):
         main("train", recipe, "--output", tmp_path / "run", *way)
-    assert [(s.steps, s.fsdp, s.model.model_extra) for s in settings] == [
+    assert [(s.steps, s.fsdp, s.model.model_extra) for s in resolved] == [
         (7, True, {"hidden_size": 24}),
         (5, False, {"hidden_size": 24, "num_hidden_layers": 2}),
     ]

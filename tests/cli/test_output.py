@@ -112,7 +112,6 @@ def test_completion_knows_choices_and_loads_no_torch():
 RIGHT = {
     "measure": ["measure", "m", "--data", "d", "--output", "o"],
     "train": ["train", "tiny-llama", "--output", "o"],
-    "data": ["data", "prepare", "tiny-llama"],
     "search": ["skip", "search", "m", "--data", "d", "--output", "o"],
     "curve": ["skip", "curve", "m", "--data", "d", "--output", "o"],
     "bench": ["skip", "bench", "m", "e", "--output", "o"],

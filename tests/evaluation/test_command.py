@@ -229,7 +229,7 @@ def own_task(data):
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ("", "--tasks"),
+        ("", "tasks"),
         ("--tasks ,", "No task is named"),
         ("--tasks piqa_local --exit-layers 2,5", "exit layer 5"),
         ("--tasks piqa_local --exit-layers some", "all, full"),

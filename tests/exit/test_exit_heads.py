@@ -72,7 +72,7 @@ def test_measure_and_exit_read_each_layer_by_its_own_head(checkpoint: Path, tmp_
         Image.fromarray(generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(place / f"{index:02}.png")
     anatomy = find_anatomy(open_model(checkpoint).model)
     processor = load_processor(checkpoint, anatomy.config)
-    options = {"task": "image-classification", "processor": processor, "label2id": {str(n): n for n in range(3)}}
+    options = {"task": "image-classification", "processor": processor}
     sequences = prepare(open_source(data), **options)
     batch = sequences.collate(range(len(sequences)))
     logits, target = layer_logits(checkpoint, batch.inputs["pixel_values"]), batch.labels.numpy()

@@ -44,7 +44,7 @@ SEARCH = SearchSettings(blocks=1, epochs=1, batch_size=4, chunks=2)
 def quick_pages() -> Iterator[None]:
     """Pages that only say whose they are."""
     with pytest.MonkeyPatch.context() as patched:
-        written = lambda table, meta: f"{meta['created']} {table.to_csv(float_format=str)}"  # noqa: E731
+        written = lambda table, meta: f"{meta.get('created')} {table.to_csv(float_format=str)}"  # noqa: E731
         patched.setattr("fulldepth.reporting.render", written)
         yield
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fulldepth.skip.assessment.outcome import analyse
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.latency import OtherLoad
@@ -21,6 +20,7 @@ from fulldepth.results.pages import names, together
 from fulldepth.skip.assessment.bench import bench
 from fulldepth.skip.assessment.curve import curve
 from fulldepth.skip.exports.export import export
+from fulldepth.skip.selection.outcome import analyse
 from fulldepth.skip.selection.search import search
 from reporting import skip_folders as folders
 from reporting import synthetic

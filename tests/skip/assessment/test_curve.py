@@ -239,7 +239,6 @@ def test_other_orders_and_parts() -> None:
     ("family", "options", "named"),
     [
         ("llama", {"blocks": 0}, "blocks"),
-        ("llama", {"blocks": 2}, "blocks"),
         ("llama", {"serch": "last"}, "serch"),
         ("bert", {}, "causal language model"),
     ],

@@ -94,8 +94,8 @@ def test_settings_come_from_the_plan_which_grants_nothing() -> None:
     stored = {"criterion": "kl", "epochs": 3, "budget": None, "of_an_earlier_version": True, **granted}
     plan = planned.plan(model, (2, 1), "mlp", cost=NOTHING | {"settings": stored})
     expected = SearchSettings(blocks=2, criterion="kl", epochs=4, granularity="mlp")
-    assert settings_of(plan, {"epochs": 4}) == expected
-    assert settings_of(plan, {"trust_remote_code": True}).trust_remote_code
+    assert settings_of(plan, SearchSettings(epochs=4)) == expected
+    assert settings_of(plan, SearchSettings(trust_remote_code=True)).trust_remote_code
 
 
 def discrepancy(x: np.ndarray, y: np.ndarray) -> float:

@@ -101,7 +101,9 @@ def curve(
     with processes() as process, process.holding(output):
         process.first(partial(_check_folder, output, resume))
         owner = open_for(model, settings, process).model
-        if settings.search != "given":
+        if settings.search == "given":
+            settings = settings.model_copy(update={"blocks": len(settings.given or ())})
+        else:
             anatomy = check_task(find_anatomy(owner))
             whole = settings.granularity == GRANULARITIES[-1]
             most = anatomy.num_layers if whole else len(anatomy.layers_with(settings.granularity)) or settings.blocks
