@@ -48,7 +48,7 @@ MEASURE_RECIPE = """\
 measures: [displacement, jump_rate, cosine]
 max_sequences: 4
 sequence_length: 16
-tokens: all
+token_policy: all
 seed: 3
 anatomy: null
 """
@@ -57,7 +57,7 @@ blocks: 1
 chunks: 4
 epochs: 1
 sequence_length: 16
-limit: 8
+max_sequences: 8
 """
 FOREIGN = f"""\
 open({OWNED!r}, "w").write("x")
