@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, default_data_collator
@@ -21,7 +19,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "llama": SIZES,
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0},
     "depth_llama": {**SIZES, "memory": "dynamic"},
@@ -31,8 +29,8 @@ T, V = 12, 50
 
 
 def windows(
-    starts: tuple[tuple[int, ...], ...] = ((0, 5), (0,), (0, 1, 2, 11), (0, 6)),
-) -> list[dict[str, torch.Tensor]]:
+    starts=((0, 5), (0,), (0, 1, 2, 11), (0, 6)),
+):
     """Windows of T random tokens; each tuple says where its documents begin."""
     items = []
     for number, begins in enumerate(starts):
@@ -42,7 +40,7 @@ def windows(
     return items
 
 
-def step(model: Any, batch: dict[str, torch.Tensor], **terms: Any) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+def step(model, batch, **terms):
     """Parts of the loss and the gradients."""
     objective = Objective(**terms).attach(model)
     model.zero_grad()
@@ -55,7 +53,7 @@ def step(model: Any, batch: dict[str, torch.Tensor], **terms: Any) -> tuple[dict
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_trains_like_its_windows(kind: str, attention: str) -> None:
+def test_a_row_trains_like_its_windows(kind, attention):
     torch.manual_seed(0)
     config = CONFIG_MAPPING[kind](vocab_size=V, **KINDS[kind])
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).double().eval()
@@ -69,7 +67,7 @@ def test_a_row_trains_like_its_windows(kind: str, attention: str) -> None:
             torch.testing.assert_close(same[name], gradient, rtol=10 * exact, atol=exact / 100, msg=name)
 
 
-def test_flash_attention_cuts_the_row_at_windows_and_documents() -> None:
+def test_flash_attention_cuts_the_row_at_windows_and_documents():
     batch = flatten_windows(windows())
     assert flash._is_packed_sequence(batch["position_ids"], 1)
     (cuts, keys), (longest, _) = flash.prepare_fa_kwargs_from_position_ids(batch["position_ids"])
@@ -81,7 +79,7 @@ def test_flash_attention_cuts_the_row_at_windows_and_documents() -> None:
     assert not flash._is_packed_sequence(alone, 1)  # one document is one plain causal sequence
 
 
-def test_targets_are_those_of_the_windows() -> None:
+def test_targets_are_those_of_the_windows():
     items = windows()
     batch = flatten_windows(items)
     assert {name: list(value.shape) for name, value in batch.items()} == {name: [1, 4 * T] for name in batch}

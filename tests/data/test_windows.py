@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,19 +13,19 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fulldepth.data import builtin_texts, open_source, prepare, train_tokenizer
-from fulldepth.data.drawing import Text, draw_windows, first_windows
+from fulldepth.data.drawing import draw_windows, first_windows
 from fulldepth.data.tokens import Frame, WordFinder, leading_ids, plain_ids
 
 
-def words(numbers: Any) -> str:
+def words(numbers):
     return " ".join(f"w{n}" for n in numbers)
 
 
-def test_windows_are_uniform_over_all_text(number_tokenizer: Any) -> None:
+def test_windows_are_uniform_over_all_text(number_tokenizer):
     """Documents of 1 to 40 lengths of a window get windows by their length; at most once each piece."""
     sizes = [100, 200, 400, 800, 1600, 4000]
     texts = [words([d] * n) for d, n in enumerate(sizes)]
-    counts: Counter[int] = Counter()
+    counts = Counter()
     for seed in range(60):
         data = prepare(
             open_source(texts),
@@ -45,7 +44,7 @@ def test_windows_are_uniform_over_all_text(number_tokenizer: Any) -> None:
     assert chisquare(observed, expected).pvalue > 1e-3  # without replacement it varies less than a multinomial
 
 
-def test_windows_are_contiguous_distinct_and_spread_over_a_document(number_tokenizer: Any) -> None:
+def test_windows_are_contiguous_distinct_and_spread_over_a_document(number_tokenizer):
     text = words(i % 499 for i in range(499 * 40))
     starts = []
     for seed in range(40):
@@ -65,12 +64,12 @@ def test_windows_are_contiguous_distinct_and_spread_over_a_document(number_token
     assert chisquare(observed).pvalue > 1e-3
 
 
-def test_few_characters_are_tokenised() -> None:
+def test_few_characters_are_tokenised():
     """24 windows of the built-in corpus do not need all of its 0.8 MB; beginnings are those of the whole text."""
     tokenizer = train_tokenizer([builtin_texts("heldout")[0][:120_000]], vocab_size=600)
-    sizes: list[int] = []
+    sizes = []
 
-    def tokenise(text: Text) -> list[int]:
+    def tokenise(text):
         sizes.append(len(text.text))
         return plain_ids(tokenizer, text.text)
 
@@ -84,7 +83,7 @@ def test_few_characters_are_tokenised() -> None:
         assert ids == whole[: len(ids)]
 
 
-def test_short_documents_are_joined_within_a_window(number_tokenizer: Any) -> None:
+def test_short_documents_are_joined_within_a_window(number_tokenizer):
     texts = [words([i] * 5) for i in range(300)]
     data = prepare(
         open_source(texts), task="causal-lm", tokenizer=number_tokenizer, sequence_length=17, max_sequences=20
@@ -98,7 +97,7 @@ def test_short_documents_are_joined_within_a_window(number_tokenizer: Any) -> No
 
 
 @pytest.mark.parametrize(("bos", "count"), [("auto", 9), ("always", 9), ("never", 0)])
-def test_every_window_begins_with_bos(bert_tokenizer: Any, number_tokenizer: Any, bos: Any, count: int) -> None:
+def test_every_window_begins_with_bos(bert_tokenizer, number_tokenizer, bos, count):
     """Windows from the middle of a document lacked it."""
     for order in ("random", "first"):
         data = prepare(
@@ -118,7 +117,7 @@ def test_every_window_begins_with_bos(bert_tokenizer: Any, number_tokenizer: Any
     assert bool(bare.warnings) == (bos == "always")
 
 
-def test_one_sequence_for_each_row(number_tokenizer: Any) -> None:
+def test_one_sequence_for_each_row(number_tokenizer):
     texts = [words(range(n)) for n in range(1, 31)]
     data = prepare(
         open_source(texts), task="causal-lm", tokenizer=number_tokenizer, sequence_length=20, one_per_row=True
@@ -128,8 +127,8 @@ def test_one_sequence_for_each_row(number_tokenizer: Any) -> None:
     assert "10 texts are longer than 20 tokens and cut there." in data.warnings
 
 
-def test_clusters_of_windows_are_documents_or_blocks(number_tokenizer: Any) -> None:
-    options: dict[str, Any] = {"task": "causal-lm", "tokenizer": number_tokenizer, "sequence_length": 64}
+def test_clusters_of_windows_are_documents_or_blocks(number_tokenizer):
+    options = {"task": "causal-lm", "tokenizer": number_tokenizer, "sequence_length": 64}
     texts = [words([i] * 1000) for i in range(3)]
     data = prepare(open_source(texts), max_sequences=100, **options)
     by_document = {int(e.input_ids[0]): c for e, c in zip(data.examples, data.clusters, strict=True)}
@@ -150,7 +149,7 @@ def test_clusters_of_windows_are_documents_or_blocks(number_tokenizer: Any) -> N
     assert "8 blocks" in few.no_error
 
 
-def test_rows_and_pairs_are_their_own_clusters(number_tokenizer: Any) -> None:
+def test_rows_and_pairs_are_their_own_clusters(number_tokenizer):
     rows = [{"prompt": f"w{i}", "response": f"w{i + 1}"} for i in range(5)]
     data = prepare(open_source(rows), task="causal-lm", tokenizer=number_tokenizer)
     assert (len(set(data.clusters)), data.unit) == (5, "row")

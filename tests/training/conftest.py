@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -52,7 +50,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="session")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def sources(tmp_path_factory):
     """A text file of many documents and a tokenizer for it."""
     folder = tmp_path_factory.mktemp("sources")
     text = builtin_texts("heldout")[0][:60_000]
@@ -64,12 +62,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def recipe(sources: tuple[Path, Path], tmp_path: Path) -> Any:
+def recipe(sources, tmp_path):
     """`recipe(**changes)` writes a recipe file and gives its path; a mapping changes single keys."""
 
-    def write(**changes: Any) -> Path:
+    def write(**changes):
         text, tokenizer = sources
-        settings: dict[str, Any] = {
+        settings = {
             **SETTINGS,
             "data": {"name": str(text), "validation_share": 0.2, "validation_sequences": 6},
             "tokenizer": str(tokenizer),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
@@ -26,17 +24,17 @@ from fulldepth.settings import assignments, layer, read
 from fulldepth.training import TrainSettings, export_run, train
 
 
-def settings(path: Path) -> TrainSettings:
+def settings(path):
     return layer(TrainSettings, read(path, "train"))
 
 
-def values(results: Results, measure: str, step: int, site: str | None = None) -> list[float]:
+def values(results, measure, step, site=None):
     rows = results.table[(results.table.measure == measure) & (results.table.step == step)]
     rows = rows if site is None else rows[rows.site == site]
     return rows.sort_values("layer").value.tolist()
 
 
-def held_out(path: Path, run: Path) -> torch.Tensor:
+def held_out(path, run):
     """The validation windows, packed anew."""
     chosen = settings(path)
     packed = pack(
@@ -52,7 +50,7 @@ def held_out(path: Path, run: Path) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("error:.*will be removed in v6:FutureWarning")
-def test_the_record_tells_what_the_checkpoints_do(recipe: Any, tmp_path: Path) -> None:
+def test_the_record_tells_what_the_checkpoints_do(recipe, tmp_path):
     path = recipe(objective={"jump": 0.5}, gradient_checkpointing=True)
     results = train(settings(path), tmp_path / "run")
     windows = held_out(path, tmp_path)
@@ -82,7 +80,7 @@ def test_the_record_tells_what_the_checkpoints_do(recipe: Any, tmp_path: Path) -
     assert f"of the last evaluation, on a held-out part of {settings(path).data.name}." in card.text
 
 
-def test_an_exported_model_loads_in_its_precision(recipe: Any, tmp_path: Path) -> None:
+def test_an_exported_model_loads_in_its_precision(recipe, tmp_path):
     train(layer(TrainSettings, read(recipe(steps=2, eval_every=2, save_every=1), "train")), tmp_path / "run")
     for dtype in (None, "bfloat16"):
         made = export_run(tmp_path / "run", tmp_path / str(dtype), step=1, dtype=dtype)
@@ -101,9 +99,7 @@ def test_an_exported_model_loads_in_its_precision(recipe: Any, tmp_path: Path) -
     assert not (tmp_path / "new").exists()
 
 
-def test_a_model_trained_from_a_run_generates_as_the_first_one_does(
-    recipe: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_model_trained_from_a_run_generates_as_the_first_one_does(recipe, tmp_path, monkeypatch):
     """The Trainer's switched-off cache is not saved; generation settings of a checkpoint are kept."""
     path = recipe(steps=2, eval_every=2, save_every=2)
     train(settings(path), tmp_path / "first")
@@ -127,13 +123,13 @@ def test_a_model_trained_from_a_run_generates_as_the_first_one_does(
             main()
 
 
-def test_an_exported_checkpoint_is_uploaded(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_exported_checkpoint_is_uploaded(recipe, tmp_path, monkeypatch):
     train(settings(recipe(steps=1, eval_every=1, save_every=1, warmup_steps=0)), tmp_path / "run")
     hub = create_autospec(HfApi, instance=True)
     hub.create_repo.return_value = "https://hub.invalid/me/small"
     monkeypatch.setattr(publishing, "HfApi", lambda: hub)
     monkeypatch.setattr(publishing, "get_token", lambda: "token")
-    lines: list[str] = []
+    lines = []
     folder = export_run(tmp_path / "run", tmp_path / "model", push_to_hub="me/small", watcher=Watcher(say=lines.append))
     assert hub.upload_folder.call_args.kwargs["folder_path"] == folder
     assert not (folder / "optimizer.pt").exists()
@@ -141,7 +137,7 @@ def test_an_exported_checkpoint_is_uploaded(recipe: Any, tmp_path: Path, monkeyp
     assert lines[-1] == "Published: https://hub.invalid/me/small"
 
 
-def test_memory_added_to_a_trained_llama_starts_where_it_stopped(recipe: Any, tmp_path: Path) -> None:
+def test_memory_added_to_a_trained_llama_starts_where_it_stopped(recipe, tmp_path):
     """`kv` at its initial value reads each layer's own keys and values: no jump in the loss at step 0."""
     path = recipe(model={"num_key_value_heads": 2})
     before = train(settings(path), tmp_path / "llama")
@@ -155,15 +151,15 @@ def test_memory_added_to_a_trained_llama_starts_where_it_stopped(recipe: Any, tm
     assert sum("router" in name for name in names) == 3  # layers 2 to 4
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_loss_that_is_not_finite_stops_the_run(recipe, tmp_path, monkeypatch):
     from fulldepth.training import run as room
 
     build = room.build_model
 
-    def broken(*arguments: Any) -> Any:
+    def broken(*arguments):
         model = build(*arguments)
 
-        def spoil(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        def spoil(module, inputs, output):
             return output * float("inf") if model.training or model.spoilt else output
 
         model.spoilt = False
@@ -195,7 +191,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("changes", BAD)
-def test_bad_settings_are_refused_before_the_first_step(changes: str, recipe: Any, tmp_path: Path) -> None:
+def test_bad_settings_are_refused_before_the_first_step(changes, recipe, tmp_path):
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
     given = assignments(changes.replace("EMPTY", str(tmp_path / "empty.jsonl")).split())
     with pytest.raises(FulldepthError, match=BAD[changes]):
@@ -204,9 +200,7 @@ def test_bad_settings_are_refused_before_the_first_step(changes: str, recipe: An
 
 
 @pytest.mark.parametrize(("arguments", "named"), [(["tiny-lama"], "tiny-llama"), (["tiny-llama"], "--output")])
-def test_a_mistake_in_the_command_is_one_message_and_code_2(
-    arguments: list[str], named: str, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_mistake_in_the_command_is_one_message_and_code_2(arguments, named, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["fulldepth", "train", *arguments])
     with pytest.raises(SystemExit, match=r"^2$"):
         main()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,12 +34,12 @@ CHATS = [
 PAIRS = [{"prompt": f"{n} and {n}?", "response": f"that is {2 * n}."} for n in range(12)]
 
 
-def settings(path: Path) -> TrainSettings:
+def settings(path):
     return layer(TrainSettings, read(path, "train"))
 
 
 @pytest.mark.parametrize("rows", [CHATS, PAIRS], ids=["chats", "pairs"])
-def test_fine_tuning_reports_the_loss_of_the_responses(rows: Any, recipe: Any, tmp_path: Path) -> None:
+def test_fine_tuning_reports_the_loss_of_the_responses(rows, recipe, tmp_path):
     train(settings(recipe(steps=2, eval_every=2, save_every=2, sequence_length=64)), tmp_path / "base")
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -59,7 +57,7 @@ def test_fine_tuning_reports_the_loss_of_the_responses(rows: Any, recipe: Any, t
     found = results.table[(results.table.measure == "validation_loss") & (results.table.step == 4)]
 
     # The held-out conversations again, by their content; the loss token by token.
-    def order(row: dict[str, Any]) -> bytes:
+    def order(row):
         opening = json.dumps([0, _messages(row)[:2]], sort_keys=True)
         return hashlib.sha256(opening.encode()).digest()
 
@@ -79,14 +77,14 @@ def test_fine_tuning_reports_the_loss_of_the_responses(rows: Any, recipe: Any, t
     assert float(found.value.iloc[0]) == pytest.approx(total / count, rel=1e-4)
 
 
-def _messages(row: dict[str, Any]) -> list[dict[str, str]]:
+def _messages(row):
     return row.get("messages") or [
         {"role": "user", "content": row["prompt"]},
         {"role": "assistant", "content": row["response"]},
     ]
 
 
-def _tokens(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
+def _tokens(row, tokenizer):
     """Ids of a conversation under the plain template, and which of them the assistant says: turn by turn, each
     response after the prompt that generation starts from.
     """
@@ -117,7 +115,7 @@ FORGETTING = (
 
 @pytest.mark.parametrize("template", [TEMPLATE, SPACED, FORGETTING], ids=["own", "spaced", "forgetting"])
 @pytest.mark.parametrize("kind", ["bytes", "words"])
-def test_each_label_is_what_the_model_can_say_after_the_prompt(template: str, kind: str) -> None:
+def test_each_label_is_what_the_model_can_say_after_the_prompt(template, kind):
     """The ids before a response are stock transformers' generation prompt; its labels decode to it and its end."""
     tokenizer = _tokenizer(kind)
     tokenizer.chat_template = template
@@ -140,7 +138,7 @@ def test_each_label_is_what_the_model_can_say_after_the_prompt(template: str, ki
     assert answers == [" ".join(text.split()) if kind == "words" else text.strip() for text in texts[1::2]]
 
 
-def _tokenizer(kind: str) -> Any:
+def _tokenizer(kind):
     texts = builtin_texts("heldout")[0][:20_000].split("\n\n")
     if kind == "bytes":
         return train_tokenizer(texts, vocab_size=400)
@@ -149,7 +147,7 @@ def _tokenizer(kind: str) -> Any:
     return tokenizer
 
 
-def test_what_is_cut_is_said_and_what_is_trained_is_counted(recipe: Any, tmp_path: Path) -> None:
+def test_what_is_cut_is_said_and_what_is_trained_is_counted(recipe, tmp_path):
     """Of 14 chats two are cut, one of them before its answer, and two have none; the counts are those of a loop."""
     train(settings(recipe(steps=2, eval_every=2, save_every=2, sequence_length=64)), tmp_path / "base")
     base = tmp_path / "base" / "checkpoint-2"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pandas as pd
 from datatrove.executor import LocalPipelineExecutor
@@ -26,7 +25,7 @@ SMALL += [
 ]
 
 
-def test_the_output_of_datatrove_gives_the_losses_of_the_same_text(sources: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_output_of_datatrove_gives_the_losses_of_the_same_text(sources, tmp_path):
     """Two local tasks, one for each file."""
     lines = sources[0].read_text(encoding="utf-8").splitlines()
     texts = tmp_path / "texts"
