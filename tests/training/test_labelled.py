@@ -28,19 +28,11 @@ from fulldepth.settings import layer
 from fulldepth.training import TrainSettings, train
 from fulldepth.training.heads import with_new_head
 from fulldepth.training.trainer import multistep
+from training.conftest import ENCODER, GPT2, jsonl, sentences
 
 VIT = {
     "task": "image-classification",
-    "model": {
-        "type": "vit",
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 8,
-        "patch_size": 4,
-        "hidden_dropout_prob": 0.1,
-    },
+    "model": {"type": "vit", **ENCODER, "hidden_dropout_prob": 0.1, "image_size": 8, "patch_size": 4},
     "data": {"name": "digits:builtin/train", "validation": "digits:builtin/test"},
     "steps": 6,
     "global_batch_size": 8,
@@ -49,18 +41,7 @@ VIT = {
     "eval_every": 3,
     "save_every": 3,
 }
-WORDS = {"good": ["fine", "lovely", "bright", "warm"], "bad": ["dull", "bleak", "cold", "sour"]}
-BERT = {
-    "type": "bert",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-GPT2 = {"type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-GPT2 |= {"attn_pdrop": 0.0}
+BERT = {"type": "bert", **ENCODER}
 
 
 def asked(recipe, **changes):
@@ -69,26 +50,16 @@ def asked(recipe, **changes):
 
 @pytest.fixture
 def texts(tmp_path):
-    """60 sentences with named labels, as JSON lines."""
-    rng, rows = np.random.default_rng(0), []
-    for number in range(60):
-        label = sorted(WORDS)[number % 2]
-        words = [str(word) for word in rng.choice(WORDS[label], 2 + number % 3)]
-        rows.append({"sentence": f"the film {number} is {' and '.join(words)}", "label": label})
-    path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return sentences(tmp_path / "texts.jsonl", 60)
 
 
 def text_recipe(path, model, tokenizer, **changes):
     recipe = {"task": "text-classification", "model": model, "tokenizer": tokenizer, "data": {"name": str(path)}}
-    return recipe | {"sequence_length": 24, "global_batch_size": 8, "steps": 1, "learning_rate": 1e-12} | changes
+    return recipe | {"sequence_length": 32, "global_batch_size": 8, "steps": 1, "learning_rate": 1e-12} | changes
 
 
 def value(results, measure, step):
-    table = results.table
-    rows = table[(table.measure == measure) & (table.step == step) & (table.site == "model")]
-    return float(rows.value.item())
+    return results.table.query("measure == @measure and step == @step and site == 'model'").value.item()
 
 
 def digits_of_the_test_part():
@@ -112,7 +83,7 @@ def test_accuracy_and_loss_are_those_of_the_stock_model(tmp_path):
     assert value(results, "validation_accuracy", 6) == pytest.approx(accuracy_score(labels, predicted), abs=1e-12)
     loss = torch.nn.functional.cross_entropy(states.logits, torch.tensor(labels)).item()
     assert value(results, "validation_loss", 6) == pytest.approx(loss, rel=1e-5)
-    layers = results.table[(results.table.measure == "lens_accuracy") & (results.table.step == 6)].sort_values("layer")
+    layers = results.table.query("measure == 'lens_accuracy' and step == 6").sort_values("layer")
     for row, state in zip(layers.itertuples(), states.hidden_states, strict=True):
         with torch.no_grad():
             own = model.classifier(model.vit.layernorm(state)[:, 0]).argmax(-1).numpy()
@@ -146,15 +117,14 @@ def test_loss_of_a_step_is_the_stock_models(texts, tmp_path, model, tokenizer):
         with torch.no_grad():
             return stock(**batch, labels=labels).loss.item()
 
-    first = list(ShuffledSampler(len(rows), seed=0, length=8))
-    assert value(results, "train_loss", 1) == pytest.approx(loss([rows[i] for i in first]), rel=1e-5)
+    first = [rows[i] for i in ShuffledSampler(len(rows), seed=0, length=8)]
+    assert value(results, "train_loss", 1) == pytest.approx(loss(first), rel=1e-5)
     assert value(results, "validation_loss", 1) == pytest.approx(loss(rows), rel=1e-5)
 
 
 def test_a_new_head_is_put_on_a_checkpoints_body(texts, tmp_path):
     tokenizer = train_wordpiece(["a fine film", "a dull film"] * 3, 300)
-    options = {key: number for key, number in BERT.items() if key != "type"}
-    body = BertModel(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=24, **options))
+    body = BertModel(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=32, **ENCODER))
     body.save_pretrained(tmp_path / "body")
     tokenizer.save_pretrained(tmp_path / "body")
     recipe = text_recipe(texts, {"checkpoint": str(tmp_path / "body")}, "", weight_decay=0.0) | {"tokenizer": None}
@@ -172,10 +142,8 @@ def test_a_new_head_is_put_on_a_checkpoints_body(texts, tmp_path):
 
 
 def test_a_head_is_kept_only_if_it_names_the_same_classes(tmp_path):
-    options = {key: number for key, number in BERT.items() if key != "type"} | {"vocab_size": 50}
-
     def classifier(*names):
-        return BertForSequenceClassification(BertConfig(**options, id2label=dict(enumerate(names))))
+        return BertForSequenceClassification(BertConfig(**ENCODER, vocab_size=50, id2label=dict(enumerate(names))))
 
     stored = classifier("bad", "good")
     stored.save_pretrained(tmp_path / "stored")
@@ -185,11 +153,6 @@ def test_a_head_is_kept_only_if_it_names_the_same_classes(tmp_path):
         expected = stored if kept else model
         assert torch.equal(given["classifier.weight"], expected.classifier.weight), names
         assert torch.equal(given["bert.pooler.dense.weight"], stored.bert.pooler.dense.weight)
-
-
-def lines(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
 
 
 GOOD = [{"text": f"film {number}", "label": number % 2} for number in range(12)]
@@ -210,15 +173,16 @@ BAD = {
 def test_bad_texts_are_refused_with_their_line(case, tmp_path):
     rows, named = BAD[case]
     model = BERT | {"num_labels": 2} if case == "outside" else BERT
-    recipe = text_recipe(tmp_path, model, "wordpiece:300", data={"name": lines(tmp_path / "a.jsonl", *rows)})
+    recipe = text_recipe(tmp_path, model, "wordpiece:300", data={"name": str(jsonl(tmp_path / "a.jsonl", *rows))})
     with pytest.raises(FulldepthError, match=named):
         train(asked(recipe), tmp_path / "run")
 
 
 def test_bad_rows_are_skipped_and_counted_if_asked(tmp_path):
     bad = [{"text": "odd", "label": 7}, LONG, {"text": "", "label": 1}]
-    data = {"name": lines(tmp_path / "a.jsonl", *GOOD, *bad), "validation": lines(tmp_path / "b.jsonl", *GOOD)}
-    recipe = text_recipe(tmp_path, BERT | {"num_labels": 2}, "wordpiece:300", data={**data, "skip_bad": True})
+    name, validation = (str(jsonl(tmp_path / f"{n}.jsonl", *GOOD, *more)) for n, more in (("a", bad), ("b", [])))
+    data = {"name": name, "validation": validation, "skip_bad": True}
+    recipe = text_recipe(tmp_path, BERT | {"num_labels": 2}, "wordpiece:300", data=data)
     warnings = " ".join(train(asked(recipe), tmp_path / "run").meta["warnings"])
     assert "2 bad rows are left out of a.jsonl" in warnings
     assert "1 text is too long and left out of a.jsonl: a.jsonl line 14 has 42 tokens" in warnings

@@ -9,14 +9,10 @@ import pandas as pd
 import torch
 
 from fulldepth.data import ShuffledSampler
-from fulldepth.settings import layer, read
 from fulldepth.training import TrainSettings, train
 from fulldepth.training.arguments import worker_count
 from fulldepth.training.trainer import RunTrainer
-
-
-def settings(path):
-    return layer(TrainSettings, read(path, "train"))
+from training.conftest import settings, without_times
 
 
 def test_a_run_reads_the_order_in_full_batches_over_epochs(recipe, tmp_path, monkeypatch):
@@ -53,9 +49,7 @@ def test_workers_change_no_number_and_leave_sigterm_alone(recipe, tmp_path, monk
 
     monkeypatch.setattr(RunTrainer, "training_step", with_signal)
     shared = train(settings(recipe(**changes, workers=2)), tmp_path / "shared")
-    timed = ("throughput", "elapsed", "peak_memory", "other_load")
-    tables = [results.table[~results.table.measure.isin(timed)].reset_index(drop=True) for results in (alone, shared)]
-    pd.testing.assert_frame_equal(*tables)
+    pd.testing.assert_frame_equal(*(without_times(results.table) for results in (alone, shared)))
 
 
 def test_workers_start_by_themselves_where_reading_is_long(monkeypatch):

@@ -65,13 +65,11 @@ def test_weights_from_a_seed_are_those_of_transformers():
     ("model", "sizes", "words"),
     [
         ({"hiden_size": 8}, {}, ["hiden_size", "'hidden_size'"]),
-        ({"type": "depth_llama", "residul": "tree"}, {}, ["residul", "'residual'"]),
         ({"type": "lama"}, {}, ["'lama'", "'llama'"]),
         ({"type": "bert"}, {}, ["bert", "is_decoder"]),
         ({"type": "vit"}, {}, ["vit", "no causal language model"]),
         ({**SIZES, "num_attention_heads": 5}, {}, ["hidden size (32)", "attention heads (5)"]),
         ({**SIZES, "hidden_size": "wide"}, {}, ["hidden_size", "int"]),
-        ({**SIZES, "type": "depth_llama", "residual": "hyper", "memory": "kv"}, {}, ["no meaning"]),
         ({**SIZES, "type": "depth_llama", "residual": "tree", "tree": {"1": [2, 0]}}, {}, ["refers forward"]),
         ({**SIZES, "vocab_size": 50}, {"vocab_size": 51}, ["51 tokens", "for 50"]),
         ({**SIZES, "max_position_embeddings": 8}, {"positions": 9}, ["9 tokens", "8 positions"]),
@@ -132,24 +130,22 @@ def test_a_head_that_is_untied_from_its_embeddings_is_a_weight_of_its_own(tmp_pa
 
 
 def test_checkpoints_that_do_not_fit_are_refused(checkpoint, tmp_path):
-    with pytest.raises(FulldepthError, match=r"must not change the checkpoint's sizes"):
-        made(asked(checkpoint=checkpoint, intermediate_size=64))
-    with pytest.raises(FulldepthError, match=r"lacks 9 weights .* would be random"):
-        made(asked(checkpoint=checkpoint, num_hidden_layers=5))
-    with pytest.raises(FulldepthError, match=r"holds 9 weights .* no use for"):
-        made(asked(checkpoint=checkpoint, num_hidden_layers=3))
-    with pytest.raises(FulldepthError, match="nowhere"):
-        made(asked(checkpoint=str(tmp_path / "nowhere")))
-    memory = DepthLlamaConfig(**SIZES, vocab_size=VOCAB, memory="kv")
-    DepthLlamaForCausalLM(memory).save_pretrained(tmp_path / "memory")
-    assert made(asked(checkpoint=str(tmp_path / "memory"))).config.memory == "kv"
-    with pytest.raises(FulldepthError, match=r"holds 3 weights .*router"):
-        made(asked(checkpoint=str(tmp_path / "memory"), memory="none"))
-    gpt2 = tf.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=VOCAB, n_positions=TIME)
-    tf.GPT2LMHeadModel(gpt2).save_pretrained(tmp_path / "gpt2")
-    assert isinstance(made(asked(checkpoint=str(tmp_path / "gpt2"))), tf.GPT2LMHeadModel)
-    with pytest.raises(FulldepthError, match=r"is a gpt2, and the settings want a depth_llama"):
-        made(asked(type="depth_llama", checkpoint=str(tmp_path / "gpt2")))
+    memory, gpt2 = str(tmp_path / "memory"), str(tmp_path / "gpt2")
+    DepthLlamaForCausalLM(DepthLlamaConfig(**SIZES, vocab_size=VOCAB, memory="kv")).save_pretrained(memory)
+    config = tf.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=VOCAB, n_positions=TIME)
+    tf.GPT2LMHeadModel(config).save_pretrained(gpt2)
+    assert made(asked(checkpoint=memory)).config.memory == "kv"
+    assert isinstance(made(asked(checkpoint=gpt2)), tf.GPT2LMHeadModel)
+    for folder, options, words in (
+        (checkpoint, {"intermediate_size": 64}, "must not change the checkpoint's sizes"),
+        (checkpoint, {"num_hidden_layers": 5}, "lacks 9 weights .* would be random"),
+        (checkpoint, {"num_hidden_layers": 3}, "holds 9 weights .* no use for"),
+        (str(tmp_path / "nowhere"), {}, "nowhere"),
+        (memory, {"memory": "none"}, "holds 3 weights .*router"),
+        (gpt2, {"type": "depth_llama"}, "is a gpt2, and the settings want a depth_llama"),
+    ):
+        with pytest.raises(FulldepthError, match=words):
+            made(asked(checkpoint=folder, **options))
     with pytest.raises(FulldepthError, match=r"97 tokens .* for 96"):
         made(asked(checkpoint=checkpoint), vocab_size=97)
 

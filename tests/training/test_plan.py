@@ -14,15 +14,17 @@ from fulldepth.settings import layers as recipes
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.model import build_config, build_model, meta_model, tokens_of_an_image
 from fulldepth.training.plan import dry_run_lines, estimate_memory, plan
+from training.conftest import kept_for_backward
 
 BATCH, TIME, VOCAB = 2, 32, 256
 SIZES = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 6, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "tie_word_embeddings": True}
 TREE = {"1": [-1, 0], "2": [0, 1], "4": [0, 3]}
+NAMES = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 MODELS = {
     "llama": SIZES,
     "wide-heads": SIZES | {"type": "qwen3", "head_dim": 24},
-    "gpt2": {"type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "attn_pdrop": 0.0},
+    "gpt2": {"type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "attn_pdrop": 0.0, **NAMES},
     "tree": SIZES | {"type": "depth_llama", "residual": "tree", "tree": TREE},
     "static": SIZES | {"type": "depth_llama", "memory": "static"},
     "dynamic": SIZES | {"type": "depth_llama", "memory": "dynamic"},
@@ -30,7 +32,6 @@ MODELS = {
     "hyper": SIZES | {"type": "depth_llama", "residual": "hyper"},
     "hyper-static": SIZES | {"type": "depth_llama", "residual": "hyper", "hyper_dynamic": False},
 }
-NAMES = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 FEW = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 STOCK = {
     "gemma3": SIZES | {"type": "gemma3_text", "head_dim": 24, **NAMES},
@@ -41,8 +42,7 @@ STOCK = {
 
 
 def asked(name, **over):
-    tokens = {"bos_token_id": 1, "eos_token_id": 2} if name == "gpt2" else {}
-    return layer(TrainSettings, {"model": (MODELS | STOCK)[name] | tokens, "sequence_length": TIME, **over})
+    return layer(TrainSettings, {"model": (MODELS | STOCK)[name], "sequence_length": TIME, **over})
 
 
 def config_of(settings):
@@ -111,24 +111,6 @@ def test_operations_of_penalties_are_those_that_torch_counts(terms, length):
     assert with_penalty - plain == objective.flops(model.config, length)
 
 
-def kept_for_backward(model, ids, autocast):
-    """Bytes of distinct storages, weights left out, that autograd holds after a forward pass."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    held = {}
-
-    def pack(tensor):
-        if tensor.untyped_storage().data_ptr() not in own:
-            held[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-    ):
-        model(input_ids=ids, labels=ids)
-    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
-
-
 @pytest.mark.parametrize(
     ("name", "attention", "precision"),
     [
@@ -138,14 +120,16 @@ def kept_for_backward(model, ids, autocast):
 )
 def test_activations_are_what_autograd_keeps(name, attention, precision):
     settings = asked(name, attention=attention, precision=precision)
-    model = build_model(config_of(settings), settings)
+    model, ids = build_model(config_of(settings), settings), tokens()
     memory = estimate_memory(model, settings, micro_batch=BATCH)
     copies = 0
     if precision == "autocast":
         copies = memory.weights - 4 * model.num_parameters()
     estimated = memory.activations + copies + memory.logits
     factor = {"gpt2": 2.0, "wide-heads": 2.0, "hyper": 1.05, "hyper-static": 1.05}.get(name, 1.25)
-    assert estimated / factor < kept_for_backward(model, tokens(), precision == "autocast") < estimated * factor
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+        kept = kept_for_backward(model, lambda: model(input_ids=ids, labels=ids))
+    assert estimated / factor < kept < estimated * factor
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -23,17 +23,15 @@ from torch import distributed
 from fulldepth.errors import FulldepthError
 from fulldepth.losses import ObjectiveMixin
 from fulldepth.results import Results
-from fulldepth.settings import layer, read
+from fulldepth.settings import layer
 from fulldepth.training import TrainSettings, train
+from training.conftest import ENCODER, GPT2, sentences, settings
 from training.conftest import MODEL as LLAMA
 from two_processes import fulldepth
 
 STEPS = {"steps": 4, "learning_rate": 3e-3, "warmup_steps": 2, "eval_every": 2, "save_every": 2}
 TIED = {"model": {**LLAMA, "tie_word_embeddings": True}, "objective": {"aligned": 1.0, "jump": 0.5}}
 LANGUAGE = {**STEPS, "global_batch_size": 4, "sequence_length": 24}
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
-SIZES |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-GPT2 = {"type": "gpt2", "n_embd": 16, "n_layer": 3, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 # with an epsilon of 1e-8 gradients that are zero but for rounding (biases of keys) move weights, too
 OTHERS = {**STEPS, "global_batch_size": 8, "adam_epsilon": 1e-3}
 RECIPES = {
@@ -55,7 +53,7 @@ RECIPES = {
     "vit": {
         **OTHERS,
         "task": "image-classification",
-        "model": {"type": "vit", **SIZES, "image_size": 8, "patch_size": 4},
+        "model": {"type": "vit", **ENCODER, "image_size": 8, "patch_size": 4},
         "data": {"name": "digits:builtin/train", "validation": "digits:builtin/test", "validation_sequences": 33},
         "method": "multi-exit",
         "micro_batch_size": 2,
@@ -64,7 +62,7 @@ RECIPES = {
         **OTHERS,
         "task": "text-classification",
         "sequence_length": 24,
-        "model": {"type": "bert", **SIZES},
+        "model": {"type": "bert", **ENCODER},
         "tokenizer": "wordpiece:300",
         "method": "cos-regularised",
         "objective": {"jump": 0.5},
@@ -107,37 +105,24 @@ def sharding_on_cpus(seen):
 
 def by_two(recipe, output, sharded):
     """Train in this process and the other one; the types that were seen if they shard."""
-    seen = {"losses": set(), "reductions": set()}
-    settings = layer(TrainSettings, read(recipe, "train"))
+    seen = defaultdict(set)
     if not sharded:
-        train(settings, output)
+        train(settings(recipe), output)
         return {}
     with sharding_on_cpus(seen):
-        train(settings.model_copy(update={"fsdp": True}), output)
+        train(settings(recipe).model_copy(update={"fsdp": True}), output)
     return {name: sorted(types) for name, types in seen.items()}
 
 
 def command(*arguments):
     """A command in this process and the other one, which shard."""
-    with sharding_on_cpus({"losses": set(), "reductions": set()}):
+    with sharding_on_cpus(defaultdict(set)):
         return fulldepth(*arguments)
 
 
 def alone(recipe):
     """Settings of a recipe for one process, which takes the whole batch at once."""
-    return layer(TrainSettings, read(recipe, "train")).model_copy(update={"micro_batch_size": None})
-
-
-def sentences(path, count, seed):
-    """Sentences of two to seven words, whose class is that of their words."""
-    words = {"bad": ["dull", "bleak", "cold", "sour"], "good": ["fine", "lovely", "bright", "warm"]}
-    rng, rows = np.random.default_rng(seed), []
-    for number in range(count):
-        label = sorted(words)[number % 2]
-        chosen = [str(word) for word in rng.choice(words[label], 2 + number % 5)]
-        rows.append(json.dumps({"sentence": f"film {seed} {number} is {' '.join(chosen)}", "label": label}))
-    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
-    return str(path)
+    return settings(recipe).model_copy(update={"micro_batch_size": None})
 
 
 @pytest.fixture(scope="session")
@@ -149,7 +134,7 @@ def trained(made_once, sources, two_processes):
         def make(folder):
             recipe = {**RECIPES[name]}
             if recipe.get("task") == "text-classification":
-                data = [sentences(folder / f"{seed}.jsonl", count, seed) for seed, count in enumerate((60, 33))]
+                data = [str(sentences(folder / f"{seed}.jsonl", count, seed)) for seed, count in enumerate((60, 33))]
                 recipe["data"] = dict(zip(("name", "validation"), data, strict=True))
             elif "data" not in recipe:
                 recipe["data"] = {"name": str(sources[0]), "validation_share": 0.2, "validation_sequences": 9}
@@ -264,10 +249,9 @@ def test_a_multi_exit_run_is_resumed_with_its_heads(interrupted, trained, two_pr
 
 
 def test_what_cannot_be_sharded_is_refused(recipe, tmp_path):
-    text = layer(TrainSettings, read(recipe(fsdp=True), "train"))
-    for settings, words in (
-        (text, "fsdp needs accelerators"),
+    for chosen, words in (
+        (settings(recipe(fsdp=True)), "fsdp needs accelerators"),
         (layer(TrainSettings, {**RECIPES["vit"], "fsdp": True}), "fsdp shards language models"),
     ):
         with pytest.raises(FulldepthError, match=words):
-            train(settings, tmp_path / "run")
+            train(chosen, tmp_path / "run")

@@ -20,12 +20,12 @@ from fulldepth.errors import FulldepthError
 from fulldepth.hf import find_checkpoints, is_sealed
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
-from fulldepth.settings import layer, read
-from fulldepth.training import TrainSettings, train
+from fulldepth.training import train
 from fulldepth.training.callback import Conductor
 from fulldepth.training.resume import resume_notes
 from fulldepth.training.sft import rows_hash
 from fulldepth.training.trainer import RunTrainer
+from training.conftest import settings, without_times
 
 EVERYTHING = {
     "jump": 0.5,
@@ -36,22 +36,13 @@ EVERYTHING = {
 """Terms with a schedule: odd and even steps, and a warm-up that ends between two checkpoints."""
 
 
-def settings(path):
-    return layer(TrainSettings, read(path, "train"))
-
-
 def weights(run, step=8):
     return load_file(run / f"checkpoint-{step}" / "model.safetensors")
 
 
-def same_weights(one, two):
-    left, right = weights(one), weights(two)
+def same_weights(one, two, step=8):
+    left, right = weights(one, step), weights(two, step)
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
-def without_times(table):
-    timed = ("throughput", "elapsed", "peak_memory", "other_load")
-    return table[~table.measure.isin(timed)].reset_index(drop=True)
 
 
 @pytest.fixture
@@ -137,12 +128,12 @@ def test_a_folder_in_use_is_refused(recipe, tmp_path):
     path = recipe(steps=2, eval_every=2, save_every=2)
     run = tmp_path / "run"
     train(settings(path), run)
-    before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
+    before = [(p, p.stat().st_mtime_ns) for p in run.rglob("*")]
     with pytest.raises(FulldepthError, match="--resume"):
         train(settings(path), run)
     with pytest.raises(FulldepthError, match="learning_rate"):
         train(settings(recipe(steps=2, eval_every=2, save_every=2, learning_rate=1e-3)), run, resume=True)
-    assert {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()} == before
+    assert [(p, p.stat().st_mtime_ns) for p in run.rglob("*")] == before
 
 
 def test_a_full_disk_names_the_last_whole_checkpoint(recipe, tmp_path, monkeypatch):
@@ -165,13 +156,12 @@ def test_a_full_disk_names_the_last_whole_checkpoint(recipe, tmp_path, monkeypat
 
 
 def test_weights_that_are_saved_under_other_names_are_resumed_too(recipe, tmp_path):
-    chosen = layer(TrainSettings, read(recipe(model={"type": "mixtral"}, steps=4, eval_every=4, save_every=2), "train"))
+    chosen = settings(recipe(model={"type": "mixtral"}, steps=4, eval_every=4, save_every=2))
     train(chosen, tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoint-4")
     train(chosen, tmp_path / "again", resume=True)
-    again, before = (load_file(tmp_path / run / "checkpoint-4/model.safetensors") for run in ("again", "whole"))
-    assert all(torch.equal(again[name], weight) for name, weight in before.items())
+    assert same_weights(tmp_path / "again", tmp_path / "whole", 4)
 
 
 @pytest.mark.parametrize("changed", ["text", "validation", "tokenizer", "model", "batch"])

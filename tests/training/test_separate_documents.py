@@ -12,11 +12,11 @@ from transformers import modeling_flash_attention_utils as flash
 
 import fulldepth.architectures  # noqa: F401  registers depth_llama
 from fulldepth.errors import FulldepthError
-from fulldepth.settings import layer, read
-from fulldepth.training import TrainSettings, train
 from fulldepth.training import run as room
+from fulldepth.training import train
 from fulldepth.training.text import require_separate_documents
 from fulldepth.training.trainer import window_collator
+from training.conftest import settings
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 SMALL |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -28,10 +28,6 @@ KINDS = {
     "bloom": {},
     "falcon": {"alibi": True},
 }
-
-
-def settings(path):
-    return layer(TrainSettings, read(path, "train"))
 
 
 @pytest.mark.parametrize(

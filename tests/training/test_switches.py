@@ -16,6 +16,7 @@ from fulldepth.settings.train import TrainSettings
 from fulldepth.skip.exports.formats import as_stock
 from fulldepth.training.model import build_config, build_model
 from fulldepth.training.plan import plan
+from training.conftest import kept_for_backward
 
 BATCH, TIME, WIDTH, LAYERS, VOCAB = 4, 16, 32, 3, 64
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
@@ -95,28 +96,22 @@ def config_of(settings):
 
 
 def held(model, ids):
-    """Operations of a forward pass, and bytes of the distinct storages besides weights that autograd keeps of it."""
-    own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = tensor
-        return tensor
-
-    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        model(input_ids=ids)
-    return counter.get_total_flops(), sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    """Operations of a forward pass, and bytes besides weights that autograd keeps of it."""
+    with FlopCounterMode(display=False) as counter:
+        kept = kept_for_backward(model, lambda: model(input_ids=ids))
+    return counter.get_total_flops(), kept
 
 
 def test_the_dry_run_has_the_cost_that_a_new_switch_declares():
     shape = {"attention": "eager", "global_batch_size": BATCH, "micro_batch_size": BATCH}
     ids = torch.randint(3, VOCAB, (BATCH, TIME), generator=torch.Generator().manual_seed(0))
-    plans, counted = [], []
+    plans, counted, states = [], [], []
     for blend in (False, True):
         settings = asked(SIZES | {"blend": blend}, **shape)
         plans.append(plan(settings, config_of(settings)))
         counted.append(held(build_model(config_of(settings), settings), ids))
+        again = asked(SIZES | {"blend": blend}, gradient_checkpointing=True, **shape)
+        states.append(plan(again, config_of(again)).memory.activations)
     (plain, switched), tokens = plans, BATCH * TIME
     assert switched.flops.forward - plain.flops.forward == (counted[1][0] - counted[0][0]) / tokens > 0
     assert switched.step_flops - plain.step_flops == 3 * switched.flops.extra
@@ -124,10 +119,6 @@ def test_the_dry_run_has_the_cost_that_a_new_switch_declares():
     assert declared == 4 * LAYERS * WIDTH * tokens
     blends = 4 * LAYERS * TIME**2  # the masked weights: of each layer, not of each token
     assert counted[1][1] - counted[0][1] == declared + blends
-    states = []
-    for blend in (False, True):
-        settings = asked(SIZES | {"blend": blend}, gradient_checkpointing=True, **shape)
-        states.append(plan(settings, config_of(settings)).memory.activations)
     assert states[1] - states[0] == (LAYERS + 1) * 4 * WIDTH * tokens  # a second state a layer, and one layer's own
 
 

@@ -7,8 +7,8 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from fulldepth.errors import FulldepthError
-from fulldepth.settings import layer, read
-from fulldepth.training import TrainSettings, train
+from fulldepth.training import train
+from training.conftest import settings
 
 DEPTH = 4
 
@@ -24,7 +24,7 @@ class Tracker(TrainerCallback):
 
 def expected(results, step):
     """The numbers of one evaluation, from the table of the results alone."""
-    rows = results.table[results.table.step == step]
+    rows = results.table.query("step == @step")
     numbers = {}
     for row in rows.itertuples():
         if row.measure == "validation_loss":
@@ -42,7 +42,7 @@ def expected(results, step):
 
 def run(recipe, folder, tracker):
     path = recipe(objective={"jump": 0.5}, report_to=[tracker], log_every=3)
-    return train(layer(TrainSettings, read(path, "train")), folder)
+    return train(settings(path), folder)
 
 
 def test_every_evaluation_is_tracked(recipe, tmp_path, monkeypatch):
