@@ -30,7 +30,7 @@ def test_the_example_and_its_document(main, checkpoint, tmp_path):
     }
     meta = json.loads((tmp_path / "out" / "results.json").read_text(), parse_constant=pytest.fail)
     assert (meta["schema_version"], meta["kind"], meta["complete"]) == (1, "measure", True)
-    assert meta["settings"]["tokens"] == "no-first"
+    assert meta["settings"]["token_policy"] == "no-first"
     shown = [meta["model"][key] for key in ("name", "class", "family", "task", "num_layers", "width", "dtype")]
     assert shown == [str(checkpoint("llama")), "LlamaForCausalLM", "llama", "causal-lm", 3, 32, "float32"]
     assert meta["model"]["config_hash"].startswith("sha256:")

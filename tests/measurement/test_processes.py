@@ -20,7 +20,7 @@ KEYS = ["measure", "site", "layer", "other", "statistic"]
 
 def compare(two_processes, model, data, folder, **settings):
     """Both ways, into two folders; the tables must be equal to 1e-6."""
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    given = [f"--set={name}={value}" for name, value in settings.items()]
     done = two_processes(fulldepth, "measure", model, "--data", data, "--output", folder / "two", *given)
     for code, _, error in done:
         assert code == 0, error
