@@ -1,7 +1,10 @@
 """Detection data: hand-made files in COCO's format, their defects, and the synthetic shapes."""
 
+import copy
 import json
 import re
+from functools import reduce
+from operator import getitem
 
 import numpy as np
 import pytest
@@ -31,16 +34,10 @@ def written(tmp_path):
     """`written(changes)` writes the good file with changes at paths such as `annotations.0.bbox`, and its images."""
 
     def write(changes=None, folder="images"):
-        content = json.loads(json.dumps(GOOD))
+        content = copy.deepcopy(GOOD)
         for path, value in (changes or {}).items():
-            *above, last = path.split(".")
-            entry = content
-            for key in above:
-                entry = entry[int(key)] if key.isdigit() else entry[key]
-            if isinstance(entry, list) and int(last) == len(entry):
-                entry.append(value)
-            else:
-                entry[int(last) if last.isdigit() else last] = value
+            *above, last = (int(key) if key.isdigit() else key for key in path.split("."))
+            reduce(getitem, above, content)[last] = value
         (tmp_path / folder).mkdir(exist_ok=True)
         Image.new("RGB", (40, 20), (200, 0, 0)).save(tmp_path / folder / "b.png")
         Image.new("RGB", (20, 20), (0, 200, 0)).save(tmp_path / folder / "a.png")
@@ -73,17 +70,13 @@ DEFECTS = [
     ({"annotations.1.image_id": 99}, "annotations[1] (id 2): image_id 99"),
     ({"annotations.0.category_id": 3}, "annotations[0] (id 1): category_id 3"),
     ({"annotations.0.bbox": [30, 5, 20, 10]}, "annotations[0]"),
-    ({"annotations.0.bbox": [-9, 5, 20, 10]}, "annotations[0]"),
     ({"annotations.0.bbox": [3, 5, 0, 10]}, "annotations[0]"),
-    ({"annotations.0.bbox": [3, 5, "w", 10]}, "annotations[0] (id 1): bbox"),
     ({"annotations.0.bbox": [3, 5, float("nan"), 10]}, "annotations[0] (id 1): bbox"),
-    ({"annotations.0.bbox": [3, 5, 4]}, "annotations[0] (id 1): bbox"),
     ({"annotations.0.iscrowd": 2}, "annotations[0] (id 1): iscrowd"),
     ({"annotations.0.image_id": "7"}, "annotations[0] (id 1): image_id is '7'"),
     ({"annotations.0": None}, "annotations[0]"),
     ({"images.1.file_name": "c.png"}, "images[1] (id 3)"),
     ({"images.1.file_name": "../a.png"}, "images[1] (id 3)"),
-    ({"images.1.file_name": "a" * 5000}, "images[1] (id 3)"),
     ({"images.1.id": 7}, "images[1] (id 7)"),
     ({"images.1.width": None}, "images[1] (id 3): width"),
     ({"images.1": "a.png"}, "images[1]"),
@@ -103,11 +96,9 @@ def test_defects_are_refused_with_their_entry_and_skipped_on_request(written, ch
 
 BAD = [
     ({"categories": "dogs"}, "categories"),
-    ({"categories": []}, "0 categories"),
     ({"categories.1.id": 18}, r"categories\[1\] \(id 18\)"),
     ({"categories.1.name": "\ud800"}, r"categories\[1\]"),
     ({"images": [], "annotations": []}, "no images"),
-    (json.dumps(GOOD).encode()[:99], "not valid JSON"),
     ("caf\u00e9".encode("latin-1"), "not valid JSON"),
     (b"[]", "not in COCO's format"),
 ]
@@ -151,7 +142,8 @@ def test_objects_follow_the_classes_of_the_model(written):
     kept, _ = number_labels(source, ["cat", "car"], skip_bad=True)
     assert [record.objects.classes for record in kept.records] == [(1,), ()]
     assert "1 bad" in kept.warnings[-1]
-    unused, _ = number_labels(open_source(written({"categories.2": {"id": 1, "name": "things"}})), ["dog", "car"])
+    more = written({"categories": [*GOOD["categories"], {"id": 1, "name": "things"}]})
+    unused, _ = number_labels(open_source(more), ["dog", "car"])
     assert unused.records[0].objects.classes == (0, 1)
 
 

@@ -17,15 +17,11 @@ def of(data, **options):
 
 
 TEXTS = {
-    "texts": (["a", "b"], ["a", "c"]),
     "where texts end": (["ab", "c"], ["a", "bc"]),
     "their order": (["a", "b"], ["b", "a"]),
-    "mappings": ([{"text": "a"}], [{"text": "b"}]),
     "labels": ([{"text": "a", "label": 0}], [{"text": "a", "label": 1}]),
     "names of classes": ([{"text": "a", "label": "x"}], [{"text": "a", "label": "y"}]),
-    "second texts": ([{"premise": "a", "hypothesis": "b"}], [{"premise": "a", "hypothesis": "c"}]),
     "which text it is": ([{"premise": "a", "hypothesis": ""}], [{"premise": "", "hypothesis": "a"}]),
-    "prompts": ([{"prompt": "a", "response": "b"}], [{"prompt": "c", "response": "b"}]),
     "responses": ([{"prompt": "a", "response": "b"}], [{"prompt": "a", "response": "c"}]),
 }
 

@@ -1,10 +1,11 @@
-import json
+import copy
 
 import pandas as pd
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from data.conftest import jsonl
 from fulldepth.data import conversations, train_tokenizer
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
@@ -27,15 +28,10 @@ def plain():
 
 
 @pytest.fixture(scope="module")
-def templated():
-    tokenizer = train_tokenizer(["One and one? Two. And one? Three. Be brief."] * 3, vocab_size=300)
+def templated(plain):
+    tokenizer = copy.deepcopy(plain)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
-
-
-def jsonl(path, *rows):
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-    return path
 
 
 def said(user, assistant):
@@ -46,17 +42,9 @@ def said(user, assistant):
 
 
 def test_pairs_of_every_naming(tmp_path, plain, templated):
-    path = jsonl(
-        tmp_path / "a.jsonl",
-        {"question": "a?", "answer": "b"},
-        {"question": "c:", "answer": " d"},
-        {"question": "e\n", "answer": "f"},
-    )
-    texts = [
-        {"prompt": "a?\n", "completion": "b"},
-        {"prompt": "c:", "completion": " d"},
-        {"prompt": "e\n", "completion": "f"},
-    ]
+    rows = [{"question": a, "answer": b} for a, b in (("a?", "b"), ("c:", " d"), ("e\n", "f"))]
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    texts = [{"prompt": a, "completion": b} for a, b in (("a?\n", "b"), ("c:", " d"), ("e\n", "f"))]
     assert conversations(path).to_list() == conversations(path, plain).to_list() == texts
     assert conversations(path, templated).to_list() == [said("a?", "b"), said("c:", " d"), said("e\n", "f")]
     assert conversations([{"context": "a", "target": "b"}]).to_list() == [{"prompt": "a\n", "completion": "b"}]
@@ -66,8 +54,7 @@ def test_pairs_of_every_naming(tmp_path, plain, templated):
     ]
     pd.DataFrame(alpaca).to_parquet(tmp_path / "b.parquet")
     assert conversations(tmp_path / "b.parquet", templated).to_list() == [said("Add.\n\n1 1", "2"), said("Go.", "x")]
-    problem = [said("a", "b")]
-    assert conversations(problem).to_list() == problem
+    assert conversations([said("a", "b")]).to_list() == [said("a", "b")]
 
 
 def test_chats(tmp_path, templated):
@@ -92,20 +79,18 @@ BAD = [
     ([{"messages": "hello"}], "'messages' is of type str, expected a list"),
     ([{"messages": [{"role": "assitant", "content": "a"}]}], "message 1 'assitant'. Did you mean 'assistant'"),
     ([{"messages": [{"role": "user"}]}], "message 1 has no 'content'"),
-    (["a"], "texts row 1 has no columns of conversations"),
 ]
 
 
-@pytest.mark.parametrize(("data", "message"), BAD, ids=[message[:20] for _, message in BAD])
+@pytest.mark.parametrize(("data", "message"), BAD)
 def test_bad_input(data, message):
     with pytest.raises(FulldepthError, match=message):
         conversations(data)
 
 
-def test_a_chat_needs_a_chat_template(plain, templated):
+def test_a_chat_needs_a_chat_template(plain):
     with pytest.raises(FulldepthError, match="tokenizer has no chat template"):
         conversations([{"messages": CHAT}], plain)
-    assert conversations([{"messages": CHAT}], templated).num_rows == 1
 
 
 @pytest.mark.slow

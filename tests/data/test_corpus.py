@@ -21,8 +21,6 @@ def test_the_corpus_is_small_old_and_split_by_author():
     train, heldout = builtin_texts("train"), builtin_texts("heldout")
     assert sum(map(len, train)) > 9_000_000
     assert sum(map(len, heldout)) > 800_000
-    assert any("Reader, I married him" in text for text in train)
-    assert "saddest story" in heldout[1].lower()
     assert not any(c in text for text in train + heldout for c in "\0\f\r\ufeff")
     with pytest.raises(FulldepthError, match=r"Unknown part .*'test'.*heldout, train"):
         builtin_texts("test")

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from data.conftest import jsonl
 from fulldepth.data import builtin_texts, rendering, train_tokenizer
 from fulldepth.data.batches import batches
 from fulldepth.data.examples import read_examples
@@ -30,11 +31,6 @@ from skip.word_tokenizer import (
 from tiny_models import build
 
 NO = -100
-
-
-def jsonl(path, *rows):
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-    return path
 
 
 def both(examples):
@@ -106,11 +102,8 @@ def test_pairs_go_through_the_chat_template_too():
 def test_template_that_opens_an_answer_differently():
     thinking = tokenizer(THINKING)
     assert rendering.encode_prompt(thinking, TALK[:2])[-3:] == [ASSISTANT, THINK, LINE]
-    found = both(
-        read_examples(
-            [{"messages": TALK[1:3]}, {"messages": [TALK[1], {**TALK[2], "content": "<think>w3"}]}], thinking, 64
-        )
-    )
+    rows = [{"messages": TALK[1:3]}, {"messages": [TALK[1], {**TALK[2], "content": "<think>w3"}]}]
+    found = both(read_examples(rows, thinking, 64))
     assert listed(found) == [
         ([USER, *ids(2), ASSISTANT, *ids(3), EOS], [NO] * 3 + [*ids(3), EOS]),
         ([USER, *ids(2), ASSISTANT, THINK, *ids(3), EOS], [NO] * 3 + [THINK, *ids(3), EOS]),
@@ -144,14 +137,12 @@ REFUSED = [
     (["", " "], {}, "texts"),
     (["w1 w2 w3"], {}, "texts"),
     ([PAIRS[0]], {}, "rows"),
-    ([{"image": "a.png"}], {}, "'image'"),
     (7, {}, "int"),
     (PAIRS, {"limit": 0}, "limit"),
     (PAIRS, {"sequence_length": 65}, "64 positions"),
     (PAIRS, {"vocab_size": 20}, "tokenizer"),
     ([PAIRS[0], {"text": "w1 w2"}], {}, "rows row 2"),
     ([PAIRS[0], pair((1,), ())], {}, "rows row 2"),
-    ([PAIRS[0], {"prompt": " ", "response": "w2"}], {}, "rows row 2"),
     ([chat("w1", "w2"), chat("w1")], {"template": CHAT}, "rows row 2"),
     ([chat("w1", "w2"), chat("w1", "", "w3", "w4")], {"template": CHAT}, "rows row 2"),
     ([chat("w1", "w2"), chat(" ", "w2")], {"template": CHAT}, "rows row 2"),

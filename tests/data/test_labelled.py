@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from scipy.stats import binomtest
@@ -14,12 +12,12 @@ from fulldepth.data.sources import DataRecord
 from fulldepth.errors import FulldepthError
 
 
-def rows_of(texts: list[str], labels: list[int]) -> Any:
+def rows_of(texts, labels):
     source = Source("rows", "labelled-text", [DataRecord(text=t, label=n) for t, n in zip(texts, labels, strict=True)])
     return check_rows(source, "text-classification", name_classes(source))
 
 
-def test_held_out_rows_have_the_shares_of_all_and_share_no_content() -> None:
+def test_held_out_rows_have_the_shares_of_all_and_share_no_content():
     rng = np.random.default_rng(1)
     labels = rng.choice(3, 200, p=[0.7, 0.2, 0.1]).tolist()
     texts = [f"{label} {rng.integers(0, 30)}" for label in labels]  # many occur several times
@@ -34,7 +32,7 @@ def test_held_out_rows_have_the_shares_of_all_and_share_no_content() -> None:
     assert {texts[order[i]] for i in np.flatnonzero(again)} == inside
 
 
-def test_held_out_rows_are_a_uniform_sample() -> None:
+def test_held_out_rows_are_a_uniform_sample():
     """The classes in turn gave half of each."""
     labels = [int(i % 10 == 0) for i in range(2000)]
     rows = rows_of([f"text {i}" for i in range(2000)], labels)
@@ -42,16 +40,16 @@ def test_held_out_rows_are_a_uniform_sample() -> None:
     assert binomtest(zeros, 800, 0.9).pvalue > 1e-4
 
 
-def test_equal_rows_cannot_be_held_out() -> None:
+def test_equal_rows_cannot_be_held_out():
     with pytest.raises(FulldepthError, match="No row of rows can be held out"):
         held_out(rows_of(["a", "a", "b"], [0, 0, 1]), 5, seed=0)
 
 
-def test_keys_hold_the_epoch() -> None:
+def test_keys_hold_the_epoch():
     assert list(in_epochs([2, 0, 1, 1, 2, 0, 0], 3)) == [2, 0, 1, 4, 5, 3, 6]
 
 
-def test_builtin_digits_are_split_within_each_class() -> None:
+def test_builtin_digits_are_split_within_each_class():
     assert open_source("digits:builtin").name == "digits:builtin/test"
     assert open_source("digits:builtin", held_out=False).name == "digits:builtin/train"
     for part, size in (("train", 1442), ("test", 355)):
@@ -62,7 +60,7 @@ def test_builtin_digits_are_split_within_each_class() -> None:
         assert counts.sum() == len(source) == size
 
 
-def test_wordpiece_frames_texts_and_pairs_as_bert_does() -> None:
+def test_wordpiece_frames_texts_and_pairs_as_bert_does():
     tokenizer = train_wordpiece(["the film is good", "the film is bad"] * 2, 300)
     one, two = tokenizer("the film"), tokenizer("the film", "is good")
     assert tokenizer.convert_ids_to_tokens(one["input_ids"]) == ["[CLS]", "the", "film", "[SEP]"]
@@ -70,7 +68,7 @@ def test_wordpiece_frames_texts_and_pairs_as_bert_does() -> None:
     assert tokenizer.pad_token_id == 0
 
 
-def test_a_wordpiece_tokenizer_follows_from_its_texts() -> None:
+def test_a_wordpiece_tokenizer_follows_from_its_texts():
     """The trainer of `tokenizers` alone gives another vocabulary each time."""
     texts = [f"film {number} is {word}, says {word}er" for number in range(40) for word in ("dull", "naïve")]
     one, *others = [train_wordpiece(texts, 80) for _ in range(4)]

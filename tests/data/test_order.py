@@ -18,12 +18,12 @@ FIXED_LARGE = [62537347, 24134831, 33077758]
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**32), epoch=st.integers(0, 5))
 @settings(max_examples=60, deadline=None)
-def test_every_epoch_has_every_item_once(size: int, seed: int, epoch: int) -> None:
+def test_every_epoch_has_every_item_once(size, seed, epoch):
     order = ShuffledSampler(size, seed=seed).indices(epoch * size, (epoch + 1) * size)
     assert np.array_equal(np.sort(order), np.arange(size))
 
 
-def test_every_pass_is_the_next_part_of_one_sequence() -> None:
+def test_every_pass_is_the_next_part_of_one_sequence():
     """Also in a loop that never calls `set_epoch`."""
     stream = ShuffledSampler(60, seed=2).indices(0, 300).tolist()
     for length in (60, 100):
@@ -39,13 +39,13 @@ def test_every_pass_is_the_next_part_of_one_sequence() -> None:
     assert ShuffledSampler(60, seed=2).indices(97, 205).tolist() == stream[97:205]
 
 
-def test_the_order_is_fixed_for_all_time() -> None:
+def test_the_order_is_fixed_for_all_time():
     """A resumed run relies on it: a change needs another name (`ORDER`)."""
     assert ShuffledSampler(10, seed=0).indices(0, 20).tolist() == FIXED
     assert ShuffledSampler(LARGE, seed=7).indices(3, 6).tolist() == FIXED_LARGE
 
 
-def test_a_large_order_looks_random() -> None:
+def test_a_large_order_looks_random():
     order = ShuffledSampler(LARGE, seed=3).indices(LARGE // 3, LARGE // 3 + 200_000)
     counts = np.bincount(order * 500 // LARGE, minlength=500)
     assert 1e-4 < stats.chisquare(counts).pvalue < 1 - 1e-4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,28 +13,25 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fulldepth.data import builtin_texts, open_source, prepare, train_tokenizer
-from fulldepth.data.drawing import Text, draw_windows, first_windows
+from fulldepth.data.drawing import draw_windows, first_windows
 from fulldepth.data.tokens import Frame, WordFinder, leading_ids, plain_ids
 
 
-def words(numbers: Any) -> str:
+def words(numbers):
     return " ".join(f"w{n}" for n in numbers)
 
 
-def test_windows_are_uniform_over_all_text(number_tokenizer: Any) -> None:
+def prepared(tokenizer, data, **options):
+    return prepare(open_source(data), task="causal-lm", tokenizer=tokenizer, **options)
+
+
+def test_windows_are_uniform_over_all_text(number_tokenizer):
     """Documents of 1 to 40 lengths of a window get windows by their length; at most once each piece."""
     sizes = [100, 200, 400, 800, 1600, 4000]
     texts = [words([d] * n) for d, n in enumerate(sizes)]
-    counts: Counter[int] = Counter()
+    counts = Counter()
     for seed in range(60):
-        data = prepare(
-            open_source(texts),
-            task="causal-lm",
-            tokenizer=number_tokenizer,
-            sequence_length=8,
-            max_sequences=40,
-            seed=seed,
-        )
+        data = prepared(number_tokenizer, texts, sequence_length=8, max_sequences=40, seed=seed)
         assert len(data) == 40
         for example in data.examples:
             (document,) = set(example.input_ids.tolist())  # a window is within a document
@@ -45,32 +41,23 @@ def test_windows_are_uniform_over_all_text(number_tokenizer: Any) -> None:
     assert chisquare(observed, expected).pvalue > 1e-3  # without replacement it varies less than a multinomial
 
 
-def test_windows_are_contiguous_distinct_and_spread_over_a_document(number_tokenizer: Any) -> None:
+def test_windows_are_contiguous_distinct_and_spread_over_a_document(number_tokenizer):
     text = words(i % 499 for i in range(499 * 40))
     starts = []
     for seed in range(40):
-        data = prepare(
-            open_source([text]),
-            task="causal-lm",
-            tokenizer=number_tokenizer,
-            sequence_length=16,
-            max_sequences=30,
-            seed=seed,
-        )
-        for example in data.examples:
-            steps = np.diff(example.input_ids.numpy())
-            assert set(steps.tolist()) <= {1, -498}
+        data = prepared(number_tokenizer, [text], sequence_length=16, max_sequences=30, seed=seed)
+        assert all({*np.diff(example.input_ids).tolist()} <= {1, -498} for example in data.examples)
         starts += [int(example.input_ids[0]) for example in data.examples]
     observed, _ = np.histogram(starts, bins=10, range=(2, 501))
     assert chisquare(observed).pvalue > 1e-3
 
 
-def test_few_characters_are_tokenised() -> None:
+def test_few_characters_are_tokenised():
     """24 windows of the built-in corpus do not need all of its 0.8 MB; beginnings are those of the whole text."""
     tokenizer = train_tokenizer([builtin_texts("heldout")[0][:120_000]], vocab_size=600)
-    sizes: list[int] = []
+    sizes = []
 
-    def tokenise(text: Text) -> list[int]:
+    def tokenise(text):
         sizes.append(len(text.text))
         return plain_ids(tokenizer, text.text)
 
@@ -84,11 +71,9 @@ def test_few_characters_are_tokenised() -> None:
         assert ids == whole[: len(ids)]
 
 
-def test_short_documents_are_joined_within_a_window(number_tokenizer: Any) -> None:
+def test_short_documents_are_joined_within_a_window(number_tokenizer):
     texts = [words([i] * 5) for i in range(300)]
-    data = prepare(
-        open_source(texts), task="causal-lm", tokenizer=number_tokenizer, sequence_length=17, max_sequences=20
-    )
+    data = prepared(number_tokenizer, texts, sequence_length=17, max_sequences=20)
     assert len(data) == 20
     documents = [set(example.input_ids.tolist()) - {1} for example in data.examples]
     assert all(len(each) == 3 for each in documents)
@@ -98,63 +83,54 @@ def test_short_documents_are_joined_within_a_window(number_tokenizer: Any) -> No
 
 
 @pytest.mark.parametrize(("bos", "count"), [("auto", 9), ("always", 9), ("never", 0)])
-def test_every_window_begins_with_bos(bert_tokenizer: Any, number_tokenizer: Any, bos: Any, count: int) -> None:
+def test_every_window_begins_with_bos(bert_tokenizer, number_tokenizer, bos, count):
     """Windows from the middle of a document lacked it."""
     for order in ("random", "first"):
-        data = prepare(
-            open_source([words(range(400))]),
-            task="causal-lm",
-            tokenizer=bert_tokenizer,
-            sequence_length=32,
-            max_sequences=9,
-            bos=bos,
-            order=order,
-        )
+        options = {"sequence_length": 32, "max_sequences": 9, "order": order}
+        data = prepared(bert_tokenizer, [words(range(400))], bos=bos, **options)
         assert data.lengths == [32] * 9
         assert sum(int(example.input_ids[0]) == 2 for example in data.examples) == count
         assert sum((example.input_ids == 2).sum() for example in data.examples) == count
-    bare = prepare(open_source(["w1 w2 w3"]), task="causal-lm", tokenizer=number_tokenizer, bos=bos)
+    bare = prepared(number_tokenizer, ["w1 w2 w3"], bos=bos)
     assert bare.lengths == [3]
     assert bool(bare.warnings) == (bos == "always")
 
 
-def test_one_sequence_for_each_row(number_tokenizer: Any) -> None:
+def test_one_sequence_for_each_row(number_tokenizer):
     texts = [words(range(n)) for n in range(1, 31)]
-    data = prepare(
-        open_source(texts), task="causal-lm", tokenizer=number_tokenizer, sequence_length=20, one_per_row=True
-    )
+    data = prepared(number_tokenizer, texts, sequence_length=20, one_per_row=True)
     assert data.lengths == [min(n, 20) for n in range(1, 31)]
     assert len(set(data.clusters)) == 30
     assert "10 texts are longer than 20 tokens and cut there." in data.warnings
 
 
-def test_clusters_of_windows_are_documents_or_blocks(number_tokenizer: Any) -> None:
-    options: dict[str, Any] = {"task": "causal-lm", "tokenizer": number_tokenizer, "sequence_length": 64}
-    texts = [words([i] * 1000) for i in range(3)]
-    data = prepare(open_source(texts), max_sequences=100, **options)
-    by_document = {int(e.input_ids[0]): c for e, c in zip(data.examples, data.clusters, strict=True)}
-    assert len(set(by_document.values())) == 3
-    assert all(by_document[int(e.input_ids[0])] == c for e, c in zip(data.examples, data.clusters, strict=True))
+def test_clusters_of_windows_are_documents_or_blocks(number_tokenizer):
+    def windows(texts, most):
+        return prepared(number_tokenizer, texts, max_sequences=most, sequence_length=64)
+
+    data = windows([words([i] * 1000) for i in range(3)], 100)
+    pairs = {(int(e.input_ids[0]), c) for e, c in zip(data.examples, data.clusters, strict=True)}
+    assert len(pairs) == len({cluster for _, cluster in pairs}) == len({document for document, _ in pairs}) == 3
     assert (data.unit, data.no_error) == ("document", None)
     assert data.describe()["clusters"] == 3
 
-    whole = prepare(open_source([words([1] * 4096 * 10)]), max_sequences=1000, **options)
+    whole = windows([words([1] * 4096 * 10)], 1000)
     assert (len(whole), len(set(whole.clusters)), whole.no_error) == (640, 10, None)
     assert whole.unit == "block of 4,096 tokens"
     assert sorted(Counter(whole.clusters).values()) == [64] * 10
-    drawn = prepare(open_source([words([1] * 4096 * 30)]), max_sequences=60, **options)
+    drawn = windows([words([1] * 4096 * 30)], 60)
     assert 8 <= len(set(drawn.clusters)) <= 30
-    few = prepare(open_source([words([1] * 4096 * 3)]), max_sequences=60, **options)
+    few = windows([words([1] * 4096 * 3)], 60)
     assert len(set(few.clusters)) == 1
     assert few.no_error is not None
     assert "8 blocks" in few.no_error
 
 
-def test_rows_and_pairs_are_their_own_clusters(number_tokenizer: Any) -> None:
+def test_rows_and_pairs_are_their_own_clusters(number_tokenizer):
     rows = [{"prompt": f"w{i}", "response": f"w{i + 1}"} for i in range(5)]
-    data = prepare(open_source(rows), task="causal-lm", tokenizer=number_tokenizer)
+    data = prepared(number_tokenizer, rows)
     assert (len(set(data.clusters)), data.unit) == (5, "row")
-    again = prepare(open_source(rows[::-1]), task="causal-lm", tokenizer=number_tokenizer)
+    again = prepared(number_tokenizer, rows[::-1])
     assert again.clusters == data.clusters[::-1]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers as tf
 
 import fulldepth
 from families import zoo
@@ -13,12 +12,12 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution.batching import check_batching
 
 
-def texts(lengths: list[int], seed: int = 0) -> Sequences:
+def texts(lengths, seed=0):
     """Random token sequences of these lengths, right padded."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(3, zoo.VOCAB, (length,), generator=generator) for length in lengths]
 
-    def collate(indices: list[int]) -> Batch:
+    def collate(indices):
         chosen = [rows[index] for index in indices]
         ids = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in chosen], batch_first=True)
@@ -28,14 +27,14 @@ def texts(lengths: list[int], seed: int = 0) -> Sequences:
     return Sequences("random", "text", "representation", "sha256:0", rows, collate, lengths, 0)
 
 
-def measured(model: tf.PreTrainedModel, batch_size: int) -> tuple[list[float], list[str]]:
+def measured(model, batch_size):
     data = texts([9, 16, 9, 12, 16, 7])
     results = fulldepth.measure(model, data, measures=["displacement"], batch_size=batch_size)
     return results.table.query("statistic == 'mean'").value.tolist(), results.meta["warnings"]
 
 
 @pytest.mark.parametrize("model_type", ["fnet", "convbert", "bert"])
-def test_displacement_is_that_of_each_sequence_alone(model_type: str) -> None:
+def test_displacement_is_that_of_each_sequence_alone(model_type):
     model = zoo.build(model_type, "representation")
     together, warnings = measured(model, 6)
     alone, _ = measured(model, 1)
@@ -44,7 +43,7 @@ def test_displacement_is_that_of_each_sequence_alone(model_type: str) -> None:
     assert any("change when a sequence is padded" in line for line in warnings) is mixes
 
 
-def test_a_model_whose_sequences_see_each_other_runs_them_alone() -> None:
+def test_a_model_whose_sequences_see_each_other_runs_them_alone():
     model = zoo.build("llama", "causal-lm")
     block = model.model.layers[1]
     plain = block.forward
@@ -54,12 +53,12 @@ def test_a_model_whose_sequences_see_each_other_runs_them_alone() -> None:
     assert sentence is not None
 
 
-def test_a_model_that_draws_random_numbers_is_refused() -> None:
+def test_a_model_that_draws_random_numbers_is_refused():
     """ViT-MAE masks patches at random, in evaluation mode too."""
     model = zoo.build("vit_mae", "representation")
     pixels = torch.randn(2, 3, 32, 32)
 
-    def collate(indices: list[int]) -> Batch:
+    def collate(indices):
         return Batch({"pixel_values": pixels[list(indices)]}, None, torch.tensor(list(indices)))
 
     data = Sequences("noise", "images", "representation", "sha256:0", [0, 1], collate, [0, 0], 0)

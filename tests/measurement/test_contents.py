@@ -51,8 +51,8 @@ def test_text_weights_and_tokenizer_replaced_at_equal_size_and_time(is_known, ch
     weights, tokenizer = model / "model.safetensors", tmp_path / "run" / "tokenizer.json"
     kept = {path: path.read_bytes() for path in (text, weights, tokenizer)}
     words = json.loads(kept[tokenizer])
-    first, second = list(words["model"]["vocab"])[-2:]
     vocabulary = words["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
 
     replaced(text, kept[text].swapcase())

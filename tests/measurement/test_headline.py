@@ -18,7 +18,7 @@ def said(*entries, layers=4, clusters=None):
     return headline(tabulate(rows), layers, clusters or Clusters(8, 8))
 
 
-@pytest.mark.parametrize("value", [-3.0, 0.0, 1e-12, 0.049, 0.051, 9.94, 9.951, 10.0, 55.5])
+@pytest.mark.parametrize("value", [-3.0, 0.0, 0.049, 0.051, 9.94, 9.951, 55.5])
 def test_jumps_are_told_as_they_are(value):
     found = said(*(("jump_rate", "value", layer, value) for layer in (3, 4)))
     for name in ("zeta_L", "zeta_L-1"):

@@ -40,7 +40,7 @@ def test_it_reads_what_the_stock_model_has_after_attention(family, checkpoint, t
         np.testing.assert_allclose(results.values("lens_accuracy", "mean", site), accuracies, rtol=1e-12)
     # everything else is what it is without the option
     plain = measure(checkpoint(family), text_file, measures=LENS, sequence_length=T, **SIZES).table
-    same = results.table[results.table.site != "attention_output"].reset_index(drop=True)
+    same = results.table.query("site != 'attention_output'").reset_index(drop=True)
     assert same.astype(str).equals(plain.astype(str))
 
 

@@ -84,7 +84,7 @@ def distributions(weights):
 @pytest.mark.parametrize("name", MEMORY)
 def test_retrieval(measured, name):
     results, model, trace, _ = measured(name)
-    table = results.table[results.table.measure == "retrieval_weight"]
+    table = results.table.query("measure == 'retrieval_weight'")
     expected, depth = {}, {}
     for index in range(1, LAYERS):
         layer = index + 1

@@ -101,7 +101,7 @@ def test_lens(results, logits, ids):
     counts = np.bincount(settled, minlength=4)[1:]
     assert results.values("saturation", "count").tolist() == counts.tolist()
     np.testing.assert_allclose(results.values("saturation", "cumulative"), counts.cumsum() / counts.sum())
-    depths = results.table[results.table.measure == "effective_depth"].set_index("statistic").value
+    depths = results.table.query("measure == 'effective_depth'").set_index("statistic").value
     assert depths["eps=0.05"] == next((n for n in (1, 2, 3) if accuracy[n] >= 0.95), 3)
     assert depths["relative_eps=0.05"] == next(n for n in (1, 2, 3) if accuracy[n] >= 0.95 * accuracy[3])
 

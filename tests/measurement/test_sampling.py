@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from fulldepth import measure
@@ -20,16 +21,13 @@ def test_defaults_sample_and_exact_samples_nothing(trained, text_file, capsys):
     sampling = default.meta["sampling"]
     assert sampling["lens_positions"] == sampling["lens_targets"] == 24 * 15, "small data are read in full"
     assert sampling["entropy_sequences"] == 16
-    assert "the entropies 16 of 24 sequences" in sampling["sentence"]
-    assert "the lens" not in sampling["sentence"]
     finish(default)
     assert sampling["sentence"] in capsys.readouterr().out
     exact = measure(trained, text_file, exact=True, **OPTIONS)
     assert exact.meta["sampling"]["entropy_sequences"] == 24
     assert exact.meta["sampling"]["sentence"] is None
     by_hand = measure(trained, text_file, entropy_sequences=24, lens_tokens=None, **OPTIONS)
-    for one, other in zip(exact.table.itertuples(index=False), by_hand.table.itertuples(index=False), strict=True):
-        assert repr(one) == repr(other)
+    pd.testing.assert_frame_equal(exact.table, by_hand.table, check_exact=True)
 
 
 def test_exact_contradicts_the_size_of_a_sample(trained, text_file):
@@ -48,8 +46,5 @@ def test_the_standard_error_of_a_sampled_lens_is_its_scatter_over_samples(traine
     differences = np.array([run.values("lens_loss", "mean") - exact for run in runs])
     stated = np.array([run.values("lens_loss", "standard_error") for run in runs])
     scatter = np.sqrt((differences**2).mean(0)) / stated.mean(0)
-    assert (scatter > 0.4).all()
-    assert (scatter < 1.6).all()
-    sampling = runs[0].meta["sampling"]
-    assert sampling["lens_positions"] == 100
-    assert "the lens reads 100 of 992 positions" in sampling["sentence"]
+    assert ((scatter > 0.4) & (scatter < 1.6)).all()
+    assert runs[0].meta["sampling"]["lens_positions"] == 100

@@ -8,8 +8,6 @@ import shutil
 
 import pandas as pd
 import pytest
-import torch
-import transformers as tf
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import checkpoint_of, trained_steps
@@ -25,17 +23,9 @@ SETTINGS = MeasureSettings(max_sequences=4, sequence_length=12)
 def trained_run(tmp_path_factory, checkpoint):
     """What the Trainer leaves: checkpoint-N, each with its tokenizer, and files of its own beside them."""
     root = tmp_path_factory.mktemp("training") / "run"
-    torch.manual_seed(1)
     for step in STEPS:
-        model = tf.LlamaForCausalLM.from_pretrained(checkpoint("llama"))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.05 * step**0.5 * torch.randn_like(parameter))
-        home = root / f"checkpoint-{step}"
-        model.save_pretrained(home)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(checkpoint("llama") / name, home)
-        (home / "trainer_state.json").write_text("{}")
+        shutil.copytree(checkpoint("llama", step), root / f"checkpoint-{step}")
+        (root / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
     (root / "checkpoint-best").mkdir()
     return root
 
@@ -88,7 +78,7 @@ def test_series_holds_every_checkpoint(finished, trained_run, text_file):
     assert list(dict.fromkeys(results.table["step"])) == [entry["step"] for entry in results.meta["steps"]] == STEPS
     for step, entry in zip(STEPS, results.meta["steps"], strict=True):
         alone = measure(trained_run / f"checkpoint-{step}", text_file, max_sequences=4, sequence_length=12)
-        rows = results.table[results.table.step == step].drop(columns="step").reset_index(drop=True)
+        rows = results.table.query("step == @step").drop(columns="step").reset_index(drop=True)
         pd.testing.assert_frame_equal(rows, alone.table, check_dtype=False)
         assert entry["headline"] == alone.headline
         assert entry["lens_grid"] == json.loads(json.dumps(alone.meta["lens_grid"]))
@@ -108,19 +98,17 @@ def test_same_again_has_nothing_to_do_and_overwrite_does_everything(measured, ou
     assert not {name for name in before if before[name] == after[name]}
 
 
-@pytest.mark.parametrize("damage", ["absent", "lost entry", "half a document", "no table"])
+@pytest.mark.parametrize("damage", ["absent", "half a document", "no table"])
 def test_goes_on_after_an_interruption(measured, output, trained_run, damage):
     whole, home = Results.load(output), output / "steps" / "checkpoint-20"
     for name in ("results.json", "results.parquet", "report.html"):
         (output / name).unlink()
-    document = (home / "results.json").read_text()
     if damage == "absent":
         shutil.rmtree(home)
     elif damage == "no table":
         (home / "results.parquet").unlink()
     else:
-        lost = json.dumps(json.loads(document) | {"timings": "lost"})
-        (home / "results.json").write_text(lost if damage == "lost entry" else document[: len(document) // 2])
+        (home / "results.json").write_text((home / "results.json").read_text()[:-100])
     before = {name: time for name, time in times(output).items() if "checkpoint-20" not in name}
     results, said = measured(trained_run, output)
     assert before.items() <= times(output).items()
@@ -147,7 +135,7 @@ def test_a_series_whose_past_is_another_is_not_extended(measured, run, checkpoin
     assert times(tmp_path / "again") == before
 
 
-@pytest.mark.parametrize("state", ["{", "[]", '{"global_step": true}', '{"global_step": -1}', '{"global_step": 1.5}'])
+@pytest.mark.parametrize("state", ["{", "[]", '{"global_step": -1}', '{"global_step": true}', '{"global_step": 1.5}'])
 def test_a_trainer_state_without_a_step_names_none(tmp_path, state):
     (tmp_path / "trainer_state.json").write_text(state)
     assert trained_steps(tmp_path) is None
@@ -167,7 +155,7 @@ def test_a_final_model_is_the_last_point_of_the_series(measured, run, checkpoint
     results, _ = measured(run, tmp_path / "out")
     assert [entry["step"] for entry in results.meta["steps"]] == [*STEPS, 150]
     alone = measure(last, text_file, max_sequences=4, sequence_length=12)
-    rows = results.table[results.table.step == 150].drop(columns="step").reset_index(drop=True)
+    rows = results.table.query("step == 150").drop(columns="step").reset_index(drop=True)
     pd.testing.assert_frame_equal(rows, alone.table, check_dtype=False)
     assert results.headline == alone.headline
     assert checkpoint_of(run) == str(run)

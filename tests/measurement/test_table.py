@@ -13,14 +13,14 @@ GENERAL = {"displacement", "jump_rate", "cosine", "cka", "norm_ratio", "spectral
 
 
 def test_influences_give_the_errors_of_the_table_and_are_small(checkpoint, documents_file, tmp_path):
-    """Two models on the same text are paired; a part of it has other groups."""
+    """Two models on the same text are paired; another text has other groups."""
     first, second, other = (
         measure(checkpoint("llama", seed), documents_file, max_sequences=n, sequence_length=12)
-        for seed, n in ((0, 16), (1, 16), (0, 5))
+        for seed, n in ((0, 16), (1, 16), (0, 6))
     )
     assert first.meta["groups"] == second.meta["groups"] != other.meta["groups"]
     values = first.influences
-    assert set(values.measure) >= {"displacement", "jump_rate", "lens_accuracy", "lens_loss", "coherence", "saturation"}
+    assert set(values.measure) >= {"coherence", "saturation"}
     groups = [name for name in values.columns if name.startswith("group_")]
     assert len(groups) == first.meta["groups"]["count"]
     errors = first.table.query("statistic == 'standard_error'").set_index(["measure", "site", "layer"])["value"]
@@ -40,6 +40,6 @@ def test_what_a_head_leaves_out(checkpoint, documents_file, picture_folder, fami
     data = picture_folder if family == "detr" else documents_file
     results = measure(checkpoint(family), data, max_sequences=3, sequence_length=None if family == "detr" else 12)
     assert set(results.table.measure) >= GENERAL
-    assert set(results.table[results.table.measure == "norm_ratio"].layer) == {1, 2, 3}
+    assert set(results.table.query("measure == 'norm_ratio'").layer) == {1, 2, 3}
     without = {entry["measure"] for entry in results.meta["left_out"]} & LM
     assert without == (set() if family == "bert-pretraining" else LM)

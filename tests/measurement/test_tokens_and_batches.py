@@ -38,9 +38,7 @@ def test_padding_and_batch_size_change_nothing(checkpoint, ragged_tsv, family):
 def test_padding_on_the_left_changes_nothing_either(checkpoint, ragged_tsv, tokenizer):
     left = tf.AutoTokenizer.from_pretrained(checkpoint("llama"), padding_side="left")
     model = tf.LlamaForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float64)
-    right = measure(model, str(ragged_tsv), tokenizer=tokenizer, batch_size=5, sequence_length=48)
-    other = measure(model, str(ragged_tsv), tokenizer=left, batch_size=5, sequence_length=48)
-    assert_same(right.table, other.table)
+    assert_same(*(measure(model, str(ragged_tsv), tokenizer=t, batch_size=5).table for t in (tokenizer, left)))
 
 
 @pytest.mark.parametrize("policy", ["all", "no-first", "last", "cls", "mean"])
@@ -58,7 +56,7 @@ def test_policies_choose_tokens(checkpoint, ragged_tsv, ragged_texts, tokenizer,
         states.append(own.mean(1, keepdims=True) if policy == "mean" else own)
     kept = np.concatenate(states, axis=1)
     psi = oracle.psi(kept[:-1], kept[1:])
-    rows = results.table[(results.table.measure == "displacement") & (results.table.site == "residual")]
+    rows = results.table.query("measure == 'displacement' and site == 'residual'")
     assert set(rows["count"][~rows.statistic.str.contains("no-first")]) == {kept.shape[1]}
     np.testing.assert_allclose(results.values("displacement", "mean", "residual"), psi.mean(1), rtol=1e-9)
     cosine = oracle.cosines(kept[0], kept[2]).mean()
@@ -108,9 +106,7 @@ def test_end_of_sequence_policy(checkpoint, tokenizer, corpus):
     texts = [{"text": corpus[n * 30 : n * 30 + 10 + n], "label": n % 2} for n in range(6)]
     ended = [{**entry, "text": entry["text"] + tokenizer.eos_token} for entry in texts]
     options = {"sequence_length": 64, "measures": ["displacement"], "dtype": "float64"}
-    eos = measure(checkpoint("llama"), ended, token_policy="eos", **options).table
-    last = measure(checkpoint("llama"), ended, token_policy="last", **options).table
-    assert_same(eos, last)
+    assert_same(*(measure(checkpoint("llama"), ended, token_policy=p, **options).table for p in ("eos", "last")))
     with pytest.raises(FulldepthError, match=r"end-of-sequence token"):
         measure(checkpoint("llama"), texts, token_policy="eos", **options)
 
@@ -119,7 +115,7 @@ def test_the_seed_changes_only_what_is_sampled(trained, text_file):
     options = {"max_sequences": 12, "sequence_length": 16, "order": "first", "reservoir_tokens": 40}
     first, other, again = (measure(trained, text_file, seed=seed, **options).table for seed in (0, 1, 1))
     assert_same(first, other, but={"cosine"})
-    assert not np.allclose(*(table[table.measure == "cosine"]["value"] for table in (first, other)))
+    assert not np.allclose(*(table.query("measure == 'cosine'")["value"] for table in (first, other)))
     assert_same(other, again, rtol=0, atol=0)
 
 

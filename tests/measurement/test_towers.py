@@ -92,7 +92,7 @@ def test_across_modalities(clip, folder, tmp_path):
     images, texts, scores = projected(clip, source)
     names = np.array([record.text for record in source.records])
     equal = names[:, None] == names[None]
-    table = results.table[results.table.site == "cross"].set_index(["measure", "statistic", "layer", "other"]).value
+    table = results.table.query("site == 'cross'").set_index(["measure", "statistic", "layer", "other"]).value
     expected = {}
     for i, image in enumerate(images):
         for j, text in enumerate(texts):
@@ -116,7 +116,7 @@ def test_across_modalities(clip, folder, tmp_path):
 def test_captions_are_one_to_one(clip, folder):
     rows = [{"image": str(file), "text": CAPTIONS[0]} for file in sorted(folder.glob("*.png"))[:3]]
     one = fulldepth.measure(str(clip), rows, progress=False)
-    assert set(one.table[one.table.measure == "retrieval"].value) == {1.0}, "equal texts are one text"
+    assert set(one.table.query("measure == 'retrieval'").value) == {1.0}, "equal texts are one text"
     for bad in ([*rows, {"image": rows[0]["image"], "text": None}], [{"image": row["image"]} for row in rows]):
         with pytest.raises(FulldepthError, match="text"):
             fulldepth.measure(str(clip), bad, progress=False)

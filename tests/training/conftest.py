@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
 from fulldepth.data import builtin_texts, train_tokenizer
+from fulldepth.settings import layer, read
+from fulldepth.settings.train import TrainSettings
 
 MODEL = {
     "type": "llama",
@@ -19,6 +21,9 @@ MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+ENCODER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+ENCODER |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+GPT2 = {"type": "gpt2", "n_embd": 16, "n_layer": 3, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 DETR = {
     "type": "detr",
     "backbone_config": {
@@ -49,33 +54,73 @@ SETTINGS = {
     "eval_every": 3,
     "save_every": 3,
 }
+WORDS = {"bad": ["dull", "bleak", "cold", "sour"], "good": ["fine", "lovely", "bright", "warm"]}
+
+
+def settings(path):
+    """Of a recipe file."""
+    return layer(TrainSettings, read(path, "train"))
+
+
+def without_times(table):
+    """The rows that are the same whenever a recipe is run."""
+    timed = ("throughput", "elapsed", "peak_memory", "other_load")
+    return table[~table.measure.isin(timed)].reset_index(drop=True)
+
+
+def jsonl(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def sentences(path, count, seed=0):
+    """Sentences of two to six words, whose class is that of their words."""
+    rng, rows = np.random.default_rng(seed), []
+    for number in range(count):
+        label = sorted(WORDS)[number % 2]
+        chosen = " ".join(rng.choice(WORDS[label], 2 + number % 5))
+        rows.append({"sentence": f"film {seed} {number} is {chosen}", "label": label})
+    return jsonl(path, *rows)
+
+
+def kept_for_backward(model, forward):
+    """Bytes of distinct storages, weights left out, that autograd holds after a forward pass."""
+    own, held = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in own:
+            held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
 
 
 @pytest.fixture(scope="session")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def sources(tmp_path_factory):
     """A text file of many documents and a tokenizer for it."""
     folder = tmp_path_factory.mktemp("sources")
     text = builtin_texts("heldout")[0][:60_000]
     paragraphs = [" ".join(p.split()) for p in text.split("\n\n") if len(p.split()) > 20]
-    rows = "\n".join(json.dumps({"text": paragraph}) for paragraph in paragraphs)
-    (folder / "text.jsonl").write_text(rows + "\n", encoding="utf-8")
     train_tokenizer(paragraphs, vocab_size=400).save_pretrained(folder / "tokenizer")
-    return folder / "text.jsonl", folder / "tokenizer"
+    return jsonl(folder / "text.jsonl", *({"text": paragraph} for paragraph in paragraphs)), folder / "tokenizer"
 
 
 @pytest.fixture
-def recipe(sources: tuple[Path, Path], tmp_path: Path) -> Any:
-    """`recipe(**changes)` writes a recipe file and gives its path; a mapping changes single keys."""
+def recipe(sources, tmp_path):
+    """`recipe(**changes)`: a recipe file; a mapping changes single keys, and one with a checkpoint replaces them."""
 
-    def write(**changes: Any) -> Path:
+    def write(**changes):
         text, tokenizer = sources
-        settings: dict[str, Any] = {
+        settings = {
             **SETTINGS,
             "data": {"name": str(text), "validation_share": 0.2, "validation_sequences": 6},
             "tokenizer": str(tokenizer),
         }
         for key, value in changes.items():
-            settings[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
+            merged = isinstance(value, dict) and "checkpoint" not in value
+            settings[key] = {**settings.get(key, {}), **value} if merged else value
         path = tmp_path / "recipe.yaml"
         path.write_text(yaml.safe_dump(settings), encoding="utf-8")
         return path

@@ -17,7 +17,7 @@ COLOURS = ((250, 10, 10), (10, 250, 10), (10, 10, 250))
 FLIP = AugmentationSettings(flip=True)
 
 
-def rectangles(index: int) -> Picture:
+def rectangles(index):
     """A picture with a rectangle of each colour in a band of its own, at random places."""
     random = np.random.default_rng(index)
     width, height = int(random.integers(30, 60)), 30
@@ -31,7 +31,7 @@ def rectangles(index: int) -> Picture:
     return Picture(image.copy, objects=Objects(width, height, (0, 1, 2), tuple(boxes), (False, True, False)))
 
 
-def scanned(pixels: np.ndarray) -> list[tuple[float, ...]]:
+def scanned(pixels):
     """The box of each colour's pixels, `[H, W, 3]`."""
     found = []
     for colour in COLOURS:
@@ -41,12 +41,12 @@ def scanned(pixels: np.ndarray) -> list[tuple[float, ...]]:
     return found
 
 
-def plain(**options: object) -> DetrImageProcessorPil:
+def plain(**options):
     """A processor that pads, and changes no pixel."""
     return DetrImageProcessorPil(do_resize=False, do_normalize=False, do_rescale=False, **options)
 
 
-def test_a_batch_holds_the_boxes_of_its_pixels_and_half_of_the_images_are_mirrored() -> None:
+def test_a_batch_holds_the_boxes_of_its_pixels_and_half_of_the_images_are_mirrored():
     augment = Augmentation(FLIP, plain(), seed=3)
     pictures = [rectangles(index) for index in range(40)]
     flipped = []
@@ -64,8 +64,8 @@ def test_a_batch_holds_the_boxes_of_its_pixels_and_half_of_the_images_are_mirror
     assert flipped[:40] != flipped[40:]
 
 
-def test_an_image_is_mirrored_by_seed_epoch_and_index_alone() -> None:
-    def mirrored(seed: int, chosen: list[int], epoch: int) -> list[bool]:
+def test_an_image_is_mirrored_by_seed_epoch_and_index_alone():
+    def mirrored(seed, chosen, epoch):
         batch = Augmentation(FLIP, plain(), seed)([Item(pictures[index], epoch, index) for index in chosen])
         return [not torch.equal(b["boxes"][0], torch.tensor(pictures[i].objects.relative[0])) for i, b in
                 zip(chosen, batch.objects, strict=True)]  # fmt: skip

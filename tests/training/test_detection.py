@@ -18,7 +18,6 @@ from fulldepth.metrics import average_precision
 from fulldepth.settings import layers as recipes
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training import train
-from fulldepth.training.arguments import resolved
 from fulldepth.training.model import build_config, meta_model
 from training.conftest import DETR
 
@@ -38,10 +37,7 @@ RECIPE = {
 
 def settings(**changes):
     """The recipe with changes; mappings change single keys."""
-    merged = {**RECIPE}
-    for key, value in changes.items():
-        merged[key] = {**merged[key], **value} if isinstance(value, dict) and key in merged else value
-    return TrainSettings.model_validate(merged)
+    return recipes.layer(TrainSettings, RECIPE, changes)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +73,7 @@ def stock(folder):
 def test_the_record_is_that_of_the_stock_model_and_of_a_measurement(run):
     folder, results = run
     model, batch, found = stock(folder)
-    last = results.table[results.table.step == 4]
+    last = results.table.query("step == 4")
     assert float(last[last.measure == "validation_loss"].value.iloc[0]) == pytest.approx(found.loss.item(), abs=1e-5)
     recorded = {
         (statistic, int(layer)): value
@@ -140,7 +136,7 @@ def test_heads_of_a_multi_exit_detector_move_in_even_steps_and_are_resumed(tmp_p
     for name in ("model.safetensors", EXIT_HEADS):
         whole, resumed = (load_file(tmp_path / each / "checkpoint-4" / name) for each in ("whole", "cut"))
         assert all(torch.equal(whole[key], resumed[key]) for key in whole)
-    rows = results.table[(results.table.step == 4) & (results.table.measure == "average_precision")]
+    rows = results.table.query("step == 4 and measure == 'average_precision'")
     assert set(rows.layer) == {1, 2, 3}
 
 
@@ -149,4 +145,3 @@ def test_the_papers_detector_has_its_size():
     paper = recipes.layer(TrainSettings, recipes.read("detr-coco", "train"))
     config = build_config(paper.model, task="detection", classes=[f"class {index}" for index in range(91)])
     assert round(meta_model(config, "detection").num_parameters() / 1e6) in (41, 42)
-    assert resolved(paper).objective.terms["aligned"]["schedule"] == "always"

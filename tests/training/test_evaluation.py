@@ -10,7 +10,7 @@ from fulldepth.training.evaluation import evaluate
 from tiny_models import BUILDERS
 
 
-def test_tokens_without_a_direction_are_left_out_of_a_layer() -> None:
+def test_tokens_without_a_direction_are_left_out_of_a_layer():
     """The embedding of token 5 is zero; at the first position, which sees nothing else, so are all later states."""
     model = BUILDERS["llama"]().double()
     model.config.tie_last_hidden_states = False
@@ -37,7 +37,7 @@ def test_tokens_without_a_direction_are_left_out_of_a_layer() -> None:
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize(("family", "body", "norm"), [("gpt2", "transformer", "ln_f"), ("llama", "model", "norm")])
-def test_texts_that_end_with_the_padding_token(family: str, body: str, norm: str, side: str) -> None:
+def test_texts_that_end_with_the_padding_token(family, body, norm, side):
     """The stock class reads the last id that is not the padding id, also where the mask counts a later one."""
     model = BUILDERS[f"{family}-classifier"]().eval()
     model.config.tie_last_hidden_states = False

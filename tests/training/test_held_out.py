@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
@@ -17,14 +16,14 @@ class Tokenizer:
     chat_template = TEMPLATE
 
 
-def chat(*texts: str) -> dict[str, Any]:
+def chat(*texts):
     roles = ("user", "assistant") * len(texts)
     return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
 
 
 @given(st.lists(st.integers(0, 12), min_size=2, max_size=60), st.integers(1, 10), st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
-def test_no_content_is_in_both_parts(numbers: list[int], most: int, seed: int) -> None:
+def test_no_content_is_in_both_parts(numbers, most, seed):
     given_rows = [chat(f"ask {n}", f"answer {n}", f"more {n % 3}", "yes", f"{n // 2}?", "no") for n in numbers]
     rows = conversations(given_rows, Tokenizer())
     held_out = held_out_rows(rows, most, seed)
@@ -45,13 +44,13 @@ def test_no_content_is_in_both_parts(numbers: list[int], most: int, seed: int) -
         assert held_out.sum() == min(most, len(rows) - 1)
 
 
-def test_the_choice_follows_the_content_and_the_seed_and_not_the_order() -> None:
+def test_the_choice_follows_the_content_and_the_seed_and_not_the_order():
     pairs = [{"prompt": f"{n}?", "response": f"{n}."} for n in range(40)]
     shuffled = random.Random(0).sample(pairs, 40)
     rows, others = (conversations(data) for data in (pairs, shuffled))
     assert rows.column_names == ["prompt", "completion"]
 
-    def texts(data: Any, seed: int) -> set[str]:
+    def texts(data, seed):
         return {data[int(i)]["prompt"] for i in np.flatnonzero(held_out_rows(data, 10, seed))}
 
     assert texts(rows, 0) == texts(others, 0) != texts(rows, 1)

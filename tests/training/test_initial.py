@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from fulldepth.training.plan import plan
 WIDTH, FFN, HEADS, KV_HEADS, HEAD, VOCAB = 64, 160, 4, 2, 16, 128
 SIZES = {"hidden_size": WIDTH, "intermediate_size": FFN, "num_hidden_layers": 3, "vocab_size": VOCAB}
 SIZES |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "llama": {"type": "llama", **SIZES, "pad_token_id": 3},
     "tied": {"type": "llama", **SIZES, "tie_word_embeddings": True},
     "dynamic": {"type": "depth_llama", **SIZES, "memory": "dynamic", "residual": "tree", "tree": {"2": [0, 1]}},
@@ -30,15 +29,15 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def asked(model: dict[str, Any], seed: int = 5, **initializer: Any) -> TrainSettings:
+def asked(model, seed=5, **initializer):
     return layer(TrainSettings, {"model": model, "seed": seed, "sequence_length": 16, "initializer": initializer})
 
 
-def made(settings: TrainSettings) -> tf.PreTrainedModel:
+def made(settings):
     return build_model(build_config(settings.model, positions=16), settings)
 
 
-def inputs(model: nn.Module) -> dict[str, int]:
+def inputs(model):
     """Name of each matrix of products and embeddings -> its inputs; an embedding has as many as channels."""
     found = {}
     for name, module in model.named_modules():
@@ -48,7 +47,7 @@ def inputs(model: nn.Module) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_truncated_normal_weights_have_the_formulas_distribution(name: str) -> None:
+def test_truncated_normal_weights_have_the_formulas_distribution(name):
     """scipy's truncated normal: support, standard deviation of each matrix, and all of them together."""
     plain, model = made(asked(MODELS[name])), made(asked(MODELS[name], distribution="truncated-normal"))
     law, widths, pooled = stats.truncnorm(-3, 3), inputs(model), []
@@ -72,7 +71,7 @@ def test_truncated_normal_weights_have_the_formulas_distribution(name: str) -> N
 @pytest.mark.parametrize(
     ("name", "distribution"), [*((name, "model") for name in MODELS), ("llama", "truncated-normal")]
 )
-def test_output_scale_multiplies_what_writes_into_the_stream_and_nothing_else(name: str, distribution: str) -> None:
+def test_output_scale_multiplies_what_writes_into_the_stream_and_nothing_else(name, distribution):
     plain = made(asked(MODELS[name], distribution=distribution)).state_dict()
     scaled = made(asked(MODELS[name], distribution=distribution, output_scale=0.5)).state_dict()
     outputs = [key for key in plain if key.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight"))]
@@ -82,7 +81,7 @@ def test_output_scale_multiplies_what_writes_into_the_stream_and_nothing_else(na
 
 
 @pytest.mark.parametrize("memory", ["static", "dynamic", "kv"])
-def test_key_and_value_projections_that_read_a_memory_are_uniform(memory: str) -> None:
+def test_key_and_value_projections_that_read_a_memory_are_uniform(memory):
     """kaiming_uniform_(a = sqrt 5): bound sqrt(6 / ((1 + a^2) inputs)), with the inputs that torch counts."""
     shape = {**MODELS["llama"], "type": "depth_llama", "memory": memory, "hidden_size": 128, "num_attention_heads": 8}
     whole = nn.init._calculate_fan_in_and_fan_out(torch.empty(1, KV_HEADS, 128, 16))[0]
@@ -109,9 +108,7 @@ def test_key_and_value_projections_that_read_a_memory_are_uniform(memory: str) -
         ({"type": "mixtral", **SIZES, "num_local_experts": 2}, {"distribution": "truncated-normal"}, ["mlp.gate"]),
     ],
 )
-def test_a_start_that_the_model_cannot_have_is_refused_and_by_the_dry_run_too(
-    model: dict[str, Any], initializer: dict[str, Any], words: list[str]
-) -> None:
+def test_a_start_that_the_model_cannot_have_is_refused_and_by_the_dry_run_too(model, initializer, words):
     settings = asked(model, **initializer)
     config = build_config(settings.model, positions=16)
     for refused in (lambda: build_model(config, settings), lambda: plan(settings, config)):
@@ -120,7 +117,7 @@ def test_a_start_that_the_model_cannot_have_is_refused_and_by_the_dry_run_too(
         assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_a_checkpoints_weights_are_never_drawn_again(tmp_path) -> None:
+def test_a_checkpoints_weights_are_never_drawn_again(tmp_path):
     made(asked(MODELS["llama"], 9)).save_pretrained(tmp_path)
     stored = tf.LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
     settings = asked({"checkpoint": str(tmp_path)}, distribution="truncated-normal", output_scale=0.5)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,24 +24,15 @@ from transformers import (
 from fulldepth.data import ShuffledSampler, train_wordpiece
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import EXIT_HEADS
-from fulldepth.results import Results
 from fulldepth.settings import layer
 from fulldepth.training import TrainSettings, train
 from fulldepth.training.heads import with_new_head
 from fulldepth.training.trainer import multistep
+from training.conftest import ENCODER, GPT2, jsonl, sentences
 
 VIT = {
     "task": "image-classification",
-    "model": {
-        "type": "vit",
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 8,
-        "patch_size": 4,
-        "hidden_dropout_prob": 0.1,
-    },
+    "model": {"type": "vit", **ENCODER, "hidden_dropout_prob": 0.1, "image_size": 8, "patch_size": 4},
     "data": {"name": "digits:builtin/train", "validation": "digits:builtin/test"},
     "steps": 6,
     "global_batch_size": 8,
@@ -52,55 +41,34 @@ VIT = {
     "eval_every": 3,
     "save_every": 3,
 }
-WORDS = {"good": ["fine", "lovely", "bright", "warm"], "bad": ["dull", "bleak", "cold", "sour"]}
-BERT = {
-    "type": "bert",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-GPT2 = {"type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-GPT2 |= {"attn_pdrop": 0.0}
+BERT = {"type": "bert", **ENCODER}
 
 
-def asked(recipe: dict[str, Any], **changes: Any) -> TrainSettings:
+def asked(recipe, **changes):
     return layer(TrainSettings, recipe, changes)
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    """60 sentences with named labels, as JSON lines."""
-    rng, rows = np.random.default_rng(0), []
-    for number in range(60):
-        label = sorted(WORDS)[number % 2]
-        words = [str(word) for word in rng.choice(WORDS[label], 2 + number % 3)]
-        rows.append({"sentence": f"the film {number} is {' and '.join(words)}", "label": label})
-    path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+def texts(tmp_path):
+    return sentences(tmp_path / "texts.jsonl", 60)
 
 
-def text_recipe(path: Path, model: dict[str, Any], tokenizer: str, **changes: Any) -> dict[str, Any]:
+def text_recipe(path, model, tokenizer, **changes):
     recipe = {"task": "text-classification", "model": model, "tokenizer": tokenizer, "data": {"name": str(path)}}
-    return recipe | {"sequence_length": 24, "global_batch_size": 8, "steps": 1, "learning_rate": 1e-12} | changes
+    return recipe | {"sequence_length": 32, "global_batch_size": 8, "steps": 1, "learning_rate": 1e-12} | changes
 
 
-def value(results: Results, measure: str, step: int) -> float:
-    table = results.table
-    rows = table[(table.measure == measure) & (table.step == step) & (table.site == "model")]
-    return float(rows.value.item())
+def value(results, measure, step):
+    return results.table.query("measure == @measure and step == @step and site == 'model'").value.item()
 
 
-def digits_of_the_test_part() -> tuple[np.ndarray, np.ndarray]:
+def digits_of_the_test_part():
     data = load_digits()
     chosen = np.concatenate([np.flatnonzero(data.target == digit)[4::5] for digit in range(10)])
     return data.images[chosen], data.target[chosen]
 
 
-def test_accuracy_and_loss_are_those_of_the_stock_model(tmp_path: Path) -> None:
+def test_accuracy_and_loss_are_those_of_the_stock_model(tmp_path):
     results = train(asked(VIT, method="aligned"), tmp_path / "run")
     folder = tmp_path / "run" / "checkpoint-6"
     model = AutoModelForImageClassification.from_pretrained(folder).eval()
@@ -115,17 +83,15 @@ def test_accuracy_and_loss_are_those_of_the_stock_model(tmp_path: Path) -> None:
     assert value(results, "validation_accuracy", 6) == pytest.approx(accuracy_score(labels, predicted), abs=1e-12)
     loss = torch.nn.functional.cross_entropy(states.logits, torch.tensor(labels)).item()
     assert value(results, "validation_loss", 6) == pytest.approx(loss, rel=1e-5)
-    layers = results.table[(results.table.measure == "lens_accuracy") & (results.table.step == 6)].sort_values("layer")
+    layers = results.table.query("measure == 'lens_accuracy' and step == 6").sort_values("layer")
     for row, state in zip(layers.itertuples(), states.hidden_states, strict=True):
         with torch.no_grad():
             own = model.classifier(model.vit.layernorm(state)[:, 0]).argmax(-1).numpy()
         assert row.value == pytest.approx(accuracy_score(labels, own), abs=1e-12), row.layer
 
 
-def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {
-        "augmentation": {"crop": 1, "flip": True, "rotation": 15, "randaugment": 1, "erasing": 0.5}
-    }
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
+    changes = {"augmentation": {"crop": 1, "flip": True, "rotation": 15, "randaugment": 1, "erasing": 0.5}}
     train(asked(VIT, **changes), tmp_path / "run")
     shutil.copytree(tmp_path / "run", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoint-6")
@@ -135,7 +101,7 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("model", "tokenizer"), [(BERT, "wordpiece:300"), (GPT2, "bpe:300")], ids=["bert", "gpt2"])
-def test_loss_of_a_step_is_the_stock_models(texts: Path, tmp_path: Path, model: dict[str, Any], tokenizer: str) -> None:
+def test_loss_of_a_step_is_the_stock_models(texts, tmp_path, model, tokenizer):
     recipe = text_recipe(texts, model, tokenizer, micro_batch_size=4, weight_decay=0.0)
     recipe["data"]["validation"] = str(texts)
     results = train(asked(recipe), tmp_path / "run")
@@ -145,21 +111,20 @@ def test_loss_of_a_step_is_the_stock_models(texts: Path, tmp_path: Path, model: 
     rows = [json.loads(line) for line in texts.read_text().splitlines()]
     assert stock.config.label2id == {"bad": 0, "good": 1}
 
-    def loss(chosen: list[dict[str, Any]]) -> float:
+    def loss(chosen):
         batch = reader([row["sentence"] for row in chosen], padding=True, return_tensors="pt")
         labels = torch.tensor([stock.config.label2id[row["label"]] for row in chosen])
         with torch.no_grad():
             return stock(**batch, labels=labels).loss.item()
 
-    first = list(ShuffledSampler(len(rows), seed=0, length=8))
-    assert value(results, "train_loss", 1) == pytest.approx(loss([rows[i] for i in first]), rel=1e-5)
+    first = [rows[i] for i in ShuffledSampler(len(rows), seed=0, length=8)]
+    assert value(results, "train_loss", 1) == pytest.approx(loss(first), rel=1e-5)
     assert value(results, "validation_loss", 1) == pytest.approx(loss(rows), rel=1e-5)
 
 
-def test_a_new_head_is_put_on_a_checkpoints_body(texts: Path, tmp_path: Path) -> None:
+def test_a_new_head_is_put_on_a_checkpoints_body(texts, tmp_path):
     tokenizer = train_wordpiece(["a fine film", "a dull film"] * 3, 300)
-    options = {key: number for key, number in BERT.items() if key != "type"}
-    body = BertModel(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=24, **options))
+    body = BertModel(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=32, **ENCODER))
     body.save_pretrained(tmp_path / "body")
     tokenizer.save_pretrained(tmp_path / "body")
     recipe = text_recipe(texts, {"checkpoint": str(tmp_path / "body")}, "", weight_decay=0.0) | {"tokenizer": None}
@@ -176,11 +141,9 @@ def test_a_new_head_is_put_on_a_checkpoints_body(texts: Path, tmp_path: Path) ->
         train(asked(recipe), tmp_path / "other")
 
 
-def test_a_head_is_kept_only_if_it_names_the_same_classes(tmp_path: Path) -> None:
-    options = {key: number for key, number in BERT.items() if key != "type"} | {"vocab_size": 50}
-
-    def classifier(*names: str) -> BertForSequenceClassification:
-        return BertForSequenceClassification(BertConfig(**options, id2label=dict(enumerate(names))))
+def test_a_head_is_kept_only_if_it_names_the_same_classes(tmp_path):
+    def classifier(*names):
+        return BertForSequenceClassification(BertConfig(**ENCODER, vocab_size=50, id2label=dict(enumerate(names))))
 
     stored = classifier("bad", "good")
     stored.save_pretrained(tmp_path / "stored")
@@ -192,16 +155,11 @@ def test_a_head_is_kept_only_if_it_names_the_same_classes(tmp_path: Path) -> Non
         assert torch.equal(given["bert.pooler.dense.weight"], stored.bert.pooler.dense.weight)
 
 
-def lines(path: Path, *rows: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
 GOOD = [{"text": f"film {number}", "label": number % 2} for number in range(12)]
 
 
 LONG = {"text": "so " * 40, "label": 1}
-BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
+BAD = {
     "outside": ([*GOOD, {"text": "odd", "label": 7}], "a.jsonl line 13"),
     "unlabelled": ([*GOOD, {"text": "odd", "label": None}], "a.jsonl line 13"),
     "blank": ([*GOOD, {"text": " ", "label": 1}], "a.jsonl line 13"),
@@ -212,30 +170,31 @@ BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_texts_are_refused_with_their_line(case: str, tmp_path: Path) -> None:
+def test_bad_texts_are_refused_with_their_line(case, tmp_path):
     rows, named = BAD[case]
     model = BERT | {"num_labels": 2} if case == "outside" else BERT
-    recipe = text_recipe(tmp_path, model, "wordpiece:300", data={"name": lines(tmp_path / "a.jsonl", *rows)})
+    recipe = text_recipe(tmp_path, model, "wordpiece:300", data={"name": str(jsonl(tmp_path / "a.jsonl", *rows))})
     with pytest.raises(FulldepthError, match=named):
         train(asked(recipe), tmp_path / "run")
 
 
-def test_bad_rows_are_skipped_and_counted_if_asked(tmp_path: Path) -> None:
+def test_bad_rows_are_skipped_and_counted_if_asked(tmp_path):
     bad = [{"text": "odd", "label": 7}, LONG, {"text": "", "label": 1}]
-    data = {"name": lines(tmp_path / "a.jsonl", *GOOD, *bad), "validation": lines(tmp_path / "b.jsonl", *GOOD)}
-    recipe = text_recipe(tmp_path, BERT | {"num_labels": 2}, "wordpiece:300", data={**data, "skip_bad": True})
+    name, validation = (str(jsonl(tmp_path / f"{n}.jsonl", *GOOD, *more)) for n, more in (("a", bad), ("b", [])))
+    data = {"name": name, "validation": validation, "skip_bad": True}
+    recipe = text_recipe(tmp_path, BERT | {"num_labels": 2}, "wordpiece:300", data=data)
     warnings = " ".join(train(asked(recipe), tmp_path / "run").meta["warnings"])
     assert "2 bad rows are left out of a.jsonl" in warnings
     assert "1 text is too long and left out of a.jsonl: a.jsonl line 14 has 42 tokens" in warnings
 
 
-def test_a_multistep_schedule_divides_by_ten_at_each_milestone() -> None:
+def test_a_multistep_schedule_divides_by_ten_at_each_milestone():
     settings = asked(VIT, schedule="multistep", steps=200, warmup_steps=4, milestones=[0.5, 0.75])
     factors = [multistep(settings, step) for step in (0, 2, 4, 99, 100, 149, 150, 199)]
     assert factors == pytest.approx([0, 0.5, 1, 1, 0.1, 0.1, 0.01, 0.01])
 
 
-def test_fine_tuning_starts_from_the_exit_heads_of_a_checkpoint_of_the_same_classes(tmp_path: Path) -> None:
+def test_fine_tuning_starts_from_the_exit_heads_of_a_checkpoint_of_the_same_classes(tmp_path):
     still = {"steps": 2, "eval_every": 2, "save_every": 2, "learning_rate": 1e-12, "weight_decay": 0.0, "seed": 3}
     train(asked(VIT, method="multi-exit"), tmp_path / "first")
     start = tmp_path / "first" / "checkpoint-6"

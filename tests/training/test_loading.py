@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import os
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
 
 from fulldepth.data import ShuffledSampler
-from fulldepth.settings import layer, read
 from fulldepth.training import TrainSettings, train
 from fulldepth.training.arguments import worker_count
 from fulldepth.training.trainer import RunTrainer
+from training.conftest import settings, without_times
 
 
-def settings(path: Path) -> TrainSettings:
-    return layer(TrainSettings, read(path, "train"))
-
-
-def test_a_run_reads_the_order_in_full_batches_over_epochs(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    seen: list[torch.Tensor] = []
-    windows: list[Any] = []
+def test_a_run_reads_the_order_in_full_batches_over_epochs(recipe, tmp_path, monkeypatch):
+    seen = []
+    windows = []
     compute = RunTrainer.compute_loss
 
-    def note(self: Any, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
+    def note(self, model, inputs, *more, **options):
         seen.append(inputs["input_ids"].clone())
         windows[:] = [self.train_dataset]
         return compute(self, model, inputs, *more, **options)
@@ -42,12 +36,12 @@ def test_a_run_reads_the_order_in_full_batches_over_epochs(recipe: Any, tmp_path
     assert torch.equal(torch.cat(seen), torch.stack([data[int(i)]["input_ids"] for i in order]))
 
 
-def test_workers_change_no_number_and_leave_sigterm_alone(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_workers_change_no_number_and_leave_sigterm_alone(recipe, tmp_path, monkeypatch):
     changes = {"steps": 12, "eval_every": 6, "save_every": 12, "model": {"attention_dropout": 0.1}}
     alone = train(settings(recipe(**changes, workers=0)), tmp_path / "alone")
     step = RunTrainer.training_step
 
-    def with_signal(self: Any, *arguments: Any) -> Any:
+    def with_signal(self, *arguments):
         if self.state.global_step == 2:  # as a scheduler does to every process of a job
             for worker in torch.multiprocessing.active_children():
                 subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
@@ -55,12 +49,10 @@ def test_workers_change_no_number_and_leave_sigterm_alone(recipe: Any, tmp_path:
 
     monkeypatch.setattr(RunTrainer, "training_step", with_signal)
     shared = train(settings(recipe(**changes, workers=2)), tmp_path / "shared")
-    timed = ("throughput", "elapsed", "peak_memory", "other_load")
-    tables = [results.table[~results.table.measure.isin(timed)].reset_index(drop=True) for results in (alone, shared)]
-    pd.testing.assert_frame_equal(*tables)
+    pd.testing.assert_frame_equal(*(without_times(results.table) for results in (alone, shared)))
 
 
-def test_workers_start_by_themselves_where_reading_is_long(monkeypatch: Any) -> None:
+def test_workers_start_by_themselves_where_reading_is_long(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
     long = TrainSettings(steps=100_000, global_batch_size=64, sequence_length=1024)
     assert [worker_count(long, processes) for processes in (1, 4, 8, 16)] == [4, 3, 1, 0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from fulldepth.training.plan import plan
 from fulldepth.training.trainer import parameter_groups
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 64}
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "llama": {"type": "llama", **SIZES},
     "gpt2": {"type": "gpt2", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64},
     **{name: {"type": "depth_llama", **SIZES, "memory": name} for name in ("static", "dynamic", "kv")},
@@ -24,12 +22,12 @@ MODELS: dict[str, dict[str, Any]] = {
 RATE, ROUTERS, DECAY = 0.25, 0.5, 0.125  # powers of two: the factors are exact
 
 
-def asked(name: str, decay: str) -> TrainSettings:
+def asked(name, decay):
     rates = {"learning_rate": RATE, "router_learning_rate": ROUTERS, "weight_decay": DECAY, "decay": decay}
     return layer(TrainSettings, {"model": MODELS[name], "sequence_length": 16, **rates})
 
 
-def shrinks(key: str, name: str, decay: str) -> bool:
+def shrinks(key, name, decay):
     """The rules as the papers say them, by the parameters' names."""
     if decay == "all":
         return True
@@ -40,7 +38,7 @@ def shrinks(key: str, name: str, decay: str) -> bool:
 
 @pytest.mark.parametrize("decay", ["matrices", "all", "routers"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_without_gradients_shrinks_what_the_rule_names(name: str, decay: str) -> None:
+def test_a_step_without_gradients_shrinks_what_the_rule_names(name, decay):
     settings = asked(name, decay)
     config = build_config(settings.model, positions=16)
     model = build_model(config, settings)

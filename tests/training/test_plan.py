@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import transformers as tf
 from torch.utils.flop_counter import FlopCounterMode
 
 from fulldepth.errors import FulldepthError
@@ -17,15 +14,17 @@ from fulldepth.settings import layers as recipes
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.model import build_config, build_model, meta_model, tokens_of_an_image
 from fulldepth.training.plan import dry_run_lines, estimate_memory, plan
+from training.conftest import kept_for_backward
 
 BATCH, TIME, VOCAB = 2, 32, 256
 SIZES = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 6, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "tie_word_embeddings": True}
 TREE = {"1": [-1, 0], "2": [0, 1], "4": [0, 3]}
-MODELS: dict[str, dict[str, Any]] = {
+NAMES = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+MODELS = {
     "llama": SIZES,
     "wide-heads": SIZES | {"type": "qwen3", "head_dim": 24},
-    "gpt2": {"type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "attn_pdrop": 0.0},
+    "gpt2": {"type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "attn_pdrop": 0.0, **NAMES},
     "tree": SIZES | {"type": "depth_llama", "residual": "tree", "tree": TREE},
     "static": SIZES | {"type": "depth_llama", "memory": "static"},
     "dynamic": SIZES | {"type": "depth_llama", "memory": "dynamic"},
@@ -33,9 +32,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "hyper": SIZES | {"type": "depth_llama", "residual": "hyper"},
     "hyper-static": SIZES | {"type": "depth_llama", "residual": "hyper", "hyper_dynamic": False},
 }
-NAMES = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 FEW = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-STOCK: dict[str, dict[str, Any]] = {
+STOCK = {
     "gemma3": SIZES | {"type": "gemma3_text", "head_dim": 24, **NAMES},
     "mistral": SIZES | {"type": "mistral"},
     "phi": FEW | {"type": "phi", "intermediate_size": 172, **NAMES},
@@ -43,20 +41,19 @@ STOCK: dict[str, dict[str, Any]] = {
 """Further families of transformers, whose operations are counted."""
 
 
-def asked(name: str, **over: Any) -> TrainSettings:
-    tokens = {"bos_token_id": 1, "eos_token_id": 2} if name == "gpt2" else {}
-    return layer(TrainSettings, {"model": (MODELS | STOCK)[name] | tokens, "sequence_length": TIME, **over})
+def asked(name, **over):
+    return layer(TrainSettings, {"model": (MODELS | STOCK)[name], "sequence_length": TIME, **over})
 
 
-def config_of(settings: TrainSettings) -> tf.PreTrainedConfig:
+def config_of(settings):
     return build_config(settings.model, vocab_size=VOCAB, positions=settings.sequence_length)
 
 
-def tokens(length: int = TIME) -> torch.Tensor:
+def tokens(length=TIME):
     return torch.randint(3, VOCAB, (BATCH, length), generator=torch.Generator().manual_seed(0))
 
 
-def counted(run: Any, length: int = TIME) -> tuple[float, Any]:
+def counted(run, length=TIME):
     """Operations of a call as torch counts them, per token, and its result."""
     with FlopCounterMode(display=False) as counter:
         result = run()
@@ -64,7 +61,7 @@ def counted(run: Any, length: int = TIME) -> tuple[float, Any]:
 
 
 @pytest.mark.parametrize("name", MODELS | STOCK)
-def test_operations_are_exactly_those_that_torch_counts(name: str) -> None:
+def test_operations_are_exactly_those_that_torch_counts(name):
     settings = asked(name, attention="eager")
     model, ids = build_model(config_of(settings), settings), tokens()
     flops = forward_flops(model, TIME)
@@ -79,7 +76,7 @@ def test_operations_are_exactly_those_that_torch_counts(name: str) -> None:
     assert flops.training == 3 * flops.forward
 
 
-def test_gradient_checkpointing_repeats_everything_but_the_head() -> None:
+def test_gradient_checkpointing_repeats_everything_but_the_head():
     settings = asked("kv", attention="eager")
     model, ids = build_model(config_of(settings), settings), tokens()
     model.activation_checkpointing_enable({"use_reentrant": False})
@@ -101,7 +98,7 @@ def test_gradient_checkpointing_repeats_everything_but_the_head() -> None:
         ({"jump": 1.0, "similarity": 0.5}, 32),
     ],
 )
-def test_operations_of_penalties_are_those_that_torch_counts(terms: dict[str, Any], length: int) -> None:
+def test_operations_of_penalties_are_those_that_torch_counts(terms, length):
     settings = asked("llama", attention="eager", sequence_length=length)
     model, ids = build_model(config_of(settings), settings), tokens(length)
     batch = {"input_ids": ids, "labels": ids}
@@ -114,24 +111,6 @@ def test_operations_of_penalties_are_those_that_torch_counts(terms: dict[str, An
     assert with_penalty - plain == objective.flops(model.config, length)
 
 
-def kept_for_backward(model: tf.PreTrainedModel, ids: torch.Tensor, autocast: bool) -> int:
-    """Bytes of distinct storages, weights left out, that autograd holds after a forward pass."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    held: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
-            held[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-    ):
-        model(input_ids=ids, labels=ids)
-    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
-
-
 @pytest.mark.parametrize(
     ("name", "attention", "precision"),
     [
@@ -139,20 +118,22 @@ def kept_for_backward(model: tf.PreTrainedModel, ids: torch.Tensor, autocast: bo
         *(("llama", kind, precision) for kind in ("sdpa", "eager") for precision in ("float32", "bfloat16")),
     ],
 )
-def test_activations_are_what_autograd_keeps(name: str, attention: str, precision: str) -> None:
+def test_activations_are_what_autograd_keeps(name, attention, precision):
     settings = asked(name, attention=attention, precision=precision)
-    model = build_model(config_of(settings), settings)
+    model, ids = build_model(config_of(settings), settings), tokens()
     memory = estimate_memory(model, settings, micro_batch=BATCH)
     copies = 0
     if precision == "autocast":
         copies = memory.weights - 4 * model.num_parameters()
     estimated = memory.activations + copies + memory.logits
     factor = {"gpt2": 2.0, "wide-heads": 2.0, "hyper": 1.05, "hyper-static": 1.05}.get(name, 1.25)
-    assert estimated / factor < kept_for_backward(model, tokens(), precision == "autocast") < estimated * factor
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+        kept = kept_for_backward(model, lambda: model(input_ids=ids, labels=ids))
+    assert estimated / factor < kept < estimated * factor
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_weights_gradients_and_optimiser_are_what_a_step_holds(precision: str) -> None:
+def test_weights_gradients_and_optimiser_are_what_a_step_holds(precision):
     settings = asked("dynamic", precision=precision)
     model = build_model(config_of(settings), settings)
     optimiser = torch.optim.AdamW(model.parameters())
@@ -175,7 +156,7 @@ def test_weights_gradients_and_optimiser_are_what_a_step_holds(precision: str) -
     assert halves.activations == memory.activations
 
 
-CLASSIFIERS: dict[str, dict[str, Any]] = {
+CLASSIFIERS = {
     "vit": {"type": "vit", **FEW, "intermediate_size": 172, "image_size": 16, "patch_size": 4},
     "bert": {"type": "bert", **FEW, "intermediate_size": 172},
     "gpt2": {"type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "pad_token_id": 0},
@@ -184,9 +165,7 @@ CLASSIFIERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("terms", [{"aligned": {"schedule": "always"}}, {"multi_exit": {"schedule": "always"}}])
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_operations_of_classifiers_and_their_layerwise_losses_are_those_that_torch_counts(
-    name: str, terms: dict[str, Any]
-) -> None:
+def test_operations_of_classifiers_and_their_layerwise_losses_are_those_that_torch_counts(name, terms):
     images = "image_size" in CLASSIFIERS[name]
     task = "image-classification" if images else "text-classification"
     settings = layer(TrainSettings, {"task": task, "model": CLASSIFIERS[name], "attention": "eager"})
@@ -210,7 +189,7 @@ def test_operations_of_classifiers_and_their_layerwise_losses_are_those_that_tor
     assert layerwise - forward - backward == pytest.approx(objective.flops(config, length, flops), rel=1e-9)
 
 
-def test_published_operations_of_the_four_models_of_lime() -> None:
+def test_published_operations_of_the_four_models_of_lime():
     """Table 6, in teraoperations of a sequence. The authors count a multiplication with its addition once in linear
     layers and twice in attention, and some operations besides products (so theirs are a little higher)."""
     table_6 = {
@@ -228,7 +207,7 @@ def test_published_operations_of_the_four_models_of_lime() -> None:
         assert ours / 1e12 == pytest.approx(published, rel=0.005)
 
 
-def test_parameters_tokens_and_batches_of_a_run() -> None:
+def test_parameters_tokens_and_batches_of_a_run():
     settings = asked("gpt2", steps=10, global_batch_size=8, micro_batch_size=2, gradient_checkpointing=True)
     made = plan(settings, config_of(settings), processes=2)
     block = 12 * 64**2 + 13 * 64  # GPT-2: matrices, biases and norms of one block
@@ -249,10 +228,10 @@ def test_parameters_tokens_and_batches_of_a_run() -> None:
         assert (made.micro_batch, made.accumulation) == (micro, 12 // micro)
 
 
-def test_the_lines_of_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lines_of_a_dry_run(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
-    def told(name: str, **changes: Any) -> dict[str, tuple[str, str]]:
+    def told(name, **changes):
         settings = layer(TrainSettings, recipes.read(name, "train"), changes)
         return {key: (value, sentence) for key, value, sentence in dry_run_lines(settings)}
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections import defaultdict
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -26,20 +23,18 @@ from torch import distributed
 from fulldepth.errors import FulldepthError
 from fulldepth.losses import ObjectiveMixin
 from fulldepth.results import Results
-from fulldepth.settings import layer, read
+from fulldepth.settings import layer
 from fulldepth.training import TrainSettings, train
+from training.conftest import ENCODER, GPT2, sentences, settings
 from training.conftest import MODEL as LLAMA
 from two_processes import fulldepth
 
 STEPS = {"steps": 4, "learning_rate": 3e-3, "warmup_steps": 2, "eval_every": 2, "save_every": 2}
 TIED = {"model": {**LLAMA, "tie_word_embeddings": True}, "objective": {"aligned": 1.0, "jump": 0.5}}
 LANGUAGE = {**STEPS, "global_batch_size": 4, "sequence_length": 24}
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
-SIZES |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-GPT2 = {"type": "gpt2", "n_embd": 16, "n_layer": 3, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 # with an epsilon of 1e-8 gradients that are zero but for rounding (biases of keys) move weights, too
 OTHERS = {**STEPS, "global_batch_size": 8, "adam_epsilon": 1e-3}
-RECIPES: dict[str, dict[str, Any]] = {
+RECIPES = {
     "tree": {
         **LANGUAGE,
         "model": {**LLAMA, "type": "depth_llama", "residual": "tree", "tree": {1: [-1, 0], 2: [0, 1]}},
@@ -58,7 +53,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "vit": {
         **OTHERS,
         "task": "image-classification",
-        "model": {"type": "vit", **SIZES, "image_size": 8, "patch_size": 4},
+        "model": {"type": "vit", **ENCODER, "image_size": 8, "patch_size": 4},
         "data": {"name": "digits:builtin/train", "validation": "digits:builtin/test", "validation_sequences": 33},
         "method": "multi-exit",
         "micro_batch_size": 2,
@@ -67,7 +62,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         **OTHERS,
         "task": "text-classification",
         "sequence_length": 24,
-        "model": {"type": "bert", **SIZES},
+        "model": {"type": "bert", **ENCODER},
         "tokenizer": "wordpiece:300",
         "method": "cos-regularised",
         "objective": {"jump": 0.5},
@@ -78,22 +73,22 @@ RANDOM = {"rng_state.pth", "rng_state_0.pth", "rng_state_1.pth"}
 
 
 @contextmanager
-def sharding_on_cpus(seen: dict[str, set[str]]) -> Iterator[None]:
+def sharding_on_cpus(seen):
     """accelerate makes FSDP2 of `fsdp=True`; notes the types of losses and of the gradients that are reduced."""
     init, loss_of = PartialState.__init__, ObjectiveMixin.compute_loss
 
-    def as_accelerators(self: Any, *args: Any, **kwargs: Any) -> None:
+    def as_accelerators(self, *args, **kwargs):
         init(self, *args, **kwargs)
         if self.distributed_type == DistributedType.MULTI_CPU:
             self.distributed_type = DistributedType.MULTI_GPU
 
-    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, *args, **kwargs):
         loss = loss_of(self, *args, **kwargs)
         seen["losses"].add(str(loss.dtype))
         return loss
 
-    def noting(reduce: Any) -> Any:
-        def reduce_scatter(output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    def noting(reduce):
+        def reduce_scatter(output, input, *args, **kwargs):
             seen["reductions"].add(str(input.dtype))
             return reduce(output, input, *args, **kwargs)
 
@@ -108,51 +103,38 @@ def sharding_on_cpus(seen: dict[str, set[str]]) -> Iterator[None]:
         yield
 
 
-def by_two(recipe: Path, output: Path, sharded: bool) -> dict[str, list[str]]:
+def by_two(recipe, output, sharded):
     """Train in this process and the other one; the types that were seen if they shard."""
-    seen: dict[str, set[str]] = {"losses": set(), "reductions": set()}
-    settings = layer(TrainSettings, read(recipe, "train"))
+    seen = defaultdict(set)
     if not sharded:
-        train(settings, output)
+        train(settings(recipe), output)
         return {}
     with sharding_on_cpus(seen):
-        train(settings.model_copy(update={"fsdp": True}), output)
+        train(settings(recipe).model_copy(update={"fsdp": True}), output)
     return {name: sorted(types) for name, types in seen.items()}
 
 
-def command(*arguments: object) -> tuple[int, str, str]:
+def command(*arguments):
     """A command in this process and the other one, which shard."""
-    with sharding_on_cpus({"losses": set(), "reductions": set()}):
+    with sharding_on_cpus(defaultdict(set)):
         return fulldepth(*arguments)
 
 
-def alone(recipe: Path) -> TrainSettings:
+def alone(recipe):
     """Settings of a recipe for one process, which takes the whole batch at once."""
-    return layer(TrainSettings, read(recipe, "train")).model_copy(update={"micro_batch_size": None})
-
-
-def sentences(path: Path, count: int, seed: int) -> str:
-    """Sentences of two to seven words, whose class is that of their words."""
-    words = {"bad": ["dull", "bleak", "cold", "sour"], "good": ["fine", "lovely", "bright", "warm"]}
-    rng, rows = np.random.default_rng(seed), []
-    for number in range(count):
-        label = sorted(words)[number % 2]
-        chosen = [str(word) for word in rng.choice(words[label], 2 + number % 5)]
-        rows.append(json.dumps({"sentence": f"film {seed} {number} is {' '.join(chosen)}", "label": label}))
-    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
-    return str(path)
+    return settings(recipe).model_copy(update={"micro_batch_size": None})
 
 
 @pytest.fixture(scope="session")
-def trained(made_once: Any, sources: tuple[Path, Path], two_processes: Any) -> Any:
+def trained(made_once, sources, two_processes):
     """`trained(name, kind)`: a folder with a recipe trained by two processes (`two`; kind: copied, sharded), and by one
     (`one`)."""
 
-    def folder_of(name: str, kind: str) -> Path:
-        def make(folder: Path) -> None:
+    def folder_of(name, kind):
+        def make(folder):
             recipe = {**RECIPES[name]}
             if recipe.get("task") == "text-classification":
-                data = [sentences(folder / f"{seed}.jsonl", count, seed) for seed, count in enumerate((60, 33))]
+                data = [str(sentences(folder / f"{seed}.jsonl", count, seed)) for seed, count in enumerate((60, 33))]
                 recipe["data"] = dict(zip(("name", "validation"), data, strict=True))
             elif "data" not in recipe:
                 recipe["data"] = {"name": str(sources[0]), "validation_share": 0.2, "validation_sequences": 9}
@@ -163,13 +145,13 @@ def trained(made_once: Any, sources: tuple[Path, Path], two_processes: Any) -> A
             (folder / "types.json").write_text(json.dumps(types[0]))
             train(alone(path), folder / "one")
 
-        made: Path = made_once(f"{name}-{kind}", make)
+        made = made_once(f"{name}-{kind}", make)
         return made
 
     return folder_of
 
 
-def table(folder: Path) -> dict[tuple[Any, ...], float]:
+def table(folder):
     """What was recorded of losses, penalties and accuracies, with their numbers of validation rows."""
     rows = Results.load(folder).table.fillna({"layer": -1, "site": "", "count": -1})
     rows = rows[rows.measure.isin((*MEASURES, "penalty"))]
@@ -181,12 +163,12 @@ def table(folder: Path) -> dict[tuple[Any, ...], float]:
     }
 
 
-def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+def weights(checkpoint):
     """The model's weights and those of its exit heads."""
     return {name: weight for path in checkpoint.glob("*.safetensors") for name, weight in load_file(path).items()}
 
 
-def assert_same(one: Path, two: Path) -> None:
+def assert_same(one, two):
     """The same files and the same model in both checkpoints."""
     assert {path.name for path in one.iterdir()} ^ {path.name for path in two.iterdir()} <= RANDOM
     torch.testing.assert_close(weights(one), weights(two), rtol=1e-5, atol=1e-5)
@@ -200,7 +182,7 @@ def assert_same(one: Path, two: Path) -> None:
         *(pytest.param(*each, marks=pytest.mark.thorough) for each in (("lime", "sharded"), ("multi-exit", "copied"))),
     ],
 )
-def test_two_processes_train_and_evaluate_like_one(name: str, kind: str, trained: Any) -> None:
+def test_two_processes_train_and_evaluate_like_one(name, kind, trained):
     folder = trained(name, kind)
     one, two = (table(folder / each) for each in ("one", "two"))
     assert one.keys() == two.keys()
@@ -212,7 +194,7 @@ def test_two_processes_train_and_evaluate_like_one(name: str, kind: str, trained
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["autocast", pytest.param("bfloat16", marks=pytest.mark.thorough)])
-def test_losses_and_reductions_are_float32(name: str, trained: Any) -> None:
+def test_losses_and_reductions_are_float32(name, trained):
     """Near 6 nats bfloat16 has steps of 1/32: a loss in that type is off by up to 0.016."""
     folder = trained(name, "sharded")
     types = json.loads((folder / "types.json").read_text())
@@ -227,10 +209,10 @@ def test_losses_and_reductions_are_float32(name: str, trained: Any) -> None:
 
 
 @pytest.fixture
-def interrupted(trained: Any, tmp_path: Path) -> Any:
+def interrupted(trained, tmp_path):
     """`interrupted(name, kind, which)`: a run as it was when it was killed after its second step, and its recipe."""
 
-    def copied(name: str, kind: str, which: str) -> tuple[Path, Path]:
+    def copied(name, kind, which):
         run = tmp_path / which
         shutil.copytree(trained(name, kind) / which, run)
         shutil.rmtree(run / "checkpoint-4")
@@ -241,8 +223,8 @@ def interrupted(trained: Any, tmp_path: Path) -> Any:
 
 @pytest.mark.slow
 def test_a_sharded_run_is_resumed_to_the_same_bytes_and_by_other_processes(
-    interrupted: Any, trained: Any, two_processes: Any, tmp_path: Path
-) -> None:
+    interrupted, trained, two_processes, tmp_path
+):
     """A checkpoint of sharded weights by two processes and by one; one of whole weights by two that shard."""
     whole = trained("tied", "sharded") / "one" / "checkpoint-4"
     for which in ("two", "one"):
@@ -259,18 +241,17 @@ def test_a_sharded_run_is_resumed_to_the_same_bytes_and_by_other_processes(
 
 
 @pytest.mark.slow
-def test_a_multi_exit_run_is_resumed_with_its_heads(interrupted: Any, trained: Any, two_processes: Any) -> None:
+def test_a_multi_exit_run_is_resumed_with_its_heads(interrupted, trained, two_processes):
     run, recipe = interrupted("vit", "copied", "two")
     for code, _, error in two_processes(fulldepth, "train", recipe, "--output", run, "--resume"):
         assert code == 0, error
     assert_same(run / "checkpoint-4", trained("vit", "copied") / "one" / "checkpoint-4")
 
 
-def test_what_cannot_be_sharded_is_refused(recipe: Any, tmp_path: Path) -> None:
-    text = layer(TrainSettings, read(recipe(fsdp=True), "train"))
-    for settings, words in (
-        (text, "fsdp needs accelerators"),
+def test_what_cannot_be_sharded_is_refused(recipe, tmp_path):
+    for chosen, words in (
+        (settings(recipe(fsdp=True)), "fsdp needs accelerators"),
         (layer(TrainSettings, {**RECIPES["vit"], "fsdp": True}), "fsdp shards language models"),
     ):
         with pytest.raises(FulldepthError, match=words):
-            train(settings, tmp_path / "run")
+            train(chosen, tmp_path / "run")

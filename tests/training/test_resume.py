@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -21,12 +20,12 @@ from fulldepth.errors import FulldepthError
 from fulldepth.hf import find_checkpoints, is_sealed
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
-from fulldepth.settings import layer, read
-from fulldepth.training import TrainSettings, train
+from fulldepth.training import train
 from fulldepth.training.callback import Conductor
 from fulldepth.training.resume import resume_notes
 from fulldepth.training.sft import rows_hash
 from fulldepth.training.trainer import RunTrainer
+from training.conftest import settings, without_times
 
 EVERYTHING = {
     "jump": 0.5,
@@ -37,26 +36,17 @@ EVERYTHING = {
 """Terms with a schedule: odd and even steps, and a warm-up that ends between two checkpoints."""
 
 
-def settings(path: Path) -> TrainSettings:
-    return layer(TrainSettings, read(path, "train"))
-
-
-def weights(run: Path, step: int = 8) -> dict[str, torch.Tensor]:
+def weights(run, step=8):
     return load_file(run / f"checkpoint-{step}" / "model.safetensors")
 
 
-def same_weights(one: Path, two: Path) -> bool:
-    left, right = weights(one), weights(two)
+def same_weights(one, two, step=8):
+    left, right = weights(one, step), weights(two, step)
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def without_times(table: pd.DataFrame) -> pd.DataFrame:
-    timed = ("throughput", "elapsed", "peak_memory", "other_load")
-    return table[~table.measure.isin(timed)].reset_index(drop=True)
-
-
 @pytest.fixture
-def whole(recipe: Any, tmp_path: Path) -> tuple[Path, Path]:
+def whole(recipe, tmp_path):
     """A recipe with dropout, micro-batches and terms with a schedule, and the folder of its run."""
     path = recipe(model={"attention_dropout": 0.1}, objective=EVERYTHING, global_batch_size=4, micro_batch_size=2)
     train(settings(path), tmp_path / "whole")
@@ -67,12 +57,12 @@ class Killed(BaseException):
     """The end of a process."""
 
 
-def test_kill_and_resume_is_bit_equal(whole: tuple[Path, Path], tmp_path: Path, monkeypatch: Any) -> None:
+def test_kill_and_resume_is_bit_equal(whole, tmp_path, monkeypatch):
     """Killed in the fifth step, two after a checkpoint and an evaluation."""
     path, folder = whole
     step = RunTrainer.training_step
 
-    def dying(self: Any, *arguments: Any) -> Any:
+    def dying(self, *arguments):
         if self.state.global_step == 4:
             raise Killed
         return step(self, *arguments)
@@ -87,7 +77,7 @@ def test_kill_and_resume_is_bit_equal(whole: tuple[Path, Path], tmp_path: Path, 
 
 
 @pytest.mark.parametrize("damage", ["cut short", "no seal", "file gone"])
-def test_a_half_written_checkpoint_is_skipped(damage: str, whole: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_half_written_checkpoint_is_skipped(damage, whole, tmp_path):
     run, (path, folder) = tmp_path / "run", whole
     shutil.copytree(folder, run)
     shutil.rmtree(run / "checkpoint-8")
@@ -97,19 +87,19 @@ def test_a_half_written_checkpoint_is_skipped(damage: str, whole: tuple[Path, Pa
     else:
         (broken / ("complete.json" if damage == "no seal" else "model.safetensors")).unlink()
     assert [step for step, _ in find_checkpoints(run)] == [3]
-    lines: list[str] = []
+    lines = []
     train(settings(path), run, resume=True, watcher=Watcher(say=lines.append))
     assert any("checkpoint-3" in line for line in lines)
     assert same_weights(folder, run)
 
 
-def test_sigterm_saves_and_says_where(recipe: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_sigterm_saves_and_says_where(recipe, tmp_path, monkeypatch, capsys):
     evaluate = Conductor._evaluate
 
-    def signalled(self: Any, step: int) -> None:
+    def signalled(self, step):
         evaluate(self, step)
         if step == 3:
-            handler: Any = signal.getsignal(signal.SIGTERM)
+            handler = signal.getsignal(signal.SIGTERM)
             handler(signal.SIGTERM, None)
 
     monkeypatch.setattr(Conductor, "_evaluate", signalled)
@@ -125,7 +115,7 @@ def test_sigterm_saves_and_says_where(recipe: Any, tmp_path: Path, monkeypatch: 
     assert str(checkpoint) in capsys.readouterr().err.replace("\n", "")
 
 
-def test_resume_with_nothing_there_starts_and_a_finished_run_stays(recipe: Any, tmp_path: Path) -> None:
+def test_resume_with_nothing_there_starts_and_a_finished_run_stays(recipe, tmp_path):
     path = recipe(steps=2, eval_every=2, save_every=2)
     first = train(settings(path), tmp_path / "run", resume=True)
     stamp = (tmp_path / "run" / "checkpoint-2" / "model.safetensors").stat().st_mtime_ns
@@ -134,22 +124,22 @@ def test_resume_with_nothing_there_starts_and_a_finished_run_stays(recipe: Any, 
     pd.testing.assert_frame_equal(first.table, again.table)
 
 
-def test_a_folder_in_use_is_refused(recipe: Any, tmp_path: Path) -> None:
+def test_a_folder_in_use_is_refused(recipe, tmp_path):
     path = recipe(steps=2, eval_every=2, save_every=2)
     run = tmp_path / "run"
     train(settings(path), run)
-    before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
+    before = [(p, p.stat().st_mtime_ns) for p in run.rglob("*")]
     with pytest.raises(FulldepthError, match="--resume"):
         train(settings(path), run)
     with pytest.raises(FulldepthError, match="learning_rate"):
         train(settings(recipe(steps=2, eval_every=2, save_every=2, learning_rate=1e-3)), run, resume=True)
-    assert {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()} == before
+    assert [(p, p.stat().st_mtime_ns) for p in run.rglob("*")] == before
 
 
-def test_a_full_disk_names_the_last_whole_checkpoint(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_full_disk_names_the_last_whole_checkpoint(recipe, tmp_path, monkeypatch):
     save, path = torch.save, recipe()
 
-    def full(what: Any, file: Any, *more: Any, **options: Any) -> None:
+    def full(what, file, *more, **options):
         if "checkpoint-6" in str(file) and "optimizer" in str(file):
             Path(file).write_bytes(b"half of it")
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -165,20 +155,17 @@ def test_a_full_disk_names_the_last_whole_checkpoint(recipe: Any, tmp_path: Path
     assert same_weights(tmp_path / "run", tmp_path / "whole")
 
 
-def test_weights_that_are_saved_under_other_names_are_resumed_too(recipe: Any, tmp_path: Path) -> None:
-    chosen = layer(TrainSettings, read(recipe(model={"type": "mixtral"}, steps=4, eval_every=4, save_every=2), "train"))
+def test_weights_that_are_saved_under_other_names_are_resumed_too(recipe, tmp_path):
+    chosen = settings(recipe(model={"type": "mixtral"}, steps=4, eval_every=4, save_every=2))
     train(chosen, tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoint-4")
     train(chosen, tmp_path / "again", resume=True)
-    again, before = (load_file(tmp_path / run / "checkpoint-4/model.safetensors") for run in ("again", "whole"))
-    assert all(torch.equal(again[name], weight) for name, weight in before.items())
+    assert same_weights(tmp_path / "again", tmp_path / "whole", 4)
 
 
 @pytest.mark.parametrize("changed", ["text", "validation", "tokenizer", "model", "batch"])
-def test_a_run_does_not_go_on_with_other_data_or_another_model(
-    changed: str, recipe: Any, sources: Any, tmp_path: Path
-) -> None:
+def test_a_run_does_not_go_on_with_other_data_or_another_model(changed, recipe, sources, tmp_path):
     paths = {"text": tmp_path / "text.jsonl", "validation": tmp_path / "validation.jsonl"}
     for path in paths.values():
         shutil.copy(sources[0], path)
@@ -215,7 +202,7 @@ def test_a_run_does_not_go_on_with_other_data_or_another_model(
     assert not (run / "checkpoint-2").exists()
 
 
-def test_the_hash_of_conversations_is_of_what_is_read() -> None:
+def test_the_hash_of_conversations_is_of_what_is_read():
     rows = [{"input_ids": [1, 2, n], "labels": [-100, 2, n], "text": "a"} for n in range(5)]
     first, again = Dataset.from_list(rows), Dataset.from_list([{**row, "text": "b"} for row in rows])
     assert rows_hash(first) == rows_hash(again) == rows_hash(Dataset.from_list(rows[:2] + rows[2:]))

@@ -5,54 +5,42 @@ from __future__ import annotations
 import math
 import sys
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
 import torch
-import yaml
 from huggingface_hub import HfApi, ModelCard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import fulldepth.architectures  # noqa: F401  registers depth_llama
 from fulldepth.cli import main
-from fulldepth.data import open_documents, pack
+from fulldepth.data import pack
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import publishing, seal
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.settings import assignments, layer, read
 from fulldepth.training import TrainSettings, export_run, train
+from training.conftest import settings
 
 
-def settings(path: Path) -> TrainSettings:
-    return layer(TrainSettings, read(path, "train"))
-
-
-def values(results: Results, measure: str, step: int, site: str | None = None) -> list[float]:
-    rows = results.table[(results.table.measure == measure) & (results.table.step == step)]
+def values(results, measure, step, site=None):
+    rows = results.table.query("measure == @measure and step == @step")
     rows = rows if site is None else rows[rows.site == site]
     return rows.sort_values("layer").value.tolist()
 
 
-def held_out(path: Path, run: Path) -> torch.Tensor:
+def held_out(path, run):
     """The validation windows, packed anew."""
     chosen = settings(path)
-    packed = pack(
-        open_documents(chosen.data.name),
-        AutoTokenizer.from_pretrained(chosen.tokenizer),
-        sequence_length=chosen.sequence_length,
-        cache=run / "again",
-        validation_share=chosen.data.validation_share,
-        validation_sequences=chosen.data.validation_sequences,
-        seed=chosen.seed,
-    )
+    options = {name: getattr(chosen.data, name) for name in ("validation_share", "validation_sequences")}
+    tokenizer, length = AutoTokenizer.from_pretrained(chosen.tokenizer), chosen.sequence_length
+    packed = pack(chosen.data.name, tokenizer, sequence_length=length, cache=run / "again", seed=chosen.seed, **options)
     return torch.stack([packed.validation[i]["input_ids"] for i in range(len(packed.validation))])
 
 
 @pytest.mark.filterwarnings("error:.*will be removed in v6:FutureWarning")
-def test_the_record_tells_what_the_checkpoints_do(recipe: Any, tmp_path: Path) -> None:
+def test_the_record_tells_what_the_checkpoints_do(recipe, tmp_path):
     path = recipe(objective={"jump": 0.5}, gradient_checkpointing=True)
     results = train(settings(path), tmp_path / "run")
     windows = held_out(path, tmp_path)
@@ -82,8 +70,8 @@ def test_the_record_tells_what_the_checkpoints_do(recipe: Any, tmp_path: Path) -
     assert f"of the last evaluation, on a held-out part of {settings(path).data.name}." in card.text
 
 
-def test_an_exported_model_loads_in_its_precision(recipe: Any, tmp_path: Path) -> None:
-    train(layer(TrainSettings, read(recipe(steps=2, eval_every=2, save_every=1), "train")), tmp_path / "run")
+def test_an_exported_model_loads_in_its_precision(recipe, tmp_path):
+    train(settings(recipe(steps=2, eval_every=2, save_every=1)), tmp_path / "run")
     for dtype in (None, "bfloat16"):
         made = export_run(tmp_path / "run", tmp_path / str(dtype), step=1, dtype=dtype)
         model = AutoModelForCausalLM.from_pretrained(made)
@@ -101,22 +89,17 @@ def test_an_exported_model_loads_in_its_precision(recipe: Any, tmp_path: Path) -
     assert not (tmp_path / "new").exists()
 
 
-def test_a_model_trained_from_a_run_generates_as_the_first_one_does(
-    recipe: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_model_trained_from_a_run_generates_as_the_first_one_does(recipe, tmp_path, monkeypatch):
     """The Trainer's switched-off cache is not saved; generation settings of a checkpoint are kept."""
-    path = recipe(steps=2, eval_every=2, save_every=2)
-    train(settings(path), tmp_path / "first")
+    short = {"steps": 2, "eval_every": 2, "save_every": 2}
+    train(settings(recipe(**short)), tmp_path / "first")
     first = tmp_path / "first" / "checkpoint-2"
     assert AutoConfig.from_pretrained(first).use_cache
     saved = GenerationConfig.from_pretrained(first)
     saved.update(eos_token_id=[1, 2], max_new_tokens=7)
     saved.save_pretrained(first)
     seal(first)
-    chosen = yaml.safe_load(path.read_text())
-    chosen["model"] = {"checkpoint": str(tmp_path / "first")}
-    path.write_text(yaml.safe_dump(chosen))
-    train(settings(path), tmp_path / "second")
+    train(settings(recipe(**short, model={"checkpoint": str(tmp_path / "first")})), tmp_path / "second")
     kept = GenerationConfig.from_pretrained(tmp_path / "second" / "checkpoint-2")
     assert {1, 2} <= set(kept.eos_token_id)  # the Trainer adds the tokenizer's own
     assert (kept.max_new_tokens, kept.use_cache) == (7, True)
@@ -127,13 +110,13 @@ def test_a_model_trained_from_a_run_generates_as_the_first_one_does(
             main()
 
 
-def test_an_exported_checkpoint_is_uploaded(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_exported_checkpoint_is_uploaded(recipe, tmp_path, monkeypatch):
     train(settings(recipe(steps=1, eval_every=1, save_every=1, warmup_steps=0)), tmp_path / "run")
     hub = create_autospec(HfApi, instance=True)
     hub.create_repo.return_value = "https://hub.invalid/me/small"
     monkeypatch.setattr(publishing, "HfApi", lambda: hub)
     monkeypatch.setattr(publishing, "get_token", lambda: "token")
-    lines: list[str] = []
+    lines = []
     folder = export_run(tmp_path / "run", tmp_path / "model", push_to_hub="me/small", watcher=Watcher(say=lines.append))
     assert hub.upload_folder.call_args.kwargs["folder_path"] == folder
     assert not (folder / "optimizer.pt").exists()
@@ -141,34 +124,27 @@ def test_an_exported_checkpoint_is_uploaded(recipe: Any, tmp_path: Path, monkeyp
     assert lines[-1] == "Published: https://hub.invalid/me/small"
 
 
-def test_memory_added_to_a_trained_llama_starts_where_it_stopped(recipe: Any, tmp_path: Path) -> None:
+def test_memory_added_to_a_trained_llama_starts_where_it_stopped(recipe, tmp_path):
     """`kv` at its initial value reads each layer's own keys and values: no jump in the loss at step 0."""
-    path = recipe(model={"num_key_value_heads": 2})
-    before = train(settings(path), tmp_path / "llama")
-    chosen = yaml.safe_load(path.read_text())
-    chosen["model"] = {"type": "depth_llama", "checkpoint": str(tmp_path / "llama"), "memory": "kv"}
-    path.write_text(yaml.safe_dump(chosen), encoding="utf-8")
-    after = train(settings(path), tmp_path / "kv")
+    before = train(settings(recipe()), tmp_path / "llama")
+    model = {"type": "depth_llama", "checkpoint": str(tmp_path / "llama"), "memory": "kv"}
+    after = train(settings(recipe(model=model)), tmp_path / "kv")
     assert values(after, "validation_loss", 0) == pytest.approx(values(before, "validation_loss", 8), rel=1e-6)
     assert values(after, "validation_loss", 8)[0] < values(after, "validation_loss", 0)[0]
     names = list(AutoModelForCausalLM.from_pretrained(tmp_path / "kv" / "checkpoint-8").state_dict())
     assert sum("router" in name for name in names) == 3  # layers 2 to 4
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_loss_that_is_not_finite_stops_the_run(recipe, tmp_path, monkeypatch):
     from fulldepth.training import run as room
 
     build = room.build_model
 
-    def broken(*arguments: Any) -> Any:
+    def broken(*arguments):
         model = build(*arguments)
-
-        def spoil(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-            return output * float("inf") if model.training or model.spoilt else output
-
-        model.spoilt = False
-        model.model.layers[1].mlp.register_forward_hook(spoil)
-        monkeypatch.setattr(model, "eval", lambda: torch.nn.Module.train(model, False))
+        model.model.layers[1].mlp.register_forward_hook(
+            lambda mlp, _, output: output * (math.inf if mlp.training else 1)
+        )
         return model
 
     monkeypatch.setattr(room, "build_model", broken)
@@ -195,7 +171,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("changes", BAD)
-def test_bad_settings_are_refused_before_the_first_step(changes: str, recipe: Any, tmp_path: Path) -> None:
+def test_bad_settings_are_refused_before_the_first_step(changes, recipe, tmp_path):
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
     given = assignments(changes.replace("EMPTY", str(tmp_path / "empty.jsonl")).split())
     with pytest.raises(FulldepthError, match=BAD[changes]):
@@ -204,9 +180,7 @@ def test_bad_settings_are_refused_before_the_first_step(changes: str, recipe: An
 
 
 @pytest.mark.parametrize(("arguments", "named"), [(["tiny-lama"], "tiny-llama"), (["tiny-llama"], "--output")])
-def test_a_mistake_in_the_command_is_one_message_and_code_2(
-    arguments: list[str], named: str, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_mistake_in_the_command_is_one_message_and_code_2(arguments, named, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["fulldepth", "train", *arguments])
     with pytest.raises(SystemExit, match=r"^2$"):
         main()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,16 +12,15 @@ from transformers import modeling_flash_attention_utils as flash
 
 import fulldepth.architectures  # noqa: F401  registers depth_llama
 from fulldepth.errors import FulldepthError
-from fulldepth.results import Results
-from fulldepth.settings import layer, read
-from fulldepth.training import TrainSettings, train
 from fulldepth.training import run as room
+from fulldepth.training import train
 from fulldepth.training.text import require_separate_documents
 from fulldepth.training.trainer import window_collator
+from training.conftest import settings
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 SMALL |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "llama": {"intermediate_size": 48},
     "depth_llama": {"intermediate_size": 48, "residual": "hyper", "memory": "none"},
     "gpt2": {},
@@ -31,10 +28,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "bloom": {},
     "falcon": {"alibi": True},
 }
-
-
-def settings(path: Path) -> TrainSettings:
-    return layer(TrainSettings, read(path, "train"))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +42,7 @@ def settings(path: Path) -> TrainSettings:
         ("bloom", "sdpa", "takes no position_ids"),
     ],
 )
-def test_a_model_that_mixes_documents_is_refused(kind: str, attention: str, refusal: str | None) -> None:
+def test_a_model_that_mixes_documents_is_refused(kind, attention, refusal):
     torch.manual_seed(0)
     config = CONFIG_MAPPING[kind](**SMALL | KINDS[kind])
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -64,31 +57,31 @@ def test_a_model_that_mixes_documents_is_refused(kind: str, attention: str, refu
     assert model.training
 
 
-def plain_flash(query: Any, key: Any, value: Any, causal: bool = False, softmax_scale: Any = None, **_: Any) -> Any:
+def plain_flash(query, key, value, causal=False, softmax_scale=None, **_):
     """`flash_attn_func` in plain torch: [B, T, H, D]."""
     states = (s.transpose(1, 2) for s in (query, key, value))
     found = scaled_dot_product_attention(*states, is_causal=causal, scale=softmax_scale, enable_gqa=True)
     return found.transpose(1, 2)
 
 
-def plain_varlen(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, **options: Any) -> Any:
+def plain_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, **options):
     """`flash_attn_varlen_func` in plain torch: [tokens, H, D]."""
     cuts = cu_seqlens_q.tolist()
     parts = [plain_flash(*(s[None, a:b] for s in (query, key, value)), **options)[0] for a, b in pairwise(cuts)]
     return torch.cat(parts)
 
 
-def test_flash_attention_trains_like_sdpa(recipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_flash_attention_trains_like_sdpa(recipe, tmp_path, monkeypatch):
     """transformers' own path, with flash-attn's two functions replaced by plain ones."""
     changes = {"data": {"across_documents": False}, "objective": {"jump": 0.5}, "steps": 4, "save_every": 4}
     expected = train(settings(recipe(**changes)), tmp_path / "sdpa")
 
-    def flash_functions(*_: Any, **__: Any) -> Any:
+    def flash_functions(*_, **__):
         return plain_flash, plain_varlen, None, None, None
 
     build = room.build_model
 
-    def build_flash(config: Any, chosen: TrainSettings) -> Any:
+    def build_flash(config, chosen):
         model = build(config, chosen.model_copy(update={"attention": "sdpa"}))
         model.config._attn_implementation = "flash_attention_2"
         return model
@@ -104,13 +97,13 @@ def test_flash_attention_trains_like_sdpa(recipe: Any, tmp_path: Path, monkeypat
     assert counts[0][[*columns, "count"]].equals(counts[1][[*columns, "count"]])
 
 
-def values(results: Results) -> list[float]:
+def values(results):
     wanted = ("validation_loss", "displacement", "train_loss", "penalty")
     return results.table[results.table.measure.isin(wanted)].value.tolist()
 
 
 @pytest.mark.parametrize("term", ["coherence", "orthogonality"])
-def test_penalties_of_whole_sequences_are_refused_in_a_row(term: str, recipe: Any) -> None:
+def test_penalties_of_whole_sequences_are_refused_in_a_row(term, recipe):
     path = recipe(data={"across_documents": False}, attention="flash_attention_2", objective={term: 0.1})
     with pytest.raises(FulldepthError, match=f"{term} is a function of each sequence"):
         window_collator(settings(path))

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fulldepth.data import builtin_texts, train_tokenizer, train_wordpiece
 from fulldepth.errors import FulldepthError
-from fulldepth.settings import layer, read
 from fulldepth.targets import IGNORE
-from fulldepth.training import TrainSettings, train
+from fulldepth.training import train
 from fulldepth.training.sft import TEMPLATE, chat_examples
+from training.conftest import jsonl, settings
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("trl")
@@ -36,30 +33,29 @@ CHATS = [
 PAIRS = [{"prompt": f"{n} and {n}?", "response": f"that is {2 * n}."} for n in range(12)]
 
 
-def settings(path: Path) -> TrainSettings:
-    return layer(TrainSettings, read(path, "train"))
+@pytest.fixture
+def fine_tuning(recipe, tmp_path):
+    """`fine_tuning(rows, **changes)`: settings of a run that fine-tunes a small model on rows, and that model."""
+
+    def prepared(rows, **changes):
+        short = {"steps": 2, "eval_every": 2, "save_every": 2, "sequence_length": 64}
+        train(settings(recipe(**short)), tmp_path / "base")
+        base = tmp_path / "base" / "checkpoint-2"
+        data = {"name": str(jsonl(tmp_path / "rows.jsonl", *rows)), "validation_share": 0.4, "validation_sequences": 4}
+        return settings(recipe(stage="sft", model={"checkpoint": str(base)}, data=data, **short | changes)), base
+
+    return prepared
 
 
 @pytest.mark.parametrize("rows", [CHATS, PAIRS], ids=["chats", "pairs"])
-def test_fine_tuning_reports_the_loss_of_the_responses(rows: Any, recipe: Any, tmp_path: Path) -> None:
-    train(settings(recipe(steps=2, eval_every=2, save_every=2, sequence_length=64)), tmp_path / "base")
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    base = tmp_path / "base" / "checkpoint-2"
-    path = recipe(
-        stage="sft",
-        method="jreg",
-        data={"name": str(data), "validation_share": 0.4, "validation_sequences": 4},
-        **{"sequence_length": 64, "steps": 4, "eval_every": 2, "save_every": 2},
-    )
-    chosen = yaml.safe_load(path.read_text()) | {"model": {"checkpoint": str(base)}}
-    path.write_text(yaml.safe_dump(chosen), encoding="utf-8")
-    results = train(settings(path), tmp_path / "run")
-    assert {"jump"} == set(results.table[results.table.measure == "penalty"].site)
-    found = results.table[(results.table.measure == "validation_loss") & (results.table.step == 4)]
+def test_fine_tuning_reports_the_loss_of_the_responses(rows, fine_tuning, tmp_path):
+    chosen, base = fine_tuning(rows, method="jreg", steps=4)
+    results = train(chosen, tmp_path / "run")
+    assert {"jump"} == set(results.table.query("measure == 'penalty'").site)
+    found = results.table.query("measure == 'validation_loss' and step == 4")
 
     # The held-out conversations again, by their content; the loss token by token.
-    def order(row: dict[str, Any]) -> bytes:
+    def order(row):
         opening = json.dumps([0, _messages(row)[:2]], sort_keys=True)
         return hashlib.sha256(opening.encode()).digest()
 
@@ -79,14 +75,14 @@ def test_fine_tuning_reports_the_loss_of_the_responses(rows: Any, recipe: Any, t
     assert float(found.value.iloc[0]) == pytest.approx(total / count, rel=1e-4)
 
 
-def _messages(row: dict[str, Any]) -> list[dict[str, str]]:
+def _messages(row):
     return row.get("messages") or [
         {"role": "user", "content": row["prompt"]},
         {"role": "assistant", "content": row["response"]},
     ]
 
 
-def _tokens(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
+def _tokens(row, tokenizer):
     """Ids of a conversation under the plain template, and which of them the assistant says: turn by turn, each
     response after the prompt that generation starts from.
     """
@@ -117,7 +113,7 @@ FORGETTING = (
 
 @pytest.mark.parametrize("template", [TEMPLATE, SPACED, FORGETTING], ids=["own", "spaced", "forgetting"])
 @pytest.mark.parametrize("kind", ["bytes", "words"])
-def test_each_label_is_what_the_model_can_say_after_the_prompt(template: str, kind: str) -> None:
+def test_each_label_is_what_the_model_can_say_after_the_prompt(template, kind):
     """The ids before a response are stock transformers' generation prompt; its labels decode to it and its end."""
     tokenizer = _tokenizer(kind)
     tokenizer.chat_template = template
@@ -140,7 +136,7 @@ def test_each_label_is_what_the_model_can_say_after_the_prompt(template: str, ki
     assert answers == [" ".join(text.split()) if kind == "words" else text.strip() for text in texts[1::2]]
 
 
-def _tokenizer(kind: str) -> Any:
+def _tokenizer(kind):
     texts = builtin_texts("heldout")[0][:20_000].split("\n\n")
     if kind == "bytes":
         return train_tokenizer(texts, vocab_size=400)
@@ -149,29 +145,18 @@ def _tokenizer(kind: str) -> Any:
     return tokenizer
 
 
-def test_what_is_cut_is_said_and_what_is_trained_is_counted(recipe: Any, tmp_path: Path) -> None:
+def test_what_is_cut_is_said_and_what_is_trained_is_counted(fine_tuning, tmp_path):
     """Of 14 chats two are cut, one of them before its answer, and two have none; the counts are those of a loop."""
-    train(settings(recipe(steps=2, eval_every=2, save_every=2, sequence_length=64)), tmp_path / "base")
-    base = tmp_path / "base" / "checkpoint-2"
     unanswered = [{"messages": [{"role": "user", "content": word}]} for word in ("what", "why")]
     long = [
         {"messages": [{"role": "user", "content": "one two " * 40}, {"role": "assistant", "content": "yes"}]},
         {"messages": [{"role": "user", "content": "tell me"}, {"role": "assistant", "content": "house river " * 40}]},
     ]
-    rows = [*CHATS, *unanswered, *long]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    path = recipe(
-        stage="sft",
-        data={"name": str(data), "validation_share": 0.2, "validation_sequences": 2},
-        **{"sequence_length": 64, "steps": 2, "eval_every": 2, "save_every": 2},
-    )
-    chosen = yaml.safe_load(path.read_text()) | {"model": {"checkpoint": str(base)}}
-    path.write_text(yaml.safe_dump(chosen), encoding="utf-8")
+    chosen, base = fine_tuning([*CHATS, *unanswered, *long])
     tokenizer = AutoTokenizer.from_pretrained(base)
     sizes = [len(_tokens(row, tokenizer)[0]) for row in [*CHATS, *long]]
     assert [size > 64 for size in sizes] == [False] * 10 + [True] * 2
-    document = train(settings(path), tmp_path / "run").meta
+    document = train(chosen, tmp_path / "run").meta
     assert document["data"]["documents"] == 11
     assert document["data"]["train_sequences"] + document["data"]["validation_sequences"] == 11
     assert document["warnings"][:2] == [
@@ -179,6 +164,5 @@ def test_what_is_cut_is_said_and_what_is_trained_is_counted(recipe: Any, tmp_pat
         f"2 of 12 conversations are longer than 64 tokens and are cut there (the longest has {max(sizes)}); 1 of them "
         "are left out, because no response begins before the cut.",
     ]
-    path.write_text(path.read_text().replace("sequence_length: 64", "sequence_length: 4"), encoding="utf-8")
     with pytest.raises(FulldepthError, match="holds 12 conversations, 0 of them with a response that begins within"):
-        train(settings(path), tmp_path / "short")
+        train(chosen.model_copy(update={"sequence_length": 4}), tmp_path / "short")

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import transformers as tf
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -20,6 +16,7 @@ from fulldepth.settings.train import TrainSettings
 from fulldepth.skip.exports.formats import as_stock
 from fulldepth.training.model import build_config, build_model
 from fulldepth.training.plan import plan
+from training.conftest import kept_for_backward
 
 BATCH, TIME, WIDTH, LAYERS, VOCAB = 4, 16, 32, 3, 64
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
@@ -33,30 +30,30 @@ class BlendConfig(tf.LlamaConfig):
     blend: bool = False
 
     @property
-    def switches(self) -> dict[str, Any]:
+    def switches(self):
         return {"blend": True} if self.blend else {}
 
     @property
-    def num_residual_streams(self) -> int:
+    def num_residual_streams(self):
         return 2 if self.blend else 1  # not so; the estimate believes it
 
-    def stock_config(self) -> tf.LlamaConfig:
+    def stock_config(self):
         own = ("blend", "model_type", "architectures")
         return tf.LlamaConfig(**{name: value for name, value in self.to_dict().items() if name not in own})
 
-    def extra_flops(self, sequence_length: int) -> float:
+    def extra_flops(self, sequence_length):
         return 2.0 * self.num_hidden_layers * sequence_length * self.hidden_size if self.blend else 0.0
 
-    def extra_activation_bytes(self, *, product: int, norm: int, state: int) -> float:
+    def extra_activation_bytes(self, *, product, norm, state):
         return float(self.num_hidden_layers * self.hidden_size * product) if self.blend else 0.0
 
 
 class BlendMLP(LlamaMLP):
-    def __init__(self, config: BlendConfig) -> None:
+    def __init__(self, config):
         super().__init__(config)
         self.weights = nn.Parameter(torch.zeros(config.max_position_embeddings, config.max_position_embeddings))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         length = x.shape[1]
         return super().forward(
             x
@@ -70,18 +67,18 @@ class BlendForCausalLM(tf.LlamaForCausalLM):
     config_class = BlendConfig
     stock_class = tf.LlamaForCausalLM
 
-    def __init__(self, config: BlendConfig) -> None:
+    def __init__(self, config):
         super().__init__(config)
         if config.blend:
             for block in self.model.layers:
                 block.mlp = BlendMLP(config)
 
-    def added_parameters(self) -> set[str]:
+    def added_parameters(self):
         return {name for name, _ in self.named_parameters() if name.endswith("mlp.weights")}
 
 
 @pytest.fixture(autouse=True)
-def blend_llama() -> Iterator[None]:
+def blend_llama():
     """What a contributor writes at the end of the modelling file."""
     AutoConfig.register(BlendConfig.model_type, BlendConfig)
     AutoModelForCausalLM.register(BlendConfig, BlendForCausalLM)
@@ -90,37 +87,31 @@ def blend_llama() -> Iterator[None]:
     MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.pop(BlendConfig)
 
 
-def asked(model: dict[str, Any], **over: Any) -> TrainSettings:
+def asked(model, **over):
     return layer(TrainSettings, {"model": {"type": "blend_llama", **model}, "sequence_length": TIME, **over})
 
 
-def config_of(settings: TrainSettings) -> tf.PreTrainedConfig:
+def config_of(settings):
     return build_config(settings.model, vocab_size=VOCAB, positions=TIME)
 
 
-def held(model: tf.PreTrainedModel, ids: Tensor) -> tuple[float, int]:
-    """Operations of a forward pass, and bytes of the distinct storages besides weights that autograd keeps of it."""
-    own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = tensor
-        return tensor
-
-    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        model(input_ids=ids)
-    return counter.get_total_flops(), sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+def held(model, ids):
+    """Operations of a forward pass, and bytes besides weights that autograd keeps of it."""
+    with FlopCounterMode(display=False) as counter:
+        kept = kept_for_backward(model, lambda: model(input_ids=ids))
+    return counter.get_total_flops(), kept
 
 
-def test_the_dry_run_has_the_cost_that_a_new_switch_declares() -> None:
+def test_the_dry_run_has_the_cost_that_a_new_switch_declares():
     shape = {"attention": "eager", "global_batch_size": BATCH, "micro_batch_size": BATCH}
     ids = torch.randint(3, VOCAB, (BATCH, TIME), generator=torch.Generator().manual_seed(0))
-    plans, counted = [], []
+    plans, counted, states = [], [], []
     for blend in (False, True):
         settings = asked(SIZES | {"blend": blend}, **shape)
         plans.append(plan(settings, config_of(settings)))
         counted.append(held(build_model(config_of(settings), settings), ids))
+        again = asked(SIZES | {"blend": blend}, gradient_checkpointing=True, **shape)
+        states.append(plan(again, config_of(again)).memory.activations)
     (plain, switched), tokens = plans, BATCH * TIME
     assert switched.flops.forward - plain.flops.forward == (counted[1][0] - counted[0][0]) / tokens > 0
     assert switched.step_flops - plain.step_flops == 3 * switched.flops.extra
@@ -128,14 +119,10 @@ def test_the_dry_run_has_the_cost_that_a_new_switch_declares() -> None:
     assert declared == 4 * LAYERS * WIDTH * tokens
     blends = 4 * LAYERS * TIME**2  # the masked weights: of each layer, not of each token
     assert counted[1][1] - counted[0][1] == declared + blends
-    states = []
-    for blend in (False, True):
-        settings = asked(SIZES | {"blend": blend}, gradient_checkpointing=True, **shape)
-        states.append(plan(settings, config_of(settings)).memory.activations)
     assert states[1] - states[0] == (LAYERS + 1) * 4 * WIDTH * tokens  # a second state a layer, and one layer's own
 
 
-def test_a_new_switch_starts_from_a_stock_checkpoint_and_keeps_its_own_start(tmp_path: Path) -> None:
+def test_a_new_switch_starts_from_a_stock_checkpoint_and_keeps_its_own_start(tmp_path):
     torch.manual_seed(1)
     stock = tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, vocab_size=VOCAB, max_position_embeddings=TIME))
     stock.save_pretrained(tmp_path)

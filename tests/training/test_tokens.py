@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pandas as pd
 from datatrove.executor import LocalPipelineExecutor
@@ -14,9 +13,6 @@ from typer.testing import CliRunner
 from fulldepth.cli import app
 
 SMALL = [
-    f"model.{name}={size}" for name, size in (("hidden_size", 32), ("intermediate_size", 48), ("num_hidden_layers", 3))
-]
-SMALL += [
     "steps=4",
     "global_batch_size=4",
     "sequence_length=24",
@@ -24,12 +20,12 @@ SMALL += [
     "warmup=0.5",
     "data.validation_share=0.2",
 ]
+SMALL += ["model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=3"]
 
 
-def test_the_output_of_datatrove_gives_the_losses_of_the_same_text(sources: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_output_of_datatrove_gives_the_losses_of_the_same_text(sources, tmp_path):
     """Two local tasks, one for each file."""
-    lines = sources[0].read_text(encoding="utf-8").splitlines()
-    texts = tmp_path / "texts"
+    lines, texts = sources[0].read_text(encoding="utf-8").splitlines(), tmp_path / "texts"
     texts.mkdir()
     for number in range(2):
         (texts / f"{number}.jsonl").write_text("\n".join(lines[number::2]), encoding="utf-8")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from fulldepth.errors import FulldepthError
-from fulldepth.results import Results
-from fulldepth.settings import layer, read
-from fulldepth.training import TrainSettings, train
+from fulldepth.training import train
+from training.conftest import settings
 
 DEPTH = 4
 
@@ -22,13 +18,13 @@ class Tracker(TrainerCallback):
 
     logs: list[tuple[int, dict[str, float]]] = []  # noqa: RUF012
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, logs=None, **kwargs):
         self.logs.append((state.global_step, dict(logs)))
 
 
-def expected(results: Results, step: int) -> dict[str, float]:
+def expected(results, step):
     """The numbers of one evaluation, from the table of the results alone."""
-    rows = results.table[results.table.step == step]
+    rows = results.table.query("step == @step")
     numbers = {}
     for row in rows.itertuples():
         if row.measure == "validation_loss":
@@ -44,12 +40,12 @@ def expected(results: Results, step: int) -> dict[str, float]:
     return numbers
 
 
-def run(recipe: Any, folder: Path, tracker: str) -> Results:
+def run(recipe, folder, tracker):
     path = recipe(objective={"jump": 0.5}, report_to=[tracker], log_every=3)
-    return train(layer(TrainSettings, read(path, "train")), folder)
+    return train(settings(path), folder)
 
 
-def test_every_evaluation_is_tracked(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_evaluation_is_tracked(recipe, tmp_path, monkeypatch):
     Tracker.logs.clear()
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", Tracker)
     results = run(recipe, tmp_path / "run", "tensorboard")
@@ -64,7 +60,7 @@ def test_every_evaluation_is_tracked(recipe: Any, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("tracker", ["tensorbord", "neptune"])
-def test_a_tracker_that_is_absent_is_refused_before_the_run(recipe: Any, tmp_path: Path, tracker: str) -> None:
+def test_a_tracker_that_is_absent_is_refused_before_the_run(recipe, tmp_path, tracker):
     with pytest.raises(FulldepthError, match=tracker):
         run(recipe, tmp_path / "run", tracker)
     assert not (tmp_path / "run").exists()
