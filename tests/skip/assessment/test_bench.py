@@ -174,7 +174,7 @@ def test_losses_are_read_from_files_as_a_search_reads_them(folders, tmp_path) ->
     made = plan(original, [1], values=None, data={"hash": searched.meta["hash"]}, search="greedy")
     fast = export(made, original, "fast", tmp_path / "fast", tokenizer=tokenizer()).path
     given = {**SMALL, "tokenizer": str(tmp_path / "words"), "sequence_length": 8}
-    results = bench(folders / "original", [fast], data=file, limit=14, **given)
+    results = bench(folders / "original", [fast], data=file, max_sequences=14, **given)
     expected = plain.loss(original, searched.heldout, (), "attention")
     assert value(results, "loss", "original", "mean") == pytest.approx(expected, rel=1e-6)
     assert "Measured on the text that chose the blocks" in results.headline["loss_added fast"]["sentence"]

@@ -226,7 +226,6 @@ def test_all_blocks_in_another_order() -> None:
     ("family", "options", "named"),
     [
         ("llama", {"blocks": 0}, "blocks"),
-        ("llama", {"blocks": 2}, "blocks"),
         ("llama", {"serch": "last"}, "serch"),
         ("bert", {}, "causal language model"),
     ],

@@ -37,7 +37,7 @@ from tiny_models import LAYERS, build
 
 pytest.importorskip("torchao", reason="needs torchao (the extra `quantise`)")
 EXAMPLES = plain.examples(8, 10)
-TIMES = {"context": 12, "max_new_tokens": 2, "repeats": 2}
+TIMES = {"contexts": [12], "max_new_tokens": 2, "repeats": 2}
 CORNERS = ["original", "skipped", "quantised", FIRST, SECOND]
 IDS = torch.arange(3, 15).view(2, 6)
 
@@ -195,7 +195,7 @@ def test_what_is_removed_is_what_the_fast_format_leaves_out(family, tmp_path, mo
 @pytest.mark.parametrize(
     ("family", "options", "named"),
     [
-        ("llama", {"context": 60, "max_new_tokens": 5}, "64 positions"),
+        ("llama", {"contexts": [60], "max_new_tokens": 5}, "64 positions"),
         ("llama", {"seed": 1}, "another LlamaForCausalLM"),
         ("llama", {"output": "results"}, "results.json"),
         ("llama", {"save": "results"}, "exists already"),
@@ -213,7 +213,7 @@ def test_what_is_refused_before_the_work(family, options, named, tmp_path, monke
     if "packages" in options:
         monkeypatch.setattr(int8_module, "find_spec", lambda name: None)
     monkeypatch.setitem(os.environ, "WORLD_SIZE", options.get("processes", "1"))
-    given = {name: options[name] for name in ("context", "max_new_tokens") if name in options}
+    given = {name: options[name] for name in ("contexts", "max_new_tokens") if name in options}
     with pytest.raises(FulldepthError, match=named):
         quantise(build(family, seed=options.get("seed", 0)), plan, EXAMPLES, **{**TIMES, **given}, **places)
     assert not (tmp_path / "kept").exists()
