@@ -8,7 +8,7 @@ from torch import Tensor
 
 import tiny_models as tm
 
-MODELS = {
+tm.UNLISTED |= {
     "mistral-window": lambda: tf.MistralForCausalLM(tf.MistralConfig(**tm.DECODER, sliding_window=6)),
     "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**tm.DECODER, num_local_experts=4)),
     "bloom": lambda: tf.BloomForCausalLM(

@@ -24,11 +24,8 @@ def read(name, sites):
     with capture(found.anatomy, sites) as activations:
         model(ids)
         states = {site: activations.coefficients(site) if site in COEFFICIENTS else activations[site] for site in sites}
-    return model, found, states, trace_of(model, model.state_dict(), ids)
-
-
-def trace_of(model, state, ids):
-    return plain.run(state, model.config, ids, frequencies=combinations.frequencies(model))
+    frequencies = combinations.frequencies(model)
+    return model, found, states, plain.run(model.state_dict(), model.config, ids, frequencies=frequencies)
 
 
 def streams(trace, config):

@@ -46,14 +46,14 @@ def test_nothing_of_the_model_changes(name, training):
 
 
 @pytest.mark.parametrize(
-    ("name", "sites", "error", "ids"),
+    ("name", "sites", "error", "words", "ids"),
     [
-        ("llama", list(SITES), KeyError, None),
-        ("llama", ["residual"], IndexError, 10_000),
-        ("phi3", ["residual", "value"], FulldepthError, None),
+        ("llama", list(SITES), KeyError, "mine", None),
+        ("llama", ["residual"], IndexError, "", 10_000),
+        ("phi3", ["residual", "value"], FulldepthError, r"Layer 1 .*anatomy\.value", None),
     ],
 )
-def test_hooks_go_when_something_fails(name, sites, error, ids):
+def test_hooks_go_when_something_fails(name, sites, error, words, ids):
     """Inside `with`, in the model itself, and where capture cannot place them all."""
     model = tiny_models.build(name)
     before = portrait(model)
@@ -64,7 +64,7 @@ def test_hooks_go_when_something_fails(name, sites, error, ids):
                 raise KeyError("mine")
             model(input_ids=torch.tensor([[ids]]))
 
-    with pytest.raises(error):
+    with pytest.raises(error, match=words):
         fail()
     assert portrait(model) == before
 

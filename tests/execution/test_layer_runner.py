@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 
 import tiny_models as tm
-from execution.decoders import MODELS, prompts
+from execution.decoders import prompts
 from families import zoo
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
@@ -18,18 +18,11 @@ from fulldepth.hf import anatomy_candidates
 ROWS, PROMPT = 2, 9
 
 
-@pytest.fixture
-def more_models(monkeypatch):
-    for name, build in MODELS.items():
-        monkeypatch.setitem(tm.UNLISTED, name, build)
-
-
 def runner_of(model: tf.PreTrainedModel) -> LayerRunner:
     batch = tm.inputs(model)
     return decoding_runner(verify(anatomy_candidates(model), batch, optional=("branches",)).anatomy, batch)
 
 
-@pytest.mark.usefixtures("more_models")
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -34,19 +34,6 @@ def test_a_decoder_is_written_with_its_tokenizer_and_card(tmp_path):
     assert "pipeline_tag: text-generation" in card
 
 
-@pytest.mark.thorough
-@torch.no_grad()
-def test_a_classifier_is_written_in_its_class(tmp_path):
-    model = tiny_models.build("vit")
-    exit.export_layers(model, tmp_path / "one", layers=1, tokenizer=tokenizer())
-    again = type(model).from_pretrained(tmp_path / "one")
-    inputs = tiny_models.inputs(model)
-    assert again.config.num_hidden_layers == 1
-    state = model.vit(**inputs, output_hidden_states=True).hidden_states[1]
-    expected = model.classifier(model.vit.layernorm(state)[:, 0])
-    torch.testing.assert_close(again(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_a_model_of_this_package_carries_its_code(tmp_path):
     model = tiny_models.build("depth_llama-tree")
     made = exit.export_layers(model, tmp_path / "two", layers=2, tokenizer=tokenizer())

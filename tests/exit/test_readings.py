@@ -159,12 +159,10 @@ def test_equal_predictions_of_few_samples_do_not_prove_that_nothing_is_lost():
     drop = Mean.of(torch.zeros(50), torch.arange(50))
     assert drop.value == drop.error == 0
     assert drop.interval == pytest.approx((-quantile(32) / 50, quantile(32) / 50))
-    assert drop_sentence(drop, 0.01).startswith("No measurable drop of accuracy (0.0 points, 95 % interval")
-    many = Mean.of(torch.zeros(5000), torch.arange(5000))
-    assert drop_sentence(many, 0.01).startswith("No drop of accuracy above 1 points")
+    assert "No measurable drop" in drop_sentence(drop, 0.01)
+    assert "above 1 points" in drop_sentence(Mean.of(torch.zeros(5000), torch.arange(5000)), 0.01)
     lossy = Mean.of((torch.arange(500) % 5 == 0).double(), torch.arange(500))
-    low, high = (100 * end for end in lossy.interval)
-    assert drop_sentence(lossy) == f"Accuracy drop 20.0 points (95 % interval {low:.1f} to {high:.1f})"
+    assert "20.0 points" in drop_sentence(lossy)
 
 
 def test_parts_are_divided_by_the_hash_of_clusters():

@@ -110,10 +110,8 @@ class Bare(tf.PreTrainedModel):
             for change, name in (
                 ({"atention": "self_attn"}, "'attention'"),
                 ({"blocks": "layerz"}, "layerz"),
-                ({"blocks": "norm"}, "norm"),
                 ({"blocks": 3}, "blocks"),
                 ({"final_norm": "nrm"}, "nrm"),
-                ({"body": "modle"}, "modle"),
                 ({"branch_scale": "multiplyer"}, "multiplyer"),
                 ({"design": "sideways"}, "sideways"),
                 ({"pool": "first"}, "head"),

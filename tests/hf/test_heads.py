@@ -72,21 +72,6 @@ def test_heads_give_the_models_logits_and_the_same_formula_at_every_layer(name):
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "side"), [("llama-classifier", "left"), ("gpt2-classifier", "right")])
-def test_the_last_token_that_is_no_padding_is_read(name, side):
-    model, lengths = tiny_models.build(name), torch.tensor([3, 7, 1, 5])
-    mask = (torch.arange(7) < lengths[:, None]).long()
-    mask = mask.flip(1) if side == "left" else mask
-    ids = torch.randint(3, tiny_models.VOCAB, mask.shape) * mask
-    states, expected = stock(model, {"input_ids": ids, "attention_mask": mask})
-    spoilt = states[-1].masked_fill(mask[..., None] == 0, 1e3)  # what padding holds changes nothing
-    got = classifier_of(model).sequences(spoilt, mask)
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    norm = model.model.norm if name.startswith("llama") else model.transformer.ln_f
-    last = states[-1, torch.arange(4), 6 if side == "left" else lengths - 1]
-    torch.testing.assert_close(got, model.score(norm(last)), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", ["bert-bare", "clip-text"])
 def test_a_model_without_a_head_has_no_classifier(name):
     model = tiny_models.build(name)

@@ -9,8 +9,8 @@ import transformers as tf
 import tiny_models as tm
 from families import zoo
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import verify
-from fulldepth.hf import GRANULARITIES, Anatomy, Scalars, Switches, anatomy_candidates, skipping
+from fulldepth.execution import find_anatomy
+from fulldepth.hf import GRANULARITIES, Scalars, Switches, anatomy_candidates, skipping
 
 LLAMA_LIKE = ("self_attn.o_proj", "mlp.down_proj")
 NEOX_LIKE = ("attention.dense", "mlp.dense_4h_to_h")
@@ -31,11 +31,6 @@ def model_of(name, dtype=torch.float32):
     return tm.build(name, dtype=dtype)
 
 
-def anatomy_of(model) -> Anatomy:
-    candidates = anatomy_candidates(model)
-    return candidates[0] if len(candidates) == 1 else verify(candidates, tm.inputs(model)).anatomy
-
-
 @torch.no_grad()
 def logits_of(model, **inputs):
     return model(**(inputs or tm.inputs(model)), use_cache=False).logits
@@ -44,7 +39,7 @@ def logits_of(model, **inputs):
 def zeroed(model, layers, matrix):
     """A copy whose layers' branch gives nothing, for the last matrix is zero."""
     other = copy.deepcopy(model)
-    blocks = anatomy_of(other).blocks
+    blocks = find_anatomy(other).blocks
     for layer in layers:
         for parameter in blocks[layer - 1].get_submodule(matrix).parameters():
             parameter.data.zero_()
@@ -54,7 +49,7 @@ def zeroed(model, layers, matrix):
 def without_blocks(model, layers):
     """A copy that lacks whole blocks."""
     other = copy.deepcopy(model)
-    blocks, config = anatomy_of(other).blocks, other.config
+    blocks, config = find_anatomy(other).blocks, other.config
     types = getattr(config, "layer_types", None)
     for layer in sorted(layers, reverse=True):
         del blocks[layer - 1]
@@ -68,7 +63,7 @@ def without_blocks(model, layers):
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_a_skipped_branch_is_a_zeroed_matrix_and_a_skipped_layer_a_missing_block(name):
     model, stock = model_of(name), model_of(name)
-    anatomy = anatomy_of(model)
+    anatomy = find_anatomy(model)
     plain = logits_of(stock)
     for granularity in GRANULARITIES:
         with Switches(anatomy, granularity) as switches:
@@ -148,21 +143,19 @@ def check_decoding(model):
     torch.testing.assert_close(got_logits[1:], longer_logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_every_way_of_decoding_agrees_whatever_is_skipped(name):
-    model = endless(model_of(name))
-    with skipping(anatomy_of(model), {1, 3}):
-        check_decoding(model)
-
-
-@pytest.mark.parametrize(("name", "granularity"), [("llama", "layer"), ("gemma3", "attention"), ("gpt2", "mlp")])
-def test_every_way_of_decoding_agrees_with_scalars(name, granularity):
-    model = endless(model_of(name))
-    scalars = Scalars(3, {1}, granularity)
+@pytest.mark.parametrize(
+    ("name", "granularity", "scaled"),
+    [
+        *((name, "attention", False) for name in OUTPUTS),
+        *(("llama", "layer", True), ("gemma3", "attention", True), ("gpt2", "mlp", True)),
+    ],
+)
+def test_every_way_of_decoding_agrees_whatever_is_skipped(name, granularity, scaled):
+    model, scalars = endless(model_of(name)), Scalars(3, {1, 3}, granularity)
     with torch.no_grad():
         for factor in scalars.parameters():
             factor.uniform_(0.6, 1.4)
-    with skipping(anatomy_of(model), [1], granularity, scalars):
+    with skipping(find_anatomy(model), {1, 3}, granularity, scalars if scaled else None):
         check_decoding(model)
 
 
@@ -170,7 +163,7 @@ def test_every_way_of_decoding_agrees_with_scalars(name, granularity):
 def test_beams_static_caches_and_rollbacks_agree(name, layers):
     model = endless(model_of(name))
     ids = torch.randint(3, tm.VOCAB, (1, 5), generator=torch.Generator().manual_seed(4))
-    with skipping(anatomy_of(model), layers):
+    with skipping(find_anatomy(model), layers):
         tokens, logits = rollout(model, ids, 6)
         assert torch.equal(manual(model, ids, 6, cache=tf.DynamicCache())[0], tokens)
         assert torch.equal(generated(model, ids, 6, use_cache=False)[0], tokens)
@@ -203,7 +196,7 @@ def anatomy_of_modules(model):
 def test_the_model_is_healed_also_after_errors(name, granularity):
     model = model_of(name).train()
     anatomy, before, logits, random = (
-        anatomy_of(model),
+        find_anatomy(model),
         anatomy_of_modules(model),
         logits_of(model),
         torch.get_rng_state(),
@@ -228,7 +221,7 @@ def test_the_model_is_healed_also_after_errors(name, granularity):
 
 def test_one_surgery_at_a_time(tmp_path):
     model = tm.build("llama")
-    switches, others = Switches(anatomy_of(model)), Switches(anatomy_of(model), "mlp")
+    switches, others = Switches(find_anatomy(model)), Switches(find_anatomy(model), "mlp")
     with pytest.raises(FulldepthError, match=r"inside their `with`"):
         switches.skip([1])
     with pytest.raises(FulldepthError, match=r"inside their `with`"):
@@ -295,7 +288,7 @@ def test_layers_may_differ():
     model, stock = tm.build("llama"), tm.build("llama")
     for each in (model, stock):
         each.model.layers[0] = MlpOnly(each.model.layers[0])
-    anatomy = anatomy_of(model)
+    anatomy = find_anatomy(model)
     with Switches(anatomy) as switches:
         with pytest.raises(FulldepthError, match="Layer 1 has no attention to skip"):
             switches.skip([1, 2])
@@ -318,7 +311,7 @@ def test_a_model_compiled_as_a_whole_notices_every_switch():
     compiled = torch.compile(model, backend="eager")
     plain = logits_of(model)
     assert torch.equal(logits_of(compiled, **tm.inputs(model)), plain)
-    with Switches(anatomy_of(model)) as switches:
+    with Switches(find_anatomy(model)) as switches:
         for layers in ([2], [1]):
             switches.skip(layers)
             assert torch.equal(logits_of(compiled, **tm.inputs(model)), logits_of(model))

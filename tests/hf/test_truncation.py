@@ -34,17 +34,6 @@ def test_the_first_layers_are_a_model_of_the_same_class(name):
 
 
 @torch.no_grad()
-def test_lists_of_the_configuration_are_cut_and_survive_saving(tmp_path):
-    model = tiny_models.build("gemma3")
-    cut = truncated(model, 2)
-    assert cut.config.layer_types == ["sliding_attention", "full_attention"]
-    cut.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    inputs = tiny_models.inputs(model)
-    assert torch.equal(again(**inputs).logits, cut(**inputs).logits)
-
-
-@torch.no_grad()
 def test_shared_layers_are_cut_where_their_groups_allow_it():
     plain = zoo.build("albert", "masked-lm", num_hidden_layers=4)
     assert truncated(plain, 3).config.num_hidden_layers == 3

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import Scalars
 from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan
 from skip import planned
 from tiny_models import build
@@ -80,15 +79,6 @@ def test_the_file_has_its_keys_in_order(tmp_path):
     shuffled["scalars"] = {key: dict(reversed(v.items())) for key, v in reversed(shuffled["scalars"].items())}
     Plan.of(shuffled).save(tmp_path)
     assert json.dumps(json.loads((tmp_path / "plan.json").read_text())) == json.dumps(document(12))
-
-
-@pytest.mark.parametrize("granularity", ["attention", "mlp", "layer"])
-def test_it_holds_the_scalars_of_the_surgery(granularity):
-    scalars = Scalars(4, [3, 1], granularity).as_dict()
-    plan = Plan.of({**document(granularity=granularity), "scalars": scalars})
-    assert Scalars.from_dict(plan.scalars, 4, granularity).as_dict() == scalars
-    unfitted = {**document(granularity=granularity, healed=False), "scalars": scalars}
-    assert Plan.of(unfitted).scalars == scalars  # all are 1
 
 
 NONSENSE = {

@@ -1,4 +1,4 @@
-"""Responses against `model.generate` one prompt at a time, and the distribution of samples against the softmax."""
+"""Responses against the plainest loop, one prompt at a time, and the distribution of samples against the softmax."""
 
 import json
 from collections import Counter
@@ -45,14 +45,6 @@ def alone(model, input_ids, ends, new):
     return found[len(input_ids) :]
 
 
-def stock(model, input_ids, ends, new):
-    """transformers, one prompt at a time."""
-    config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=ends or None, pad_token_id=0)
-    model.generation_config, batch = GenerationConfig(), torch.tensor([input_ids])
-    made = model.generate(batch, attention_mask=torch.ones_like(batch), generation_config=config)
-    return made[0, len(input_ids) :].tolist()
-
-
 @pytest.mark.parametrize(("name", "bos"), [("gemma3", True), ("gpt2", False), ("depth_llama", True)])
 def test_greedy_batches_are_the_model_one_prompt_at_a_time(name, bos):
     word_tokenizer = tokenizer(bos=bos)
@@ -64,7 +56,6 @@ def test_greedy_batches_are_the_model_one_prompt_at_a_time(name, bos):
     ends = [token for token, _ in later.most_common(2)]  # so that some end, some at once, and some do not
     stops = {*ends, EOS}
     expected = [alone(decoder(name), prompt, stops, 10) for prompt in asked]
-    assert expected == [stock(decoder(name), prompt, sorted(stops), 10) for prompt in asked]
     assert any(answer[-1] in ends for answer in expected)
     cut = [answer[:-1] if answer[-1] in stops else answer for answer in expected]
     texts = [word_tokenizer.decode(answer, skip_special_tokens=True) for answer in cut]

@@ -9,7 +9,7 @@ from fulldepth.data.examples import Examples
 from fulldepth.skip.exports.export import card_of
 from fulldepth.skip.exports.formats import FORMATS
 from fulldepth.skip.selection.search import search
-from fulldepth.skip.summary import ENTRY, lines, overlap, rows_of
+from fulldepth.skip.summary import ENTRY, decided, overlap, rows_of
 from skip import plain
 from skip.planned import plan
 from skip.word_tokenizer import tokenizer
@@ -53,19 +53,10 @@ def test_older_plans_list_no_rows(model) -> None:
         assert overlap(made, read(OURS, "0")) == SENTENCE  # the very same data
 
 
-@pytest.mark.parametrize(
-    ("search", "healed", "words"),
-    [
-        ("greedy", True, "chose the blocks and stopped the training of scalars"),
-        ("given", True, "stopped the training of scalars"),
-        ("given", False, None),
-    ],
-)
-def test_lines_say_what_was_decided(model, search, healed, words) -> None:
-    made = plan(model, [2], values="fitted" if healed else None, search=search)
-    told = {name: value for name, value, _ in lines(made)}
-    assert told.get("in-sample") == (words and f"these rows {words}")
-    assert not any(remark.startswith(("+", "-")) for _, _, remark in lines(made)), "no difference without an error"
+def test_losses_are_in_sample_where_their_rows_decided_something(model) -> None:
+    both, fit = "chose the blocks and stopped the training of scalars", "stopped the training of scalars"
+    for searched, values, expected in (("greedy", "fitted", both), ("given", "fitted", fit), ("given", None, None)):
+        assert decided(plan(model, [2], values=values, search=searched)) == expected
 
 
 def test_a_search_lists_its_rows_and_the_card_says_it(model) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny_models
@@ -16,22 +14,12 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import skipping
 from fulldepth.skip.exports import fold as room
-from fulldepth.skip.exports.fold import branch_factors, fold
+from fulldepth.skip.exports.fold import fold
 from skip import planned
-from skip.exports.test_export import relative
+from skip.exports.test_export import logits, relative
 from skip.exports.test_family_exports import families
 
 SETS = [("attention", [2]), ("attention", [1, 2, 3]), ("mlp", [3, 1]), ("layer", [2])]
-
-
-def ids(batch=3, length=18):
-    return torch.randint(3, tiny_models.VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
-
-
-@torch.no_grad()
-def logits(model):
-    tokens = ids()
-    return model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
 
 
 def exact(name):
@@ -100,40 +88,6 @@ def test_skipped_branches_are_zeros_and_a_plan_without_scalars_changes_nothing_e
     assert not any(model.state_dict()[name].any() for name in changed)
     assert folding.stream_scale == (1.0,) * 7
     assert folding.logit_error < 1e-6
-
-
-def test_gemma_zeroes_a_gain_of_one_plus_weight():
-    model = tiny_models.build("gemma2", dtype=torch.bfloat16)
-    fold(model, planned.plan(model, [3], values=None))
-    assert torch.equal(model.model.layers[2].post_attention_layernorm.weight, torch.full((32,), -1.0).bfloat16())
-
-
-@given(
-    st.lists(st.tuples(*[st.floats(0.1, 3.0)] * 4), min_size=3, max_size=3),
-    st.sets(st.integers(1, 3)),
-    st.sampled_from(["attention", "mlp", "layer"]),
-    st.booleans(),
-)
-def test_factors_follow_the_recursion(values, blocks, granularity, parallel):
-    """With branches that are constants, the stored stream times its scale is the stream of the definition."""
-    own = {str(n): dict(zip(planned.NAMES, v, strict=True)) for n, v in enumerate(values, start=1)}
-
-    class Plan:
-        scalars = own
-
-    Plan.blocks, Plan.granularity = blocks, granularity
-    factors, scales = branch_factors(Plan, 3, parallel=parallel)  # type: ignore[arg-type]
-    x = stored = 1.0
-    for layer, (b_att, s_att, b_mlp, s_mlp) in enumerate(values, start=1):
-        a, m = 0.3 * layer, 0.7 / layer
-        removed = granularity if layer in blocks else ""
-        assert scales[2 * layer - 2] * stored == pytest.approx(x)
-        x1 = x if removed in ("attention", "layer") else b_att * a + s_att * x
-        between = stored + factors[layer, "attention"] * a
-        assert parallel or scales[2 * layer - 1] * between == pytest.approx(x1)
-        x = x1 if removed in ("mlp", "layer") else b_mlp * m + s_mlp * x1
-        stored = between + factors[layer, "mlp"] * m
-    assert scales[-1] * stored == pytest.approx(x)
 
 
 def test_negative_factors_of_branches_fold():

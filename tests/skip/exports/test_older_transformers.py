@@ -12,10 +12,7 @@ import pytest
 import torch
 
 import tiny_models
-from fulldepth.hf.checkpoint_folder import (
-    copy_tokenizer,
-    older_names,
-)
+from fulldepth.hf.checkpoint_folder import copy_tokenizer
 from fulldepth.skip.exports.export import export, load
 from skip import planned
 from skip.exports.test_export import ids, relative, tokenizer
@@ -33,7 +30,6 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 KINDS = {
-    "llama": ("llama", {"rope_type": "default", "rope_theta": 500_000.0}),
     "llama3": ("llama", LLAMA3),
     "qwen2": ("qwen2", {"rope_type": "default", "rope_theta": 1_000_000.0}),
     "gemma2": ("gemma2", {"rope_type": "default", "rope_theta": 300.0}),
@@ -103,15 +99,3 @@ def test_exports_load_as_the_same_models_under_transformers_4(exports, tmp_path)
         expected, found = logits_of(load(folder), tokens), torch.load(folder / "logits.pt", weights_only=True)
         assert relative(found[tokens != 0], expected[tokens != 0]) < 1e-5, folder.name
         assert json.loads((folder / "tokens.json").read_text()) == [5, 9]
-
-
-def test_older_names_by_hand() -> None:
-    both = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6, "rope_type": "default"}}
-    names = older_names({"model_type": "gemma3_text", "rope_parameters": both, "dtype": "bfloat16"})
-    assert names == {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": None, "torch_dtype": "bfloat16"}
-    scaled = older_names({"model_type": "fulldepth_skipped_llama", "rope_parameters": LLAMA3})
-    assert scaled["rope_theta"] == 500_000.0
-    assert scaled["rope_scaling"] == {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
-    assert older_names({"model_type": "gpt2"}) == {}
-    assert older_names({"model_type": "gpt2", "n_positions": 64}) == {"n_ctx": 64}
-    assert older_names({"model_type": "olmo3", "rope_parameters": both}) == {}

@@ -20,9 +20,6 @@ from fulldepth.skip.exports.fold import fold
 from skip import plain, planned
 from skip.exports.test_export import ids, logits
 
-FORMATS = {"folded": "attention", "fast": "attention", "decilm": "attention", "layer": "layer"}
-"""Format -> what is skipped."""
-
 
 def weights(folder):
     """Name -> weight in any of the files of a checkpoint."""
@@ -38,7 +35,7 @@ def weights(folder):
 @pytest.mark.parametrize("format", ["folded", "decilm"])
 def test_an_export_holds_one_file_of_weights_beside_the_model(format, tmp_path):
     model = plain.fresh(16, 128)
-    plan = planned.plan(model, [2, 5], FORMATS[format])
+    plan = planned.plan(model, [2, 5])
     size = sum(parameter.nbytes for parameter in model.parameters())
     shard = size // 8
     with AllocationTracker([*model.parameters(), *model.buffers()]) as tracker:
@@ -103,7 +100,7 @@ MAPS = {
 )
 def test_an_export_of_an_offloaded_model_is_that_of_the_model_in_memory(name, format, map_name, tmp_path):
     model = tiny_models.build(name)
-    plan = planned.plan(model, [2], FORMATS[format])
+    plan = planned.plan(model, [2])
     model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
     expected = export(plan, tmp_path / "model", format, tmp_path / "expected", device="cpu").path
     made = export(plan, tmp_path / "model", format, tmp_path / "out", device_map=MAPS[map_name], shard_size="30KB").path

@@ -43,8 +43,6 @@ def test_rows_say_what_the_plan_says(tmp_path) -> None:
     assert set(losses["count"]) == {sum(example.predicted for example in EXAMPLES.heldout)}
     last = results.table[(results.table.measure == "mmd") & (results.table.layer == LAYERS)].set_index("state").value
     assert results.headline["mmd"]["value"] == last["healed"]
-    both = f"{last['skipped']:.2e} before and {last['healed']:.2e} after healing"
-    assert both in results.headline["mmd"]["sentence"]
     again = Results.load(tmp_path / "out")
     pd.testing.assert_frame_equal(again.table, results.table)
     assert (again.meta["kind"], again.meta["plan"], again.meta["warnings"]) == ("skip", plan.document(), [])
@@ -66,24 +64,15 @@ def test_a_plan_that_was_not_healed_says_so_and_what_is_doubtful_is_warned_of() 
     assert "other data" in other
 
 
-@pytest.mark.parametrize(
-    ("losses", "healed", "added", "helped"),
-    [
-        ([2.0, 2.1, 2.5], 2.2, "adds 0.5000 nats to", True),
-        ([2.0, 2.1, 2.5], 2.5, "adds 0.5000 nats to", False),
-        ([2.0, 1.9, 1.8], 1.7, "takes 0.2000 nats off", True),
-    ],
-)
-def test_losses_without_errors_are_not_interpreted(losses, healed, added, helped) -> None:
+@pytest.mark.parametrize(("losses", "healed"), [([2.0, 2.1, 2.5], 2.2), ([2.0, 1.9, 1.8], 1.8)])
+def test_losses_without_errors_are_not_interpreted(losses, healed) -> None:
     plan = healed_plan(build("llama"), losses=losses, healed_loss=healed, search="greedy")
     found = headline(plan, pd.DataFrame(columns=[*COLUMNS, "removed", "state"]), LAYERS)
-    assert set(found) == {"loss_added", "loss_healed"}
     assert found["loss_added"].value == pytest.approx(losses[-1] - losses[0])
     assert found["loss_added"].document()["standard_error"] is None
+    assert "chose the blocks and stopped the training of scalars" in found["loss_added"].sentence
     assert found["loss_healed"].value == healed
-    for part in (added, "of layers 3, 1, in this order", "chose the blocks and stopped the training of scalars"):
-        assert part in found["loss_added"].sentence
-    assert ("No epoch" not in found["loss_healed"].sentence) is helped
+    assert ("No epoch" in found["loss_healed"].sentence) is (healed == losses[-1])
     shown = [float(number) for number in re.findall(r"\d\.\d{4}", found["loss_healed"].sentence)]
     assert shown == [healed, losses[-1], 1.9, losses[0]], "losses only: no difference"
 
