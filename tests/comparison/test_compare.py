@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -15,6 +14,7 @@ from scipy.interpolate import RegularGridInterpolator
 from fulldepth.comparison import compare
 from fulldepth.errors import FulldepthError
 from fulldepth.results import Results, tabulate
+from reporting.synthetic import row
 
 
 def measurement(layers: int, rows: list[tuple], name: str = "models/toy", **changes) -> Results:
@@ -33,12 +33,12 @@ def measurement(layers: int, rows: list[tuple], name: str = "models/toy", **chan
 
 
 def displacements(values, statistic: str = "mean") -> list[tuple]:
-    return [("displacement", "residual", n, None, statistic, v, 10, "1") for n, v in enumerate(values, start=1)]
+    return [row("displacement", layer, value, statistic) for layer, value in enumerate(values, start=1)]
 
 
 def pairs(matrix, measure: str = "cka", statistic: str = "debiased") -> list[tuple]:
     size = len(matrix)
-    return [(measure, "residual", a, b, statistic, matrix[a, b], 10, "1") for a in range(size) for b in range(size)]
+    return [row(measure, a, matrix[a, b], statistic, other=b) for a in range(size) for b in range(size)]
 
 
 def differences(found: Results, label: str) -> pd.DataFrame:
@@ -52,7 +52,7 @@ def symmetric(rng: np.random.Generator, size: int) -> np.ndarray:
     return matrix
 
 
-def test_the_redundancy_change_of_models_by_hand() -> None:
+def test_the_redundancy_change_of_models_by_hand():
     profiles = [0.10, 0.20, 0.40], [0.15, 0.18, 0.10], [0.10, 0.30, 0.40]
     models = [measurement(3, displacements(values)) for values in profiles]
     found = compare(models, names=["plain", "jreg", "z"])
@@ -76,7 +76,7 @@ def test_the_redundancy_change_of_models_by_hand() -> None:
     shallow=st.integers(1, 13),
     seed=st.integers(0, 100),
 )
-def test_relative_depth_interpolates_between_the_baselines_layers(deep: int, shallow: int, seed: int) -> None:
+def test_relative_depth_interpolates_between_the_baselines_layers(deep, shallow, seed):
     rng = np.random.default_rng(seed)
     a, b = rng.uniform(size=shallow), rng.uniform(size=deep)
     found = compare(
@@ -91,9 +91,7 @@ def test_relative_depth_interpolates_between_the_baselines_layers(deep: int, sha
 
 @settings(max_examples=12)
 @given(deep=st.integers(1, 9), shallow=st.integers(1, 9), seed=st.integers(0, 100))
-def test_pairs_of_layers_are_interpolated_bilinearly_and_a_layer_stays_itself(
-    deep: int, shallow: int, seed: int
-) -> None:
+def test_pairs_of_layers_are_interpolated_bilinearly_and_a_layer_stays_itself(deep, shallow, seed):
     rng = np.random.default_rng(seed)
     a, b = symmetric(rng, shallow + 1), symmetric(rng, deep + 1)
     found = compare([measurement(shallow, pairs(a)), measurement(deep, pairs(b))], names=["a", "b"], depth="relative")
@@ -104,22 +102,22 @@ def test_pairs_of_layers_are_interpolated_bilinearly_and_a_layer_stays_itself(
         assert value == pytest.approx(wanted, abs=1e-10), (layer, other)
 
 
-def test_pairs_written_once_stand_for_both_orders() -> None:
+def test_pairs_written_once_stand_for_both_orders():
     rng = np.random.default_rng(0)
     a, b = symmetric(rng, 3), symmetric(rng, 3)
-    once = [row for row in pairs(a) if row[2] >= row[3]]
+    once = [one for one in pairs(a) if one[2] >= one[3]]
     found = compare([measurement(2, once), measurement(2, pairs(b))], names=["a", "b"])
     np.testing.assert_allclose(differences(found, "b"), (b - a).flatten(), atol=1e-12)
 
 
-def test_what_is_not_interpolated() -> None:
+def test_what_is_not_interpolated():
     """Jump rates meet from the end; rows without a layer, and of a single layer, directly."""
 
     def rows(layers: int, rates: list[float], depth: float, last: float) -> Results:
         first = layers - len(rates) + 1
-        made = [("jump_rate", "residual", n, None, "value", v, 10, "%") for n, v in enumerate(rates, start=first)]
-        made.append(("effective_depth", "residual", None, None, "eps=0.05", depth, 10, "layers"))
-        made.append(("displacement", "final_normed", layers, None, "mean", last, 10, "1"))
+        made = [row("jump_rate", n, rate, "value", unit="%") for n, rate in enumerate(rates, start=first)]
+        made.append(row("effective_depth", None, depth, "eps=0.05", unit="layers"))
+        made.append(row("displacement", layers, last, site="final_normed"))
         return measurement(layers, made)
 
     a, b = rows(3, [30.0, 20.0], 3.0, 0.25), rows(5, [9.0, 8.0, 7.0, 6.0], 7.0, 0.75)
@@ -128,47 +126,30 @@ def test_what_is_not_interpolated() -> None:
     np.testing.assert_allclose(differences(found, "b"), [np.nan, np.nan, 7 - 30.0, 6 - 20.0, 4.0, 0.5])
 
 
-def test_same_layer_on_request_leaves_what_the_baseline_has_not() -> None:
+def test_same_layer_on_request_leaves_what_the_baseline_has_not():
     a, b = measurement(2, displacements([0.1, 0.2])), measurement(3, displacements([0.4, 0.4, 0.4]))
     found = compare([a, b], names=["a", "b"], depth="layer")
     np.testing.assert_allclose(differences(found, "b"), [0.3, 0.2, np.nan])
 
 
-def test_statistics_sites_and_missing_values_do_not_mix() -> None:
+def test_statistics_sites_and_missing_values_do_not_mix():
     a = displacements([0.1, 0.2]) + displacements([0.5, np.nan], "std")
     b = displacements([0.3, 0.3]) + displacements([0.6, 0.6], "std") + displacements([0.9, 0.9], "mean:no-first")
-    b.append(("norm_ratio", "residual", 1, None, "mean", 4.0, 10, "1"))
+    b.append(row("norm_ratio", 1, 4.0))
     found = compare([measurement(2, a), measurement(2, b)], names=["a", "b"])
     np.testing.assert_allclose(differences(found, "b"), [0.2, 0.1, 0.1, np.nan, np.nan, np.nan, np.nan], atol=1e-12)
     assert found.meta["warnings"] == ["a has no norm_ratio; b has."]
 
 
-@pytest.mark.parametrize("depth", ["layer", "relative"])
-def test_a_model_differs_from_itself_by_nothing(depth: str) -> None:
+def test_a_model_differs_from_itself_by_nothing():
     one = measurement(3, displacements([0.1, 0.3, 0.2]))
-    found = compare([one, one], depth=depth)
+    found = compare([one, one], depth="relative")
     assert found.meta["models"][1]["label"] == "toy (2)"
     np.testing.assert_array_equal(differences(found, "toy (2)"), 0.0)
     assert "no difference at any of" in found.headline["redundancy_change:toy (2)"]["sentence"]
 
 
-def test_a_series_enters_with_its_last_step() -> None:
-    early, late = tabulate(displacements([0.9, 0.9]), step=10), tabulate(displacements([0.3, 0.4]), step=20)
-    series = measurement(2, [], headline={"zeta_L": {"value": 10.0, "unit": "%", "sentence": "..."}})
-    series.table = pd.concat([early, late], ignore_index=True)
-    model = series.meta["model"]
-    models = {10: model, 20: {**model, "name": "run/checkpoint-20"}}
-    series.meta["steps"] = [{"step": step, "model": one, "headline": {}} for step, one in models.items()]
-    plain = measurement(2, displacements([0.1, 0.1]))
-    found = compare([plain, series], names=["plain", "run"])
-    np.testing.assert_allclose(differences(found, "run"), [0.2, 0.3])
-    assert "step" not in found.table.columns
-    assert found.meta["models"][1]["model"]["name"] == "run/checkpoint-20"
-    (line,) = found.meta["warnings"]
-    assert "step 20" in line
-
-
-def test_folders_in_and_a_folder_out(tmp_path: Path) -> None:
+def test_folders_in_and_a_folder_out(tmp_path):
     a = measurement(2, displacements([0.1, 0.2]))
     folders = [a.save(tmp_path / where) for where in ("x/run", "y/run", "z/run")]
     found = compare([str(folders[0]), folders[1], folders[2]])
@@ -181,7 +162,7 @@ def test_folders_in_and_a_folder_out(tmp_path: Path) -> None:
         compare([tmp_path / "out", folders[0]])
 
 
-def test_a_layer_counts_where_its_difference_is_larger_than_its_noise() -> None:
+def test_a_layer_counts_where_its_difference_is_larger_than_its_noise():
     """Two standard errors of a difference of independent means, sqrt(a^2 + b^2) each."""
     plain, changed = [0.10, 0.20, 0.30, 0.40], [0.13, 0.23, 0.30, 0.30]
     errors = [0.02, 0.001, 0.001, 0.001]
@@ -194,7 +175,7 @@ def test_a_layer_counts_where_its_difference_is_larger_than_its_noise() -> None:
     assert greatest["standard_error"] == pytest.approx(100 * 2**0.5 * 0.001)
 
 
-def test_headline_numbers_become_differences() -> None:
+def test_headline_numbers_become_differences():
     a, b = (
         measurement(
             4,
@@ -222,7 +203,7 @@ def test_headline_numbers_become_differences() -> None:
         ("versions", {"fulldepth": "2"}, "other reasons"),
     ],
 )
-def test_what_makes_a_difference_doubtful_is_said(part: str, changes: dict, warned: str) -> None:
+def test_what_makes_a_difference_doubtful_is_said(part, changes, warned):
     sampling = {"reservoir_tokens": 40, "counted_tokens": 64}
     a, b = (
         measurement(2, displacements([0.1, 0.2]), sampling=dict(sampling), versions={"fulldepth": "1"})
@@ -255,7 +236,7 @@ ONE = measurement(1, displacements([0.1]))
         ([ONE, Results(ONE.table, {**ONE.meta, "kind": "train"})], {}, "'train'"),
     ],
 )
-def test_bad_inputs_are_refused(results: list, changes: dict, name: str) -> None:
+def test_bad_inputs_are_refused(results, changes, name):
     with pytest.raises(FulldepthError) as caught:
         compare(results, **changes)
     assert name in str(caught.value)

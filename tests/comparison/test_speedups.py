@@ -32,7 +32,8 @@ def model(label, points, full=0.9, baseline=False, calibration=True, timing="dif
 
 
 PLAIN = model("plain", [(0.5, 0.7, 2.0), (0.9, 0.88, 1.2), (0.99, 0.8995, 1.05), (1.0, 0.9, 0.98)], baseline=True)
-ALIGNED = model("aligned", [(0.5, 0.86, 2.5), (0.9, 0.915, 1.4), (1.0, 0.92, 0.97)], full=0.92)
+POINTS = [(0.5, 0.86, 2.5), (0.9, 0.915, 1.4), (1.0, 0.92, 0.97)]
+ALIGNED = model("aligned", POINTS, full=0.92)
 WORSE = model("worse", [(0.5, 0.6, 3.0), (1.0, 0.85, 1.0)], full=0.85)
 
 
@@ -50,9 +51,8 @@ def mixed(points, full, speedup):
 
 def test_quality_at_a_speed_up_is_that_of_a_mixture_of_neighbouring_thresholds():
     rows = speedups.speedups([PLAIN, ALIGNED, WORSE])
-    points = [(0.5, 0.86, 2.5), (0.9, 0.915, 1.4)]
     for speedup in speedups.AT:
-        assert rows["aligned"]["at"][f"{speedup:g}"] == pytest.approx(mixed(points, 0.92, speedup), abs=1e-4)
+        assert rows["aligned"]["at"][f"{speedup:g}"] == pytest.approx(mixed(POINTS, 0.92, speedup), abs=1e-4)
     assert speedups.accuracy_at(speedups.curve_of(PLAIN), 2.0) == pytest.approx(0.7)
     assert speedups.accuracy_at(speedups.curve_of(PLAIN), 2.1) is None
 
@@ -73,7 +73,7 @@ def test_speed_at_equal_quality_is_of_the_threshold_that_the_calibration_part_ch
 
 
 def test_nothing_is_chosen_for_a_model_with_one_part():
-    one = model("one", [(0.5, 0.86, 2.5), (0.9, 0.915, 1.4), (1.0, 0.92, 0.97)], full=0.92, calibration=False)
+    one = model("one", POINTS, full=0.92, calibration=False)
     rows = speedups.speedups([PLAIN, one])
     assert rows["one"]["speedup"] is rows["one"]["speedup_at_baseline"] is None
     assert rows["one"]["at"] == speedups.speedups([PLAIN, ALIGNED])["aligned"]["at"]

@@ -12,6 +12,7 @@ from fulldepth.comparison import compare
 from fulldepth.comparison.training import time_per_step
 from fulldepth.errors import FulldepthError
 from fulldepth.results import Results, tabulate
+from reporting.synthetic import of_model, row
 
 
 def run(
@@ -30,14 +31,14 @@ def run(
     for step, loss in losses.items():
         means = [value * (1 + step / 100) for value in profile]
         last = 100 * max(0.0, means[-1] - means[-2])
-        of_model = [("validation_loss", "mean", loss, targets, "nats"), ("elapsed", "value", seconds * step, None, "s")]
-        of_model += [("peak_memory", "value", memory, None, "MiB"), ("other_load", "value", load, None, "1")]
+        costs = [("elapsed", seconds * step, "s"), ("peak_memory", memory, "MiB")]
+        costs += [("other_load", load, "1")] if load is not None else []
+        rows = [of_model("validation_loss", loss, "nats", "mean", targets), *(of_model(*cost) for cost in costs)]
         if step:
-            of_model.append(("train_loss", "mean", loss - 0.1, 999, "nats"))
-            of_model.append(("throughput", "mean", 64 / seconds, None, "tokens/s"))
-        rows: list[tuple] = [(name, "model", None, None, *rest) for name, *rest in of_model if rest[1] is not None]
-        rows += [("displacement", "residual", n, None, "mean", v, 64, "1") for n, v in enumerate(means, start=1)]
-        rows.append(("jump_rate", "residual", len(means), None, "value", last, 64, "%"))
+            rows.append(of_model("train_loss", loss - 0.1, "nats", "mean", 999))
+            rows.append(of_model("throughput", 64 / seconds, "tokens/s", "mean"))
+        rows += [row("displacement", layer, mean) for layer, mean in enumerate(means, start=1)]
+        rows.append(row("jump_rate", len(means), last, "value", unit="%"))
         tables.append(tabulate(rows, step=step))
     meta = {
         "kind": "training",
@@ -59,7 +60,7 @@ def jreg(**changes: Any) -> Results:
     return run({0: 7.1, 10: 5.2, 20: 4.1, 30: 3.25}, [0.3, 0.2, 0.21], **made)
 
 
-def test_differences_are_taken_at_equal_steps_and_layers() -> None:
+def test_differences_are_taken_at_equal_steps_and_layers():
     a, b = plain(), jreg()
     found = compare([a, b], names=["plain", "jreg"])
     keys = ["measure", "site", "layer", "statistic", "step"]
@@ -73,7 +74,7 @@ def test_differences_are_taken_at_equal_steps_and_layers() -> None:
     assert found.meta["step"] == 30
 
 
-def test_the_headline_by_hand() -> None:
+def test_the_headline_by_hand():
     found = compare([plain(), jreg()], names=["plain", "jreg"])
     # At step 30 every displacement is 1.3 times its profile: plain 0.39, 0.13, 0.52; jreg 0.39, 0.26, 0.273.
     expected = {
@@ -90,7 +91,7 @@ def test_the_headline_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("factor", "differs"), [(1.0, False), (1.1, True)])
-def test_times_are_compared_interval_by_interval(factor: float, differs: bool) -> None:
+def test_times_are_compared_interval_by_interval(factor, differs):
     noise = np.random.default_rng(0).uniform(0.97, 1.03, (2, 12))
     made = []
     for seconds in (noise[0], factor * noise[1]):
@@ -108,7 +109,7 @@ def test_times_are_compared_interval_by_interval(factor: float, differs: bool) -
         assert "no measurable difference (95 % interval 0.9" in found["sentence"]
 
 
-def test_the_last_common_step_decides() -> None:
+def test_the_last_common_step_decides():
     short = run({0: 7.0, 10: 5.5, 20: 4.2}, [0.3, 0.1, 0.2], seconds=0.5)
     found = compare([plain(), jreg(), short], names=["plain", "jreg", "short"])
     assert found.meta["step"] == 20
@@ -117,7 +118,7 @@ def test_the_last_common_step_decides() -> None:
     assert found.meta["warnings"] == ["plain, jreg were trained past step 20, the last that all runs have."]
 
 
-def test_means_since_the_last_evaluation_meet_only_over_the_same_steps() -> None:
+def test_means_since_the_last_evaluation_meet_only_over_the_same_steps():
     other = run({0: 7.0, 20: 5.0, 30: 3.0}, [0.3, 0.1, 0.2])
     found = compare([plain(), other], names=["plain", "other"]).table
     own = found[found.model == "other"].set_index(["measure", "step"])["difference"]
@@ -126,7 +127,7 @@ def test_means_since_the_last_evaluation_meet_only_over_the_same_steps() -> None
     assert own["train_loss"][30] == pytest.approx(-0.5)
 
 
-def test_depths_that_differ_meet_at_relative_depth() -> None:
+def test_depths_that_differ_meet_at_relative_depth():
     deep = run({0: 7.0, 10: 5.0}, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     found = compare([plain(), deep], names=["plain", "deep"])
     own = found.table[(found.table.model == "deep") & (found.table.step == 10)]
@@ -139,17 +140,15 @@ def test_depths_that_differ_meet_at_relative_depth() -> None:
     assert found.meta["warnings"][-1].startswith("deep and plain have 6 and 3 layers")
 
 
-def test_one_disturbed_interval_does_not_change_the_time_per_step() -> None:
+def test_one_disturbed_interval_does_not_change_the_time_per_step():
     clocks = {0: 0.0, 10: 10.0, 20: 20.0, 30: 90.0}
-    table = pd.concat(
-        tabulate([("elapsed", "model", None, None, "value", clock, None, "s")], step=n) for n, clock in clocks.items()
-    )
+    table = pd.concat(tabulate([of_model("elapsed", clock, "s")], step=n) for n, clock in clocks.items())
     assert time_per_step(table) == time_per_step(table[table.step > 0]) == pytest.approx(1.0)  # it starts at zero
     assert time_per_step(table[table.step == 0]) is None
 
 
 @pytest.mark.parametrize(("load", "reason"), [(0.35, "used 35% of its CPU during jreg"), (None, "not recorded")])
-def test_costs_of_a_busy_machine_are_not_compared(load: float | None, reason: str) -> None:
+def test_costs_of_a_busy_machine_are_not_compared(load, reason):
     found = compare([plain(), jreg(load=load)], names=["plain", "jreg"])
     assert not [name for name in found.headline if "time_per_step" in name or "peak_memory" in name]
     assert "parameters:jreg" in found.headline
@@ -157,7 +156,7 @@ def test_costs_of_a_busy_machine_are_not_compared(load: float | None, reason: st
     assert found.meta["models"][1]["headline"]["peak_memory"]["value"] == 110.0  # its own number stays
 
 
-def test_what_makes_runs_unequal_is_said() -> None:
+def test_what_makes_runs_unequal_is_said():
     changed = jreg(hash="sha256:bb", targets=128, tokenizer="u", global_batch_size=8)
     losses_differ, steps_differ = compare([plain(), changed], names=["a", "b"]).meta["warnings"]
     assert all(word in losses_differ for word in ("data", "tokenizers", "targets"))
@@ -167,7 +166,7 @@ def test_what_makes_runs_unequal_is_said() -> None:
     assert any("before training" in line for line in only_start.meta["warnings"])
 
 
-def test_runs_that_have_nothing_in_common_are_refused() -> None:
+def test_runs_that_have_nothing_in_common_are_refused():
     measured = Results(plain().table.drop(columns="step"), {"kind": "measure", "model": {"num_layers": 3}})
     odd = run({5: 7.0, 15: 5.0}, [0.3, 0.1, 0.2])
     lost = plain()

@@ -11,6 +11,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tiny_models import DECODER
+
 LAYERS = 4
 NOUNS = ["sun", "river", "stone", "leaf", "cloud", "mouse", "wheel"]
 
@@ -28,19 +30,8 @@ def tokenizer() -> Any:
 def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """A Llama of four layers whose layers predict different things."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=259,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.3,
-    )
+    sizes = {"vocab_size": 259, "num_hidden_layers": LAYERS, "max_position_embeddings": 2048}
+    config = LlamaConfig(**{**DECODER, **sizes}, initializer_range=0.3)
     return LlamaForCausalLM(config).to(dtype).eval()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +11,12 @@ from safetensors.torch import save_file
 
 pytest.importorskip("lm_eval")
 from evaluation import small_world
-from evaluation.test_layers import LIMIT, ours, stock
-from fulldepth.evaluation import evaluate
+from evaluation.test_layers import LIMIT, ours, scored, stock
 from fulldepth.execution.harness import Answers
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_each_layer_is_scored_and_generates_by_its_own_head(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
-) -> None:
+def test_each_layer_is_scored_and_generates_by_its_own_head(tmp_path, monkeypatch, tied):
     model: Any = small_world.model()
     if tied:
         model.config.tie_word_embeddings = True
@@ -28,15 +24,13 @@ def test_each_layer_is_scored_and_generates_by_its_own_head(
     generator = torch.Generator().manual_seed(1)
     matrices = {n: 0.3 * torch.randn(model.lm_head.weight.shape, generator=generator) for n in (1, 2, 3)}
     model.save_pretrained(tmp_path / "model")
-    small_world.tokenizer().save_pretrained(tmp_path / "model")
     save_file({f"exit_heads.{n}.weight": w for n, w in matrices.items()}, tmp_path / "model/exit_heads.safetensors")
     data, texts, replies = small_world.write_data(tmp_path / "tasks"), [], {}
     monkeypatch.setattr(Answers, "put", lambda self, new: (texts.extend(new.values()), self._answers.update(new)))
-    options = {"task_data": [str(data)], "limit": LIMIT, "batch_size": 4}
     path = str(tmp_path / "model")
-    scored = evaluate(path, ["lambada_local"], exit_layers="all", **options)
+    results = scored(path, ["lambada_local"], data, exit_layers="all")
     texts.clear()
-    generated = evaluate(path, ["gsm8k_local"], exit_layers="2", num_fewshot=2, **options)
+    generated = scored(path, ["gsm8k_local"], data, exit_layers="2", num_fewshot=2)
     for layer in (1, 2, 3, 4):
         first = copy.deepcopy(model) if layer == 4 else small_world.first_layers(model, layer)
         if layer < 4:
@@ -44,7 +38,7 @@ def test_each_layer_is_scored_and_generates_by_its_own_head(
             first.lm_head = torch.nn.Linear(32, 259, bias=False)
             first.lm_head.weight.data.copy_(matrices[layer])
         expected = stock(first, "lambada_local", data)
-        found = ours(scored, "lambada_local", layer)
+        found = ours(results, "lambada_local", layer)
         assert found["perplexity"][0] == pytest.approx(expected["perplexity"][0], rel=1e-4)
         if layer in (2, 4):
             assert ours(generated, "gsm8k_local", layer) == stock(first, "gsm8k_local", data, replies, num_fewshot=2)

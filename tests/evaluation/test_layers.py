@@ -63,22 +63,30 @@ def ours(results, task, layer):
     return {name: (value, values[f"{name}_stderr"]) for name, value in values.items() if not name.endswith("_stderr")}
 
 
+def scored(model, tasks, data, tokenizer=None, **options):
+    """Results of this package on the local files."""
+    given = {"tokenizer": tokenizer or small_world.tokenizer(), "task_data": [str(data)], "limit": LIMIT}
+    return evaluate(model, tasks, **{**given, "batch_size": 4, **options})
+
+
+def near(got, expected, rel=1e-5):
+    assert got.keys() == expected.keys()
+    for metric, pair in expected.items():
+        assert got[metric] == pytest.approx(pair, rel=rel), metric
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_last_layer_has_the_scores_of_lm_eval_and_an_exit_layer_those_of_the_first_layers(data, dtype):
     model, differing = small_world.model(dtype=dtype), set()
     tasks = SCORED if dtype == torch.float32 else SCORED[:1]
-    results = evaluate(
-        model, tasks, tokenizer=small_world.tokenizer(), task_data=[str(data)], limit=LIMIT, batch_size=4, **RESAMPLES
-    )
+    results = scored(model, tasks, data, **RESAMPLES)
     for task in tasks:
         whole = stock(model, task, data, **RESAMPLES)
         assert ours(results, task, LAYERS) == whole
         for layer in range(1, LAYERS):
             expected = stock(small_world.first_layers(model, layer), task, data, **RESAMPLES)
             got = ours(results, task, layer)
-            assert got.keys() == expected.keys()
-            for metric, pair in expected.items():
-                assert got[metric] == pytest.approx(pair, rel=1e-5), (task, layer, metric)
+            near(got, expected)
             differing.add(tuple(got.items()) != tuple(whole.items()))
     assert True in differing
     assert set(results.table.layer.unique()) == set(range(1, LAYERS + 1))
@@ -87,17 +95,15 @@ def test_the_last_layer_has_the_scores_of_lm_eval_and_an_exit_layer_those_of_the
 def test_one_pass_answers_all_layers(data):
     model, passes = small_world.model(), []
     model.register_forward_hook(lambda *_: passes.append(layers))
-    options = {"tokenizer": small_world.tokenizer(), "task_data": [str(data)], "limit": LIMIT}
     for layers in ("full", "all"):
-        evaluate(model, ["arc_easy_local"], exit_layers=layers, **options)
+        scored(model, ["arc_easy_local"], data, exit_layers=layers)
     assert passes.count("full") == passes.count("all") > 0
 
 
 def test_generation_leaves_at_the_exit_layer(data, monkeypatch):
     model, task, texts = small_world.model(), "gsm8k_local", []
     monkeypatch.setattr(Answers, "put", lambda self, new: (texts.extend(new.values()), self._answers.update(new)))
-    options = {"tokenizer": small_world.tokenizer(), "task_data": [str(data)], "limit": LIMIT, "batch_size": 4}
-    results = evaluate(model, [task], exit_layers="2", num_fewshot=2, **options)
+    results = scored(model, [task], data, exit_layers="2", num_fewshot=2)
     replies = {}
     for layer in (2, LAYERS):
         first = small_world.first_layers(model, layer)
@@ -119,11 +125,11 @@ def test_chat_templates_and_arguments_of_generation_are_those_of_lm_eval(data, t
     model, tokenizer, out = small_world.model(), small_world.tokenizer(), tmp_path / "out"
     tokenizer.chat_template = CHAT
     prompting = {"apply_chat_template": True, "system_instruction": "Be brief.", "gen_kwargs": "max_gen_toks=7"}
-    options = {"limit": LIMIT, "batch_size": 4, "num_fewshot": 2}
-    given = {**prompting, **options, **RESAMPLES, "fewshot_as_multiturn": multiturn, "exit_layers": "2"}
-    tasks = ["lambada_local", "arc_easy_local", "gsm8k_local"]
-    results = evaluate(model, tasks, out, tokenizer=tokenizer, task_data=[str(data)], log_samples=True, **given)
-    plain = evaluate(model, tasks, tokenizer=tokenizer, task_data=[str(data)], exit_layers="2", **options, **RESAMPLES)
+    options = {"num_fewshot": 2, **RESAMPLES}
+    tasks, given = ["lambada_local", "arc_easy_local", "gsm8k_local"], {**options, "exit_layers": "2"}
+    logging = {"output": out, "log_samples": True, "fewshot_as_multiturn": multiturn}
+    results = scored(model, tasks, data, tokenizer, **prompting, **logging, **given)
+    plain = scored(model, tasks, data, tokenizer, **given)
     assert not results.table.value.equals(plain.table.value)
     for task in tasks:
         logs = [json.loads(line) for line in (out / f"samples_{task}.jsonl").read_text().splitlines()]
@@ -131,11 +137,8 @@ def test_chat_templates_and_arguments_of_generation_are_those_of_lm_eval(data, t
             replies = {}
             first = small_world.first_layers(model, layer)
             reading = {"replies": replies, "tokenizer": tokenizer, "fewshot_as_multiturn": multiturn is None}
-            whole = stock(first, task, data, **prompting, **options, **reading, **RESAMPLES)
-            got = ours(results, task, layer)
-            assert got.keys() == whole.keys()
-            for metric, pair in whole.items():
-                assert got[metric] == (pair if layer == LAYERS else pytest.approx(pair, rel=1e-5)), (task, layer)
+            whole = stock(first, task, data, **prompting, **options, **reading)
+            near(ours(results, task, layer), whole, 0 if layer == LAYERS else 1e-5)
             logged = [entry["resps"][0][0] for entry in logs if entry["exit_layer"] == layer]
             assert len(logged) == len(replies[task]) >= LIMIT
             if task == "gsm8k_local":
@@ -152,7 +155,7 @@ def test_a_continuation_longer_than_the_positions_is_refused(data):
     with pytest.raises(AssertionError):
         stock(model, "arc_easy_local", data)
     with pytest.raises(FulldepthError, match=r"continuation of \d+ tokens is longer than the model's 6 positions"):
-        evaluate(model, ["arc_easy_local"], tokenizer=small_world.tokenizer(), task_data=[str(data)], limit=LIMIT)
+        scored(model, ["arc_easy_local"], data)
 
 
 def test_perplexities_of_whole_texts(data, tmp_path):
@@ -170,7 +173,7 @@ def test_perplexities_of_whole_texts(data, tmp_path):
         "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
     }
     (tmp_path / "texts.yaml").write_text(json.dumps(task))
-    results = evaluate(model, ["texts"], tokenizer=small_world.tokenizer(), include_path=str(tmp_path), limit=LIMIT)
+    results = scored(model, ["texts"], data, include_path=str(tmp_path))
     rows = results.table.set_index(["layer", "statistic"]).value
     for layer in (2, LAYERS):
         expected = stock(small_world.first_layers(model, layer), task, data)
@@ -209,7 +212,6 @@ def test_families(name, tmp_path):
     ]
     (tmp_path / "arc_easy_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model, tokenizer, task = tiny_models.build(name), word_tokenizer.tokenizer(), "arc_easy_local"
-    results = evaluate(model, [task], tokenizer=tokenizer, task_data=[str(tmp_path)], batch_size=4)
-    reader = {"replies": None, "tokenizer": tokenizer}
-    assert ours(results, task, 3) == stock(model, task, tmp_path, **reader)
-    assert ours(results, task, 2) == stock(truncated(model, 2), task, tmp_path, **reader)
+    results = scored(model, [task], tmp_path, tokenizer)
+    for layer, first in ((3, model), (2, truncated(model, 2))):
+        assert ours(results, task, layer) == stock(first, task, tmp_path, tokenizer=tokenizer)

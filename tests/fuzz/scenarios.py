@@ -39,7 +39,7 @@ RUN = (
 MEASURE = {
     "measure text": Scenario(f"measure model --data data/text.txt --output new {FAST}", "model data/text.txt", 3),
     "measure jsonl": Scenario(f"measure model --data data/text.jsonl --output new {QUICK}", "data/text.jsonl", 2),
-    "measure pairs": Scenario(f"measure model --data data/pairs.jsonl --output new {QUICK}", "data/pairs.jsonl", 1),
+    "measure pairs": Scenario(f"measure model --data data/pairs.jsonl --output new {QUICK}", "data/pairs.jsonl"),
     "measure parquet": Scenario(f"measure model --data data/text.parquet --output new {QUICK}", "data/text.parquet", 2),
     "measure labels": Scenario(
         f"measure bert --data data/labelled.tsv --output new {FAST}", "bert data/labelled.tsv", 2
@@ -50,16 +50,15 @@ MEASURE = {
         "measure model --data data/text.txt --output new --recipe recipes/measure.yaml", "recipes/measure.yaml", 2
     ),
     "measure reference": Scenario(
-        f"measure model --data data/text.txt --output new --reference other {QUICK},mmd", "model other", 1
+        f"measure model --data data/text.txt --output new --reference other {QUICK},mmd", "model other"
     ),
     "measure overwrite": Scenario(
         f"measure other --data data/text.txt --output out-a --overwrite {QUICK}",
         "other out-a data/text.txt",
-        1,
         replaces=TABLE,
     ),
     "measure again": Scenario(
-        f"measure model --data data/text.txt --output out-a {FAST}", "model out-a", 1, replaces=PAGE
+        f"measure model --data data/text.txt --output out-a {FAST}", "model out-a", replaces=PAGE
     ),
     "measure elsewhere": Scenario(f"measure other --data data/text.txt --output out-a {FAST}", "out-a", 0.5),
     "measure series": Scenario(f"measure run --data data/text.txt --output new {QUICK}", "run", 2),
@@ -69,37 +68,34 @@ MEASURE = {
     "measure series done": Scenario(
         f"measure run --data data/text.txt --output out-series {QUICK}",
         "out-series",
-        1,
         grows=("out-series/report.html", "out-series/results.*"),
     ),
 }
 PAGES = {
     "compare": Scenario("compare out-a out-b --output new", "out-a out-b", 4),
-    "compare series": Scenario("compare out-series out-a --output new --depth relative", "out-series out-a", 1),
+    "compare series": Scenario("compare out-series out-a --output new --depth relative", "out-series out-a"),
     "compare runs": Scenario("compare run run-b --output new", "run/results.json run/results.parquet run-b", 2),
     "compare overwrite": Scenario(
         "compare out-a out-b --output cmp --overwrite", "out-a out-b cmp", 0.5, replaces=("cmp/*",)
     ),
     "report measure": Scenario("report out-a", "out-a", 3, replaces=("out-a/report.html",), writes="page"),
     "report series": Scenario("report out-series", "out-series", 2, replaces=("*/report.html",), writes="page"),
-    "report run": Scenario("report run", "run/results.json run/results.parquet", 1, replaces=PAGE, writes="page"),
+    "report run": Scenario("report run", "run/results.json run/results.parquet", replaces=PAGE, writes="page"),
     "report several": Scenario("report plan curve bench --output new", "plan curve bench", 3, writes="page"),
 }
 SKIPS = {
     "search": Scenario(f"{SEARCH} --blocks 1 --output new", "model data/pairs.jsonl", 2, writes="plan"),
     "search heldout": Scenario(
-        f"{SEARCH} --blocks 1 --output new --heldout data/heldout.jsonl", "data/heldout.jsonl", 1, writes="plan"
+        f"{SEARCH} --blocks 1 --output new --heldout data/heldout.jsonl", "data/heldout.jsonl", writes="plan"
     ),
     "search parquet": Scenario(
         f"skip search model --data data/pairs.parquet --blocks 1 --output new {SKIP}",
         "data/pairs.parquet",
-        1,
         writes="plan",
     ),
     "search chats": Scenario(
         f"skip search model --data data/chats.jsonl --blocks 1 --output new {SKIP}",
         "data/chats.jsonl model/tokenizer_config.json model/chat_template.jinja",
-        1,
         writes="plan",
     ),
     "search recipe": Scenario(
@@ -123,13 +119,13 @@ SKIPS = {
         writes="plan",
     ),
     "apply folded": Scenario(
-        "skip apply plan model --format folded --output new", "plan/plan.json model", 1, writes="checkpoint"
+        "skip apply plan model --format folded --output new", "plan/plan.json model", writes="checkpoint"
     ),
     "apply decilm": Scenario(
-        "skip apply plan model --format decilm --output new", "plan/plan.json model", 1, writes="checkpoint"
+        "skip apply plan model --format decilm --output new", "plan/plan.json model", writes="checkpoint"
     ),
     "apply layer": Scenario(
-        "skip apply plan-layer model --format layer --output new", "plan-layer/plan.json model", 1, writes="checkpoint"
+        "skip apply plan-layer model --format layer --output new", "plan-layer/plan.json model", writes="checkpoint"
     ),
     "bench": Scenario(
         "skip bench model folded --batches 1 --contexts 8 --max-new-tokens 2 --repeats 1 --output new",
@@ -138,7 +134,7 @@ SKIPS = {
         arguments=0.4,
     ),
     "curve": Scenario(
-        f"skip curve model --data data/pairs.jsonl --blocks 2 --output new {SKIP}", "model data/pairs.jsonl", 1
+        f"skip curve model --data data/pairs.jsonl --blocks 2 --output new {SKIP}", "model data/pairs.jsonl"
     ),
     "curve resume": Scenario(
         f"skip curve model --data data/pairs.jsonl --blocks 2 --output curve-part --resume {SKIP}",
@@ -159,7 +155,6 @@ TRAIN = {
     "train settings": Scenario(
         "train recipes/train.yaml --output new steps=2 objective.jump.alpha=0.3 seed=4",
         "recipes/train.yaml",
-        1,
         writes="run",
         arguments=0.7,
     ),
@@ -176,7 +171,6 @@ TRAIN = {
     "train checkpoint": Scenario(
         "train recipes/train.yaml --output new steps=2 model.checkpoint=other tokenizer=other",
         "other",
-        1,
         writes="run",
     ),
     "train export": Scenario(
@@ -187,14 +181,14 @@ TRAIN = {
 EXIT = "--sequence-length 12 --max-sequences 4 --threshold 0.5 --max-new-tokens 2 --set prompts=1 --repeats 1"
 EXITS = {
     "exit": Scenario(f"exit model --data data/text.txt --output new {EXIT}", "model data/text.txt", 2, arguments=0.4),
-    "exit export": Scenario("exit export model --layers 1 --output new", "model", 1, writes="checkpoint"),
+    "exit export": Scenario("exit export model --layers 1 --output new", "model", writes="checkpoint"),
 }
 GENERATE = "generate model --prompt w1 --raw --max-new-tokens 4"
 GENERATES = {
     "generate": Scenario(f"{GENERATE} --output new", "model", 2, arguments=0.5),
-    "generate drafts": Scenario(f"{GENERATE} --speculate-from 1 --set draft_length=2 --output new", "model", 1),
+    "generate drafts": Scenario(f"{GENERATE} --speculate-from 1 --set draft_length=2 --output new", "model"),
     "generate plan": Scenario(f"{GENERATE} --plan plan/plan.json --set draft_length=2 --output new", "plan", 2),
-    "generate early": Scenario(f"{GENERATE} --threshold 0.1 --output new", "model", 1, arguments=0.5),
+    "generate early": Scenario(f"{GENERATE} --threshold 0.1 --output new", "model", arguments=0.5),
 }
 EVALUATE = {
     "evaluate": Scenario(
@@ -213,11 +207,10 @@ EVALUATE = {
         "evaluate model --generation-quality data/text.txt --set prompts=2 --set prefix_tokens=4 --max-new-tokens 4 "
         "--output new",
         "data/text.txt model",
-        1,
         arguments=0.3,
     ),
 }
-DEMO = {"demo": Scenario("demo --output new --blocks 0", "", 1, writes="nothing", arguments=1.0)}
+DEMO = {"demo": Scenario("demo --output new --blocks 0", "", writes="nothing", arguments=1.0)}
 
 SCENARIOS: dict[str, Scenario] = {**MEASURE, **PAGES, **SKIPS, **TRAIN, **EXITS, **GENERATES, **EVALUATE, **DEMO}
 

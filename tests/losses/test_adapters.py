@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -13,13 +12,12 @@ import torch
 import transformers as tf
 import trl
 from datasets import Dataset
-from torch import Tensor
 
 import fulldepth
 from fulldepth.data import train_tokenizer
 from fulldepth.errors import FulldepthError
 from fulldepth.losses import Objective, ObjectiveMixin
-from losses.trained_step import WEIGHTS, collate, examples, plain_loss
+from losses.trained_step import WEIGHTS, collate, examples, gradients, plain_loss, same_step
 from tiny_models import BUILDERS, DECODER
 
 TEXT = "The quick brown fox jumps over the lazy dog while seven wizards mix five boxing potions. " * 40
@@ -37,40 +35,25 @@ def adapted(wrap: Any = peft.get_peft_model, **options: Any) -> Any:
     return model.double().train()
 
 
-def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
-
-
 @pytest.mark.parametrize(
     "kind", ["LoRA", "the last layer alone", "mixed", pytest.param("compiled", marks=pytest.mark.thorough)]
 )
-def test_adapters_have_the_plain_gradient(kind: str) -> None:
+def test_adapters_have_the_plain_gradient(kind):
     options = {"layers_to_transform": [2]} if kind == "the last layer alone" else {}
     wrap: Any = partial(peft.get_peft_model, mixed=True) if kind == "mixed" else peft.get_peft_model
     model = adapted(wrap, **options)
     rows = examples("llama", 3)
     expected = plain_loss(model, "llama", rows, WEIGHTS)
-    expected.backward()
-    wanted = gradients(model)
-    model.zero_grad()
     given = torch.compile(model, backend="eager") if kind == "compiled" else model
-    objective = Objective(**WEIGHTS).attach(given)
-    batch = collate(rows)
-    loss, _ = objective(given(**batch), batch)
-    objective.detach()
-    loss.backward()
-    found = gradients(model)
-    assert found.keys() == wanted.keys()
-    assert all("lora" in name for name in found)
-    scale = max(float(g.abs().max()) for g in wanted.values())
-    assert max(float((found[n] - wanted[n]).abs().max()) for n in wanted) < 1e-6 * scale  # the cross-entropy is float32
+    same_step(given, expected, Objective(**WEIGHTS), collate(rows))  # the cross-entropy is float32
+    assert all("lora" in name for name in gradients(model))
     if kind == "LoRA":
         merged = copy.deepcopy(model).merge_and_unload()
         again = plain_loss(merged, "llama", rows, WEIGHTS).detach()
-        assert float(loss.detach()) == pytest.approx(float(again), rel=1e-6)
+        assert float(expected.detach()) == pytest.approx(float(again), rel=1e-6)
 
 
-def test_measuring_an_adapted_model_is_measuring_the_merged_one(tmp_path: Path) -> None:
+def test_measuring_an_adapted_model_is_measuring_the_merged_one(tmp_path):
     tokenizer = train_tokenizer([TEXT], vocab_size=300)
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     torch.manual_seed(0)
@@ -85,18 +68,17 @@ def test_measuring_an_adapted_model_is_measuring_the_merged_one(tmp_path: Path) 
     assert model.training
 
 
-def test_trl_makes_the_adapters_itself(tmp_path: Path) -> None:
+def test_trl_makes_the_adapters_itself(tmp_path):
     class Trainer(ObjectiveMixin, trl.SFTTrainer):  # type: ignore[misc]
         """TRL's SFTTrainer with an objective."""
 
     tokenizer = train_tokenizer([TEXT], vocab_size=300)
     torch.manual_seed(0)
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**{**DECODER, "vocab_size": len(tokenizer)})).double()
-    rows = [{"input_ids": tokenizer(TEXT[start:])["input_ids"][:16]} for start in (0, 3, 10, 20)]
-    batch = {"input_ids": torch.tensor([row["input_ids"] for row in rows])}
-    batch |= {"labels": batch["input_ids"], "attention_mask": torch.ones_like(batch["input_ids"])}
+    ids = [torch.tensor(tokenizer(TEXT[start:])["input_ids"][:16]) for start in (0, 3, 10, 20)]
+    rows = [{"input_ids": one, "labels": one, "attention_mask": torch.ones_like(one)} for one in ids]
     both, ce = (
-        float(plain_loss(model, "llama", [{n: v[i] for n, v in batch.items()} for i in range(4)], weights).detach())
+        float(plain_loss(model, "llama", rows, weights).detach())
         for weights in ({"jump": 1.0, "similarity": 0.0}, {"jump": 0.0, "similarity": 0.0})
     )
     fixed = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "bf16": False}
@@ -104,7 +86,7 @@ def test_trl_makes_the_adapters_itself(tmp_path: Path) -> None:
         model,
         trl.SFTConfig(str(tmp_path), **fixed, max_steps=1, logging_steps=1, per_device_train_batch_size=4),
         objective=Objective(**WEIGHTS),
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=Dataset.from_list([{"input_ids": one.tolist()} for one in ids]),
         processing_class=tokenizer,
         peft_config=peft.LoraConfig(task_type="CAUSAL_LM", **LORA),
     )
@@ -114,13 +96,9 @@ def test_trl_makes_the_adapters_itself(tmp_path: Path) -> None:
     assert logged["loss_ce"] == pytest.approx(ce, rel=1e-5)
 
 
-def test_virtual_tokens_are_refused() -> None:
-    for config in (
-        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-    ):
-        model = peft.get_peft_model(BUILDERS["llama"](), config)
-        with pytest.raises(FulldepthError, match="_TUNING puts positions before the sequence"):
-            Objective(jump=1.0).attach(model)
-        with pytest.raises(FulldepthError, match="_TUNING puts positions before the sequence"):
-            fulldepth.measure(model, "corpus:builtin")
+def test_virtual_tokens_are_refused():
+    for kind in (peft.PromptTuningConfig, peft.PrefixTuningConfig):
+        model = peft.get_peft_model(BUILDERS["llama"](), kind(task_type="CAUSAL_LM", num_virtual_tokens=4))
+        for use in (Objective(jump=1.0).attach, lambda given: fulldepth.measure(given, "corpus:builtin")):
+            with pytest.raises(FulldepthError, match="_TUNING"):
+                use(model)

@@ -10,7 +10,8 @@ from torch.nn.functional import cross_entropy
 from fulldepth.errors import FulldepthError
 from fulldepth.losses import DepthTrainer, Objective, aligned_loss
 from fulldepth.training.evaluation import evaluate
-from losses.trained_step import collate, gradient
+from losses import trained_step
+from losses.trained_step import collate, gradient, states_of
 from tiny_models import build
 
 VOCABULARY = 60
@@ -18,20 +19,10 @@ VOCABULARY = 60
 
 def experts(seed: int = 0) -> tf.PreTrainedModel:
     torch.manual_seed(seed)
-    config = tf.Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        moe_intermediate_size=12,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        output_router_logits=True,
-        router_aux_loss_coef=0.7,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 12, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    routing = {"num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.7}
+    config = tf.Qwen3MoeConfig(vocab_size=VOCABULARY, **sizes, **heads, **routing)
     return tf.Qwen3MoeForCausalLM(config).train()
 
 
@@ -40,29 +31,28 @@ def batch(rows: int = 2, seed: int = 1) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
+def rows_of(many: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    return [dict(zip(many, row, strict=True)) for row in zip(*many.values(), strict=True)]
+
+
 def gradients(model: tf.PreTrainedModel, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return trained_step.gradients(model)
 
 
 def test_aligned_training_of_experts_keeps_their_balance():
     """Gradient of the routers, against the aligned loss and the balancing loss added by hand."""
-    model, rows, last = experts(), batch(), []
-    hook = model.model.layers[-1].register_forward_hook(lambda _, args, out: last.append(out))
-    output = model(**rows, output_hidden_states=True)
-    hook.remove()
-    states = [*output.hidden_states[1:-1], last[0] if torch.is_tensor(last[0]) else last[0][0]]
+    model, rows = experts(), batch()
+    output, states = states_of(model.model.layers, lambda: model(**rows))
     targets = torch.cat([rows["labels"][:, 1:], torch.full((2, 1), -100)], dim=1)
     head = torch.nn.Sequential(model.model.norm, model.lm_head)
-    expected = gradients(model, aligned_loss(states, head, targets) + 0.7 * output.aux_loss)
+    expected = gradients(model, aligned_loss(states[1:], head, targets) + 0.7 * output.aux_loss)
     objective = Objective(aligned={"schedule": "always"}).attach(model)
     loss, parts = objective(model(**rows), rows)
     found = gradients(model, loss)
     objective.detach()
-    assert expected.keys() == found.keys()
-    for name, slope in expected.items():
-        assert torch.allclose(found[name], slope, rtol=1e-4, atol=1e-7), name
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
     plain = cross_entropy(output.logits[:, :-1].flatten(0, 1), rows["labels"][:, 1:].flatten())
     assert float(parts["ce"]) == pytest.approx(plain.item(), rel=1e-5)
     assert float(parts["auxiliary"]) == pytest.approx(0.7 * output.aux_loss.item(), rel=1e-5)
@@ -78,7 +68,7 @@ def test_a_loss_without_its_parts_is_refused_where_the_cross_entropy_is_replaced
 
 def test_micro_batches_add_up_to_one_large_batch(tmp_path):
     """Gradient of one step of three uneven micro-batches against the mean over all labels, written out."""
-    rows = [{name: value[i] for name, value in batch(5).items()} for i in range(5)]
+    rows = rows_of(batch(5))
     for index, row in enumerate(rows):
         row["labels"][: 2 * index] = -100
     before = experts()
@@ -91,17 +81,16 @@ def test_micro_batches_add_up_to_one_large_batch(tmp_path):
         count += int((targets != -100).sum())
         balance = balance + 0.7 * output.aux_loss * len(part["labels"]) / 5
     expected = gradients(before, total / count + balance)
-    for name, slope in expected.items():
-        torch.testing.assert_close(found[name], slope, rtol=2e-3, atol=2e-6, msg=name)
+    torch.testing.assert_close({name: found[name] for name in expected}, expected, rtol=2e-3, atol=2e-6)
 
 
-def _trainer(tmp_path, objective, **options):
-    arguments = {name: options.pop(name) for name in list(options) if name == "label_smoothing_factor"}
+def _trainer(tmp_path, objective, model=None, label_smoothing_factor=0.0, **options):
+    fixed = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "label_smoothing_factor": label_smoothing_factor}
     return DepthTrainer(
-        model=options.pop("model", None) or experts(),
-        args=tf.TrainingArguments(tmp_path, report_to=[], use_cpu=True, disable_tqdm=True, **arguments),
-        train_dataset=[{name: value[0] for name, value in batch().items()}],
-        eval_dataset=[{name: value[0] for name, value in batch(2, 5).items()}],
+        model=model or experts(),
+        args=tf.TrainingArguments(tmp_path, **fixed),
+        train_dataset=rows_of(batch(1)),
+        eval_dataset=rows_of(batch(1, 5)),
         data_collator=collate,
         objective=objective,
         **options,
@@ -110,7 +99,7 @@ def _trainer(tmp_path, objective, **options):
 
 def test_evaluation_reports_the_cross_entropy(tmp_path):
     trainer = _trainer(tmp_path, Objective())
-    rows = {name: value[:1] for name, value in batch(2, 5).items()}
+    rows = batch(1, 5)
     logits = trainer.model(**rows).logits[:, :-1].flatten(0, 1)
     expected = cross_entropy(logits, rows["labels"][:, 1:].flatten()).item()
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
@@ -118,7 +107,7 @@ def test_evaluation_reports_the_cross_entropy(tmp_path):
 
 def test_a_run_records_the_cross_entropy_and_the_balance_beside_it():
     model = experts()
-    rows = [{name: value[i] for name, value in batch(5, 5).items()} for i in range(5)]
+    rows = rows_of(batch(5, 5))
     found = evaluate(model, rows, collate, 2)
     with torch.no_grad():
         output = model.eval()(**collate(rows))

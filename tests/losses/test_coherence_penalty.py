@@ -9,6 +9,7 @@ import torch
 from fulldepth.errors import FulldepthError
 from fulldepth.losses.coherence_penalty import coherence_penalty, refuse_padding
 from fulldepth.losses.term import blocks
+from losses.trained_step import is_value, kept, leaves
 
 SHAPES = [(5, 8, 3), (2, 9, 4), (3, 24, 2), (4, 2, 2), (2, 3, 2)]
 SETTINGS = [
@@ -57,20 +58,13 @@ def listing(h_in, h_out, layer, num_layers, target=0.35, energy=False, eps=1e-8)
     return distance * (num_layers - layer) * 0.1 + (excess.mean() if energy else 0)
 
 
-def leaves(pair, dtype=torch.float64):
-    return [h.detach().to(dtype, copy=True).requires_grad_() for h in pair]
-
-
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_value_is_the_listings(pair, dtype, shape, settings):
     h_in, h_out = pair(shape, dtype)
-    value = coherence_penalty(h_in, h_out, **settings)
-    tolerance = 1e-10 if dtype == torch.float64 else 1e-6
-    expected = float(listing(h_in.double(), h_out.double(), **settings))
-    assert value.item() == pytest.approx(expected, rel=tolerance, abs=tolerance)
-    assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    expected = listing(h_in.double(), h_out.double(), **settings)
+    is_value(coherence_penalty(h_in, h_out, **settings), expected, dtype)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -89,24 +83,22 @@ def test_gradient_is_that_of_the_listing(pair, shape, settings):
 
 
 def test_only_the_states_and_the_spectra_are_kept(pair):
-    inputs, saved = leaves(pair((5, 8, 3)), torch.float32), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        coherence_penalty(*inputs, 2, 12, energy=True)
+    inputs = leaves(pair((5, 8, 3)), torch.float32)
+    _, saved = kept(lambda: coherence_penalty(*inputs, 2, 12, energy=True))
     ours = {h.data_ptr() for h in inputs}
     assert ours <= {x.data_ptr() for x in saved}
     assert all(x.data_ptr() in ours or x.numel() in (1, 4 * 3 * 5) for x in saved)
 
 
 def test_autocast_changes_nothing(pair):
-    inputs = leaves(pair((5, 8, 3)), torch.float32)
-    others = leaves(inputs, torch.float32)
+    plain = leaves(pair((5, 8, 3)), torch.float32)
+    cast = leaves(plain, torch.float32)
+    expected = coherence_penalty(*plain, 2, 12, energy=True)
     with torch.autocast("cpu", torch.bfloat16):
-        value = coherence_penalty(*inputs, 2, 12, energy=True)
-        value.backward()
-    expected = coherence_penalty(*others, 2, 12, energy=True)
-    expected.backward()
+        value = coherence_penalty(*cast, 2, 12, energy=True)
+    torch.autograd.backward([value, expected])
     assert torch.equal(value, expected)
-    assert all(torch.equal(h.grad, other.grad) for h, other in zip(inputs, others, strict=True))
+    assert all(torch.equal(h.grad, other.grad) for h, other in zip(cast, plain, strict=True))
 
 
 @pytest.mark.parametrize(("constant", "dtype"), [(0.0, torch.bfloat16), (1234.567, torch.float32)])

@@ -12,22 +12,20 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 
 from fulldepth.errors import FulldepthError
-from fulldepth.losses import Objective, Task
+from fulldepth.losses import Task
 from losses.trained_step import (
     WEIGHTS,
-    OneStep,
-    arguments,
     build,
     close,
-    collate,
     examples,
     gradient,
     plain_gradient,
+    trainer,
 )
 
 
 @pytest.mark.parametrize("kind", ["vit", "bert", "llama"])
-def test_uneven_micro_batches_are_one_large_batch(kind: str, tmp_path: Path) -> None:
+def test_uneven_micro_batches_are_one_large_batch(kind, tmp_path):
     """Five rows in micro-batches of 2, 2 and 1. BERT's classifier takes the means of its micro-batches for the
     cross-entropy, so it gets four rows; their masks differ."""
     rows = examples(kind, 4 if kind == "bert" else 5)
@@ -43,7 +41,7 @@ def test_uneven_micro_batches_are_one_large_batch(kind: str, tmp_path: Path) -> 
     close(found, expected, 1e-6)  # the cross-entropy of some models is float32
 
 
-def test_what_a_batch_counts() -> None:
+def test_what_a_batch_counts():
     ids, mask = torch.ones(3, 4, dtype=torch.long), torch.tensor([[1, 1, 1, 0]] * 3)
     labels = torch.tensor([[5, -100, 7, 8]] * 3)
     image = {"labels": torch.tensor([1, 2]), "pixel_values": torch.zeros(2, 3, 8, 8)}
@@ -76,19 +74,12 @@ def run(folder: Path, terms: dict[str, Any], rows: int, **options: Any) -> tuple
         sizes.append(len(kwargs["input_ids"]))
 
     fixed = {"max_steps": 4, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
-    trainer = OneStep(
-        model,
-        arguments(str(folder), **{**fixed, **options}),
-        train_dataset=data,
-        eval_dataset=data,
-        data_collator=collate,
-        objective=Objective(**terms),
-    )
+    made = trainer(model, data, terms, folder, **{**fixed, **options})
     model.register_forward_pre_hook(look, with_kwargs=True)
-    return trainer, sizes
+    return made, sizes
 
 
-def test_an_epoch_s_short_batch_is_left_out(tmp_path: Path) -> None:
+def test_an_epoch_s_short_batch_is_left_out(tmp_path):
     trainer, sizes = run(tmp_path, CR, 5)
     trainer.train()
     assert sizes == [2] * 4
@@ -103,7 +94,7 @@ def test_an_epoch_s_short_batch_is_left_out(tmp_path: Path) -> None:
         trainer.train()
 
 
-def test_processes_repeat_no_example(tmp_path: Path) -> None:
+def test_processes_repeat_no_example(tmp_path):
     trainer, _ = run(tmp_path, CR, 7)
     sampler = trainer.get_train_dataloader().batch_sampler
     shares = [list(BatchSamplerShard(sampler, 2, process)) for process in range(2)]

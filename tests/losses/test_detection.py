@@ -8,6 +8,7 @@ import tiny_models
 from drawn_shapes import draw
 from fulldepth.errors import FulldepthError
 from fulldepth.losses import Objective, add_exit_heads, use_detection_loss
+from losses.trained_step import states_of
 
 
 def batch(size, empty=()):
@@ -30,11 +31,7 @@ def stock_layers(model, inputs, own_heads=False):
     """transformers' own loss of each decoder layer, whose state goes through the final norm and both heads once; with
     `own_heads` layers before the last through the last matrices of their own.
     """
-    states = []
-    hooks = [layer.register_forward_hook(lambda *a: states.append(a[2])) for layer in model.model.decoder.layers]
-    model.model(inputs["pixel_values"])
-    for hook in hooks:
-        hook.remove()
+    _, (_, *states) = states_of(model.model.decoder.layers, lambda: model.model(inputs["pixel_values"]))
     losses, stock = [], type(model).loss_function.fget(model)
     *shared, _ = model.bbox_predictor.layers
     for layer, state in enumerate(map(model.model.decoder.layernorm, states), start=1):

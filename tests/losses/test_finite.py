@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fulldepth.errors import FulldepthError
-from fulldepth.losses import Objective
-from losses.trained_step import OneStep, arguments, build, collate, examples
+from losses.trained_step import OneStep, build, examples
+from losses.trained_step import trainer as trainer_of
 
 MARK = 95
 """A sequence that begins with this token breaks the model."""
@@ -42,14 +42,7 @@ def trainer(folder: Path, model: Any, steps: int, broken: int | None, **options:
         example["input_ids"][0] = MARK if row + 1 == broken else 7
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
     fixed = {"max_steps": steps, "per_device_train_batch_size": 1, "max_grad_norm": 1.0}
-    return OneStep(
-        model,
-        arguments(str(folder), **{**fixed, **options}),
-        train_dataset=rows,
-        data_collator=collate,
-        objective=Objective(jump=1.0),
-        optimizers=(adam, torch.optim.lr_scheduler.LambdaLR(adam, lambda _: 1.0)),
-    )
+    return trainer_of(model, rows, {"jump": 1.0}, folder, adam, **fixed, **options)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +52,7 @@ def trainer(folder: Path, model: Any, steps: int, broken: int | None, **options:
         ("gradient", r"Step 3: the loss is finite, but its gradient is not\. .* The step was not taken"),
     ],
 )
-def test_the_weights_stay_those_before_the_broken_step(where: str, words: str, tmp_path: Path) -> None:
+def test_the_weights_stay_those_before_the_broken_step(where, words, tmp_path):
     good = trainer(tmp_path / "good", fragile(where), 2, None)
     good.train()
     model = fragile(where)

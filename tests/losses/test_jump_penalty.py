@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fulldepth.errors import FulldepthError
-from fulldepth.losses import jump_penalty, jump_weights
+from fulldepth.losses import jump_penalty, jump_weights, similarity_penalty
 from fulldepth.losses.displacement import Displacements
-from fulldepth.metrics import displacement
+from losses.trained_step import is_value, kept, leaves, plain_jump
 
 
 @pytest.fixture
@@ -46,34 +46,19 @@ def oracle(states, alpha, mask):
     return means[-1] if np.isinf(alpha) else softmax(alpha, len(means)) @ means
 
 
-def plain(states, alpha, mask):
-    """The formula as anyone would write it, for autograd: over the tokens of the mask that have a direction."""
-    total = 0.0
-    for weight, (before, after) in zip(jump_weights(len(states) - 1, alpha).tolist(), pairwise(states), strict=True):
-        counted = mask & ~displacement(before, after).isnan()
-        total = total + weight * ((1 - torch.cosine_similarity(before, after, dim=-1)) / 2)[counted].mean()
-    return total
-
-
-def leaves(states, dtype=torch.float64):
-    return [state.detach().to(dtype, copy=True).requires_grad_() for state in states]
-
-
 @pytest.mark.parametrize(("alpha", "masked"), [(0.0, True), (1.0, False), (math.inf, True)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_value_is_the_papers_formula(states, mask, dtype, alpha, masked):
     states = [state.to(dtype) for state in states]
-    value = jump_penalty(states, alpha, mask if masked else None)
-    assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    tolerance = 1e-10 if dtype == torch.float64 else 1e-6
-    np.testing.assert_allclose(value.item(), oracle(states, alpha, mask if masked else None), rtol=0, atol=tolerance)
+    mask = mask if masked else None
+    is_value(jump_penalty(states, alpha, mask), oracle(states, alpha, mask), dtype)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 def test_gradient_is_that_of_the_plain_formula_without_zero_vectors(states, mask, dtype, tolerance):
     states[2][0, 3], states[4][1, 0] = 0.0, 0.0
     ours, theirs = leaves(states, dtype), leaves(states)
-    value, expected = jump_penalty(ours, 0.3, mask), plain(theirs, 0.3, mask)
+    value, expected = jump_penalty(ours, 0.3, mask), plain_jump(theirs, mask, 0.3)
     torch.testing.assert_close(value.double(), expected, rtol=0, atol=tolerance)
     torch.autograd.backward([value, expected])
     for mine, other in zip(ours, theirs, strict=True):
@@ -96,7 +81,7 @@ def test_gradients_that_are_added_on_the_way_are_the_same(states, mask, generato
             penalty = Displacements(hidden, jump_weights(3, alpha).tolist(), mask)
             penalty.added_to(loss, 70.0).backward()
         else:
-            expected = plain(hidden, alpha, mask)
+            expected = plain_jump(hidden, mask, alpha)
             (loss + 70.0 * expected).backward()
         gradients.append(weights.grad)
     exact = dtype == torch.float64
@@ -106,20 +91,21 @@ def test_gradients_that_are_added_on_the_way_are_the_same(states, mask, generato
     assert torch.cosine_similarity(*(g.double().flatten() for g in gradients), dim=0) > 0.999
 
 
-@pytest.mark.parametrize("garbage", [float("nan"), 3e38])
-def test_what_does_not_count_has_no_effect(states, mask, garbage):
+@pytest.mark.parametrize("garbage", [math.nan, 3e38])
+@pytest.mark.parametrize("penalty", [jump_penalty, similarity_penalty])
+def test_what_does_not_count_has_no_effect(states, mask, penalty, garbage):
     clean, dirty = leaves(states, torch.float32), leaves(states, torch.float32)
     with torch.no_grad():
         for state in dirty:
             state[~mask] = garbage
-    value, expected = jump_penalty(dirty, 1.0, mask.long()), jump_penalty(clean, 1.0, mask)
+    value, expected = penalty(dirty, mask=mask.long()), penalty(clean, mask=mask)
     assert value == expected
     torch.autograd.backward([value, expected])
     for mine, other in zip(dirty, clean, strict=True):
         assert torch.equal(mine.grad, other.grad)
         assert not mine.grad[~mask].any()
     dirty[1].data[0, 0] = math.nan
-    assert jump_penalty(dirty, 1.0, mask).isnan()
+    assert penalty(dirty, mask=mask).isnan()
 
 
 @pytest.mark.parametrize(
@@ -139,9 +125,8 @@ def test_zero_states_and_copies_have_no_gradient(states, expected):
 
 
 def test_only_the_states_are_kept_and_a_changed_one_is_noticed(states):
-    inputs, saved = leaves(states, torch.bfloat16), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        jump_penalty(inputs)
+    inputs = leaves(states, torch.bfloat16)
+    _, saved = kept(lambda: jump_penalty(inputs))
     assert {x.data_ptr() for x in saved if x.numel() > 1} <= {state.data_ptr() for state in inputs}
     middle = [state * 1 for state in inputs]
     penalty = Displacements(middle, jump_weights(4).tolist())

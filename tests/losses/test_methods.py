@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,34 +15,33 @@ import tiny_models
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import exit_heads_of
 from fulldepth.losses import METHODS, Objective, add_exit_heads
+from losses.trained_step import states_of
 
 METHODS_OF_LAYERS = ("aligned", "cos-regularised", "multi-exit")
 BETA = 0.7
-
-
-def weighted(model: Any, name: str, state: Tensor, batch: dict[str, Tensor], matrix: Tensor | None = None) -> Tensor:
-    """Logits of a state `[B, T, D]` by the definition of the class; `matrix` replaces the last one and its bias."""
-    if name in ("vit", "deit"):
-        body = getattr(model, name)
-        norm, last = body.layernorm, model.classifier
-        feature = F.layer_norm(state[:, 0], state.shape[-1:], norm.weight, norm.bias, norm.eps)
-    elif name == "bert-classifier":
-        dense, last = model.bert.pooler.dense, model.classifier
-        feature = torch.tanh(state[:, 0] @ dense.weight.T + dense.bias)
-    else:
-        norm, last = model.transformer.ln_f, model.score
-        read = [max(t for t, token in enumerate(row) if token != 0) for row in batch["input_ids"].tolist()]
-        feature = state[range(len(read)), read]
-        feature = F.layer_norm(feature, feature.shape[-1:], norm.weight, norm.bias, norm.eps)
-    if matrix is not None:
-        return feature @ matrix.T
-    return feature @ last.weight.T + (0 if last.bias is None else last.bias)
 
 
 def feature(name: str, state: Tensor, batch: dict[str, Tensor]) -> Tensor:
     if name != "gpt2-classifier":
         return state[:, 0]
     return torch.stack([row[(ids != 0).nonzero()[-1, 0]] for row, ids in zip(state, batch["input_ids"], strict=True)])
+
+
+def weighted(model: Any, name: str, state: Tensor, batch: dict[str, Tensor], matrix: Tensor | None = None) -> Tensor:
+    """Logits of a state `[B, T, D]` by the definition of the class; `matrix` replaces the last one and its bias."""
+    state = feature(name, state, batch)
+    if name in ("vit", "deit"):
+        norm, last = getattr(model, name).layernorm, model.classifier
+    elif name == "bert-classifier":
+        dense, last = model.bert.pooler.dense, model.classifier
+        state = torch.tanh(state @ dense.weight.T + dense.bias)
+    else:
+        norm, last = model.transformer.ln_f, model.score
+    if name != "bert-classifier":
+        state = F.layer_norm(state, state.shape[-1:], norm.weight, norm.bias, norm.eps)
+    if matrix is not None:
+        return state @ matrix.T
+    return state @ last.weight.T + (0 if last.bias is None else last.bias)
 
 
 def oracle(model: Any, name: str, method: str, batch: dict[str, Tensor]) -> Tensor:
@@ -88,7 +88,7 @@ def terms(method: str) -> dict[str, Any]:
         ("deit", "multi-exit"),
     ],
 )
-def test_loss_and_gradient_are_those_of_the_formula(name: str, method: str) -> None:
+def test_loss_and_gradient_are_those_of_the_formula(name, method):
     model, batch = subject(name)
     if method == "multi-exit":
         add_exit_heads(model)
@@ -110,19 +110,14 @@ def test_loss_and_gradient_are_those_of_the_formula(name: str, method: str) -> N
 
 def language_loss(model: Any, name: str, batch: dict[str, Tensor], shares: list[float]) -> Tensor:
     """Weighted cross-entropy of the next tokens of all layers, one text at a time without its padding."""
-    matrices, states = exit_heads_of(model), []
+    matrices = exit_heads_of(model)
     body = model.base_model
     blocks, norm = (body.h, body.ln_f) if name == "gpt2" else (body.layers, body.norm)
-    hooks = [
-        block.register_forward_hook(lambda _, __, out: states.append(out if isinstance(out, Tensor) else out[0]))
-        for block in blocks
-    ]
     losses: list[list[Tensor]] = [[] for _ in shares]
     for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True):
         length = int(mask.sum())
-        states.clear()
-        model(ids[None, :length], use_cache=False)
-        for layer, state in enumerate(list(states), start=1):
+        _, (_, *states) = states_of(blocks, partial(model, ids[None, :length], use_cache=False))
+        for layer, state in enumerate(states, start=1):
             weight: Any = matrices[layer].weight if layer in matrices else model.lm_head.weight
             logits = norm(state.reshape(length, -1)) @ weight.T
             if name == "gemma2":
@@ -133,13 +128,11 @@ def language_loss(model: Any, name: str, batch: dict[str, Tensor], shares: list[
                 if labels[place] != -100:
                     row = logits[place - 1]
                     losses[layer - 1].append(row.exp().sum().log() - row[labels[place]])
-    for hook in hooks:
-        hook.remove()
     return torch.stack([s * torch.stack(each).mean() for s, each in zip(shares, losses, strict=True)]).sum()
 
 
 @pytest.mark.parametrize(("name", "weights"), [("gpt2", "linear"), ("gemma2", "uniform"), ("granite", "linear")])
-def test_language_models_train_each_layer_by_its_own_matrix(name: str, weights: str) -> None:
+def test_language_models_train_each_layer_by_its_own_matrix(name, weights):
     """Odd steps take the model's own loss and leave the heads alone; padded batch, ignored labels."""
     model = tiny_models.build(name, dtype=torch.float64)
     add_exit_heads(model)
@@ -183,7 +176,7 @@ SHAPES: dict[str, tuple[Any, Any, float, float]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_parameters_are_those_of_table_1(shape: str) -> None:
+def test_parameters_are_those_of_table_1(shape):
     kind, config, single, multiple = SHAPES[shape]
     with torch.device("meta"):
         model = kind(config())
@@ -201,7 +194,7 @@ def test_parameters_are_those_of_table_1(shape: str) -> None:
     assert (count() - distillation) / 1e6 == pytest.approx(multiple, abs=0.005)
 
 
-def test_heads_of_a_language_model_cost_what_table_1_says() -> None:
+def test_heads_of_a_language_model_cost_what_table_1_says():
     """GPT-2: 541.57 M with a head per layer, of which 78.39 % are saved."""
     with torch.device("meta"):
         model = tf.GPT2LMHeadModel(tf.GPT2Config())
@@ -210,7 +203,7 @@ def test_heads_of_a_language_model_cost_what_table_1_says() -> None:
     assert (model.num_parameters() - alone) / 541.57e6 == pytest.approx(0.7839, abs=1e-4)
 
 
-def test_what_cannot_have_own_heads_is_refused() -> None:
+def test_what_cannot_have_own_heads_is_refused():
     with pytest.raises(FulldepthError, match="has no head"):
         add_exit_heads(tiny_models.build("bert-bare"))
     model = tiny_models.build("vit")

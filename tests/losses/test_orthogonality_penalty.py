@@ -10,6 +10,7 @@ from scipy.stats import ortho_group
 from fulldepth.errors import FulldepthError
 from fulldepth.losses.orthogonality_penalty import orthogonality_penalty
 from fulldepth.losses.term import blocks
+from losses.trained_step import is_value, kept
 
 SHAPES = [(3, 9, 5), (3, 5, 8), (2, 3, 8), (2, 1, 4)]
 """Long, wide, so wide that the other Gram matrix is used, and one position."""
@@ -42,10 +43,7 @@ def listing(h, form="mean", eps=1e-8):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_value_is_the_papers_formula(states, dtype, shape, form):
     h = states(shape, dtype)
-    value = orthogonality_penalty(h, form=form)
-    tolerance = 1e-10 if dtype == torch.float64 else 1e-6
-    assert value.item() == pytest.approx(float(listing(h.double(), form)), rel=tolerance, abs=tolerance)
-    assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    is_value(orthogonality_penalty(h, form=form), listing(h.double(), form), dtype)
 
 
 @pytest.mark.parametrize("options", [{}, {"form": "frobenius", "eps": 0.3}], ids=str)
@@ -104,10 +102,8 @@ def test_only_the_states_are_kept_and_autocast_changes_nothing(states):
     plain = states((3, 9, 5), torch.float32).requires_grad_()
     orthogonality_penalty(plain).backward()
     h = plain.detach().clone().requires_grad_()
-    saved = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)
-    with torch.autocast("cpu", torch.bfloat16), hooks:
-        value = orthogonality_penalty(h)
+    with torch.autocast("cpu", torch.bfloat16):
+        value, saved = kept(lambda: orthogonality_penalty(h))
     value.backward()
     storage = h.untyped_storage().data_ptr()
     assert {x.untyped_storage().data_ptr() for x in saved if x.numel() > 1} == {storage}

@@ -48,7 +48,7 @@ def memory_model() -> Any:
         ({"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 1.0})}, 1 - RATE * DECAY, 1 - RATE * DECAY, 1.0),
     ],
 )
-def test_the_models_own_groups(tmp_path: Path, options: Any, router: float, matrix: float, norm: float) -> None:
+def test_the_models_own_groups(tmp_path, options, router, matrix, norm):
     model = memory_model()
     model.model.embed_tokens.requires_grad_(False)
     for name, factor in shrunk(model, tmp_path, **options).items():
@@ -58,7 +58,7 @@ def test_the_models_own_groups(tmp_path: Path, options: Any, router: float, matr
             assert factor == (router if "router.weight" in name else norm if "norm" in name else matrix), name
 
 
-def test_other_models_keep_the_trainers_groups(tmp_path: Path) -> None:
+def test_other_models_keep_the_trainers_groups(tmp_path):
     """The Trainer lets embeddings decay; groups of our own would not."""
     factors = shrunk(BUILDERS["llama"](), tmp_path)
     assert factors["model.embed_tokens.weight"] == 1 - RATE * DECAY

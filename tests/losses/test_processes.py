@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,7 +63,7 @@ def tensors(values: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "sharded"])
-def test_two_processes_equal_one(mode: str, two_processes: Any) -> None:
+def test_two_processes_equal_one(mode, two_processes):
     """Orthogonality is a mean over sequences and all else over tokens or the global batch, so equal shares add up."""
     expected = tensors(step("alone"))
     for found in map(tensors, two_processes(step, mode)):
@@ -72,7 +71,7 @@ def test_two_processes_equal_one(mode: str, two_processes: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["vit", "llama"])
-def test_two_processes_are_one_large_batch(kind: str, two_processes: Any, tmp_path: Path) -> None:
+def test_two_processes_are_one_large_batch(kind, two_processes, tmp_path):
     _, expected = plain_gradient(kind, examples(kind))
     for found in two_processes(trained_step, kind, str(tmp_path)):
         close(tensors(found), expected, 1e-6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import yaml
@@ -36,14 +35,12 @@ class Loudness(Term):
 
 
 @pytest.fixture
-def loudness(monkeypatch: pytest.MonkeyPatch) -> None:
+def loudness(monkeypatch):
     monkeypatch.setitem(TERMS, "loudness", Loudness)
 
 
 @pytest.mark.usefixtures("loudness")
-def test_a_new_penalty_in_a_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_penalty_in_a_recipe(tmp_path, monkeypatch, capsys):
     texts = [" ".join(p.split()) for p in builtin_texts("heldout")[0][:30_000].split("\n\n") if len(p) > 100]
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
     train_tokenizer(texts, vocab_size=300).save_pretrained(tmp_path / "tokenizer")
@@ -91,12 +88,12 @@ def settings(*arguments: str) -> TrainSettings:
         "objective.coherence.target=-1": "coherence.target",
     }.items(),
 )
-def test_terms_in_settings_are_checked_when_they_are_read(argument: str, word: str) -> None:
+def test_terms_in_settings_are_checked_when_they_are_read(argument, word):
     with pytest.raises(FulldepthError, match=word):
         resolved(settings(argument))
 
 
-def test_nothing_switches_off_what_the_method_has() -> None:
+def test_nothing_switches_off_what_the_method_has():
     chosen = settings("method=cr", "objective.orthogonality=null", "objective.coherence.target=0.5")
     assert resolved(chosen).objective.terms == {"coherence": {"target": 0.5}}
     assert list(make_objective(resolved(chosen)).terms) == ["coherence"]

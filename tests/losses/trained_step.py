@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import transformers as tf
 from torch import Tensor
@@ -13,14 +14,13 @@ from torch import Tensor
 from fulldepth.losses import DepthTrainer, Objective
 from tiny_models import BUILDERS, VOCAB
 
-MODELS = {"vit": "vit", "bert": "bert-classifier", "llama": "llama"}
 ROWS, LENGTH = 8, 10
 
 
 def build(kind: str) -> Any:
     """A tiny model in float64, in training mode without dropout."""
     torch.manual_seed(0)
-    model = BUILDERS[MODELS[kind]]().double()
+    model = BUILDERS["bert-classifier" if kind == "bert" else kind]().double()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -56,23 +56,31 @@ class OneStep(DepthTrainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
+def trainer(
+    model: Any, rows: list[Any], terms: dict[str, Any], folder: Any, optimizer: Any = None, **options: Any
+) -> OneStep:
+    """A trainer on these rows; the learning rate of an optimiser that is given stays."""
+    schedule = optimizer and torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    return OneStep(
+        model,
+        arguments(str(folder), **options),
+        train_dataset=rows,
+        eval_dataset=rows,
+        data_collator=collate,
+        objective=Objective(**terms),
+        optimizers=(optimizer, schedule),
+    )
+
+
 def gradient(
     model: Any, rows: list[dict[str, Tensor]], terms: dict[str, Any], folder: str, **options: Any
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """What a step of SGD with learning rate 1 takes away from the weights, and the means of the loss's parts."""
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-    trainer = OneStep(
-        model,
-        arguments(folder, **options),
-        train_dataset=rows,
-        data_collator=collate,
-        objective=Objective(**terms),
-        optimizers=(sgd, torch.optim.lr_scheduler.LambdaLR(sgd, lambda _: 1.0)),
-    )
-    trainer.train()
-    parts = {name: total / count for name, (total, count) in trainer.tallies["log"].take().items()}
-    trainer.depth_objective.detach()
+    made = trainer(model, rows, terms, folder, torch.optim.SGD(model.parameters(), lr=1.0), **options)
+    made.train()
+    parts = {name: total / count for name, (total, count) in made.tallies["log"].take().items()}
+    made.depth_objective.detach()
     return {name: before[name] - weight.detach() for name, weight in model.named_parameters()}, parts
 
 
@@ -117,6 +125,44 @@ def close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float)
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def same_step(
+    model: Any, expected: Tensor, objective: Objective, batch: dict[str, Tensor], **options: Any
+) -> dict[str, Tensor]:
+    """The parts of the loss of an objective, which is attached with the `options`, if it is the expected one to within
+    1e-6 and has its gradients.
+    """
+    model.zero_grad()
+    expected.backward(retain_graph=True)
+    wanted = gradients(model)
+    model.zero_grad()
+    with objective.attach(model, **options):
+        loss, parts = objective(model(**batch), batch)
+    assert not objective.attached
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    close(gradients(model), wanted, 1e-6)
+    return parts
+
+
+def leaves(states: Sequence[Tensor], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    return [state.detach().to(dtype, copy=True).requires_grad_() for state in states]
+
+
+def is_value(value: Tensor, expected: Any, dtype: torch.dtype) -> None:
+    """A number of states of a type: float64 is exact, all others are summed in float32."""
+    exact = dtype == torch.float64
+    tolerance = 1e-10 if exact else 1e-6
+    assert value.item() == pytest.approx(float(expected), rel=tolerance, abs=tolerance)
+    assert value.dtype == (torch.float64 if exact else torch.float32)
+
+
+def kept(run: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """What a function gives, and the tensors that it keeps for the backward pass."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        return run(), saved
 
 
 def plain_jump(states: Sequence[Tensor], mask: Tensor, alpha: float) -> Tensor:

@@ -10,58 +10,57 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from fulldepth.comparison import compare
 from fulldepth.results import Results, tabulate
 from reporting import exit_folders, skip_folders, synthetic
+from reporting.synthetic import row
 
 FILE = Path(__file__).with_name("plotted.json.gz")
 
 
-def weight(layer: int, source: int) -> float:
+def weight(layer, source):
     return (1 + math.sin(layer + 3 * source)) / 2
 
 
-def memory() -> Results:
+def memory():
     """Measures of special architectures: signed retrieval, streams, images against texts, probes, detection."""
-    rows: list[tuple[Any, ...]] = []
+    rows = []
     for layer in range(2, 6):
-        rows.append(("expected_retrieval", "routing", layer, None, "value", 0.4 * layer, 960, "layers"))
+        rows.append(row("expected_retrieval", layer, 0.4 * layer, "value", "routing", count=960, unit="layers"))
         for statistic, factor in (("share", 1.0), ("mean", -2.0)):
             rows += [
-                ("retrieval_weight", "routing", layer, source, statistic, factor * weight(layer, source), 960, "1")
+                row("retrieval_weight", layer, factor * weight(layer, source), statistic, "routing", source, 960)
                 for source in range(layer)
             ]
     for shift, statistic in enumerate(("input", "kept", "given", "output")):
         for branch in ("attention", "mlp"):
             rows += [
-                ("stream_mixing", f"{branch}_stream_{i}", layer, None, statistic, shift + i - layer, 96, "1")
+                row("stream_mixing", layer, shift + i - layer, statistic, f"{branch}_stream_{i}", count=96)
                 for i in range(3)
                 for layer in range(1, 6)
             ]
     for measure, statistic in (("cosine", "matched"), ("retrieval", "text_to_image")):
         rows += [
-            (measure, "cross", image, text, statistic, 0.1 * image - 0.05 * text, 7, "1")
+            row(measure, image, 0.1 * image - 0.05 * text, statistic, "cross", text, 7)
             for image in range(3)
             for text in range(5)
         ]
     for layer in range(6):
-        rows.append(("probe_accuracy", "residual", layer, None, "mean", 0.1 + 0.1 * layer, 500, "1"))
-        rows.append(("probe_accuracy", "residual", layer, None, "standard_error", 0.01, 500, "1"))
-        rows.append(("lens_accuracy", "residual", layer, None, "mean", 0.15 * layer, 500, "1"))
-        rows.append(("lens_accuracy", "attention_output", layer, None, "mean", 0.14 * layer, 500, "1"))
         rows += [
-            ("average_precision", "residual", layer, None, name, factor * layer, 500, "1")
-            for name, factor in (("ap", 0.05), ("ap50", 0.1), ("ap75", 0.07))
-            if layer
+            row("probe_accuracy", layer, 0.1 + 0.1 * layer, count=500),
+            row("probe_accuracy", layer, 0.01, "standard_error", count=500),
+            row("lens_accuracy", layer, 0.15 * layer, count=500),
+            row("lens_accuracy", layer, 0.14 * layer, site="attention_output", count=500),
         ]
+        precisions = (("ap", 0.05), ("ap50", 0.1), ("ap75", 0.07))[: 3 * bool(layer)]
+        rows += [row("average_precision", layer, factor * layer, name, count=500) for name, factor in precisions]
     return Results(tabulate(rows), {"kind": "measure", "model": {"num_layers": 5}})
 
 
-def joined() -> Results:
+def joined():
     """The four folders of one removal, as the report joins them."""
     parts = {
         "out": skip_folders.search(), "curve": skip_folders.curve(), "bench": skip_folders.bench(),
@@ -71,12 +70,12 @@ def joined() -> Results:
     return Results(table, {"kind": "skips", "parts": [{**one.meta, "label": name} for name, one in parts.items()]})
 
 
-def sweeps() -> Results:
+def sweeps():
     aligned = exit_folders.classifier_exit("runs/aligned", accuracy=0.905, share=0.99)
     return compare([exit_folders.classifier_exit(), aligned], names=["plain", "aligned"])
 
 
-def evaluations() -> Results:
+def evaluations():
     return compare([exit_folders.evaluation(), exit_folders.evaluation("b", better=0.1)], names=["a", "b"])
 
 
@@ -106,7 +105,7 @@ KINDS: dict[str, Callable[[], Results]] = {
 """Name -> results of a kind."""
 
 
-def rounded(values: Any) -> Any:
+def rounded(values):
     """Numbers to eight significant digits, as plain JSON."""
     if isinstance(values, float):
         return float(f"{values:.8g}") if math.isfinite(values) else None
@@ -115,18 +114,18 @@ def rounded(values: Any) -> Any:
     return [rounded(value.item() if hasattr(value, "item") else value) for value in values]
 
 
-def plotted(results: Results) -> dict[str, list[dict[str, Any]]]:
+def plotted(results):
     """Name of a figure -> the arrays of each of its traces."""
     parts = ("x", "y", "z", "error_x.array", "error_x.arrayminus", "error_y.array")
 
-    def arrays(trace: Any) -> dict[str, Any]:
+    def arrays(trace):
         there = [part for part in parts if part.partition(".")[0] in trace and trace[part] is not None]
         return {part: rounded(trace[part]) for part in there}
 
     return {name: [arrays(trace) for trace in figure.data] for name, figure in results.figures().items()}
 
 
-def main() -> None:
+def main():
     text = json.dumps({name: plotted(build()) for name, build in KINDS.items()}, separators=(",", ":"))
     FILE.write_bytes(gzip.compress(text.encode(), mtime=0))
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import partial
 
 import pandas as pd
 
-from fulldepth.results import COLUMNS, Results, tabulate
+from fulldepth.results import Results, tabulate
+from reporting.synthetic import VERSIONS, findings, of_model, row
 
 HASH, DATA = "sha256:" + "1a" * 32, "sha256:" + "2b" * 32
 BLOCKS = (7, 8, 3, 11)
 FARTHER = (*BLOCKS, 5, 10, 2, 9)
-VERSIONS = {"fulldepth": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "python": "3.11.9"}
+MACHINE = {"device": "cpu", "name": "x86_64", "threads": 4}
 CELLS = ((1, 128), (1, 512), (4, 128), (4, 512))
 CORNERS = {
     "original": (2.9, 1.0, 1.0, 1.0), "skipped": (2.94, 0.9, 0.88, 0.93), "quantised": (2.905, 0.3, 1.25, 0.7),
@@ -21,14 +22,12 @@ CORNERS = {
 """Name -> loss; bytes, prefill and decode as multiples of the original's."""
 
 
-def losses_of(count: int) -> list[float]:
+def losses_of(count):
     """Cheap at first, the first one better than nothing, dear in the end."""
     return [2.9 + (-0.004 if n == 1 else 0.0) + 0.006 * n + 0.0009 * n**3 for n in range(count + 1)]
 
 
-def plan(
-    blocks: tuple[int, ...] = BLOCKS, layers: int = 12, healed: bool = True, granularity: str = "attention", **more: Any
-) -> dict[str, Any]:
+def plan(blocks=BLOCKS, layers=12, healed=True, granularity="attention", **more):
     """A document as `plan.json` holds it."""
     losses = losses_of(len(blocks))
     names = {"attention": ("b_mlp", "s_mlp"), "mlp": ("b_att", "s_att"), "layer": ()}[granularity]
@@ -61,7 +60,7 @@ def plan(
     }  # fmt: skip
 
 
-def document(kind: str, planned: dict[str, Any], layers: int | None = 12, **more: Any) -> dict[str, Any]:
+def document(kind, planned, layers=12, **more):
     """What all `results.json` of searches and curves have."""
     return {
         "schema_version": 1, "kind": kind, "created": "2026-11-21T08:00:00Z", "complete": True,
@@ -71,40 +70,33 @@ def document(kind: str, planned: dict[str, Any], layers: int | None = 12, **more
     }  # fmt: skip
 
 
-def search(layers: int = 12, blocks: tuple[int, ...] = BLOCKS, healed: bool = True, **entries: Any) -> Results:
+def search(layers=12, blocks=BLOCKS, healed=True, **entries):
     """Kind `skip`."""
-    planned = plan(blocks, layers, healed, **entries)
-    count = len(blocks)
-    found: list[tuple[Any, ...]] = []
-    beside: list[tuple[int | None, str]] = []
-
-    def add(row: tuple[Any, ...], removed: int | None, state: str) -> None:
-        found.append(row)
-        beside.append((removed, state))
-
-    for removed, (layer, loss) in enumerate(zip([None, *blocks], planned["losses"], strict=True)):
-        row = ("loss", "model", layer, None, "mean", loss, 10400, "nats")
-        add(row, removed, "skipped" if removed else "original")
+    planned, count = plan(blocks, layers, healed, **entries), len(blocks)
+    losses, loss = planned["losses"], partial(row, "loss", site="model", count=10400, unit="nats")
+    found = [
+        (loss(layer, value), removed, "skipped" if removed else "original")
+        for removed, (layer, value) in enumerate(zip([None, *blocks], losses, strict=True))
+    ]
     if healed:
-        add(("loss", "model", blocks[-1], None, "mean", planned["healed_loss"], 10400, "nats"), count, "healed")
-        control = planned["control_loss"]["scalars_only"]
-        add(("loss", "model", None, None, "mean", control, 10400, "nats"), 0, "scalars_only")
-    for state, size in (("skipped", 1.0), *((("healed", 0.3),) if healed else ())):
+        found.append((loss(blocks[-1], planned["healed_loss"]), count, "healed"))
+        found.append((loss(None, planned["control_loss"]["scalars_only"]), 0, "scalars_only"))
+    for state, size in (("skipped", 1.0), ("healed", 0.3))[: 1 + healed]:
         for layer in range(layers + 1):
             removed = sum(block <= layer for block in blocks)
-            add(("mmd", "residual", layer, None, "value", size * 0.01 * removed**1.5, 2048, "1"), count, state)
-    added = planned["losses"][-1] - planned["losses"][0]
-    extra = pd.DataFrame(beside, columns=["removed", "state"]).astype({"removed": "Int64", "state": "str"})
-    table = pd.concat([tabulate(found), extra], axis=1)
-    headline = {
-        "loss_added": {"value": added, "unit": "nats", "sentence": f"Removing {count} blocks adds {added:.4f} nats."},
-        "loss_healed": {"value": 3.0, "unit": "nats", "sentence": "Held-out loss with scalars: 3.0000."},
-        "mmd": {"value": 0.0061, "unit": "1", "sentence": "The last layer's states differ by 6.1e-03."},
-    }
-    return Results(table[[*COLUMNS, "removed", "state"]], document("skip", planned, layers, headline=headline))
+            found.append((row("mmd", layer, size * 0.01 * removed**1.5, "value", count=2048), count, state))
+    rows, removed, states = map(list, zip(*found, strict=True))
+    table = tabulate(rows, removed=removed, state=states).astype({"removed": "Int64", "state": "str"})
+    added = losses[-1] - losses[0]
+    headline = findings(
+        loss_added=(added, "nats", f"Removing {count} blocks adds {added:.4f} nats."),
+        loss_healed=(3.0, "nats", "Held-out loss with scalars: 3.0000."),
+        mmd=(0.0061, "1", "The last layer's states differ by 6.1e-03."),
+    )
+    return Results(table, document("skip", planned, layers, headline=headline))
 
 
-def curve(blocks: tuple[int, ...] = FARTHER, at: int | None = 5, layers: int | None = None, **entries: Any) -> Results:
+def curve(blocks=FARTHER, at=5, layers=None, **entries):
     """Kind `curve`; the document does not say how deep the model is unless `layers` does."""
     planned = plan(blocks, 12, healed=False, **entries)
     base, tables = planned["losses"][0], []
@@ -114,57 +106,57 @@ def curve(blocks: tuple[int, ...] = FARTHER, at: int | None = 5, layers: int | N
                     "loss_added": (loss - base, 0.003 * removed)}  # fmt: skip
         layer = blocks[removed - 1] if removed else None
         rows = [
-            (name, "model", layer, None, statistic, value + sign * wide, 10400, "1" if "agree" in name else "nats")
+            row(name, layer, value + sign * wide, statistic, "model", None, 10400, "1" if "agree" in name else "nats")
             for name, (value, wide) in readings.items()
             for statistic, sign in (("mean", 0), ("low", -1), ("high", 1))
         ]
         tables.append(tabulate(rows, removed=removed))
     if at is not None:
         answer = (("value", at), ("low", at - 1), ("high", at + 1))
-        rows = [("break_point", "model", None, None, name, value, 200, "layers") for name, value in answer]
+        rows = [of_model("break_point", value, "layers", name, 200) for name, value in answer]
         tables.append(tabulate(rows, removed=at))
     table = pd.concat(tables, ignore_index=True).astype({"removed": "Int64"})
-    headline = {
-        "break_point": {"value": at, "unit": "layers", "sentence": f"Up to {at} blocks the loss grows slowly."},
-        "loss_added": {"value": 0.5, "unit": "nats", "sentence": f"{len(blocks)} blocks add much."},
-    }
-    return Results(table[[*COLUMNS, "removed"]], document("curve", planned, layers, headline=headline))
+    headline = findings(
+        break_point=(at, "layers", f"Up to {at} blocks the loss grows slowly."),
+        loss_added=(0.5, "nats", f"{len(blocks)} blocks add much."),
+    )
+    return Results(table, document("curve", planned, layers, headline=headline))
 
 
-def ratio_rows(phase: str, ratio: float) -> list[tuple[Any, ...]]:
-    """The time over the original's with its interval, of nine rounds."""
-    ends = (("median", 1.0), ("low", 0.97), ("high", 1.02))
-    return [("time_ratio", phase, None, None, name, ratio * by, 9, "1") for name, by in ends]
+def time_rows(phase, ratio, seconds=None, first=False):
+    """A time, if it is given, and unless the model is the first one its ratio with an interval, of nine rounds."""
+    time = [] if seconds is None else [row(f"{phase}_time", None, seconds, "median", phase, count=9, unit="s")]
+    ends = (("median", 1.0), ("low", 0.97), ("high", 1.02))[: 0 if first else 3]
+    return time + [row("time_ratio", None, ratio * by, name, phase, count=9) for name, by in ends]
 
 
-def bench(planned: dict[str, Any] | None = None, cells: tuple[tuple[int, int], ...] = CELLS, **more: Any) -> Results:
+def bench(planned=None, cells=CELLS, **more):
     """Kind `bench`: a folded export, a fast one, and a checkpoint of which nothing is known."""
     planned = planned or plan()
     models = {"base": (1.0, None), "folded": (1.01, []), "fast": (0.8, sorted(planned["blocks"])), "other": (0.7, None)}
     tables = []
     for label, (factor, _) in models.items():
-        size = [("parameter_bytes", "model", None, None, "value", 4e7 * (0.9 if label == "fast" else 1), None, "bytes")]
-        whole = [row for phase in ("prefill", "decode") if label != "base" for row in ratio_rows(phase, factor)]
-        tables.append(tabulate([*size, *whole], model=label, batch=None, context=None))
+        size = of_model("parameter_bytes", 4e7 * (0.9 if label == "fast" else 1), "bytes")
+        whole = [one for phase in ("prefill", "decode") for one in time_rows(phase, factor, first=label == "base")]
+        tables.append(tabulate([size, *whole], model=label, batch=None, context=None))
         for batch, context in cells:
             held = 3072.0 * (2 / 3 if label == "fast" else 1)
-            rows: list[tuple[Any, ...]] = [
-                ("peak_memory", "model", None, None, "value", 5e7 + 1e4 * batch * context, None, "bytes"),
-                ("kv_bytes_per_token", "model", None, None, "value", held, None, "bytes"),
+            rows = [
+                of_model("peak_memory", 5e7 + 1e4 * batch * context, "bytes"),
+                of_model("kv_bytes_per_token", held, "bytes"),
             ]
+            ratio = factor * (1 + 0.02 * math.sin(batch + context))
             for phase, second in (("prefill", 1e-5 * batch * context), ("decode", 2e-3 * batch)):
-                rows.append((f"{phase}_time", phase, None, None, "median", second * factor, 9, "s"))
-                if label != "base":
-                    rows += ratio_rows(phase, factor * (1 + 0.02 * math.sin(batch + context)))
+                rows += time_rows(phase, ratio, second * factor, label == "base")
             tables.append(tabulate(rows, model=label, batch=batch, context=context))
     table = pd.concat([one.astype({"batch": "Int64", "context": "Int64"}) for one in tables], ignore_index=True)
-    headline = {
-        f"{phase}_time_ratio {label}": {
-            "value": factor, "unit": "1", "sentence": f"{label}, {phase} time: {factor:.3f} times the original's."
+    headline = findings(
+        **{
+            f"{phase}_time_ratio {label}": (factor, "1", f"{label}, {phase} time: {factor:.3f} times the original's.")
+            for label, (factor, _) in list(models.items())[1:]
+            for phase in ("prefill", "decode")
         }
-        for label, (factor, _) in list(models.items())[1:]
-        for phase in ("prefill", "decode")
-    }  # fmt: skip
+    )
     entries = [
         {
             "label": label, "baseline": label == "base", "granularity": None if missing is None else "attention",
@@ -180,36 +172,28 @@ def bench(planned: dict[str, Any] | None = None, cells: tuple[tuple[int, int], .
         "settings": {"batches": [1, 4], "contexts": [128, 512], "max_new_tokens": 16, "repeats": 9, "warmup": 1,
                      "dtype": "auto"},
         "model": entries[0]["model"], "models": entries, "versions": VERSIONS, "seed": 0,
-        "machine": {"device": "cpu", "name": "x86_64", "threads": 4},
+        "machine": MACHINE,
         "warnings": ["The machine was busy."], "headline": headline, **more,
     }  # fmt: skip
-    return Results(table[[*COLUMNS, "model", "batch", "context"]], meta)
+    return Results(table, meta)
 
 
-def quantised() -> Results:
+def quantised():
     """Kind `quantise`: all five corners."""
     tables, first = [], CORNERS["original"]
     for label, (loss, size, prefill, decode) in CORNERS.items():
-        rows: list[tuple[Any, ...]] = [
-            ("loss", "model", None, None, "mean", loss, 10400, "nats"),
-            ("parameter_bytes", "model", None, None, "value", 4e7 * size, None, "bytes"),
-        ]
+        rows = [of_model("loss", loss, "nats", "mean", 10400), of_model("parameter_bytes", 4e7 * size, "bytes")]
         for phase, ratio in (("prefill", prefill), ("decode", decode)):
-            rows.append((f"{phase}_time", phase, None, None, "median", 0.02 * ratio, 9, "s"))
-            rows += ratio_rows(phase, ratio) if label != "original" else []
+            rows += time_rows(phase, ratio, 0.02 * ratio, label == "original")
         tables.append(tabulate(rows, model=label))
     table = pd.concat(tables, ignore_index=True)
     planned, second_plan = plan(), plan((7, 8, 4, 11))
-    headline = {
-        "order": {"value": -0.005, "unit": "nats", "sentence": "Quantising first is better by 0.0050 nats."}
-    } | {
-        label: {"value": loss - first[0], "unit": "nats", "sentence": f"{label}: {loss:.4f}."}
-        for label, (loss, *_) in list(CORNERS.items())[1:]
-    }
+    later = {label: (one[0] - first[0], "nats", f"{label}: {one[0]:.4f}.") for label, one in list(CORNERS.items())[1:]}
+    headline = findings(order=(-0.005, "nats", "Quantising first is better by 0.0050 nats."), **later)
     meta = document("quantise", planned, headline=headline)
     del meta["plan"]
     meta |= {
-        "method": "int8", "baseline": "original", "machine": {"device": "cpu", "name": "x86_64", "threads": 4},
+        "method": "int8", "baseline": "original", "machine": MACHINE,
         "models": [{"label": label, "baseline": label == "original", "model": {"class": "LlamaForCausalLM"},
                     "blocks": None} for label in CORNERS],
         "plans": {"skipped": planned, "quantised, then skipped": second_plan},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -17,87 +19,108 @@ TEXT = (
 )
 PROJECTIONS = ("self_attn.v_proj", "mlp.down_proj")
 POLICY = {"name": "all", "sentence": "Every token counts; padding never does."}
-
-
+VERSIONS = {"fulldepth": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "python": "3.11.9"}
 FACTORS = (("mean", 1), ("standard_error", 0.01), ("std", 0.3), ("p05", 0.55), ("p50", 0.95), ("p95", 1.6))
 """Statistic of the displacement -> its value over the mean."""
+Rows = list[tuple[Any, ...]]
 
 
-def psi(layer: int, layers: int, jump: float) -> float:
-    """Large at first, small in the middle, and a jump at the end."""
-    return 0.16 * math.exp(-layer / 2) + 0.02 + 0.01 * math.sin(layer) + jump * math.exp(-(layers - layer) * 2.2)
+def row(measure, layer, value, statistic="mean", site="residual", other=None, count=TOKENS, unit="1"):
+    """A row of a table of results, by default a mean over the tokens at the residual stream."""
+    return measure, site, layer, other, statistic, value, count, unit
 
 
-def displacement_rows(layers: int, jump: float) -> list[tuple[Any, ...]]:
-    rows: list[tuple[Any, ...]] = []
-    means = [psi(layer, layers, jump) for layer in range(1, layers + 1)]
+def of_model(measure, value, unit, statistic="value", count=None):
+    """A row about the model as a whole."""
+    return row(measure, None, value, statistic, "model", count=count, unit=unit)
+
+
+def findings(**found):
+    """The entry `headline` of a document, from value, unit and sentence of each name."""
+    return {name: {"value": value, "unit": unit, "sentence": text} for name, (value, unit, text) in found.items()}
+
+
+def profile(layers, jump):
+    """Displacement of layers 1 to L: large at first, small in the middle, and a jump at the end."""
+    return [
+        0.16 * math.exp(-layer / 2) + 0.02 + 0.01 * math.sin(layer) + jump * math.exp(-(layers - layer) * 2.2)
+        for layer in range(1, layers + 1)
+    ]
+
+
+def rates(means):
+    """Layers and jump rates, the last layer first."""
+    total = 0.0
+    for layer in range(len(means), 1, -1):
+        total += 100 * max(0.0, means[layer - 1] - means[layer - 2])
+        yield layer, total
+
+
+def displacement_rows(layers, jump):
+    rows, means = [], profile(layers, jump)
     for suffix, shift, count in (("", 1.0, TOKENS), (":no-first", 0.8, TOKENS - 64)):
         for layer, mean in enumerate(means, start=1):
-            for statistic, factor in FACTORS:
-                value = mean * factor * shift
-                rows.append(("displacement", "residual", layer, None, statistic + suffix, value, count, "1"))
-        rows.append(
-            ("displacement", "final_normed", layers, None, "mean" + suffix, means[-1] * 0.7 * shift, count, "1")
-        )
-    total = 0.0
-    for layer in range(layers, 1, -1):
-        total += 100 * max(0.0, means[layer - 1] - means[layer - 2])
-        rows.append(("jump_rate", "residual", layer, None, "value", total, TOKENS, "%"))
-        rows.append(("jump_rate", "residual", layer, None, "standard_error", 0.1, TOKENS, "%"))
+            rows += [
+                row("displacement", layer, mean * factor * shift, name + suffix, count=count)
+                for name, factor in FACTORS
+            ]
+        rows.append(row("displacement", layers, means[-1] * 0.7 * shift, "mean" + suffix, "final_normed", count=count))
+    for layer, rate in rates(means):
+        rows.append(row("jump_rate", layer, rate, "value", unit="%"))
+        rows.append(row("jump_rate", layer, 0.1, "standard_error", unit="%"))
     return rows
 
 
-def similarity(a: int, b: int, layers: int, jump: float) -> float:
+def similarity(a, b, layers, jump):
     """Decays with distance; the embeddings and, with a jump, the last layer stand apart."""
     away = abs(a - b) / layers
     alike = math.exp(-2.2 * away) - (0.5 if (a == 0) != (b == 0) else 0)
     return alike - (1.6 * jump if (a == layers) != (b == layers) else 0)
 
 
-def pair_rows(layers: int, jump: float) -> list[tuple[Any, ...]]:
-    rows: list[tuple[Any, ...]] = []
+def pair_rows(layers, jump):
+    rows = []
     readings = (("cosine", "mean", 1.0), ("cosine", "mean_raw", 0.6), ("cka", "debiased", 0.9), ("cka", "biased", 0.5))
-    for a in range(layers + 1):
-        for b in range(layers + 1):
-            alike = similarity(a, b, layers, jump)
-            for measure, statistic, contrast in readings:
-                for suffix, squeeze in (("", 1.0), (":no-first", 1.1)):
-                    value = max(-1.0 if measure == "cosine" else 0.0, 1 - contrast * squeeze * (1 - alike))
-                    rows.append((measure, "residual", a, b, statistic + suffix, value, 2048, "1"))
-            if b == layers:
-                for statistic, shift in (("p05", -0.2), ("p25", -0.08), ("p50", 0.01), ("p75", 0.07), ("p95", 0.12)):
-                    rows.append(("cosine", "residual", a, b, statistic, min(1.0, alike + shift), 2048, "1"))
+    quantiles = (("p05", -0.2), ("p25", -0.08), ("p50", 0.01), ("p75", 0.07), ("p95", 0.12))
+    for a, b in product(range(layers + 1), repeat=2):
+        alike, pair = similarity(a, b, layers, jump), partial(row, layer=a, other=b, count=2048)
+        for measure, statistic, contrast in readings:
+            for suffix, squeeze in (("", 1.0), (":no-first", 1.1)):
+                value = max(-1.0 if measure == "cosine" else 0.0, 1 - contrast * squeeze * (1 - alike))
+                rows.append(pair(measure, value=value, statistic=statistic + suffix))
+        if b == layers:
+            rows += [pair("cosine", value=min(1.0, alike + shift), statistic=name) for name, shift in quantiles]
     return rows
 
 
-def lens_rows(layers: int, quality: float, classes: bool = False) -> list[tuple[Any, ...]]:
-    rows: list[tuple[Any, ...]] = []
+def lens_rows(layers, quality, classes=False):
+    rows, lens = [], partial(row, count=16320)
     final = (0.92 if classes else 0.41) * quality
     for layer in range(layers + 1):
         grown = 1 / (1 + math.exp(-(layer - 0.62 * layers) * 9 / layers))
-        rows.append(("lens_accuracy", "residual", layer, None, "mean", final * grown, 16320, "1"))
-        rows.append(("lens_accuracy", "residual", layer, None, "standard_error", 0.005, 16320, "1"))
-        rows.append(("lens_loss", "residual", layer, None, "standard_error", 0.05, 16320, "nats"))
-        rows.append(
-            ("lens_loss", "residual", layer, None, "mean", 9.2 - (9.2 - 6 * (1 - final)) * grown, 16320, "nats")
-        )
+        rows += [
+            lens("lens_accuracy", layer, final * grown),
+            lens("lens_accuracy", layer, 0.005, "standard_error"),
+            lens("lens_loss", layer, 0.05, "standard_error", unit="nats"),
+            lens("lens_loss", layer, 9.2 - (9.2 - 6 * (1 - final)) * grown, unit="nats"),
+        ]
     shares = np.array([math.exp(-(((layer - 0.75 * layers) / (0.2 * layers)) ** 2)) for layer in range(1, layers + 1)])
     shares /= shares.sum()
     for layer, (share, so_far) in enumerate(zip(shares, shares.cumsum(), strict=True), start=1):
-        rows.append(("saturation", "residual", layer, None, "count", float(round(share * 16320)), 16320, "tokens"))
-        rows.append(("saturation", "residual", layer, None, "share", float(share), 16320, "1"))
-        rows.append(("saturation", "residual", layer, None, "cumulative", float(min(so_far, 1.0)), 16320, "1"))
+        rows += [
+            lens("saturation", layer, float(round(share * 16320)), "count", unit="tokens"),
+            lens("saturation", layer, float(share), "share"),
+            lens("saturation", layer, float(min(so_far, 1.0)), "cumulative"),
+        ]
     middle = float(1 + np.argmax(shares.cumsum() >= 0.5))
-    rows.append(("saturation", "residual", None, None, "median", middle, 16320, "layers"))
-    for eps in (0.01, 0.05, 0.1, 0.2):
-        rows.append(("effective_depth", "residual", None, None, f"eps={eps}", float(layers), 16320, "layers"))
+    rows.append(lens("saturation", None, middle, "median", unit="layers"))
     deep = float(math.ceil(0.9 * layers))
-    rows.append(("effective_depth", "residual", None, None, "relative_eps=0.05", deep, 16320, "layers"))
-    return rows
+    depths = [*((f"eps={eps}", float(layers)) for eps in (0.01, 0.05, 0.1, 0.2)), ("relative_eps=0.05", deep)]
+    return rows + [lens("effective_depth", None, depth, name, unit="layers") for name, depth in depths]
 
 
-def coherence_rows(layers: int) -> list[tuple[Any, ...]]:
-    rows: list[tuple[Any, ...]] = []
+def coherence_rows(layers):
+    rows = []
     for site, shift in (("residual", 0.0), ("attention", 0.08)):
         for layer in range(1, layers + 1):
             mean = 0.62 + shift + 0.25 * math.sin(math.pi * layer / layers)
@@ -106,33 +129,32 @@ def coherence_rows(layers: int) -> list[tuple[Any, ...]]:
             corrected = (64 * mean - 1) / 63
             values = {"mean": mean, "mean_corrected": corrected, "share_0.3_0.7": float(weights[3:7].sum())}
             values |= {f"bin_{index}": float(weight) for index, weight in enumerate(weights)}
-            rows += [("coherence", site, layer, None, name, value, 64, "1") for name, value in values.items()]
+            rows += [row("coherence", layer, value, name, site, count=64) for name, value in values.items()]
     return rows
 
 
-def geometry_rows(layers: int, labels: bool = False) -> list[tuple[Any, ...]]:
-    rows: list[tuple[Any, ...]] = []
+def geometry_rows(layers, labels=False):
+    rows, entropy = [], partial(row, "renyi_entropy", statistic="mean:plain:1", count=64, unit="nats")
     for layer in range(layers + 1):
         share = layer / layers
         if layer:
             for suffix, shift in (("", 1.0), (":no-first", 0.7)):
                 ratio = shift * (0.4 + 9 * math.sin(math.pi * 0.8 * share))
-                rows.append(("norm_ratio", "residual", layer, None, "mean" + suffix, ratio, TOKENS, "1"))
-            rows.append(("renyi_entropy", "value", layer, None, "mean:plain:1", 2.2 + 0.8 * share, 64, "nats"))
+                rows.append(row("norm_ratio", layer, ratio, "mean" + suffix))
+            rows.append(entropy(layer, 2.2 + 0.8 * share, site="value"))
             for index, name in enumerate(PROJECTIONS):
                 norm = 2 + index * 0.6 + 1.5 * share * math.cos(index)
-                rows.append(("spectral_norm", name, layer, None, "value", norm, 1, "1"))
-        rows.append(("renyi_entropy", "residual", layer, None, "mean:plain:1", 3.6 - 1.6 * share, 64, "nats"))
+                rows.append(row("spectral_norm", layer, norm, "value", name, count=1))
+        rows.append(entropy(layer, 3.6 - 1.6 * share))
         if labels:
-            rows.append(("nc1", "residual", layer, None, "value", 40 * math.exp(-6 * share), 872, "1"))
+            rows.append(row("nc1", layer, 40 * math.exp(-6 * share), "value", count=872))
         else:
-            word = 0.55 + 0.4 * share
-            rows.append(("separability", "residual", layer, None, "mean", word, 400, "1"))
-            rows.append(("separability", "residual", layer, None, "std", 0.04, 400, "1"))
+            rows.append(row("separability", layer, 0.55 + 0.4 * share, count=400))
+            rows.append(row("separability", layer, 0.04, "std", count=400))
     return rows
 
 
-def lens_grid(layers: int, sharpness: float = 1.0, samples: int = 2) -> dict[str, Any]:
+def lens_grid(layers, sharpness=1.0, samples=2):
     """Predictions that drift towards the text; every third position never gets there."""
     made = []
     words = [word if index == 0 else f" {word}" for index, word in enumerate(TEXT.split(" "))]
@@ -142,38 +164,38 @@ def lens_grid(layers: int, sharpness: float = 1.0, samples: int = 2) -> dict[str
         settled = [1 + (position * 5 + sample) % layers for position in range(len(tokens))]
         grid = []
         for layer in range(layers + 1):
-            row: list[list[Any]] = []
+            line = []
             for position, target in enumerate(targets):
                 final = target if position % 3 else " the"
                 early = words[(position * 7 + layer) % len(words)]
                 done = layer >= settled[position]
                 probability = sharpness * (0.35 + 0.6 * layer / layers) if done else 0.05 + 0.3 * layer / layers
-                row.append([final if done else early, min(0.999, probability)])
-            grid.append(row)
+                line.append([final if done else early, min(0.999, probability)])
+            grid.append(line)
         made.append(
             {"title": f"Sample {sample + 1}", "tokens": tokens, "targets": targets, "saturation": settled, "grid": grid}
         )
     return {"samples": made}
 
 
-def headline(layers: int, jump: float) -> dict[str, Any]:
-    means = [psi(layer, layers, jump) for layer in range(1, layers + 1)]
-    zeta = 100 * max(0.0, means[-1] - means[-2])
-    told = f"The last layer jumps by {zeta:.1f} %, which is large."
-    found = {"zeta_L": (zeta, "%", told), "mean_coherence": (0.78, "1", "Most layers do effective work."),
-             "median_saturation": (float(round(0.75 * layers)), "layers", "Half of all predictions have settled."),
-             "effective_depth": (float(layers), "layers", f"The model needs all {layers} layers.")}  # fmt: skip
-    return {name: {"value": value, "unit": unit, "sentence": text} for name, (value, unit, text) in found.items()}
+def headline(layers, jump):
+    _, zeta = next(rates(profile(layers, jump)))
+    return findings(
+        zeta_L=(zeta, "%", f"The last layer jumps by {zeta:.1f} %, which is large."),
+        mean_coherence=(0.78, "1", "Most layers do effective work."),
+        median_saturation=(float(round(0.75 * layers)), "layers", "Half of all predictions have settled."),
+        effective_depth=(float(layers), "layers", f"The model needs all {layers} layers."),
+    )
 
 
-def model(name: str, layers: int, task: str = "causal-lm") -> dict[str, Any]:
+def model(name, layers, task="causal-lm"):
     return {
         "name": name, "class": "LlamaForCausalLM", "family": "llama", "task": task, "num_layers": layers, "width": 256,
         "parameters": 9_412_352, "dtype": "float32", "config_hash": "sha256:" + "3f" * 32, "revision": None,
     }  # fmt: skip
 
 
-def meta(name: str, layers: int, jump: float) -> dict[str, Any]:
+def meta(name, layers, jump):
     return {
         "schema_version": 1, "kind": "measure", "created": "2026-11-21T08:00:00Z", "complete": True, "seed": 0,
         "settings": {"batch_size": 8, "sequence_length": 256},
@@ -183,7 +205,7 @@ def meta(name: str, layers: int, jump: float) -> dict[str, Any]:
             "sequence_length": 256, "num_classes": None,
         },
         "token_policy": POLICY,
-        "versions": {"fulldepth": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "python": "3.11.9"},
+        "versions": VERSIONS,
         "timings": {"load": 1.2, "forward": 3.4, "measures": {"displacement": 0.1, "cka": 0.9}, "total": 6.0},
         "memory": {"accumulators": 7_000_000, "reservoirs": 27_000_000, "activations": 60_000_000, "peak": None},
         "sampling": {"reservoir_tokens": 2048, "counted_tokens": TOKENS},
@@ -193,14 +215,14 @@ def meta(name: str, layers: int, jump: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def language_model(layers: int = 12, jump: float = 0.25, name: str = "runs/llama-12x256/checkpoint-3000") -> Results:
+def language_model(layers=12, jump=0.25, name="runs/llama-12x256/checkpoint-3000"):
     """Every measure of one language model, and its lens grid."""
     rows = displacement_rows(layers, jump) + pair_rows(layers, jump) + lens_rows(layers, 1 - jump / 2)
     rows += coherence_rows(layers) + geometry_rows(layers)
     return Results(tabulate(rows), {**meta(name, layers, jump), "lens_grid": lens_grid(layers)})
 
 
-def series(layers: int = 12, steps: tuple[int, ...] = (100, 500, 1000, 2000, 3000)) -> Results:
+def series(layers=12, steps=(100, 500, 1000, 2000, 3000)):
     """Five checkpoints in which the jump grows."""
     tables, entries = [], []
     for index, step in enumerate(steps):
@@ -220,7 +242,7 @@ def series(layers: int = 12, steps: tuple[int, ...] = (100, 500, 1000, 2000, 300
     return Results(pd.concat(tables), {**document, "lens_grid": entries[-1]["lens_grid"], "steps": entries})
 
 
-def classifier(layers: int = 6) -> Results:
+def classifier(layers=6):
     """A classifier: labels, no lens grid."""
     rows = displacement_rows(layers, 0.1) + pair_rows(layers, 0.1) + lens_rows(layers, 1.0, classes=True)
     document = meta("bert-tiny-sst2", layers, 0.1)
@@ -234,7 +256,7 @@ def classifier(layers: int = 6) -> Results:
     return Results(tabulate(rows + geometry_rows(layers, labels=True)), document)
 
 
-def two_towers(image: int = 4, text: int = 6) -> Results:
+def two_towers(image=4, text=6):
     """A model of images and texts, each with its stack of layers."""
     tables = []
     for name, layers, jump in (("image", image, 0.1), ("text", text, 0.3)):
@@ -247,21 +269,15 @@ def two_towers(image: int = 4, text: int = 6) -> Results:
     return Results(pd.concat(tables, ignore_index=True), document)
 
 
-def comparison(depth: str = "layer") -> Results:
+def comparison(depth="layer"):
     """Three models of 12, 12 and 6 layers; the difference is taken at the same layer."""
-    tables, entries = [], []
-    baseline: dict[Any, float] = {}
+    tables, entries, first = [], [], None
     keys = ["measure", "site", "layer", "other", "statistic"]
     for label, layers, jump in (("baseline", 12, 0.25), ("jump-penalty", 12, 0.05), ("half-depth", 6, 0.15)):
         one = language_model(layers, jump, f"runs/{label}")
-        index = [tuple(None if pd.isna(v) else v for v in row) for row in one.table[keys].itertuples(index=False)]
-        values = dict(zip(index, one.table["value"], strict=True))
-        baseline = baseline or values
-        table = one.table.assign(model=label)
-        table["difference"] = [
-            math.nan if label == "baseline" else values[key] - baseline.get(key, math.nan) for key in index
-        ]
-        tables.append(table)
+        beside = math.nan if first is None else one.table[keys].merge(first, "left", keys)["value"]
+        tables.append(one.table.assign(model=label, difference=one.table["value"] - beside))
+        first = one.table[[*keys, "value"]] if first is None else first
         kept = ("model", "data", "token_policy", "headline", "lens_grid")
         entries.append({"label": label, "baseline": label == "baseline", **{key: one.meta[key] for key in kept}})
     document = meta("", 12, 0.25)
@@ -269,43 +285,36 @@ def comparison(depth: str = "layer") -> Results:
         del document[key]
     document |= {"kind": "comparison", "models": entries, "depth": depth, "baseline": "baseline", "warnings": []}
     document["left_out"] = []
-    document["headline"] = {
-        "zeta_L": {"value": -20.0, "unit": "%", "sentence": "jump-penalty jumps 20 points less than baseline."}
-    }
+    document["headline"] = findings(zeta_L=(-20.0, "%", "jump-penalty jumps 20 points less than baseline."))
     return Results(pd.concat(tables), document)
 
 
-def training_rows(step: int, layers: int, jump: float, level: float, terms: dict[str, float]) -> list[tuple[Any, ...]]:
+def training_rows(step, layers, jump, level, terms):
     """One evaluation: losses that fall like a power of the step, a jump that grows, a speed that wavers."""
     fallen = math.exp(-step / 60)
-    loss = level + (7.6 - level) * fallen
-    means = [psi(layer, layers, jump * (1 - fallen)) for layer in range(1, layers + 1)]
-    rows: list[tuple[Any, ...]] = [("validation_loss", "model", None, None, "mean", loss, 4064, "nats")]
+    loss, means = level + (7.6 - level) * fallen, profile(layers, jump * (1 - fallen))
+    rows = [of_model("validation_loss", loss, "nats", "mean", 4064)]
     if step:
-        rows.append(("train_loss", "model", None, None, "mean", loss - 0.05 + 0.3 * fallen, 101_600, "nats"))
-        rows += [
-            ("penalty", term, None, None, "mean", size * (1 - 0.6 * step / 300), 800, "nats" if size > 1 else "1")
-            for term, size in terms.items()
-        ]
-        rows.append(("learning_rate", "model", None, None, "value", 2e-3 * (0.1 + 0.9 * (1 - step / 300)), None, "1"))
-    rows += [("displacement", "residual", n, None, "mean", mean, 4096, "1") for n, mean in enumerate(means, start=1)]
-    total = 0.0
-    for layer in range(layers, layers - 3, -1):
-        total += 100 * max(0.0, means[layer - 1] - means[layer - 2])
-        rows.append(("jump_rate", "residual", layer, None, "value", total, 4096, "%"))
-    return rows
+        rows.append(of_model("train_loss", loss - 0.05 + 0.3 * fallen, "nats", "mean", 101_600))
+        for term, size in terms.items():
+            value, unit = size * (1 - 0.6 * step / 300), "nats" if size > 1 else "1"
+            rows.append(row("penalty", None, value, site=term, count=800, unit=unit))
+        rows.append(of_model("learning_rate", 2e-3 * (0.1 + 0.9 * (1 - step / 300)), "1"))
+    rows += [row("displacement", layer, mean, count=4096) for layer, mean in enumerate(means, start=1)]
+    last = islice(rates(means), 3)
+    return rows + [row("jump_rate", layer, rate, "value", count=4096, unit="%") for layer, rate in last]
 
 
 def training(
-    name: str = "tiny-jreg",
-    layers: int = 12,
-    steps: tuple[int, ...] = (0, 50, 100, 150, 200, 250, 300),
-    jump: float = 0.06,
-    level: float = 3.42,
-    second: float = 0.4,
-    terms: dict[str, float] | None = None,
-    **settings: Any,
-) -> Results:
+    name="tiny-jreg",
+    layers=12,
+    steps=(0, 50, 100, 150, 200, 250, 300),
+    jump=0.06,
+    level=3.42,
+    second=0.4,
+    terms=None,
+    **settings,
+):
     """A training run of 2,048 tokens a step and `second` seconds a step, every other interval 5 % slower."""
     penalties = {"jump": 0.09} if terms is None else terms
     tables, clock = [], 0.0
@@ -314,10 +323,10 @@ def training(
         if step:
             pace = second * (1.05 if index % 2 else 1.0)
             clock += pace * (step - steps[index - 1])
-            rows.append(("throughput", "model", None, None, "mean", 2048 / pace, None, "tokens/s"))
-        rows.append(("elapsed", "model", None, None, "value", clock, None, "s"))
-        rows.append(("peak_memory", "model", None, None, "value", 900 + 700 * second, None, "MiB"))
-        rows.append(("other_load", "model", None, None, "value", 0.01, None, "1"))
+            rows.append(of_model("throughput", 2048 / pace, "tokens/s", "mean"))
+        rows.append(of_model("elapsed", clock, "s"))
+        rows.append(of_model("peak_memory", 900 + 700 * second, "MiB"))
+        rows.append(of_model("other_load", 0.01, "1"))
         tables.append(tabulate(rows, step=step))
     objective = {"energy_warmup": 800, "aligned": None, **{term: {"weight": 1.0} for term in penalties}}
     document = {
@@ -338,18 +347,17 @@ def training(
             "name": "corpus:builtin/train", "hash": "sha256:" + "cd" * 32, "tokens": 614_400, "documents": 1203,
             "train_sequences": 4768, "validation_sequences": 32,
         },
-        "versions": {"fulldepth": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "python": "3.11.9"},
-        "headline": {
-            "validation_loss": {"value": 3.448, "unit": "nats", "sentence": "The validation loss fell to 3.448 nats."},
-            "zeta_L": {"value": 5.3, "unit": "%", "sentence": "The last layer jumps by 5.3 %: no large jump."},
-            "throughput": {"value": 5120.0, "unit": "tokens/s", "sentence": ""},
-            "peak_memory": {"value": 1180.0, "unit": "MiB", "sentence": ""},
-        },
+        "versions": VERSIONS,
+        "headline": findings(
+            validation_loss=(3.448, "nats", "The validation loss fell to 3.448 nats."),
+            zeta_L=(5.3, "%", "The last layer jumps by 5.3 %: no large jump."),
+            throughput=(5120.0, "tokens/s", ""), peak_memory=(1180.0, "MiB", ""),
+        ),
     }  # fmt: skip
     return Results(pd.concat(tables, ignore_index=True), document)
 
 
-def trainings() -> list[Results]:
+def trainings():
     """A baseline; one slightly worse, with two penalties; one better and slow; one shallow, stopped early."""
     return [
         training("tiny-llama", jump=0.3, level=3.40, terms={}),
@@ -359,12 +367,12 @@ def trainings() -> list[Results]:
     ]
 
 
-def training_comparison() -> Results:
+def training_comparison():
     """Those four on one page."""
     return compare(trainings(), names=["tiny-llama", "tiny-jreg", "tiny-lime", "half-depth"])
 
 
-def minimal() -> Results:
+def minimal():
     """Displacement and nothing else, with the shortest document that can be read."""
-    rows = [("displacement", "residual", layer, None, "mean", 0.1 * layer, 10, "1") for layer in (1, 2, 3)]
+    rows = [row("displacement", layer, 0.1 * layer, count=10) for layer in (1, 2, 3)]
     return Results(tabulate(rows), {"schema_version": 1, "kind": "measure"})

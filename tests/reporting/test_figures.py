@@ -32,11 +32,6 @@ def comparison():
     return synthetic.comparison()
 
 
-@pytest.fixture(scope="module")
-def runs():
-    return synthetic.training_comparison()
-
-
 def numbers(arrays):
     """All numbers of a trace in one list; texts are compared as they are."""
     flat = [value for name in sorted(arrays) for value in np.ravel(np.array(arrays[name], dtype=object))]
@@ -154,8 +149,9 @@ def test_a_series_and_a_run_over_their_steps():
     assert build(run.table.iloc[:0], run.meta) == {}
 
 
-def test_runs_side_by_side(runs):
-    drawn, every = runs.figures(), synthetic.trainings()
+def test_runs_side_by_side():
+    runs, every = synthetic.training_comparison(), synthetic.trainings()
+    drawn = runs.figures()
     loss = Line("validation_loss", site="model")
     base, *others = (values(one.table, loss, "step") for one in every)
     for line, own in zip(drawn["difference_loss"].data, others, strict=True):
@@ -169,13 +165,12 @@ def test_runs_side_by_side(runs):
         own = values(runs.table, Line("displacement"), model=line.name, step=200)
         expected = own - np.interp(np.array(line.x), np.arange(1, 13) / 12, first)
         np.testing.assert_allclose(list(line.y), expected, atol=1e-12)
-    assert drawn["displacement"].layout.meta["subtitle"] == "One line a run, at step 200"
 
 
 def test_layer_one_does_not_flatten_the_rest():
     """The axis ends above layers 2 to L; layer 1 is written beside it, and everything is in the logarithmic reading."""
     means = [0.5, 0.02, 0.03, 0.01, 0.14]
-    rows = [("displacement", "residual", at, None, "mean", mean, 8, "1") for at, mean in enumerate(means, start=1)]
+    rows = [synthetic.row("displacement", at, mean) for at, mean in enumerate(means, start=1)]
     drawn = build(tabulate(rows), {"model": {"num_layers": 5}})
     low, high = drawn["displacement"].layout.yaxis.range
     assert low == 0

@@ -17,7 +17,7 @@ from fulldepth.comparison import compare
 from fulldepth.errors import FulldepthError
 from fulldepth.reporting import measured, render
 from fulldepth.reporting.page import compact, embed, pack, payload
-from fulldepth.reporting.phrases import figure_of, quantity, scaled, seconds, short, visible
+from fulldepth.reporting.phrases import figure_of, quantity, scaled, seconds, visible
 from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.tables import flatten
 from fulldepth.results import Results, tabulate, write_page
@@ -106,11 +106,7 @@ def test_the_lens_grid_in_numbers():
     assert pack(None, words) == []
 
 
-def test_words():
-    assert [measured.title({"model": {"name": name}}) for name in ("/data/a/checkpoint-10", "org/model", "/")] == [
-        "a/checkpoint-10", "org/model", "/",
-    ]  # fmt: skip
-    assert short("a\nb  c") == "a⏎b  c"
+def test_numbers_as_they_are_written():
     assert figure_of({"value": 12.345, "unit": "%"}) == ("12.3", "%")
     assert figure_of({"value": 9.0, "unit": "layers"}, 12) == ("9", "of 12")
     assert (quantity(2_630_784, "1"), quantity(5120.4, "tokens/s")) == ("2.63 M", "5,120 tokens/s")
@@ -135,14 +131,10 @@ def test_routers_stand_before_the_figures_of_the_memory():
 
 def test_the_page_of_a_training_run():
     results = synthetic.training()
-    made, html = payload(results.table, results.meta), render(results.table, results.meta)
+    made = payload(results.table, results.meta)
     assert [section["id"] for section in made["sections"]] == ["loss", "displacement", "cost", "settings"]
-    for text in (
-        "LlamaForCausalLM · 12 layers · 2.63 M parameters · trained on corpus:builtin/train",
-        "cross-entropy + jump penalty (weight 1)",
-        "300 steps × 16 sequences × 128 tokens = 614,400 tokens",
-    ):
-        assert text in html
+    words = "300 steps × 16 sequences × 128 tokens = 614,400 tokens"
+    assert words in render(results.table, results.meta)
     settings = made["sections"][-1]["tables"][0].rows
     assert ["objective.jump.weight", "1"] in settings
     assert not [row for row in settings if row[0] in ("about", "report_to", "objective.aligned")]

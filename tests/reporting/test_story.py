@@ -10,7 +10,10 @@ import pytest
 from fulldepth.reporting.story import Facts, profile, spans, story
 from fulldepth.results import tabulate
 from fulldepth.thresholds import degrees
+from reporting.synthetic import row
 
+BARE = Facts(tabulate([("cka", "residual", 1, 1, "biased", 1.0, 3, "1")]), 1)
+"""Of a model of which nothing is known that a sentence or a strip is about."""
 META = {"model": {"name": "org/m", "task": "causal-lm"}, "data": {"name": "my texts.txt", "kind": "text"}}
 ERROR = 0.0001
 """Standard error of every number that is not about noise."""
@@ -19,13 +22,13 @@ ERROR = 0.0001
 def facts(means, error=ERROR, settled=None, right=None, loss=None, jump_error=0.1) -> Facts:
     """Facts of a model with these mean displacements, shares settled so far, accuracies and losses (layers 0..L)."""
     layers = len(means)
-    rows: list[tuple] = []
+    rows = []
 
     def add(measure, values, statistic="mean", first=1, name="standard_error", spread=error) -> None:
         for layer, value in enumerate(values or [], first):
-            rows.append((measure, "residual", layer, None, statistic, value, 9, "1"))
+            rows.append(row(measure, layer, value, statistic, count=9))
             if spread:
-                rows.append((measure, "residual", layer, None, name, spread, 9, "1"))
+                rows.append(row(measure, layer, spread, name, count=9))
 
     add("displacement", means)
     rates = [100 * sum(np.diff(means).clip(min=0)[at:]) for at in range(layers - 1)]
@@ -39,7 +42,7 @@ def facts(means, error=ERROR, settled=None, right=None, loss=None, jump_error=0.
 PREDICTS = {"right": [0.0, 0, 0, 0.1, 0.2, 0.4, 0.45], "loss": [9.0, 9, 8, 7, 6, 5, 4]}
 
 
-def test_the_paragraph_of_a_model_with_a_jump() -> None:
+def test_the_paragraph_of_a_model_with_a_jump():
     told = story(facts([0.5, 0.01, 0.015, 0.018, 0.03, 0.15], settled=[0, 0, 0.1, 0.3, 0.6, 1.0], **PREDICTS), META)
     assert told == {
         "sentences": [
@@ -56,14 +59,14 @@ def test_the_paragraph_of_a_model_with_a_jump() -> None:
     assert round(math.degrees(math.acos(1 - 2 * 0.15)) / math.degrees(math.acos(1 - 2 * 0.018)), 1) == 3.0
 
 
-def test_angles_of_displacements() -> None:
+def test_angles_of_displacements():
     for angle in (0.0, 3.6, 16.26, 43.3, 90.0, 180.0):
         cosine = math.cos(math.radians(angle))
         assert degrees((1 - cosine) / 2) == pytest.approx(angle, abs=1e-5)
     assert round(degrees(0.02), 1) == 16.3  # not 3.6, which is 0.02 of a half turn
 
 
-def test_nothing_is_said_that_noise_could_be() -> None:
+def test_nothing_is_said_that_noise_could_be():
     means = [0.1, 0.019, 0.019, 0.04, 0.04, 0.041]
     sure, unsure, unknown = (story(facts(means, error), META)["sentences"] for error in (0.0001, 0.001, None))
     assert sure[0] == "Displacement is clearly below 0.02 (16 degrees) in 2 of 6 layers: layers 2 and 3."
@@ -74,7 +77,7 @@ def test_nothing_is_said_that_noise_could_be() -> None:
     assert unknown == ["Displacement has no standard error, so it is not concluded which layers do little."]
 
 
-def test_idle_layers_are_counted_after_holm() -> None:
+def test_idle_layers_are_counted_after_holm():
     """Of 30 layers at 2.2 standard errors below the limit none is clear; each alone would be."""
     assert facts([0.02 - 2.2 * 0.001] * 30, 0.001).idle == []
     assert facts([0.02 - 2.2 * 0.001], 0.001).idle == [1]
@@ -85,13 +88,13 @@ def test_idle_layers_are_counted_after_holm() -> None:
 
 
 @pytest.mark.parametrize(("error", "size"), [(0.5, ": large"), (1.5, ""), (7.0, None)])
-def test_a_jump_has_a_size_only_beyond_its_error(error, size) -> None:
+def test_a_jump_has_a_size_only_beyond_its_error(error, size):
     text = story(facts([0.5, 0.01, 0.015, 0.018, 0.03, 0.15], jump_error=error), META)["sentences"][1]
     expected = "" if size is None else f" Its jump rate is 12.0 ± {error:.2g} %{size}."
     assert text.endswith(f"3.0 times the angle of the median layer (0.018, 15 degrees).{expected}")
 
 
-def test_an_early_layer_is_named_only_if_it_is_measurably_as_accurate() -> None:
+def test_an_early_layer_is_named_only_if_it_is_measurably_as_accurate():
     right = [0.0, 0.0, 0.3, 0.42, 0.44, 0.44, 0.44, 0.44, 0.44, 0.44, 0.44]  # 0.95 x 0.44 = 0.418
     told = story(facts([0.1] * 10, right=right), META)["sentences"]
     assert not any("95 %" in text for text in told)  # 0.022 above, with an error of 0.014
@@ -104,7 +107,7 @@ def test_an_early_layer_is_named_only_if_it_is_measurably_as_accurate() -> None:
     "numbers",
     [{"right": [0.0] * 7, "loss": PREDICTS["loss"]}, {"right": PREDICTS["right"], "loss": [9.0] * 7}, {}],
 )
-def test_a_model_that_is_not_known_to_predict_gets_no_advice(numbers) -> None:
+def test_a_model_that_is_not_known_to_predict_gets_no_advice(numbers):
     assert story(facts([0.1] * 6, **numbers), META)["next"] is None
 
 
@@ -112,11 +115,11 @@ def test_a_model_that_is_not_known_to_predict_gets_no_advice(numbers) -> None:
     ("layers", "text"),
     [([3], "layer 3"), ([3, 4], "layers 3 and 4"), ([9, 2, 3, 4, 7], "layers 2 to 4, 7, 9")],
 )
-def test_layers_in_words(layers, text) -> None:
+def test_layers_in_words(layers, text):
     assert spans(layers) == text
 
 
-def test_the_strip_has_a_shade_for_every_number() -> None:
+def test_the_strip_has_a_shade_for_every_number():
     strip = profile(facts([0.5, 0.005, 0.05, 0.0001], settled=[0, 0.5, 0.96, 1]))
     displacement, settled = strip["rows"]
     assert displacement["shades"] == [10, 0, 5, 0]  # a logarithmic scale from 0.005 to 0.5
@@ -124,10 +127,10 @@ def test_the_strip_has_a_shade_for_every_number() -> None:
     assert displacement["texts"][0] == "displacement 0.500 ± 0.0001"
     assert strip["idle"] == [2, 4]
     assert strip["limit"] == "displacement clearly below 0.02"
-    assert profile(Facts(tabulate([("cka", "residual", 1, 1, "biased", 1.0, 3, "1")]), 1)) is None
+    assert profile(BARE) is None
 
 
-def test_models_without_blocks_to_search_are_compared() -> None:
+def test_models_without_blocks_to_search_are_compared():
     told = story(facts([0.1, 0.2]), {**META, "model": {"name": "m", "task": "representation"}})
     assert told["next"]["command"].startswith("fulldepth compare ")
-    assert story(Facts(tabulate([("cka", "residual", 1, 1, "biased", 1.0, 3, "1")]), 1), META) is None
+    assert story(BARE, META) is None
