@@ -7,7 +7,7 @@ from itertools import count
 import datasets
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fulldepth.data import Documents, pack, packing, train_tokenizer
@@ -72,6 +72,7 @@ def write(folder, documents, dtype="<u2", name="a"):
     breaks=st.integers(1, 39),
     across=st.booleans(),
 )
+@example(sizes=[0, 1, 1], share=0.3, seed=1, length=2, most=None, breaks=1, across=True)
 def test_any_documents_parts_and_files(
     tmp_path_factory, number_tokenizer, sizes, share, seed, length, most, breaks, across
 ):

@@ -211,9 +211,9 @@ class TokenFiles:
             total = int(own[-1]) if len(own) else 0
             if size not in (2 * total, 4 * total) or (np.diff(own, prepend=0) < 0).any():
                 raise FulldepthError(f"Cannot read {path}: it has {size:,} bytes, and its index ends at {total:,} ids.")
+            ends.append(own + first[-1])
             if total:
                 files.append((path, f"<u{size // total}"))
-                ends.append(own + first[-1])
                 first.append(first[-1] + total)
         if not files:
             raise FulldepthError(f"{folder} is empty: it holds no token in files *{SUFFIX} with *{INDEX}.")
