@@ -14,7 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from fulldepth.data import builtin_texts, open_source, prepare, train_tokenizer
 from fulldepth.data.drawing import draw_windows, first_windows
+from fulldepth.data.sources import identities
 from fulldepth.data.tokens import Frame, WordFinder, leading_ids, plain_ids
+from fulldepth.uncertainty import identity
 
 
 def words(numbers):
@@ -205,3 +207,11 @@ def test_whole_words_in_word_pieces():
     ids = plain_ids(tokenizer, "Is this an island, it is")
     found = WordFinder(tokenizer, ["is"]).find(ids)
     assert [i for i, word in enumerate(found) if word == 0] == [0, len(ids) - 1]
+
+
+def test_the_identity_of_a_text_is_that_of_its_content_alone():
+    """Stored results are paired and reproduced by it."""
+    texts = ["one two", "three"]
+    assert identities(open_source(texts)) == [identity(text) for text in texts]
+    pairs = [{"prompt": "one", "response": "two"}]
+    assert identities(open_source(pairs)) == [identity("one", "two")]

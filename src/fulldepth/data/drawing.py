@@ -149,9 +149,8 @@ def draw_windows(
         return DrawnWindows([Window(short.ids, short.document, 0)], 0)
     windows = [candidates[index] for index in sample(names, count, seed)]
     left_over += short.dropped + len(short.ids)
-    return DrawnWindows(
-        sorted(windows, key=lambda each: each.document), left_over
-    )  # the order within documents is kept
+    windows.sort(key=lambda each: each.document)  # the order within documents is kept
+    return DrawnWindows(windows, left_over)
 
 
 @dataclass

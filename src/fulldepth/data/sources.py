@@ -212,7 +212,8 @@ def _identity(record: DataRecord) -> int:
         return record.identity
     if record.image is not None:
         return identity(image_name(record.image) or record.where)
-    return identity(*(part or "" for part in (record.text, record.second, record.prompt, record.response)))
+    texts = (record.text, record.second, record.prompt, record.response)
+    return identity(*(text for text in texts if text is not None))
 
 
 def _class_indices(
