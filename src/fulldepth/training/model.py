@@ -13,13 +13,16 @@ from functools import cache
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
+from fulldepth import launch
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
-from fulldepth.hf import load_checkpoint, load_config, unused_positions
+from fulldepth.hf import anatomy_candidates, load_checkpoint, load_config, rows_of, unused_positions
 from fulldepth.losses import use_detection_loss
 from fulldepth.settings.train import ModelSettings, TrainSettings
 from fulldepth.training.heads import HEADS, with_new_head
@@ -117,6 +120,8 @@ def special_tokens(tokenizer: Any) -> dict[str, int | None]:
 def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrainedModel:
     """The model on the CPU, in the run's precision and in training mode; a detector with transformers' own loss.
 
+    Where `built_once`, it has no values in all processes but the first, which hands out the shards.
+
     Weights are drawn from the seed by the rules of `initializer`, or loaded from the settings' checkpoint. Only weights
     that the model's switches add (`added_parameters`) may be missing there; they are drawn from the seed. The global
     random state is restored.
@@ -131,6 +136,12 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
     """
     dtype = WEIGHTS[settings.precision]
     with torch.random.fork_rng(devices=[]):
+        if settings.fsdp and not launch.is_main():
+            with init_empty_weights(include_buffers=False):
+                empty = _from_config(config, settings)
+            empty.tie_weights()
+            if built_once(empty, settings):
+                return _without_values(empty).train()
         torch.manual_seed(settings.seed)
         model = _from_config(config, settings)
         draw_weights(model, settings.initializer)
@@ -146,6 +157,35 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
             anatomy.body.get_submodule(anatomy.family.backbone).requires_grad_(True)
     trained: PreTrainedModel = model.train()
     return trained
+
+
+def built_once(model: PreTrainedModel, settings: TrainSettings) -> bool:
+    """Whether only the first process needs the values of a model's weights before they are sharded.
+
+    All do where the model runs before that (to separate documents, or to prove an anatomy that is not in the table),
+    for exit heads, which start as copies, and for saved buffers, which accelerate does not hand out.
+    """
+    try:
+        anatomy = anatomy_candidates(model)[0]
+    except FulldepthError:
+        return False
+    runs = rows_of(model.config.model_type) is None or anatomy.searches_head or not settings.data.across_documents
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    others = bool(model.state_dict().keys() - weights) or "multi_exit" in settings.objective.terms
+    return settings.fsdp and settings.task == "causal-lm" and not runs and not others
+
+
+def _without_values(model: PreTrainedModel) -> PreTrainedModel:
+    """A model with weights on the meta device, with weights on the CPU that take address space and no memory:
+    accelerate tells weights apart by their addresses.
+    """
+    held: dict[int, nn.Parameter] = {}  # tied weights stay one
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                empty = nn.Parameter(torch.empty_like(weight, device="cpu"), requires_grad=weight.requires_grad)
+                module._parameters[name] = held.setdefault(id(weight), empty)
+    return model
 
 
 def _from_config(config: PreTrainedConfig, settings: TrainSettings) -> PreTrainedModel:

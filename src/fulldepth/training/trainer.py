@@ -25,6 +25,7 @@ from fulldepth.losses import DepthTrainer, per_batch_terms
 from fulldepth.losses.trainer import AnyTrainer, load_weights
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.arguments import make_objective
+from fulldepth.training.model import built_once
 
 FORKS = "TOKENIZERS_PARALLELISM"
 
@@ -195,9 +196,12 @@ class RunMixin(AnyTrainer):
                 os.environ.pop(FORKS, None)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        sharded = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
-        if sharded and resume_from_checkpoint:
-            load_weights(self.plain_model, resume_from_checkpoint)  # before they are sharded
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        sharded = plugin is not None
+        if plugin is not None:
+            plugin.cpu_ram_efficient_loading = built_once(self.plain_model, self.settings)
+            if resume_from_checkpoint and (self.args.process_index == 0 or not plugin.cpu_ram_efficient_loading):
+                load_weights(self.plain_model, resume_from_checkpoint)  # before they are sharded
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if sharded:
             self._require_shards()
