@@ -352,3 +352,14 @@ def test_load_wants_an_export(change, words, tmp_path):
         (tmp_path / NOTES).write_text(change if isinstance(change, str) else json.dumps(notes | change))
     with pytest.raises(FulldepthError, match=words):
         load(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_tokenizer_that_does_not_load_again_drops_the_export(tmp_path):
+    model = tiny_models.build("llama")
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_bytes(b'{"version": "1.0", "model": {}}')
+    with pytest.raises(FulldepthError, match="does not load in a fresh process"):
+        export(planned.plan(model, [2]), tmp_path / "model", "folded", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
