@@ -86,7 +86,8 @@ def test_an_exported_model_loads_in_its_precision(recipe, tmp_path):
     ):
         with pytest.raises(FulldepthError, match=word):
             export_run(run, **options)
-    (tmp_path / "run" / "checkpoint-2" / "tokenizer.json").write_text('{"version": "1.0", "model": {}}')
+    damaged = tmp_path / "run" / "checkpoint-2" / "tokenizer.json"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     with pytest.raises(FulldepthError, match="tokenizer"):
         export_run(tmp_path / "run", tmp_path / "new")
     assert not (tmp_path / "new").exists()
