@@ -21,6 +21,7 @@ from fulldepth.hf import anatomy_candidates
 from fulldepth.hf.surgery import skipping
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
+from fulldepth.skip import export
 from fulldepth.skip.plan import plan_scalars
 from skip import planned
 
@@ -252,3 +253,16 @@ def test_refusals(options, name, checkpoint, data, tmp_path):
 def test_an_encoder_is_refused(data, tmp_path):
     tiny_models.build("bert").save_pretrained(tmp_path)
     assert "causal" in failure(tmp_path, "--tasks", "piqa_local", "--task-data", data, "-o", tmp_path / "out")
+
+
+@pytest.mark.thorough
+def test_exports_are_evaluated_like_the_plan(data, tmp_path):
+    model = small_world.model()
+    model.name_or_path = "tiny"
+    plan = planned.plan(model, [2])
+    options = {"task_data": [data], "limit": 6, "bootstrap_iters": 100}
+    tokenizer = small_world.tokenizer()
+    expected = evaluate(model, TASKS, plan=plan, tokenizer=tokenizer, exit_layers="full", **options).table
+    export(plan, model, "fast", tmp_path / "fast", tokenizer=tokenizer)
+    got = evaluate(str(tmp_path / "fast"), TASKS, exit_layers="full", **options).table
+    assert list(got.value) == pytest.approx(list(expected.value), rel=1e-4)
