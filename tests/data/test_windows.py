@@ -209,9 +209,7 @@ def test_whole_words_in_word_pieces():
     assert [i for i, word in enumerate(found) if word == 0] == [0, len(ids) - 1]
 
 
-def test_the_identity_of_a_text_is_that_of_its_content_alone():
-    """Stored results are paired and reproduced by it."""
+def test_windows_are_drawn_by_the_content_of_documents_alone():
+    """Stored results, as those of the gallery, can be made again."""
     texts = ["one two", "three"]
-    assert identities(open_source(texts)) == [identity(text) for text in texts]
-    pairs = [{"prompt": "one", "response": "two"}]
-    assert identities(open_source(pairs)) == [identity("one", "two")]
+    assert identities(open_source(texts, limit=1, window=1)) == [identity(text) for text in texts]

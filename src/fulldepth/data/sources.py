@@ -140,7 +140,12 @@ def open_source(
         rows = opened.rows(_columns_to_read)
         if limit is not None:
             rows = opened.sampled(names, limit, seed=seed, order=order, window=windows)
-        return _source(opened, columns, rows, sampled=limit is not None)
+        source = _source(opened, columns, rows, sampled=limit is not None)
+        if windows is None or order == "first" or source.kind != "text":
+            return source
+        # windows are drawn by the text of a document alone, so that stored results can be made again
+        records = [replace(record, identity=identity(record.text or "")) for record in source.records]
+        return replace(source, records=records)
 
     if limit is None or window is None or columns.kind != "text":
         return read(None)
@@ -212,8 +217,7 @@ def _identity(record: DataRecord) -> int:
         return record.identity
     if record.image is not None:
         return identity(image_name(record.image) or record.where)
-    texts = (record.text, record.second, record.prompt, record.response)
-    return identity(*(text for text in texts if text is not None))
+    return identity(*(part or "" for part in (record.text, record.second, record.prompt, record.response)))
 
 
 def _class_indices(
