@@ -151,3 +151,11 @@ def test_names_that_nothing_can_be_written_to_are_refused(main, monkeypatch, tmp
         assert (code, out) == (2, "")
         assert words in err
         assert "This is a bug" not in err
+
+
+def test_errors_in_a_circle_are_walked_once():
+    first, second = ValueError("a"), ValueError("b")
+    first.__context__, second.__context__ = second, first
+    assert not program._is_interrupted(first)
+    second.__context__ = KeyboardInterrupt()
+    assert program._is_interrupted(first)

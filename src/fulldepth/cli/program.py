@@ -126,9 +126,11 @@ def main() -> None:
 
 def _is_interrupted(error: BaseException | None) -> bool:
     """Whether Ctrl-C caused an error: outside of the command, or inside a class or library that raises another one."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
+    seen: set[int] = set()  # a library that raises an earlier error again can close a circle
+    while error is not None and id(error) not in seen and not isinstance(error, KeyboardInterrupt):
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
-    return error is not None
+    return isinstance(error, KeyboardInterrupt)
 
 
 def _end(code: int, message: str) -> NoReturn:
