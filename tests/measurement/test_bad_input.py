@@ -108,6 +108,7 @@ def test_data_and_models_that_do_not_fit(wrong, checkpoint, tokenizer, picture_f
 def test_activations_that_overflow(wrong, overflowing):
     few = ["--batch-size", "1", "--max-sequences", "6", "--sequence-length", "16", "--set", "order=first"]
     wrong(model=overflowing, few=few, says=["sequences 5..5"])
+    wrong(model=overflowing, few=few[:-2], says=["Error: GPT2LMHeadModel gives", "infinite", "first sequences"])
 
 
 def test_outputs_that_cannot_be_taken(main, refused, model, checkpoint, text_file, output, tmp_path):

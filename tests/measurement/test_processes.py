@@ -95,7 +95,7 @@ def test_a_series(two_processes, checkpoint, text_file, tmp_path):
 @pytest.mark.thorough
 def test_a_mistake_in_one_share_ends_both_processes(overflowing, text_file, tmp_path):
     """With one readable message, not with a process that waits for ever: the command under torchrun."""
-    few = ["--max-sequences", "6", "--sequence-length", "16", "--batch-size", "2", "--measures", "displacement,cka"]
+    few = ["--max-sequences", "6", "--sequence-length", "16", "--batch-size", "2", "--set", "order=first"]
     program = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 -m fulldepth".split()
     given = ["measure", overflowing, "--data", text_file, "--output", tmp_path / "out", *few]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -53,6 +53,10 @@ STAGES = (
 """Remedy for networks of images."""
 
 
+class NotFiniteError(FulldepthError):
+    """The model's last hidden state holds NaN or infinite values."""
+
+
 @dataclass(frozen=True)
 class Verified:
     """An anatomy that passed the tests, and the properties found by them."""
@@ -129,6 +133,8 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
     for anatomy in candidates:
         try:
             verified = _verify(anatomy, trace, inputs, optional)
+        except NotFiniteError:
+            raise  # no other description of the parts would help
         except Exception as error:
             reason, staged = reason_of(error), staged or isinstance(error, SeveralStagesError)
             failures.setdefault(reason, f"{anatomy.family.name}, {anatomy.family.design} design: {reason}")
@@ -172,7 +178,7 @@ def _verify(anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any], optional:
     anatomy, last = prove_stream(anatomy, trace)
     last = anatomy.stream(last)
     if not bool(torch.isfinite(last).all()):
-        raise FulldepthError("the model gives NaN or infinite activations")
+        raise NotFiniteError(f"{type(anatomy.model).__name__} gives NaN or infinite activations on the first sequences.")
     anatomy = prove_end(anatomy, trace, last)
     unproven: dict[str, str] = {}
     try:
