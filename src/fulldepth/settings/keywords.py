@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import reduce, wraps
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from fulldepth import bars
 from fulldepth.progress import Watcher
@@ -32,7 +32,8 @@ def with_progress(function: Callable[..., Result]) -> Callable[..., Result]:
             return function(*args, watcher=watcher, **given)
 
     signature = inspect.signature(function)
-    call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), PROGRESS])  # type: ignore[attr-defined]
+    listed = [parameter for name, parameter in signature.parameters.items() if name != "watcher"]
+    call.__signature__ = signature.replace(parameters=[*listed, PROGRESS])  # type: ignore[attr-defined]
     return call
 
 
@@ -70,12 +71,13 @@ def takes_settings(
             resolved = layer(kind, below, _stated(settings), nested(chosen))
             return function(*bound.args, settings=resolved, **bound.kwargs)
 
+        types = get_type_hints(kind)  # without bounds
         fields = [
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=field.get_default(call_default_factory=True),
-                annotation=field.annotation,
+                annotation=types[name],
             )
             for name, field in kind.model_fields.items()
             if name not in own.parameters
