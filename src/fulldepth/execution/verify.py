@@ -178,7 +178,8 @@ def _verify(anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any], optional:
     anatomy, last = prove_stream(anatomy, trace)
     last = anatomy.stream(last)
     if not bool(torch.isfinite(last).all()):
-        raise NotFiniteError(f"{type(anatomy.model).__name__} gives NaN or infinite activations on the first sequences.")
+        name = type(anatomy.model).__name__
+        raise NotFiniteError(f"{name} gives NaN or infinite activations on the first sequences.")
     anatomy = prove_end(anatomy, trace, last)
     unproven: dict[str, str] = {}
     try:
