@@ -9,10 +9,13 @@ from typing import Any
 import pandas as pd
 
 from fulldepth import launch
-from fulldepth.comparison import early_exit, paired, training, verdict
-from fulldepth.comparison.align import Depth, differences
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.results import COLUMNS, SCHEMA_VERSION, Results, claimed, finite, provenance
+from fulldepth.results import paired, runs, speedups, verdict
+from fulldepth.results.align import Depth, differences
+from fulldepth.results.document import SCHEMA_VERSION
+from fulldepth.results.folder import Results, claimed, finite
+from fulldepth.results.provenance import provenance
+from fulldepth.results.table import COLUMNS
 from fulldepth.settings.compare import CompareSettings
 from fulldepth.settings.keywords import takes_settings
 
@@ -44,8 +47,8 @@ def compare(
     .. math:: \Delta_l = \Psi_l - \Psi_l^{\text{baseline}}
 
     which is positive where a layer does more than in the baseline. `difference_error` is its standard error, paired
-    where both results are of the same documents (see `fulldepth.comparison.paired`, and the entry `paired` of a model).
-    Training runs keep their column `step` and are compared at equal steps, see `comparison.training.compare_runs`.
+    where both results are of the same documents (see `fulldepth.results.paired`, and the entry `paired` of a model).
+    Training runs keep their column `step` and are compared at equal steps, see `results.runs.compare_runs`.
 
     ```python
     both = fulldepth.compare({"plain": "out-a", "tuned": "out-b"}, output="cmp/")
@@ -106,7 +109,7 @@ def _compared(results: Sequence[Results | str | Path], settings: CompareSettings
     }
     if kind != "training":
         loaded = [_last_step(item) for item in loaded]
-    table, entries = (training.compare_runs if kind == "training" else _side_by_side)(loaded, labels, first, resolved)
+    table, entries = (runs.compare_runs if kind == "training" else _side_by_side)(loaded, labels, first, resolved)
     for one, label in zip(loaded, labels, strict=True):
         if not one.meta.get("complete", True):
             entries["warnings"].append(f"{label}: the {KINDS[kind].rpartition(' ')[2]} is not complete.")
@@ -134,7 +137,7 @@ def _side_by_side(
     texts = {"headline": verdict.headline(table, models, intervals), "warnings": verdict.warnings(table, models)}
     entries = {"models": models, **texts}
     kind = measured[0].meta["kind"]
-    return table, entries | (early_exit.entries(kind, measured, entries) if kind in early_exit.KINDS else {})
+    return table, entries | (speedups.entries(kind, measured, entries) if kind in speedups.KINDS else {})
 
 
 def _depth(results: Results) -> int:

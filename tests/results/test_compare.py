@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.interpolate import RegularGridInterpolator
 
-from fulldepth.comparison import compare
 from fulldepth.errors import FulldepthError
-from fulldepth.results import Results, tabulate
+from fulldepth.results import Results, compare, tabulate
 from reporting.synthetic import row
 
 

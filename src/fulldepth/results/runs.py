@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fulldepth.comparison import verdict
-from fulldepth.comparison.align import Depth, differences
-from fulldepth.comparison.verdict import Entry
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.results import COLUMNS, Finding, Results
+from fulldepth.results import verdict
+from fulldepth.results.align import Depth, differences
+from fulldepth.results.finding import Finding
+from fulldepth.results.folder import Results
+from fulldepth.results.table import COLUMNS
+from fulldepth.results.verdict import Entry
 from fulldepth.thresholds import BUSY
 from fulldepth.uncertainty import FEWEST_ROUNDS, Ratio, median_ratio
 
@@ -53,7 +55,7 @@ def compare_runs(
         runs: results of kind `training`.
         labels: one per run.
         first: position of the baseline.
-        depth: how layers are aligned, see `fulldepth.comparison.align.differences`.
+        depth: how layers are aligned, see `fulldepth.results.align.differences`.
 
     Returns:
         The table with `step`, `model` and `difference`, and the entries `of`, `step`, `models`, `headline`,

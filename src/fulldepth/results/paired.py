@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from fulldepth.comparison.align import Array, Depth, counterparts
-from fulldepth.results import Results, groups_of
+from fulldepth.results.align import Array, Depth, counterparts
+from fulldepth.results.folder import Results
+from fulldepth.results.influences import groups_of
 from fulldepth.uncertainty import bootstrap, error_of
 
 KEYS = ["measure", "site", "layer", "other", "statistic"]

@@ -8,10 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fulldepth.comparison import compare
-from fulldepth.comparison.training import time_per_step
 from fulldepth.errors import FulldepthError
-from fulldepth.results import Results, tabulate
+from fulldepth.results import Results, compare, tabulate
+from fulldepth.results.runs import time_per_step
 from reporting.synthetic import of_model, row
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from fulldepth.comparison.paired import Interval
-from fulldepth.results import Finding
+from fulldepth.results.finding import Finding
+from fulldepth.results.paired import Interval
 from fulldepth.uncertainty import SIGNIFICANT, measurable
 
 
