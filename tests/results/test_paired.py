@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from fulldepth.results import Results, compare, gathered, groups_entry, tabulate
-from fulldepth.results.paired import difference_errors, is_paired, step_interval
+from fulldepth.results.differences import difference_errors, is_paired, step_interval
 from fulldepth.uncertainty import deal, quantile, ratio_error, ratio_influence
 from reporting.synthetic import row
 

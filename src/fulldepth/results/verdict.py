@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
+from fulldepth.results.differences import Interval
 from fulldepth.results.finding import Finding
-from fulldepth.results.paired import Interval
 from fulldepth.uncertainty import SIGNIFICANT, measurable
 
 
 class Number(NamedTuple):
-    """A headline number of a measurement that is compared."""
+    """A number of a measurement that is compared in a sentence."""
 
     title: str
     measure: str
@@ -35,8 +35,6 @@ NUMBERS = {
     "median_saturation": Number("Median saturation layer", "saturation", "median", None),
     "effective_depth": Number("Effective depth", "effective_depth", "relative_eps=0.05", None),
 }
-"""Name -> number of a measurement's headline, or of its last layer's predictions."""
-PREDICTIONS = ("lens_accuracy", "lens_loss")
 PRINTED = 0.005
 """Smallest change, times 10^-2, that does not print as zero."""
 
@@ -49,6 +47,8 @@ NOT_COMPARABLE = (
 """Differences that make two measurements incomparable, see `unlike`."""
 DATA = ("the data differ", "data", "hash", "name")
 """The data of two results, in the terms of `unlike`."""
+TEXT = ("the data differ", "data", "text_hash", "name")
+"""Their text; tokens may differ where the text is the same."""
 OTHER_REASONS = (
     ("the precisions differ", "model", "dtype"),
     ("the seeds differ", "run", "seed"),
@@ -65,19 +65,25 @@ Intervals = Mapping[tuple[str, str], Interval | None]
 """(name, label) -> interval of the difference of a number that has no standard error; None = not known."""
 
 
-def headline(table: pd.DataFrame, models: list[Entry], intervals: Intervals | None = None) -> dict[str, Finding]:
+def headline(
+    table: pd.DataFrame, models: list[Entry], intervals: Intervals | None = None, names: Iterable[str] = NUMBERS
+) -> dict[str, Finding]:
     """Differences of every model from the baseline, by `name:label`.
 
     Args:
         table: the comparison's table.
         models: the entries of `meta["models"]`.
         intervals: of steps.
+        names: of `NUMBERS` to compare.
     """
     baseline, others = baseline_of(models)
     return {
         f"{name}:{model['label']}": finding
         for model in others
-        for name, finding in (*_redundancy(table, model, baseline), *_numbers(table, model, baseline, intervals or {}))
+        for name, finding in (
+            *_redundancy(table, model, baseline),
+            *_numbers(table, model, baseline, intervals or {}, names),
+        )
     }
 
 
@@ -91,40 +97,29 @@ def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[
     rows = rows[np.isfinite(rows["difference"].to_numpy(np.float64))]
     if rows.empty:
         return
-    change, error = (
-        100 * rows[column].to_numpy(np.float64) if column in rows.columns else np.full(len(rows), np.nan)
-        for column in ("difference", "difference_error")  # training runs state no errors
-    )
-    median = float(np.median(change))
-    pair, test = f"{model['label']} than in {baseline['label']}", "paired" if model.get("paired") else "unpaired"
-    both = f"Displacement in {model['label']} and {baseline['label']}"
-    known, differs = bool(np.isfinite(error).any()), measurable(change, error) & (np.abs(change) > PRINTED)
-    if not known and np.abs(change).max() > PRINTED:
-        sentence = f"{both}: the median change is {signed(median)} x 10^-2 (no standard error is known)."
-        yield "redundancy_change", Finding(median, "x 10^-2", sentence)
-        return
-    if not differs.any():
-        bound = f"no difference at any of {len(change)} layers"
-        if known and change.any():
-            most = float(np.nanmax(np.abs(change) + SIGNIFICANT * error))
-            bound = f"no measurable difference at any of {len(change)} layers ({test}, at most {most:.2g} x 10^-2)"
-        yield "redundancy_change", Finding(median, "x 10^-2", f"{both}: {bound}.")
-        return
-    larger, smaller = int((differs & (change > 0)).sum()), int((differs & (change < 0)).sum())
-    rest = len(change) - larger - smaller
-    sentence = (
-        f"Displacement is larger in {pair} at {larger} of {len(change)} layers and smaller at {smaller}"
-        f"{f', with no measurable difference at {rest}' if rest else ''} ({test}). The median change is "
-        f"{signed(median)} x 10^-2."
-    )
+    change, error = 100 * rows[["difference", "difference_error"]].to_numpy(np.float64).T
+    label, other, layers, test = model["label"], baseline["label"], len(change), _test(bool(model.get("paired")))
+    median, differs = float(np.median(change)), measurable(change, error) & (np.abs(change) > PRINTED)
+    summary = f"the median change is {signed(median)} x 10^-2"
+    if not np.isfinite(error).any():
+        sentence = f"Displacement in {label} and {other}: {summary} (no standard error is known)."
+    elif not differs.any():
+        most = float(np.nanmax(np.abs(change) + SIGNIFICANT * error))
+        bound = f"no measurable difference at any of {layers} layers ({test}, at most {most:.2g} x 10^-2)"
+        sentence = f"Displacement in {label} and {other}: {bound}."
+    else:
+        larger, smaller = (int((differs & side).sum()) for side in (change > 0, change < 0))
+        counts = f"at {larger} of {layers} layers and smaller at {smaller}"
+        sentence = f"Displacement is larger in {label} than in {other} {counts} ({test}); {summary}."
     yield "redundancy_change", Finding(median, "x 10^-2", sentence)
-    greatest = int(np.where(differs, np.abs(change), 0).argmax())
-    peak, its_error, layer = float(change[greatest]), float(error[greatest]), rows["layer"].iloc[greatest]
-    sentence = (
-        f"At layer {layer} of {model['model']['num_layers']} displacement is {abs(peak):.2f} ± {its_error:.2g} x 10^-2 "
-        f"{'larger' if peak > 0 else 'smaller'} in {pair} ({test})."
-    )
-    yield "greatest_redundancy_change", Finding(peak, "x 10^-2", sentence, its_error)
+    if differs.any():
+        at = int(np.where(differs, np.abs(change), 0).argmax())
+        peak, spread, layer = float(change[at]), float(error[at]), rows["layer"].iloc[at]
+        sentence = (
+            f"At layer {layer} of {model['model']['num_layers']} displacement is {abs(peak):.2f} ± {spread:.2g} x "
+            f"10^-2 {'larger' if peak > 0 else 'smaller'} in {label} than in {other} ({test})."
+        )
+        yield "greatest_redundancy_change", Finding(peak, "x 10^-2", sentence, spread)
 
 
 def _rows(table: pd.DataFrame, model: Entry, measure: str, statistic: str) -> pd.DataFrame:
@@ -133,81 +128,48 @@ def _rows(table: pd.DataFrame, model: Entry, measure: str, statistic: str) -> pd
     return rows[rows.site == "residual"]
 
 
-def _numbers(table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Intervals) -> Iterator[tuple[str, Finding]]:
-    """Differences of the headline numbers that both measurements have, and of the last layer's predictions."""
-    for name, number in NUMBERS.items():
-        own, base = (_entry(table, entry, name, number) for entry in (model, baseline))
-        if own.get("value") is None or base.get("value") is None:
+def _numbers(
+    table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Intervals, names: Iterable[str]
+) -> Iterator[tuple[str, Finding]]:
+    """Differences of the numbers that both models have."""
+    for name in names:
+        number, values = NUMBERS[name], []
+        for entry in (model, baseline):
+            rows = _rows(table, entry, number.measure, number.statistic)
+            layer = -1 if number.back is None else entry["model"]["num_layers"] - number.back
+            rows = rows[(rows["layer"].fillna(-1) == layer) & np.isfinite(rows["value"])]
+            values.append(rows.iloc[0] if len(rows) else None)
+        own, base = values
+        if own is None or base is None:
             continue
-        difference = float(own["value"]) - float(base["value"])
-        row, paired = _row(table, model, number, number.statistic), bool(model.get("paired"))
-        stated = math.nan if row is None else row.get("difference_error", math.nan)
-        error = float(stated) if math.isfinite(stated) else None
+        difference, error = float(own["value"] - base["value"]), float(own["difference_error"])
         interval = intervals.get((name, model["label"]))
-        if error is None and interval is None:
-            errors = [float(e) for one in (own, base) if (e := one.get("standard_error")) is not None]
-            error, paired = math.hypot(*errors) if len(errors) == 2 else None, False
-        said = _bounded(difference, own["value"], error, paired) if interval is None else _between(difference, interval)
+        spread = SIGNIFICANT * error
+        low, high = (interval.low, interval.high) if interval else (difference - spread, difference + spread)
+        test = _test(interval.paired if interval else bool(model.get("paired")))
+        if abs(difference) <= 1e-9 * abs(own["value"]) and not (interval and (low or high)):
+            verdict = "no difference"
+        elif interval and low <= 0 <= high:
+            verdict = f"no measurable difference ({test}, 95 % interval {low:+.3g} to {high:+.3g})"
+        elif interval:
+            verdict = f"{test} difference {difference:+.3g} (95 % interval {low:+.3g} to {high:+.3g})"
+        elif math.isnan(error):
+            verdict = f"difference {difference:+.3g} (no standard error is known)"
+        elif not measurable([difference], [error])[0]:
+            verdict = f"no measurable difference ({test}, at most {abs(difference) + spread:.2g})"
+        else:
+            verdict = f"{test} difference {difference:+.3g} ± {error:.2g}"
+        unit = "" if own["unit"] == "1" else f" {own['unit']}"
         sentence = (
-            f"{number.title}: {_amount(own, model)} in {model['label']} against {_amount(base, baseline)} in "
-            f"{baseline['label']}; {said}."
+            f"{number.title}: {own['value']:.3g}{unit} in {model['label']} against {base['value']:.3g}{unit} in "
+            f"{baseline['label']}; {verdict}."
         )
-        ends = (interval.low, interval.high) if interval else None
-        yield name, Finding(difference, own.get("unit", "1"), sentence, error, interval=ends)
+        stated = None if math.isnan(error) else error
+        yield name, Finding(difference, own["unit"], sentence, stated, interval=(low, high) if interval else None)
 
 
-def _row(table: pd.DataFrame, model: Entry, number: Number, statistic: str) -> pd.Series | None:
-    """The row of a statistic at a number's layer; None if there is none."""
-    rows = _rows(table, model, number.measure, statistic)
-    if number.back is None:
-        rows = rows[rows["layer"].isna()]
-    else:
-        rows = rows[(rows["layer"] == model["model"]["num_layers"] - number.back).fillna(False).astype(bool)]
-    return rows.iloc[0] if len(rows) else None
-
-
-def _entry(table: pd.DataFrame, model: Entry, name: str, number: Number) -> Entry:
-    """A headline number of a model; where its headline has none, the row of the last layer's predictions."""
-    if name in model["headline"] or number.measure not in PREDICTIONS:
-        return model["headline"].get(name) or {}
-    row, error = (_row(table, model, number, statistic) for statistic in (number.statistic, "standard_error"))
-    if row is None or error is None or not math.isfinite(row["value"]):
-        return {}
-    return {"value": row["value"], "unit": row["unit"], "standard_error": float(error["value"])}
-
-
-def _amount(entry: Entry, model: Entry) -> str:
-    number, unit = f"{entry['value']:.3g}", entry.get("unit", "1")
-    if entry.get("standard_error") is not None:
-        number += f" ± {entry['standard_error']:.2g}"
-    if entry.get("interval"):
-        number += " ({:g} to {:g})".format(*entry["interval"])
-    if unit == "layers":
-        return f"{number} of {model['model']['num_layers']} layers"
-    return number if unit == "1" else f"{number} {unit}"
-
-
-def _bounded(difference: float, of: float, error: float | None, paired: bool) -> str:
-    """A difference with its error, or its bound where it is not measurable."""
-    test = "paired" if paired else "unpaired"
-    if abs(difference) <= 1e-9 * abs(of):
-        return "no difference"
-    if error is None:
-        return f"difference {difference:+.3g} (no standard error is known)"
-    if not measurable([difference], [error])[0]:
-        return f"no measurable difference ({test}, at most {abs(difference) + SIGNIFICANT * error:.2g})"
-    return f"{test} difference {difference:+.3g} ± {error:.2g}"
-
-
-def _between(difference: float, interval: Interval) -> str:
-    """A difference of steps with its interval."""
-    test = "paired" if interval.paired else "unpaired"
-    low, high = (f"{end:+.3g}" if end else "0" for end in interval[:2])
-    if not any((difference, interval.low, interval.high)):
-        return "no difference"
-    if interval.low <= 0 <= interval.high:
-        return f"no measurable difference ({test}, 95 % interval {low} to {high})"
-    return f"{test} difference {difference:+.3g} (95 % interval {low} to {high})"
+def _test(paired: bool) -> str:
+    return "paired" if paired else "unpaired"
 
 
 def signed(value: float, digits: int = 2) -> str:
@@ -227,10 +189,11 @@ def warnings(table: pd.DataFrame, models: list[Entry]) -> list[str]:
     lines = []
     for model in others:
         pair = f"{model['label']} and {baseline['label']}"
-        if reasons := [*other_text(model, baseline), *unlike(model, baseline, NOT_COMPARABLE)]:
-            lines.append(f"{pair}: the numbers are not comparable because {'; '.join(reasons)}.")
-        if reasons := list(unlike(model, baseline, OTHER_REASONS, where_stated=True)):
-            lines.append(f"{pair}: a small difference may have other reasons than the models: {'; '.join(reasons)}.")
+        data = TEXT if model["data"].get("text_hash") and baseline["data"].get("text_hash") else DATA
+        if reasons := unlike(model, baseline, (data, *NOT_COMPARABLE)):
+            lines.append(f"{pair}: the numbers are not comparable because {reasons}.")
+        if reasons := unlike(model, baseline, OTHER_REASONS, where_stated=True):
+            lines.append(f"{pair}: a small difference may have other reasons than the models: {reasons}.")
         lines += depth_warning(model, baseline)
         for label, other in ((model["label"], baseline["label"]), (baseline["label"], model["label"])):
             if lacking := sorted(measures[other] - measures[label]):
@@ -249,22 +212,8 @@ def depth_warning(model: Entry, baseline: Entry) -> list[str]:
     ]
 
 
-def other_text(model: Entry, baseline: Entry) -> Iterator[str]:
-    """A reason if two models read different text; tokens may differ where the text is the same.
-
-    Results that do not state the hash of their text are compared by the hash of their data.
-    """
-    hashes = [(entry.get("data") or {}).get("text_hash") for entry in (model, baseline)]
-    if None in hashes:
-        yield from unlike(model, baseline, [DATA])
-    elif hashes[0] != hashes[1]:
-        yield from unlike(model, baseline, [("the data differ", "data", "text_hash", "name")])
-
-
-def unlike(
-    model: Entry, baseline: Entry, causes: Sequence[tuple[str, ...]], where_stated: bool = False
-) -> Iterator[str]:
-    """Text of each cause in which two models differ, with both values if these can be told apart.
+def unlike(model: Entry, baseline: Entry, causes: Sequence[tuple[str, ...]], where_stated: bool = False) -> str:
+    """Text of the causes in which two models differ, with both values if these can be told apart; empty if in none.
 
     Args:
         model: a model.
@@ -272,9 +221,11 @@ def unlike(
         causes: text, part of the entry (empty = the entry itself), key, and the key to show if it is a different one.
         where_stated: whether to compare a value only if both entries state it.
     """
+    reasons = []
     for text, part, *keys in causes:
         parts = [(entry.get(part) or {}) if part else entry for entry in (model, baseline)]
         values, shown = ([entry.get(key) for entry in parts] for key in (keys[0], keys[-1]))
         if values[0] != values[1] and not (where_stated and None in values):
             stated = f" ({model['label']}: {shown[0]}, {baseline['label']}: {shown[1]})"
-            yield text + (stated if shown[0] != shown[1] else "")
+            reasons.append(text + (stated if shown[0] != shown[1] else ""))
+    return "; ".join(reasons)

@@ -1,4 +1,4 @@
-r"""Errors of differences between two results, paired where both are of the same clusters.
+r"""Differences between two results: their tables joined at the same depth, and the errors of the differences.
 
 Two results of the same text have the same clusters in the same groups, and what makes a document easy for one model
 makes it easy for the other. With the influences :math:`e_g` of the groups on both values, the difference has the error
@@ -14,18 +14,23 @@ Source: Miller, "Adding Error Bars to Evals" (2024), 4.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
-from fulldepth.results.align import Array, Depth, counterparts
 from fulldepth.results.folder import Results
-from fulldepth.results.influences import groups_of
+from fulldepth.results.influences import KEYS, groups_of
 from fulldepth.uncertainty import bootstrap, error_of
 
-KEYS = ["measure", "site", "layer", "other", "statistic"]
+Depth = Literal["layer", "relative"]
+Array = NDArray[np.float64]
+
+FROM_THE_END = "jump_rate"
+"""Measure whose layers are counted from the last one: zeta_L is compared with zeta_L at any depth."""
 ERROR, ERROR_OF = "standard_error", "standard_error_of_"
 TARGET = 0.95
 """Share of the last layer's accuracy that the effective depth of a headline reaches."""
@@ -44,27 +49,91 @@ class Step(NamedTuple):
 
     measure: str
     statistic: str
-    layer: Callable[[Array], Array]
-    """Values `[..., L]` -> the first layer that reaches the target, `[...]`."""
+    reached: Callable[[Array], NDArray[np.bool_]]
+    """Values `[..., L]` -> whether a layer reaches the target, `[..., L]`; the number is the first that does."""
     number: tuple[str, str]
     """Measure and statistic of its own row, beside those of its interval (`low_of_`, `high_of_`)."""
-
-
-def _first(reached: Any) -> Array:
-    return np.asarray(reached.argmax(-1) + 1, np.float64)
 
 
 STEPS = {
     "effective_depth": Step(
         "lens_accuracy",
         "mean",
-        lambda values: _first(values >= TARGET * values[..., -1:]),
+        lambda values: values >= TARGET * values[..., -1:],
         ("effective_depth", "relative_eps=0.05"),
     ),
-    "median_saturation": Step(
-        "saturation", "cumulative", lambda values: _first(values >= 0.5), ("saturation", "median")
-    ),
+    "median_saturation": Step("saturation", "cumulative", lambda values: values >= 0.5, ("saturation", "median")),
 }
+
+
+def depth_of(results: Results) -> int:
+    """Number of layers of the model."""
+    return int(results.meta["model"]["num_layers"])
+
+
+def counterparts(
+    table: pd.DataFrame,
+    layers: int,
+    baseline: pd.DataFrame,
+    baseline_layers: int,
+    depth: Depth,
+    columns: Sequence[str] = ("value",),
+) -> Array:
+    r"""The baseline's numbers at the depth, and at the `step` of a training run, of every row of `table`.
+
+    With `depth="layer"`, layer l is compared with layer l. With `depth="relative"`, layer l of L corresponds to
+    position :math:`l L_0 / L` of the baseline's :math:`L_0` layers: linear interpolation between layers, bilinear for
+    pairs of layers (linear along the diagonal, so that a layer's similarity to itself stays 1); positions before
+    the first layer use the first layer. `jump_rate` is counted from the last layer. Rows without a layer are compared
+    directly.
+
+    Args:
+        table: rows of one model, with the key columns of a table.
+        layers: its number of layers L.
+        baseline: rows of the baseline.
+        baseline_layers: the baseline's number of layers.
+        depth: how layers are aligned.
+        columns: numbers of the baseline's rows.
+
+    Returns:
+        `[len(table), len(columns)]`; NaN where the baseline has no number at that depth.
+    """
+    steps = ["step"] if "step" in table.columns else []
+    rows, base = _keyed(table, *steps), _keyed(baseline, *steps, *columns)
+    # measures of pairs are symmetric and may be stored once per pair, except across two towers
+    pairs = base[(base["other"] >= 0) & (base["site"] != "cross")]
+    base = pd.concat([base, pairs.rename(columns={"layer": "other", "other": "layer"})])
+    base = base.drop_duplicates([*KEYS, *steps])
+    first, second = (rows[name].to_numpy(np.float64) for name in ("layer", "other"))
+    if depth == "relative":
+        series = ["measure", "site", "statistic", *steps]
+        known = base[base[list(columns)].notna().any(axis=1)].groupby(series)[["layer", "other"]].agg(["min", "max"])
+        known.columns = ["first", "last", "first_other", "last_other"]
+        ends = rows[series].merge(known, how="left", on=series)
+        scaled = [
+            (place * baseline_layers / layers).clip(ends[low].to_numpy(np.float64), ends[high].to_numpy(np.float64))
+            for place, low, high in ((first, "first", "last"), (second, "first_other", "last_other"))
+        ]
+        from_the_end = (rows["measure"] == FROM_THE_END).to_numpy()
+        first = np.where(first < 0, first, np.where(from_the_end, first - layers + baseline_layers, scaled[0]))
+        second = np.where(second < 0, second, scaled[1])
+    down, right = first - np.floor(first), second - np.floor(second)
+    alike = (first == second) & (second >= 0)
+    result = np.zeros((len(rows), len(columns)))
+    for below, beside in product((0, 1), (0, 1)):
+        across = np.where(alike, below == beside, right if beside else 1 - right)
+        weight = ((down if below else 1 - down) * across)[:, None]
+        if np.isnan(weight).any() or weight.any():
+            corner = rows.assign(layer=np.floor(first) + below, other=np.floor(second) + beside)
+            found = corner.merge(base, how="left", on=[*KEYS, *steps])[list(columns)].to_numpy(np.float64)
+            result += np.where(weight == 0, 0.0, weight * found)
+    return result
+
+
+def _keyed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """The key columns without missing values, which would not match, and further columns."""
+    keys = rows[[*KEYS, *columns]].fillna({"site": "", "layer": -1, "other": -1})
+    return keys.astype({"layer": np.float64, "other": np.float64})
 
 
 def is_paired(results: Results, baseline: Results) -> bool:
@@ -82,22 +151,16 @@ def difference_errors(results: Results, baseline: Results, depth: Depth) -> Arra
     Returns:
         `[rows]`, in each row's unit; NaN where it is not known.
     """
-    layers, base_layers = (int(one.meta["model"]["num_layers"]) for one in (results, baseline))
     paired = is_paired(results, baseline)
     rows, base = (one.influences if paired else _errors(one.table) for one in (results, baseline))
     assert rows is not None
     assert base is not None
     columns = groups_of(rows) if paired else ["value"]
     own = rows[columns].to_numpy(np.float64)
-    other = counterparts(rows, layers, base, base_layers, depth, columns)
+    other = counterparts(rows, depth_of(results), base, depth_of(baseline), depth, columns)
     errors = error_of((own - other).T) if paired else np.hypot(own, other)[:, 0]
     known = _keyed(rows).assign(error=errors).drop_duplicates(KEYS)
     return _keyed(results.table).merge(known, how="left", on=KEYS)["error"].to_numpy(np.float64)
-
-
-def _keyed(rows: pd.DataFrame) -> pd.DataFrame:
-    """The key columns without missing values, which would not match."""
-    return rows[KEYS].fillna({"site": "", "layer": -1, "other": -1}).astype({"layer": "int64", "other": "int64"})
 
 
 def _errors(table: pd.DataFrame) -> pd.DataFrame:
@@ -124,7 +187,9 @@ def step_interval(name: str, results: Results, baseline: Results) -> Interval | 
     step = STEPS[name]
     own, other = (_sums(one, step) if is_paired(results, baseline) else None for one in (results, baseline))
     if own is not None and other is not None:
-        ends = bootstrap(lambda values, base: step.layer(values) - step.layer(base), own, other)
+        ends = bootstrap(
+            lambda values, base: 1.0 * step.reached(values).argmax(-1) - step.reached(base).argmax(-1), own, other
+        )
         return None if ends is None else Interval(float(ends[0]), float(ends[1]), True)
     measure, statistic = step.number
     (low, value, high), (base_low, base, base_high) = (
@@ -142,19 +207,18 @@ def step_interval(name: str, results: Results, baseline: Results) -> Interval | 
 
 def _sums(results: Results, step: Step) -> Array | None:
     """`[G, L]`: parts of the groups in the values of layers 1..L, which add up to them; None if a layer lacks them."""
-    frames = results.table, results.influences
-    values, influences = (
+    assert results.influences is not None
+    theta, influences = (
         frame[
             (frame["measure"] == step.measure) & (frame["statistic"] == step.statistic) & (frame["site"] == "residual")
         ]
         .drop_duplicates("layer")
         .set_index("layer")
-        .reindex(range(1, int(results.meta["model"]["num_layers"]) + 1))
-        for frame in frames
-        if frame is not None
+        .reindex(range(1, depth_of(results) + 1))[columns]
+        .to_numpy(np.float64)
+        .T
+        for frame, columns in ((results.table, "value"), (results.influences, groups_of(results.influences)))
     )
-    theta = values["value"].to_numpy(np.float64)  # [L]
-    parts = influences[groups_of(influences)].to_numpy(np.float64).T  # [G, L]
-    if not np.isfinite(theta).all() or not np.isfinite(parts).any(0).all():
+    if not np.isfinite(theta).all() or not np.isfinite(influences).any(0).all():
         return None
-    return np.nan_to_num(parts) + theta / len(parts)
+    return np.nan_to_num(influences) + theta / len(influences)
