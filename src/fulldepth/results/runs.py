@@ -74,10 +74,10 @@ def compare_runs(
         models.append(_entry(run, label, index == first, step))
         if index != first:
             equal = {at for at, previous in _previous(run.table).items() if before.get(at, -1) == previous}
-            base = baseline.table
-            base = base[base["step"].isin(equal) | ~base["measure"].isin(WINDOWED)]
+            rows = baseline.table
+            rows = rows[rows["step"].isin(equal) | ~rows["measure"].isin(WINDOWED)]
             table["difference"] = (
-                table["value"] - counterparts(table, depth_of(run), base, depth_of(baseline), depth)[:, 0]
+                table["value"] - counterparts(table, depth_of(run), rows, depth_of(baseline), depth)[:, 0]
             )
             own = seconds_per_step(run.table, step)
             both = [interval for interval in own if interval in clock]
