@@ -20,10 +20,10 @@ from fulldepth.execution import lens as lens_module
 from fulldepth.execution.batching import model_inputs
 from fulldepth.hf import open_tokenizer
 from fulldepth.measurement import MeasureSettings
-from fulldepth.measurement import run as measuring
+from fulldepth.measurement import passes as measuring
 from fulldepth.measurement.caveats import sampling
-from fulldepth.measurement.plan import MeasurePlan, make_plan
-from fulldepth.measurement.run import make_setup, run_pass, weigh
+from fulldepth.measurement.passes import run_pass, weigh
+from fulldepth.measurement.plan import MeasurePlan, make_plan, make_setup
 from fulldepth.measurement.subject import MeasuredSubject, prepare_subject
 from fulldepth.results import tabulate
 from fulldepth.subjects import open_checkpoint

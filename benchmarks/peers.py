@@ -33,8 +33,8 @@ from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.batching import model_inputs
 from fulldepth.measurement import MeasureSettings
 from fulldepth.measurement.lens import LensReader
-from fulldepth.measurement.plan import make_plan
-from fulldepth.measurement.run import Clock, feed, make_setup, observe
+from fulldepth.measurement.passes import Clock, feed, observe
+from fulldepth.measurement.plan import make_plan, make_setup
 from fulldepth.measurement.subject import MeasuredSubject, prepare_subject
 from fulldepth.metrics import displacement
 

@@ -21,8 +21,8 @@ from fulldepth.distributed import Processes
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.batching import model_inputs
 from fulldepth.measurement.lens import LensReader
-from fulldepth.measurement.plan import make_plan
-from fulldepth.measurement.run import Clock, feed, make_setup, observe, run_pass, weigh
+from fulldepth.measurement.passes import Clock, feed, observe, run_pass, weigh
+from fulldepth.measurement.plan import make_plan, make_setup
 from fulldepth.metrics import cka_matrix, linear_cka, separability
 from subjects import BATCH, SIZES, subject
 

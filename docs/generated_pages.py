@@ -49,12 +49,12 @@ SETTINGS: dict[str, type[Settings]] = {
 }
 """Command -> the class that declares its settings."""
 ROOMS = ("architectures", "settings", "metrics", "hf", "execution", "data", "losses", "results", "measurement")
-ROOMS += ("training", "skip", "exit", "evaluation", "comparison")
+ROOMS += ("training", "skip", "exit", "evaluation")
 """Packages with a page of their public names, lower ones first; a name is shown in the first that exports it."""
 CHOSEN = {
     "hf": ("Anatomy", "Family", "Head", "load_checkpoint", "truncated"),
     "execution": ("Activations", "Verified", "capture", "find_anatomy", "read_layers", "verify"),
-    "results": ("Finding", "Results"),
+    "results": ("Finding", "Results", "compare"),
 }
 """Names shown of rooms that export much for other rooms."""
 INHERITED = '["!^_", "!^(update|compute|rows|memory|reset)$"]'

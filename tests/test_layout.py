@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "fulldepth"
 
 NOUNS = {"architectures", "losses", "execution", "data", "results", "hf", "metrics", "subjects"}
-VERBS = {"measurement", "comparison", "training", "skip", "exit", "evaluation"}
+VERBS = {"measurement", "training", "skip", "exit", "evaluation"}
 COMPOSITIONS = {"demonstration", "reproduction"}
 """Verbs made of verbs: they see only what other verbs show in their `__init__`."""
 
@@ -46,7 +46,7 @@ ARROWS: dict[str, set[str]] = {
     "execution": {"hf", "metrics"},
     "losses": {"execution", "hf", "metrics"},
     "subjects": {"architectures", "data", "execution", "hf", "settings"},
-    "results": {"reporting"},
+    "results": {"reporting", "settings"},
     **dict.fromkeys(VERBS, NOUNS | {"settings"}),
     **dict.fromkeys(COMPOSITIONS, VERBS | {"data", "results", "settings"}),
     "cli": VERBS | COMPOSITIONS | {"bars", "console", "results", "settings"},
@@ -73,7 +73,7 @@ LAZY = {SOURCE / "__init__.py", *(SOURCE / "cli").glob("*.py")}
 OPTIONAL = {"bitsandbytes", "gguf", "kornia", "lm_eval", "pycocotools", "torchao", "trl"}
 """Extras that a user may not have: imported where they are used."""
 
-WITHOUT_TORCH = ["", ".cli", ".comparison", ".errors", ".files", ".settings", ".reporting", ".results"]
+WITHOUT_TORCH = ["", ".cli", ".errors", ".files", ".settings", ".reporting", ".results"]
 UNITS = {"1", "%", "nats", "tokens", "layers"}
 
 LIMITS = {"src": (600, 100), "tests": (600, 100)}

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fulldepth.comparison import compare as compare
     from fulldepth.demonstration import demo as demo
     from fulldepth.errors import FulldepthError as FulldepthError
     from fulldepth.evaluation import evaluate as evaluate
     from fulldepth.measurement import measure as measure
     from fulldepth.results import Results as Results
+    from fulldepth.results import compare as compare
     from fulldepth.results import report as report
     from fulldepth.training import train as train
 
 _HOME = {
     "FulldepthError": "errors",
     "Results": "results",
-    "compare": "comparison",
+    "compare": "results",
     "demo": "demonstration",
     "evaluate": "evaluation",
     "measure": "measurement",
@@ -33,7 +33,6 @@ _HOME = {
 """Public name -> the subpackage that defines it."""
 _ROOMS = (
     "architectures",
-    "comparison",
     "data",
     "early_exit",
     "evaluation",

@@ -98,7 +98,7 @@ def test_the_command_that_is_advised_after_an_interruption_works(
         raise KeyboardInterrupt
 
     if moment == "before":
-        monkeypatch.setattr("fulldepth.comparison.compare", interrupt)
+        monkeypatch.setattr("fulldepth.results.compare", interrupt)
     elif moment == "document":
         monkeypatch.setattr(os, "replace", lambda a, b: interrupt() if str(b).endswith(DOCUMENT) else replace(a, b))
     else:

@@ -68,7 +68,7 @@ VERBS = {
     "skip search": ("fulldepth.skip.search_into", ["skip", "search", *MEASURE[1:]], ["--given", "3,7"], "given=[3, 7]"),
     "skip curve": ("fulldepth.skip.curve", ["skip", "curve", *MEASURE[1:]], ["--seed", "3"], "seed=3"),
     "skip bench": ("fulldepth.skip.bench", ["skip", "bench", "m", "e", *FOLDERS], ["--batches", "2"], "batches=[2]"),
-    "compare": ("fulldepth.comparison.compare", ["compare", "a", "b", *FOLDERS], ["--depth", "layer"], "depth=layer"),
+    "compare": ("fulldepth.results.compare", ["compare", "a", "b", *FOLDERS], ["--depth", "layer"], "depth=layer"),
 }
 """Verb -> the function behind it, a command, an option, and the same setting as `key=value`."""
 

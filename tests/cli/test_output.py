@@ -60,15 +60,13 @@ def test_json_is_the_headline_and_nothing_else(main, two, tmp_path):
 
 
 def test_json_survives_a_verb_that_prints(main, monkeypatch, two, tmp_path):
-    from fulldepth import comparison
-
-    compare = comparison.compare
+    from fulldepth.results import compare
 
     def loud(*arguments, **named):
         print("a library says something")
         return compare(*arguments, **named)
 
-    monkeypatch.setattr("fulldepth.comparison.compare", loud)
+    monkeypatch.setattr("fulldepth.results.compare", loud)
     _, out, err = main("compare", *two, "--output", tmp_path / "c", "--json")
     assert json.loads(out) == Results.load(tmp_path / "c").headline
     assert "a library says something" in err

@@ -22,7 +22,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.evaluation import evaluate
 from fulldepth.execution.harness import answers
 from fulldepth.measurement import series as measuring
-from fulldepth.measurement.folder import measure_into
+from fulldepth.measurement.run import measure_into
 from fulldepth.results import Results
 from fulldepth.settings import layer, read
 from fulldepth.settings.measure import MeasureSettings

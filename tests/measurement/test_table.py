@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fulldepth.comparison import compare
 from fulldepth.measurement import measure
+from fulldepth.results import compare
 from fulldepth.uncertainty import error_of
 
 LM = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from fulldepth.comparison import compare
-from fulldepth.results import Results, tabulate
+from fulldepth.results import Results, compare, tabulate
 from reporting import exit_folders, skip_folders, synthetic
 from reporting.synthetic import row
 

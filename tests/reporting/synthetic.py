@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fulldepth.comparison import compare
-from fulldepth.results import Results, tabulate
+from fulldepth.results import Results, compare, tabulate
 
 TOKENS = 16384
 TEXT = (

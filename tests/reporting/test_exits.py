@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fulldepth.comparison import compare
 from fulldepth.errors import FulldepthError
 from fulldepth.reporting.evaluation import tasks
 from fulldepth.reporting.exits import points_of
 from fulldepth.reporting.page import payload
 from fulldepth.reporting.source import PageSource
-from fulldepth.results import Results
+from fulldepth.results import Results, compare
 from reporting import exit_folders as folders
 from reporting.plotted import evaluations, sweeps
 

@@ -13,14 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fulldepth.comparison import compare
 from fulldepth.errors import FulldepthError
 from fulldepth.reporting import measured, render
 from fulldepth.reporting.page import compact, embed, pack, payload
 from fulldepth.reporting.phrases import figure_of, quantity, scaled, seconds, visible
 from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.tables import flatten
-from fulldepth.results import Results, tabulate, write_page
+from fulldepth.results import Results, compare, tabulate, write_page
 from reporting import exit_folders, skip_folders, synthetic
 
 LIMIT = 2_000_000

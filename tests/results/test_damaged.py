@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fulldepth.comparison import compare
 from fulldepth.errors import FulldepthError
 from fulldepth.reporting import render
-from fulldepth.results import DOCUMENT, TABLE, Results, write_page
+from fulldepth.results import DOCUMENT, TABLE, Results, compare, write_page
 from fulldepth.results.pages import together
 from fuzz.mutations import change_content
 from reporting import exit_folders as exits

@@ -27,8 +27,7 @@ def compare_command(
 
     Example: `fulldepth compare baseline-out/ jreg-out/ --output comparison/`
     """
-    from fulldepth.comparison import compare
-    from fulldepth.results import PAGE
+    from fulldepth.results import PAGE, compare
 
     results = compare(folders, output=output, overwrite=overwrite, settings=settings)
     console.finish(results, output / PAGE)

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from fulldepth.data import Sequences
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.execution import Verified
+from fulldepth.execution import Verified, projection_names
 from fulldepth.hf import available_memory
+from fulldepth.measurement import tokens
+from fulldepth.measurement.routers import shares_of_heads
 from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.metrics import METRICS, Measure, Setup
+from fulldepth.settings.measure import MeasureSettings
 
 UNUSUAL = {"routing", "streams", "boxes"}
 """Features of some models; for other models, measures of these features are left out silently."""
@@ -42,6 +47,39 @@ class MeasurePlan:
             "accumulators": sum(measure.nbytes for measure in self.measures.values()),
             "reservoirs": sum(reservoir.nbytes for reservoir in self.setup.reservoirs.values()),
         }
+
+
+def make_setup(subject: MeasuredSubject, settings: MeasureSettings) -> Setup:
+    """Sizes of model and data, known before the first batch."""
+    anatomy, sequences, verified = subject.anatomy, subject.sequences, subject.verified
+    lengths = sequences.lengths
+    if not any(lengths):
+        lengths = [verified.positions] * len(sequences)
+    num_tokens = tokens.how_many(subject.policy, lengths, subject.leading)
+    if not num_tokens:
+        raise FulldepthError(f"--token-policy {subject.policy} leaves no token: every sequence is a single one.")
+    device = subject.device if subject.device.type != "mps" else torch.device("cpu")  # MPS has no float64
+    return Setup(
+        num_layers=anatomy.num_layers,
+        width=verified.width,
+        value_width=verified.value_width,
+        chained=verified.chained,
+        routed_heads=verified.routed_heads,
+        head_shares=shares_of_heads(anatomy),
+        num_streams=verified.num_streams,
+        sequence_length=max(lengths),
+        num_sequences=len(sequences),
+        clusters=(0,) * len(sequences) if sequences.no_error else tuple(sequences.clusters),
+        num_tokens=num_tokens,
+        first_tokens=subject.policy == "all",
+        reservoir_tokens=min(settings.reservoir_tokens or num_tokens, num_tokens),
+        lens_sites=tuple(dict.fromkeys(["residual", *settings.lens_sites])),
+        entropy_sequences=settings.entropy_sequences or len(sequences),
+        words=tuple(settings.words),
+        projections=projection_names(anatomy),
+        seed=settings.seed,
+        device=device,
+    )
 
 
 def make_plan(

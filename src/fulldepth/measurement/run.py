@@ -1,72 +1,233 @@
-"""`fulldepth.measure`: reads the data once, and gives a table of what every layer does."""
+"""`fulldepth measure`: what every layer of a checkpoint, or of a series of checkpoints, does."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pandas as pd
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from fulldepth.data import MASKED_SHARE, Batch, Sequences
+from fulldepth import launch
+from fulldepth.data import MASKED_SHARE, Sequences
 from fulldepth.distributed import Processes, processes
-from fulldepth.errors import FulldepthError
-from fulldepth.execution import COEFFICIENTS, Verified, body_inputs, capture, feed_projections, projection_names
-from fulldepth.execution.batching import batched, model_inputs
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.execution import Verified
+from fulldepth.execution.batching import batched
 from fulldepth.execution.memory import reset_peak, run_peak
-from fulldepth.hf import DetectionHeads, StagedAnatomy, anatomy_candidates, evaluating, task_of, unwrapped
+from fulldepth.hf import StagedAnatomy, anatomy_candidates, evaluating, find_checkpoints, task_of, unwrapped
 from fulldepth.hf.finder import stacks, towers
-from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import EMPTY, caveats, refuse_nothing, sampling
 from fulldepth.measurement.headline import Clusters, headline
-from fulldepth.measurement.lens import LensReader
-from fulldepth.measurement.plan import MeasurePlan, check_memory, make_plan
+from fulldepth.measurement.passes import Clock, run_pass, weigh
+from fulldepth.measurement.plan import MeasurePlan, check_memory, make_plan, make_setup
 from fulldepth.measurement.probe import probe_rows
-from fulldepth.measurement.routers import nearest_tokens, shares_of_heads
+from fulldepth.measurement.routers import nearest_tokens
+from fulldepth.measurement.series import (
+    SeriesPoint,
+    contents,
+    digest,
+    extends,
+    fingerprints,
+    measure_series,
+    series_points,
+)
 from fulldepth.measurement.stages import prepare_stages, rows_that_fit
 from fulldepth.measurement.subject import MeasuredSubject, prepare_subject
 from fulldepth.measurement.towers import Extra, measure_each, measure_towers
-from fulldepth.metrics import Detections, Observation, Readout, Setup, SpectralNorm
 from fulldepth.metrics.cosine import SITE
 from fulldepth.progress import Watcher
-from fulldepth.results import Results, finite, gathered, groups_entry, provenance, tabulate
+from fulldepth.results import (
+    DOCUMENT,
+    PAGE,
+    Results,
+    TableMismatchError,
+    check_free,
+    claimed,
+    finite,
+    gathered,
+    groups_entry,
+    provenance,
+    tabulate,
+)
+from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.subjects import open_checkpoint, prove, read_source, small_batch
 
-SIMILARITY = {"displacement", "jump_rate", "cosine"}
-LENS = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}
-"""Measures that share a computation, whose time is reported under one name."""
 
-
-def measure_once(
+@takes_settings(MeasureSettings, recipes="measure")
+def measure(
     model: str | Path | torch.nn.Module,
     data: Any,
+    *,
     settings: MeasureSettings,
     watcher: Watcher,
-    *,
+    output: str | Path | None = None,
+    recipe: str | Path | None = None,
     tokenizer: Any = None,
+    series: bool = True,
+    overwrite: bool = False,
     stages: Sequence[torch.nn.Module | str] | None = None,
     head: torch.nn.Module | str | None = None,
 ) -> Results:
-    """Measure one model; nothing is written. The arguments are those of `measure`."""
-    with processes(settings.device) as process:
-        if stages is None and head is None:
-            return measure_with(model, data, settings, process, watcher, tokenizer=tokenizer)
-        if stages is None or not isinstance(model, torch.nn.Module):
-            raise FulldepthError("stages and head describe a loaded module: pass the module, and name its stages.")
-        with evaluating(model):
-            subject = prepare_stages(model, data, settings, stages=stages, head=head)
-            return measure_subject(subject, settings, process, watcher)
+    """Measure what every layer of a model does, as `fulldepth measure`.
+
+    All measures share one forward pass over the data. Layers are numbered 1..L, 0 is the embedding output; the last
+    layer is read before the final norm (and after it, at the site `final_normed`). The folder of a training run gives a
+    series: one measurement of every `checkpoint-N`, with the column `step`.
+
+    ```python
+    results = fulldepth.measure("path/to/checkpoint", "text.txt", max_sequences=64)
+    series = fulldepth.measure("path/to/run", "corpus:builtin", output="out/")  # resumes; writes the page
+    results = fulldepth.measure(model, ["some text", "more text"], tokenizer=tokenizer)
+    results = fulldepth.measure(module, (inputs, labels), stages=[*module.blocks], head=module.classifier)
+    ```
+
+    Args:
+        model: checkpoint folder, folder of a training run, GGUF file, Hub name, or a loaded model (left as it is).
+        data: path (text, table, images), Hub data set, `corpus:builtin`, a list of texts or of mappings, a
+            `datasets.Dataset`, or prepared `fulldepth.data.Sequences`.
+        output: result folder, which also gets the page. An interrupted series resumes there; results of the same model,
+            data and settings are read, not measured again. None = nothing is written.
+        settings: fields of `MeasureSettings` as keywords, or an instance.
+        watcher: receives messages and progress.
+        recipe: name of a recipe (`quick`, `full`) or a YAML file; the other arguments override it.
+        tokenizer: required with a loaded model; otherwise the one saved with the checkpoint.
+        series: False = of a folder with checkpoints and a model, measure the model alone.
+        overwrite: measure again, and replace results in `output`.
+        stages: for a module that is no transformers model: its parts (or their names) whose outputs are layers 1..L, in
+            order. `data` is then `(inputs, labels)` as arrays, inputs alone, or a map-style data set.
+        head: with `stages`, the module that gives the class scores from the last stage's output.
+
+    Returns:
+        `.table` (tidy rows), `.headline`, `.values(...)`, `.figures()`, `.show()`, `.save(dir)`.
+
+    Raises:
+        FulldepthError: if model, data or settings are invalid, the anatomy is not proven, or `output` is taken.
+    """
+    by_name = isinstance(model, str | Path)
+    is_run = isinstance(model, str | Path) and series and bool(find_checkpoints(model))
+    if is_run and tokenizer is not None:
+        raise FulldepthError("A series takes a tokenizer by its folder or Hub name, not as an object.")
+    if by_name and tokenizer is None and stages is None and head is None and (is_run or output is not None):
+        with TemporaryDirectory() if output is None else nullcontext(output) as folder:
+            return measure_into(str(model), data, folder, settings, overwrite=overwrite, series=series, watcher=watcher)
+    with claimed(output, overwrite):
+        with processes(settings.device) as process:
+            if stages is None and head is None:
+                results = measure_model(model, data, settings, process, watcher, tokenizer=tokenizer)
+            elif stages is None or not isinstance(model, torch.nn.Module):
+                raise FulldepthError("stages and head describe a loaded module: pass the module, and name its stages.")
+            else:
+                with evaluating(model):
+                    subject = prepare_stages(model, data, settings, stages=stages, head=head)
+                    results = measure_subject(subject, settings, process, watcher)
+        if output is not None and launch.is_main():
+            results.save(output)
+    return results
 
 
-def measure_with(
+def measure_into(
+    model: str | Path,
+    data: Any,
+    output: str | Path,
+    settings: MeasureSettings | None = None,
+    *,
+    overwrite: bool = False,
+    series: bool = True,
+    watcher: Watcher | None = None,
+) -> Results:
+    """Measure a checkpoint, or every `checkpoint-N` of a training run, into a result folder.
+
+    Results of the same model, data and settings (compared by content, not by name or time) are read, not measured
+    again. An interrupted series resumes after its last finished checkpoint, and new checkpoints of a longer training
+    run extend it. Results whose writing was interrupted are measured again. The folder is locked meanwhile. With
+    several processes, each takes its share of the data and the first one writes.
+
+    Args:
+        model: checkpoint folder, Hub name, or a folder of `checkpoint-N`. A final model at the root of such a folder is
+            the last point of the series, if its `trainer_state.json` says which step it is.
+        data: as for `measure`.
+        output: the result folder; created if absent.
+        settings: what to measure.
+        overwrite: measure everything again and replace existing results.
+        series: False = if a folder holds checkpoints and a model, measure the model alone.
+        watcher: receives messages and progress.
+
+    Raises:
+        FulldepthError: if the folder holds results of another run, belongs to another command, is held by another
+            process, cannot be written, or the measurement fails.
+    """
+    settings, watcher, folder = settings or MeasureSettings(), watcher or Watcher(), Path(output)
+    with processes(settings.device) as process, process.holding(folder):
+        read = data if isinstance(data, Sequences) else read_source(data, settings)
+        points, remarks = series_points(model, read, settings) if series and find_checkpoints(model) else ([], [])
+        prints = [point.fingerprint for point in points] or fingerprints([contents(model)], read, settings)
+        print_of_run = digest(prints)
+        for remark in remarks:
+            watcher.say(remark)
+        if process.first(lambda: _is_there(folder, print_of_run, points, overwrite, watcher)):
+            watcher.say(f"{folder} already holds this measurement; nothing to do.")
+            results = Results.load(folder)
+            if process.is_main and not (folder / PAGE).exists():  # interrupted before it was written
+                results.save_page(folder)
+            process.wait()
+            return results
+        if points:
+            results = measure_series(
+                points,
+                folder,
+                lambda place, watcher: measure_model(place, read, settings, process, watcher),
+                process,
+                watcher,
+                overwrite=overwrite,
+            )
+            results.meta["warnings"] = [*results.meta["warnings"], *remarks]
+        else:
+            results = measure_model(model, read, settings, process, watcher)
+        results.meta["fingerprint"] = print_of_run
+        if process.is_main:
+            results.save(folder)
+        process.wait()
+        return results
+
+
+def _is_there(folder: Path, print_of_run: str, points: list[SeriesPoint], overwrite: bool, watcher: Watcher) -> bool:
+    """Whether the folder holds finished results of this run; False if it holds none, or a part of this series.
+
+    Raises:
+        FulldepthError: if it holds results of another run, or belongs to another command.
+    """
+    check_free(folder, overwrite=True)
+    if overwrite or not (folder / DOCUMENT).exists():
+        return False
+    try:
+        meta, complete = Results.load(folder).meta, True
+    except TableMismatchError as error:
+        meta, complete = error.meta, False
+    except FulldepthError as error:
+        raise FulldepthError(f"{error} Choose another --output, or replace it with --overwrite.") from error
+    if meta.get("fingerprint") == print_of_run:
+        if not complete:
+            watcher.say(f"{folder} was interrupted while this measurement was written; it is measured again.")
+        return complete
+    if extends(points, meta):
+        return False
+    model, data = (one_line((meta.get(key) or {}).get("name") or "?", 200) for key in ("model", "data"))
+    raise FulldepthError(
+        f"{folder} holds the results of another run (model {model}, data {data}), or its model, data or "
+        "settings have changed. "
+        "Choose another --output, or replace it with --overwrite."
+    )
+
+
+def measure_model(
     model: str | Path | torch.nn.Module,
     data: Any,
     settings: MeasureSettings,
@@ -75,7 +236,7 @@ def measure_with(
     *,
     tokenizer: Any = None,
 ) -> Results:
-    """Measure a checkpoint or a model of transformers, with the process group joined."""
+    """Measure a checkpoint or a model of transformers, each of its stacks if it has several; nothing is written."""
     start = time.perf_counter()
     reset_peak()
     if isinstance(model, torch.nn.Module):
@@ -164,39 +325,6 @@ def measure_subject(
     )
 
 
-def make_setup(subject: MeasuredSubject, settings: MeasureSettings) -> Setup:
-    """Sizes of model and data, known before the first batch."""
-    anatomy, sequences, verified = subject.anatomy, subject.sequences, subject.verified
-    lengths = sequences.lengths
-    if not any(lengths):
-        lengths = [verified.positions] * len(sequences)
-    num_tokens = tokens.how_many(subject.policy, lengths, subject.leading)
-    if not num_tokens:
-        raise FulldepthError(f"--token-policy {subject.policy} leaves no token: every sequence is a single one.")
-    device = subject.device if subject.device.type != "mps" else torch.device("cpu")  # MPS has no float64
-    return Setup(
-        num_layers=anatomy.num_layers,
-        width=verified.width,
-        value_width=verified.value_width,
-        chained=verified.chained,
-        routed_heads=verified.routed_heads,
-        head_shares=shares_of_heads(anatomy),
-        num_streams=verified.num_streams,
-        sequence_length=max(lengths),
-        num_sequences=len(sequences),
-        clusters=(0,) * len(sequences) if sequences.no_error else tuple(sequences.clusters),
-        num_tokens=num_tokens,
-        first_tokens=subject.policy == "all",
-        reservoir_tokens=min(settings.reservoir_tokens or num_tokens, num_tokens),
-        lens_sites=tuple(dict.fromkeys(["residual", *settings.lens_sites])),
-        entropy_sequences=settings.entropy_sequences or len(sequences),
-        words=tuple(settings.words),
-        projections=projection_names(anatomy),
-        seed=settings.seed,
-        device=device,
-    )
-
-
 def _reference(subject: MeasuredSubject, model: str, settings: MeasureSettings, process: Processes) -> Verified:
     """The second model of MMD, verified on the same data."""
     checkpoint = open_checkpoint(model, settings, process.device(settings.device), settings.device_map)
@@ -211,155 +339,6 @@ def _reference(subject: MeasuredSubject, model: str, settings: MeasureSettings, 
             f"{subject.verified.width}; MMD compares layer by layer and needs both equal."
         )
     return verified
-
-
-class Clock:
-    """Seconds by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Add the time spent inside."""
-        start = time.perf_counter()
-        yield
-        self.seconds[name] += time.perf_counter() - start
-
-
-@torch.inference_mode()
-def run_pass(
-    subject: MeasuredSubject,
-    plan: MeasurePlan,
-    settings: MeasureSettings,
-    process: Processes,
-    clock: Clock,
-    *,
-    reference: Verified | None = None,
-    advance: Callable[[int], None] = lambda done: None,
-) -> dict[str, Any] | None:
-    """Run this process's share of the batches through the model and every accumulator.
-
-    Args:
-        subject: model and data.
-        plan: the measures, updated in place.
-        settings: batch size, lens sampling, grid.
-        process: this process.
-        clock: adds the time of every part.
-        reference: the second model of MMD.
-        advance: called with the number of sequences completed, for a progress bar.
-
-    Returns:
-        The lens grid, if there is one.
-
-    Raises:
-        FulldepthError: if an activation is NaN or infinite.
-    """
-    reader = LensReader(subject, settings, process) if plan.measures.keys() & LENS else None
-    sites, device, dtype = plan.sites | {"residual"}, plan.setup.device, subject.checkpoint.model.dtype
-    with ExitStack() as stack:
-        activations = stack.enter_context(capture(subject.anatomy, sites, stacked=device))
-        other = stack.enter_context(capture(reference.anatomy, ["residual"], stacked=device)) if reference else None
-        for batch in subject.sequences.batches(settings.batch_size, process.rank, process.world):
-            inputs = model_inputs(batch.inputs, subject.device, dtype)
-            with clock("forward"):
-                subject.anatomy.runner(**body_inputs(subject.anatomy, inputs))
-            with clock("states"):
-                states = {site: activations.stack(site, device) for site in sites - COEFFICIENTS.keys()}
-                coefficients = {site: activations.coefficients(site) for site in sites & COEFFICIENTS.keys()}
-            activations.clear(keep_stacks=batch.masked_inputs is None)
-            if reference is not None and other is not None:
-                with clock("forward (reference)"):
-                    reference.anatomy.runner(**body_inputs(reference.anatomy, inputs))
-                states["reference"] = other.stack("residual", device)
-                other.clear()
-            read = [states[site] for site in plan.setup.lens_sites] if batch.masked_inputs is None else []
-            if batch.masked_inputs is not None and plan.masked_pass:
-                inputs = model_inputs(batch.masked_inputs, subject.device, dtype)
-                with clock("forward (masked)"):
-                    subject.anatomy.runner(**body_inputs(subject.anatomy, inputs))
-                read = [activations.stack(site, device) for site in plan.setup.lens_sites]
-                activations.clear(keep_stacks=False)
-            observation = observe(subject, batch, states, read, reader)
-            observation.coefficients = coefficients
-            feed(plan, observation, clock)
-            observation.__dict__.clear()  # measures keep the object to recognise it, which would keep its tensors
-            advance(len(batch))
-    return None if reader is None else reader.grid
-
-
-def observe(
-    subject: MeasuredSubject, batch: Batch, states: dict[str, Tensor], read: Sequence[Tensor], reader: LensReader | None
-) -> Observation:
-    """The observation that accumulators receive for one batch.
-
-    Args:
-        subject: model and data.
-        batch: the sequences.
-        states: site -> activations of the unmasked text.
-        read: what the lens reads: `[L+1, B, T, D]` residual stream, perhaps `[L, B, T, D]` stream after attention;
-            empty = no lens.
-        reader: applies the lens; None = no lens.
-
-    Raises:
-        FulldepthError: if an activation is NaN or infinite.
-    """
-    residual, classifier = states["residual"], subject.verified.classifier
-    for values in [residual] if batch.masked_inputs is None else [residual, *read]:
-        if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
-            raise FulldepthError(
-                f"Activations are NaN or infinite in sequences {int(batch.sequence[0])}..{int(batch.sequence[-1])}; "
-                "the weights are broken or the precision is too low (try --dtype float32)."
-            )
-    device, mask = residual.device, batch.attention_mask
-    mask = torch.ones(residual.shape[1:3], dtype=torch.bool, device=device) if mask is None else mask.to(device)
-    observation = Observation(
-        states=states,
-        attention_mask=mask,
-        counted=tokens.counted(subject.policy, mask, batch.token_ids, subject.eos, subject.leading),
-        pooled=subject.policy in tokens.POOLED,
-        sequence=batch.sequence.to(device),
-        labels=batch.labels,
-        words=batch.words,
-    )
-    if subject.anatomy.task == "detection" and classifier is not None:
-        heads, where = DetectionHeads(classifier), classifier.device or device
-        read_layers = [heads.read(state.to(where), layer) for layer, state in enumerate(residual[1:], start=1)]
-        logits, boxes = (torch.stack(parts) for parts in zip(*read_layers, strict=True))
-        observation.detections = Detections(logits, boxes, batch.objects)
-    targets = batch.targets if classifier is not None and classifier.per_token else batch.labels
-    if classifier is not None and targets is not None and read and reader is not None:
-
-        def readout() -> Readout:
-            return reader.read(classifier, batch, targets.to(device), mask, *read)
-
-        observation.readout = readout
-    return observation
-
-
-def feed(plan: MeasurePlan, observation: Observation, clock: Clock) -> None:
-    """Update every accumulator; shared computations run first and are timed under their own name."""
-    names = plan.measures.keys()
-    if names & SIMILARITY:
-        with clock("similarity (shared)"):
-            _ = observation.cosines
-    if names & LENS:
-        with clock("lens (shared)"):
-            _ = observation.lens
-    for name, measure in plan.measures.items():
-        if "weights" not in measure.needs:
-            with clock(name):
-                measure.update(observation)
-
-
-def weigh(subject: MeasuredSubject, plan: MeasurePlan, process: Processes, clock: Clock) -> None:
-    """Compute the spectral norms; the matrices are divided among the processes."""
-    if isinstance(norms := plan.measures.get("spectral_norm"), SpectralNorm):
-        with clock("spectral_norm"):
-            unreadable = feed_projections(norms, subject.anatomy, process.rank, process.world)
-        if unreadable:
-            reason = f"{len(unreadable)} weights are offloaded, packed or of unknown form (first: {unreadable[0]})"
-            plan.left_out.append({"measure": "spectral_norm (in part)", "reason": reason})
 
 
 def _document(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.files import reading
 from fulldepth.hf import find_checkpoints, has_weights, packaged, trained_steps
-from fulldepth.measurement.run import measure_with
 from fulldepth.progress import Watcher, without_repeats
 from fulldepth.results import COLUMNS, DOCUMENT, GROUPS, PAGE, TABLE, Results, joined
 from fulldepth.settings.measure import MeasureSettings
@@ -153,15 +152,22 @@ def extends(points: Sequence[SeriesPoint], earlier: Mapping[str, Any]) -> bool:
 
 def measure_series(
     points: Sequence[SeriesPoint],
-    data: Source | Sequences,
     folder: Path,
-    settings: MeasureSettings,
+    measured: Callable[[Path, Watcher], Results],
     process: Processes,
     watcher: Watcher,
     *,
     overwrite: bool,
 ) -> Results:
     """Measure every checkpoint without results (with `overwrite`, all of them), then combine the results.
+
+    Args:
+        points: the checkpoints.
+        folder: the result folder of the series.
+        measured: measures one checkpoint.
+        process: this process.
+        watcher: receives messages.
+        overwrite: measure checkpoints that have results, too.
 
     Raises:
         FulldepthError: if a checkpoint's folder holds results of another run, or a measurement fails.
@@ -174,7 +180,7 @@ def measure_series(
         title = f"Checkpoint {number} of {len(points)}: step {point.step}"
         if part is None:
             watcher.say(title)
-            part = measure_with(point.place, data, settings, process, watcher)
+            part = measured(point.place, watcher)
             part.meta["fingerprint"] = point.fingerprint
             if process.is_main:
                 part.save(folder / STEPS / point.name, page=False)

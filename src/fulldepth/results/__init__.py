@@ -1,5 +1,6 @@
-"""Reads and writes the result folder: tables, one JSON document, one page. Needs no torch."""
+"""Reads, writes and compares result folders: tables, one JSON document, one page. Needs no torch."""
 
+from fulldepth.results.comparison import compare
 from fulldepth.results.document import SCHEMA_VERSION
 from fulldepth.results.finding import Finding
 from fulldepth.results.folder import (
@@ -33,6 +34,7 @@ __all__ = [
     "TableMismatchError",
     "check_free",
     "claimed",
+    "compare",
     "finite",
     "gathered",
     "groups_entry",

@@ -74,7 +74,7 @@ def report(
             "the page with --overwrite."
         )
     results = together(paths) if len(paths) > 1 else Results.load(paths[0])
-    *others, last = names(paths)
+    *others, last = names([path.resolve() for path in paths])
     where = (
         f"The files {TABLE} in {', '.join(others)} and {last} hold" if others else f"The file {TABLE} in {last} holds"
     )
@@ -125,7 +125,10 @@ def together(folders: Sequence[str | Path]) -> Results:
     for index, path in enumerate(paths):
         if any(path.resolve() == other.resolve() for other in paths[:index]):
             raise FulldepthError(f"{path} is named twice.")
-    loaded = [(label, Results.load(path)) for label, path in zip(names(paths), paths, strict=True)]
+    loaded = [
+        (label, Results.load(path))
+        for label, path in zip(names([path.resolve() for path in paths]), paths, strict=True)
+    ]
     _check(loaded)
     loaded.sort(key=lambda item: SKIPS.index(item[1].meta["kind"]))
     tables = [results.table.assign(folder=label) for label, results in loaded]
@@ -140,13 +143,13 @@ def together(folders: Sequence[str | Path]) -> Results:
 
 
 def names(paths: Sequence[Path]) -> list[str]:
-    """The shortest endings of the paths that are unique."""
-    parts = [path.resolve().parts for path in paths]
-    for length in range(1, max(map(len, parts)) + 1):
-        labels = ["/".join(part[-length:]) for part in parts]
+    """The shortest endings of the paths that are unique; equal paths are numbered."""
+    for length in range(1, max(len(path.parts) for path in paths) + 1):
+        labels = ["/".join(path.parts[-length:]) for path in paths]
         if len(set(labels)) == len(labels):
             return labels
-    return [str(path.resolve()) for path in paths]
+    labels = [path.name for path in paths]
+    return [f"{label} ({labels[: index + 1].count(label)})" for index, label in enumerate(labels)]
 
 
 def _types(tables: Sequence[pd.DataFrame]) -> dict[str, Any]:

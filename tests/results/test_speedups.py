@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from fulldepth.comparison import early_exit as speedups
+from fulldepth.results import speedups
 
 
 def model(label, points, full=0.9, baseline=False, calibration=True, timing="differs"):

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fulldepth.comparison import verdict
-from fulldepth.comparison.align import Depth, differences
-from fulldepth.comparison.verdict import Entry
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.results import COLUMNS, Finding, Results
+from fulldepth.results import verdict
+from fulldepth.results.differences import Depth, counterparts, depth_of
+from fulldepth.results.finding import Finding
+from fulldepth.results.folder import Results
+from fulldepth.results.table import COLUMNS
+from fulldepth.results.verdict import Entry
 from fulldepth.thresholds import BUSY
 from fulldepth.uncertainty import FEWEST_ROUNDS, Ratio, median_ratio
 
@@ -53,7 +55,7 @@ def compare_runs(
         runs: results of kind `training`.
         labels: one per run.
         first: position of the baseline.
-        depth: how layers are aligned, see `fulldepth.comparison.align.differences`.
+        depth: how layers are aligned, see `fulldepth.results.differences.counterparts`.
 
     Returns:
         The table with `step`, `model` and `difference`, and the entries `of`, `step`, `models`, `headline`,
@@ -64,32 +66,38 @@ def compare_runs(
     """
     step = last_common_step(runs, labels)
     baseline = runs[first]
-    tables = []
+    before = _previous(baseline.table)
+    tables, models, times = [], [], {}
+    clock = seconds_per_step(baseline.table, step)
     for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
-        table = run.table[[*COLUMNS, "step"]].assign(model=label, difference=float("nan")).reset_index(drop=True)
+        table = run.table[[*COLUMNS, "step"]].assign(model=label, difference=float("nan"))
+        models.append(_entry(run, label, index == first, step))
         if index != first:
-            table["difference"] = _differences(table, run, baseline, depth)
+            equal = {at for at, previous in _previous(run.table).items() if before.get(at, -1) == previous}
+            rows = baseline.table
+            rows = rows[rows["step"].isin(equal) | ~rows["measure"].isin(WINDOWED)]
+            table["difference"] = (
+                table["value"] - counterparts(table, depth_of(run), rows, depth_of(baseline), depth)[:, 0]
+            )
+            own = seconds_per_step(run.table, step)
+            both = [interval for interval in own if interval in clock]
+            times[label] = median_ratio([own[at] for at in both], [clock[at] for at in both])
         tables.append(table)
     together = pd.concat(tables, ignore_index=True)
-    seconds = [_seconds(run.table[run.table["step"] <= step]) for run in runs]
-    times = {}
-    for label, own in zip(labels, seconds, strict=True):
-        both = [interval for interval in own if interval in seconds[first]]
-        times[label] = median_ratio([own[at] for at in both], [seconds[first][at] for at in both])
-    models = [_entry(run, label, label == labels[first], step) for run, label in zip(runs, labels, strict=True)]
-    at_step = together[together["step"] == step]
+    at_step = together[together["step"] == step].assign(difference_error=float("nan"))
     base, others = verdict.baseline_of(models)
     # no run is called the best: of one run each, the effect of another seed is not known
     costs = {
-        f"{name}:{model['label']}": entry
+        f"{name}:{model['label']}": finding
         for model in others
-        for name, entry in _against(model, base, step, times.get(model["label"]))
+        for name, finding in _against(model, base, step, times[model["label"]])
     }
+    names = (*JUMPS, "last_layer_displacement")
     return together, {
         "of": "training",
         "step": step,
         "models": models,
-        "headline": costs | verdict.headline(at_step, models),
+        "headline": costs | verdict.headline(at_step, models, names=names),
         "warnings": _warnings(models, step),
     }
 
@@ -100,7 +108,7 @@ def last_common_step(runs: list[Results], labels: list[str]) -> int:
     Raises:
         FulldepthError: if there is none.
     """
-    evaluated = [_steps(run.table) for run in runs]
+    evaluated = [sorted(set(_rows(run.table, "validation_loss")["step"])) for run in runs]
     common = set.intersection(*map(set, evaluated))
     if not common:
         listing = "; ".join(
@@ -108,23 +116,7 @@ def last_common_step(runs: list[Results], labels: list[str]) -> int:
             for label, steps in zip(labels, evaluated, strict=True)
         )
         raise FulldepthError(f"The runs have no evaluated step in common ({listing}).")
-    return max(common)
-
-
-def _steps(table: pd.DataFrame) -> list[int]:
-    rows = table[(table["measure"] == "validation_loss") & np.isfinite(table["value"])]
-    return sorted({int(step) for step in rows["step"]})
-
-
-def _differences(table: pd.DataFrame, run: Results, baseline: Results, depth: Depth) -> np.ndarray[Any, Any]:
-    result = np.full(len(table), np.nan)
-    previous, of_baseline = _previous(run.table), _previous(baseline.table)
-    for step in previous:
-        rows, base_rows = table[table["step"] == step], baseline.table[baseline.table["step"] == step]
-        if previous[step] != of_baseline.get(step):
-            base_rows = base_rows[~base_rows["measure"].isin(WINDOWED)]
-        result[rows.index] = differences(rows, _depth(run), base_rows, _depth(baseline), depth)
-    return result
+    return int(max(common))
 
 
 def _previous(table: pd.DataFrame) -> dict[int, int | None]:
@@ -133,42 +125,43 @@ def _previous(table: pd.DataFrame) -> dict[int, int | None]:
     return dict(zip(steps, [None, *steps[:-1]], strict=True))
 
 
-def _depth(run: Results) -> int:
-    return int(run.meta["model"]["num_layers"])
-
-
 def _entry(run: Results, label: str, is_baseline: bool, step: int) -> Entry:
     """Entry of a run in the comparison's document; `headline` holds its numbers at the common step."""
-    meta = run.meta
-    parts = {key: meta.get(key) or {} for key in ("model", "data", "settings")}
-    counts = _rows(run.table, "validation_loss")["count"].dropna()
+    meta, layers = run.meta, depth_of(run)
+    so_far, at_step = run.table[run.table["step"] <= step], run.table[run.table["step"] == step]
+
+    def last(table: pd.DataFrame, measure: str, layer: int | None = None) -> float | None:
+        values = _rows(table, measure, layer)["value"]
+        return float(values.iloc[-1]) if len(values) else None
+
+    rates, loads, seconds = (
+        _rows(so_far, "throughput")["value"],
+        _rows(so_far, "other_load")["value"],
+        seconds_per_step(run.table, step),
+    )
+    numbers = {
+        "validation_loss": (last(at_step, "validation_loss"), "nats"),
+        **{name: (last(at_step, "jump_rate", layers - back), "%") for back, name in enumerate(JUMPS)},
+        "last_layer_displacement": (last(at_step, "displacement", layers), "1"),
+        "time_per_step": (float(np.median([*seconds.values()])) if seconds else None, "s"),
+        "throughput": (float(rates.median()) if len(rates) else None, "tokens/s"),
+        "peak_memory": (last(so_far, "peak_memory"), "MiB"),
+        "other_load": (float(loads.max()) if len(loads) else None, "1"),
+        "parameters": (meta["model"].get("parameters") or None, "1"),
+    }
+    losses = _rows(run.table, "validation_loss")
+    counts = losses["count"].dropna()
     return {
         "label": label,
         "baseline": is_baseline,
-        **parts,
+        **{key: meta.get(key) or {} for key in ("model", "data", "settings")},
         "recipe": meta.get("recipe"),
-        "last_step": max(_steps(run.table)),
+        "last_step": int(losses["step"].max()),
         "targets": int(counts.iloc[-1]) if len(counts) else None,
-        "headline": _numbers(run, step),
+        "headline": {
+            name: Finding(value, unit).document() for name, (value, unit) in numbers.items() if value is not None
+        },
     }
-
-
-def _numbers(run: Results, step: int) -> Entry:
-    """The numbers of one run at a step; missing ones are left out."""
-    table, layers = run.table, _depth(run)
-    so_far, at_step = table[table["step"] <= step], table[table["step"] == step]
-    rates, loads = (_rows(so_far, measure)["value"] for measure in ("throughput", "other_load"))
-    numbers = {
-        "validation_loss": (_last(at_step, "validation_loss"), "nats"),
-        **{name: (_last(at_step, "jump_rate", layers - back), "%") for back, name in enumerate(JUMPS)},
-        "last_layer_displacement": (_last(at_step, "displacement", layers), "1"),
-        "time_per_step": (time_per_step(so_far), "s"),
-        "throughput": (float(rates.median()) if len(rates) else None, "tokens/s"),
-        "peak_memory": (_last(so_far, "peak_memory"), "MiB"),
-        "other_load": (float(loads.max()) if len(loads) else None, "1"),
-        "parameters": (run.meta["model"].get("parameters") or None, "1"),
-    }
-    return {name: Finding(value, unit).document() for name, (value, unit) in numbers.items() if value is not None}
 
 
 def _rows(table: pd.DataFrame, measure: str, layer: int | None = None) -> pd.DataFrame:
@@ -179,25 +172,12 @@ def _rows(table: pd.DataFrame, measure: str, layer: int | None = None) -> pd.Dat
     return rows.sort_values("step")
 
 
-def _last(table: pd.DataFrame, measure: str, layer: int | None = None) -> float | None:
-    rows = _rows(table, measure, layer)
-    return float(rows["value"].iloc[-1]) if len(rows) else None
-
-
-def time_per_step(table: pd.DataFrame) -> float | None:
-    """Seconds per step: median over the intervals between evaluations, which is robust to disturbed intervals."""
-    return float(np.median(list(seconds.values()))) if (seconds := _seconds(table)) else None
-
-
-def _seconds(table: pd.DataFrame) -> dict[tuple[int, int], float]:
-    """Seconds per step between two evaluations, by the steps of both."""
+def seconds_per_step(table: pd.DataFrame, last: int) -> dict[tuple[int, int], float]:
+    """Seconds per step between two evaluations, by the steps of both, up to the step `last`."""
     rows = _rows(table, "elapsed").drop_duplicates("step", keep="last")
-    rows = rows[rows["step"] > 0]
-    steps, clock = [0, *map(int, rows["step"])], [0.0, *rows["value"]]
-    return {
-        (before, after): (end - start) / (after - before)
-        for (before, after), (start, end) in zip(pairwise(steps), pairwise(clock), strict=True)
-    }
+    rows = rows[(rows["step"] > 0) & (rows["step"] <= last)]
+    clock = [(0, 0.0), *zip(map(int, rows["step"]), rows["value"], strict=True)]
+    return {(before, after): (end - start) / (after - before) for (before, start), (after, end) in pairwise(clock)}
 
 
 def _value(model: Entry, name: str) -> float | None:
@@ -213,36 +193,35 @@ def _busy(model: Entry) -> str:
     return f"other programs used {load:.0%} of its CPU during {model['label']}" if load > BUSY else ""
 
 
-def _against(model: Entry, baseline: Entry, step: int, time: Ratio | None) -> Iterator[tuple[str, Finding]]:
+def _against(model: Entry, baseline: Entry, step: int, time: Ratio) -> Iterator[tuple[str, Finding]]:
     """Name and finding of one run: difference of the loss, ratios of the costs.
 
     Costs are compared if both runs are known to have had the machine to themselves.
     """
-    loss, base = (_value(entry, "validation_loss") for entry in (model, baseline))
-    pair = f"{model['label']} against {baseline['label']}"
+    label, other = model["label"], baseline["label"]
+    values = {name: (_value(model, name), _value(baseline, name)) for name in ("validation_loss", *MULTIPLES)}
+    loss, base = values.pop("validation_loss")
     if loss is not None and base is not None:
         sentence = (
-            f"Validation loss at step {step:,}: {loss:.3f} nats in {model['label']} against {base:.3f} in "
-            f"{baseline['label']} ({verdict.signed(loss - base, 3)}, of one run each)."
+            f"Validation loss at step {step:,}: {loss:.3f} nats in {label} against {base:.3f} in {other} "
+            f"({verdict.signed(loss - base, 3)}, of one run each)."
         )
         yield "validation_loss", Finding(loss - base, "nats", sentence)
     alone = not _busy(model) and not _busy(baseline)
-    if alone and time is not None:
-        title, ends = f"Time per step, {pair}", f"95 % interval {time.low:.2f} to {time.high:.2f}"
+    if alone:
+        ends = f"95 % interval {time.low:.2f} to {time.high:.2f}"
+        said = f"{time.value:.2f} times ({ends})" if time.differs else f"no measurable difference ({ends})"
         if math.isnan(time.low):
-            sentence = f"{title}: not compared; an interval takes {FEWEST_ROUNDS} common evaluations."
-            yield "time_per_step", Finding(None, "x", sentence)
-        elif not time.differs:
-            yield "time_per_step", Finding(None, "x", f"{title}: no measurable difference ({ends}).")
-        else:
-            sentence = f"{title}: {time.value:.2f} times ({ends})."
-            yield "time_per_step", Finding(time.value, "x", sentence, interval=(time.low, time.high))
-    for name, title in MULTIPLES.items():
-        cost, base_cost = _value(model, name), _value(baseline, name)
+            said = f"not compared; an interval takes {FEWEST_ROUNDS} common evaluations"
+        value, interval = (time.value, (time.low, time.high)) if time.differs else (None, None)
+        yield (
+            "time_per_step",
+            Finding(value, "x", f"Time per step, {label} against {other}: {said}.", interval=interval),
+        )
+    for name, (cost, base_cost) in values.items():
         if cost is not None and base_cost and (alone or name == "parameters"):
             ratio = cost / base_cost
-            sentence = f"{title}: {ratio:.2f} times {baseline['label']}'s in {model['label']}."
-            yield name, Finding(ratio, "x", sentence)
+            yield name, Finding(ratio, "x", f"{MULTIPLES[name]}: {ratio:.2f} times {other}'s in {label}.")
 
 
 def _warnings(models: list[Entry], step: int) -> list[str]:
@@ -258,9 +237,9 @@ def _warnings(models: list[Entry], step: int) -> list[str]:
         lines.append(f"Time and memory are not compared, because {'; '.join(busy)}.")
     for model in others:
         pair = f"{model['label']} and {baseline['label']}"
-        if reasons := list(verdict.unlike(model, baseline, NOT_COMPARABLE)):
-            lines.append(f"{pair}: the losses are not comparable because {'; '.join(reasons)}.")
-        if reasons := list(verdict.unlike(model, baseline, UNEQUAL_STEPS)):
-            lines.append(f"{pair}: equal steps are not equal training because {'; '.join(reasons)}.")
+        if reasons := verdict.unlike(model, baseline, NOT_COMPARABLE):
+            lines.append(f"{pair}: the losses are not comparable because {reasons}.")
+        if reasons := verdict.unlike(model, baseline, UNEQUAL_STEPS):
+            lines.append(f"{pair}: equal steps are not equal training because {reasons}.")
         lines += verdict.depth_warning(model, baseline)
     return lines

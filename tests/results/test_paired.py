@@ -9,9 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fulldepth.comparison import compare
-from fulldepth.comparison.paired import difference_errors, is_paired, step_interval
-from fulldepth.results import Results, gathered, groups_entry, tabulate
+from fulldepth.results import Results, compare, gathered, groups_entry, tabulate
+from fulldepth.results.differences import difference_errors, is_paired, step_interval
 from fulldepth.uncertainty import deal, quantile, ratio_error, ratio_influence
 from reporting.synthetic import row
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from fulldepth.results import Finding, Results
+from fulldepth.results.finding import Finding
+from fulldepth.results.folder import Results
 
 KINDS = {"exit": ("exits", "full", "generation"), "evaluation": ("tasks", "exits", "full")}
 """Kind of results -> entries of their documents that the comparison holds for each model."""

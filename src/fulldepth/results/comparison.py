@@ -9,10 +9,23 @@ from typing import Any
 import pandas as pd
 
 from fulldepth import launch
-from fulldepth.comparison import early_exit, paired, training, verdict
-from fulldepth.comparison.align import Depth, differences
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.results import COLUMNS, SCHEMA_VERSION, Results, claimed, finite, provenance
+from fulldepth.results import runs, speedups, verdict
+from fulldepth.results.differences import (
+    STEPS,
+    Depth,
+    Interval,
+    counterparts,
+    depth_of,
+    difference_errors,
+    is_paired,
+    step_interval,
+)
+from fulldepth.results.document import SCHEMA_VERSION
+from fulldepth.results.folder import Results, claimed, finite
+from fulldepth.results.pages import names
+from fulldepth.results.provenance import provenance
+from fulldepth.results.table import COLUMNS
 from fulldepth.settings.compare import CompareSettings
 from fulldepth.settings.keywords import takes_settings
 
@@ -44,8 +57,8 @@ def compare(
     .. math:: \Delta_l = \Psi_l - \Psi_l^{\text{baseline}}
 
     which is positive where a layer does more than in the baseline. `difference_error` is its standard error, paired
-    where both results are of the same documents (see `fulldepth.comparison.paired`, and the entry `paired` of a model).
-    Training runs keep their column `step` and are compared at equal steps, see `comparison.training.compare_runs`.
+    where both results are of the same documents (see `results.differences`, and the entry `paired` of a model).
+    Training runs keep their column `step` and are compared at equal steps, see `results.runs`.
 
     ```python
     both = fulldepth.compare({"plain": "out-a", "tuned": "out-b"}, output="cmp/")
@@ -88,28 +101,33 @@ def _compared(results: Sequence[Results | str | Path], settings: CompareSettings
     if isinstance(results, str | Path | Results) or len(results) < 2:
         raise FulldepthError("A comparison needs at least two result folders.")
     loaded = [_readable(item) for item in results]
-    labels = _labels(results, settings.names)
-    kind, first = _common_kind(loaded, labels), settings.baseline
+    labels, first = _labels(results, settings.names), settings.baseline
+    kinds = [str(one.meta["kind"]) for one in loaded]
+    if len(set(kinds)) > 1:
+        listed = ", ".join(f"{label} is {KINDS[kind]}" for label, kind in zip(labels, kinds, strict=True))
+        advice = " Measure the runs first: fulldepth measure RUN" if "training" in kinds else ""
+        raise FulldepthError(f"Results of several kinds cannot be compared: {listed}.{advice}")
     if isinstance(first, str):
         if first not in labels:
             raise unknown("baseline", first, labels)
         first = labels.index(first)
     elif not 0 <= first < len(labels):
         raise FulldepthError(f"The baseline must be a position from 0 to {len(labels) - 1} or a name, got {first}.")
-    depths = {_depth(results) for results in loaded}
-    resolved: Depth = settings.depth or ("layer" if len(depths) == 1 else "relative")
-    compared = {"baseline": labels[first], "depth": resolved}
+    depth: Depth = settings.depth or ("layer" if len(set(map(depth_of, loaded))) == 1 else "relative")
+    compared = {"baseline": labels[first], "depth": depth}
     document = {
         "schema_version": SCHEMA_VERSION,
         **provenance("comparison", {"names": labels, **compared}, packages=()),
         **compared,
     }
-    if kind != "training":
+    if kinds[0] == "training":
+        table, entries = runs.compare_runs(loaded, labels, first, depth)
+    else:
         loaded = [_last_step(item) for item in loaded]
-    table, entries = (training.compare_runs if kind == "training" else _side_by_side)(loaded, labels, first, resolved)
+        table, entries = _side_by_side(loaded, labels, first, depth)
     for one, label in zip(loaded, labels, strict=True):
         if not one.meta.get("complete", True):
-            entries["warnings"].append(f"{label}: the {KINDS[kind].rpartition(' ')[2]} is not complete.")
+            entries["warnings"].append(f"{label}: the {KINDS[kinds[0]].rpartition(' ')[2]} is not complete.")
         entries["warnings"] += [f"{label}: {warning}" for warning in one.meta.get("warnings") or []]
     return Results(table, finite(document | entries))
 
@@ -120,25 +138,33 @@ def _side_by_side(
     """The table and the entries of the document for results of models, not of training runs."""
     baseline, tables = measured[first], []
     models: list[verdict.Entry] = []
-    intervals: dict[tuple[str, str], paired.Interval | None] = {}
+    intervals: dict[tuple[str, str], Interval | None] = {}
     for index, (one, label) in enumerate(zip(measured, labels, strict=True)):
         rows = one.table[COLUMNS].assign(model=label, difference=float("nan"), difference_error=float("nan"))
-        models.append(_entry(one.meta, label, index == first))
+        meta = one.meta
+        models.append(
+            {
+                "label": label,
+                "baseline": index == first,
+                "run": {"seed": meta.get("seed")},
+                **{part: meta.get(part) or {} for part in ("model", "data", "token_policy", "sampling", "versions")},
+                "headline": meta.get("headline") or {},
+                "lens_grid": meta.get("lens_grid"),
+                "left_out": meta.get("left_out") or [],
+            }
+        )
         if index != first:
-            rows["difference"] = differences(rows, _depth(one), baseline.table, _depth(baseline), depth)
-            rows["difference_error"] = paired.difference_errors(one, baseline, depth)
-            models[-1]["paired"] = paired.is_paired(one, baseline)
-            intervals |= {(name, label): paired.step_interval(name, one, baseline) for name in paired.STEPS}
+            base = counterparts(rows, depth_of(one), baseline.table, depth_of(baseline), depth)
+            rows["difference"] = rows["value"] - base[:, 0]
+            rows["difference_error"] = difference_errors(one, baseline, depth)
+            models[-1]["paired"] = is_paired(one, baseline)
+            intervals |= {(name, label): step_interval(name, one, baseline) for name in STEPS}
         tables.append(rows)
     table = pd.concat(tables, ignore_index=True)
     texts = {"headline": verdict.headline(table, models, intervals), "warnings": verdict.warnings(table, models)}
     entries = {"models": models, **texts}
-    kind = measured[0].meta["kind"]
-    return table, entries | (early_exit.entries(kind, measured, entries) if kind in early_exit.KINDS else {})
-
-
-def _depth(results: Results) -> int:
-    return int(results.meta["model"]["num_layers"])
+    kind = baseline.meta["kind"]
+    return table, entries | (speedups.entries(kind, measured, entries) if kind in speedups.KINDS else {})
 
 
 def _readable(item: Results | str | Path) -> Results:
@@ -148,26 +174,10 @@ def _readable(item: Results | str | Path) -> Results:
     if results.is_comparison:
         raise FulldepthError(f"{where} is a comparison already; compare the measurements that it was made from.")
     layers, kind = (results.meta.get("model") or {}).get("num_layers"), results.meta.get("kind")
-    if kind == "generation":
-        raise FulldepthError(
-            f"{where} is a generation, which has nothing to compare by layer. `fulldepth exit` of each model gives "
-            "results that can be compared."
-        )
     if kind not in KINDS or not isinstance(layers, int):
-        raise FulldepthError(f"{where} is not a measurement: its kind is {kind!r}.")
+        expected = ", ".join(KINDS.values())
+        raise FulldepthError(f"{where} cannot be compared: its kind is {kind!r}; expected {expected}.")
     return results
-
-
-def _common_kind(loaded: list[Results], labels: list[str]) -> str:
-    """The kind of all results; raises if they are of several kinds."""
-    kinds: dict[str, list[str]] = {}
-    for results, label in zip(loaded, labels, strict=True):
-        kinds.setdefault(str(results.meta["kind"]), []).append(label)
-    if len(kinds) == 1:
-        return next(iter(kinds))
-    listed = "; ".join(f"{KINDS[kind]}: {', '.join(names)}" for kind, names in kinds.items())
-    measure = " Measure the runs first: fulldepth measure RUN --data ... --output ..." if "training" in kinds else ""
-    raise FulldepthError(f"Results of several kinds cannot be compared: {listed}.{measure}")
 
 
 def _last_step(series: Results) -> Results:
@@ -180,45 +190,23 @@ def _last_step(series: Results) -> Results:
     stated = {key: value for key, value in last.items() if value is not None}
     stated["model"] = series.meta["model"] | {k: v for k, v in stated.get("model", {}).items() if v is not None}
     meta = {**series.meta, **stated, "warnings": [*(series.meta.get("warnings") or []), note]}
-    rows, influences = series.table, series.influences
-    return Results(
-        rows[rows["step"] == step], meta, None if influences is None else influences[influences["step"] == step]
-    )
+    frames = (series.table, series.influences)
+    table, influences = (None if rows is None else rows[rows["step"] == step].drop(columns="step") for rows in frames)
+    assert table is not None
+    return Results(table, meta, influences)
 
 
-def _labels(results: Sequence[Results | str | Path], names: list[str] | None) -> list[str]:
+def _labels(results: Sequence[Results | str | Path], given: list[str] | None) -> list[str]:
     """The given names, or the shortest endings of the paths that are unique."""
-    if names is not None:
-        if len(names) != len(results):
-            raise FulldepthError(f"{len(names)} names were given for {len(results)} results.")
-        if len(set(names)) < len(names) or "" in names:
-            raise FulldepthError(f"Names must differ from one another and not be empty, got {', '.join(names)!r}.")
-        return names
-    origins = [
-        str(item.meta["model"].get("name") or "model") if isinstance(item, Results) else Path(item).resolve()
-        for item in results
-    ]
-    paths = [Path(origin).parts for origin in origins]
-    for length in range(1, max(len(parts) for parts in paths) + 1):
-        labels = ["/".join(parts[-length:]) for parts in paths]
-        if len(set(labels)) == len(labels):
-            return labels
-    labels = [parts[-1] for parts in paths]
-    return [f"{label} ({labels[: index + 1].count(label)})" for index, label in enumerate(labels)]
-
-
-def _entry(meta: dict[str, Any], label: str, is_baseline: bool) -> dict[str, Any]:
-    """Entry of a measurement in the comparison's document."""
-    return {
-        "label": label,
-        "baseline": is_baseline,
-        "model": meta["model"],
-        "data": meta.get("data") or {},
-        "token_policy": meta.get("token_policy") or {},
-        "sampling": meta.get("sampling") or {},
-        "run": {"seed": meta.get("seed")},
-        "versions": meta.get("versions") or {},
-        "headline": meta.get("headline") or {},
-        "lens_grid": meta.get("lens_grid"),
-        "left_out": meta.get("left_out") or [],
-    }
+    if given is not None:
+        if len(given) != len(results):
+            raise FulldepthError(f"{len(given)} names were given for {len(results)} results.")
+        if len(set(given)) < len(given) or "" in given:
+            raise FulldepthError(f"Names must differ from one another and not be empty, got {', '.join(given)!r}.")
+        return given
+    return names(
+        [
+            Path(item.meta["model"].get("name") or "model") if isinstance(item, Results) else Path(item).resolve()
+            for item in results
+        ]
+    )

@@ -8,10 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fulldepth.comparison import compare
-from fulldepth.comparison.training import time_per_step
 from fulldepth.errors import FulldepthError
-from fulldepth.results import Results, tabulate
+from fulldepth.results import Results, compare, tabulate
+from fulldepth.results.runs import seconds_per_step
 from reporting.synthetic import of_model, row
 
 
@@ -140,11 +139,12 @@ def test_depths_that_differ_meet_at_relative_depth():
     assert found.meta["warnings"][-1].startswith("deep and plain have 6 and 3 layers")
 
 
-def test_one_disturbed_interval_does_not_change_the_time_per_step():
+def test_the_time_of_a_step_by_interval():
     clocks = {0: 0.0, 10: 10.0, 20: 20.0, 30: 90.0}
     table = pd.concat(tabulate([of_model("elapsed", clock, "s")], step=n) for n, clock in clocks.items())
-    assert time_per_step(table) == time_per_step(table[table.step > 0]) == pytest.approx(1.0)  # it starts at zero
-    assert time_per_step(table[table.step == 0]) is None
+    assert seconds_per_step(table, 30) == pytest.approx({(0, 10): 1.0, (10, 20): 1.0, (20, 30): 7.0})
+    assert seconds_per_step(table[table.step > 0], 20) == pytest.approx({(0, 10): 1.0, (10, 20): 1.0})  # from zero on
+    assert seconds_per_step(table, 0) == {}
 
 
 @pytest.mark.parametrize(("load", "reason"), [(0.35, "used 35% of its CPU during jreg"), (None, "not recorded")])

@@ -1,0 +1,178 @@
+"""The forward passes of a measurement: every batch through the model, the lens and every accumulator."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fulldepth.data import Batch
+from fulldepth.distributed import Processes
+from fulldepth.errors import FulldepthError
+from fulldepth.execution import COEFFICIENTS, Verified, body_inputs, capture, feed_projections
+from fulldepth.execution.batching import model_inputs
+from fulldepth.hf import DetectionHeads
+from fulldepth.measurement import tokens
+from fulldepth.measurement.lens import LensReader
+from fulldepth.measurement.plan import MeasurePlan
+from fulldepth.measurement.subject import MeasuredSubject
+from fulldepth.metrics import Detections, Observation, Readout, SpectralNorm
+from fulldepth.settings.measure import MeasureSettings
+
+SIMILARITY = {"displacement", "jump_rate", "cosine"}
+LENS = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}
+"""Measures that share a computation, whose time is reported under one name."""
+
+
+class Clock:
+    """Seconds by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the time spent inside."""
+        start = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - start
+
+
+@torch.inference_mode()
+def run_pass(
+    subject: MeasuredSubject,
+    plan: MeasurePlan,
+    settings: MeasureSettings,
+    process: Processes,
+    clock: Clock,
+    *,
+    reference: Verified | None = None,
+    advance: Callable[[int], None] = lambda done: None,
+) -> dict[str, Any] | None:
+    """Run this process's share of the batches through the model and every accumulator.
+
+    Args:
+        subject: model and data.
+        plan: the measures, updated in place.
+        settings: batch size, lens sampling, grid.
+        process: this process.
+        clock: adds the time of every part.
+        reference: the second model of MMD.
+        advance: called with the number of sequences completed, for a progress bar.
+
+    Returns:
+        The lens grid, if there is one.
+
+    Raises:
+        FulldepthError: if an activation is NaN or infinite.
+    """
+    reader = LensReader(subject, settings, process) if plan.measures.keys() & LENS else None
+    sites, device, dtype = plan.sites | {"residual"}, plan.setup.device, subject.checkpoint.model.dtype
+    with ExitStack() as stack:
+        activations = stack.enter_context(capture(subject.anatomy, sites, stacked=device))
+        other = stack.enter_context(capture(reference.anatomy, ["residual"], stacked=device)) if reference else None
+        for batch in subject.sequences.batches(settings.batch_size, process.rank, process.world):
+            inputs = model_inputs(batch.inputs, subject.device, dtype)
+            with clock("forward"):
+                subject.anatomy.runner(**body_inputs(subject.anatomy, inputs))
+            with clock("states"):
+                states = {site: activations.stack(site, device) for site in sites - COEFFICIENTS.keys()}
+                coefficients = {site: activations.coefficients(site) for site in sites & COEFFICIENTS.keys()}
+            activations.clear(keep_stacks=batch.masked_inputs is None)
+            if reference is not None and other is not None:
+                with clock("forward (reference)"):
+                    reference.anatomy.runner(**body_inputs(reference.anatomy, inputs))
+                states["reference"] = other.stack("residual", device)
+                other.clear()
+            read = [states[site] for site in plan.setup.lens_sites] if batch.masked_inputs is None else []
+            if batch.masked_inputs is not None and plan.masked_pass:
+                inputs = model_inputs(batch.masked_inputs, subject.device, dtype)
+                with clock("forward (masked)"):
+                    subject.anatomy.runner(**body_inputs(subject.anatomy, inputs))
+                read = [activations.stack(site, device) for site in plan.setup.lens_sites]
+                activations.clear(keep_stacks=False)
+            observation = observe(subject, batch, states, read, reader)
+            observation.coefficients = coefficients
+            feed(plan, observation, clock)
+            observation.__dict__.clear()  # measures keep the object to recognise it, which would keep its tensors
+            advance(len(batch))
+    return None if reader is None else reader.grid
+
+
+def observe(
+    subject: MeasuredSubject, batch: Batch, states: dict[str, Tensor], read: Sequence[Tensor], reader: LensReader | None
+) -> Observation:
+    """The observation that accumulators receive for one batch.
+
+    Args:
+        subject: model and data.
+        batch: the sequences.
+        states: site -> activations of the unmasked text.
+        read: what the lens reads: `[L+1, B, T, D]` residual stream, perhaps `[L, B, T, D]` stream after attention;
+            empty = no lens.
+        reader: applies the lens; None = no lens.
+
+    Raises:
+        FulldepthError: if an activation is NaN or infinite.
+    """
+    residual, classifier = states["residual"], subject.verified.classifier
+    for values in [residual] if batch.masked_inputs is None else [residual, *read]:
+        if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
+            raise FulldepthError(
+                f"Activations are NaN or infinite in sequences {int(batch.sequence[0])}..{int(batch.sequence[-1])}; "
+                "the weights are broken or the precision is too low (try --dtype float32)."
+            )
+    device, mask = residual.device, batch.attention_mask
+    mask = torch.ones(residual.shape[1:3], dtype=torch.bool, device=device) if mask is None else mask.to(device)
+    observation = Observation(
+        states=states,
+        attention_mask=mask,
+        counted=tokens.counted(subject.policy, mask, batch.token_ids, subject.eos, subject.leading),
+        pooled=subject.policy in tokens.POOLED,
+        sequence=batch.sequence.to(device),
+        labels=batch.labels,
+        words=batch.words,
+    )
+    if subject.anatomy.task == "detection" and classifier is not None:
+        heads, where = DetectionHeads(classifier), classifier.device or device
+        read_layers = [heads.read(state.to(where), layer) for layer, state in enumerate(residual[1:], start=1)]
+        logits, boxes = (torch.stack(parts) for parts in zip(*read_layers, strict=True))
+        observation.detections = Detections(logits, boxes, batch.objects)
+    targets = batch.targets if classifier is not None and classifier.per_token else batch.labels
+    if classifier is not None and targets is not None and read and reader is not None:
+
+        def readout() -> Readout:
+            return reader.read(classifier, batch, targets.to(device), mask, *read)
+
+        observation.readout = readout
+    return observation
+
+
+def feed(plan: MeasurePlan, observation: Observation, clock: Clock) -> None:
+    """Update every accumulator; shared computations run first and are timed under their own name."""
+    names = plan.measures.keys()
+    if names & SIMILARITY:
+        with clock("similarity (shared)"):
+            _ = observation.cosines
+    if names & LENS:
+        with clock("lens (shared)"):
+            _ = observation.lens
+    for name, measure in plan.measures.items():
+        if "weights" not in measure.needs:
+            with clock(name):
+                measure.update(observation)
+
+
+def weigh(subject: MeasuredSubject, plan: MeasurePlan, process: Processes, clock: Clock) -> None:
+    """Compute the spectral norms; the matrices are divided among the processes."""
+    if isinstance(norms := plan.measures.get("spectral_norm"), SpectralNorm):
+        with clock("spectral_norm"):
+            unreadable = feed_projections(norms, subject.anatomy, process.rank, process.world)
+        if unreadable:
+            reason = f"{len(unreadable)} weights are offloaded, packed or of unknown form (first: {unreadable[0]})"
+            plan.left_out.append({"measure": "spectral_norm (in part)", "reason": reason})

@@ -1,0 +1,224 @@
+r"""Differences between two results: their tables joined at the same depth, and the errors of the differences.
+
+Two results of the same text have the same clusters in the same groups, and what makes a document easy for one model
+makes it easy for the other. With the influences :math:`e_g` of the groups on both values, the difference has the error
+
+.. math:: \mathrm{SE}^2 = \frac{G}{G - 1} \sum_g (e_g - e_g^{\text{baseline}})^2 .
+
+Layers that a step depends on (a depth, a median) are drawn together, with the same groups for both models. Results of
+different text are independent: :math:`\mathrm{SE}^2 = s^2 + s_0^2`.
+
+Source: Miller, "Adding Error Bars to Evals" (2024), 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Literal, NamedTuple
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from fulldepth.results.folder import Results
+from fulldepth.results.influences import KEYS, groups_of
+from fulldepth.uncertainty import bootstrap, error_of
+
+Depth = Literal["layer", "relative"]
+Array = NDArray[np.float64]
+
+FROM_THE_END = "jump_rate"
+"""Measure whose layers are counted from the last one: zeta_L is compared with zeta_L at any depth."""
+ERROR, ERROR_OF = "standard_error", "standard_error_of_"
+TARGET = 0.95
+"""Share of the last layer's accuracy that the effective depth of a headline reaches."""
+
+
+class Interval(NamedTuple):
+    """95 % interval of a difference."""
+
+    low: float
+    high: float
+    paired: bool
+
+
+class Step(NamedTuple):
+    """A headline number that is a step function of the values of layers 1..L."""
+
+    measure: str
+    statistic: str
+    reached: Callable[[Array], NDArray[np.bool_]]
+    """Values `[..., L]` -> whether a layer reaches the target, `[..., L]`; the number is the first that does."""
+    number: tuple[str, str]
+    """Measure and statistic of its own row, beside those of its interval (`low_of_`, `high_of_`)."""
+
+
+STEPS = {
+    "effective_depth": Step(
+        "lens_accuracy",
+        "mean",
+        lambda values: values >= TARGET * values[..., -1:],
+        ("effective_depth", "relative_eps=0.05"),
+    ),
+    "median_saturation": Step("saturation", "cumulative", lambda values: values >= 0.5, ("saturation", "median")),
+}
+
+
+def depth_of(results: Results) -> int:
+    """Number of layers of the model."""
+    return int(results.meta["model"]["num_layers"])
+
+
+def counterparts(
+    table: pd.DataFrame,
+    layers: int,
+    baseline: pd.DataFrame,
+    baseline_layers: int,
+    depth: Depth,
+    columns: Sequence[str] = ("value",),
+) -> Array:
+    r"""The baseline's numbers at the depth, and at the `step` of a training run, of every row of `table`.
+
+    With `depth="layer"`, layer l is compared with layer l. With `depth="relative"`, layer l of L corresponds to
+    position :math:`l L_0 / L` of the baseline's :math:`L_0` layers: linear interpolation between layers, bilinear for
+    pairs of layers (linear along the diagonal, so that a layer's similarity to itself stays 1); positions before
+    the first layer use the first layer. `jump_rate` is counted from the last layer. Rows without a layer are compared
+    directly.
+
+    Args:
+        table: rows of one model, with the key columns of a table.
+        layers: its number of layers L.
+        baseline: rows of the baseline.
+        baseline_layers: the baseline's number of layers.
+        depth: how layers are aligned.
+        columns: numbers of the baseline's rows.
+
+    Returns:
+        `[len(table), len(columns)]`; NaN where the baseline has no number at that depth.
+    """
+    steps = ["step"] if "step" in table.columns else []
+    rows, base = _keyed(table, *steps), _keyed(baseline, *steps, *columns)
+    # measures of pairs are symmetric and may be stored once per pair, except across two towers
+    pairs = base[(base["other"] >= 0) & (base["site"] != "cross")]
+    base = pd.concat([base, pairs.rename(columns={"layer": "other", "other": "layer"})])
+    base = base.drop_duplicates([*KEYS, *steps])
+    first, second = (rows[name].to_numpy(np.float64) for name in ("layer", "other"))
+    if depth == "relative":
+        series = ["measure", "site", "statistic", *steps]
+        known = base[base[list(columns)].notna().any(axis=1)].groupby(series)[["layer", "other"]].agg(["min", "max"])
+        known.columns = ["first", "last", "first_other", "last_other"]
+        ends = rows[series].merge(known, how="left", on=series)
+        scaled = [
+            (place * baseline_layers / layers).clip(ends[low].to_numpy(np.float64), ends[high].to_numpy(np.float64))
+            for place, low, high in ((first, "first", "last"), (second, "first_other", "last_other"))
+        ]
+        from_the_end = (rows["measure"] == FROM_THE_END).to_numpy()
+        first = np.where(first < 0, first, np.where(from_the_end, first - layers + baseline_layers, scaled[0]))
+        second = np.where(second < 0, second, scaled[1])
+    down, right = first - np.floor(first), second - np.floor(second)
+    alike = (first == second) & (second >= 0)
+    result = np.zeros((len(rows), len(columns)))
+    for below, beside in product((0, 1), (0, 1)):
+        across = np.where(alike, below == beside, right if beside else 1 - right)
+        weight = ((down if below else 1 - down) * across)[:, None]
+        if np.isnan(weight).any() or weight.any():
+            corner = rows.assign(layer=np.floor(first) + below, other=np.floor(second) + beside)
+            found = corner.merge(base, how="left", on=[*KEYS, *steps])[list(columns)].to_numpy(np.float64)
+            result += np.where(weight == 0, 0.0, weight * found)
+    return result
+
+
+def _keyed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """The key columns without missing values, which would not match, and further columns."""
+    keys = rows[[*KEYS, *columns]].fillna({"site": "", "layer": -1, "other": -1})
+    return keys.astype({"layer": np.float64, "other": np.float64})
+
+
+def is_paired(results: Results, baseline: Results) -> bool:
+    """Whether both results have influences of the same groups of the same clusters."""
+    hashes = {(one.meta.get("groups") or {}).get("hash") for one in (results, baseline)}
+    known = results.influences is not None and baseline.influences is not None
+    return known and len(hashes) == 1 and None not in hashes
+
+
+def difference_errors(results: Results, baseline: Results, depth: Depth) -> Array:
+    """Standard error of every row's difference from the baseline at the same depth.
+
+    Influences, and the standard errors of unpaired results, are interpolated between layers like the values.
+
+    Returns:
+        `[rows]`, in each row's unit; NaN where it is not known.
+    """
+    paired = is_paired(results, baseline)
+    rows, base = (one.influences if paired else _errors(one.table) for one in (results, baseline))
+    assert rows is not None
+    assert base is not None
+    columns = groups_of(rows) if paired else ["value"]
+    own = rows[columns].to_numpy(np.float64)
+    other = counterparts(rows, depth_of(results), base, depth_of(baseline), depth, columns)
+    errors = error_of((own - other).T) if paired else np.hypot(own, other)[:, 0]
+    known = _keyed(rows).assign(error=errors).drop_duplicates(KEYS)
+    return _keyed(results.table).merge(known, how="left", on=KEYS)["error"].to_numpy(np.float64)
+
+
+def _errors(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of standard errors, each under the statistic whose error it is."""
+    rows = table[table["statistic"].str.startswith(ERROR)].copy()
+    plain = ["value" if measure == "jump_rate" else "mean" for measure in rows["measure"]]
+    rows["statistic"] = [
+        name.removeprefix(ERROR_OF) if name.startswith(ERROR_OF) else mean + name.removeprefix(ERROR)
+        for name, mean in zip(rows["statistic"], plain, strict=True)
+    ]
+    return rows
+
+
+def step_interval(name: str, results: Results, baseline: Results) -> Interval | None:
+    r"""95 % interval of the difference of a number of `STEPS`, in layers; None if it is not known.
+
+    Paired: of draws of the same groups for both models, `uncertainty.bootstrap`. With :math:`k_g` times group g, the
+    value of a layer is :math:`\theta + \sum_g (k_g - 1) e_g`. Unpaired: from both intervals, by the square-root rule
+
+    .. math:: d - \sqrt{(\theta - l)^2 + (u_0 - \theta_0)^2}, \quad d + \sqrt{(u - \theta)^2 + (\theta_0 - l_0)^2}.
+
+    Source: Zou and Donner, "Construction of confidence limits about effect measures" (2008), for the latter.
+    """
+    step = STEPS[name]
+    own, other = (_sums(one, step) if is_paired(results, baseline) else None for one in (results, baseline))
+    if own is not None and other is not None:
+        ends = bootstrap(
+            lambda values, base: 1.0 * step.reached(values).argmax(-1) - step.reached(base).argmax(-1), own, other
+        )
+        return None if ends is None else Interval(float(ends[0]), float(ends[1]), True)
+    measure, statistic = step.number
+    (low, value, high), (base_low, base, base_high) = (
+        one.table[one.table["measure"] == measure]
+        .drop_duplicates("statistic")
+        .set_index("statistic")["value"]
+        .reindex([f"low_of_{statistic}", statistic, f"high_of_{statistic}"])  # NaN where it does not state its interval
+        .astype(float)
+        for one in (results, baseline)
+    )
+    below, above = math.hypot(value - low, base_high - base), math.hypot(high - value, base - base_low)
+    difference = value - base
+    return Interval(difference - below, difference + above, False) if math.isfinite(below + above) else None
+
+
+def _sums(results: Results, step: Step) -> Array | None:
+    """`[G, L]`: parts of the groups in the values of layers 1..L, which add up to them; None if a layer lacks them."""
+    assert results.influences is not None
+    theta, influences = (
+        frame[
+            (frame["measure"] == step.measure) & (frame["statistic"] == step.statistic) & (frame["site"] == "residual")
+        ]
+        .drop_duplicates("layer")
+        .set_index("layer")
+        .reindex(range(1, depth_of(results) + 1))[columns]
+        .to_numpy(np.float64)
+        .T
+        for frame, columns in ((results.table, "value"), (results.influences, groups_of(results.influences)))
+    )
+    if not np.isfinite(theta).all() or not np.isfinite(influences).any(0).all():
+        return None
+    return np.nan_to_num(influences) + theta / len(influences)

@@ -1,0 +1,231 @@
+"""Headline differences of a comparison, one sentence each, and reasons to distrust them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from fulldepth.results.differences import Interval
+from fulldepth.results.finding import Finding
+from fulldepth.uncertainty import SIGNIFICANT, measurable
+
+
+class Number(NamedTuple):
+    """A number of a measurement that is compared in a sentence."""
+
+    title: str
+    measure: str
+    statistic: str
+    back: int | None = 0
+    """Layers from the last one to its row of the table; None for rows without a layer."""
+
+
+NUMBERS = {
+    "zeta_L": Number("Jump of the last layer (zeta_L)", "jump_rate", "value"),
+    "zeta_L-1": Number("Jump of the last two layers (zeta_L-1)", "jump_rate", "value", 1),
+    "zeta_L-2": Number("Jump of the last three layers (zeta_L-2)", "jump_rate", "value", 2),
+    "last_layer_displacement": Number("Displacement of the last layer", "displacement", "mean"),
+    "mean_coherence": Number("Mean coherence", "coherence", "mean_corrected_of_layers", None),
+    "last_layer_accuracy": Number("Accuracy of the last layer", "lens_accuracy", "mean"),
+    "last_layer_loss": Number("Loss of the last layer", "lens_loss", "mean"),
+    "median_saturation": Number("Median saturation layer", "saturation", "median", None),
+    "effective_depth": Number("Effective depth", "effective_depth", "relative_eps=0.05", None),
+}
+PRINTED = 0.005
+"""Smallest change, times 10^-2, that does not print as zero."""
+
+NOT_COMPARABLE = (
+    ("the token policies differ", "token_policy", "name"),
+    ("the numbers of sequences that begin with the BOS token differ", "token_policy", "begin_with_bos"),
+    ("the sequence lengths differ", "data", "sequence_length"),
+    ("the numbers of sequences differ", "data", "sequences"),
+)
+"""Differences that make two measurements incomparable, see `unlike`."""
+DATA = ("the data differ", "data", "hash", "name")
+"""The data of two results, in the terms of `unlike`."""
+TEXT = ("the data differ", "data", "text_hash", "name")
+"""Their text; tokens may differ where the text is the same."""
+OTHER_REASONS = (
+    ("the precisions differ", "model", "dtype"),
+    ("the seeds differ", "run", "seed"),
+    ("the numbers of counted tokens differ", "sampling", "counted_tokens"),
+    ("the token samples differ in size", "sampling", "reservoir_tokens"),
+    ("the lens reads different numbers of positions", "sampling", "lens_positions"),
+    ("different numbers of sequences enter the entropies", "sampling", "entropy_sequences"),
+    ("the versions of fulldepth differ", "versions", "fulldepth"),
+)
+"""Other differences that affect the numbers of a measurement."""
+Entry = dict[str, Any]
+"""Entry of a model in a comparison's document."""
+Intervals = Mapping[tuple[str, str], Interval | None]
+"""(name, label) -> interval of the difference of a number that has no standard error; None = not known."""
+
+
+def headline(
+    table: pd.DataFrame, models: list[Entry], intervals: Intervals | None = None, names: Iterable[str] = NUMBERS
+) -> dict[str, Finding]:
+    """Differences of every model from the baseline, by `name:label`.
+
+    Args:
+        table: the comparison's table.
+        models: the entries of `meta["models"]`.
+        intervals: of steps.
+        names: of `NUMBERS` to compare.
+    """
+    baseline, others = baseline_of(models)
+    return {
+        f"{name}:{model['label']}": finding
+        for model in others
+        for name, finding in (
+            *_redundancy(table, model, baseline),
+            *_numbers(table, model, baseline, intervals or {}, names),
+        )
+    }
+
+
+def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[tuple[str, Finding]]:
+    """The redundancy change (JREG, Eq. 7): at how many layers displacement differs, by which median, and one of them.
+
+    A layer counts where the difference is measurable (`uncertainty.measurable`, over all layers) and larger than the
+    printed precision. Without standard errors no layer is called different.
+    """
+    rows = _rows(table, model, "displacement", "mean")
+    rows = rows[np.isfinite(rows["difference"].to_numpy(np.float64))]
+    if rows.empty:
+        return
+    change, error = 100 * rows[["difference", "difference_error"]].to_numpy(np.float64).T
+    label, other, layers, test = model["label"], baseline["label"], len(change), _test(bool(model.get("paired")))
+    median, differs = float(np.median(change)), measurable(change, error) & (np.abs(change) > PRINTED)
+    summary = f"the median change is {signed(median)} x 10^-2"
+    if not np.isfinite(error).any():
+        sentence = f"Displacement in {label} and {other}: {summary} (no standard error is known)."
+    elif not differs.any():
+        most = float(np.nanmax(np.abs(change) + SIGNIFICANT * error))
+        bound = f"no measurable difference at any of {layers} layers ({test}, at most {most:.2g} x 10^-2)"
+        sentence = f"Displacement in {label} and {other}: {bound}."
+    else:
+        larger, smaller = (int((differs & side).sum()) for side in (change > 0, change < 0))
+        counts = f"at {larger} of {layers} layers and smaller at {smaller}"
+        sentence = f"Displacement is larger in {label} than in {other} {counts} ({test}); {summary}."
+    yield "redundancy_change", Finding(median, "x 10^-2", sentence)
+    if differs.any():
+        at = int(np.where(differs, np.abs(change), 0).argmax())
+        peak, spread, layer = float(change[at]), float(error[at]), rows["layer"].iloc[at]
+        sentence = (
+            f"At layer {layer} of {model['model']['num_layers']} displacement is {abs(peak):.2f} ± {spread:.2g} x "
+            f"10^-2 {'larger' if peak > 0 else 'smaller'} in {label} than in {other} ({test})."
+        )
+        yield "greatest_redundancy_change", Finding(peak, "x 10^-2", sentence, spread)
+
+
+def _rows(table: pd.DataFrame, model: Entry, measure: str, statistic: str) -> pd.DataFrame:
+    """The rows of a model's statistic of the residual stream, by layer."""
+    rows = table[(table.model == model["label"]) & (table.measure == measure) & (table.statistic == statistic)]
+    return rows[rows.site == "residual"]
+
+
+def _numbers(
+    table: pd.DataFrame, model: Entry, baseline: Entry, intervals: Intervals, names: Iterable[str]
+) -> Iterator[tuple[str, Finding]]:
+    """Differences of the numbers that both models have."""
+    for name in names:
+        number, values = NUMBERS[name], []
+        for entry in (model, baseline):
+            rows = _rows(table, entry, number.measure, number.statistic)
+            layer = -1 if number.back is None else entry["model"]["num_layers"] - number.back
+            rows = rows[(rows["layer"].fillna(-1) == layer) & np.isfinite(rows["value"])]
+            values.append(rows.iloc[0] if len(rows) else None)
+        own, base = values
+        if own is None or base is None:
+            continue
+        difference, error = float(own["value"] - base["value"]), float(own["difference_error"])
+        interval = intervals.get((name, model["label"]))
+        spread = SIGNIFICANT * error
+        low, high = (interval.low, interval.high) if interval else (difference - spread, difference + spread)
+        test = _test(interval.paired if interval else bool(model.get("paired")))
+        if abs(difference) <= 1e-9 * abs(own["value"]) and not (interval and (low or high)):
+            verdict = "no difference"
+        elif interval and low <= 0 <= high:
+            verdict = f"no measurable difference ({test}, 95 % interval {low:+.3g} to {high:+.3g})"
+        elif interval:
+            verdict = f"{test} difference {difference:+.3g} (95 % interval {low:+.3g} to {high:+.3g})"
+        elif math.isnan(error):
+            verdict = f"difference {difference:+.3g} (no standard error is known)"
+        elif not measurable([difference], [error])[0]:
+            verdict = f"no measurable difference ({test}, at most {abs(difference) + spread:.2g})"
+        else:
+            verdict = f"{test} difference {difference:+.3g} ± {error:.2g}"
+        unit = "" if own["unit"] == "1" else f" {own['unit']}"
+        sentence = (
+            f"{number.title}: {own['value']:.3g}{unit} in {model['label']} against {base['value']:.3g}{unit} in "
+            f"{baseline['label']}; {verdict}."
+        )
+        stated = None if math.isnan(error) else error
+        yield name, Finding(difference, own["unit"], sentence, stated, interval=(low, high) if interval else None)
+
+
+def _test(paired: bool) -> str:
+    return "paired" if paired else "unpaired"
+
+
+def signed(value: float, digits: int = 2) -> str:
+    """A number with its sign; no sign if it rounds to zero."""
+    return f"{value:+.{digits}f}" if round(value, digits) else f"{0:.{digits}f}"
+
+
+def baseline_of(models: list[Entry]) -> tuple[Entry, list[Entry]]:
+    """The baseline, and the other models."""
+    return next(model for model in models if model["baseline"]), [model for model in models if not model["baseline"]]
+
+
+def warnings(table: pd.DataFrame, models: list[Entry]) -> list[str]:
+    """One line for each reason to distrust a difference."""
+    baseline, others = baseline_of(models)
+    measures = {model["label"]: set(table.measure[table.model == model["label"]]) for model in models}
+    lines = []
+    for model in others:
+        pair = f"{model['label']} and {baseline['label']}"
+        data = TEXT if model["data"].get("text_hash") and baseline["data"].get("text_hash") else DATA
+        if reasons := unlike(model, baseline, (data, *NOT_COMPARABLE)):
+            lines.append(f"{pair}: the numbers are not comparable because {reasons}.")
+        if reasons := unlike(model, baseline, OTHER_REASONS, where_stated=True):
+            lines.append(f"{pair}: a small difference may have other reasons than the models: {reasons}.")
+        lines += depth_warning(model, baseline)
+        for label, other in ((model["label"], baseline["label"]), (baseline["label"], model["label"])):
+            if lacking := sorted(measures[other] - measures[label]):
+                lines.append(f"{label} has no {', '.join(lacking)}; {other} has.")
+    return lines
+
+
+def depth_warning(model: Entry, baseline: Entry) -> list[str]:
+    """A line on models of unequal depth; no line if the depths are equal."""
+    layers = [entry["model"]["num_layers"] for entry in (model, baseline)]
+    if layers[0] == layers[1]:
+        return []
+    return [
+        f"{model['label']} and {baseline['label']} have {layers[0]} and {layers[1]} layers: what one "
+        "layer does (displacement, norm_ratio, saturation counts) shrinks as layers are added."
+    ]
+
+
+def unlike(model: Entry, baseline: Entry, causes: Sequence[tuple[str, ...]], where_stated: bool = False) -> str:
+    """Text of the causes in which two models differ, with both values if these can be told apart; empty if in none.
+
+    Args:
+        model: a model.
+        baseline: the model that it is compared with.
+        causes: text, part of the entry (empty = the entry itself), key, and the key to show if it is a different one.
+        where_stated: whether to compare a value only if both entries state it.
+    """
+    reasons = []
+    for text, part, *keys in causes:
+        parts = [(entry.get(part) or {}) if part else entry for entry in (model, baseline)]
+        values, shown = ([entry.get(key) for entry in parts] for key in (keys[0], keys[-1]))
+        if values[0] != values[1] and not (where_stated and None in values):
+            stated = f" ({model['label']}: {shown[0]}, {baseline['label']}: {shown[1]})"
+            reasons.append(text + (stated if shown[0] != shown[1] else ""))
+    return "; ".join(reasons)
