@@ -9,7 +9,7 @@ import torch
 
 from fulldepth.errors import FulldepthError
 from fulldepth.losses import jump_penalty, jump_weights, similarity_penalty
-from fulldepth.losses.displacement import Displacements
+from fulldepth.losses.jump_penalty import Displacements
 from losses.trained_step import is_value, kept, leaves, plain_jump
 
 

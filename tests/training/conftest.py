@@ -6,7 +6,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 import yaml
 
 from fulldepth.data import builtin_texts, train_tokenizer
@@ -81,20 +80,6 @@ def sentences(path, count, seed=0):
         chosen = " ".join(rng.choice(WORDS[label], 2 + number % 5))
         rows.append({"sentence": f"film {seed} {number} is {chosen}", "label": label})
     return jsonl(path, *rows)
-
-
-def kept_for_backward(model, forward):
-    """Bytes of distinct storages, weights left out, that autograd holds after a forward pass."""
-    own, held = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
-
-    def pack(tensor):
-        if tensor.untyped_storage().data_ptr() not in own:
-            held[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        forward()
-    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
 
 
 @pytest.fixture(scope="session")

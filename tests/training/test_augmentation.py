@@ -11,7 +11,7 @@ from fulldepth.data.coco import Objects
 from fulldepth.data.labelled import Item
 from fulldepth.data.sequences import Picture
 from fulldepth.settings.train import AugmentationSettings
-from fulldepth.training.augmentation import Augmentation
+from fulldepth.training.labelled import Augmentation
 
 COLOURS = ((250, 10, 10), (10, 250, 10), (10, 10, 250))
 FLIP = AugmentationSettings(flip=True)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fulldepth.data import conversations
-from fulldepth.training.sft import TEMPLATE, held_out_rows
+from fulldepth.training.text import TEMPLATE, held_out_rows
 
 
 class Tokenizer:

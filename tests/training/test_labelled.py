@@ -26,7 +26,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.hf import EXIT_HEADS
 from fulldepth.settings import layer
 from fulldepth.training import TrainSettings, train
-from fulldepth.training.heads import with_new_head
+from fulldepth.training.model import with_new_head
 from fulldepth.training.trainer import multistep
 from training.conftest import ENCODER, GPT2, jsonl, sentences
 

@@ -10,8 +10,7 @@ import torch
 
 from fulldepth.data import ShuffledSampler
 from fulldepth.training import TrainSettings, train
-from fulldepth.training.arguments import worker_count
-from fulldepth.training.trainer import RunTrainer
+from fulldepth.training.trainer import RunTrainer, worker_count
 from training.conftest import settings, without_times
 
 

@@ -12,9 +12,9 @@ from fulldepth.errors import FulldepthError
 from fulldepth.settings import assignments
 from fulldepth.settings import layers as recipes
 from fulldepth.settings.train import TrainSettings
-from fulldepth.training.arguments import batch_split, resolved
 from fulldepth.training.model import build_config, meta_model
 from fulldepth.training.plan import dry_run_lines
+from fulldepth.training.trainer import batch_split, resolved
 
 JREG = ["jreg-170m", "jreg-1b", "jreg-3.4b"]
 LIME = ["lime-1.2b", "hyper-1.2b", "lime-depth-32"]

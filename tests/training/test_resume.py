@@ -22,8 +22,8 @@ from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.training import train
 from fulldepth.training.callback import Conductor
-from fulldepth.training.resume import resume_notes
-from fulldepth.training.sft import rows_hash
+from fulldepth.training.folder import resume_notes
+from fulldepth.training.text import rows_hash
 from fulldepth.training.trainer import RunTrainer
 from training.conftest import settings, without_times
 

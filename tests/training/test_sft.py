@@ -13,7 +13,7 @@ from fulldepth.data import builtin_texts, train_tokenizer, train_wordpiece
 from fulldepth.errors import FulldepthError
 from fulldepth.targets import IGNORE
 from fulldepth.training import train
-from fulldepth.training.sft import TEMPLATE, chat_examples
+from fulldepth.training.text import TEMPLATE, chat_examples
 from training.conftest import jsonl, settings
 
 pytestmark = pytest.mark.slow

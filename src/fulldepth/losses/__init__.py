@@ -2,12 +2,11 @@
 
 from fulldepth.losses.aligned_loss import add_exit_heads, aligned_loss
 from fulldepth.losses.coherence_penalty import coherence_penalty
-from fulldepth.losses.detection import Detection, use_detection_loss
 from fulldepth.losses.jump_penalty import jump_penalty, jump_weights
 from fulldepth.losses.objective import METHODS, TERMS, Objective, per_batch_terms
 from fulldepth.losses.orthogonality_penalty import orthogonality_penalty
 from fulldepth.losses.similarity_penalty import similarity_penalty
-from fulldepth.losses.task import Task
+from fulldepth.losses.task import Detection, Task, use_detection_loss
 from fulldepth.losses.term import Context, LayerTerm, Portion, Term
 from fulldepth.losses.trainer import DepthTrainer, ObjectiveMixin, Tally
 

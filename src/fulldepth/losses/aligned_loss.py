@@ -13,13 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig
 
 from fulldepth import hf
 from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.flops import TokenFlops
 from fulldepth.hf import Classifier, exit_weights, uses_fsdp
 from fulldepth.losses.term import Context, Term, check_states, statistics_dtype
 from fulldepth.targets import IGNORE
@@ -61,27 +59,6 @@ class LayerwiseLoss(Term):
         if labels is None:
             raise FulldepthError(f"The {self.name} loss needs `labels` in the batch.")
         return labels
-
-    def sample_flops(self, forward: TokenFlops, num_layers: int, sequence_length: int) -> float:
-        """Operations per token that the loss adds to the training of a classifier of samples: a head on the pooled
-        states of all L layers, forward and backward, less the backward pass of the model's own, `3 L H / T - 2 H_own`;
-        half of it if it alternates.
-
-        Args:
-            forward: cost of the model, with the head's H of one sample and H_own per token.
-            num_layers: L.
-            sequence_length: T.
-        """
-        heads = 3 * num_layers * (forward.pooled or 0.0) / sequence_length - 2 * forward.head
-        return (0.5 if self.schedule == "alternate" else 1.0) * heads
-
-    def _token_flops(self, config: PreTrainedConfig, sequence_length: int, positions: float = 1.0) -> float:
-        """Operations per token that the loss adds to the training of a language model: a head on all L layers at a
-        share p of the T - 1 positions with a target, recomputed in the backward pass, less the backward pass of the
-        model's own head, `(4 L p (T - 1) / T - 2) 2 D V`; half of it if it alternates.
-        """
-        heads: float = 4 * config.num_hidden_layers * positions * (sequence_length - 1) / sequence_length - 2
-        return (0.5 if self.schedule == "alternate" else 1.0) * heads * 2 * config.hidden_size * config.vocab_size
 
     def of_layers(self, context: Context, classifier: Classifier, positions: float = 1.0) -> Tensor:
         """Weighted loss of layers 1..L, each read by the head that the classifier has for it.
@@ -134,10 +111,6 @@ class Aligned(LayerwiseLoss):
             raise FulldepthError("aligned.positions is for models that predict at every position; this one classifies.")
         return self.of_layers(context, classifier, self.positions)
 
-    def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
-        """Operations per token that the loss adds to the training of a language model, see `_token_flops`."""
-        return self._token_flops(config, sequence_length, self.positions)
-
 
 class MultiExit(LayerwiseLoss):
     """Cross-entropy of every layer through a head of its own, in place of the last layer's (the baseline of Sec. 3.1).
@@ -171,10 +144,6 @@ class MultiExit(LayerwiseLoss):
         if len(classifier.exits) < len(context.states["residual"]) - 2:
             raise FulldepthError("The model has no exit heads; call add_exit_heads(model) before making the optimiser.")
         return self.of_layers(context, classifier)
-
-    def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
-        """Operations per token that the loss adds to the training of a language model, see `_token_flops`."""
-        return self._token_flops(config, sequence_length)
 
 
 def add_exit_heads(model: nn.Module, seed: int = 0) -> None:

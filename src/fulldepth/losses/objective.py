@@ -9,11 +9,9 @@ from typing import Any, Self
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import Activations, capture, find_anatomy
-from fulldepth.execution.flops import TokenFlops
 from fulldepth.hf import (
     Anatomy,
     Classifier,
@@ -75,11 +73,10 @@ def make_term(name: str, setting: float | Mapping[str, Any]) -> Term:
     try:
         return TERMS[name](**options)
     except ValidationError as error:
-        problems = error.errors(include_url=False)
-        wrong = problems[0]["loc"][0]
-        expected = " or ".join(p["msg"].removeprefix("Input should be ") for p in problems if p["loc"][0] == wrong)
-        expected = expected.replace("greater than or equal to", "at least")
-        raise FulldepthError(f"{name}.{wrong} is {options[str(wrong)]!r}; expected {expected}.") from error
+        problem = error.errors(include_url=False)[0]
+        raise FulldepthError(
+            f"{name}.{problem['loc'][0]} is {problem['input']!r}: {problem['msg'].replace('Input', 'it')}."
+        ) from error
 
 
 def per_batch_terms(names: Iterable[str]) -> list[str]:
@@ -274,8 +271,6 @@ class Objective:
         auxiliary: Tensor | None,
         batch: Mapping[str, Any],
         portion: Portion | None = None,
-        *,
-        scaled: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`__call__` from the two parts of the model's loss; without terms the objective need not be attached.
 
@@ -284,11 +279,10 @@ class Objective:
             auxiliary: the rest of the model's loss, with its factor.
             batch: inputs of the model.
             portion: as there.
-            scaled: whether the cross-entropy is divided by the targets of the whole step already.
         """
         assert self.task is not None
         portion, parts = portion or Portion(), {"ce": cross_entropy.detach()}
-        loss = cross_entropy if scaled else _times(portion.of_targets(self.task, batch), cross_entropy)
+        loss = _times(portion.of_targets(self.task, batch), cross_entropy)
         if self._activations is not None:
             options = (portion, self.step, self.energy_warmup, self._classifier)
             if self.terms and self._activations.repeated:
@@ -326,22 +320,6 @@ class Objective:
         if isinstance(multi_exit, MultiExit) and not multi_exit.active(step) and self.anatomy is not None:
             for weight in exit_weights(self.anatomy.model):
                 weight.grad = None
-
-    def flops(self, config: PreTrainedConfig, sequence_length: int, forward: TokenFlops | None = None) -> float:
-        """Floating-point operations per token that the penalties add to a training step (matrix products only).
-
-        Args:
-            config: configuration of the model.
-            sequence_length: T.
-            forward: cost of the model (`forward_flops`); needed for classifiers of texts and images.
-        """
-        text, total = config.get_text_config(), 0.0
-        for term in self.terms.values():
-            if isinstance(term, LayerwiseLoss) and forward is not None and forward.pooled is not None:
-                total += term.sample_flops(forward, text.num_hidden_layers, sequence_length)
-            else:
-                total += term.flops(text, sequence_length)
-        return total
 
 
 def _times(factor: Tensor | float, value: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig
 
 from fulldepth.errors import unknown
 from fulldepth.losses.term import Context, LayerTerm, blocks, check_states, statistics_dtype
@@ -32,14 +31,6 @@ class OrthogonalityPenalty(LayerTerm):
     def of_layer(self, context: Context, layer: int) -> Tensor:
         """`orthogonality_penalty` of the attention sub-layer's output."""
         return orthogonality_penalty(context.states["attention_output"][layer], form=self.form, mask=context.mask)
-
-    def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
-        """Gram matrices of the channels, or of the positions if these are at most half as many: `8 D^2` or `8 D T` per
-        layer.
-        """
-        width: int = config.hidden_size
-        side = sequence_length if 2 * sequence_length <= width else width
-        return 8 * width * side * len(self.chosen_layers(config.num_hidden_layers))
 
 
 def orthogonality_penalty(h: Tensor, *, form: str = "mean", mask: Tensor | None = None, eps: float = 1e-8) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from fulldepth.losses.aligned_loss import layer_weights
-from fulldepth.losses.displacement import mean_displacement
+from fulldepth.losses.jump_penalty import mean_displacement
 from fulldepth.losses.term import Context, Term, check_states, statistics_dtype
 
 

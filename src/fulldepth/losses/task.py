@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss
 
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import Classifier, task_of, unwrapped
+from fulldepth.hf import Classifier, DetectionHeads, task_of, unwrapped
 from fulldepth.targets import IGNORE, next_targets
 
 INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
@@ -23,8 +25,7 @@ INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
 class Task:
     """Interpretation of a batch for a model that predicts a class for each position, sequence or image.
 
-    A task whose labels are not a tensor of classes (detection) subclasses this and overrides `loss`, `labels` and
-    `targets`; `Task.of` picks the class by the model's task.
+    A task whose labels are not a tensor of classes (`Detection`) overrides `labels`, `targets` and `layer_losses`.
     """
 
     name: str
@@ -33,16 +34,12 @@ class Task:
     """Factor of the auxiliary loss (balance of experts) in the model's loss; None if the model names none."""
     tower: str | None = None
     """The part whose states are read, of a model with several."""
-    handles: ClassVar[str | None] = None
-    """The task that a subclass is for."""
-    stock_losses: ClassVar[tuple[Any, ...]] = ()
-    """Loss functions of this package, which give the loss of the model's class."""
 
     def keeps_loss(self, model: Any) -> bool:
-        """Whether the model's loss is that of its class or one of `stock_losses`, not one set by a user."""
+        """Whether the model's loss is that of its class or `detection_loss`, not one set by a user."""
         with suppress(FulldepthError):
             model = unwrapped(model)
-        return vars(model).get("_loss_function") in (None, *self.stock_losses)
+        return vars(model).get("_loss_function") in (None, detection_loss)
 
     @classmethod
     def of(cls, model: Any, tower: str | None = None) -> Task:
@@ -52,8 +49,7 @@ class Task:
         with suppress(FulldepthError):
             model = unwrapped(model)
         name = task_of(model)
-        kind = next((each for each in cls.__subclasses__() if each.handles == name), cls)
-        return kind(name, _auxiliary_weight(model), tower)
+        return (Detection if name == "detection" else cls)(name, _auxiliary_weight(model), tower)
 
     @property
     def shifts(self) -> bool:
@@ -183,6 +179,75 @@ class StagedTask(Task):
         return [
             cross_entropy(each.flatten(0, -2), labels.flatten().to(each.device), ignore_index=IGNORE) for each in scores
         ]
+
+
+@dataclass(frozen=True)
+class Detection(Task):
+    """Detection of objects by a set of queries.
+
+    `labels` of a batch is a list with the `class_labels` [n] and `boxes` [n, 4] of each image, and perhaps `crowd` [n],
+    as in `fulldepth.metrics.Detections`. Accumulated micro-batches count alike.
+    """
+
+    def labels(self, batch: Mapping[str, Any]) -> None:
+        """None: queries have no labels of their own, the matching gives them one anew for each layer."""
+        return
+
+    def targets(self, batch: Mapping[str, Any]) -> None:
+        """None: the loss is no mean over positions."""
+        return
+
+    def layer_losses(
+        self, batch: Mapping[str, Any], states: Sequence[Tensor], classifier: Classifier
+    ) -> list[Tensor] | None:
+        """Losses of layers 1..L, each read by the model's final norm, class head and box head, or by heads of its own.
+
+        Args:
+            batch: with `labels`.
+            states: `h_1, ..., h_L`, each `[B, Q, D]`.
+            classifier: the class head, between the model's forward and backward pass.
+
+        Raises:
+            FulldepthError: if the batch has no labels.
+        """
+        targets = batch.get("labels")
+        if targets is None:
+            raise FulldepthError("The loss of a detector's layer needs `labels` in the batch.")
+        model: Any = classifier.anatomy.model
+        heads = DetectionHeads(classifier).after_forward()
+        losses = []
+        for layer, state in enumerate(states, start=1):
+            logits, boxes = heads.read(state, layer)
+            losses.append(detection_loss(logits, targets, logits.device, boxes, model.config)[0])
+        return losses
+
+
+def detection_loss(
+    logits: Tensor, labels: Sequence[Mapping[str, Tensor]], device: Any, pred_boxes: Tensor, config: Any, *_: Any
+) -> tuple[Tensor, dict[str, Tensor], None]:
+    """Transformers' `ForObjectDetectionLoss` of one layer, in float32, without the objects that are crowds; NaN if a
+    prediction is not finite.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    logits, boxes = logits.to(dtype), pred_boxes.to(dtype)
+    if not bool(torch.isfinite(logits.detach().sum() + boxes.detach().sum())):
+        loss = (logits.sum() + boxes.sum()) * torch.nan
+        return loss, {"loss": loss.detach()}, None
+    targets = []
+    for target in labels:
+        keep = ~target["crowd"] if "crowd" in target else slice(None)
+        targets.append(
+            {"class_labels": target["class_labels"][keep].to(device), "boxes": target["boxes"][keep].to(boxes)}
+        )
+    one_layer = copy(config)
+    one_layer.auxiliary_loss = False
+    loss, parts, _none = ForObjectDetectionLoss(logits, targets, device, boxes, one_layer)
+    return loss, parts, None
+
+
+def use_detection_loss(model: Any) -> None:
+    """Give a detector `detection_loss` as its `loss_function`."""
+    unwrapped(model).loss_function = detection_loss
 
 
 def _auxiliary_weight(model: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""`Term`: interface of a penalty, with its options, the sites that it reads, its loss and its cost.
+"""`Term`: interface of a penalty, with its options, the sites that it reads, and its loss.
 
 Below it what penalties share: checks of hidden states, dtype of statistics, blocks of rows.
 """
@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar
 import pydantic
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Activations
@@ -126,15 +125,6 @@ class Term(pydantic.BaseModel, ABC):
         value = self.value(context)
         factor = context.portion.share if self.per_batch else context.token_share(value.device)
         return loss + self.weight * factor * value.to(loss.device), value.detach()
-
-    def flops(self, config: PreTrainedConfig, sequence_length: int) -> float:
-        """Floating-point operations per token that the term adds to a training step (matrix products only).
-
-        Args:
-            config: configuration of the text model.
-            sequence_length: T.
-        """
-        return 0.0
 
 
 class LayerTerm(Term):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,8 +12,11 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 from transformers.utils import CONFIG_NAME
 
+from fulldepth.distributed import any_process
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import capture, find_anatomy
 from fulldepth.hf import (
+    first_broken_weight,
     has_exit_heads,
     has_weights,
     is_renamed,
@@ -23,7 +25,6 @@ from fulldepth.hf import (
     save_exit_heads,
 )
 from fulldepth.losses.aligned_loss import add_exit_heads
-from fulldepth.losses.finite import StepGuard
 from fulldepth.losses.objective import Objective, per_batch_terms
 from fulldepth.losses.task import Task
 from fulldepth.losses.term import Portion
@@ -76,8 +77,8 @@ class ObjectiveMixin(AnyTrainer):
     Raises:
         FulldepthError: for `group_options` if the model's class has no `parameter_groups`; in training, if the loss or
             a gradient is not finite (with the step, the term and the layer), or the data contain no whole batch for a
-            term that needs one; for label smoothing or a `compute_loss_func` beside a term that replaces the
-            cross-entropy they would change.
+            term that needs one; for label smoothing, a `compute_loss_func` or a `loss_type`; for a model with another
+            loss function beside a term that replaces its cross-entropy.
     """
 
     optimizer_cls_and_kwargs: Any
@@ -121,16 +122,17 @@ class ObjectiveMixin(AnyTrainer):
         if self.task.auxiliary_weight is not None:
             model.register_forward_hook(self._note_auxiliary)
         self.model_accepts_loss_kwargs = False  # micro-batches are weighted here, see `_portion`
-        if (replaced := self.depth_objective.replaces) and (
-            self._own_loss or not self.task.keeps_loss(model) or getattr(self.args, "loss_type", "nll") != "nll"
-        ):
-            what = "label_smoothing_factor" if self.label_smoother is not None else "another loss function"
+        if self.label_smoother or self.compute_loss_func or getattr(self.args, "loss_type", "nll") != "nll":
             raise FulldepthError(
-                f"{replaced[0]} replaces the cross-entropy, and {what} changes it. Leave one of the two out."
+                "The objective adds to the model's own loss, which label_smoothing_factor, compute_loss_func or "
+                "loss_type replaces. Leave it out."
             )
-        self.guard = StepGuard(lambda: self.accelerator.unwrap_model(self.model))
-        """Stops the run at a loss or gradient that is not finite."""
-        self.args.logging_nan_inf_filter = False  # it would read every loss, which the guard already checks
+        if (replaced := self.depth_objective.replaces) and not self.task.keeps_loss(model):
+            raise FulldepthError(
+                f"{replaced[0]} replaces the cross-entropy, and the model has another loss function. Leave one out."
+            )
+        self._micro_batches: list[tuple[Tensor, dict[str, Tensor], dict[str, Any]]] = []
+        self.args.logging_nan_inf_filter = False  # it would read every loss, which `_require_finite` does
         if self.depth_objective.needs_exit_heads and not has_exit_heads(model):
             if self.optimizer is not None:
                 raise FulldepthError(
@@ -217,31 +219,26 @@ class ObjectiveMixin(AnyTrainer):
     ) -> Any:
         """The Trainer's loss plus the objective's penalties (in evaluation, the cross-entropy alone)."""
         batch = dict(inputs)  # some Trainers remove entries
-        items = num_items_in_batch if self.compute_loss_func is not None else None
-        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch=items)
+        found = super().compute_loss(model, inputs, return_outputs)
         base, outputs = found if return_outputs else (found, None)
-        auxiliary, self._auxiliary = None if self._own_loss else self._auxiliary, None
+        auxiliary, self._auxiliary = self._auxiliary, None
         cross_entropy = base if auxiliary is None else base - auxiliary.to(base.device)
         if return_outputs or not model.training:
             return (cross_entropy, outputs) if return_outputs else cross_entropy
         step = self.depth_objective.step = self.state.global_step + 1
-        portion, scaled = self._portion(batch), items is not None
-        self.loss_is_scaled_for_ga = scaled or portion.targets is not None
-        loss, parts = self.depth_objective.combine(cross_entropy, auxiliary, batch, portion, scaled=scaled)
-        self.guard.add(loss, parts, batch)
+        portion = self._portion(batch)
+        self.loss_is_scaled_for_ga = portion.targets is not None
+        loss, parts = self.depth_objective.combine(cross_entropy, auxiliary, batch, portion)
+        self._micro_batches.append((loss.detach(), parts, batch))
         if self.is_deepspeed_enabled or "lomo" in self.args.optim:  # the backward pass takes the step
-            self.guard.check(step, None)
-        self._note(parts, batch, items)
+            self._require_finite(step, None)
+        for tally in self.tallies.values():
+            tally.add(parts)
         return loss
 
     def _note_auxiliary(self, model: nn.Module, args: Any, output: Any) -> None:
         """Keep the auxiliary loss of a forward pass; not all Trainers hand the output on."""
         self._auxiliary = self.task.auxiliary(output)
-
-    @property
-    def _own_loss(self) -> bool:
-        """Whether the Trainer computes the loss in place of the model."""
-        return self.label_smoother is not None or self.compute_loss_func is not None
 
     def _portion(self, inputs: dict[str, Any]) -> Portion:
         """This micro-batch's fraction of the step. Without a count of targets (detection) the Trainer divides the loss
@@ -250,23 +247,12 @@ class ObjectiveMixin(AnyTrainer):
         counts = self._step_counts
         if not counts:
             return Portion()
-        divided = 1 if "targets" in counts or self.compute_loss_func else self.current_gradient_accumulation_steps
+        divided = 1 if "targets" in counts else self.current_gradient_accumulation_steps
         share: Any = divided / self.current_gradient_accumulation_steps
         if "sequences" in counts:
             share = divided * self.task.sequences(inputs) / counts["sequences"]  # type: ignore[operator]
         tokens, targets = (counts[name] / divided if name in counts else None for name in ("tokens", "targets"))
         return Portion(share, tokens, targets)
-
-    def _note(self, parts: dict[str, Tensor], inputs: dict[str, Any], items: Any) -> None:
-        """Add the parts to every tally; a cross-entropy that was divided by the step's `items` is converted to the mean
-        over this micro-batch's targets.
-        """
-        targets = self.task.targets(inputs)
-        if items is not None and targets is not None:
-            world = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-            parts = {**parts, "ce": parts["ce"] * items / world / targets.clamp(min=1)}
-        for tally in self.tallies.values():
-            tally.add(parts)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Also logs the mean of each part since the last call (of this process)."""
@@ -276,29 +262,20 @@ class ObjectiveMixin(AnyTrainer):
         super().log(logs, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """As the Trainer, and the exit heads of a multi-exit model beside it."""
+        """As the Trainer, with the model's first `use_cache`, and the exit heads of a multi-exit model beside it."""
         passed = None if state_dict is None else dict(state_dict)  # transformers removes the heads from it
-        with self.config_as_given():
-            super()._save(output_dir, state_dict=passed)
-        if self.args.should_save:
-            save_exit_heads(self.accelerator.unwrap_model(self.model), output_dir or self.args.output_dir, state_dict)
-
-    @contextmanager
-    def config_as_given(self) -> Iterator[None]:
-        """Inside, the model's configuration has the `use_cache` that it came with.
-
-        The Trainer switches the cache off, and a model trained from a checkpoint saved like that generates without one.
-        """
-        config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
+        model = self.accelerator.unwrap_model(self.model)
+        config = getattr(model, "config", None)
         switched = getattr(config, "use_cache", None)
-        if switched is None or self._own_use_cache is None:
-            yield
-            return
-        config.use_cache = self._own_use_cache  # type: ignore[union-attr]
+        if None not in (switched, self._own_use_cache):  # the Trainer switches the cache of generation off
+            config.use_cache = self._own_use_cache  # type: ignore[union-attr]
         try:
-            yield
+            super()._save(output_dir, state_dict=passed)
         finally:
-            config.use_cache = switched  # type: ignore[union-attr]
+            if switched is not None:
+                config.use_cache = switched  # type: ignore[union-attr]
+        if self.args.should_save:
+            save_exit_heads(model, output_dir or self.args.output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         """As the Trainer, also for classes that transformers saves under other names, whose weights the Trainer would
@@ -318,8 +295,51 @@ class ObjectiveMixin(AnyTrainer):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         self.depth_objective.drop_idle_gradients(self.state.global_step + 1)
         scales = self.accelerator.scaler is not None
-        self.guard.check(self.state.global_step + 1, None if scales else norm)
+        self._require_finite(self.state.global_step + 1, None if scales else norm)
         return norm
+
+    def _require_finite(self, step: int, norm: Tensor | float | None) -> None:
+        """Refuse a 1-based step whose losses or gradient norm are not finite on any process, before it is taken. A norm
+        of None is unknown, or checked elsewhere.
+        """
+        batches, self._micro_batches = self._micro_batches, []
+        losses = torch.stack([loss.float().to(batches[-1][0].device) for loss, _, _ in batches])
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[union-attr]
+        gradient = torch.as_tensor(0.0 if norm is None else norm, device=losses.device)
+        finite = torch.stack([losses.isfinite().all(), gradient.isfinite()])
+        loss_fails, gradient_fails = any_process((~finite).float()).tolist()
+        if loss_fails:
+            reason = "the loss of another process is not finite."
+            for loss, parts, inputs in batches:
+                if not bool(torch.isfinite(loss)):
+                    names = [name for name, value in parts.items() if not bool(torch.isfinite(value))]
+                    where = first_broken_layer(self.accelerator.unwrap_model(self.model), inputs)
+                    reason = f"the loss is not finite. Terms: {', '.join(names) or 'their weighted sum'}. {where}"
+                    break
+            raise FulldepthError(f"Step {step}: {reason} The step was not taken.")
+        if gradient_fails:
+            raise FulldepthError(
+                f"Step {step}: the loss is finite, but its gradient is not. A smaller learning rate or float32 usually "
+                "helps. The step was not taken."
+            )
+
+
+@torch.no_grad()
+def first_broken_layer(model: Any, inputs: dict[str, Any]) -> str:
+    """Description of the first non-finite weight or state, found by a new forward pass."""
+    broken = first_broken_weight(model)
+    if broken is not None:
+        return f"The weight {broken} is not finite."
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        return "The layer was not looked for, because the weights are sharded."
+    anatomy = find_anatomy(model)
+    with capture(anatomy, ["residual"]) as activations:
+        model(**inputs)
+        states = activations["residual"]
+    for layer, state in enumerate(states):
+        if not bool(torch.isfinite(state).all()):
+            return f"The first state that is not finite: {'the embeddings' if layer == 0 else f'layer {layer}'}."
+    return "Every layer's state is finite; the head or the loss is not."
 
 
 def load_weights(model: Any, checkpoint: str | Path) -> None:

@@ -1,7 +1,7 @@
 """`fulldepth train`: training with objectives and architectures for the use of depth."""
 
 from fulldepth.settings.train import TrainSettings
-from fulldepth.training.export import export_run
+from fulldepth.training.folder import export_run
 from fulldepth.training.plan import dry_run_lines
 from fulldepth.training.run import train
 

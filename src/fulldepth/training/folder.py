@@ -1,23 +1,44 @@
-"""The run folder: ownership, saved settings, and the checkpoint to resume from."""
+"""The run folder: ownership, saved settings, the checkpoint to resume from and what it keeps of its run, and export."""
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import pydantic
 import yaml
+from pydantic import Field, FiniteFloat, NonNegativeInt
+from transformers import PreTrainedConfig, TrainingArguments
 
+from fulldepth.data import ORDER
 from fulldepth.distributed import current
-from fulldepth.errors import FulldepthError, one_line
-from fulldepth.files import atomic, locked, read_json, reading
-from fulldepth.hf import UNFINISHED, drop_checkpoints, sealed_checkpoints, settle_checkpoints
+from fulldepth.errors import FulldepthError, is_disk_full, one_line
+from fulldepth.files import atomic, atomic_folder, locked, read_json, reading
+from fulldepth.fingerprint import Fingerprint
+from fulldepth.hf import (
+    UNFINISHED,
+    check_publishing,
+    drop_checkpoints,
+    is_sealed,
+    load_processor,
+    load_tokenizer,
+    notes_of,
+    open_model,
+    publish,
+    save_exit_heads,
+    sealed_checkpoints,
+    settle_checkpoints,
+)
+from fulldepth.losses import per_batch_terms
+from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, PAGE, TABLE, Results
-from fulldepth.settings import layer, read
+from fulldepth.settings import Settings, layer, read
+from fulldepth.settings.keywords import with_progress
 from fulldepth.settings.train import TrainSettings
-from fulldepth.training.resume import RunNotes, resume_notes
 
 SETTINGS, TOKENIZER = "settings.yaml", "tokenizer"
 KIND = "training"
@@ -32,6 +53,26 @@ MAY_DIFFER = {
     *("eval_every", "save_every", "micro_batch_size", "fsdp"),
 }
 """Settings that a resumed run may change."""
+RECORD = "record.parquet"
+"""File in a checkpoint: the rows of the run's results up to its step."""
+NO_NUMBERS = {"transformers_version", "_name_or_path", "use_cache", "architectures", "auto_map", "dtype"}
+NO_NUMBERS |= {"pad_token_id", "bos_token_id", "eos_token_id"}
+"""Entries of `config.json` without effect on training, or that the Trainer sets from the tokenizer."""
+NOT_THE_MODEL = ("complete.json", "unfinished", "record.parquet", "scheduler.pt", "optimizer.pt", "training_args.bin")
+"""Files of a checkpoint that only resuming needs, beside the random states."""
+
+
+class RunNotes(Settings):
+    """State of a run that is stored in the seal of a checkpoint."""
+
+    elapsed: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Seconds of training so far."""
+    tally: dict[str, Annotated[list[FiniteFloat], Field(min_length=2, max_length=2)]] = Field(default_factory=dict)
+    """Part of the loss -> sum and count since the last evaluation."""
+    evaluated: NonNegativeInt = 0
+    """Step of the last evaluation."""
+    origin: dict[str, str] = Field(default_factory=dict)
+    """What determines a run's numbers besides its settings, see `origin_of`."""
 
 
 def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
@@ -171,3 +212,143 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         inner = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
         flat.update(inner)
     return flat
+
+
+def origin_of(
+    settings: TrainSettings, data: str, config: PreTrainedConfig, arguments: TrainingArguments
+) -> dict[str, str]:
+    """What determines a run's numbers besides its settings: hashes of data and configuration, the order of the items,
+    and the size of the batches if a penalty is a function of it.
+
+    Args:
+        settings: the run's settings.
+        data: hash of the training data.
+        config: the model's configuration.
+        arguments: the Trainer's arguments.
+    """
+    entries = json.loads(config.to_json_string(use_diff=True)).items()
+    counted = {name: value for name, value in entries if name not in NO_NUMBERS}
+    origin = {
+        "training data": data,
+        "order of the data": f"{ORDER} {settings.seed}",
+        "model configuration": str(Fingerprint(json.dumps(counted, sort_keys=True))),
+    }
+    for name in per_batch_terms(settings.objective.terms):
+        sizes = f"{arguments.world_size} x {arguments.per_device_train_batch_size} sequences"
+        origin[f"batch of {name}"] = sizes
+    return origin
+
+
+def check_origin(now: dict[str, str], before: dict[str, str] | None, checkpoint: Path | None) -> None:
+    """Refuse to resume where numbers would differ; every process must call this.
+
+    Args:
+        now: origin of this process.
+        before: origin in the checkpoint; None at the start.
+        checkpoint: the checkpoint to resume from; None at the start.
+
+    Raises:
+        FulldepthError: in every process, if the data or the configuration are not those of the checkpoint or of another
+            process.
+    """
+    references = [("in process 0", current().agree(now))]
+    if before is not None:
+        references.append((f"in {checkpoint}", before))
+    differences = [
+        f"The {name} differs: {one_line(was.get(name), 60)} {where}, {one_line(here, 60)} here. A run needs the same "
+        "data, tokenizer and model from beginning to end, in every process."
+        for where, was in references
+        for name, here in now.items()
+        if was.get(name) != here
+    ]
+    if everywhere := [difference for part in current().gather(differences) for difference in part]:
+        raise FulldepthError(everywhere[0])
+
+
+def step_of(checkpoint: Path) -> int:
+    """N of `checkpoint-N`."""
+    return int(checkpoint.name.partition("-")[2])
+
+
+def resume_notes(checkpoint: Path) -> RunNotes:
+    """The notes of a sealed checkpoint.
+
+    Raises:
+        FulldepthError: if they cannot be read, or a file of the checkpoint has changed since it was written.
+    """
+    try:
+        return RunNotes.model_validate(notes_of(checkpoint), strict=True)
+    except (FulldepthError, pydantic.ValidationError) as error:
+        reason = f"Cannot read the seal of {checkpoint}: {one_line(error, 200)}."
+        reason = str(error) if isinstance(error, FulldepthError) else reason
+        raise FulldepthError(f"{reason} Remove {checkpoint} to go on from the checkpoint before.") from error
+
+
+@with_progress
+def export_run(
+    run: str | Path,
+    output: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    push_to_hub: str | None = None,
+    watcher: Watcher,
+) -> Path:
+    """Write the model of a run's checkpoint (configuration, tokenizer, safetensors) into a folder of its own.
+
+    Args:
+        run: a training run's folder, or that of one of its checkpoints.
+        output: the new folder, which must not exist.
+        step: step of the checkpoint; None = the last complete one.
+        dtype: `float32`, `bfloat16` or `float16`; None = that of the checkpoint.
+        push_to_hub: name (`user/model`) to upload the new folder to.
+        watcher: receives progress messages.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        FulldepthError: if there is no such run or checkpoint, `output` exists, the disk is full, a file is damaged, or
+            the upload fails.
+    """
+    if is_sealed(run) and step is None:  # the folder of a checkpoint instead of its run
+        run, step = Path(run).absolute().parent, step_of(Path(run).absolute())
+    checkpoints, target = dict(sealed_checkpoints(run)), Path(output)
+    if not checkpoints:
+        raise FulldepthError(f"{run} holds no whole checkpoint of a training run; expected the folder of one.")
+    check_publishing(push_to_hub)
+    if step is not None and step not in checkpoints:
+        steps = ", ".join(map(str, list(checkpoints)[-8:]))
+        raise FulldepthError(f"{run} has no whole checkpoint-{step}; the last ones are of steps {steps}.")
+    if target.exists() or target.is_symlink():
+        raise FulldepthError(f"{target} already exists; choose another --output.")
+    checkpoint = checkpoints[max(checkpoints) if step is None else step]
+    if any((checkpoint / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        load_tokenizer(checkpoint)  # it is copied, and damaged files are refused
+    if (checkpoint / "preprocessor_config.json").exists():
+        load_processor(checkpoint, None)
+    watcher.say(f"Exporting {checkpoint}")
+    with explaining_full_disk(lambda: "Nothing was exported."), atomic_folder(target) as part:
+        for path in checkpoint.iterdir():
+            if path.name in NOT_THE_MODEL or path.name.startswith(("rng_state", ".")):
+                continue
+            if dtype is None or not path.name.endswith((".safetensors", ".safetensors.index.json")):
+                (shutil.copytree if path.is_dir() else shutil.copy2)(path, part / path.name)
+        if dtype is not None:
+            model = open_model(checkpoint, exit_heads=True, dtype=dtype, device="cpu").model
+            model.save_pretrained(part)
+            save_exit_heads(model, part)
+    if address := publish(target, push_to_hub):
+        watcher.say(f"Published: {address}")
+    return target
+
+
+@contextmanager
+def explaining_full_disk(sentence: Callable[[], str]) -> Iterator[None]:
+    """Convert a disk-full error to a `FulldepthError` that ends with `sentence()`."""
+    try:
+        yield
+    except Exception as error:
+        if not is_disk_full(error) or isinstance(error, FulldepthError):
+            raise
+        raise FulldepthError(f"The disk is full. {sentence()}") from error

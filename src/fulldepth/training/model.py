@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from functools import cache
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_OBJECT_DETECTION_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForObjectDetection,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
 from fulldepth import launch
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
-from fulldepth.hf import anatomy_candidates, load_checkpoint, load_config, rows_of, unused_positions
+from fulldepth.hf import (
+    anatomy_candidates,
+    copy_to_exit_heads,
+    find_exit_heads,
+    find_gguf,
+    has_exit_heads,
+    load_checkpoint,
+    load_config,
+    packaged,
+    restore_exit_heads,
+    rows_of,
+    task_of,
+    unused_positions,
+)
 from fulldepth.losses import use_detection_loss
 from fulldepth.settings.train import ModelSettings, TrainSettings
-from fulldepth.training.heads import HEADS, with_new_head
 from fulldepth.training.initial import draw_weights
 
 WEIGHTS = {"float32": torch.float32, "autocast": torch.float32, "bfloat16": torch.bfloat16}
 """Precision of a run -> type of its weights, gradients and optimiser states."""
 POSITIONS = "max_position_embeddings"
-FLAG = "is_decoder"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NOT_OPTIONS = {
     "self",
@@ -42,6 +64,48 @@ NOT_OPTIONS = {
     "return_dict",
     "dtype",
 }
+
+
+@dataclass(frozen=True)
+class HeadKind:
+    """The models of one task."""
+
+    auto: Any
+    """Auto class that builds them."""
+    mapping: Any
+    """Configuration class -> model class."""
+    noun: str
+    common: tuple[str, ...]
+    """Well-known model types."""
+
+    def names(self, config: Any) -> list[str]:
+        """Names of the model classes of a configuration, the usual one first; empty without any."""
+        kinds = self.mapping.get(type(config), ())
+        return [kind.__name__ for kind in (kinds if isinstance(kinds, list | tuple) else (kinds,))]
+
+
+HEADS = {
+    "causal-lm": HeadKind(
+        AutoModelForCausalLM,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        "causal language model",
+        ("depth_llama", "llama", "qwen3", "gpt2", "mistral"),
+    ),
+    "image-classification": HeadKind(
+        AutoModelForImageClassification,
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+        "image classifier",
+        ("vit", "deit"),
+    ),
+    "text-classification": HeadKind(
+        AutoModelForSequenceClassification,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        "text classifier",
+        ("bert", "roberta", "gpt2", "llama"),
+    ),
+    "detection": HeadKind(AutoModelForObjectDetection, MODEL_FOR_OBJECT_DETECTION_MAPPING, "detector", ("detr",)),
+}
+"""`TrainSettings.task` -> its models."""
 
 
 def build_config(
@@ -332,24 +396,109 @@ def _take_weights(
         with suppress(ValueError, AttributeError):  # settings that transformers would not save stay behind
             loaded.generation_config.validate(strict=True)
             model.generation_config = loaded.generation_config
-    target = model.state_dict()
+    advice = "Keys under `model` must not change the checkpoint's sizes."
+    try:
+        report = model.load_state_dict(source, strict=False)
+    except RuntimeError as error:
+        raise FulldepthError(f"{checkpoint} does not fit: {_reason(error)} {advice}") from error
     name = type(model).__name__
-    if lacking := sorted(target.keys() - source.keys() - getattr(model, "added_parameters", set)()):
+    if lacking := sorted(set(report.missing_keys) - getattr(model, "added_parameters", set)()):
         raise FulldepthError(
             f"{checkpoint} lacks {len(lacking)} weights that {name} needs (first: {lacking[0]}); they would be random."
         )
-    if unused := sorted(source.keys() - target.keys()):
+    if unused := sorted(report.unexpected_keys):
         raise FulldepthError(
             f"{checkpoint} holds {len(unused)} weights that {name} has no use for with these settings (first: "
             f"{unused[0]}); training would start from another model."
         )
-    for key in sorted(source):
-        if source[key].shape != target[key].shape:
-            raise FulldepthError(
-                f"{key} is {list(source[key].shape)} in {checkpoint} and {list(target[key].shape)} with these "
-                "settings. Keys under `model` must not change the checkpoint's sizes."
-            )
-    model.load_state_dict(source, strict=False)
+
+
+def with_new_head(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -> dict[str, Any]:
+    """A checkpoint's weights for `model`: its body and, if it has one of the same classes, its head.
+
+    A head that is missing, has another shape, or names other classes (or the same in another order) is that of `model`;
+    so is the pooler of an encoder that was saved without one, as in stock fine-tuning.
+
+    Args:
+        model: the model to train, with the head as it was drawn.
+        checkpoint: folder, GGUF file, package or Hub name.
+        dtype: of the weights.
+
+    Raises:
+        FulldepthError: if the checkpoint lacks weights of the body.
+    """
+    own, body = model.state_dict(), f"{model.base_model_prefix}."
+    if find_gguf(packaged(checkpoint)) is not None:
+        return own | _gguf_body(model, checkpoint, dtype)
+    loaded = load_checkpoint(
+        checkpoint, dtype=dtype, device="cpu", model_class=type(model), config=model.config, may_lack=is_of_head
+    )
+    fresh = set(loaded.fresh)
+    if not _same_classes(load_config(checkpoint), model.config):
+        fresh |= {name for name in own if not name.startswith(body)}
+    return {name: own[name] if name in fresh else weight for name, weight in loaded.model.state_dict().items()}
+
+
+def _gguf_body(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The body's weights from a GGUF file, which is read as a language model, by their names in `model`.
+
+    Raises:
+        FulldepthError: if they are not all of the weights of the model's body.
+    """
+    body = f"{model.base_model_prefix}."
+    stored = load_checkpoint(checkpoint, dtype=dtype, device="cpu").model.base_model.state_dict()
+    found = {body + name: weight for name, weight in stored.items()}
+    if different := sorted(found.keys() ^ {name for name in model.state_dict() if name.startswith(body)}):
+        raise FulldepthError(
+            f"The body of {checkpoint} is not that of a {type(model).__name__}: {len(different)} weights are in one of "
+            f"them only (first: {different[0]}). Start from a safetensors folder."
+        )
+    return found
+
+
+def start_exit_heads(model: PreTrainedModel, checkpoint: str, method: str) -> list[str]:
+    """Fill the exit heads of a model with those stored beside the checkpoint that it starts from; those of a language
+    model without stored ones with copies of its own head, which comes from the checkpoint.
+
+    Args:
+        model: to train, with exit heads if its method trains any.
+        checkpoint: folder or Hub name.
+        method: name of the method, for messages.
+
+    Returns:
+        A sentence on what became of the stored heads; empty without any.
+
+    Raises:
+        FulldepthError: if the file is damaged, or holds heads of other layers.
+    """
+    path = find_exit_heads(packaged(checkpoint))
+    if path is None and has_exit_heads(model) and task_of(model) == "causal-lm":
+        copy_to_exit_heads(find_anatomy(model))
+        return ["The heads of layers 1 to L-1 start as copies of the model's own."]
+    if path is None:
+        return []
+    if not has_exit_heads(model):
+        return [f"{checkpoint} has a head for every layer; method={method} leaves out all but the last layer's."]
+    stored = load_config(checkpoint)
+    if stored.num_labels != model.config.num_labels or not _same_classes(stored, model.config):
+        return [f"The exit heads of {checkpoint} are for other classes; those of layers 1 to L-1 start anew."]
+    restore_exit_heads(model, path)
+    return [f"The heads of layers 1 to L-1 are those of {checkpoint}."]
+
+
+def _same_classes(stored: Any, wanted: Any) -> bool:
+    """Whether two configurations name the same classes in the same order, as far as both name any."""
+    names = [
+        [str(name).casefold() for _, name in sorted((config.id2label or {}).items())] for config in (stored, wanted)
+    ]
+    unnamed = (all(name.startswith("label_") for name in each) for each in names)
+    return names[0] == names[1] or any(unnamed)
+
+
+def is_of_head(model: PreTrainedModel, name: str) -> bool:
+    """Whether a weight belongs to the head (or the pooler before it) and not to the body."""
+    body = f"{model.base_model_prefix}."
+    return not name.startswith(body) or "pooler" in name.split(".")
 
 
 def _reason(error: Exception) -> str:
@@ -367,26 +516,7 @@ def reads_later_tokens(config: PreTrainedConfig, model_class: type[PreTrainedMod
         config: of the model.
         model_class: its class.
     """
-    return getattr(config, FLAG, True) is False and _obeys_flag(model_class.__module__, model_class.__name__)
-
-
-@cache
-def _obeys_flag(module: str, name: str) -> bool:
-    """Whether the code of a class reads `config.is_decoder`, and the class does not set it."""
-    try:
-        code = ast.parse(inspect.getsource(sys.modules[module]))
-    except (OSError, SyntaxError):
-        return True
-    own = [node for node in code.body if isinstance(node, ast.ClassDef) and node.name == name]
-    return _uses(ast.walk(code), ast.Load) and not any(_uses(ast.walk(node), ast.Store) for node in own)
-
-
-def _uses(nodes: Iterable[ast.AST], context: type[ast.expr_context]) -> bool:
-    """Whether `config.is_decoder` is read or set."""
-    return any(
-        isinstance(node, ast.Attribute)
-        and node.attr == FLAG
-        and isinstance(node.ctx, context)
-        and "config" in ast.unparse(node.value)
-        for node in nodes
-    )
+    code = inspect.getsource(sys.modules[model_class.__module__])
+    reads = re.search(r"config\.is_decoder\b(?! = )", code) is not None
+    sets = re.search(r"^ +(self\.)?config\.is_decoder = True", inspect.getsource(model_class), re.MULTILINE) is not None
+    return getattr(config, "is_decoder", True) is False and reads and not sets

@@ -16,19 +16,13 @@ from fulldepth.progress import Watcher
 from fulldepth.results import Results, versions
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.train import TrainSettings
-from fulldepth.training.arguments import batch_note, resolved, training_arguments
-from fulldepth.training.callback import Conductor, stopping
+from fulldepth.training.callback import Conductor, RunRecord, stopping
 from fulldepth.training.evaluation import evaluate
-from fulldepth.training.export import explaining_full_disk
-from fulldepth.training.folder import KIND, holding, open_run
-from fulldepth.training.heads import start_exit_heads
+from fulldepth.training.folder import KIND, check_origin, explaining_full_disk, holding, open_run, origin_of, step_of
 from fulldepth.training.labelled import image_data, padding_warning, text_data
-from fulldepth.training.model import build_model
-from fulldepth.training.record import RunRecord
-from fulldepth.training.resume import check_origin, origin_of, step_of
-from fulldepth.training.sft import conversation_data
-from fulldepth.training.text import packed_data, require_separate_documents
-from fulldepth.training.trainer import RunData, RunTrainer
+from fulldepth.training.model import build_model, start_exit_heads
+from fulldepth.training.text import conversation_data, packed_data, require_separate_documents
+from fulldepth.training.trainer import RunData, RunTrainer, batch_note, resolved, training_arguments
 
 DATA = {
     "causal-lm": packed_data,

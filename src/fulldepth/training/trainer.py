@@ -1,4 +1,4 @@
-"""What a run adds to a Trainer: parameter groups, schedule, order of the items, sharding by FSDP2, and resuming."""
+"""What a run adds to a Trainer: objective, arguments, parameter groups, schedule, order of items, and sharding."""
 
 from __future__ import annotations
 
@@ -11,23 +11,221 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedConfig, default_data_collator
+from transformers import PreTrainedConfig, TrainingArguments, default_data_collator
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from fulldepth import launch
 from fulldepth.data import ShuffledSampler, flatten_windows
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
-from fulldepth.losses import DepthTrainer, per_batch_terms
+from fulldepth.hf import checkpoint_of, pick_device
+from fulldepth.losses import METHODS, TERMS, DepthTrainer, Objective, per_batch_terms
 from fulldepth.losses.trainer import AnyTrainer, load_weights
-from fulldepth.settings.train import TrainSettings
-from fulldepth.training.arguments import make_objective
+from fulldepth.processor import check_bfloat16
+from fulldepth.settings.train import ObjectiveSettings, TrainSettings
 from fulldepth.training.model import built_once
 
 FORKS = "TOKENIZERS_PARALLELISM"
+MOST_WORKERS = 4
+"""Default maximum for each training process; few suffice, as reading a window is a copy from the page cache."""
+SAME = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed")
+"""Settings that the Trainer's arguments have by the same name."""
+SMALL_RUN = 1 << 24
+"""Tokens below which a run starts no workers by default: starting them takes longer than reading all tokens."""
+
+
+def resolved(settings: TrainSettings) -> TrainSettings:
+    """The settings with the method's terms filled in (terms under `objective` take precedence), a run folder in
+    `model.checkpoint` replaced by its last checkpoint, and `data.validation_sequences` of the task.
+
+    The losses of all layers alternate with the last layer's in training from scratch, and are taken at every step in
+    fine-tuning and in detection (aligned training, App. B.3, B.5 and C.2).
+
+    Raises:
+        FulldepthError: for an unknown method or term, and for an option or value that a term refuses.
+    """
+    if settings.method not in METHODS:
+        raise unknown("method", settings.method, METHODS)
+    given, known = settings.objective.model_dump(exclude_unset=True), (*TERMS, "energy_warmup")
+    for name in given:
+        if name not in known:
+            raise unknown("setting", f"objective.{name}", [f"objective.{key}" for key in known])
+    preset, start = METHODS[settings.method], settings.model.checkpoint
+    if start is not None or settings.task == "detection":
+        always = {"schedule": "always"}
+        preset = {name: options | (always if "schedule" in options else {}) for name, options in preset.items()}
+    on = {name: options for name, options in {**preset, **given}.items() if options is not None}
+    data = settings.data.model_copy(update={"validation_sequences": settings.most_validation})
+    changes: dict[str, Any] = {"objective": ObjectiveSettings(**on), "data": data}
+    if start is not None:
+        changes["model"] = settings.model.model_copy(update={"checkpoint": checkpoint_of(start)})
+    made = settings.model_copy(update=changes)
+    make_objective(made)
+    return made
+
+
+def make_objective(settings: TrainSettings) -> Objective:
+    """The objective that the settings describe.
+
+    Raises:
+        FulldepthError: for an unknown option of a term.
+    """
+    return Objective(energy_warmup=settings.objective.energy_warmup, **settings.objective.terms)
+
+
+def training_arguments(settings: TrainSettings, folder: Path) -> Any:
+    """The Trainer's arguments for a run; under torchrun this also joins the other processes.
+
+    Args:
+        settings: the run's settings.
+        folder: the run folder.
+
+    Raises:
+        FulldepthError: if batch sizes do not divide, these processes cannot shard, settings contradict each other, or
+            the device or tracker is absent.
+    """
+    if settings.fsdp and settings.task != "causal-lm":
+        raise FulldepthError(f"fsdp shards language models; in task: {settings.task} every process has a copy.")
+    if settings.warmup_length > settings.steps:
+        raise FulldepthError(f"warmup_steps is {settings.warmup_steps}, but the run has {settings.steps} steps.")
+    if settings.min_learning_rate > settings.learning_rate:
+        raise FulldepthError(
+            f"min_learning_rate ({settings.min_learning_rate}) is above learning_rate ({settings.learning_rate})."
+        )
+    if settings.min_learning_rate and settings.schedule != "cosine":
+        raise FulldepthError(f"min_learning_rate belongs to the cosine schedule, not to {settings.schedule}.")
+    installed = get_available_reporting_integrations() if settings.report_to else []
+    for name in settings.report_to:
+        if name not in (*installed, "all", "none"):
+            raise unknown("installed tracker", name, installed)
+    micro, accumulation = batch_split(settings, launch.world())
+    on_cpu = pick_device(settings.device).type == "cpu"
+    if on_cpu and settings.precision != "float32":
+        check_bfloat16()
+    schedule = {"cosine": "cosine_with_min_lr", "linear": "linear"}.get(settings.schedule, "constant_with_warmup")
+    kind, more = TrainingArguments, dict[str, Any]()
+    if settings.stage == "sft":
+        kind, more = trl_module().SFTConfig, {"max_length": None, "packing": False}  # `conversation_data` cuts
+    if settings.schedule == "cosine":
+        more["lr_scheduler_kwargs"] = {"min_lr_rate": settings.min_learning_rate / settings.learning_rate}
+    if settings.fsdp:
+        options = {"fsdp_version": 2, "reshard_after_forward": True, "state_dict_type": "FULL_STATE_DICT"}
+        more |= {"fsdp": True, "fsdp_config": {**options, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+    arguments = kind(
+        output_dir=str(folder),
+        max_steps=settings.steps,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=accumulation,
+        lr_scheduler_type=schedule,
+        warmup_steps=settings.warmup_length,
+        max_grad_norm=settings.clip,
+        bf16=settings.precision == "autocast",
+        torch_compile=settings.compile,
+        data_seed=settings.seed,
+        use_cpu=on_cpu,
+        save_strategy="no",
+        logging_strategy="steps" if settings.report_to else "no",
+        logging_steps=settings.log_every,
+        logging_nan_inf_filter=False,
+        report_to=settings.report_to or "none",
+        disable_tqdm=True,
+        dataloader_num_workers=worker_count(settings, launch.local_world()),
+        dataloader_pin_memory=not on_cpu,
+        ddp_find_unused_parameters=False,
+        remove_unused_columns=False,
+        activation_checkpointing=settings.gradient_checkpointing,
+        activation_checkpointing_kwargs={"use_reentrant": False},
+        **{name: getattr(settings, name) for name in SAME},
+        **more,
+    )
+    if settings.fsdp:
+        _shard(arguments, settings)
+    return arguments
+
+
+def batch_split(settings: TrainSettings, world: int) -> tuple[int, int]:
+    """(sequences per forward pass, accumulated passes) of each of `world` processes. The first is `micro_batch_size`,
+    or the largest number below it that divides the process's share of the batch (`batch_note` says so).
+
+    Raises:
+        FulldepthError: if the processes cannot share the batch evenly.
+    """
+    share, remainder = divmod(settings.global_batch_size, world)
+    if remainder or not share:
+        raise FulldepthError(
+            f"global_batch_size is {settings.global_batch_size}, which {world} processes cannot share evenly."
+        )
+    most = min(settings.micro_batch_size or share, share)
+    micro = next(size for size in range(most, 0, -1) if share % size == 0)
+    return micro, share // micro
+
+
+def batch_note(settings: TrainSettings, micro: int) -> list[str]:
+    """A sentence if `micro` sequences are in a forward pass, and the settings want another number."""
+    asked = settings.micro_batch_size
+    if asked in (None, micro):
+        return []
+    return [f"A forward pass has {micro} instead of {asked} sequences: micro_batch_size divides a process's batch."]
+
+
+def worker_count(settings: TrainSettings, processes: int) -> int:
+    """Data loading processes of each training process: `workers`, or by default up to four, one for each core.
+
+    Args:
+        settings: the run's settings.
+        processes: training processes on this machine.
+    """
+    if settings.workers is not None:
+        return settings.workers
+    if settings.steps * settings.global_batch_size * settings.sequence_length < SMALL_RUN:
+        return 0
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return min(MOST_WORKERS, cores // processes)
+
+
+def _shard(arguments: TrainingArguments, settings: TrainSettings) -> None:
+    """Check that these processes can shard, and set the precision of their communication.
+
+    Gradients are summed in float32. With `precision=autocast` weights are gathered in bfloat16, otherwise in their own
+    type; the model's outputs keep their type. accelerate's policy for bf16 would use bfloat16 for all three, the loss
+    included.
+
+    Args:
+        arguments: the Trainer's, with `fsdp`, after the processes have joined.
+        settings: the run's settings.
+
+    Raises:
+        FulldepthError: for a process that torchrun has not started, and for processes on CPUs, for which accelerate
+            would silently copy the weights.
+    """
+    kind = arguments.distributed_state.distributed_type
+    if kind == DistributedType.MULTI_CPU or (kind == DistributedType.NO and arguments.device.type == "cpu"):
+        raise FulldepthError("fsdp needs accelerators: on CPUs the processes copy the weights (fsdp=false).")
+    if kind == DistributedType.NO:
+        raise FulldepthError("fsdp shards over processes; start them with torchrun, or train with fsdp=false.")
+    gathered = torch.bfloat16 if settings.precision == "autocast" else None
+    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
+    arguments.fsdp_plugin_args["mixed_precision_policy"] = policy
+
+
+def trl_module() -> Any:
+    """The package trl.
+
+    Raises:
+        FulldepthError: if it is not installed.
+    """
+    try:
+        import trl  # noqa: PLC0415
+    except ImportError as error:
+        raise FulldepthError("Fine-tuning on conversations needs trl: pip install 'fulldepth[sft]'.") from error
+    return trl
 
 
 def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]]:
@@ -197,24 +395,19 @@ class RunMixin(AnyTrainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        sharded = plugin is not None
-        if plugin is not None:
-            plugin.cpu_ram_efficient_loading = built_once(self.plain_model, self.settings)
-            if resume_from_checkpoint and (self.args.process_index == 0 or not plugin.cpu_ram_efficient_loading):
-                load_weights(self.plain_model, resume_from_checkpoint)  # before they are sharded
+        if plugin is None:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        plugin.cpu_ram_efficient_loading = built_once(self.plain_model, self.settings)
+        if resume_from_checkpoint and (self.args.process_index == 0 or not plugin.cpu_ram_efficient_loading):
+            load_weights(self.plain_model, resume_from_checkpoint)  # before they are sharded
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if sharded:
-            self._require_shards()
-        return prepared
-
-    def _require_shards(self) -> None:
-        """Check that every weight is sharded and belongs to the optimiser."""
         stepped = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self.model.named_parameters():
             if not isinstance(parameter, DTensor):
                 raise FulldepthError(f"fsdp is on, but {name} is not sharded: this version of accelerate copies it.")
             if parameter.requires_grad and id(parameter) not in stepped:
                 raise FulldepthError(f"fsdp is on, but the optimiser has lost {name} when the weights were sharded.")
+        return prepared
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """As the Trainer; a sharded model is saved as one of its own class, with its code, and a tied weight once."""
@@ -251,25 +444,21 @@ class RunMixin(AnyTrainer):
             super()._load_from_checkpoint(*args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As the Trainer; of the states of sharded weights each process keeps its shards."""
         if checkpoint is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
-        else:
-            self._load_sharded_states(Path(checkpoint))
-
-    def _load_sharded_states(self, checkpoint: Path) -> None:
-        """Load the optimiser's states, of which each process keeps its shards, and the schedule."""
+            return
         read = partial(torch.load, map_location="cpu", weights_only=True)
-        states = read(checkpoint / OPTIMIZER_NAME, mmap=True)
+        states = read(Path(checkpoint) / OPTIMIZER_NAME, mmap=True)
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for index, moments in states["state"].items():
-            parameter = parameters[index]
+            mesh, placements = parameters[index].device_mesh, parameters[index].placements
             for name, value in moments.items():
-                if value.shape == parameter.shape and value.ndim:
-                    moments[name] = distribute_tensor(
-                        value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-                    )
+                if value.ndim:
+                    value = value.to(parameters[index].device)
+                    moments[name] = distribute_tensor(value, mesh, placements, src_data_rank=None)
         self.optimizer.load_state_dict(states)
-        self.lr_scheduler.load_state_dict(read(checkpoint / SCHEDULER_NAME))
+        self.lr_scheduler.load_state_dict(read(Path(checkpoint) / SCHEDULER_NAME))
 
 
 class RunTrainer(RunMixin, DepthTrainer):

@@ -147,40 +147,6 @@ class DepthLlamaConfig(LlamaConfig):
             flops += 4.0 * layers * streams * products * width
         return flops
 
-    def extra_activation_bytes(self, *, product: int, norm: int, state: int) -> float:
-        """Bytes per token that the switches make the forward pass keep for the backward pass, over all layers.
-
-        Tree: two norms for each layer of the tree. Hyper-Connections, twice a layer: the streams and the branch's
-        output, `(n + 1) D`, and if dynamic `2 n^2 + 6 n` float32 of weights. Memory `static`, `dynamic`: a normalised
-        state a layer (routed keys and values stand in for the ordinary ones); `dynamic`: its weights, float32; `kv`:
-        keys and values before routing.
-
-        Args:
-            product: bytes of a number that linear layers and attention read and write.
-            norm: bytes that a norm keeps for each channel.
-            state: bytes of a number of the residual stream.
-        """
-        layers, width, streams = self.num_hidden_layers, self.hidden_size, self.num_streams
-        heads, channels = self._key_value_sizes
-        size = 0.0
-        if self.residual == "tree":
-            size += 2 * len(self.tree or {}) * norm * width
-        if self.residual == "hyper":
-            weights = 4 * (2 * streams**2 + 6 * streams) if self.hyper_dynamic else 0
-            size += 2 * layers * ((streams + 1) * width * state + weights)
-        if self.memory in ("static", "dynamic"):
-            size += layers * width * product
-        if self.memory == "dynamic":
-            size += 4 * heads * layers * (layers + 1) / 2
-        if self.memory == "kv":
-            size += 2 * layers * heads * channels * product
-        return size
-
-    @property
-    def num_residual_streams(self) -> int:
-        """Number of `[B, T, D]` states between layers."""
-        return self.num_streams if self.residual == "hyper" else 1
-
     @property
     def _key_value_sizes(self) -> tuple[int, int]:
         """H_kv and d_h."""
