@@ -67,22 +67,14 @@ def test_standard_errors_or_why_there_is_none():
         assert words in said((*COHERENCE, 0.4), clusters=clusters)["mean_coherence"].no_standard_error
 
 
-@pytest.mark.parametrize(
-    ("value", "low", "high", "sentence"),
-    [
-        (27, 24, 29, r"Layer 27 of 30 already .*\(95 % interval 24 to 29\); layer 29 is the first above it by more"),
-        (27, 24, 30, r"Layer 27 of 30 already .*none before the last is above it by more than the error"),
-        (30, 28, 30, r"No layer before the last .*\(95 % interval 28 to 30\)\.$"),
-    ],
-)
-def test_layers_have_intervals_and_the_first_layer_beyond_its_error(value, low, high, sentence):
-    ends = {"": value, "low_of_": low, "high_of_": high}
+def test_layers_have_intervals():
+    ends = {"": 27, "low_of_": 24, "high_of_": 29}
     found = said(
         *(("effective_depth", f"{kind}relative_eps=0.05", None, layer) for kind, layer in ends.items()),
         *(("saturation", f"{kind}median", None, layer) for kind, layer in ends.items()),
         layers=30,
     )
     for name in ("effective_depth", "median_saturation"):
-        assert (found[name].value, found[name].interval, found[name].standard_error) == (value, (low, high), None)
-    assert re.match(sentence, found["effective_depth"].sentence)
-    assert f"layer {value} of 30 (95 % interval {low} to {high})" in found["median_saturation"].sentence
+        assert (found[name].value, found[name].interval, found[name].standard_error) == (27, (24, 29), None)
+        assert "ayer 27 of 30" in found[name].sentence
+        assert "(95 % interval 24 to 29)" in found[name].sentence
