@@ -6,8 +6,7 @@ import sys
 import pytest
 import torch
 
-from fulldepth.errors import FulldepthError
-from fulldepth.losses.coherence_penalty import coherence_penalty, refuse_padding
+from fulldepth.losses.coherence_penalty import coherence_penalty
 from fulldepth.losses.term import blocks
 from losses.trained_step import is_value, kept, leaves
 
@@ -117,26 +116,3 @@ def test_channels_that_do_not_vary_are_harmless(pair, constant, dtype):
     assert not inputs[0].grad[1, :, 1].any()
     assert not inputs[1].grad[2, :, 0].any()
     assert inputs[0].grad[0].any()
-
-
-@pytest.mark.parametrize(
-    ("shapes", "layer", "options", "word"),
-    [
-        ([(1, 8, 3)] * 2, 2, {}, "two sequences"),
-        ([(1, 8, 3)] * 2, 2, {"reduce": lambda tensor: tensor}, "two sequences"),
-        ([(5, 1, 3)] * 2, 2, {}, "two positions"),
-        ([(5, 8, 3), (5, 7, 3)], 2, {}, r"\(5, 7, 3\)"),
-        ([(5, 8, 3)] * 2, -1, {}, "layer .* -1"),
-        ([(5, 8, 3)] * 2, 12, {}, "layer .* 12"),
-    ],
-)
-def test_mistakes_are_refused(shapes, layer, options, word):
-    with pytest.raises(FulldepthError, match=word):
-        coherence_penalty(*(torch.zeros(shape) for shape in shapes), layer, 12, **options)
-
-
-def test_padding_is_refused():
-    refuse_padding(None)
-    refuse_padding(torch.ones(3, 4, dtype=torch.long))
-    with pytest.raises(FulldepthError, match="padding in 1 of 3"):
-        refuse_padding(torch.tensor([[1, 1], [1, 0], [1, 1]]))

@@ -134,26 +134,3 @@ def test_only_the_states_are_kept_and_a_changed_one_is_noticed(states):
     middle[3].add_(1.0)
     with pytest.raises(FulldepthError, match="h_3 was overwritten"):
         loss.backward()
-
-
-@pytest.mark.parametrize("layers", [1, 30])
-def test_weights_of_the_layers(layers):
-    for alpha in (0.0, 0.1, 1e3):
-        np.testing.assert_allclose(jump_weights(layers, alpha), softmax(alpha, layers), rtol=1e-13, atol=0)
-    assert jump_weights(layers, math.inf).tolist() == [0.0] * (layers - 1) + [1.0]
-
-
-@pytest.mark.parametrize(
-    ("shapes", "options", "word"),
-    [
-        ([(3, 7, 6)], {}, "2 hidden states"),
-        ([(3, 7, 6), (3, 7, 5), (3, 7, 6)], {}, r"\(3, 7, 5\)"),
-        ([(3, 7, 6)] * 2, {"mask": torch.ones(7, dtype=torch.bool)}, "mask"),
-        ([(3, 7, 6)] * 2, {"mask": torch.zeros(3, 7)}, "mask"),
-        ([(3, 7, 6)] * 2, {"alpha": -1.0}, "alpha"),
-        ([(3, 7, 6)] * 2, {"alpha": math.nan}, "alpha"),
-    ],
-)
-def test_mistakes_are_refused(shapes, options, word):
-    with pytest.raises(FulldepthError, match=word):
-        jump_penalty([torch.zeros(shape) for shape in shapes], **options)

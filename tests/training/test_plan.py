@@ -176,7 +176,6 @@ def test_the_lines_of_a_dry_run(monkeypatch):
     assert aligned["memory"][0] == "0.04 GiB"  # four float32 numbers for each parameter
     paper = {"num_labels": 1000}  # Table 1 of the paper on aligned training
     assert told("deit-small-imagenet", model=paper)["parameters"][0] == "22,050,664"
-    assert told("deit-small-imagenet", model=paper, method="multi-exit")["parameters"][0] == "26,274,664"
     assert told("tiny-vit")["tokens"][0] == f"{400 * 64 * 17:,}"
     assert "forward" not in told("tiny-detr", model={"num_labels": 3})
     for number in (1, True, "many"):

@@ -21,7 +21,7 @@ from fulldepth.hf import find_checkpoints, is_sealed
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.training import train
-from fulldepth.training.callback import Conductor
+from fulldepth.training.callback import RunCallback
 from fulldepth.training.folder import resume_notes
 from fulldepth.training.text import rows_hash
 from fulldepth.training.trainer import RunTrainer
@@ -94,7 +94,7 @@ def test_a_half_written_checkpoint_is_skipped(damage, whole, tmp_path):
 
 
 def test_sigterm_saves_and_says_where(recipe, tmp_path, monkeypatch, capsys):
-    evaluate = Conductor._evaluate
+    evaluate = RunCallback._evaluate
 
     def signalled(self, step):
         evaluate(self, step)
@@ -102,7 +102,7 @@ def test_sigterm_saves_and_says_where(recipe, tmp_path, monkeypatch, capsys):
             handler = signal.getsignal(signal.SIGTERM)
             handler(signal.SIGTERM, None)
 
-    monkeypatch.setattr(Conductor, "_evaluate", signalled)
+    monkeypatch.setattr(RunCallback, "_evaluate", signalled)
     monkeypatch.setattr(sys, "argv", ["fulldepth", "train", str(recipe(save_every=8)), "-o", str(tmp_path / "run")])
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as leaving:

@@ -128,17 +128,6 @@ def test_an_exported_checkpoint_is_uploaded(recipe, tmp_path, monkeypatch):
     assert lines[-1] == "Published: https://hub.invalid/me/small"
 
 
-def test_memory_added_to_a_trained_llama_starts_where_it_stopped(recipe, tmp_path):
-    """`kv` at its initial value reads each layer's own keys and values: no jump in the loss at step 0."""
-    before = train(settings(recipe()), tmp_path / "llama")
-    model = {"type": "depth_llama", "checkpoint": str(tmp_path / "llama"), "memory": "kv"}
-    after = train(settings(recipe(model=model)), tmp_path / "kv")
-    assert values(after, "validation_loss", 0) == pytest.approx(values(before, "validation_loss", 8), rel=1e-6)
-    assert values(after, "validation_loss", 8)[0] < values(after, "validation_loss", 0)[0]
-    names = list(AutoModelForCausalLM.from_pretrained(tmp_path / "kv" / "checkpoint-8").state_dict())
-    assert sum("router" in name for name in names) == 3  # layers 2 to 4
-
-
 def test_a_loss_that_is_not_finite_stops_the_run(recipe, tmp_path, monkeypatch):
     from fulldepth.training import run as room
 
