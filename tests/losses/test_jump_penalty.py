@@ -108,22 +108,6 @@ def test_what_does_not_count_has_no_effect(states, mask, penalty, garbage):
     assert penalty(dirty, mask=mask).isnan()
 
 
-@pytest.mark.parametrize(
-    ("states", "expected"),
-    [
-        ([torch.zeros(2, 3, 4)] * 4, 0.0),
-        ([scale * torch.arange(1.0, 25).view(2, 3, 4) for scale in (1, 3, -1)], softmax(1.0, 2)[1]),
-    ],
-)
-def test_zero_states_and_copies_have_no_gradient(states, expected):
-    inputs = leaves(states, torch.float32)
-    for mask, value in ((None, expected), (torch.zeros(2, 3, dtype=torch.bool), 0.0)):
-        found = jump_penalty(inputs, 1.0, mask)
-        found.backward()
-        assert found.item() == pytest.approx(value, abs=1e-6)
-        assert all(state.grad.abs().max() < 1e-6 for state in inputs)
-
-
 def test_only_the_states_are_kept_and_a_changed_one_is_noticed(states):
     inputs = leaves(states, torch.bfloat16)
     _, saved = kept(lambda: jump_penalty(inputs))

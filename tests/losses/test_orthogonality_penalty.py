@@ -8,7 +8,7 @@ import torch
 from scipy.stats import ortho_group
 
 from fulldepth.losses.orthogonality_penalty import orthogonality_penalty
-from fulldepth.losses.term import blocks
+from fulldepth.losses.term import block_size
 from losses.trained_step import is_value, kept
 
 SHAPES = [(3, 9, 5), (3, 5, 8), (2, 3, 8), (2, 1, 4)]
@@ -18,7 +18,7 @@ SHAPES = [(3, 9, 5), (3, 5, 8), (2, 3, 8), (2, 1, 4)]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """One or two sequences at a time."""
-    monkeypatch.setattr(sys.modules[blocks.__module__], "CPU_BLOCK", 100)
+    monkeypatch.setattr(sys.modules[block_size.__module__], "CPU_BLOCK", 100)
 
 
 @pytest.fixture

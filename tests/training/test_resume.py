@@ -205,7 +205,7 @@ def test_a_run_does_not_go_on_with_other_data_or_another_model(changed, recipe, 
 def test_the_hash_of_conversations_is_of_what_is_read():
     rows = [{"input_ids": [1, 2, n], "labels": [-100, 2, n], "text": "a"} for n in range(5)]
     first, again = Dataset.from_list(rows), Dataset.from_list([{**row, "text": "b"} for row in rows])
-    assert rows_hash(first) == rows_hash(again) == rows_hash(Dataset.from_list(rows[:2] + rows[2:]))
-    others = [rows[::-1], rows[:4], [{**rows[0], "labels": [1, 2, 0]}, *rows[1:]]]
-    assert len({rows_hash(Dataset.from_list(other)) for other in (rows, *others)}) == 4
+    assert rows_hash(first) == rows_hash(again)
+    other = Dataset.from_list([{**rows[0], "labels": [1, 2, 0]}, *rows[1:]])
+    assert len({rows_hash(first), rows_hash(other), rows_hash(first.select([1, 0, 2, 3, 4]))}) == 3
     assert rows_hash(first, first.select([0])) != rows_hash(first.select([0]), first)

@@ -163,12 +163,10 @@ def tracked(evaluation: Evaluation, means: Mapping[str, tuple[float, float] | li
     numbers = {"eval_loss": evaluation.loss}
     depth = sum(row.measure == "displacement" for row in evaluation.rows)
     for row in evaluation.rows:
-        if row.measure == "validation_accuracy":
-            numbers["eval_accuracy"] = row.value
-        elif row.measure == "displacement":
-            numbers[f"eval_displacement_layer_{row.layer}"] = row.value
-        elif row.measure == "jump_rate" and row.layer is not None:
-            numbers[f"eval_zeta_L-{depth - row.layer}".removesuffix("-0")] = row.value
+        back = f"-{depth - (row.layer or 0)}".removesuffix("-0")
+        names = {"validation_accuracy": "accuracy", "displacement": f"displacement_layer_{row.layer}"}
+        if name := {**names, "jump_rate": f"zeta_L{back}"}.get(row.measure):
+            numbers[f"eval_{name}"] = row.value
     for name, (total, count) in means.items():
         numbers["cross_entropy" if name == "ce" else f"penalty_{name}"] = total / count if count else math.nan
     return {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -65,11 +65,8 @@ def class_names(settings: TrainSettings, source: Source | None = None) -> tuple[
         FulldepthError: if `model.num_labels` is no number of classes that the task can have, the data are not at hand,
             or they have no classes, or not as many as declared.
     """
-    declared, data, detects = (
-        (settings.model.model_extra or {}).get("num_labels"),
-        settings.data,
-        settings.task == "detection",
-    )
+    declared = (settings.model.model_extra or {}).get("num_labels")
+    data, detects = settings.data, settings.task == "detection"
     least = 1 if detects else 2
     if declared is not None and (type(declared) is not int or declared < least):
         raise FulldepthError(
@@ -130,14 +127,12 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
         FulldepthError: if data, model or method do not fit the task.
     """
     detects, start = settings.task == "detection", settings.model.checkpoint
-    for name, options in settings.objective.terms.items() if detects else ():
+    for name in settings.objective.terms if detects else ():
         if name not in DETECTS:
             raise FulldepthError(
                 f"task: detection cannot be trained with {name}. It can with {', '.join(DETECTS)}, and with the loss "
                 "of the last decoder layer alone (method: baseline)."
             )
-        if isinstance(options, dict) and options.get("positions", 1.0) != 1.0:
-            raise FulldepthError(f"{name}.positions samples the tokens of a text; detection matches all queries.")
     watcher.say(f"Reading {settings.data.name}")
     data = labelled_data(settings)
     config = build_config(settings.model, task=settings.task, classes=data.classes)

@@ -433,14 +433,13 @@ def with_new_head(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -
     return {name: own[name] if name in fresh else weight for name, weight in loaded.model.state_dict().items()}
 
 
-def start_exit_heads(model: PreTrainedModel, checkpoint: str, method: str) -> list[str]:
+def start_exit_heads(model: PreTrainedModel, checkpoint: str) -> list[str]:
     """Fill the exit heads of a model with those stored beside the checkpoint that it starts from; those of a language
     model without stored ones with copies of its own head, which comes from the checkpoint.
 
     Args:
         model: to train, with exit heads if its method trains any.
         checkpoint: folder or Hub name.
-        method: name of the method, for messages.
 
     Returns:
         A sentence on what became of the stored heads; empty without any.
@@ -452,10 +451,8 @@ def start_exit_heads(model: PreTrainedModel, checkpoint: str, method: str) -> li
     if path is None and has_exit_heads(model) and task_of(model) == "causal-lm":
         copy_to_exit_heads(find_anatomy(model))
         return ["The heads of layers 1 to L-1 start as copies of the model's own."]
-    if path is None:
+    if path is None or not has_exit_heads(model):
         return []
-    if not has_exit_heads(model):
-        return [f"{checkpoint} has a head for every layer; method={method} leaves out all but the last layer's."]
     stored = load_config(checkpoint)
     if stored.num_labels != model.config.num_labels or not _same_classes(stored, model.config):
         return [f"The exit heads of {checkpoint} are for other classes; those of layers 1 to L-1 start anew."]

@@ -22,7 +22,7 @@ from fulldepth.training.folder import KIND, check_origin, explaining_full_disk, 
 from fulldepth.training.labelled import image_data, text_data
 from fulldepth.training.model import build_model, start_exit_heads
 from fulldepth.training.text import conversation_data, packed_data, require_separate_documents
-from fulldepth.training.trainer import RunData, RunTrainer, batch_note, resolved, training_arguments
+from fulldepth.training.trainer import RunData, RunTrainer, resolved, training_arguments
 
 DATA = {
     "causal-lm": packed_data,
@@ -78,27 +78,29 @@ def train(
                 settings, folder, arguments, watcher
             )
             model = build_model(data.config, settings)
-            warnings = [*data.warnings, *batch_note(settings, arguments.per_device_train_batch_size)]
+            warnings = list(data.warnings)
             if settings.task == "causal-lm" and not settings.data.across_documents:
                 require_separate_documents(model)
             trainer: Any = (data.trainer or RunTrainer)(model, arguments, data, settings)
             if settings.model.checkpoint is not None:
-                warnings += start_exit_heads(trainer.plain_model, settings.model.checkpoint, settings.method)
+                warnings += start_exit_heads(trainer.plain_model, settings.model.checkpoint)
             for line in warnings:
                 watcher.say(line)
             origin = check_origin(settings, data.facts["hash"], model.config, trainer.args, notes.origin, checkpoint)
             meta = _meta(settings, name, model, data, warnings)
-            batch_size = 8 if settings.task == "causal-lm" else 32
+            collate, batch_size = data.collator or trainer.data_collator, 8 if settings.task == "causal-lm" else 32
             callback = RunCallback(
                 trainer,
                 folder,
                 meta,
-                partial(evaluate, data=data.validation, collate=trainer.data_collator, batch_size=batch_size),
+                partial(evaluate, data=data.validation, collate=collate, batch_size=batch_size),
                 watcher,
                 notes.model_copy(update={"origin": origin}),
                 checkpoint,
             )
-            watcher.say(_beginning(settings, meta["model"], checkpoint))
+            size = f"{meta['model']['class']}: {meta['model']['parameters'] / 1e6:.1f} M parameters"
+            amount = f"{settings.steps * settings.units_per_step:,} {settings.unit} in {settings.steps:,} steps"
+            watcher.say(f"{size}, {amount}" + (f"; going on after {checkpoint.name}." if checkpoint else "."))
             if checkpoint is None or step_of(checkpoint) < settings.steps:
                 with stopping(callback):
                     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -129,16 +131,6 @@ def _meta(settings: TrainSettings, recipe: str, model: Any, data: RunData, warni
         "versions": versions(),
         "warnings": warnings,
     }
-
-
-def _beginning(settings: TrainSettings, model: dict[str, Any], checkpoint: Path | None) -> str:
-    number = settings.steps * settings.units_per_step
-    amount = f"{number / 1e6:.2f} M" if settings.task == "causal-lm" else f"{number:,}"
-    return (
-        f"{model['class']}: {model['parameters'] / 1e6:.1f} M parameters, {amount} {settings.unit} in {settings.steps} "
-        f"steps, validated on {settings.data.validation or 'held-out data'}"
-        + (f"; going on after {checkpoint.name}." if checkpoint else ".")
-    )
 
 
 def _last_good(folder: Path) -> str:
