@@ -6,9 +6,8 @@ import sys
 import pytest
 import torch
 
-from fulldepth.errors import FulldepthError
-from fulldepth.losses.coherence_penalty import coherence_penalty, refuse_padding
-from fulldepth.losses.term import blocks
+from fulldepth.losses.coherence_penalty import coherence_penalty
+from fulldepth.losses.term import block_size
 from losses.trained_step import is_value, kept, leaves
 
 SHAPES = [(5, 8, 3), (2, 9, 4), (3, 24, 2), (4, 2, 2), (2, 3, 2)]
@@ -22,7 +21,7 @@ SETTINGS = [
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Few channels at a time."""
-    monkeypatch.setattr(sys.modules[blocks.__module__], "CPU_BLOCK", 80)
+    monkeypatch.setattr(sys.modules[block_size.__module__], "CPU_BLOCK", 80)
 
 
 @pytest.fixture
@@ -90,17 +89,6 @@ def test_only_the_states_and_the_spectra_are_kept(pair):
     assert all(x.untyped_storage().data_ptr() in ours or x.numel() in (1, 4 * 3 * 5) for x in saved)
 
 
-def test_autocast_changes_nothing(pair):
-    plain = leaves(pair((5, 8, 3)), torch.float32)
-    cast = leaves(plain, torch.float32)
-    expected = coherence_penalty(*plain, 2, 12, energy=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        value = coherence_penalty(*cast, 2, 12, energy=True)
-    torch.autograd.backward([value, expected])
-    assert torch.equal(value, expected)
-    assert all(torch.equal(h.grad, other.grad) for h, other in zip(cast, plain, strict=True))
-
-
 @pytest.mark.parametrize(("constant", "dtype"), [(0.0, torch.bfloat16), (1234.567, torch.float32)])
 def test_channels_that_do_not_vary_are_harmless(pair, constant, dtype):
     still = leaves([torch.full((2, 6, 3), constant)] * 2, dtype)
@@ -117,26 +105,3 @@ def test_channels_that_do_not_vary_are_harmless(pair, constant, dtype):
     assert not inputs[0].grad[1, :, 1].any()
     assert not inputs[1].grad[2, :, 0].any()
     assert inputs[0].grad[0].any()
-
-
-@pytest.mark.parametrize(
-    ("shapes", "layer", "options", "word"),
-    [
-        ([(1, 8, 3)] * 2, 2, {}, "two sequences"),
-        ([(1, 8, 3)] * 2, 2, {"reduce": lambda tensor: tensor}, "two sequences"),
-        ([(5, 1, 3)] * 2, 2, {}, "two positions"),
-        ([(5, 8, 3), (5, 7, 3)], 2, {}, r"\(5, 7, 3\)"),
-        ([(5, 8, 3)] * 2, -1, {}, "layer .* -1"),
-        ([(5, 8, 3)] * 2, 12, {}, "layer .* 12"),
-    ],
-)
-def test_mistakes_are_refused(shapes, layer, options, word):
-    with pytest.raises(FulldepthError, match=word):
-        coherence_penalty(*(torch.zeros(shape) for shape in shapes), layer, 12, **options)
-
-
-def test_padding_is_refused():
-    refuse_padding(None)
-    refuse_padding(torch.ones(3, 4, dtype=torch.long))
-    with pytest.raises(FulldepthError, match="padding in 1 of 3"):
-        refuse_padding(torch.tensor([[1, 1], [1, 0], [1, 1]]))

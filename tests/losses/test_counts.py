@@ -99,7 +99,3 @@ def test_processes_repeat_no_example(tmp_path):
     sampler = trainer.get_train_dataloader().batch_sampler
     shares = [list(BatchSamplerShard(sampler, 2, process)) for process in range(2)]
     assert shares == [[[0, 1]], [[2, 3]]]  # the third whole batch has no partner
-    trainer, _ = run(tmp_path, {"jump": 1.0}, 7)
-    sampler = trainer.get_train_dataloader().batch_sampler
-    shares = [list(BatchSamplerShard(sampler, 2, process)) for process in range(2)]
-    assert shares == [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]  # as accelerate does it: example 0 twice

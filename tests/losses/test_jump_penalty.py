@@ -108,22 +108,6 @@ def test_what_does_not_count_has_no_effect(states, mask, penalty, garbage):
     assert penalty(dirty, mask=mask).isnan()
 
 
-@pytest.mark.parametrize(
-    ("states", "expected"),
-    [
-        ([torch.zeros(2, 3, 4)] * 4, 0.0),
-        ([scale * torch.arange(1.0, 25).view(2, 3, 4) for scale in (1, 3, -1)], softmax(1.0, 2)[1]),
-    ],
-)
-def test_zero_states_and_copies_have_no_gradient(states, expected):
-    inputs = leaves(states, torch.float32)
-    for mask, value in ((None, expected), (torch.zeros(2, 3, dtype=torch.bool), 0.0)):
-        found = jump_penalty(inputs, 1.0, mask)
-        found.backward()
-        assert found.item() == pytest.approx(value, abs=1e-6)
-        assert all(state.grad.abs().max() < 1e-6 for state in inputs)
-
-
 def test_only_the_states_are_kept_and_a_changed_one_is_noticed(states):
     inputs = leaves(states, torch.bfloat16)
     _, saved = kept(lambda: jump_penalty(inputs))
@@ -134,26 +118,3 @@ def test_only_the_states_are_kept_and_a_changed_one_is_noticed(states):
     middle[3].add_(1.0)
     with pytest.raises(FulldepthError, match="h_3 was overwritten"):
         loss.backward()
-
-
-@pytest.mark.parametrize("layers", [1, 30])
-def test_weights_of_the_layers(layers):
-    for alpha in (0.0, 0.1, 1e3):
-        np.testing.assert_allclose(jump_weights(layers, alpha), softmax(alpha, layers), rtol=1e-13, atol=0)
-    assert jump_weights(layers, math.inf).tolist() == [0.0] * (layers - 1) + [1.0]
-
-
-@pytest.mark.parametrize(
-    ("shapes", "options", "word"),
-    [
-        ([(3, 7, 6)], {}, "2 hidden states"),
-        ([(3, 7, 6), (3, 7, 5), (3, 7, 6)], {}, r"\(3, 7, 5\)"),
-        ([(3, 7, 6)] * 2, {"mask": torch.ones(7, dtype=torch.bool)}, "mask"),
-        ([(3, 7, 6)] * 2, {"mask": torch.zeros(3, 7)}, "mask"),
-        ([(3, 7, 6)] * 2, {"alpha": -1.0}, "alpha"),
-        ([(3, 7, 6)] * 2, {"alpha": math.nan}, "alpha"),
-    ],
-)
-def test_mistakes_are_refused(shapes, options, word):
-    with pytest.raises(FulldepthError, match=word):
-        jump_penalty([torch.zeros(shape) for shape in shapes], **options)

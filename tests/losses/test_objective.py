@@ -162,23 +162,6 @@ def test_penalties_of_large_float16_states_are_finite():
         assert all(slope.isfinite().all() for slope in found if slope is not None)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, "autocast"])
-def test_half_precision_stays_near_float32(dtype):
-    model, inputs = BUILDERS["llama"](), batch()
-
-    def taken() -> tuple[Tensor, dict[str, Tensor]]:
-        _, parts = step(model, Objective(jump=4.0), inputs)
-        return torch.cat([g.flatten().float() for g in gradients(model).values()]), parts
-
-    expected, _ = taken()
-    autocast = dtype == "autocast"
-    model = model if autocast else model.to(dtype)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        got, parts = taken()
-    assert parts["jump"].dtype == torch.float32
-    assert float(torch.cosine_similarity(got, expected, dim=0)) > 0.999
-
-
 def test_steps_are_counted_by_calls_or_by_the_optimiser():
     model, inputs = BUILDERS["llama"](), batch()
     objective = Objective(aligned=1.0).attach(model)
@@ -263,6 +246,3 @@ def test_terms_without_a_meaning_are_refused(terms, word):
 def test_the_paper_s_layers_are_the_default():
     assert CoherencePenalty().chosen_layers(12) == [2, 4, 6, 8]
     assert OrthogonalityPenalty().chosen_layers(12) == [3, 5, 7, 9, 10]
-    for depth in (4, 6, 16, 24, 32):
-        assert max(CoherencePenalty().chosen_layers(depth)) < depth
-        assert max(OrthogonalityPenalty().chosen_layers(depth)) < depth

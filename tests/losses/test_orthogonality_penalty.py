@@ -7,9 +7,8 @@ import pytest
 import torch
 from scipy.stats import ortho_group
 
-from fulldepth.errors import FulldepthError
 from fulldepth.losses.orthogonality_penalty import orthogonality_penalty
-from fulldepth.losses.term import blocks
+from fulldepth.losses.term import block_size
 from losses.trained_step import is_value, kept
 
 SHAPES = [(3, 9, 5), (3, 5, 8), (2, 3, 8), (2, 1, 4)]
@@ -19,7 +18,7 @@ SHAPES = [(3, 9, 5), (3, 5, 8), (2, 3, 8), (2, 1, 4)]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """One or two sequences at a time."""
-    monkeypatch.setattr(sys.modules[blocks.__module__], "CPU_BLOCK", 100)
+    monkeypatch.setattr(sys.modules[block_size.__module__], "CPU_BLOCK", 100)
 
 
 @pytest.fixture
@@ -109,16 +108,3 @@ def test_only_the_states_are_kept_and_autocast_changes_nothing(states):
     assert {x.untyped_storage().data_ptr() for x in saved if x.numel() > 1} == {storage}
     assert torch.equal(value, orthogonality_penalty(plain))
     assert torch.equal(h.grad, plain.grad)
-
-
-@pytest.mark.parametrize(
-    ("shape", "options", "word"),
-    [
-        ((4, 5), {}, r"\[B, T, D\]"),
-        ((2, 3, 4), {"form": "frobenus"}, "frobenius"),
-        ((2, 3, 4), {"mask": torch.ones(3, 2, dtype=torch.bool)}, "mask"),
-    ],
-)
-def test_mistakes_are_refused(shape, options, word):
-    with pytest.raises(FulldepthError, match=word):
-        orthogonality_penalty(torch.zeros(shape), **options)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from fulldepth.errors import FulldepthError
 from fulldepth.losses.similarity_penalty import similarity_penalty
 from losses.trained_step import is_value, leaves
 
@@ -61,12 +60,3 @@ def test_nothing_to_compare(states, layers):
         value.backward()
         assert value == 0
         assert not any(state.grad.any() for state in inputs)
-
-
-@pytest.mark.parametrize(
-    ("count", "weights", "word"),
-    [(0, "linear", "hidden states"), (4, "linar", "linear"), (4, [1.0, 2.0], "4 finite weights")],
-)
-def test_mistakes_are_refused(states, count, weights, word):
-    with pytest.raises(FulldepthError, match=word):
-        similarity_penalty(states[:count], weights)

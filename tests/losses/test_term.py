@@ -1,17 +1,32 @@
-"""What a contributor adds for a new penalty: one class and one entry of the registry, good for loops and recipes."""
+"""What a contributor adds for a new penalty: one class and one entry of the registry, good for loops and recipes; the
+mistakes that penalties refuse.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 import yaml
 from torch import Tensor
 
 from fulldepth.cli import main
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.errors import FulldepthError
-from fulldepth.losses import TERMS, Context, Term
+from fulldepth.losses import (
+    TERMS,
+    Context,
+    Term,
+    aligned_loss,
+    coherence_penalty,
+    jump_penalty,
+    orthogonality_penalty,
+    similarity_penalty,
+)
 from fulldepth.results import Results
 from fulldepth.settings import assignments, layer
 from fulldepth.training import TrainSettings
@@ -93,3 +108,45 @@ def test_nothing_switches_off_what_the_method_has():
     assert resolved(chosen).objective.terms == {"coherence": {"target": 0.5}}
     assert list(make_objective(resolved(chosen)).terms) == ["coherence"]
     assert resolved(resolved(chosen).model_copy(update={"method": "standard"})).objective == resolved(chosen).objective
+
+
+def zeros(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.zeros(shape) for shape in shapes]
+
+
+def wrong_aligned(head: Any = None, labels: Any = None, **options: Any) -> Any:
+    labels = torch.zeros(3, 7, dtype=torch.long) if labels is None else labels
+    return lambda: aligned_loss(zeros(STATE, STATE), head or torch.nn.Linear(6, 4), labels, **options)
+
+
+STATE = (3, 7, 6)
+MISTAKES: list[tuple[Callable[[], Tensor], str]] = [
+    (lambda: jump_penalty(zeros(STATE)), "2 hidden states"),
+    (lambda: jump_penalty(zeros(STATE, (3, 7, 5), STATE)), r"\(3, 7, 5\)"),
+    (lambda: jump_penalty(zeros(STATE, STATE), mask=torch.ones(7, dtype=torch.bool)), "mask"),
+    (lambda: jump_penalty(zeros(STATE, STATE), mask=torch.zeros(3, 7)), "mask"),
+    (lambda: jump_penalty(zeros(STATE, STATE), math.nan), "alpha"),
+    (lambda: similarity_penalty([]), "hidden states"),
+    (lambda: similarity_penalty(zeros(STATE), "linar"), "linear"),
+    (lambda: orthogonality_penalty(torch.zeros(4, 5)), r"\[B, T, D\]"),
+    (lambda: orthogonality_penalty(torch.zeros(STATE), form="frobenus"), "frobenius"),
+    (lambda: coherence_penalty(*zeros((1, 8, 3), (1, 8, 3)), 2, 12), "two sequences"),
+    (lambda: coherence_penalty(*zeros((1, 8, 3), (1, 8, 3)), 2, 12, reduce=lambda tensor: tensor), "two sequences"),
+    (lambda: coherence_penalty(*zeros((5, 1, 3), (5, 1, 3)), 2, 12), "two positions"),
+    (lambda: coherence_penalty(*zeros((5, 8, 3), (5, 7, 3)), 2, 12), r"\(5, 7, 3\)"),
+    (lambda: coherence_penalty(*zeros((5, 8, 3), (5, 8, 3)), 12, 12), "layer .* 12"),
+    (wrong_aligned(labels=torch.zeros(3, 6, dtype=torch.long)), r"labels .*\(3, 6\)"),
+    (wrong_aligned(labels=torch.zeros(3, 7)), "labels"),
+    (wrong_aligned(weights=[1.0]), "2 finite weights"),
+    (wrong_aligned(weights=[1.0, -1.0]), "2 finite weights"),
+    (wrong_aligned(weights=[1.0, math.inf]), "2 finite weights"),
+    (wrong_aligned(lambda x: x[:, 0]), "head"),
+    (wrong_aligned(chunk=0), "chunk"),
+    (wrong_aligned(positions=1.5), "positions"),
+]
+
+
+@pytest.mark.parametrize(("call", "word"), MISTAKES)
+def test_mistakes_in_calls_of_the_formulas_are_refused(call, word):
+    with pytest.raises(FulldepthError, match=word):
+        call()

@@ -208,44 +208,29 @@ def test_losses_and_reductions_are_float32(name, trained):
         assert [two[key] for key in losses] == pytest.approx([one[key] for key in losses], abs=2e-3)
 
 
-@pytest.fixture
-def interrupted(trained, tmp_path):
-    """`interrupted(name, kind, which)`: a run as it was when it was killed after its second step, and its recipe."""
-
-    def copied(name, kind, which):
-        run = tmp_path / which
-        shutil.copytree(trained(name, kind) / which, run)
-        shutil.rmtree(run / "checkpoint-4")
-        return run, trained(name, kind) / "recipe.yaml"
-
-    return copied
-
-
 @pytest.mark.slow
-def test_a_sharded_run_is_resumed_to_the_same_bytes_and_by_other_processes(
-    interrupted, trained, two_processes, tmp_path
-):
+def test_a_sharded_run_is_resumed_to_the_same_bytes_and_by_other_processes(trained, two_processes, tmp_path):
     """A checkpoint of sharded weights by two processes and by one; one of whole weights by two that shard."""
+
+    def interrupted(which):
+        run = tmp_path / which
+        shutil.copytree(trained("tied", "sharded") / which, run)
+        shutil.rmtree(run / "checkpoint-4")
+        return run
+
+    recipe = trained("tied", "sharded") / "recipe.yaml"
     whole = trained("tied", "sharded") / "one" / "checkpoint-4"
     for which in ("two", "one"):
-        run, recipe = interrupted("tied", "sharded", which)
+        run = interrupted(which)
         for code, _, error in two_processes(command, "train", recipe, "fsdp=true", "--output", run, "--resume"):
             assert code == 0, error
         assert_same(run / "checkpoint-4", whole)
     again, before = (weights(run / "checkpoint-4") for run in (tmp_path / "two", trained("tied", "sharded") / "two"))
     assert all(torch.equal(again[name], weight) for name, weight in before.items())
     shutil.rmtree(tmp_path / "two")
-    run, recipe = interrupted("tied", "sharded", "two")
+    run = interrupted("two")
     train(alone(recipe), run, resume=True)
     assert_same(run / "checkpoint-4", whole)
-
-
-@pytest.mark.slow
-def test_a_multi_exit_run_is_resumed_with_its_heads(interrupted, trained, two_processes):
-    run, recipe = interrupted("vit", "copied", "two")
-    for code, _, error in two_processes(fulldepth, "train", recipe, "--output", run, "--resume"):
-        assert code == 0, error
-    assert_same(run / "checkpoint-4", trained("vit", "copied") / "one" / "checkpoint-4")
 
 
 def test_what_cannot_be_sharded_is_refused(recipe, tmp_path):

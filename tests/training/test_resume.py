@@ -21,7 +21,7 @@ from fulldepth.hf import find_checkpoints, is_sealed
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.training import train
-from fulldepth.training.callback import Conductor
+from fulldepth.training.callback import RunCallback
 from fulldepth.training.folder import resume_notes
 from fulldepth.training.text import rows_hash
 from fulldepth.training.trainer import RunTrainer
@@ -94,7 +94,7 @@ def test_a_half_written_checkpoint_is_skipped(damage, whole, tmp_path):
 
 
 def test_sigterm_saves_and_says_where(recipe, tmp_path, monkeypatch, capsys):
-    evaluate = Conductor._evaluate
+    evaluate = RunCallback._evaluate
 
     def signalled(self, step):
         evaluate(self, step)
@@ -102,7 +102,7 @@ def test_sigterm_saves_and_says_where(recipe, tmp_path, monkeypatch, capsys):
             handler = signal.getsignal(signal.SIGTERM)
             handler(signal.SIGTERM, None)
 
-    monkeypatch.setattr(Conductor, "_evaluate", signalled)
+    monkeypatch.setattr(RunCallback, "_evaluate", signalled)
     monkeypatch.setattr(sys, "argv", ["fulldepth", "train", str(recipe(save_every=8)), "-o", str(tmp_path / "run")])
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as leaving:
@@ -205,7 +205,7 @@ def test_a_run_does_not_go_on_with_other_data_or_another_model(changed, recipe, 
 def test_the_hash_of_conversations_is_of_what_is_read():
     rows = [{"input_ids": [1, 2, n], "labels": [-100, 2, n], "text": "a"} for n in range(5)]
     first, again = Dataset.from_list(rows), Dataset.from_list([{**row, "text": "b"} for row in rows])
-    assert rows_hash(first) == rows_hash(again) == rows_hash(Dataset.from_list(rows[:2] + rows[2:]))
-    others = [rows[::-1], rows[:4], [{**rows[0], "labels": [1, 2, 0]}, *rows[1:]]]
-    assert len({rows_hash(Dataset.from_list(other)) for other in (rows, *others)}) == 4
+    assert rows_hash(first) == rows_hash(again)
+    other = Dataset.from_list([{**rows[0], "labels": [1, 2, 0]}, *rows[1:]])
+    assert len({rows_hash(first), rows_hash(other), rows_hash(first.select([1, 0, 2, 3, 4]))}) == 3
     assert rows_hash(first, first.select([0])) != rows_hash(first.select([0]), first)

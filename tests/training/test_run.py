@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 import sys
 from itertools import pairwise
-from unittest.mock import create_autospec
 
 import pytest
 import torch
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import fulldepth.architectures  # noqa: F401  registers depth_llama
 from fulldepth.cli import main
 from fulldepth.data import pack
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import publishing, seal
-from fulldepth.progress import Watcher
+from fulldepth.hf import seal
 from fulldepth.results import Results
 from fulldepth.settings import assignments, layer, read
 from fulldepth.training import TrainSettings, export_run, train
@@ -112,31 +110,6 @@ def test_a_model_trained_from_a_run_generates_as_the_first_one_does(recipe, tmp_
         monkeypatch.setattr(sys, "argv", ["fulldepth", *command, *further])
         with pytest.raises(SystemExit, match=r"^0$"):
             main()
-
-
-def test_an_exported_checkpoint_is_uploaded(recipe, tmp_path, monkeypatch):
-    train(settings(recipe(steps=1, eval_every=1, save_every=1, warmup_steps=0)), tmp_path / "run")
-    hub = create_autospec(HfApi, instance=True)
-    hub.create_repo.return_value = "https://hub.invalid/me/small"
-    monkeypatch.setattr(publishing, "HfApi", lambda: hub)
-    monkeypatch.setattr(publishing, "get_token", lambda: "token")
-    lines = []
-    folder = export_run(tmp_path / "run", tmp_path / "model", push_to_hub="me/small", watcher=Watcher(say=lines.append))
-    assert hub.upload_folder.call_args.kwargs["folder_path"] == folder
-    assert not (folder / "optimizer.pt").exists()
-    assert (folder / "README.md").is_file()
-    assert lines[-1] == "Published: https://hub.invalid/me/small"
-
-
-def test_memory_added_to_a_trained_llama_starts_where_it_stopped(recipe, tmp_path):
-    """`kv` at its initial value reads each layer's own keys and values: no jump in the loss at step 0."""
-    before = train(settings(recipe()), tmp_path / "llama")
-    model = {"type": "depth_llama", "checkpoint": str(tmp_path / "llama"), "memory": "kv"}
-    after = train(settings(recipe(model=model)), tmp_path / "kv")
-    assert values(after, "validation_loss", 0) == pytest.approx(values(before, "validation_loss", 8), rel=1e-6)
-    assert values(after, "validation_loss", 8)[0] < values(after, "validation_loss", 0)[0]
-    names = list(AutoModelForCausalLM.from_pretrained(tmp_path / "kv" / "checkpoint-8").state_dict())
-    assert sum("router" in name for name in names) == 3  # layers 2 to 4
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(recipe, tmp_path, monkeypatch):

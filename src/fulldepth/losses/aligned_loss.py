@@ -19,6 +19,7 @@ from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import Classifier, exit_weights, uses_fsdp
+from fulldepth.losses.task import Detection
 from fulldepth.losses.term import Context, Term, check_states, statistics_dtype
 from fulldepth.targets import IGNORE
 
@@ -82,12 +83,22 @@ class LayerwiseLoss(Term):
     def _of_samples(self, context: Context, heads: Sequence[Classifier]) -> Tensor:
         """Loss of a classifier of sequences or images, from the states that its head reads."""
         labels, states = self._labels(context), context.states["residual"][1:]
-        shares = layer_weights(self.weights, len(states))
-        total = torch.zeros((), dtype=statistics_dtype(*states), device=states[-1].device)
-        for share, state, head in zip(shares, states, heads, strict=True):
-            if share:
-                mask = head.sample_mask(context.batch, context.task.counted(context.batch, state))
-                total = total + share * _sample_loss(head.sequences(state, mask), labels, total.dtype).to(total.device)
+        dtype, device = statistics_dtype(*states), states[-1].device
+        total = torch.zeros((), dtype=dtype, device=device)
+        for share, state, head in zip(layer_weights(self.weights, len(states)), states, heads, strict=True):
+            if not share:
+                continue
+            mask = head.sample_mask(context.batch, context.task.counted(context.batch, state))
+            logits = head.sequences(state, mask)  # [B, C]
+            if labels.is_floating_point() or labels.shape != logits.shape[:1] or logits.shape[1] < 2:
+                raise FulldepthError(
+                    f"Layers are trained as classifiers of one class out of several: expected integer labels "
+                    f"[{len(logits)}] and at least two classes, got {labels.dtype} {tuple(labels.shape)} and "
+                    f"{logits.shape[1]}."
+                )
+            targets = labels.to(logits.device)
+            loss = F.cross_entropy(logits.to(dtype), targets, reduction="sum", ignore_index=IGNORE)
+            total = total + share * (loss / (targets != IGNORE).sum().clamp(min=1)).to(device)
         return total
 
 
@@ -107,8 +118,8 @@ class Aligned(LayerwiseLoss):
         """
         assert context.classifier is not None
         classifier = context.classifier.after_forward().shared()
-        if not classifier.per_token and self.positions < 1:
-            raise FulldepthError("aligned.positions is for models that predict at every position; this one classifies.")
+        if self.positions < 1 and (not classifier.per_token or isinstance(context.task, Detection)):
+            raise FulldepthError("aligned.positions is for models that predict a token at every position.")
         return self.of_layers(context, classifier, self.positions)
 
 
@@ -166,18 +177,6 @@ def add_exit_heads(model: nn.Module, seed: int = 0) -> None:
     Source: "Representation progression and aligned training", Sec. 3.1 and Table 1 (multiple classifiers).
     """
     hf.add_exit_heads(find_anatomy(model), seed)  # type: ignore[arg-type]
-
-
-def _sample_loss(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mean cross-entropy of `logits: [B, C]`; 0 if no sample has a label."""
-    if labels.is_floating_point() or labels.shape != logits.shape[:1] or logits.shape[1] < 2:
-        raise FulldepthError(
-            f"Layers are trained as classifiers of one class out of several: expected integer labels [{len(logits)}] "
-            f"and at least two classes, got {labels.dtype} {tuple(labels.shape)} and {logits.shape[1]}."
-        )
-    labels = labels.to(logits.device)
-    total = F.cross_entropy(logits.to(dtype), labels, reduction="sum", ignore_index=IGNORE)
-    return total / (labels != IGNORE).sum().clamp(min=1)
 
 
 def aligned_loss(
@@ -263,13 +262,10 @@ def aligned_loss(
     return total / number
 
 
-def _chunks(labels: Tensor, ignore_index: int, size: int) -> list[tuple[Tensor | None, Tensor]]:
-    """Of each chunk of positions the labelled ones (None: all) and their labels."""
-    chunks: list[tuple[Tensor | None, Tensor]] = []
-    for part in labels.split(size):
-        index = (part != ignore_index).nonzero()[:, 0]
-        chunks.append((None, part) if len(index) == len(part) else (index, part[index]))
-    return chunks
+def _chunks(labels: Tensor, ignore_index: int, size: int) -> list[tuple[Tensor, Tensor]]:
+    """Of each chunk of positions the labelled ones and their labels."""
+    indices = ((part, (part != ignore_index).nonzero()[:, 0]) for part in labels.split(size))
+    return [(index, part[index]) for part, index in indices]
 
 
 def layer_weights(weights: str | Sequence[float], num_layers: int) -> list[float]:
@@ -295,10 +291,9 @@ def layer_weights(weights: str | Sequence[float], num_layers: int) -> list[float
     return [float(weight) for weight in weights]
 
 
-def _cross_entropy(head: Reader, rows: Tensor, index: Tensor | None, targets: Tensor, dtype: torch.dtype) -> Tensor:
+def _cross_entropy(head: Reader, rows: Tensor, index: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
     """Summed cross-entropy of the chosen rows of one chunk `[N, D]`."""
-    rows = rows.to(targets.device)
-    logits = head(rows if index is None else rows[index])
+    logits = head(rows.to(targets.device)[index])
     if logits.ndim != 2 or len(logits) != len(targets):
         raise FulldepthError(f"the head must return [N, V] for N = {len(targets)} states, got {tuple(logits.shape)}")
     return F.cross_entropy(logits.to(dtype), targets.to(logits.device), reduction="sum")

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fulldepth.distributed import sum_over_processes
 from fulldepth.errors import FulldepthError
-from fulldepth.losses.term import Amount, Context, LayerTerm, blocks, check_states, statistics_dtype
+from fulldepth.losses.term import Amount, Context, LayerTerm, block_size, check_states, statistics_dtype
 
 POWER_RATIO = 2.0
 """The energy term is 0 if the power of the output's spectrum is within this factor of the input's."""
@@ -106,7 +106,7 @@ def coherence_penalty(
         _check_sequences(len(h_out))
     shape = (2 + layer / 2, math.sqrt(num_layers - layer), eps)
     dtype, width = statistics_dtype(h_in, h_out), h_out.shape[-1]
-    size = next(blocks(width, h_out[..., 0].numel(), h_out.device)).stop
+    size = block_size(h_out[..., 0].numel(), h_out.device)
     parts = [
         checkpoint(_spectra, x, y, *shape, dtype, energy, use_reentrant=False, preserve_rng_state=False)
         for x, y in zip(h_in.to(h_out.device).split(size, -1), h_out.split(size, -1), strict=True)

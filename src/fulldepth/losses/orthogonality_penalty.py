@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fulldepth.errors import unknown
-from fulldepth.losses.term import Context, LayerTerm, blocks, check_states, statistics_dtype
+from fulldepth.losses.term import Context, LayerTerm, block_size, check_states, statistics_dtype
 
 FORMS = ("mean", "frobenius")
 
@@ -64,13 +65,11 @@ def orthogonality_penalty(h: Tensor, *, form: str = "mean", mask: Tensor | None 
     if form not in FORMS:
         raise unknown("form of the orthogonality penalty", form, FORMS)
     sequences, length, width = h.shape
-    ignored = None if mask is None else ~mask.to(h.device, torch.bool)
+    size = block_size(width * max(length, width), h.device)
+    ignored = repeat(None) if mask is None else (~mask.to(h.device, torch.bool)).split(size)
     total = h.new_zeros((), dtype=statistics_dtype(h))
-    for rows in blocks(sequences, width * max(length, width), h.device):
-        some = None if ignored is None else ignored[rows]
-        total = total + checkpoint(
-            _squared_deviation, h[rows], some, eps, use_reentrant=False, preserve_rng_state=False
-        )
+    for rows, some in zip(h.split(size), ignored, strict=False):
+        total = total + checkpoint(_squared_deviation, rows, some, eps, use_reentrant=False, preserve_rng_state=False)
     return total / (sequences * width**2 if form == "mean" else sequences)
 
 

@@ -6,7 +6,7 @@ Below it what penalties share: checks of hidden states, dtype of statistics, blo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -179,11 +179,10 @@ def statistics_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
-def blocks(count: int, size: int, device: torch.device) -> Iterator[slice]:
-    """Slices that cover `count` items of `size` elements each, with a block size that suits the device."""
+def block_size(size: int, device: torch.device) -> int:
+    """Number of items of `size` elements each in a block that suits the device."""
     room = CPU_BLOCK if device.type == "cpu" else ACCELERATOR_BLOCK
-    step = max(1, room // max(1, size))
-    return (slice(start, start + step) for start in range(0, count, step))
+    return max(1, room // max(1, size))
 
 
 def check_states(hidden_states: Sequence[Tensor], mask: Tensor | None, least: int, dimensions: int = 0) -> None:

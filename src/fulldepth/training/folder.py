@@ -72,7 +72,7 @@ class RunNotes(Settings):
     evaluated: NonNegativeInt = 0
     """Step of the last evaluation."""
     origin: dict[str, str] = Field(default_factory=dict)
-    """What determines a run's numbers besides its settings, see `origin_of`."""
+    """What determines a run's numbers besides its settings, see `check_origin`."""
 
 
 def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
@@ -214,17 +214,29 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def origin_of(
-    settings: TrainSettings, data: str, config: PreTrainedConfig, arguments: TrainingArguments
+def check_origin(
+    settings: TrainSettings,
+    data: str,
+    config: PreTrainedConfig,
+    arguments: TrainingArguments,
+    before: dict[str, str],
+    checkpoint: Path | None,
 ) -> dict[str, str]:
     """What determines a run's numbers besides its settings: hashes of data and configuration, the order of the items,
-    and the size of the batches if a penalty is a function of it.
+    and the size of the batches if a penalty is a function of it. Refuse to resume where numbers would differ; every
+    process must call this.
 
     Args:
         settings: the run's settings.
         data: hash of the training data.
         config: the model's configuration.
         arguments: the Trainer's arguments.
+        before: origin in the checkpoint.
+        checkpoint: the checkpoint to resume from; None at the start.
+
+    Raises:
+        FulldepthError: in every process, if the data or the configuration are not those of the checkpoint or of another
+            process.
     """
     entries = json.loads(config.to_json_string(use_diff=True)).items()
     counted = {name: value for name, value in entries if name not in NO_NUMBERS}
@@ -236,33 +248,19 @@ def origin_of(
     for name in per_batch_terms(settings.objective.terms):
         sizes = f"{arguments.world_size} x {arguments.per_device_train_batch_size} sequences"
         origin[f"batch of {name}"] = sizes
-    return origin
-
-
-def check_origin(now: dict[str, str], before: dict[str, str] | None, checkpoint: Path | None) -> None:
-    """Refuse to resume where numbers would differ; every process must call this.
-
-    Args:
-        now: origin of this process.
-        before: origin in the checkpoint; None at the start.
-        checkpoint: the checkpoint to resume from; None at the start.
-
-    Raises:
-        FulldepthError: in every process, if the data or the configuration are not those of the checkpoint or of another
-            process.
-    """
-    references = [("in process 0", current().agree(now))]
-    if before is not None:
+    references = [("in process 0", current().agree(origin))]
+    if checkpoint is not None:
         references.append((f"in {checkpoint}", before))
     differences = [
         f"The {name} differs: {one_line(was.get(name), 60)} {where}, {one_line(here, 60)} here. A run needs the same "
         "data, tokenizer and model from beginning to end, in every process."
         for where, was in references
-        for name, here in now.items()
+        for name, here in origin.items()
         if was.get(name) != here
     ]
     if everywhere := [difference for part in current().gather(differences) for difference in part]:
         raise FulldepthError(everywhere[0])
+    return origin
 
 
 def step_of(checkpoint: Path) -> int:

@@ -49,12 +49,8 @@ def draw_weights(model: PreTrainedModel, settings: InitializerSettings) -> None:
     """
     check_initializer(model, settings)
     with torch.no_grad():
-        if settings.distribution == "truncated-normal":
-            for module in _matrices(model):
-                _fill_truncated(module)
-        elif settings.distribution == "glorot":
-            for module in _matrices(model):
-                _fill_glorot(module)
+        for module in _matrices(model) if settings.distribution != "model" else ():
+            _fill(module, glorot=settings.distribution == "glorot")
         if settings.output_scale != 1.0:
             for module in _outputs(model):
                 module.weight.mul_(settings.output_scale)
@@ -126,23 +122,16 @@ def _memory_bounds(model: PreTrainedModel, settings: InitializerSettings) -> dic
     return bounds
 
 
-def _fill_glorot(module: Any) -> None:
-    weight = module.weight
-    drawn = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
-    if isinstance(module, nn.Embedding):
-        weight.copy_(drawn.normal_())
-    else:
-        weight.copy_(nn.init.xavier_uniform_(drawn))
-    if getattr(module, "bias", None) is not None:
-        module.bias.zero_()
-
-
-def _fill_truncated(module: Any) -> None:
-    weight = module.weight
-    std = 1 / math.sqrt(weight.shape[0 if isinstance(module, Conv1D) else 1])
+def _fill(module: Any, *, glorot: bool) -> None:
+    """Draw a matrix by the rule of `glorot` or `truncated-normal`; biases and the padding token's embedding are 0."""
+    weight, embeds = module.weight, isinstance(module, nn.Embedding)
     drawn = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))  # bfloat16 is too coarse
-    weight.copy_(nn.init.trunc_normal_(drawn, std=std, a=-CUT * std, b=CUT * std))
-    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-        weight[module.padding_idx].zero_()
+    if glorot:
+        weight.copy_(drawn.normal_() if embeds else nn.init.xavier_uniform_(drawn))
+    else:
+        std = 1 / math.sqrt(weight.shape[0 if isinstance(module, Conv1D) else 1])
+        weight.copy_(nn.init.trunc_normal_(drawn, std=std, a=-CUT * std, b=CUT * std))
+        if embeds and module.padding_idx is not None:
+            weight[module.padding_idx].zero_()
     if getattr(module, "bias", None) is not None:
         module.bias.zero_()

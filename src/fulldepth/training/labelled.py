@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -23,51 +24,27 @@ from fulldepth.data.labelled import (
     LabelledRows,
     Rows,
     check_classes,
-    check_kind,
     check_rows,
     held_out,
-    in_epochs,
     name_classes,
 )
 from fulldepth.data.sequences import Batch, Picture, collate_images
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.execution.stream import is_close, relative_error
 from fulldepth.fingerprint import Fingerprint
-from fulldepth.hf import evaluating, load_processor
+from fulldepth.hf import load_processor
 from fulldepth.progress import Watcher
 from fulldepth.settings.train import AugmentationSettings, TrainSettings
 from fulldepth.targets import IGNORE
 from fulldepth.training.folder import TOKENIZER
 from fulldepth.training.model import WEIGHTS, build_config, special_tokens
 from fulldepth.training.text import run_tokenizer
-from fulldepth.training.trainer import RunData, RunTrainer
+from fulldepth.training.trainer import RunData
 
 DETECTS = ("aligned", "multi_exit", "similarity", "jump")
 """Terms that a detector can be trained with; the others read attention over positions of a sequence."""
 EDGE = 800
 RATIO = 5 / 3
 """Longest edge over the shorter one that images are scaled to (DETR's 1333 / 800)."""
-
-
-class EpochSampler(torch.utils.data.Sampler[int]):
-    """A run's order of the items, with the epoch in the key; see `LabelledRows`."""
-
-    def __init__(self, order: Any, size: int) -> None:
-        self.order, self.size = order, size
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[int]:
-        return in_epochs(self.order, self.size)
-
-
-class LabelledTrainer(RunTrainer):
-    """Trainer for labelled rows."""
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        data: Any = self.train_dataset if train_dataset is None else train_dataset
-        return EpochSampler(super()._get_train_sampler(data), len(data))
 
 
 class LabelledData(NamedTuple):
@@ -79,54 +56,39 @@ class LabelledData(NamedTuple):
     warnings: list[str]
 
 
-def declared_classes(settings: TrainSettings) -> int | None:
-    """`model.num_labels`; None if the data determine the number of classes.
+def class_names(settings: TrainSettings, source: Source | None = None) -> tuple[str, ...]:
+    """Names of the classes of a run, from its training source; a detector's are those of the data's categories.
+
+    Without a source they come from `model.num_labels`, the description of the data, or their labels; no image is read.
 
     Raises:
-        FulldepthError: if it is no number of classes that the task can have.
+        FulldepthError: if `model.num_labels` is no number of classes that the task can have, the data are not at hand,
+            or they have no classes, or not as many as declared.
     """
-    count = (settings.model.model_extra or {}).get("num_labels")
-    least = 1 if settings.task == "detection" else 2
-    if count is None or (isinstance(count, int) and not isinstance(count, bool) and count >= least):
-        return count
-    raise FulldepthError(
-        f"model.num_labels is {one_line(repr(count), 60)}. Expected a whole number of at least {least}: the classes of "
-        f"task: {settings.task}."
-    )
-
-
-def data_classes(source: Source, settings: TrainSettings) -> tuple[str, ...]:
-    """Names of the classes of a run's training source; a detector's are those of the data's categories.
-
-    Raises:
-        FulldepthError: if the source has no classes, or not as many as the settings declare.
-    """
-    declared, names = declared_classes(settings), source.class_names
-    if settings.task != "detection":
-        return name_classes(source, declared)
-    check_kind(source, settings.task)
-    if declared not in (None, len(names)):
-        raise FulldepthError(f"{source.name} names {len(names)} classes; model.num_labels is {declared}.")
-    return names
-
-
-def class_names(settings: TrainSettings) -> tuple[str, ...]:
-    """Names of the classes, from `model.num_labels`, the description of the data, or their labels; no image is read.
-
-    Raises:
-        FulldepthError: if the data are not at hand, or name no classes.
-    """
-    declared, data = declared_classes(settings), settings.data
-    if declared is not None:
+    declared = (settings.model.model_extra or {}).get("num_labels")
+    data, detects = settings.data, settings.task == "detection"
+    least = 1 if detects else 2
+    if declared is not None and (type(declared) is not int or declared < least):
+        raise FulldepthError(
+            f"model.num_labels is {one_line(repr(declared), 60)}. Expected a whole number of at least {least}: the "
+            f"classes of task: {settings.task}."
+        )
+    if source is None and declared is not None:
         return tuple(f"LABEL_{number}" for number in range(declared))
-    try:
+    if source is None:
         opened = partial(open_source, data.name, config=data.config, split=data.split, held_out=False)
-        if settings.task != "detection" and len(stated := opened(limit=1).class_names) > 1:
-            return stated
-        source = opened(skip_bad=data.skip_bad)
-    except FulldepthError as error:
-        raise FulldepthError(f"{error} Without the data, model.num_labels=N states the number of classes.") from error
-    return data_classes(source, settings)
+        try:
+            if not detects and len(stated := opened(limit=1).class_names) > 1:
+                return stated
+            source = opened(skip_bad=data.skip_bad)
+        except FulldepthError as error:
+            advice = "Without the data, model.num_labels=N states the number of classes."
+            raise FulldepthError(f"{error} {advice}") from error
+    if not detects:
+        return name_classes(source, declared)
+    if declared not in (None, len(source.class_names)):
+        raise FulldepthError(f"{source.name} names {len(source.class_names)} classes; model.num_labels is {declared}.")
+    return source.class_names
 
 
 def labelled_data(settings: TrainSettings) -> LabelledData:
@@ -143,7 +105,7 @@ def labelled_data(settings: TrainSettings) -> LabelledData:
         return rows, rows.warnings + ([] if detects else check_classes(rows, skip_bad=skip or not every))
 
     source = open_source(data.name, config=data.config, split=data.split, held_out=False, skip_bad=skip)
-    classes = data_classes(source, settings)
+    classes = class_names(settings, source)
     rows, warnings = checked(source)
     if data.validation is not None:
         other = open_source(data.validation, skip_bad=skip, limit=settings.most_validation, seed=settings.seed)
@@ -165,14 +127,12 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
         FulldepthError: if data, model or method do not fit the task.
     """
     detects, start = settings.task == "detection", settings.model.checkpoint
-    for name, options in settings.objective.terms.items() if detects else ():
+    for name in settings.objective.terms if detects else ():
         if name not in DETECTS:
             raise FulldepthError(
                 f"task: detection cannot be trained with {name}. It can with {', '.join(DETECTS)}, and with the loss "
                 "of the last decoder layer alone (method: baseline)."
             )
-        if isinstance(options, dict) and options.get("positions", 1.0) != 1.0:
-            raise FulldepthError(f"{name}.positions samples the tokens of a text; detection matches all queries.")
     watcher.say(f"Reading {settings.data.name}")
     data = labelled_data(settings)
     config = build_config(settings.model, task=settings.task, classes=data.classes)
@@ -208,7 +168,6 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
         collator,
         replace(collator, augment=Augmentation(settings.augmentation, processor, settings.seed)) if augments else None,
         data.warnings,
-        LabelledTrainer,
     )
 
 
@@ -286,26 +245,7 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
         _facts(data, described),
         Collator(pad_id=pad_id),
         warnings=[*data.warnings, *warnings],
-        trainer=LabelledTrainer,
     )
-
-
-@torch.no_grad()
-def padding_warning(model: Any, rows: LabelledRows, collator: Collator) -> list[str]:
-    """A warning if the logits of the shortest row change in a batch with the longest, where it is padded.
-
-    FNet and ConvBERT mix padding into the tokens; XLNet's classifier reads the last position.
-    """
-    ends = sorted(range(len(rows)), key=lambda index: len(rows[index].example.input_ids))
-    shortest, longest = rows[ends[0]], rows[ends[-1]]
-    with evaluating(model):
-        alone, padded = (model(**collator(batch)).logits[:1] for batch in ([shortest], [shortest, longest]))
-    if is_close(padded, alone):
-        return []
-    return [
-        f"The logits of {type(model).__name__} change by {relative_error(padded, alone):.1e} (relative) when a text is "
-        "padded to the longest of its batch, as in training; measure and exit do not pad it."
-    ]
 
 
 def _facts(data: LabelledData, described: Fingerprint) -> dict[str, Any]:
@@ -354,7 +294,9 @@ class Augmentation:
             pictures.append(item.example.mirrored() if mirrors else item.example)
         if not self._changes_pixels:
             return collate_images(pictures, range(len(pictures)), self.processor)
-        batch = collate_images(pictures, range(len(pictures)), _Unnormalised(self.processor))
+        unnormalised = copy(self.processor)
+        unnormalised.do_normalize = False
+        batch = collate_images(pictures, range(len(pictures)), unnormalised)
         pixels = batch.inputs["pixel_values"]  # [B, C, H, W]
         height, width = pixels.shape[-2:]
         before, after = self._pixel_changes((height, width))
@@ -387,16 +329,6 @@ class Augmentation:
         if settings.randaugment:
             before.append(kornia.auto.RandAugment(n=settings.randaugment, m=settings.magnitude))
         return before, [kornia.RandomErasing(p=settings.erasing)] if settings.erasing else []
-
-
-class _Unnormalised:
-    """A processor without its normalisation."""
-
-    def __init__(self, processor: Any) -> None:
-        self.processor = processor
-
-    def __call__(self, **options: Any) -> Any:
-        return self.processor(do_normalize=False, **options)
 
 
 def _seed(*parts: int | str) -> int:

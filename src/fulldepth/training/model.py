@@ -78,10 +78,10 @@ class HeadKind:
     common: tuple[str, ...]
     """Well-known model types."""
 
-    def names(self, config: Any) -> list[str]:
-        """Names of the model classes of a configuration, the usual one first; empty without any."""
-        kinds = self.mapping.get(type(config), ())
-        return [kind.__name__ for kind in (kinds if isinstance(kinds, list | tuple) else (kinds,))]
+    def model_class(self, config: Any) -> Any:
+        """The usual model class of a configuration."""
+        kinds = self.mapping[type(config)]
+        return kinds[0] if isinstance(kinds, list | tuple) else kinds
 
 
 HEADS = {
@@ -134,7 +134,11 @@ def build_config(
         FulldepthError: for an unknown type or option, values that the class refuses, fewer embeddings than the
             tokenizer has tokens, fewer positions than a sequence has tokens, or a checkpoint of another type.
     """
-    base = None if model.checkpoint is None else _start(model.checkpoint)
+    base: PreTrainedConfig | None = None
+    try:
+        base = None if model.checkpoint is None else load_config(model.checkpoint)
+    except FulldepthError as error:
+        raise FulldepthError(f"{error} model.checkpoint=FOLDER names what training starts from.") from error
     kind = _kind(model, base, task)
     given = dict(model.model_extra or {})
     labels = {} if task == "causal-lm" or "num_labels" not in given else {"num_labels": given.pop("num_labels")}
@@ -165,8 +169,9 @@ def build_config(
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise FulldepthError(f"These settings make no {kind.model_type}: {_reason(error)}") from error
     _check_sizes(config, task, vocab_size, positions)
-    if not config.architectures and len(HEADS[task].names(config)) > 1:  # a DeiT is built with one head or two
-        config.architectures = HEADS[task].names(config)[:1]
+    model_class = HEADS[task].model_class(config)
+    if not config.architectures and HEADS[task].mapping[type(config)] is not model_class:
+        config.architectures = [model_class.__name__]  # a DeiT is built with one head or two
     return config
 
 
@@ -254,12 +259,11 @@ def _without_values(model: PreTrainedModel) -> PreTrainedModel:
 
 def _from_config(config: PreTrainedConfig, settings: TrainSettings) -> PreTrainedModel:
     """The model with the initial weights of its class."""
-    kind: Any = HEADS[settings.task].mapping.get(type(config), None)
-    kind = kind[0] if isinstance(kind, list | tuple) else kind
-    lacks = settings.attention == "sdpa" and not getattr(kind, "_supports_sdpa", True)  # PyTorch's fused attention
+    head = HEADS[settings.task]
+    lacks = settings.attention == "sdpa" and not head.model_class(config)._supports_sdpa  # PyTorch's fused attention
     attention = "eager" if lacks else settings.attention
     try:
-        model: PreTrainedModel = HEADS[settings.task].auto.from_config(
+        model: PreTrainedModel = head.auto.from_config(
             config,
             dtype=WEIGHTS[settings.precision],
             attn_implementation={"": attention} if settings.task == "detection" else attention,  # not the backbone
@@ -296,13 +300,11 @@ def tokens_of_an_image(model: PreTrainedModel) -> int:
     """
     config = model.config
     size = getattr(config, "image_size", None) or 0
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    pixels = torch.zeros(1, getattr(config, "num_channels", 3), height, width, device="meta")
-    states = model(pixel_values=pixels, output_hidden_states=True).hidden_states[-1] if height else None
-    if states is None or states.ndim != 3:
-        raise FulldepthError(
-            f"A {config.model_type} does not read an image as a sequence of tokens; it has no estimate."
-        )
+    edges = size if isinstance(size, list | tuple) else (size, size)
+    pixels = torch.zeros(1, getattr(config, "num_channels", 3), *edges, device="meta")
+    states = model(pixel_values=pixels, output_hidden_states=True).hidden_states[-1] if size else pixels
+    if states.ndim != 3:
+        raise FulldepthError(f"A {config.model_type} does not read an image as a sequence of tokens.")
     return int(states.shape[1])
 
 
@@ -329,14 +331,6 @@ def _kind(model: ModelSettings, base: PreTrainedConfig | None, task: str) -> typ
             "model.type to keep the checkpoint's."
         )
     return kind
-
-
-def _start(checkpoint: str) -> PreTrainedConfig:
-    try:
-        config: PreTrainedConfig = load_config(checkpoint)
-    except FulldepthError as error:
-        raise FulldepthError(f"{error} model.checkpoint=FOLDER names what training starts from.") from error
-    return config
 
 
 def _options(kind: type[PreTrainedConfig]) -> set[str]:
@@ -421,17 +415,17 @@ def with_new_head(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -
 
     Args:
         model: the model to train, with the head as it was drawn.
-        checkpoint: folder, GGUF file, package or Hub name.
+        checkpoint: folder, package or Hub name.
         dtype: of the weights.
 
     Raises:
-        FulldepthError: if the checkpoint lacks weights of the body.
+        FulldepthError: if the checkpoint lacks weights of the body, or is a GGUF file.
     """
-    own, body = model.state_dict(), f"{model.base_model_prefix}."
     if find_gguf(packaged(checkpoint)) is not None:
-        return own | _gguf_body(model, checkpoint, dtype)
+        raise FulldepthError(f"{checkpoint} is a GGUF file; only language models are trained from one.")
+    own, body = model.state_dict(), f"{model.base_model_prefix}."
     loaded = load_checkpoint(
-        checkpoint, dtype=dtype, device="cpu", model_class=type(model), config=model.config, may_lack=is_of_head
+        checkpoint, dtype=dtype, device="cpu", model_class=type(model), config=model.config, may_lack=_is_of_head
     )
     fresh = set(loaded.fresh)
     if not _same_classes(load_config(checkpoint), model.config):
@@ -439,31 +433,13 @@ def with_new_head(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -
     return {name: own[name] if name in fresh else weight for name, weight in loaded.model.state_dict().items()}
 
 
-def _gguf_body(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The body's weights from a GGUF file, which is read as a language model, by their names in `model`.
-
-    Raises:
-        FulldepthError: if they are not all of the weights of the model's body.
-    """
-    body = f"{model.base_model_prefix}."
-    stored = load_checkpoint(checkpoint, dtype=dtype, device="cpu").model.base_model.state_dict()
-    found = {body + name: weight for name, weight in stored.items()}
-    if different := sorted(found.keys() ^ {name for name in model.state_dict() if name.startswith(body)}):
-        raise FulldepthError(
-            f"The body of {checkpoint} is not that of a {type(model).__name__}: {len(different)} weights are in one of "
-            f"them only (first: {different[0]}). Start from a safetensors folder."
-        )
-    return found
-
-
-def start_exit_heads(model: PreTrainedModel, checkpoint: str, method: str) -> list[str]:
+def start_exit_heads(model: PreTrainedModel, checkpoint: str) -> list[str]:
     """Fill the exit heads of a model with those stored beside the checkpoint that it starts from; those of a language
     model without stored ones with copies of its own head, which comes from the checkpoint.
 
     Args:
         model: to train, with exit heads if its method trains any.
         checkpoint: folder or Hub name.
-        method: name of the method, for messages.
 
     Returns:
         A sentence on what became of the stored heads; empty without any.
@@ -475,10 +451,8 @@ def start_exit_heads(model: PreTrainedModel, checkpoint: str, method: str) -> li
     if path is None and has_exit_heads(model) and task_of(model) == "causal-lm":
         copy_to_exit_heads(find_anatomy(model))
         return ["The heads of layers 1 to L-1 start as copies of the model's own."]
-    if path is None:
+    if path is None or not has_exit_heads(model):
         return []
-    if not has_exit_heads(model):
-        return [f"{checkpoint} has a head for every layer; method={method} leaves out all but the last layer's."]
     stored = load_config(checkpoint)
     if stored.num_labels != model.config.num_labels or not _same_classes(stored, model.config):
         return [f"The exit heads of {checkpoint} are for other classes; those of layers 1 to L-1 start anew."]
@@ -495,10 +469,9 @@ def _same_classes(stored: Any, wanted: Any) -> bool:
     return names[0] == names[1] or any(unnamed)
 
 
-def is_of_head(model: PreTrainedModel, name: str) -> bool:
+def _is_of_head(model: PreTrainedModel, name: str) -> bool:
     """Whether a weight belongs to the head (or the pooler before it) and not to the body."""
-    body = f"{model.base_model_prefix}."
-    return not name.startswith(body) or "pooler" in name.split(".")
+    return not name.startswith(f"{model.base_model_prefix}.") or "pooler" in name.split(".")
 
 
 def _reason(error: Exception) -> str:

@@ -16,7 +16,7 @@ from fulldepth.settings.train import TrainSettings
 from fulldepth.training.initial import check_initializer
 from fulldepth.training.labelled import class_names
 from fulldepth.training.model import WEIGHTS, build_config, meta_model, tokens_of_an_image
-from fulldepth.training.trainer import batch_note, batch_split, make_objective, parameter_groups, resolved
+from fulldepth.training.trainer import batch_split, make_objective, parameter_groups, resolved
 
 LEARNED = ("builtin", "wordpiece", "bpe")
 """Kinds of tokenizers that are trained for a run, with at most so many tokens as they name."""
@@ -123,7 +123,6 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
     made = plan(settings, config, processes=launch.world())
     settings, flops = made.settings, made.flops
     unit = "sequences" if settings.unit == "tokens" else settings.unit
-    split = f"Processes, {unit} in a forward pass, forward passes in a step."
     outside = f"{made.parameters_without_embeddings:,} without embeddings and output head."
     rows = [
         ("model", made.model, f"{made.trainable:,} parameters are trained."),
@@ -132,7 +131,7 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
         (
             "batch",
             f"{made.processes} x {made.micro_batch} x {made.accumulation}",
-            " ".join([split, *batch_note(settings, made.micro_batch)]),
+            f"Processes, {unit} in a forward pass, forward passes in a step.",
         ),
         ("memory", f"{made.memory / 2**30:,.2f} GiB", "Weights, gradients and optimiser of one process."),
     ]

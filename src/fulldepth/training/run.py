@@ -16,13 +16,13 @@ from fulldepth.progress import Watcher
 from fulldepth.results import Results, versions
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.train import TrainSettings
-from fulldepth.training.callback import Conductor, RunRecord, stopping
+from fulldepth.training.callback import RunCallback, stopping
 from fulldepth.training.evaluation import evaluate
-from fulldepth.training.folder import KIND, check_origin, explaining_full_disk, holding, open_run, origin_of, step_of
-from fulldepth.training.labelled import image_data, padding_warning, text_data
+from fulldepth.training.folder import KIND, check_origin, explaining_full_disk, holding, open_run, step_of
+from fulldepth.training.labelled import image_data, text_data
 from fulldepth.training.model import build_model, start_exit_heads
 from fulldepth.training.text import conversation_data, packed_data, require_separate_documents
-from fulldepth.training.trainer import RunData, RunTrainer, batch_note, resolved, training_arguments
+from fulldepth.training.trainer import RunData, RunTrainer, resolved, training_arguments
 
 DATA = {
     "causal-lm": packed_data,
@@ -78,38 +78,38 @@ def train(
                 settings, folder, arguments, watcher
             )
             model = build_model(data.config, settings)
-            warnings = [*data.warnings, *batch_note(settings, arguments.per_device_train_batch_size)]
-            if settings.task == "text-classification":
-                warnings += padding_warning(model, data.train, data.collator)
+            warnings = list(data.warnings)
             if settings.task == "causal-lm" and not settings.data.across_documents:
                 require_separate_documents(model)
             trainer: Any = (data.trainer or RunTrainer)(model, arguments, data, settings)
             if settings.model.checkpoint is not None:
-                warnings += start_exit_heads(trainer.plain_model, settings.model.checkpoint, settings.method)
+                warnings += start_exit_heads(trainer.plain_model, settings.model.checkpoint)
             for line in warnings:
                 watcher.say(line)
-            origin = origin_of(settings, data.facts["hash"], model.config, trainer.args)
-            check_origin(origin, None if checkpoint is None else notes.origin, checkpoint)
+            origin = check_origin(settings, data.facts["hash"], model.config, trainer.args, notes.origin, checkpoint)
             meta = _meta(settings, name, model, data, warnings)
-            record = RunRecord.reopen(folder, meta, checkpoint) if checkpoint else RunRecord(folder, meta)
-            batch_size = 8 if settings.task == "causal-lm" else 32
-            conductor = Conductor(
+            collate, batch_size = data.collator or trainer.data_collator, 8 if settings.task == "causal-lm" else 32
+            callback = RunCallback(
                 trainer,
-                record,
-                partial(evaluate, data=data.validation, collate=trainer.data_collator, batch_size=batch_size),
+                folder,
+                meta,
+                partial(evaluate, data=data.validation, collate=collate, batch_size=batch_size),
                 watcher,
                 notes.model_copy(update={"origin": origin}),
+                checkpoint,
             )
-            watcher.say(_beginning(settings, meta["model"], checkpoint))
+            size = f"{meta['model']['class']}: {meta['model']['parameters'] / 1e6:.1f} M parameters"
+            amount = f"{settings.steps * settings.units_per_step:,} {settings.unit} in {settings.steps:,} steps"
+            watcher.say(f"{size}, {amount}" + (f"; going on after {checkpoint.name}." if checkpoint else "."))
             if checkpoint is None or step_of(checkpoint) < settings.steps:
-                with stopping(conductor):
+                with stopping(callback):
                     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-            if conductor.stop_asked and trainer.state.global_step < settings.steps:
+            if callback.stop_asked and trainer.state.global_step < settings.steps:
                 raise StoppedError(f"Stopped after step {trainer.state.global_step}. {_last_good(folder)}")
-            record.complete = True
+            results = callback.results(complete=True)
             if trainer.args.should_save:
-                record.results().save(folder)  # the page says that the run is complete
-            return record.results()
+                results.save(folder)  # the page says that the run is complete
+            return results
 
 
 def _meta(settings: TrainSettings, recipe: str, model: Any, data: RunData, warnings: list[str]) -> dict[str, Any]:
@@ -131,16 +131,6 @@ def _meta(settings: TrainSettings, recipe: str, model: Any, data: RunData, warni
         "versions": versions(),
         "warnings": warnings,
     }
-
-
-def _beginning(settings: TrainSettings, model: dict[str, Any], checkpoint: Path | None) -> str:
-    number = settings.steps * settings.units_per_step
-    amount = f"{number / 1e6:.2f} M" if settings.task == "causal-lm" else f"{number:,}"
-    return (
-        f"{model['class']}: {model['parameters'] / 1e6:.1f} M parameters, {amount} {settings.unit} in {settings.steps} "
-        f"steps, validated on {settings.data.validation or 'held-out data'}"
-        + (f"; going on after {checkpoint.name}." if checkpoint else ".")
-    )
 
 
 def _last_good(folder: Path) -> str:

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -213,25 +212,16 @@ def varlen_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention with the interface of flash attention: a batch of one row is cut where positions restart.
 
-    Query, key and value are `[B, H, T, D]` and the result `[B, T, H, D]`; the mask is None, as without padding.
+    Query, key and value are `[1, H, T, D]` and the result `[1, T, H, D]`; the mask is None, as without padding.
     Windows and soft caps in `options` have no effect on two documents of a few tokens.
     """
-    cuts = [0, query.shape[2]]
-    if position_ids is not None and len(query) == 1:
-        starts = (position_ids[0] == position_ids.min()).nonzero()[:, 0].tolist()
-        cuts = sorted({*cuts, *starts})
-    parts = [
-        scaled_dot_product_attention(
-            query[:, :, start:stop],
-            key[:, :, start:stop],
-            value[:, :, start:stop],
-            scale=scaling,
-            is_causal=True,
-            enable_gqa=True,
-        )
-        for start, stop in pairwise(cuts)
-    ]
-    return torch.cat(parts, dim=2).transpose(1, 2), None
+    length = query.shape[2]
+    together = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    if position_ids is not None:
+        document = (position_ids[0] == position_ids.min()).cumsum(0)  # [T]
+        together &= document[:, None] == document
+    states = scaled_dot_product_attention(query, key, value, together, scale=scaling, enable_gqa=True)
+    return states.transpose(1, 2), None
 
 
 def sft_data(settings: TrainSettings, tokenizer: Any) -> tuple[list[Any], dict[str, Any], list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from fulldepth import launch
 from fulldepth.data import ShuffledSampler, flatten_windows
+from fulldepth.data.labelled import LabelledRows, in_epochs
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import checkpoint_of, pick_device
@@ -145,13 +146,21 @@ def training_arguments(settings: TrainSettings, folder: Path) -> Any:
         **more,
     )
     if settings.fsdp:
-        _shard(arguments, settings)
+        state = arguments.distributed_state.distributed_type
+        if state == DistributedType.MULTI_CPU or (state == DistributedType.NO and arguments.device.type == "cpu"):
+            raise FulldepthError("fsdp needs accelerators: on CPUs the processes copy the weights (fsdp=false).")
+        if state == DistributedType.NO:
+            raise FulldepthError("fsdp shards over processes; start them with torchrun, or train with fsdp=false.")
+        # Gradients are summed in float32, and outputs keep their type; accelerate's policy would use bfloat16 for both.
+        gathered = torch.bfloat16 if settings.precision == "autocast" else None
+        policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
+        arguments.fsdp_plugin_args["mixed_precision_policy"] = policy
     return arguments
 
 
 def batch_split(settings: TrainSettings, world: int) -> tuple[int, int]:
     """(sequences per forward pass, accumulated passes) of each of `world` processes. The first is `micro_batch_size`,
-    or the largest number below it that divides the process's share of the batch (`batch_note` says so).
+    or the largest number below it that divides the process's share of the batch.
 
     Raises:
         FulldepthError: if the processes cannot share the batch evenly.
@@ -164,14 +173,6 @@ def batch_split(settings: TrainSettings, world: int) -> tuple[int, int]:
     most = min(settings.micro_batch_size or share, share)
     micro = next(size for size in range(most, 0, -1) if share % size == 0)
     return micro, share // micro
-
-
-def batch_note(settings: TrainSettings, micro: int) -> list[str]:
-    """A sentence if `micro` sequences are in a forward pass, and the settings want another number."""
-    asked = settings.micro_batch_size
-    if asked in (None, micro):
-        return []
-    return [f"A forward pass has {micro} instead of {asked} sequences: micro_batch_size divides a process's batch."]
 
 
 def worker_count(settings: TrainSettings, processes: int) -> int:
@@ -188,31 +189,6 @@ def worker_count(settings: TrainSettings, processes: int) -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return min(MOST_WORKERS, cores // processes)
-
-
-def _shard(arguments: TrainingArguments, settings: TrainSettings) -> None:
-    """Check that these processes can shard, and set the precision of their communication.
-
-    Gradients are summed in float32. With `precision=autocast` weights are gathered in bfloat16, otherwise in their own
-    type; the model's outputs keep their type. accelerate's policy for bf16 would use bfloat16 for all three, the loss
-    included.
-
-    Args:
-        arguments: the Trainer's, with `fsdp`, after the processes have joined.
-        settings: the run's settings.
-
-    Raises:
-        FulldepthError: for a process that torchrun has not started, and for processes on CPUs, for which accelerate
-            would silently copy the weights.
-    """
-    kind = arguments.distributed_state.distributed_type
-    if kind == DistributedType.MULTI_CPU or (kind == DistributedType.NO and arguments.device.type == "cpu"):
-        raise FulldepthError("fsdp needs accelerators: on CPUs the processes copy the weights (fsdp=false).")
-    if kind == DistributedType.NO:
-        raise FulldepthError("fsdp shards over processes; start them with torchrun, or train with fsdp=false.")
-    gathered = torch.bfloat16 if settings.precision == "autocast" else None
-    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
-    arguments.fsdp_plugin_args["mixed_precision_policy"] = policy
 
 
 def trl_module() -> Any:
@@ -246,39 +222,36 @@ def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]
             decay=settings.decay,
         )
     else:
-        embedding_ids = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-        decayed: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
+        inside: set[int] = set()
+        if settings.backbone_learning_rate is not None:
+            anatomy = find_anatomy(model)
+            if anatomy.family.backbone is None:
+                raise FulldepthError(
+                    f"backbone_learning_rate is for detectors; {type(model).__name__} has no backbone."
+                )
+            inside = {id(p) for p in anatomy.body.get_submodule(anatomy.family.backbone).parameters()}
+        embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        parts: dict[tuple[bool, bool], list[nn.Parameter]] = {
+            (decays, of_backbone): [] for decays in (True, False) for of_backbone in (False, True)
+        }
         for parameter in model.parameters():
             if parameter.requires_grad:
-                is_matrix = parameter.ndim >= 2 and id(parameter) not in embedding_ids
-                (decayed if is_matrix or settings.decay == "all" else others).append(parameter)
-        rate = settings.learning_rate
+                is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
+                parts[is_matrix or settings.decay == "all", id(parameter) in inside].append(parameter)
         groups = [
-            {"params": decayed, "weight_decay": settings.weight_decay, "lr": rate, "name": "decay"},
-            {"params": others, "weight_decay": 0.0, "lr": rate, "name": "no decay"},
+            {
+                "params": parameters,
+                "weight_decay": settings.weight_decay if decays else 0.0,
+                "lr": settings.backbone_learning_rate if of_backbone else settings.learning_rate,
+                "name": ("backbone, " if of_backbone else "") + ("decay" if decays else "no decay"),
+            }
+            for (decays, of_backbone), parameters in parts.items()
         ]
-        if settings.backbone_learning_rate is not None:
-            groups = _with_backbone(model, groups, settings.backbone_learning_rate)
     if settings.decay == "routers" and "router_decay" not in {group["name"] for group in groups}:
         raise FulldepthError(
             "decay=routers would let nothing decay: it names dynamic and kv routers, and this model has none."
         )
     return [group for group in groups if group["params"]]
-
-
-def _with_backbone(model: Any, groups: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
-    """The groups, each divided into the backbone's parameters, with their own learning rate, and all others."""
-    anatomy = find_anatomy(model)
-    if anatomy.family.backbone is None:
-        raise FulldepthError(f"backbone_learning_rate is for detectors; {type(model).__name__} has no backbone.")
-    inside = {id(p) for p in anatomy.body.get_submodule(anatomy.family.backbone).parameters()}
-    divided = []
-    for group in groups:
-        outer, inner = ([p for p in group["params"] if (id(p) in inside) is chosen] for chosen in (False, True))
-        divided.append({**group, "params": outer})
-        divided.append({**group, "params": inner, "lr": rate, "name": f"backbone, {group['name']}"})
-    return divided
 
 
 def multistep(settings: TrainSettings, step: int) -> float:
@@ -326,6 +299,19 @@ class RunData:
     """Class of the trainer; None = `RunTrainer`."""
 
 
+class EpochSampler(torch.utils.data.Sampler[int]):
+    """A run's order of the items, with the epoch in the key; see `LabelledRows`."""
+
+    def __init__(self, order: Any, size: int) -> None:
+        self.order, self.size = order, size
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        return in_epochs(self.order, self.size)
+
+
 class RunMixin(AnyTrainer):
     """Put before a Trainer with an objective: takes objective, parameter groups, schedule and order of the items from
     the settings of a run.
@@ -338,17 +324,16 @@ class RunMixin(AnyTrainer):
     """
 
     lr_scheduler: Any
-    data_collator: Any
 
     def __init__(self, model: Any, arguments: Any, data: RunData, settings: TrainSettings) -> None:
-        self.settings, self.train_collator = settings, data.train_collator
+        self.settings = settings
         super().__init__(
             model,
             arguments,
             objective=make_objective(settings),
             train_dataset=data.train,
             eval_dataset=data.validation,
-            data_collator=data.collator,
+            data_collator=data.train_collator or data.collator,
             processing_class=data.processing,
         )
 
@@ -368,17 +353,13 @@ class RunMixin(AnyTrainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        settings: TrainSettings = self.settings
-        items = len(self.train_dataset if train_dataset is None else train_dataset)
-        return ShuffledSampler(items, seed=settings.seed, length=settings.steps * settings.global_batch_size)
+        settings, data = self.settings, self.train_dataset if train_dataset is None else train_dataset
+        order = ShuffledSampler(len(data), seed=settings.seed, length=settings.steps * settings.global_batch_size)
+        return EpochSampler(order, len(data)) if isinstance(data, LabelledRows) else order
 
     def get_train_dataloader(self) -> Any:
-        """The Trainer's data loader, by the collator of training, with workers that ignore SIGTERM."""
-        given, self.data_collator = self.data_collator, self.train_collator or self.data_collator
-        try:
-            loader = super().get_train_dataloader()
-        finally:
-            self.data_collator = given
+        """The Trainer's data loader, with workers that ignore SIGTERM."""
+        loader = super().get_train_dataloader()
         inner = getattr(loader, "base_dataloader", loader)  # accelerate's adapter forwards attribute reads, not writes
         inner.worker_init_fn = partial(_start_worker, inner.worker_init_fn)
         return loader
