@@ -47,7 +47,6 @@ _ROOMS = (
     "results",
     "settings",
     "skip",
-    "subjects",
     "training",
 )
 

@@ -14,6 +14,7 @@ from fulldepth import launch
 from fulldepth.data import Sequences
 from fulldepth.distributed import processes
 from fulldepth.errors import FulldepthError, one_line
+from fulldepth.execution.subject import read_source
 from fulldepth.hf import find_checkpoints
 from fulldepth.measurement.run import measure_once, measure_with
 from fulldepth.measurement.series import (
@@ -29,7 +30,6 @@ from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, PAGE, Results, TableMismatchError, check_free, claimed
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.measure import MeasureSettings
-from fulldepth.subjects import read_source
 
 
 @takes_settings(MeasureSettings, recipes="measure")

@@ -21,6 +21,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution import COEFFICIENTS, Verified, body_inputs, capture, feed_projections, projection_names
 from fulldepth.execution.batching import batched, model_inputs
 from fulldepth.execution.memory import reset_peak, run_peak
+from fulldepth.execution.subject import open_checkpoint, prove, read_source, small_batch
 from fulldepth.hf import DetectionHeads, StagedAnatomy, anatomy_candidates, evaluating, task_of, unwrapped
 from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement import tokens
@@ -38,7 +39,6 @@ from fulldepth.metrics.cosine import SITE
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, finite, gathered, groups_entry, provenance, tabulate
 from fulldepth.settings.measure import MeasureSettings
-from fulldepth.subjects import open_checkpoint, prove, read_source, small_batch
 
 SIMILARITY = {"displacement", "jump_rate", "cosine"}
 LENS = {"lens_accuracy", "lens_loss", "saturation", "effective_depth"}
