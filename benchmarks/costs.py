@@ -18,6 +18,7 @@ import torch
 from fulldepth.distributed import Processes
 from fulldepth.execution import lens as lens_module
 from fulldepth.execution.batching import model_inputs
+from fulldepth.execution.subject import open_checkpoint
 from fulldepth.hf import open_tokenizer
 from fulldepth.measurement import MeasureSettings
 from fulldepth.measurement import passes as measuring
@@ -26,7 +27,6 @@ from fulldepth.measurement.passes import run_pass, weigh
 from fulldepth.measurement.plan import MeasurePlan, make_plan, make_setup
 from fulldepth.measurement.subject import MeasuredSubject, prepare_subject
 from fulldepth.results import tabulate
-from fulldepth.subjects import open_checkpoint
 
 SIMILARITY = ["displacement", "jump_rate", "norm_ratio", "cosine", "cka"]
 LENS = ["lens_accuracy", "lens_loss", "saturation", "effective_depth"]

@@ -18,7 +18,7 @@ import fulldepth
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "fulldepth"
 
-NOUNS = {"architectures", "losses", "execution", "data", "results", "hf", "metrics", "subjects"}
+NOUNS = {"architectures", "losses", "execution", "data", "results", "hf", "metrics"}
 VERBS = {"measurement", "training", "skip", "exit", "evaluation"}
 COMPOSITIONS = {"demonstration", "reproduction"}
 """Verbs made of verbs: they see only what other verbs show in their `__init__`."""
@@ -43,9 +43,8 @@ ARROWS: dict[str, set[str]] = {
     "architectures": set(),
     "data": set(),
     "hf": {"architectures", "metrics"},
-    "execution": {"hf", "metrics"},
+    "execution": {"architectures", "data", "hf", "metrics", "settings"},
     "losses": {"execution", "hf", "metrics"},
-    "subjects": {"architectures", "data", "execution", "hf", "settings"},
     "results": {"reporting", "settings"},
     **dict.fromkeys(VERBS, NOUNS | {"settings"}),
     **dict.fromkeys(COMPOSITIONS, VERBS | {"data", "results", "settings"}),

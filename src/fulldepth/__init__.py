@@ -46,7 +46,6 @@ _ROOMS = (
     "results",
     "settings",
     "skip",
-    "subjects",
     "training",
 )
 

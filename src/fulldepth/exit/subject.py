@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fulldepth import subjects
 from fulldepth.data import Sequences
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import Verified
+from fulldepth.execution import Verified, subject
 from fulldepth.execution.batching import batched, model_inputs
 from fulldepth.hf import (
     Anatomy,
@@ -69,7 +68,7 @@ def open_checkpoint(model: str | Path | PreTrainedModel, settings: LayerReadingS
     """
     if not isinstance(model, PreTrainedModel):  # before weights are loaded
         _check_min_layer(settings, depth_of(checkpoint_of(model), settings.revision, settings.trust_remote_code))
-    checkpoint = subjects.open_checkpoint(model, settings)
+    checkpoint = subject.open_checkpoint(model, settings)
     if broken := first_broken_weight(checkpoint.model):
         raise FulldepthError(f"{checkpoint.name} has NaN or infinite weights (first: {broken}).")
     return checkpoint
@@ -94,8 +93,8 @@ def prepare_subject(
         )
     if classifies and (reason := no_single_class(model.config)):
         raise FulldepthError(f"{kind} {reason}; the rules of early exit compare the probabilities of classes.")
-    tokenizer = subjects.tokenizer_for(checkpoint, guess, data, settings, tokenizer)
-    sequences = subjects.sequences_for(checkpoint, guess, data, tokenizer, settings)
+    tokenizer = subject.tokenizer_for(checkpoint, guess, data, settings, tokenizer)
+    sequences = subject.sequences_for(checkpoint, guess, data, tokenizer, settings)
     if not sequences.num_targets:
         raise FulldepthError(
             f"{sequences.name} has no labels, and {kind} predicts classes. Give texts with labels ({{'text': ..., "
@@ -104,8 +103,8 @@ def prepare_subject(
             else f"{sequences.name} has no token to predict: {sequences.no_targets or 'its texts are too short'}."
         )
     _check_min_layer(settings, guess.num_layers)
-    device, first = device_of(model), subjects.small_batch(sequences)
-    verified = subjects.prove(candidates, first, device, model.dtype, optional=("branches",))
+    device, first = device_of(model), subject.small_batch(sequences)
+    verified = subject.prove(candidates, first, device, model.dtype, optional=("branches",))
     if verified.classifier is None:
         raise FulldepthError(f"{kind} has no head that could be applied to its layers.")
     sequences, note = batched(verified.anatomy, sequences, device)

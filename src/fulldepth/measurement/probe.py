@@ -9,12 +9,12 @@ from fulldepth.data import Sequences
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.batching import batched, model_inputs
+from fulldepth.execution.subject import sequences_for
 from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.measurement.tokens import counted
 from fulldepth.metrics.base import Row
 from fulldepth.metrics.separability import probe_accuracy
 from fulldepth.settings.measure import MeasureSettings
-from fulldepth.subjects import sequences_for
 from fulldepth.targets import IGNORE
 
 MEASURE = "probe_accuracy"

@@ -21,6 +21,7 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import Verified
 from fulldepth.execution.batching import batched
 from fulldepth.execution.memory import reset_peak, run_peak
+from fulldepth.execution.subject import open_checkpoint, prove, read_source, small_batch
 from fulldepth.hf import StagedAnatomy, anatomy_candidates, evaluating, find_checkpoints, task_of, unwrapped
 from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement.caveats import EMPTY, caveats, refuse_nothing, sampling
@@ -58,7 +59,6 @@ from fulldepth.results import (
 )
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.measure import MeasureSettings
-from fulldepth.subjects import open_checkpoint, prove, read_source, small_batch
 
 
 @takes_settings(MeasureSettings, recipes="measure")

@@ -13,10 +13,10 @@ from fulldepth.data import Sequences
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified
 from fulldepth.execution.batching import batched
+from fulldepth.execution.subject import open_checkpoint, prove, sequences_for, small_batch, tokenizer_for
 from fulldepth.hf import Anatomy, Checkpoint, anatomy_candidates, device_of, first_broken_weight
 from fulldepth.measurement import tokens
 from fulldepth.settings.measure import MeasureSettings
-from fulldepth.subjects import open_checkpoint, prove, sequences_for, small_batch, tokenizer_for
 
 
 @dataclass

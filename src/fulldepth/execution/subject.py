@@ -15,8 +15,8 @@ import fulldepth.architectures  # noqa: F401  # registers this package's models 
 from fulldepth.data import Batch, Sequences, Source, input_texts, open_source, prepare
 from fulldepth.data.labelled import usable_rows
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import Verified, verify
 from fulldepth.execution.batching import model_inputs
+from fulldepth.execution.verify import Verified, verify
 from fulldepth.hf import Anatomy, Checkpoint, load_processor, no_single_class, open_model, open_tokenizer
 from fulldepth.settings.loading import LoadingSettings, ReadingSettings
 
