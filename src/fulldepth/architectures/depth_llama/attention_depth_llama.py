@@ -198,7 +198,6 @@ class DepthLlamaAttention(LlamaAttention):
             self.k_proj.weight,
             self.v_proj.weight,
             self.k_proj.out_features // self.head_dim,
-            chunk=self.config.memory_chunk,
             key_bias=self.k_proj.bias,
             value_bias=self.v_proj.bias,
         )
