@@ -247,13 +247,11 @@ def _checked_tree(tree: Any, num_layers: int) -> dict[int, list[int]]:
             layer, (ancestor, previous) = int(key), (index(source) for source in sources)
         except (TypeError, ValueError) as error:
             raise ValueError(f"tree must map a layer to [ancestor, previous], got {key!r}: {sources!r}") from error
-        if not 0 <= layer < num_layers:
-            raise ValueError(f"tree names layer {layer}, but layers are numbered 0 to {num_layers - 1}")
-        for source in (ancestor, previous):
-            if source < EMBEDDING:
-                raise ValueError(f"tree: layer {layer} refers to {source}; the earliest is {EMBEDDING}, the embedding")
-            if source >= layer:
-                raise ValueError(f"tree: layer {layer} refers forward to {source}; it can read layers before it only")
+        if not (0 <= layer < num_layers and all(EMBEDDING <= source < layer for source in (ancestor, previous))):
+            raise ValueError(
+                f"tree: layer {layer} reads {ancestor} and {previous}; layers are numbered 0 to {num_layers - 1}, and "
+                f"read earlier ones or {EMBEDDING}, the embedding"
+            )
         checked[layer] = [ancestor, previous]
     return dict(sorted(checked.items()))
 
