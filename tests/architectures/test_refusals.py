@@ -35,7 +35,6 @@ REFUSED = {
     "top-p of 0": ({"memory": "dynamic", "router_top_p": 0.0}, "router_top_p"),
     "top-p of NaN": ({"memory": "dynamic", "router_top_p": float("nan")}, "router_top_p"),
     "top-p without a router of tokens": ({"memory": "kv", "router_top_p": 0.9}, "router_top_p"),
-    "no heads at a time": ({"memory": "static", "memory_chunk": 0}, "memory_chunk"),
     "heads that do not divide": ({"num_key_value_heads": 3}, "3"),
 }
 

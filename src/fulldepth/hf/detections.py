@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Self
 
 from torch import Tensor
@@ -36,14 +35,12 @@ class DetectionHeads:
         self.box_head: Any = anatomy.model.get_submodule(anatomy.family.box_head)
         self.exits: dict[int, Any] = layer_heads(anatomy, BOXES) if classifier.exits else {}
         """1-based layer -> its own box head, in a multi-exit model."""
-        self._norm: Callable[[Tensor], Tensor] | None = None
 
     def after_forward(self) -> Self:
         """Heads for use between the model's forward and backward pass, see `Classifier.after_forward`."""
         if uses_fsdp(self.anatomy.model):
             self.classifier, self.box_head = self.classifier.after_forward(), GatheredModule(self.box_head)
             self.exits = {layer: GatheredModule(module) for layer, module in self.exits.items()}
-            self._norm = None if self.anatomy.final_norm is None else GatheredModule(self.anatomy.final_norm)
         return self
 
     def read(self, state: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -62,10 +59,9 @@ class DetectionHeads:
 
     def boxes(self, state: Tensor, layer: int) -> Tensor:
         """The boxes of `read` alone."""
-        head = self.exits.get(layer, self.box_head)
-        boxes: Tensor = head(self._normed(state, layer)).sigmoid()
+        boxes: Tensor = self.exits.get(layer, self.box_head)(self._normed(state, layer)).sigmoid()
         return boxes
 
     def _normed(self, state: Tensor, layer: int) -> Tensor:
         last = layer == self.anatomy.num_layers
-        return (self.anatomy.normalise if last else self.anatomy.normalise_once)(state, self._norm)
+        return (self.anatomy.normalise if last else self.anatomy.normalise_once)(state, self.classifier.norm)

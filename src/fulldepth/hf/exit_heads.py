@@ -130,13 +130,12 @@ def layer_heads(anatomy: Anatomy, kind: str = CLASSES) -> dict[int, nn.Module]:
     Raises:
         FulldepthError: if the exit heads do not fit the model.
     """
-    heads = exit_heads_of(anatomy.model, kind)
-    if not heads:
+    if not (heads := exit_heads_of(anatomy.model, kind)):
         return {}
     check_exit_heads(anatomy)
     module, inner, own = output_layers(anatomy)[kind]
-    for head in heads.values():
-        if own.weight.device.type != "meta":
+    if not own.weight.is_meta:
+        for head in heads.values():
             head.to(own.weight.device)
     return {layer: HeadOfLayer(module, inner, head) if inner else head for layer, head in heads.items()}
 
@@ -160,14 +159,14 @@ def _misfit(anatomy: Anatomy) -> str | None:
     if not has_exit_heads(model):
         return None
     known = anatomy.head is not None or type(model.get_output_embeddings()) is nn.Linear
-    outputs = {kind: own for kind, (_, _, own) in output_layers(anatomy).items()} if known else {}
-    for kind in {CLASSES: None, **outputs}:
-        if (layers := list(exit_heads_of(model, kind))) != [*range(1, last + 1)]:
-            return f"layers 1 to {last} need {kind}, and these are for {layers}."
-    for kind, output in outputs.items():
-        wanted = [output.out_features, output.in_features]
-        for layer, head in exit_heads_of(model, kind).items():
-            if (found := list(head.weight.shape)) != wanted:  # type: ignore[arg-type]
+    outputs: dict[str, Any] = {CLASSES: (None, "", None)} | (output_layers(anatomy) if known else {})
+    for kind, (_, _, output) in outputs.items():
+        heads = exit_heads_of(model, kind)
+        if list(heads) != [*range(1, last + 1)]:
+            return f"layers 1 to {last} need {kind}, and these are for {list(heads)}."
+        for layer, head in heads.items() if output is not None else ():
+            found, wanted = (list(module.weight.shape) for module in (head, output))
+            if found != wanted:
                 return f"{kind}.{layer}.weight is {found}, and the model's own output {wanted}."
     return None
 
@@ -190,18 +189,15 @@ def add_exit_heads(anatomy: Anatomy, seed: int = 0) -> None:
         raise FulldepthError(f"This {type(anatomy.model).__name__} has exit heads already.")
     std = getattr(anatomy.config, "initializer_range", None)
     generator = torch.Generator().manual_seed(seed)
-
-    def drawn(own: nn.Linear) -> Tensor:
-        shape = (own.out_features, own.in_features)
-        if own.weight.is_meta:
-            return torch.empty(shape, device="meta")
-        return torch.randn(shape, generator=generator, device="cpu") * (std if isinstance(std, float) else 0.02)
-
-    weights = {
-        f"{kind}.{layer}.weight": drawn(own)
-        for kind, (_, _, own) in outputs.items()
-        for layer in range(1, anatomy.num_layers)
-    }
+    weights: dict[str, Tensor] = {}
+    for kind, (_, _, output) in outputs.items():
+        for layer in range(1, anatomy.num_layers):
+            shape = output.out_features, output.in_features
+            weights[f"{kind}.{layer}.weight"] = (
+                torch.empty(shape, device="meta")
+                if output.weight.is_meta
+                else torch.randn(shape, generator=generator, device="cpu") * (std if isinstance(std, float) else 0.02)
+            )
     own = outputs[CLASSES][2].weight
     _attach(anatomy.model, weights, own.device, own.dtype)
     for weight in exit_weights(anatomy.model):

@@ -46,13 +46,15 @@ class Classifier:
             config = config.get_text_config(decoder=True)
         self.softcap = getattr(config, "final_logit_softcapping", None) if self.head.capped else None
         multiplier, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
-        self.scale = float(multiplier) if multiplier is not None else 1 / float(divisor) if divisor else 1.0
-        self.scale = self.scale if self.head.scale is None else self.head.scale
+        self.scale = self.head.scale
+        if self.scale is None:
+            self.scale = float(multiplier) if multiplier is not None else 1 / float(divisor) if divisor else 1.0
         if self.head.scaled_if is not None and getattr(config, self.head.scaled_if, False):
             self.scale *= float(config.d_model) ** -0.5
         if not self.per_token:  # these belong to language heads; classes of one prediction a sample have neither
             self.softcap, self.scale = None, 1.0
-        self._norm: Callable[[Tensor], Tensor] | None = None
+        self.norm: Callable[[Tensor], Tensor] | None = None
+        """In place of the final norm's module."""
         self.exits: dict[int, Any] = layer_heads(anatomy) if exit_heads else {}
         """1-based layer -> last module of its own head, in a multi-exit model."""
 
@@ -60,15 +62,16 @@ class Classifier:
         """The classifier of a 1-based layer: its own head in a multi-exit model, else (and for 0 and L) the model's."""
         if layer not in self.exits:
             return self
-        own = copy.copy(self)
-        own.modules = [*self.modules[:-1], self.exits[layer]]
-        return own
+        return self._with(modules=[*self.modules[:-1], self.exits[layer]])
 
     def shared(self) -> Self:
         """A classifier that reads every layer by the model's own head, also in a multi-exit model."""
-        one = copy.copy(self)
-        one.exits = {}
-        return one
+        return self._with(exits={})
+
+    def _with(self, **changes: Any) -> Self:
+        changed = copy.copy(self)
+        vars(changed).update(changes)
+        return changed
 
     def after_forward(self) -> Self:
         """A classifier for use between the model's forward and backward pass, with gradients.
@@ -77,12 +80,12 @@ class Classifier:
         """
         if not uses_fsdp(self.anatomy.model) or isinstance(self.modules[-1], GatheredModule):
             return self
-        gathered = copy.copy(self)
-        gathered.modules = [GatheredModule(module) for module in self.modules]
-        gathered.exits = {layer: GatheredModule(module) for layer, module in self.exits.items()}
         norm = self.anatomy.final_norm
-        gathered._norm = None if norm is None else GatheredModule(norm)
-        return gathered
+        return self._with(
+            modules=[GatheredModule(module) for module in self.modules],
+            exits={layer: GatheredModule(module) for layer, module in self.exits.items()},
+            norm=None if norm is None else GatheredModule(norm),
+        )
 
     @property
     def per_token(self) -> bool:
@@ -113,8 +116,8 @@ class Classifier:
         weight, bias = last.weight[classes], None if last.bias is None else last.bias[classes]
 
         def logits(prepared: Tensor, out: Tensor) -> Tensor:
-            shape = len(prepared), len(weight)
-            product = torch.mm(prepared, weight.T, out=out[: shape[0] * shape[1]].view(shape))
+            product = out[: len(prepared) * len(weight)].view(len(prepared), len(weight))
+            torch.mm(prepared, weight.T, out=product)
             if bias is not None:
                 product += bias
             return self.capped(product)
@@ -126,7 +129,7 @@ class Classifier:
         return self._before_last(self._normed(states))
 
     def _normed(self, states: Tensor) -> Tensor:
-        return self.anatomy.normalise(states, self._norm) if self.head.normed else states
+        return self.anatomy.normalise(states, self.norm) if self.head.normed else states
 
     def _before_last(self, states: Tensor) -> Tensor:
         for module in self.modules[:-1]:

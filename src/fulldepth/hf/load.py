@@ -46,7 +46,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id", "mask_token_id", "sep_token_id")
 REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 """Weights of another shape are reported, and refused by name."""
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class Checkpoint:
     @property
     def config_hash(self) -> str:
         """sha256 of the configuration's canonical JSON, without precision, class and version."""
-        document = json.dumps(_without_volatile(self.model.config.to_diff_dict()), sort_keys=True, default=str)
+
+        def lasting(entries: dict[str, Any]) -> dict[str, Any]:
+            kept = entries.keys() - {"dtype", "architectures", "transformers_version"}
+            return {k: lasting(v) if isinstance(v := entries[k], dict) else v for k in kept}
+
+        document = json.dumps(lasting(self.model.config.to_diff_dict()), sort_keys=True, default=str)
         return "sha256:" + hashlib.sha256(document.encode()).hexdigest()
-
-
-def _without_volatile(entries: dict[str, Any]) -> dict[str, Any]:
-    volatile = ("dtype", "architectures", "transformers_version")
-    return {k: _without_volatile(v) if isinstance(v, dict) else v for k, v in entries.items() if k not in volatile}
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
@@ -154,6 +154,7 @@ def load_checkpoint(
     if gguf is None:
         _check_folder(where)
     target = pick_device(device) if device_map is None else None
+    options: dict[str, Any] = {"dtype": pick_dtype(dtype)} | ({} if device_map is None else {"device_map": device_map})
     changed = {} if config is None else {"config": config}
     if model_class is None:
         config = load_config(where, revision=revision, trust_remote_code=trust_remote_code)
@@ -162,8 +163,7 @@ def load_checkpoint(
     weights = check_model_files(where, revision) if gguf is None else read_header(gguf).weights
     if target is not None and getattr(config, "quantization_config", None) is None:
         own = getattr(config, "dtype", None) or "auto"  # of the configuration, which `auto` follows
-        check_memory(where, weights, own if pick_dtype(dtype) == "auto" else pick_dtype(dtype), target)
-    options: dict[str, Any] = {"dtype": pick_dtype(dtype)} | ({} if device_map is None else {"device_map": device_map})
+        check_memory(where, weights, own if options["dtype"] == "auto" else options["dtype"], target)
     model: Any
     with _plain_errors(where):
         loader = model_class or _model_class(where, config, trust_remote_code)
@@ -174,36 +174,31 @@ def load_checkpoint(
                 options |= {"revision": revision, "use_safetensors": True, **REPORTED, **changed}
                 model, info = loader.from_pretrained(where, trust_remote_code=trust_remote_code, **options)
     model.name_or_path = model.config.name_or_path = str(name)
-    fresh = {name for name in info["missing_keys"] if may_lack is not None and may_lack(model, name)}
-    other = {key for key in info["mismatched_keys"] if may_lack is not None and may_lack(model, key[0])}
-    info["missing_keys"] = set(info["missing_keys"]) - fresh
-    info["mismatched_keys"] = set(info["mismatched_keys"]) - other
-    warnings = _check_fit(where, type(model).__name__, info)
+    differing = {key[0]: key for key in info["mismatched_keys"]}
+    fresh = {name for name in (*info["missing_keys"], *differing) if may_lack is not None and may_lack(model, name)}
+    kind = type(model).__name__
+    if mismatched := sorted(differing.keys() - fresh):
+        key, stored, needed = differing[mismatched[0]]
+        raise FulldepthError(
+            f"{where} does not fit its config.json: {len(mismatched)} weights have another shape (first: {key} is "
+            f"{list(stored)} in the file, {list(needed)} in {kind})."
+        )
+    if missing := sorted(set(info["missing_keys"]) - fresh):
+        raise FulldepthError(
+            f"{where} lacks {len(missing)} weights that {kind} needs (first: {missing[0]}); they would be random. "
+            "The checkpoint is incomplete, or its config.json names another class."
+        )
+    warnings = ()
+    if unused := sorted(info["unexpected_keys"]):
+        first = one_line(unused[0], 200)
+        warnings = (f"The checkpoint holds {len(unused)} weights that the model does not use (first: {first}).",)
     if gguf is None and getattr(model.config, "quantization_config", None) is None:
-        check_stored_types(where, weights, model, info["unexpected_keys"])
+        check_stored_types(where, weights, model, unused)
     if target is not None and target.type == "cpu" and model.dtype == torch.bfloat16:
         check_bfloat16()
     if target is not None and not getattr(model, "is_quantized", False):
         model.to(target)
-    return Checkpoint(model.eval(), str(name), revision, tuple(warnings), frozenset(fresh | {key[0] for key in other}))
-
-
-def _check_fit(where: str, model: str, info: dict[str, Any]) -> list[str]:
-    """Refuse weights of another shape and missing ones, from transformers' report; warnings of unused ones."""
-    if info["mismatched_keys"]:
-        key, stored, needed = min(info["mismatched_keys"])
-        raise FulldepthError(
-            f"{where} does not fit its config.json: {len(info['mismatched_keys'])} weights have another shape (first: "
-            f"{key} is {list(stored)} in the file, {list(needed)} in {model})."
-        )
-    if missing := sorted(info["missing_keys"]):
-        raise FulldepthError(
-            f"{where} lacks {len(missing)} weights that {model} needs (first: {missing[0]}); they would be random. "
-            "The checkpoint is incomplete, or its config.json names another class."
-        )
-    unused = sorted(info["unexpected_keys"])
-    first = f"The checkpoint holds {len(unused)} weights that the model does not use (first: "
-    return [f"{first}{one_line(unused[0], 200)})."] if unused else []
+    return Checkpoint(model.eval(), str(name), revision, warnings, frozenset(fresh))
 
 
 def load_config(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -316,13 +311,15 @@ def _check_folder(where: str) -> None:
         _check_name(where, "a checkpoint folder")
         if folder.exists():
             raise FulldepthError(f"{where} is a file; expected a checkpoint folder or a GGUF file.")
-    elif not (folder / "config.json").is_file():
-        holds = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        return
+    files = sorted(path.name for path in folder.iterdir())
+    if not (folder / "config.json").is_file():
+        holds = ", ".join(files[:8]) or "nothing"
         raise FulldepthError(f"{where} has no config.json, so it is no checkpoint; it holds {holds}.")
-    elif not any(folder.glob("*.safetensors")):
-        pickles = [p.name for pattern in PICKLES for p in folder.glob(pattern)]
-        files = f"only {', '.join(pickles[:3])}, which can run code when loaded" if pickles else "no weights at all"
-        raise FulldepthError(f"{where} has {files}; expected *.safetensors. Convert with save_pretrained first.")
+    if not any(name.endswith(".safetensors") for name in files):
+        pickles = [name for name in files if name.endswith(PICKLES)]
+        found = f"only {', '.join(pickles[:3])}, which can run code when loaded" if pickles else "no weights at all"
+        raise FulldepthError(f"{where} has {found}; expected *.safetensors. Convert with save_pretrained first.")
 
 
 def _check_name(where: str, expected: str) -> None:

@@ -83,27 +83,29 @@ def find_output_weights(
     Raises:
         FulldepthError: if weights are quantised, or no weights make the output of a branch 0.
     """
-    modules: dict[tuple[int, str], nn.Module] = {}
+    kinds: dict[Any, dict[tuple[int, str], nn.Module]] = {}
     for layer, role in branches:
         branch = anatomy.part(layer, f"{role}_branch")
-        if branch is not None and anatomy.part(layer, role) is not None:
-            for name, parameter in branch.named_parameters():
-                if parameter.dtype not in INVARIANT or hasattr(parameter, "__tensor_flatten__"):
-                    raise FulldepthError(
-                        f"The weights {name} of the {role} of layer {layer} are quantised and cannot be multiplied "
-                        "exactly. Fold first, then quantise."
-                    )
-            modules[layer, role] = branch
-    kinds = {key: (type(b), tuple(name for name, _ in b.named_parameters())) for key, b in modules.items()}
-    firsts = {kind: key for key, kind in reversed(list(kinds.items()))}
+        if branch is None or anatomy.part(layer, role) is None:
+            continue
+        for name, parameter in branch.named_parameters():
+            if parameter.dtype not in INVARIANT or hasattr(parameter, "__tensor_flatten__"):
+                raise FulldepthError(
+                    f"The weights {name} of the {role} of layer {layer} are quantised and cannot be multiplied "
+                    "exactly. Fold first, then quantise."
+                )
+        kind = type(branch), *(name for name, _ in branch.named_parameters())
+        kinds.setdefault(kind, {})[layer, role] = branch
+    found: dict[tuple[int, str], OutputWeights] = {}
+    firsts = [next(iter(alike.values())) for alike in kinds.values()]
     with evaluating(anatomy.model):
-        calls = _record(anatomy, [modules[key] for key in firsts.values()], ids) if firsts else {}
-        of_kind = {}
-        for kind, (layer, role) in firsts.items():
-            branch = modules[layer, role]
-            with in_memory(branch):
-                of_kind[kind] = _find(branch, calls[branch], f"the {role} of layer {layer}")
-    return {key: OutputWeights(branch, *of_kind[kinds[key]]) for key, branch in modules.items()}
+        calls = _record(anatomy, firsts, ids) if firsts else {}
+        for first, alike in zip(firsts, kinds.values(), strict=True):
+            layer, role = next(iter(alike))
+            with in_memory(first):
+                weights = _find(first, calls[first], f"the {role} of layer {layer}")
+            found |= {key: OutputWeights(branch, *weights) for key, branch in alike.items()}
+    return found
 
 
 def scale_obstacle(anatomy: Anatomy, ids: Tensor) -> str | None:
@@ -161,18 +163,11 @@ def _block_obstacle(block: nn.Module, weights: Mapping[str, OutputWeights], call
     return None
 
 
-@torch.no_grad()
 def _run_block(
     block: nn.Module, values: Mapping[str, Tensor], weights: Mapping[str, OutputWeights], call: _Call, scale: float
 ) -> dict[str, Tensor]:
     """Outputs of a block and its branches for a stream of this scale, with `values` for some parameters."""
     outputs: dict[str, Tensor] = {}
-    args, kwargs = call
-    stream = scale * _unit(first_input(args, kwargs))
-    if args:
-        args = (stream, *args[1:])
-    else:
-        kwargs = kwargs | {"hidden_states": stream}
 
     def keep(role: str, module: nn.Module, inputs: Any, output: Any) -> None:
         outputs[role] = _tensor(output)
@@ -180,7 +175,7 @@ def _run_block(
     with ExitStack() as hooks:
         for role, own in weights.items():
             hooks.callback(own.branch.register_forward_hook(partial(keep, role)).remove)
-        outputs["block"] = _tensor(functional_call(block, dict(values), args, kwargs))
+        outputs["block"] = _output(block, values, _with_stream(call, scale * _unit(first_input(*call))))
     return outputs
 
 
@@ -216,13 +211,12 @@ def _record(anatomy: Anatomy, modules: Iterable[nn.Module], ids: Tensor) -> dict
 
 def _find(branch: nn.Module, call: _Call, where: str) -> tuple[tuple[str, ...], float]:
     """Names and offset of a branch's output weights."""
-    groups: dict[str, list[str]] = {}
-    order = _order(branch, call)
     generator = torch.Generator().manual_seed(0)
+    order = _order(branch, call)
     stream = first_input(*call)
-    stream = torch.randn(stream.shape, generator=generator).to(stream)
-    call = ((stream, *call[0][1:]), call[1]) if call[0] else (call[0], call[1] | {"hidden_states": stream})
-    for name in sorted((name for name, _ in branch.named_parameters()), key=lambda n: order[n.rpartition(".")[0]]):
+    call = _with_stream(call, torch.randn(stream.shape, generator=generator).to(stream))
+    groups: dict[str, list[str]] = {}
+    for name in sorted(dict(branch.named_parameters()), key=lambda name: order[name.rpartition(".")[0]]):
         groups.setdefault(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name), []).append(name)
 
     def put(values: dict[str, Tensor], names: Iterable[str], offset: float | None) -> None:
@@ -237,13 +231,13 @@ def _find(branch: nn.Module, call: _Call, where: str) -> tuple[tuple[str, ...], 
 
     for offset in OFFSETS:
         values: dict[str, Tensor] = {}
-        put(values, (name for names in groups.values() for name in names), offset)
-        if not _gives_zero(branch, values, call):
+        put(values, dict(branch.named_parameters()), offset)
+        if _output(branch, values, call).any():
             continue
         needed = []
         for names in groups.values():
             put(values, names, None)
-            if not _gives_zero(branch, values, call):
+            if _output(branch, values, call).any():
                 put(values, names, offset)
                 needed += names
         return tuple(needed), offset
@@ -270,10 +264,15 @@ def _order(branch: nn.Module, call: _Call) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _gives_zero(branch: nn.Module, values: Mapping[str, Tensor], call: _Call) -> bool:
-    """Whether a branch gives exactly 0 with these values of its parameters."""
+def _output(module: nn.Module, values: Mapping[str, Tensor], call: _Call) -> Tensor:
+    """The output of a call with these values for some parameters."""
+    return _tensor(functional_call(module, dict(values), *call))
+
+
+def _with_stream(call: _Call, stream: Tensor) -> _Call:
+    """The call with another first input."""
     args, kwargs = call
-    return not bool(_tensor(functional_call(branch, dict(values), args, kwargs)).any())
+    return ((stream, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": stream})
 
 
 def _tensor(output: Any) -> Tensor:

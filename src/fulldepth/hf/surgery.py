@@ -23,25 +23,22 @@ from fulldepth.hf.scalars import Scalars, check_layers, factor_names
 
 _SWITCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Lists of blocks with switches in use."""
-_CLASS = object()
-"""Marks a function that a module inherits from its class."""
-_MODEL = 0
-"""Layer number of replacements that belong to no layer."""
-PARTS = ("attention", "mlp", "attention_branch", "mlp_branch")
-BRANCH = {"attention": "b_att", "mlp": "b_mlp"}
-STREAM = {"attention": "s_att", "mlp": "s_mlp"}
-"""Part -> factor of its branch; part -> factor of the stream that the branch is added to."""
+ROLES = {"attention": ("b_att", "s_att"), "mlp": ("b_mlp", "s_mlp")}
+"""Part -> factor of its branch, and of the stream that the branch is added to."""
 
 
 class Port(NamedTuple):
-    """The call of a block, or of one of its two parts."""
+    """The modules of a block, or of one of its two parts, and what they pass on."""
 
-    norm: str | None = None
+    part: nn.Module
+    branch: nn.Module
+    """What is added to the stream: the part's output, or that of a norm after it."""
+    norm: nn.Module | None
     """Child whose output is the part's input; None where the input is the stream itself."""
-    shared: bool = False
+    shared: bool
     """Whether another module also reads that norm."""
-    outputs: int = 0
-    """Length of the tuple that is returned; 0 for a tensor."""
+    outputs: int
+    """Length of the tuple that the part returns; 0 for a tensor."""
 
 
 class Switches:
@@ -96,8 +93,9 @@ class Switches:
         self.granularity = granularity
         self._skipped: frozenset[int] = frozenset()
         self._scalars: Scalars | None = None
-        self._wirings: dict[int, dict[str, Port]] | None = None
-        self._replaced: dict[int, dict[tuple[nn.Module, str], Any]] = {}
+        self._ports: dict[int, dict[str, Port]] = {}
+        self._replaced: dict[int, ExitStack] = {}
+        """1-based layer (0 for the model) -> what restores its functions."""
 
     @property
     def skipped(self) -> frozenset[int]:
@@ -112,24 +110,19 @@ class Switches:
     @scalars.setter
     def scalars(self, scalars: Scalars | None) -> None:
         self._check_entered()
-        if scalars is not None:
-            anatomy = self.anatomy
-            for name, own, other in (
-                ("layers", scalars.num_layers, anatomy.num_layers),
-                ("granularity", scalars.granularity, self.granularity),
-            ):
-                if own != other:
-                    raise FulldepthError(f"Scalars of {name} {own}, for a model with switches of {name} {other}.")
-            for role in ("attention", "mlp"):
-                if not anatomy.has(role):
-                    present = ", ".join(map(str, anatomy.layers_with(role)))
-                    raise FulldepthError(f"Scalars need every layer to have its {role}; only layers {present} do.")
+        wanted = self.anatomy.num_layers, self.granularity
+        if scalars is not None and (own := (scalars.num_layers, scalars.granularity)) != wanted:
+            raise FulldepthError(f"Scalars of {own}, for a model with switches of {wanted}.")
+        for role in () if scalars is None else ROLES:
+            if not self.anatomy.has(role):
+                present = ", ".join(map(str, self.anatomy.layers_with(role)))
+                raise FulldepthError(f"Scalars need every layer to have its {role}; only layers {present} do.")
         self._scalars = scalars
         for layer in range(1, self.anatomy.num_layers + 1):
             self._apply(layer)
 
     def __enter__(self) -> Self:
-        if self._wirings is not None:
+        if self._ports:
             raise FulldepthError("These switches are already in use; leave their `with` first.")
         blocks = self.anatomy.block_list
         if blocks in _SWITCHED:
@@ -140,16 +133,16 @@ class Switches:
             raise FulldepthError(
                 "Layers that are compiled one by one cannot be switched; compile the whole model, or nothing."
             )
-        self._wirings = _wirings(self.anatomy)
+        self._ports = _ports(self.anatomy)
         _SWITCHED.add(blocks)
         model = self.anatomy.model
-        self._replace(_MODEL, model, partial(self._save, model.save_pretrained), "save_pretrained")
+        self._replace(0, model, partial(self._save, model.save_pretrained), "save_pretrained")
         return self
 
     def __exit__(self, *exception: object) -> None:
         for layer in list(self._replaced):
-            self._heal(layer)
-        self._skipped, self._scalars, self._wirings = frozenset(), None, None
+            self._replaced.pop(layer).close()
+        self._skipped, self._scalars, self._ports = frozenset(), None, {}
         _SWITCHED.discard(self.anatomy.block_list)
 
     def skip(self, layers: Iterable[int]) -> None:
@@ -178,68 +171,44 @@ class Switches:
         return save(*args, **kwargs)
 
     def _check_entered(self) -> None:
-        if self._wirings is None:
+        if not self._ports:
             raise FulldepthError("Switches work inside their `with` only: with Switches(anatomy) as switches: ...")
 
     def _apply(self, layer: int) -> None:
         """Replace the functions of one layer according to skipped layers and scalars."""
-        self._heal(layer)
-        skipped = layer in self._skipped
+        self._replaced.pop(layer, ExitStack()).close()
+        block, skipped = self.anatomy.blocks[layer - 1], layer in self._skipped
         factors = None if self._scalars is None else self._scalars.get(layer)
         if factors is not None and set(factors) != set(factor_names(self.granularity, skipped)):
             # An error only when the layer runs: skipped layers and scalars are set one after the other.
-            self._replace(layer, self.anatomy.blocks[layer - 1], partial(_refuse, layer, skipped, tuple(factors)))
+            self._replace(layer, block, partial(_refuse, layer, skipped, tuple(factors)))
             return
         if skipped:
-            self._take_out(layer)
-        if factors:
-            self._scale(layer, factors)
-
-    def _take_out(self, layer: int) -> None:
-        assert self._wirings is not None
-        ports, block = self._wirings[layer], self.anatomy.blocks[layer - 1]
-        attention = self.anatomy.part(layer, "attention") or nn.Identity()
-        indices = (index for part in attention.modules() if isinstance(index := getattr(part, "layer_idx", None), int))
-        index = None if self.granularity == "mlp" else next(indices, layer - 1)
-        if self.granularity == "layer":
-            self._replace(layer, block, partial(_without, ports["layer"].outputs, index, True))
-            return
-        port = ports[self.granularity]
-        part, branch = self._part(layer, self.granularity), self._part(layer, f"{self.granularity}_branch")
-        if port.norm is not None and not port.shared:
-            self._replace(layer, block.get_submodule(port.norm), partial(_without, 0, None, True))
-        self._replace(layer, part, partial(_without, port.outputs, index, False))
-        if branch is not part:
-            self._replace(layer, branch, partial(_without, 0, None, False))
-
-    def _scale(self, layer: int, factors: dict[str, nn.Parameter]) -> None:
-        assert self._wirings is not None
-        mixer = _Mixer(self.anatomy, layer, factors)
-        for role in BRANCH:
-            if mixer.notes(role):
-                norm = self._wirings[layer][role].norm
-                reader = self._part(layer, role) if norm is None else self.anatomy.blocks[layer - 1].get_submodule(norm)
+            port = self._ports[layer][self.granularity]
+            if port.norm is not None and not port.shared:
+                self._replace(layer, port.norm, partial(_without, 0, None, True))
+            attention = self.anatomy.part(layer, "attention") or nn.Identity()
+            indices = (i for part in attention.modules() if isinstance(i := getattr(part, "layer_idx", None), int))
+            index = None if self.granularity == "mlp" else next(indices, layer - 1)
+            self._replace(layer, port.part, partial(_without, port.outputs, index, self.granularity == "layer"))
+            if port.branch is not port.part:
+                self._replace(layer, port.branch, partial(_without, 0, None, False))
+        mixer, parallel = _Mixer(self.anatomy, block, factors or {}), self.anatomy.family.design == "parallel"
+        for role in ROLES if factors else ():
+            port, mixes = self._ports[layer][role], ROLES[role][0] in mixer.factors
+            # In parallel blocks the stream is noted before attention, for both parts.
+            if role == "attention" if parallel else mixes:
+                reader = port.norm or port.part
                 self._replace(layer, reader, partial(mixer.note, reader.forward))
-            if mixer.mixes(role):
-                branch = self._part(layer, f"{role}_branch")
-                self._replace(layer, branch, partial(mixer.mix, role, branch.forward))
-
-    def _part(self, layer: int, role: str) -> nn.Module:
-        part = self.anatomy.part(layer, role)
-        assert part is not None  # checked by the callers
-        return part
+            if mixes:
+                self._replace(layer, port.branch, partial(mixer.mix, role, port.branch.forward))
 
     def _replace(self, layer: int, module: nn.Module, function: Callable[..., Any], name: str = "forward") -> None:
-        """Replace a function of a module, and remember the earlier one (offloading also sets `forward` on modules)."""
-        self._replaced.setdefault(layer, {}).setdefault((module, name), vars(module).get(name, _CLASS))
-        vars(module)[name] = function
-
-    def _heal(self, layer: int) -> None:
-        for (module, name), function in self._replaced.pop(layer, {}).items():
-            if function is _CLASS:
-                del vars(module)[name]
-            else:
-                vars(module)[name] = function
+        """Replace a function of a module; an earlier one of its own, as offloading sets it, is restored later."""
+        own = vars(module)
+        restore = partial(own.update, {name: own[name]}) if name in own else partial(own.pop, name)
+        self._replaced.setdefault(layer, ExitStack()).callback(restore)
+        own[name] = function
 
 
 @contextmanager
@@ -260,51 +229,42 @@ def skipping(
 class _Mixer:
     """Applies one layer's factors: replaces a branch's output so that the block's own sum is the scaled one."""
 
-    def __init__(self, anatomy: Anatomy, layer: int, factors: dict[str, nn.Parameter]) -> None:
-        self._factors = factors
-        self._scale = anatomy.branch_scale
-        self._parallel = anatomy.family.design == "parallel"
-        self._block = anatomy.blocks[layer - 1]
-        parts = (anatomy.part(layer, "attention"), anatomy.part(layer, "mlp"))
-        between = [child for child in self._block.children() if child not in parts and isinstance(child, nn.Dropout)]
-        rates = [v for name, v in vars(self._block).items() if "dropout" in name and isinstance(v, float)]
-        self._dropout = any(rate > 0 for rate in (*rates, *(module.p for module in between)))
+    def __init__(self, anatomy: Anatomy, block: nn.Module, factors: dict[str, nn.Parameter]) -> None:
+        self.factors, self.block, self.scale = factors, block, anatomy.branch_scale
+        self.continues = anatomy.family.design == "parallel" and "b_mlp" in factors
+        """Whether attention leaves the stream to the MLP."""
+        parts = {anatomy.family.attention, anatomy.family.mlp}
+        between = (child for name, child in block.named_children() if name not in parts)
+        rates = [v for name, v in vars(block).items() if "dropout" in name and isinstance(v, float)]
+        self.drops_out = any(rate > 0 for rate in (*rates, *(m.p for m in between if isinstance(m, nn.Dropout))))
         """Whether the block in training applies dropout between its branches and the stream."""
-        self._stream: Tensor | None = None
+        self.stream: Tensor | None = None
         """The stream that the next branch is added to."""
-
-    def mixes(self, role: str) -> bool:
-        """Whether there are factors for this part."""
-        return BRANCH[role] in self._factors
-
-    def notes(self, role: str) -> bool:
-        """Whether the stream is recorded before this part; in parallel blocks before attention, for both parts."""
-        return role == "attention" if self._parallel else self.mixes(role)
 
     def note(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Record the input of a module that reads the stream: x, or x' for the MLP.
 
         Not the block's input: gradient checkpointing recomputes only the modules inside the block.
         """
-        self._stream = first_input(args, kwargs)
+        self.stream = first_input(args, kwargs)
         return forward(*args, **kwargs)
 
     def mix(self, role: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The branch's output `b A + (s - 1) x`, so that the block's own sum is `b A + s x`."""
         output = forward(*args, **kwargs)
-        stream, self._stream = self._stream, None
+        stream, self.stream = self.stream, None
         if stream is None:
             raise FulldepthError("Scalars cannot be used: this model computes its MLP before its attention.")
-        if self._dropout and self._block.training:
+        if self.drops_out and self.block.training:
             raise FulldepthError("Scalars need the model in evaluation mode: its blocks drop out branches.")
         branch = output[0] if isinstance(output, tuple) else output
         # b A + (s - 1) x, for a block that multiplies it by `scale`; in float32 at least, in the dtype of the sum.
         dtype = torch.promote_types(branch.dtype, stream.dtype)
         wide = torch.promote_types(dtype, torch.float32)
-        b, s = (self._factors[names[role]].to(branch.device, wide) for names in (BRANCH, STREAM))
-        mixed = (b * branch.to(wide) + (s - 1) / self._scale * stream.to(branch.device, wide)).to(dtype)
-        if self._parallel and role == "attention" and self.mixes("mlp"):
-            self._stream = stream + self._scale * mixed
+        b, s = (self.factors[name].to(branch.device, wide) for name in ROLES[role])
+        mixed = (b * branch.to(wide) + (s - 1) / self.scale * stream.to(branch.device, wide)).to(dtype)
+        if role == "attention" and self.continues:
+            self.stream = stream + self.scale * mixed
         return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
 
 
@@ -335,8 +295,8 @@ def _refuse(layer: int, skipped: bool, names: tuple[str, ...], *args: Any, **kwa
     )
 
 
-def _wirings(anatomy: Anatomy) -> dict[int, dict[str, Port]]:
-    """The calls of every layer: `layer`, `attention` and `mlp`; recorded while two tokens run through the model."""
+def _ports(anatomy: Anatomy) -> dict[int, dict[str, Port]]:
+    """The ports of every layer, `layer`, `attention` and `mlp`, recorded while two tokens run through the model."""
     calls: dict[int, list[tuple[nn.Module, Any, Any]]] = {}
 
     def record(layer: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -349,42 +309,40 @@ def _wirings(anatomy: Anatomy) -> dict[int, dict[str, Port]]:
     with ExitStack() as hooks, warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices):
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # under gradient checkpointing
         for layer, block in enumerate(anatomy.blocks, start=1):
-            parts: set[Any] = {block, *block.children(), *(anatomy.part(layer, role) for role in PARTS)} - {None}
-            for module in parts:
+            parts = (anatomy.part(layer, f"{role}{end}") for role in ROLES for end in ("", "_branch"))
+            for module in {block, *block.children(), *filter(None, parts)}:
                 hooks.callback(module.register_forward_hook(partial(record, layer), with_kwargs=True).remove)
         anatomy.body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    return {layer: _wiring(anatomy, layer, calls[layer]) for layer in calls}
+    return {layer: _ports_of_layer(anatomy, layer, calls[layer]) for layer in calls}
 
 
-def _wiring(anatomy: Anatomy, layer: int, calls: list[tuple[nn.Module, Any, Any]]) -> dict[str, Port]:
-    """The calls of one block; refuses a block that does not call its parts as the anatomy says."""
+def _ports_of_layer(anatomy: Anatomy, layer: int, calls: list[tuple[nn.Module, Any, Any]]) -> dict[str, Port]:
+    """The ports of one block; refuses a block that does not call its parts as the anatomy says."""
     block = anatomy.blocks[layer - 1]
     names = {module: name for name, module in block.named_children()}
-    _, stream, output = next(call for call in calls if call[0] is block)
-    ports = {"layer": Port(outputs=len(output) if isinstance(output, tuple) else 0)}
-    for role in BRANCH:
+    first = {module: (states, output) for module, states, output in reversed(calls)}
+    stream, output = first[block]
+    ports = {"layer": Port(block, block, None, False, len(output) if isinstance(output, tuple) else 0)}
+    for role in ROLES:
         part, branch = anatomy.part(layer, role), anatomy.part(layer, f"{role}_branch")
-        if part is None:
-            ports[role] = Port()
+        if part is None or branch is None:
             continue
-        call, added = (next((call for call in calls if call[0] is module), None) for module in (part, branch))
-        if call is None or added is None:
+        if not {part, branch} <= first.keys():
             raise FulldepthError(f"Layer {layer} cannot be switched: its block does not call its {role} for text.")
-        _, part_input, part_output = call
-        norm, norm_input, _ = next((c for c in calls if c[2] is part_input and c[0] in names), (None, part_input, None))
-        readers = [module for module, other, _ in calls if other is part_input]
-        ports[role] = Port(
-            None if norm is None else names[norm],
-            len(readers) > 1,
-            len(part_output) if isinstance(part_output, tuple) else 0,
-        )
-        states = norm_input if isinstance(norm_input, Tensor) and norm_input.numel() == stream.numel() else -stream
+        states, output = first[part]
+        readers = [module for module, other, _ in calls if other is states]
+        norm, source, _ = next((c for c in calls if c[2] is states and c[0] in names), (None, states, None))
+        ports[role] = Port(part, branch, norm, len(readers) > 1, len(output) if isinstance(output, tuple) else 0)
         # The input up to rounding in any dtype; a state and its norm differ by more. Dropout would hide it.
-        if not (block.training or (states.view_as(stream) - stream).abs().max() <= 0.1 * stream.abs().max()):
+        reads = isinstance(source, Tensor) and source.numel() == stream.numel()
+        if not block.training and not (
+            reads and (source.view_as(stream) - stream).abs().max() <= 0.1 * stream.abs().max()
+        ):
             path = "itself" if norm is None else f"through {names[norm]}"
             raise FulldepthError(f"Layer {layer} cannot be switched: its {role} does not read the stream {path}.")
         if anatomy.family.design != "parallel":
-            term = added[2][0] if isinstance(added[2], tuple) else added[2]
+            added = first[branch][1]
+            term = added[0] if isinstance(added, tuple) else added
             stream = stream + anatomy.branch_scale * term.view_as(stream)
     return ports
 

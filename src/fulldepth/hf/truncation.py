@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -30,18 +31,6 @@ NOT_PER_LAYER = ("token_id", "token_ids", "architectures", "labels", "section")
 """Endings of names of lists that never have one entry per layer, even if their length is L."""
 LISTS_OF_LAYERS = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "attn_layer_indices")
 """Lists of layer numbers, from 0."""
-ENTRIES_BY_LAYER = ("tree", "scalars")
-"""Mappings from the number of a layer: from 0 (`tree`) or from 1 (`scalars`)."""
-LAYERS_FROM_ONE = ("skipped_attention", "skipped_mlp")
-"""Lists of layer numbers, from 1."""
-
-
-class _Reached(Exception):  # noqa: N818
-    """Ends a pass after the layer of interest."""
-
-    def __init__(self, state: Tensor) -> None:
-        super().__init__()
-        self.state = state
 
 
 def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
@@ -158,19 +147,18 @@ def _prove(anatomy: Anatomy, cut: Anatomy, layers: int) -> None:
     """Compare the cut model with the original on a small batch: states after layer E, logits and boxes where known."""
     with evaluating(anatomy.model), evaluating(cut.model):
         inputs = sample_inputs(anatomy)
-        expected, got = _state_at(anatomy, layers, inputs), _state_at(cut, layers, inputs)
+        expected, got = (_state_at(each, layers, inputs) for each in (anatomy, cut))
         pairs = {"states": (expected, got)}
-        classifier = None if anatomy.head is None else Classifier(anatomy).at(layers)
-        output = {} if classifier is None else cut.model(**body_inputs(cut, inputs))
-        logits = logits_of(output)
-        if classifier is not None and anatomy.task == "detection":
-            pairs["boxes"] = DetectionHeads(Classifier(anatomy)).boxes(expected, layers), output["pred_boxes"]
-        if classifier is not None and logits is not None:
-            mask = inputs.get("attention_mask", torch.ones(expected.shape[:2], device=expected.device))
-            if classifier.per_token:
-                pairs["logits"] = (classifier.tokens(expected.flatten(0, 1)), logits.flatten(0, -2))
-            else:
-                pairs["logits"] = (classifier.sequences(expected, mask), logits)
+        if anatomy.head is not None:
+            classifier = Classifier(anatomy)
+            output = cut.model(**body_inputs(cut, inputs))
+            if anatomy.task == "detection":
+                pairs["boxes"] = DetectionHeads(classifier).boxes(expected, layers), output["pred_boxes"]
+            if (logits := logits_of(output)) is not None:
+                own = classifier.at(layers)
+                mask = inputs.get("attention_mask", torch.ones(expected.shape[:2], device=expected.device))
+                read = own.tokens(expected) if own.per_token else own.sequences(expected, mask)
+                pairs["logits"] = read, logits
     for name, (one, other) in pairs.items():
         allowed = ALLOWED.get(one.dtype, 1e-4) * float(one.abs().max())
         if one.shape != other.shape or not float((one.double() - other.double()).abs().max()) <= allowed:
@@ -178,24 +166,17 @@ def _prove(anatomy: Anatomy, cut: Anatomy, layers: int) -> None:
 
 
 def _state_at(anatomy: Anatomy, layer: int, inputs: Mapping[str, Any]) -> Tensor:
-    """[B, T, D] `h_l` of a pass that ends there."""
-    calls = 0
+    """[B, T, D] `h_l`."""
+    states: list[Tensor] = []
 
-    def count(module: nn.Module, args: Any, output: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == layer:
-            raise _Reached(output[0] if isinstance(output, tuple | list) else output)
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        states.append((output[0] if isinstance(output, tuple | list) else output).clone())
 
-    hooks = [block.register_forward_hook(count) for block in set(anatomy.blocks)]
-    try:
+    with ExitStack() as hooks:
+        for block in set(anatomy.blocks):
+            hooks.callback(block.register_forward_hook(keep).remove)
         anatomy.body(**body_inputs(anatomy, inputs))
-    except _Reached as reached:
-        return anatomy.stream(reached.state)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    raise FulldepthError(f"{type(anatomy.model).__name__} ran {calls} layers, not {layer}.")
+    return anatomy.stream(states[layer - 1])
 
 
 def slice_lists(config: PreTrainedConfig, remaining: list[int], num_layers: int) -> list[str]:
@@ -209,23 +190,17 @@ def slice_lists(config: PreTrainedConfig, remaining: list[int], num_layers: int)
     Returns:
         The names of the lists that had one entry per layer.
     """
-
-    def cut(values: Any) -> Any:
-        return type(values)(values[layer - 1] for layer in remaining)
-
-    names = [
-        name
+    values = {
+        name: type(value)(value[layer - 1] for layer in remaining)
         for name, value in vars(config).items()
         if isinstance(value, list | tuple)
         and len(value) == num_layers
         and not name.endswith(NOT_PER_LAYER)
         and name not in LISTS_OF_LAYERS
-    ]
-    values = {name: cut(getattr(config, name)) for name in names}
-    config.num_hidden_layers = len(remaining)
-    for name, value in values.items():
+    }
+    for name, value in {"num_hidden_layers": len(remaining), **values}.items():
         setattr(config, name, value)
-    return sorted(names)
+    return sorted(values)
 
 
 def renumber_layers(config: PreTrainedConfig, remaining: list[int], num_layers: int) -> list[str]:
@@ -271,12 +246,11 @@ def _cut_to_first(config: PreTrainedConfig, layers: int, num_layers: int) -> Non
         num_layers: L.
     """
     remaining = list(range(1, layers + 1))
-    renumbered: dict[str, Any] = {
-        name: [layer for layer in value if layer <= layers]
-        for name in LAYERS_FROM_ONE
-        if isinstance(value := getattr(config, name, None), list)
-    }
-    for first, name in enumerate(ENTRIES_BY_LAYER):
+    renumbered: dict[str, Any] = {}
+    for name in ("skipped_attention", "skipped_mlp"):  # numbers from 1
+        if isinstance(numbers := getattr(config, name, None), list):
+            renumbered[name] = [layer for layer in numbers if layer <= layers]
+    for name, first in {"tree": 0, "scalars": 1}.items():  # entries by the number, which starts at `first`
         if isinstance(entries := getattr(config, name, None), dict):
             renumbered[name] = {key: entry for key, entry in entries.items() if int(key) - first < layers}
     if getattr(config, "decoder_layers", None) == num_layers:  # BART and its kin call the encoder's num_hidden_layers

@@ -177,54 +177,41 @@ class DepthLlamaAttention(LlamaAttention):
         """Keys and values before rotary embedding, `[B, T, H_kv * d_h]`; for memory `kv` also the unrouted ones."""
         if self.memory_norm is not None:
             return self._mixed_states(stream, memory, self.memory_norm)
-        keys, values = self.k_proj(hidden_states), self.v_proj(hidden_states)
+        own = self.k_proj(hidden_states), self.v_proj(hidden_states)
         if self.config.memory != "kv":
-            return keys, values
-        if self.router is None:
-            return keys, values, keys, values
-        routed = route_key_value([*memory[0::2], keys], [*memory[1::2], values], self.router())
-        return *routed, keys, values
+            return own
+        routed = own
+        if self.router is not None:
+            routed = route_key_value([*memory[0::2], own[0]], [*memory[1::2], own[1]], self.router())
+        return *routed, *own
 
     def _mixed_states(
         self, stream: Tensor | None, memory: Sequence[Tensor], norm: DepthLlamaRMSNorm
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of the mixtures of normalised states, per head."""
-        if not all(_is_plain(module) for module in (self.k_proj, self.v_proj, norm)):
-            return self._mixed_projections(stream, [norm(state, state) for state in memory])
-        return routed_key_value(
-            memory,
-            self._routing(stream, memory[-1], norm.weight),
-            norm.weight,
-            self.k_proj.weight,
-            self.v_proj.weight,
-            self.k_proj.out_features // self.head_dim,
-            chunk=self.config.memory_chunk,
-            key_bias=self.k_proj.bias,
-            value_bias=self.v_proj.bias,
-        )
+        modules = (self.k_proj, self.v_proj, norm)
+        plain = all(type(m) in (nn.Linear, DepthLlamaRMSNorm) and "_hf_hook" not in vars(m) for m in modules)
+        states = memory if plain else [norm(state, state) for state in memory]
+        if self.config.memory == "static":
+            weights = self.router()  # [H_kv, r]
+        elif self.config.router_input == "raw":
+            weights = self.router(stream)  # [B, T, H_kv, r]
+        else:
+            weights = self.router(states[-1], gain=norm.weight if plain else None)
+        if plain:
+            heads, biases = self.k_proj.out_features // self.head_dim, (self.k_proj.bias, self.v_proj.bias)
+            return routed_key_value(
+                states, weights, norm.weight, self.k_proj.weight, self.v_proj.weight, heads, *biases
+            )
 
-    def _mixed_projections(self, stream: Tensor | None, normed: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """The same with r times the arithmetic, every state through the modules: for adapters and offloaded weights."""
-        weights = self._routing(stream, normed[-1], None).unsqueeze(-2)  # [..., H_kv, 1, r]
-
+        # Adapters and offloaded weights: every state goes through the modules, r times the arithmetic.
         def mixed(projection: nn.Module) -> Tensor:
-            states = torch.stack([projection(state).unflatten(-1, (-1, self.head_dim)) for state in normed], dim=-2)
-            return (weights.to(states.dtype) @ states).flatten(-3)  # [B, T, H_kv, r, d_h] -> [B, T, H_kv * d_h]
+            projected = torch.stack([projection(state).unflatten(-1, (-1, self.head_dim)) for state in states], dim=-2)
+            return (weights.unsqueeze(-2).to(projected.dtype) @ projected).flatten(
+                -3
+            )  # [B, T, H_kv, r, d_h] -> [B, T, H_kv * d_h]
 
         return mixed(self.k_proj), mixed(self.v_proj)
-
-    def _routing(self, stream: Tensor | None, current: Tensor, gain: Tensor | None) -> Tensor:
-        """Weights of the sources, `[H_kv, r]` or `[B, T, H_kv, r]`."""
-        if self.config.memory == "static":
-            return self.router()
-        if self.config.router_input == "raw":
-            return self.router(stream)
-        return self.router(current, gain=gain)
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a module's weights may be read without calling it: no adapter, quantisation or offloading hook."""
-    return type(module) in (nn.Linear, DepthLlamaRMSNorm) and "_hf_hook" not in vars(module)
 
 
 __all__ = ["DepthLlamaAttention", "DepthLlamaRMSNorm", "DepthLlamaRotaryEmbedding"]

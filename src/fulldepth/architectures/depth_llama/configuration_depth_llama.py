@@ -94,8 +94,6 @@ class DepthLlamaConfig(LlamaConfig):
     router_top_p: float | None = None
     """For every head and token of a dynamic router, keep only the smallest set of sources whose weights exceed this
     (App. B); None keeps all."""
-    memory_chunk: int | None = None
-    """Heads that are mixed at a time; None = automatic. Affects memory and speed, not the result."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**({"auto_map": dict(AUTO_MAP)} | kwargs))
@@ -168,10 +166,8 @@ class DepthLlamaConfig(LlamaConfig):
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
                 f"({self.num_key_value_heads})"
             )
-        for name in ("num_streams", "memory_chunk"):
-            value = getattr(self, name)
-            if not (isinstance(value, int) and value >= 1) and (name, value) != ("memory_chunk", None):
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if not (isinstance(self.num_streams, int) and self.num_streams >= 1):
+            raise ValueError(f"num_streams must be a whole number of at least 1, got {self.num_streams!r}")
         if self.router_top_p is not None and not 0 < self.router_top_p <= 1:
             raise ValueError(f"router_top_p must be above 0 and at most 1, got {self.router_top_p}")
         if self.residual == "tree":
@@ -217,13 +213,11 @@ def _checked_tree(tree: Any, num_layers: int) -> dict[int, list[int]]:
             layer, (ancestor, previous) = int(key), (index(source) for source in sources)
         except (TypeError, ValueError) as error:
             raise ValueError(f"tree must map a layer to [ancestor, previous], got {key!r}: {sources!r}") from error
-        if not 0 <= layer < num_layers:
-            raise ValueError(f"tree names layer {layer}, but layers are numbered 0 to {num_layers - 1}")
-        for source in (ancestor, previous):
-            if source < EMBEDDING:
-                raise ValueError(f"tree: layer {layer} refers to {source}; the earliest is {EMBEDDING}, the embedding")
-            if source >= layer:
-                raise ValueError(f"tree: layer {layer} refers forward to {source}; it can read layers before it only")
+        if not (0 <= layer < num_layers and all(EMBEDDING <= source < layer for source in (ancestor, previous))):
+            raise ValueError(
+                f"tree: layer {layer} reads {ancestor} and {previous}; layers are numbered 0 to {num_layers - 1}, and "
+                f"read earlier ones or {EMBEDDING}, the embedding"
+            )
         checked[layer] = [ancestor, previous]
     return dict(sorted(checked.items()))
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import initialization
 
 DYNAMIC_SCALE = 0.01
@@ -79,7 +78,9 @@ class HyperConnection(nn.Module):
         alpha, beta = self.static_alpha.to(precision), self.static_beta.to(precision)
         if self.dynamic:
             weight = torch.cat([self.dynamic_alpha, self.dynamic_beta.unsqueeze(-1)], dim=-1)
-            dynamic = _normed_product(streams, weight).to(precision).tanh()  # [B, T, n, n + 2]
+            # Normalised again in backward, so that LN(h) is not kept.
+            product = checkpoint(_normed_product, streams, weight, use_reentrant=False, preserve_rng_state=False)
+            dynamic = product.to(precision).tanh()  # [B, T, n, n + 2]
             alpha = alpha + dynamic[..., :-1] * self.dynamic_alpha_scale.to(precision)
             beta = beta + dynamic[..., -1] * self.dynamic_beta_scale.to(precision)
         return alpha, beta
@@ -110,31 +111,8 @@ class HyperConnection(nn.Module):
 
 
 def _normed_product(x: Tensor, weight: Tensor) -> Tensor:
-    """`LN(x) W`, of which backward keeps `x` and two numbers per vector, and not `LN(x)`."""
-    if not torch.is_grad_enabled():
-        return functional.layer_norm(x, x.shape[-1:], eps=EPS).to(weight.dtype) @ weight
-    return _NormedProduct.apply(x, weight)
-
-
-class _NormedProduct(torch.autograd.Function):
-    """`_normed_product`, normalising again in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        normed, mean, inverse_std = torch.native_layer_norm(x, x.shape[-1:], None, None, EPS)
-        ctx.save_for_backward(x, weight, mean, inverse_std)
-        return normed.to(weight.dtype) @ weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, mean, inverse_std = ctx.saved_tensors
-        normed = functional.layer_norm(x, x.shape[-1:], eps=EPS).to(weight.dtype)
-        d_weight = normed.flatten(0, -2).mT @ gradient.flatten(0, -2)
-        d_normed = (gradient @ weight.mT).to(x.dtype)
-        d_x, _, _ = torch.ops.aten.native_layer_norm_backward(
-            d_normed, x, x.shape[-1:], mean, inverse_std, None, None, [True, False, False]
-        )
-        return d_x, d_weight
+    """`LN(x) W`."""
+    return functional.layer_norm(x, x.shape[-1:], eps=EPS).to(weight.dtype) @ weight
 
 
 def expand(hidden_states: Tensor, num_streams: int) -> Tensor:

@@ -175,13 +175,8 @@ class DepthLlamaPreTrainedModel(PreTrainedModel):
         """
         if self.config.memory not in ("static", "dynamic"):
             raise ValueError(f"only memory 'static' and 'dynamic' can be pruned, this model has {self.config.memory!r}")
-        if not 0 < p <= 1:
-            raise ValueError(f"p must be above 0 and at most 1, got {p}")
-        attentions = [module for module in self.modules() if isinstance(module, DepthLlamaAttention)]
-        routers = {
-            attention.layer_idx + 1: attention.router for attention in attentions if attention.router is not None
-        }
-        layers: dict[int, Any] = {layer: router.prune(p) for layer, router in routers.items()}
+        attentions = (module for module in self.modules() if isinstance(module, DepthLlamaAttention))
+        layers: dict[int, Any] = {m.layer_idx + 1: m.router.prune(p) for m in attentions if m.router is not None}
         if self.config.memory == "dynamic":
             self.config.router_top_p = p
             return {"share": None, "layers": layers}

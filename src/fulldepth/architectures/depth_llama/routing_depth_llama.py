@@ -2,8 +2,8 @@
 
 The pseudocode of LIME (App. E) creates a tensor `[H_kv, B, T, D]` per layer and keeps it for backward. This module does
 not. The gain of the norm is folded into the projection, so the normalised streams (`normalise`) are the same for all
-layers and are kept once; tiles of tokens, and optionally chunks of heads, are mixed, projected and dropped; backward
-mixes them again. Outputs and gradients are those of the pseudocode.
+layers and are kept once; tiles of tokens are mixed, projected and dropped; backward mixes them again. Outputs and
+gradients are those of the pseudocode.
 
 Few tokens without gradients, as in decoding, are mixed at once: the gain scales their mixtures, which are smaller than
 the projections.
@@ -11,7 +11,6 @@ the projections.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any
@@ -49,7 +48,6 @@ def routed_key_value(
     key_weight: Tensor,
     value_weight: Tensor,
     num_kv_heads: int,
-    chunk: int | None = None,
     key_bias: Tensor | None = None,
     value_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -65,7 +63,6 @@ def routed_key_value(
         key_weight: `[H_kv * d_h, D]`.
         value_weight: `[H_kv * d_h, D]`.
         num_kv_heads: H_kv.
-        chunk: heads mixed at a time (default: all; tokens are always taken in tiles). Fewer need less working memory.
         key_bias: `[H_kv * d_h]`, added to the keys.
         value_bias: `[H_kv * d_h]`, added to the values.
 
@@ -76,8 +73,7 @@ def routed_key_value(
     if not torch.is_grad_enabled() and states[0].shape[:-1].numel() < 2 * len(key_weight) // heads:
         keys, values = _project_mixtures(states, weights.to(dtype), gain, (key_weight, value_weight), heads)
     else:
-        arguments = (weights, gain, key_weight, value_weight, *states)
-        keys, values = _RoutedProjection.apply(heads, chunk or heads, dtype, *arguments)
+        keys, values = _RoutedProjection.apply(heads, dtype, weights, gain, key_weight, value_weight, *states)
     keys = keys if key_bias is None else keys + key_bias.to(dtype)
     values = values if value_bias is None else values + value_bias.to(dtype)
     return keys, values
@@ -165,59 +161,65 @@ class _Normalise(torch.autograd.Function):
 
 
 class _RoutedProjection(torch.autograd.Function):
-    """Mix and project, a tile of tokens and a chunk of heads at a time; mix again in backward."""
+    """Mix and project, a tile of tokens at a time; mix again in backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, heads: int, chunk: int, dtype: torch.dtype, weights: Tensor, gain: Tensor, *rest: Tensor
+        ctx: Any,
+        heads: int,
+        dtype: torch.dtype,
+        weights: Tensor,
+        gain: Tensor,
+        key_weight: Tensor,
+        value_weight: Tensor,
+        *states: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        key_weight, value_weight, *states = rest
-        ctx.save_for_backward(weights, gain, *rest)
-        ctx.heads, ctx.chunk, ctx.dtype = heads, chunk, dtype
+        ctx.save_for_backward(weights, gain, key_weight, value_weight, *states)
+        ctx.heads, ctx.dtype = heads, dtype
         batch, time, _ = states[0].shape
-        room = _Room(states[0], dtype)
         with torch.autocast(_autocast_kind(states[0]), enabled=False):
             projection = _joined(key_weight, value_weight, heads).mul(gain).to(dtype).mT.contiguous()  # [H, D, 2 d_h]
             width = projection.shape[-1] // 2
             keys, values = (states[0].new_empty(batch * time, heads, width, dtype=dtype) for _ in range(2))
-            for rows, sources in _tiles(states, 1, chunk, room):
-                for part in _slices(heads, chunk):
-                    mixed = _mix(_pick(weights, rows, part).to(dtype), sources, room, "mixed")
-                    tile = room.product("projected", mixed, projection[part]).transpose(0, 1)  # [t, c, 2 d_h]
-                    keys[rows, part], values[rows, part] = tile[..., :width], tile[..., width:]
+            for rows, sources in _tiles(states, 1, heads, dtype):
+                mixed = _mix(_of_rows(weights, rows).to(dtype), sources)
+                tile = torch.bmm(mixed, projection).transpose(0, 1)  # [t, H, 2 d_h]
+                keys[rows], values[rows] = tile[..., :width], tile[..., width:]
         return keys.view(batch, time, -1), values.view(batch, time, -1)
 
     @staticmethod
     @_first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         weights, gain, key_weight, value_weight, *states = ctx.saved_tensors
-        heads, chunk, dtype = ctx.heads, ctx.chunk, ctx.dtype
-        room = _Room(states[0], dtype)
+        heads, dtype = ctx.heads, ctx.dtype
         with torch.autocast(_autocast_kind(states[0]), enabled=False):
             joined = _joined(key_weight, value_weight, heads)
             projection = joined.mul(gain).to(dtype)  # [H, 2 d_h, D]
-            outer = [g.reshape(-1, heads, g.shape[-1] // heads) for g in gradients]  # [N, H, d_h]
+            outer = [g.reshape(-1, heads, g.shape[-1] // heads).transpose(0, 1) for g in gradients]  # [H, N, d_h]
             d_weights = weights.new_zeros(weights.shape, dtype=_wide(weights.dtype))
             d_projection = torch.zeros_like(projection, dtype=_wide(dtype))
             d_states = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in states]
-            for rows, sources in _tiles(states, 1, chunk, room):
-                d_sources = sources.new_zeros(())
-                for part in _slices(heads, chunk):
-                    mixing = _pick(weights, rows, part).to(dtype)
-                    top = room.beside("projected", [g[rows, part].transpose(0, 1) for g in outer])  # [c, t, 2 d_h]
-                    _accumulate(d_projection[part], top.mT, _mix(mixing, sources, room, "mixed"))
-                    d_mixed = room.product("mixed", top, projection[part])  # [c, t, D]
-                    _pick(d_weights, rows, part).add_(_mixing_gradient(d_mixed, sources, weights.dim() > 2))
-                    d_part = _mix(mixing.mT, d_mixed, room, "sources mixed")
-                    d_part = d_part if chunk >= heads else d_part.to(_wide(dtype), copy=True)
-                    d_sources = d_part if part.start == 0 else d_sources.add_(d_part)
-                _scatter(d_states, rows, d_sources)
+            for rows, sources in _tiles(states, 1, heads, dtype):
+                mixing = _of_rows(weights, rows).to(dtype)
+                top = torch.cat([g[:, rows] for g in outer], dim=-1)  # [H, t, 2 d_h]
+                mixed = _mix(mixing, sources)
+                if d_projection.dtype == dtype:
+                    d_projection.baddbmm_(top.mT, mixed)
+                else:
+                    d_projection += torch.bmm(top.mT, mixed)
+                d_mixed = torch.bmm(top, projection)  # [H, t, D]
+                # One product per token is far faster than one long one, also for the sum.
+                d_mixing = torch.bmm(d_mixed.transpose(0, 1), sources.permute(1, 2, 0))  # [t, H, r]
+                if weights.dim() == 2:
+                    d_mixing = d_mixing.sum(0, dtype=_wide(dtype))
+                _of_rows(d_weights, rows).add_(d_mixing)
+                _scatter(d_states, rows, _mix(mixing.mT, d_mixed))
             d_gain = (d_projection * joined).sum((0, 1)).to(gain.dtype)
             d_key, d_value = (
                 d.reshape(w.shape).to(w.dtype)
                 for d, w in zip(d_projection.mul_(gain).chunk(2, dim=1), (key_weight, value_weight), strict=True)
             )
-        return None, None, None, d_weights.to(weights.dtype), d_gain, d_key, d_value, *d_states
+        return None, None, d_weights.to(weights.dtype), d_gain, d_key, d_value, *d_states
 
 
 class _RoutedHeads(torch.autograd.Function):
@@ -227,12 +229,11 @@ class _RoutedHeads(torch.autograd.Function):
     def forward(ctx: Any, weights: Tensor, *layers: Tensor) -> Tensor:
         ctx.save_for_backward(weights, *layers)
         ctx.dtype = dtype = _compute_type(layers[0])
-        room = _Room(layers[0], dtype)
         routed = layers[0].new_empty(layers[0].shape, dtype=dtype)
         with torch.autocast(_autocast_kind(routed), enabled=False):
             mixing = weights.flatten(1).to(dtype)  # [H, r H]
-            for rows, sources in _tiles(layers, len(weights), len(weights), room):
-                _scatter([routed], rows, _mix(mixing, sources, room, "mixed"))
+            for rows, sources in _tiles(layers, len(weights), len(weights), dtype):
+                _scatter([routed], rows, _mix(mixing, sources))
         return routed
 
     @staticmethod
@@ -240,83 +241,42 @@ class _RoutedHeads(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         weights, *layers = ctx.saved_tensors
         heads, dtype = len(weights), ctx.dtype
-        room = _Room(layers[0], dtype)
         flat = gradient.flatten(0, 1).unflatten(-1, (heads, -1)).transpose(0, 1)  # [H, N, d_h]
         d_layers = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in layers]
         with torch.autocast(_autocast_kind(gradient), enabled=False):
             mixing = weights.flatten(1).to(dtype)
             d_mixing = torch.zeros_like(mixing, dtype=_wide(dtype))
-            for rows, sources in _tiles(layers, heads, heads, room):
-                top = room.beside("mixed", [flat[:, rows]])  # [H, t, d_h]
+            for rows, sources in _tiles(layers, heads, heads, dtype):
+                top = flat[:, rows].to(dtype)  # [H, t, d_h]
                 d_mixing += top.flatten(1) @ sources.flatten(1).mT
-                _scatter(d_layers, rows, _mix(mixing.mT, top, room, "sources mixed"))
+                _scatter(d_layers, rows, _mix(mixing.mT, top))
         return d_mixing.view_as(weights).to(weights.dtype), *d_layers
 
 
-class _Room:
-    """Working memory that all tiles share: allocating it anew costs more than the arithmetic."""
-
-    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        self.like, self.dtype = like, dtype
-        self.held: dict[str, Tensor] = {}
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        """An uninitialised tensor; what was taken under this name before is overwritten."""
-        size = math.prod(shape)
-        if name not in self.held or self.held[name].numel() < size:
-            self.held[name] = self.like.new_empty(size, dtype=self.dtype)
-        return self.held[name][:size].view(shape)
-
-    def product(self, name: str, left: Tensor, right: Tensor) -> Tensor:
-        """Batched matrix product."""
-        return torch.bmm(left, right, out=self.take(name, left.shape[0], left.shape[1], right.shape[2]))
-
-    def beside(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """Equal parts `[c, t, d]` side by side along the last dimension."""
-        *shape, width = parts[0].shape
-        joined = self.take(name, *shape, width * len(parts))
-        for place, part in zip(joined.split(width, dim=-1), parts, strict=True):
-            place.copy_(part)
-        return joined
-
-
-def _mix(weights: Tensor, sources: Tensor, room: _Room, name: str) -> Tensor:
+def _mix(weights: Tensor, sources: Tensor) -> Tensor:
     """`[c, t, D]` mixtures of `sources [r, t, D]`, by `weights [c, r]`, or `[t, c, r]` per token."""
     if weights.dim() > 2:
-        return room.product(name, weights, sources.transpose(0, 1)).transpose(0, 1)
-    mixed = room.take(name, weights.shape[0], *sources.shape[1:])
-    torch.mm(weights, sources.flatten(1), out=mixed.view(weights.shape[0], -1))
-    return mixed
+        return torch.bmm(weights, sources.transpose(0, 1)).transpose(0, 1)
+    return torch.mm(weights, sources.flatten(1)).unflatten(1, sources.shape[1:])
 
 
-def _mixing_gradient(d_mixed: Tensor, sources: Tensor, per_token: bool) -> Tensor:
-    """Gradient of `_mix` for its weights. One product per token is far faster than one long one, also for the sum."""
-    products = torch.bmm(d_mixed.transpose(0, 1), sources.permute(1, 2, 0))  # [t, c, r]
-    return products if per_token else products.sum(0, dtype=_wide(products.dtype))
-
-
-def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a batched matrix product; `total` may have a wider type than the factors."""
-    if total.dtype == left.dtype:
-        total.baddbmm_(left, right)
-    else:
-        total.add_(torch.bmm(left, right))
-
-
-def _tiles(states: Sequence[Tensor], heads: int, mixtures: int, room: _Room) -> Iterator[tuple[slice, Tensor]]:
+def _tiles(states: Sequence[Tensor], heads: int, mixtures: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """Tokens by tokens, the heads of the states `[B, T, heads * d]` above each other: `[r * heads, t, d]`.
 
-    As many tokens as fit with as many `mixtures` of the states' heads into the tile's size; all tiles nearly equal.
+    As many tokens as fit with as many `mixtures` of the states' heads into the tile's size; all tiles nearly equal, in
+    the same memory, because allocating it anew takes longer than the arithmetic.
     """
     flat = [x.flatten(0, 1).unflatten(-1, (heads, -1)).transpose(0, 1) for x in states]  # [heads, N, d]
     _, tokens, width = flat[0].shape
     cached = flat[0].device.type == "cpu" and not torch.compiler.is_compiling()  # a compiler unrolls the tiles
     elements = CPU_TILE_ELEMENTS if cached else DEVICE_TILE_ELEMENTS
     size = max(SMALLEST_TILE, elements // ((len(flat) * heads + mixtures) * width))
-    pieces = max(1, -(-tokens // size))
-    for rows in _slices(tokens, -(-tokens // pieces)):
-        above = room.take("sources", len(flat) * heads, rows.stop - rows.start, width)
-        yield rows, torch.cat([x[:, rows] for x in flat], out=above)
+    size = max(1, -(-tokens // max(1, -(-tokens // size))))
+    above = flat[0].new_empty(len(flat) * heads * size * width, dtype=dtype)
+    for start in range(0, tokens, size):
+        parts = [x[:, start : start + size] for x in flat]
+        room = above[: len(flat) * parts[0].numel()].view(-1, *parts[0].shape[1:])
+        yield slice(start, start + size), torch.cat(parts, out=room)
 
 
 def _scatter(states: Sequence[Tensor], rows: slice, sources: Tensor) -> None:
@@ -326,13 +286,9 @@ def _scatter(states: Sequence[Tensor], rows: slice, sources: Tensor) -> None:
         place.unflatten(-1, (source.shape[0], -1)).copy_(source.transpose(0, 1))
 
 
-def _slices(length: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, length)) for start in range(0, length, max(1, size)))
-
-
-def _pick(weights: Tensor, rows: slice, heads: slice) -> Tensor:
-    """Of `[H, r]` or `[B, T, H, r]` the part of a tile's tokens and a chunk's heads."""
-    return weights[heads] if weights.dim() == 2 else weights.flatten(0, 1)[rows, heads]
+def _of_rows(weights: Tensor, rows: slice) -> Tensor:
+    """Of weights `[B, T, H, r]` those of a tile's tokens; weights `[H, r]` are those of every token."""
+    return weights if weights.dim() == 2 else weights.flatten(0, 1)[rows]
 
 
 def _joined(key_weight: Tensor, value_weight: Tensor, heads: int) -> Tensor:
