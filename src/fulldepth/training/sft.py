@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fulldepth.data import conversations
-from fulldepth.data.rendering import encode_pair
+from fulldepth.data.conversations import encode_pair
 from fulldepth.errors import FulldepthError
 from fulldepth.losses import ObjectiveMixin
 from fulldepth.progress import Watcher

@@ -99,7 +99,11 @@ def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: 
         tokenizer = run_tokenizer(settings, folder / TOKENIZER, watcher)
     config = language_model(settings, tokenizer)
     packed = packed_text(settings, tokenizer, config.vocab_size, watcher)
-    packed.require_documents(arguments.world_size)
+    if packed.train.documents < arguments.world_size:
+        raise FulldepthError(
+            f"{packed.name} has {packed.train.documents} training documents, fewer than the {arguments.world_size} "
+            "processes. Use more text or fewer processes."
+        )
     facts = {"hash": packed.hash, "tokens": packed.tokens, "documents": packed.documents}
     facts["train_sequences"] = len(packed.train)
     return RunData(config, tokenizer, packed.train, packed.validation, facts, window_collator(settings))
