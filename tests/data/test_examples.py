@@ -7,8 +7,9 @@ import re
 import pytest
 
 from data.conftest import jsonl
-from fulldepth.data import builtin_texts, rendering, train_tokenizer
+from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.data.batches import batches
+from fulldepth.data.conversations import encode_prompt
 from fulldepth.data.examples import read_examples
 from fulldepth.errors import FulldepthError
 from skip.word_tokenizer import (
@@ -101,7 +102,7 @@ def test_pairs_go_through_the_chat_template_too():
 
 def test_template_that_opens_an_answer_differently():
     thinking = tokenizer(THINKING)
-    assert rendering.encode_prompt(thinking, TALK[:2])[-3:] == [ASSISTANT, THINK, LINE]
+    assert encode_prompt(thinking, TALK[:2])[-3:] == [ASSISTANT, THINK, LINE]
     rows = [{"messages": TALK[1:3]}, {"messages": [TALK[1], {**TALK[2], "content": "<think>w3"}]}]
     found = both(read_examples(rows, thinking, 64))
     assert listed(found) == [

@@ -151,7 +151,7 @@ def test_a_killed_run_goes_on_from_what_is_finished(tmp_path, number_tokenizer, 
 
     data = Documents("killed", {"name": "killed"}, read)
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "_write", lambda *_: 1 / 0)
+        patch.setattr(packing, "_write", lambda batches, *_: len(list(batches)) / 0)
         with pytest.raises(ZeroDivisionError):
             packed_in(tmp_path, data, number_tokenizer)
     monkeypatch.setattr(Encoder, "__call__", None)

@@ -1,16 +1,23 @@
-"""`conversations`: prompts with responses, and chats, as data sets for TRL's `SFTTrainer`."""
+"""Prompts with responses, and chats: as data sets for TRL's `SFTTrainer`, and as token ids, through the tokenizer's chat
+template or as plain text.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from itertools import islice
+from typing import Any, TypeAlias
 
 import datasets
+from jinja2 import TemplateError
 
 from fulldepth.data.columns import PROMPT_COLUMNS, Rows, require_columns, text_value
 from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data
-from fulldepth.errors import FulldepthError, names_of, unknown
+from fulldepth.data.tokens import Frame, plain_ids
+from fulldepth.errors import FulldepthError, names_of, one_line, unknown
+from fulldepth.files import reading
 from fulldepth.progress import Watcher
 
 CHAT_COLUMNS = ("messages", "conversations")
@@ -30,18 +37,6 @@ CHUNK = 1000
 Message: TypeAlias = dict[str, str]
 Prompt: TypeAlias = str | list[Message]
 """Plain text, or the messages before the response."""
-
-
-class _RowShape(NamedTuple):
-    """How rows are read and written, determined by the first row and the tokenizer."""
-
-    chat: str | None
-    """Column of messages; None if rows are pairs."""
-    pair: tuple[str, str]
-    context: str | None
-    """Column of further text of the prompt (Alpaca's `input`)."""
-    template: bool
-    """Whether pairs become messages for the tokenizer's chat template."""
 
 
 def conversations(
@@ -75,22 +70,22 @@ def conversations(
             or the data are chats and the tokenizer has no chat template.
     """
     opened = open_data(data, config=config, split=split, suffixes=TABLES)
-    chunks: list[datasets.Dataset] = []
-    waiting: list[dict[str, Any]] = []
-    left_out = cut = 0
-    for _, examples in read_conversations(opened.rows(), tokenizer):
-        left_out += not examples
-        whole = [example for example in examples if not example.get(CUT_OFF)]
-        cut += len(examples) - len(whole)
-        waiting.extend(whole)
-        if len(waiting) >= CHUNK:
-            chunks.append(_table(waiting))
-            waiting = []
-    if waiting:
-        chunks.append(_table(waiting))
+    left_out: Counter[str] = Counter()
+
+    def whole() -> Iterator[dict[str, Any]]:
+        for _, examples in read_conversations(opened.rows(), tokenizer):
+            left_out["no response"] += not examples
+            for example in examples:
+                if example.get(CUT_OFF):
+                    left_out["a response that was cut off"] += 1
+                else:
+                    yield example
+
+    examples = whole()
+    chunks = [_table(chunk, opened.name) for chunk in iter(lambda: list(islice(examples, CHUNK)), [])]
     if not chunks:
         raise FulldepthError(f"{opened.name} has no row with a response. Expected rows with the columns {EXPECTED}.")
-    for number, what in ((left_out, "no response"), (cut, "a response that was cut off")):
+    for what, number in left_out.items():
         if number:
             (watcher or Watcher()).say(f"{number} of the rows of {opened.name} have {what} and are left out.")
     return datasets.concatenate_datasets(chunks)
@@ -98,17 +93,33 @@ def conversations(
 
 def read_conversations(rows: Rows, tokenizer: Any = None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Location of each row, and the examples that `conversations` makes of it, before it leaves out those with
-    `CUT_OFF`; none if the row has no response.
+    `CUT_OFF`: one, or none if the row has no response.
 
-    The first row determines how all rows are read. Arguments and errors are those of `conversations`.
+    The first row determines the columns. Arguments and errors are those of `conversations`.
     """
-    shape = None
+    columns = None
     for where, row in rows:
-        shape = shape or _shape(row, where, tokenizer)
-        examples = _examples(row, where, shape)
-        if row.get(CUT_OFF) is True and shape.chat is None:
-            examples = [{**example, CUT_OFF: True} for example in examples]
-        yield where, examples
+        columns = columns or _columns(row, where, tokenizer)
+        prompt, response = _prompt(row, where, columns, tokenizer), columns[1]
+        example: dict[str, Any] = {}
+        if response is None:
+            example = {"messages": prompt} if _answered(prompt[1:]) else {}
+        else:
+            require_columns(row, columns, where)
+            if isinstance(row[columns[0]], list):
+                completion: Any = _messages(row, where, response)
+                answered = prompt and _answered(completion)
+            else:
+                completion = text_value(row[response], f"{where}, {response!r}")
+                answered = bool(completion.strip())
+                if answered and isinstance(prompt, list):
+                    completion = [{"role": "assistant", "content": completion}]
+                elif answered and not completion[0].isspace():
+                    prompt = _separated(prompt)
+            if answered:
+                cut_off = {CUT_OFF: True} if row.get(CUT_OFF) is True else {}
+                example = {"prompt": prompt, "completion": completion, **cut_off}
+        yield where, [example] if example else []
 
 
 def is_conversation(row: Mapping[str, Any]) -> bool:
@@ -122,67 +133,47 @@ def conversation_prompts(rows: Rows, tokenizer: Any) -> Iterator[tuple[str, Prom
     The first row determines how all rows are read. Responses are not read and may be missing; the prompt of a chat ends
     before a final response. Errors are those of `conversations`.
     """
-    shape = None
+    columns = None
     for where, row in rows:
-        shape = shape or _shape(row, where, tokenizer, answered=False)
-        if shape.chat is not None:
-            messages = _messages(row, where, shape.chat)
-            yield where, messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
-        else:
-            prompt = _prompt(row, where, shape)
-            yield where, _separated(prompt) if isinstance(prompt, str) else prompt
+        columns = columns or _columns(row, where, tokenizer, answered=False)
+        prompt = _prompt(row, where, columns, tokenizer)
+        if isinstance(prompt, str):
+            prompt = _separated(prompt)
+        elif columns[1] is None and prompt and prompt[-1]["role"] == "assistant":
+            prompt = prompt[:-1]
+        yield where, prompt
 
 
-def _shape(row: Mapping[str, Any], where: str, tokenizer: Any, *, answered: bool = True) -> _RowShape:
-    """How to read rows like this one; if `answered`, it must have a column of responses."""
-    template = tokenizer is not None and bool(tokenizer.chat_template)
-    chat = next((column for column in CHAT_COLUMNS if column in row), None)
-    pair = next((pair for pair in PROMPT_COLUMNS if pair[0] in row and (not answered or pair[1] in row)), None)
-    if chat is None and pair is None:
+def _columns(row: Mapping[str, Any], where: str, tokenizer: Any, *, answered: bool = True) -> tuple[str, str | None]:
+    """Columns of prompts and, if `answered`, of responses; of whole chats, and None."""
+    kinds: list[tuple[str, str | None]] = [*((column, None) for column in CHAT_COLUMNS), *PROMPT_COLUMNS]
+    columns = next((c for c in kinds if c[0] in row and (not answered or c[1] is None or c[1] in row)), None)
+    if columns is None:
         lacking = "columns of conversations" if answered else "column of prompts"
         raise FulldepthError(f"{where} has no {lacking}. Got: {names_of(row)}. Expected: {EXPECTED}.")
-    is_chat = chat is not None or isinstance(row[pair[0]], list)  # type: ignore[index]
-    if is_chat and tokenizer is not None and not template:
+    is_chat = columns[1] is None or isinstance(row[columns[0]], list)
+    if is_chat and tokenizer is not None and not tokenizer.chat_template:
         raise FulldepthError(
             f"{where} holds a chat, but the tokenizer has no chat template. Use the tokenizer of a chat model, set its "
             "chat_template, or give prompts and responses as plain text."
         )
-    context = "input" if pair == ("instruction", "output") and "input" in row else None
-    return _RowShape(chat, pair or ("", ""), context, template or (chat is None and is_chat))
+    return columns
 
 
-def _examples(row: Mapping[str, Any], where: str, shape: _RowShape) -> list[dict[str, Any]]:
-    """The examples of a row: one, or none."""
-    if shape.chat is not None:
-        messages = _messages(row, where, shape.chat)
-        return [{"messages": messages}] if _answered(messages[1:]) else []
-    column = shape.pair[1]
-    require_columns(row, shape.pair, where)
-    prompt = _prompt(row, where, shape)
-    if isinstance(row[shape.pair[0]], list):
-        completion = _messages(row, where, column)
-        return [{"prompt": prompt, "completion": completion}] if prompt and _answered(completion) else []
-    response = text_value(row[column], f"{where}, {column!r}")
-    if not response.strip():
-        return []
-    if isinstance(prompt, list):
-        return [{"prompt": prompt, "completion": [{"role": "assistant", "content": response}]}]
-    return [{"prompt": prompt if response[0].isspace() else _separated(prompt), "completion": response}]
-
-
-def _answered(messages: list[Message]) -> bool:
+def _answered(messages: Any) -> bool:
     return any(message["role"] == "assistant" and message["content"].strip() for message in messages)
 
 
-def _prompt(row: Mapping[str, Any], where: str, shape: _RowShape) -> Prompt:
-    column = shape.pair[0]
+def _prompt(row: Mapping[str, Any], where: str, columns: tuple[str, str | None], tokenizer: Any) -> Prompt:
+    """The prompt of a row, or its whole chat."""
+    column, response = columns
     require_columns(row, [column], where)
-    if isinstance(row[column], list):
+    if response is None or isinstance(row[column], list):
         return _messages(row, where, column)
     prompt = text_value(row[column], f"{where}, {column!r}")
-    if shape.context is not None and row.get(shape.context):
-        prompt += "\n\n" + text_value(row[shape.context], f"{where}, {shape.context!r}")
-    return [{"role": "user", "content": prompt}] if shape.template else prompt
+    if columns == ("instruction", "output") and row.get("input"):  # Alpaca
+        prompt += "\n\n" + text_value(row["input"], f"{where}, 'input'")
+    return [{"role": "user", "content": prompt}] if tokenizer is not None and tokenizer.chat_template else prompt
 
 
 def _separated(prompt: str) -> str:
@@ -209,8 +200,83 @@ def _messages(row: Mapping[str, Any], where: str, column: str) -> list[Message]:
     return messages
 
 
-def _table(examples: list[dict[str, Any]]) -> datasets.Dataset:
+def _table(examples: list[dict[str, Any]], name: str) -> datasets.Dataset:
     text = datasets.Value("string")
     messages = [{"role": text, "content": text}]
-    features = {name: text if isinstance(value, str) else messages for name, value in examples[0].items()}
-    return datasets.Dataset.from_list(examples, features=datasets.Features(features))
+    features = {key: text if isinstance(value, str) else messages for key, value in examples[0].items()}
+    with reading(name):  # rows of different kinds
+        return datasets.Dataset.from_list(examples, features=datasets.Features(features))
+
+
+def as_prompt(tokenizer: Any, prompt: Prompt) -> Prompt:
+    """A prompt in the form of `conversation_prompts`; `FulldepthError` for messages without a chat template."""
+    if tokenizer.chat_template:
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(prompt, str):
+        raise FulldepthError("A prompt of messages needs a chat template, which the tokenizer does not have.")
+    return _separated(prompt)
+
+
+def encode_prompt(tokenizer: Any, prompt: Prompt, where: str = "The prompt") -> list[int]:
+    """Token ids after which a response follows; `FulldepthError` if the chat template refuses the messages."""
+    if isinstance(prompt, str):
+        return [*Frame.of(tokenizer, [prompt]).prefix, *plain_ids(tokenizer, prompt)]
+    return plain_ids(tokenizer, _render(tokenizer, prompt, where, answer=True))
+
+
+def encode_pair(
+    tokenizer: Any, prompt: Prompt, response: str | Message, where: str = "The pair", *, cut_off: bool = False
+) -> tuple[list[int], list[int], list[int]]:
+    """Token ids of the prompt, the response, and the special tokens after it, which have no loss.
+
+    Prompt and response are tokenised separately, so that the prompt is the same as for generation. Under a chat
+    template the response includes the end-of-turn token, without white space after it, unless it was `cut_off`: then
+    the model did not end it there.
+
+    Raises:
+        FulldepthError: if the chat template refuses the messages, or renders the prompt differently with a response.
+    """
+    before = encode_prompt(tokenizer, prompt, where)
+    if isinstance(prompt, str):
+        assert isinstance(response, str)
+        return before, plain_ids(tokenizer, response), list(Frame.of(tokenizer, [prompt]).suffix)
+    assert not isinstance(response, str)
+    opening = _render(tokenizer, prompt, where, answer=True)
+    full = _render(tokenizer, [*prompt, response], where, answer=False)
+    pairs = enumerate(zip(opening, full, strict=False))
+    start = next((i for i, (a, b) in pairs if a != b), min(len(opening), len(full)))
+    if start < len(opening):  # the generation prompt differs from the rendered answer
+        if start < len(_render(tokenizer, prompt, where, answer=False).rstrip()):
+            raise FulldepthError(
+                f"{where}: the tokenizer's chat template writes the prompt differently once a response follows, so it "
+                "is not known where the response begins. Use another chat template, or prompt and response as text."
+            )
+        content = full.rfind(response["content"].strip())
+        start = min(start, content) if content >= 0 else start
+        before = plain_ids(tokenizer, full[:start])
+    if cut_off:
+        text = response["content"].strip()
+        if text not in full[start:]:
+            raise FulldepthError(f"{where}: the chat template rewrites the response, so its cut end is not known.")
+        return before, plain_ids(tokenizer, full[start : full.rfind(text) + len(text)]), []
+    return before, _to_end_of_turn(tokenizer, plain_ids(tokenizer, full[start:])), []
+
+
+def _render(tokenizer: Any, messages: list[Message], where: str, *, answer: bool) -> str:
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
+        return text
+    except TemplateError as error:
+        reason = one_line(str(error), 300)
+        raise FulldepthError(f"{where}: the tokenizer's chat template refuses the messages: {reason}.") from error
+    except Exception as error:  # a template is code of the checkpoint, run in jinja2's sandbox: it may fail in any way
+        reason = one_line(f"{type(error).__name__}: {error}", 300)
+        raise FulldepthError(f"{where}: the tokenizer's chat template fails: {reason}.") from error
+
+
+def _to_end_of_turn(tokenizer: Any, ids: list[int]) -> list[int]:
+    """`ids` without white space after the end-of-turn token, where generation stops."""
+    if tokenizer.eos_token_id not in ids:
+        return ids
+    last = len(ids) - ids[::-1].index(tokenizer.eos_token_id)
+    return ids if tokenizer.decode(ids[last:]).strip() else ids[:last]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import count, repeat
 from pathlib import Path
@@ -78,7 +78,7 @@ def count_rows(path: Path) -> int:
     if suffix == ".parquet":
         with reading(path), _open_parquet(path) as file:
             return int(file.metadata.num_rows)
-    return max(0, len(_starts(path)[0]) - (suffix == ".tsv"))
+    return max(0, len(_filled_lines(path)) - (suffix == ".tsv"))
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None, numbers: Sequence[int] | None = None) -> Rows:
@@ -120,15 +120,11 @@ def text_lines(path: Path) -> Iterator[str]:
 
 def _lines(path: Path, numbers: Sequence[int] | None = None, *, blank: bool = False) -> Iterator[tuple[str, str]]:
     """Location and text of lines, all or those of some numbers; blank ones only on request."""
-    empty, places = numbers is None, zip(repeat(None), count())
-    if numbers is not None:
-        starts, lines = _starts(path)
-        places = ((starts[number], lines[number]) for number in numbers)  # type: ignore[assignment]
+    empty = numbers is None
+    places: Iterable[Any] = zip(count(), repeat(None)) if numbers is None else _filled_lines(path)[numbers].tolist()
     with reading(path), _regular(path).open("rb") as file:
-        for start, number in places:
-            if start is not None:
-                file.seek(start)
-            position = file.tell()
+        for number, start in places:
+            position = file.tell() if start is None else file.seek(start)
             line = file.readline(LONGEST_LINE + 1)
             if not line:
                 break
@@ -148,24 +144,22 @@ def _regular(path: Path) -> Path:
     return path
 
 
-def _starts(path: Path) -> tuple[np.ndarray, Sequence[int]]:
-    """[lines] the byte at which each line starts that is not empty, and its number from 0."""
+def _filled_lines(path: Path) -> np.ndarray:
+    """[lines, 2] number from 0, and first byte, of each line that is not empty."""
     with reading(path):
         stat = _regular(path).stat()
         return _line_starts(path, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=16)
-def _line_starts(path: Path, size: int, changed: int) -> tuple[np.ndarray, Sequence[int]]:
-    ends = []
+def _line_starts(path: Path, size: int, changed: int) -> np.ndarray:
+    starts = [np.zeros(1, np.int64)]
     with path.open("rb") as file:
         for position in range(0, size, CHUNK):
-            ends.append(np.flatnonzero(np.frombuffer(file.read(CHUNK), np.uint8) == ord("\n")) + position + 1)
-    starts = np.concatenate([[0], *ends])
-    filled = np.diff(starts, append=size) > 1
-    if filled[:-1].all():  # what is behind the last line end may be nothing
-        return starts[filled], range(len(starts))
-    return starts[filled], np.flatnonzero(filled)  # type: ignore[return-value]
+            starts.append(np.flatnonzero(np.frombuffer(file.read(CHUNK), np.uint8) == ord("\n")) + position + 1)
+    first = np.concatenate(starts)
+    filled = np.flatnonzero(np.diff(first, append=size + 1) > 1)  # as if a line end followed the last line
+    return np.stack([filled, first[filled]], axis=1)
 
 
 def _decode(line: bytes, path: Path, position: int) -> str:
@@ -216,7 +210,7 @@ def _parquet_rows(path: Path, columns: Sequence[str] | None, numbers: Sequence[i
     A file of a few kilobytes can represent terabytes, as repeated values are stored once. Repeated values therefore
     stay shared until their row is read, and the total decoded size is limited.
     """
-    budget = 0
+    budget = None
     for first, batch in reading_each(path, _parquet_batches(path, columns, numbers)):
         own: Sequence[int] = range(batch.num_rows)
         if numbers is not None:
@@ -224,9 +218,14 @@ def _parquet_rows(path: Path, columns: Sequence[str] | None, numbers: Sequence[i
             own = [number - first for number in numbers[start:stop]]
         if not own:
             continue
-        budget = budget or SPARE_BYTES + EXPANSION * path.stat().st_size
+        budget = SPARE_BYTES + EXPANSION * path.stat().st_size if budget is None else budget
         with reading(path):
-            budget -= sum(map(_decoded_bytes, batch.columns))
+            for column in batch.columns:  # with shared values counted in every row
+                size: Any = column.nbytes
+                if pyarrow.types.is_dictionary(column.type):
+                    lengths = pyarrow.compute.binary_length(column.dictionary).cast("int64").take(column.indices)
+                    size = pyarrow.compute.sum(lengths).as_py() or 0
+                budget -= size
         if budget <= 0:
             raise FulldepthError(
                 f"Cannot read {path}: its rows hold more than {SPARE_BYTES >> 30} GiB and {EXPANSION} times its size."
@@ -248,28 +247,18 @@ def _parquet_batches(
     with _open_parquet(path) as file:
         if len(set(file.schema_arrow.names)) < len(file.schema_arrow.names):
             raise FulldepthError(f"Cannot read {path}: two columns have the same name.")
-        fields = [field for field in file.schema_arrow if columns is None or field.name in columns]
+        types = {field.name: field.type for field in file.schema_arrow if columns is None or field.name in columns}
         groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
-        counts, size = [group.num_rows for group in groups], sum(group.total_byte_size for group in groups)
-    texts = [
-        field.name for field in fields if pyarrow.types.is_string(field.type) or pyarrow.types.is_binary(field.type)
-    ]
-    rows = NESTED_BATCH_ROWS
-    if not any(pyarrow.types.is_nested(field.type) for field in fields):
-        rows = max(1, min(BATCH_ROWS, BATCH_BYTES * sum(counts) // max(1, size)))
+    shared = [name for name, kind in types.items() if pyarrow.types.is_string(kind) or pyarrow.types.is_binary(kind)]
+    most = NESTED_BATCH_ROWS
+    if not any(map(pyarrow.types.is_nested, types.values())):
+        size, rows = (sum(getattr(group, name) for group in groups) for name in ("total_byte_size", "num_rows"))
+        most = max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(1, size)))
     stop = 0
-    with _open_parquet(path, read_dictionary=texts) as file:
-        for group, height in enumerate(counts):
-            first, stop = stop, stop + height
+    with _open_parquet(path, read_dictionary=shared) as file:
+        for number, group in enumerate(groups):
+            first, stop = stop, stop + group.num_rows
             if numbers is None or bisect_left(numbers, first) < bisect_left(numbers, stop):
-                for batch in file.iter_batches(batch_size=rows, columns=columns, row_groups=[group]):
+                for batch in file.iter_batches(batch_size=most, columns=columns, row_groups=[number]):
                     yield first, batch
                     first += batch.num_rows
-
-
-def _decoded_bytes(column: pyarrow.Array) -> int:
-    """Bytes of a column with shared values counted in every row."""
-    if not pyarrow.types.is_dictionary(column.type):
-        return int(column.nbytes)
-    lengths = pyarrow.compute.binary_length(column.dictionary).cast("int64").take(column.indices)
-    return int(pyarrow.compute.sum(lengths).as_py() or 0)

@@ -47,29 +47,24 @@ NO_LIMIT = 1 << 62
 """Tokens that no text has."""
 
 
-@dataclass
 class Encoder:
     """Tokenises documents, with the tokenizer's special tokens around each and end-of-text after it.
+
+    Args:
+        tokenizer: with an end-of-text token.
+        vocab_size: vocabulary size of the model: ids beyond it are refused; None = not checked.
 
     Raises:
         FulldepthError: if the tokenizer has no end-of-text token.
     """
 
-    tokenizer: Any
-    vocab_size: int | None = None
-    """Vocabulary size of the model: ids beyond it are refused; None = not checked."""
-    frame: Frame = field(init=False)
-    end: int = field(init=False)
-    dtype: np.dtype = field(init=False)
-    """Unsigned integer of two or four bytes, the smaller that holds every id."""
-
-    def __post_init__(self) -> None:
-        if self.tokenizer.eos_token_id is None:
+    def __init__(self, tokenizer: Any, vocab_size: int | None = None) -> None:
+        if tokenizer.eos_token_id is None:
             raise FulldepthError("The tokenizer has no end-of-text token (eos_token), which must end each document.")
-        self.end = int(self.tokenizer.eos_token_id)
-        self.frame = Frame.of(self.tokenizer, ["text"])
-        highest = max(self.end, *self.tokenizer.get_vocab().values())
-        self.dtype = np.dtype("<u2" if highest < 2**16 else "<u4")
+        self.tokenizer, self.vocab_size, self.end = tokenizer, vocab_size, int(tokenizer.eos_token_id)
+        self.frame = Frame.of(tokenizer, ["text"])
+        highest = max(self.end, *tokenizer.get_vocab().values())
+        self.dtype = np.dtype("<u2" if highest < 2**16 else "<u4")  # the smaller that holds every id
 
     def __call__(self, texts: Sequence[str]) -> dict[str, list[Any]]:
         """`ids` of each text, none for a text without tokens; refuses ids that the model lacks."""
@@ -105,42 +100,48 @@ def tokenised(
     """
     most = most if documents.is_stream else None
     key = _sha256([encoder.fingerprint(), dict(documents.identity), encoder.dtype.str, most])[:20]
-    folder = (cache or _default_folder()) / key
+    if cache is None:
+        own, users = os.environ.get("FULLDEPTH_CACHE"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        cache = Path(own or Path(users, "fulldepth")).expanduser() / "tokens"
+    folder, work = cache / key, cache / f"{key}.work"
     with _writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f"{key}.lock"):
             if not folder.is_dir():
                 watcher.say(f"Tokenising {documents.name}")
-                work = folder.with_suffix(".work")
-                batches = _encoded(documents, encoder, key, work)
                 with atomic_folder(folder) as part:
+                    batches = _encoded(documents, encoder, key, work, watcher)
                     _write(batches, part / f"text{SUFFIX}", encoder.dtype, most)
                 shutil.rmtree(work, ignore_errors=True)
     return TokenFiles.of(folder)
 
 
-def _encoded(documents: Documents, encoder: Encoder, key: str, work: Path) -> Iterable[Any]:
+def _encoded(documents: Documents, encoder: Encoder, key: str, work: Path, watcher: Watcher) -> Iterator[Any]:
     """Arrow tables of `ids`, one row for each document."""
     features = datasets.Features(text=datasets.Value("string"))
     options: dict[str, Any] = {"batched": True, "batch_size": BATCH_DOCUMENTS, "input_columns": "text"}
+    options["remove_columns"] = "text"
     if documents.is_stream:
-        table: Any = datasets.IterableDataset.from_generator(documents.rows, features=features)
-        table = table.map(encoder, remove_columns="text", **options)
-    else:
-        table = datasets.Dataset.from_generator(
-            documents.rows, features=features, cache_dir=str(work / "texts"), fingerprint=key
-        )
-        table = table.map(
+        stream = datasets.IterableDataset.from_generator(documents.rows, features=features).map(encoder, **options)
+        yield from stream.with_format("arrow").iter(BATCH_DOCUMENTS)
+        return
+    texts = datasets.Dataset.from_generator(
+        documents.rows, features=features, cache_dir=str(work / "texts"), fingerprint=key
+    )
+    processes, total = os.cpu_count() or 1, len(texts)
+    watcher.begin("Tokenising", total)
+    for start in range(0, total, processes * PROCESS_DOCUMENTS):
+        part = texts.select(range(start, min(start + processes * PROCESS_DOCUMENTS, total)))
+        ids = part.map(
             encoder,
-            remove_columns="text",
             features=datasets.Features(ids=datasets.List(datasets.Value("uint32"))),
-            num_proc=min(os.cpu_count() or 1, len(table) // PROCESS_DOCUMENTS) or None,
-            cache_file_name=str(work / "ids.arrow"),
-            new_fingerprint=key,
-            desc="Tokenising",
+            num_proc=len(part) // PROCESS_DOCUMENTS or None,
+            cache_file_name=str(work / f"ids-{start}.arrow"),
+            new_fingerprint=f"{key}-{start}",
             **options,
         )
-    return table.with_format("arrow").iter(BATCH_DOCUMENTS)
+        watcher.advance(len(part))
+        yield from ids.with_format("arrow").iter(BATCH_DOCUMENTS)
 
 
 def _write(batches: Iterable[Any], path: Path, dtype: np.dtype, most: int | None) -> None:
@@ -159,25 +160,24 @@ def _write(batches: Iterable[Any], path: Path, dtype: np.dtype, most: int | None
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Turn errors of the file system into refusals; NotImplementedError: a file system without locks."""
+    """Hide the bars of `datasets`, and turn errors of the file system into refusals."""
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
     try:
         yield
     except DatasetGenerationError as error:
         cause = error.__cause__ or error
         refusal = cause if isinstance(cause, FulldepthError) else FulldepthError(f"Cannot read: {one_line(cause)}.")
         raise refusal from error
-    except (OSError, NotImplementedError) as error:
+    except (OSError, NotImplementedError) as error:  # NotImplementedError: a file system without locks
         reason = getattr(error, "strerror", None) or one_line(error, 200)
         raise FulldepthError(
             f"Cannot write tokens to {folder}: {reason}. Choose another folder: data.cache=FOLDER, or the "
             "environment variable FULLDEPTH_CACHE."
         ) from error
-
-
-def _default_folder() -> Path:
-    if own := os.environ.get("FULLDEPTH_CACHE"):
-        return Path(own).expanduser() / "tokens"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fulldepth" / "tokens"
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
 
 
 def _sha256(value: object) -> str:
@@ -393,18 +393,6 @@ class Packed:
         """Documents in both parts, without those that have no tokens."""
         return self.train.documents + self.validation.documents
 
-    def require_documents(self, processes: int) -> None:
-        """Check that there are at least as many training documents as processes.
-
-        Raises:
-            FulldepthError: if there are fewer.
-        """
-        if self.train.documents < processes:
-            raise FulldepthError(
-                f"{self.name} has {self.train.documents} training documents, fewer than the {processes} processes. "
-                "Use more text or fewer processes."
-            )
-
 
 def pack(
     documents: Any,
@@ -448,13 +436,11 @@ def pack(
         FulldepthError: if there is no text, too little for one window of a part, no document held out, or a token
             that the model lacks; if the tokenizer has no end-of-text token, or the cache cannot be written.
     """
-    for given, least in ((sequence_length, 2), (max_tokens, 1), (validation_sequences, 1)):
-        if given is not None and given < least:
-            raise FulldepthError(
-                f"sequence_length must be at least 2, max_tokens and validation_sequences at least 1; got {given}."
-            )
-    if not 0 <= validation_share < 1:
-        raise FulldepthError(f"The held-out share must be at least 0 and below 1, got {validation_share}.")
+    if sequence_length < 2 or not 0 <= validation_share < 1:
+        raise FulldepthError(
+            "sequence_length must be at least 2, and the held-out share at least 0 and below 1; got "
+            f"{sequence_length} and {validation_share}."
+        )
     encoder, share = Encoder(tokenizer, vocab_size), validation_share if validation is None else 0.0
     needed = None if max_tokens is None else round(max_tokens / max(share, 1 - share))
 
@@ -489,20 +475,15 @@ def pack(
     cut = partial(Windows, sequence_length=sequence_length, across_documents=across_documents)
     windows, held_windows = cut(train), cut(held, limit=validation_sequences)
     warnings = check_vocabulary(highest, tokenizer, vocab_size)
-    _require_window(name, "training", windows)
-    if held_windows.documents:
-        _require_window(name, "validation", held_windows)
-        if len(held_windows) < (validation_sequences or 0):
-            warnings.append(f"The validation text fills only {len(held_windows)} of {validation_sequences} sequences.")
+    for part, own in (("training", windows), ("validation", held_windows)):
+        if not len(own) and (own is windows or own.documents):
+            raise FulldepthError(
+                f"{name} has {own.tokens} {part} tokens, fewer than one sequence of {sequence_length}. Give more text "
+                "or a smaller sequence_length."
+            )
+    if held_windows.documents and len(held_windows) < (validation_sequences or 0):
+        warnings.append(f"The validation text fills only {len(held_windows)} of {validation_sequences} sequences.")
     places = [hashlib.sha256(part.places.tobytes()).hexdigest() for part in (train, held)]
     counts = [train.tokens, held.tokens, sequence_length, across_documents, len(held_windows)]
     digest = f"sha256:{_sha256([hashes, places, counts])}"
     return Packed(name, windows, held_windows, digest, files.folder, tuple(warnings))
-
-
-def _require_window(name: str, part: str, windows: Windows) -> None:
-    if not len(windows):
-        raise FulldepthError(
-            f"{name} has {windows.tokens} {part} tokens, fewer than one sequence of {windows.sequence_length}. "
-            "Give more text or a smaller sequence_length."
-        )

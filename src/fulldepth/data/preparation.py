@@ -49,45 +49,27 @@ Bos = Literal["auto", "always", "never"]
 """Whether a window of text begins with the BOS token: as the tokenizer begins a text, always, or never."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Preparation:
-    """How much is prepared, which of it, and for which model: the options of `prepare`."""
+    """The options of `prepare`."""
 
     task: str
-    """`causal-lm`, `masked-lm`, `seq2seq-lm`, `text-classification`, `image-classification`, `detection` or
-    `representation`."""
-    tokenizer: Any = None
-    """For text."""
-    processor: Any = None
-    """For images."""
-    max_sequences: int = 256
-    """At most this many."""
-    sequence_length: int = 256
-    """Tokens of a window, and at most of any sequence; special tokens included."""
-    max_positions: int | None = None
-    """Most tokens that the model can read; None = no limit."""
-    vocab_size: int | None = None
-    """Rows of the model's embedding; None = not checked."""
-    pad_id: int | None = None
-    """Padding token of the model, by which some classifiers find the last token; None = the tokenizer's."""
-    start: int | None = None
-    """First token of an encoder-decoder's decoder."""
-    words: Sequence[str] = ()
-    """Words to locate (`Batch.words`)."""
-    truncate: bool = False
-    """Cut prompts with responses, and a classifier's labelled texts, that are too long; else refuse them."""
-    skip_bad: bool = False
-    """Leave labelled texts that are too long out, and count them in the warnings."""
-    seed: int = 0
-    """Seed of the sample and the masks."""
-    order: Order = "random"
-    """`first` takes the first records, and the first windows of all texts joined, instead of a sample."""
-    bos: Bos = "auto"
-    """Whether a causal model's windows of plain text begin with the BOS token; `auto`: if the tokenizer adds it."""
-    one_per_row: bool = False
-    """One sequence for each plain text too, cut at `sequence_length`."""
-    balanced: bool = False
-    """Sample the classes in turn. Means are then over classes, which a warning says."""
+    tokenizer: Any
+    processor: Any
+    max_sequences: int
+    sequence_length: int
+    max_positions: int | None
+    vocab_size: int | None
+    pad_id: int | None
+    start: int | None
+    words: Sequence[str]
+    truncate: bool
+    skip_bad: bool
+    seed: int
+    order: Order
+    bos: Bos
+    one_per_row: bool
+    balanced: bool
 
     @property
     def longest(self) -> int:
@@ -119,7 +101,27 @@ class Encoded:
     """What the encoder of an encoder-decoder reads."""
 
 
-def prepare(source: Source, **options: Any) -> Sequences:
+def prepare(
+    source: Source,
+    *,
+    task: str,
+    tokenizer: Any = None,
+    processor: Any = None,
+    max_sequences: int = 256,
+    sequence_length: int = 256,
+    max_positions: int | None = None,
+    vocab_size: int | None = None,
+    pad_id: int | None = None,
+    start: int | None = None,
+    words: Sequence[str] = (),
+    truncate: bool = False,
+    skip_bad: bool = False,
+    seed: int = 0,
+    order: Order = "random",
+    bos: Bos = "auto",
+    one_per_row: bool = False,
+    balanced: bool = False,
+) -> Sequences:
     """Tokenise, pack or cut, mask, sample and label the records of a source.
 
     For `masked-lm` the inputs are not masked; a masked copy of them is added with its targets (`Batch.masked_inputs`).
@@ -131,12 +133,29 @@ def prepare(source: Source, **options: Any) -> Sequences:
 
     Args:
         source: from `open_source`; labels are taken as they are (`number_labels` gives them a model's numbers).
-        options: the fields of `Preparation`.
+        task: `causal-lm`, `masked-lm`, `seq2seq-lm`, `text-classification`, `image-classification`, `detection` or
+            `representation`.
+        tokenizer: for text.
+        processor: for images.
+        max_sequences: at most this many.
+        sequence_length: tokens of a window, and at most of any sequence; special tokens included.
+        max_positions: most tokens that the model can read; None = no limit.
+        vocab_size: rows of the model's embedding; None = not checked.
+        pad_id: padding token of the model, by which some classifiers find the last token; None = the tokenizer's.
+        start: first token of an encoder-decoder's decoder.
+        words: to locate (`Batch.words`).
+        truncate: cut prompts with responses, and a classifier's labelled texts, that are too long; else refuse them.
+        skip_bad: leave labelled texts that are too long out, and count them in the warnings.
+        seed: of the sample and the masks.
+        order: `first` takes the first records, and the first windows of all texts joined, instead of a sample.
+        bos: whether a causal model's windows of plain text begin with the BOS token; `auto`: if the tokenizer adds it.
+        one_per_row: one sequence for each plain text too, cut at `sequence_length`.
+        balanced: sample the classes in turn. Means are then over classes, which a warning says.
 
     Raises:
         FulldepthError: if task, data and model do not match, or no sequence remains.
     """
-    plan = Preparation(**options)
+    plan = Preparation(**{name: value for name, value in locals().items() if name != "source"})
     if plan.max_sequences < 1 or plan.sequence_length < 1:
         given = f"{plan.max_sequences} and {plan.sequence_length}"
         raise FulldepthError(f"max_sequences and sequence_length must be at least 1, got {given}.")
@@ -185,8 +204,12 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     if not examples:
         raise FulldepthError(" ".join([f"{source.name} gives no sequence with this tokenizer.", *warnings]))
     masks = task == "masked-lm" and tokenizer.mask_token_id is not None
-    if masks:
-        examples = [_masked(example, index, plan) for index, example in enumerate(examples)]
+    for index, example in enumerate(examples if masks else ()):
+        ids = example.input_ids.numpy()
+        special = np.isin(ids, tokenizer.all_special_ids)
+        masked = mask_tokens(ids, special, tokenizer.mask_token_id, seed=plan.seed, index=index)
+        masked_ids, predicted = map(torch.from_numpy, masked)
+        examples[index] = replace(example, masked_ids=masked_ids, labels=predicted)
     fed = [ids for e in (*examples, *(encoded.inputs or ())) for ids in (e.input_ids, e.masked_ids) if ids is not None]
     warnings += check_vocabulary(max(int(ids.max()) for ids in fed), tokenizer, plan.vocab_size)
     if plan.words:
@@ -200,10 +223,10 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     pad = next((pad for pad in pads if pad is not None and 0 <= pad < (plan.vocab_size or pad + 1)), 0)
     fingerprint = Fingerprint(task)
     for number, example in enumerate(examples):
-        predicted = None if targets is None else targets(example.labels)
-        masked_ids = example.input_ids if example.masked_ids is None else example.masked_ids
-        read = None if encoded.inputs is None else encoded.inputs[number].input_ids
-        for tensor in (example.input_ids, masked_ids, predicted, example.types, *([] if read is None else [read])):
+        parts = [example.input_ids, example.input_ids if example.masked_ids is None else example.masked_ids]
+        parts += [None if targets is None else targets(example.labels), example.types]
+        parts += [] if encoded.inputs is None else [encoded.inputs[number].input_ids]
+        for tensor in parts:
             fingerprint.add(b"" if tensor is None else id_bytes(tensor))
         fingerprint.add(str(example.class_index).encode())
     collate: Callable[[Sequence[int]], Batch] = partial(collate_texts, examples, pad_id=pad, targets=targets)
@@ -422,13 +445,6 @@ def _example(ids: Sequence[int], task: str, types: Sequence[int] | None, class_i
     return Example.of(ids, *predicted, types=kinds, class_index=class_index)
 
 
-def _masked(example: Example, index: int, plan: Preparation) -> Example:
-    ids = example.input_ids.numpy()
-    special = np.isin(ids, plan.tokenizer.all_special_ids)
-    masked_ids, labels = mask_tokens(ids, special, plan.tokenizer.mask_token_id, seed=plan.seed, index=index)
-    return replace(example, masked_ids=torch.from_numpy(masked_ids), labels=torch.from_numpy(labels))
-
-
 def mask_tokens(
     ids: np.ndarray, special: np.ndarray, mask_id: int, *, seed: int, index: int, share: float = MASKED_SHARE
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -466,7 +482,8 @@ def _images(source: Source, plan: Preparation) -> Sequences:
     processor, pictures = plan.processor, []
     settings = processor.to_dict() if hasattr(processor, "to_dict") else type(processor).__name__
     fingerprint = Fingerprint(plan.task, json.dumps(settings, sort_keys=True, default=str))
-    for record, label in ((source.records[index], labels[index]) for index in chosen):
+    for index in chosen:
+        record, label = source.records[index], labels[index]
         assert record.image is not None
         try:
             image = record.image()  # also finds corrupt files before the model runs
@@ -477,8 +494,6 @@ def _images(source: Source, plan: Preparation) -> Sequences:
         if record.objects is not None:
             fingerprint.add(repr(record.objects).encode())
         pictures.append(Picture(record.image, label, record.objects))
-    if not pictures:
-        raise FulldepthError(f"{source.name} holds no images.")
     known = [picture.class_index for picture in pictures if picture.class_index != IGNORE]
     boxes = sum(picture.objects.targets for picture in pictures if picture.objects is not None)
     return Sequences(

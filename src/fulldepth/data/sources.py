@@ -134,23 +134,21 @@ def open_source(
     columns = choose_columns(row, where)
     if isinstance(row.get("objects"), Objects):
         columns = Columns("objects", "image", None, None)
-
-    def read(windows: int | None) -> Source:
-        names = [name for name in columns[1:] if name is not None]
-        rows = opened.rows(_columns_to_read)
-        if limit is not None:
-            rows = opened.sampled(names, limit, seed=seed, order=order, window=windows)
-        source = _source(opened, columns, rows, sampled=limit is not None)
-        if windows is None or order == "first" or source.kind != "text":
-            return source
+    if limit is None:
+        return _source(opened, columns, opened.rows(_columns_to_read), sampled=False)
+    names = [name for name in columns[1:] if name is not None]
+    windows = window if columns.kind == "text" and columns.label is None else None
+    while True:
+        rows = opened.sampled(names, limit, seed=seed, order=order, window=windows)
+        source = _source(opened, columns, rows, sampled=True)
+        if windows == window or source.kind != "text":
+            break
+        windows = window  # no label is known, so it will be cut into windows
+    if windows is not None and order == "random" and source.kind == "text":
         # windows are drawn by the text of a document alone, so that stored results can be made again
         records = [replace(record, identity=identity(record.text or "")) for record in source.records]
-        return replace(source, records=records)
-
-    if limit is None or window is None or columns.kind != "text":
-        return read(None)
-    source = read(window if columns.label is None else None)
-    return read(window) if columns.label is not None and source.kind == "text" else source  # no label is known
+        source = replace(source, records=records)
+    return source
 
 
 def choose(identities: Sequence[int], limit: int, seed: int, order: Order) -> list[int]:
@@ -169,6 +167,7 @@ def _source(
     kind, images = columns.kind, columns.kind in ("images", "objects")
     records: list[DataRecord] = []
     labels: list[tuple[str, Any]] = []
+    read: Any = image_value if images else text_value
     for where, row in rows:
         require_columns(row, (columns.first, columns.second, columns.label), where)
         late = next((column for column in LABEL_COLUMNS if column in row), None)
@@ -176,10 +175,9 @@ def _source(
             raise FulldepthError(
                 f"{where} has {late!r}, which the first row of {opened.name} lacks. Give every row one; null = unknown."
             )
-        read: Any = image_value if images else text_value
         first = read(row[columns.first], f"{where}, {columns.first!r}")
         second = None if columns.second is None else row[columns.second]
-        if second is not None or (columns.second is not None and not images):
+        if columns.second is not None and (second is not None or not images):
             second = text_value(second, f"{where}, {columns.second!r}")
         labels.append((where, row[columns.label] if columns.label else None))
         if images:
@@ -209,15 +207,15 @@ def _source(
 
 def identities(source: Source) -> list[int]:
     """Identity of each record, of no two the same: of its text, or of the name or place of its image."""
-    return [int(number) for number in distinct([_identity(record) for record in source.records])]
 
+    def own(record: DataRecord) -> int:
+        if record.identity is not None:
+            return record.identity
+        if record.image is not None:
+            return identity(image_name(record.image) or record.where)
+        return identity(*(part or "" for part in (record.text, record.second, record.prompt, record.response)))
 
-def _identity(record: DataRecord) -> int:
-    if record.identity is not None:
-        return record.identity
-    if record.image is not None:
-        return identity(image_name(record.image) or record.where)
-    return identity(*(part or "" for part in (record.text, record.second, record.prompt, record.response)))
+    return [int(number) for number in distinct([own(record) for record in source.records])]
 
 
 def _class_indices(
@@ -238,20 +236,19 @@ def _class_indices(
         names = tuple(sorted(set(present)))
         index = {label: i for i, label in enumerate(names)}
         return [None if label is None else index[label] for _, label in labels], names
-    classes = [None if label is None else _class_index(where, label) for where, label in labels]
-    return [None if c is None or c < 0 else c for c in classes], tuple(class_names)
-
-
-def _class_index(where: str, label: Any) -> int:
-    digits = isinstance(label, str) and len(label) < 20 and DIGITS.fullmatch(label)
-    if digits or isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
-        index = int(label)
-        if index < MOST_CLASSES:
-            return index
-    raise FulldepthError(
-        f"{where}: the label {one_line(repr(label), 100)} is not a class. Expected a whole number below "
-        f"{MOST_CLASSES:,} or, throughout, names."
-    )
+    classes: list[int | None] = []
+    for where, label in labels:
+        number = None
+        if label is not None:
+            written = isinstance(label, str) and len(label) < 20 and DIGITS.fullmatch(label)
+            whole = written or isinstance(label, int) or (isinstance(label, float) and label.is_integer())
+            if not whole or (number := int(label)) >= MOST_CLASSES:
+                raise FulldepthError(
+                    f"{where}: the label {one_line(repr(label), 100)} is not a class. Expected a whole number below "
+                    f"{MOST_CLASSES:,} or, throughout, names."
+                )
+        classes.append(None if number is None or number < 0 else number)
+    return classes, tuple(class_names)
 
 
 def content_hash(data: Source | Sequences) -> str:

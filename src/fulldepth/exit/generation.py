@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, TextStreamer
 
 from fulldepth.data import decode_ids
-from fulldepth.data.rendering import encode_prompt
+from fulldepth.data.conversations import encode_prompt
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import decoding
 from fulldepth.execution.decoding import Decoder, DraftPlan, Generation, Options, Stats, decoder_of

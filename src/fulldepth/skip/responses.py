@@ -14,10 +14,9 @@ from pydantic import Field, JsonValue
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from fulldepth.data.conversations import CUT_OFF, Prompt, conversation_prompts
+from fulldepth.data.conversations import CUT_OFF, Prompt, as_prompt, conversation_prompts, encode_prompt
 from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data
-from fulldepth.data.rendering import as_prompt, encode_prompt
 from fulldepth.errors import FulldepthError
 from fulldepth.files import read_document
 from fulldepth.hf import device_of, evaluating

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from fulldepth.data import Packed, builtin_texts, conversations, open_documents, pack, train_tokenizer, train_wordpiece
-from fulldepth.data.rendering import encode_pair
+from fulldepth.data.conversations import encode_pair
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import atomic_folder
 from fulldepth.hf import evaluating, load_tokenizer
@@ -116,7 +116,11 @@ def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: 
         tokenizer = run_tokenizer(settings, folder / TOKENIZER, watcher)
     config = language_model(settings, tokenizer)
     packed = packed_text(settings, tokenizer, config.vocab_size, watcher)
-    packed.require_documents(arguments.world_size)
+    if packed.train.documents < arguments.world_size:
+        raise FulldepthError(
+            f"{packed.name} has {packed.train.documents} training documents, fewer than the {arguments.world_size} "
+            "processes. Use more text or fewer processes."
+        )
     facts = {"hash": packed.hash, "tokens": packed.tokens, "documents": packed.documents}
     facts["train_sequences"] = len(packed.train)
     return RunData(config, tokenizer, packed.train, packed.validation, facts, window_collator(settings))
