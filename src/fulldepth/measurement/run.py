@@ -26,7 +26,7 @@ from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import EMPTY, caveats, refuse_nothing, sampling
 from fulldepth.measurement.headline import Clusters, headline
-from fulldepth.measurement.lens import LensReader
+from fulldepth.measurement.lens_reader import LensReader
 from fulldepth.measurement.plan import MeasurePlan, check_memory, make_plan
 from fulldepth.measurement.probe import probe_rows
 from fulldepth.measurement.routers import nearest_tokens, shares_of_heads
