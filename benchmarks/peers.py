@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fulldepth.measurement.lens import LensReader
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,7 +33,6 @@ from fulldepth.distributed import Processes
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.batching import model_inputs
 from fulldepth.measurement import MeasureSettings
-from fulldepth.measurement.lens import LensReader
 from fulldepth.measurement.passes import Clock, feed, observe
 from fulldepth.measurement.plan import make_plan, make_setup
 from fulldepth.measurement.subject import MeasuredSubject, prepare_subject

@@ -28,7 +28,7 @@ from fulldepth.settings.compare import CompareSettings
 from fulldepth.settings.evaluate import EvaluateSettings
 from fulldepth.settings.exit import ExitSettings, LayersSettings
 from fulldepth.settings.generate import GenerateSettings
-from fulldepth.settings.measure import MeasureSettings
+from fulldepth.settings.measure import LensSettings, MeasureSettings
 from fulldepth.settings.search import CurveSettings, SearchSettings
 from fulldepth.settings.train import TrainSettings
 
@@ -36,6 +36,7 @@ DOCS = Path(__file__).parent
 GALLERY = DOCS / "gallery"
 SETTINGS: dict[str, type[Settings]] = {
     "measure": MeasureSettings,
+    "lens": LensSettings,
     "train": TrainSettings,
     "skip search": SearchSettings,
     "skip curve": CurveSettings,

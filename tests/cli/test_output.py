@@ -45,6 +45,19 @@ def two(tmp_path):
     return folders
 
 
+def test_home_in_paths(main, two, tmp_path, monkeypatch):
+    """`~` in quotes, and after `=`, is the home folder for every path, as it is for libraries that write files."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    code, out, err = main("compare", *(f"~/{folder.name}" for folder in two), "--output=~/c")
+    assert code == 0, err
+    assert out.splitlines()[-1] == f"Page: {tmp_path / 'c' / 'report.html'}"
+    assert not Path("~").exists()
+    shown = options.at_home({"model": "~/m", "data": Path("~"), "tokens": ["~/t", "~x", 1], "prompt": "~ about"})
+    home = {"model": f"{tmp_path}/m", "data": tmp_path, "tokens": [f"{tmp_path}/t", "~x", 1], "prompt": "~ about"}
+    assert shown == home
+
+
 def test_json_is_the_headline_and_nothing_else(main, two, tmp_path):
     code, out, err = main("compare", *two, "--output", tmp_path / "c", "--json")
     assert code == 0, err

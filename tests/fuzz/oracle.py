@@ -149,7 +149,7 @@ def inspect(scenario: Scenario, argv: list[str], code: int, before: Files) -> li
     output = output_of(argv)
     if output is None or {"--help", "-h", "--version", "--list", "--dry-run"} & set(argv):
         return []
-    folder = Path(output)
+    folder = Path(output).expanduser()
     document, table = folder / "results.json", folder / "results.parquet"
     after = snapshot(Path())
     written = any(after.get(name) != before.get(name) for name in map(os.path.normpath, (document, table)))
@@ -197,7 +197,8 @@ def against_fresh(
     try:
         if ended:
             return ["a fresh run refuses what the resumed one took"]
-        return [] if _numbers(Path(output)) == _numbers(fresh) else ["resumed numbers are not those of a fresh run"]
+        resumed = Path(output).expanduser()
+        return [] if _numbers(resumed) == _numbers(fresh) else ["resumed numbers are not those of a fresh run"]
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 

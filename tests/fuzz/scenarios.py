@@ -185,6 +185,7 @@ EXITS = {
 }
 GENERATE = "generate model --prompt w1 --raw --max-new-tokens 4"
 GENERATES = {
+    "lens": Scenario("lens model w1 --output new", "model", arguments=0.5),
     "generate": Scenario(f"{GENERATE} --output new", "model", 2, arguments=0.5),
     "generate drafts": Scenario(f"{GENERATE} --speculate-from 1 --set draft_length=2 --output new", "model"),
     "generate plan": Scenario(f"{GENERATE} --plan plan/plan.json --set draft_length=2 --output new", "plan", 2),

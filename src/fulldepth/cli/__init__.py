@@ -3,6 +3,7 @@
 # ruff: noqa: I001
 from fulldepth.cli.program import DEBUG, app, main
 from fulldepth.cli.measure import measure_command
+from fulldepth.cli.lens import lens_command
 from fulldepth.cli.train import train_command, train_export_command
 from fulldepth.cli.pages import compare_command, demo_command, report_command
 from fulldepth.cli.skip import apply_command, search_command
@@ -22,6 +23,7 @@ __all__ = [
     "evaluate_command",
     "exit_command",
     "generate_command",
+    "lens_command",
     "main",
     "measure_command",
     "quantise_command",

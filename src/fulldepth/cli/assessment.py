@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.options import command
-from fulldepth.cli.skip import DATA, Data, Heldout, Model, PlanFile, Planned, Results, skip
+from fulldepth.cli.options import Model, Output, Overwrite, command
+from fulldepth.cli.skip import DATA, Data, Heldout, PlanFile, Planned, skip
 from fulldepth.settings.bench import BenchSettings, QuantiseSettings
 from fulldepth.settings.search import CurveSettings
 
@@ -18,7 +18,7 @@ from fulldepth.settings.search import CurveSettings
 def curve_command(
     model: Model,
     data: Data,
-    output: Results,
+    output: Output,
     settings: CurveSettings,
     heldout: Heldout = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted curve.")] = False,
@@ -43,7 +43,7 @@ def curve_command(
 def bench_command(
     original: Annotated[str, typer.Argument(metavar="ORIGINAL", help="The checkpoint before blocks were removed.")],
     exports: Annotated[list[str], typer.Argument(metavar="EXPORT...", help="Checkpoints made by `skip apply`.")],
-    output: Results,
+    output: Output,
     settings: BenchSettings,
     data: Annotated[
         str | None,
@@ -57,7 +57,7 @@ def bench_command(
         str | None,
         typer.Option(help="Data of which all rows are used. [default: a seeded fifth]", rich_help_panel=DATA),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Time exports beside their original: prefill and decode separately, memory, cache.
 
@@ -84,7 +84,7 @@ def quantise_command(
     model: Planned,
     plan: PlanFile,
     data: Data,
-    output: Results,
+    output: Output,
     settings: QuantiseSettings,
     save: Annotated[
         Path | None,

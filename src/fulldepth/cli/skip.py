@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fulldepth import bars, console
-from fulldepth.cli.options import PushToHub, command
+from fulldepth.cli.options import Model, NewFolder, Output, PushToHub, command
 from fulldepth.cli.program import app
 from fulldepth.settings.search import SearchSettings
 
@@ -24,12 +24,8 @@ app.add_typer(skip)
 
 DATA, LOADING = "Data", "Loading the model"
 
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Checkpoint folder, .gguf file, package:NAME (installed), or Hub name.")
-]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, or the folder that holds it.")]
 Planned = Annotated[str, typer.Argument(metavar="MODEL", help="The checkpoint that the plan was made for.")]
-Results = Annotated[Path, typer.Option("--output", "-o", help="Result folder; created if absent.")]
 Data = Annotated[
     str,
     typer.Option(
@@ -56,7 +52,7 @@ RemoteCode = Annotated[
 def search_command(
     model: Model,
     data: Data,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for plan.json; created if absent.")],
+    output: Output,
     settings: SearchSettings,
     heldout: Heldout = None,
     generate_responses: Annotated[
@@ -108,7 +104,7 @@ def search_command(
 def apply_command(
     plan: PlanFile,
     model: Planned,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the new checkpoint; must not exist.")],
+    output: NewFolder,
     format: Annotated[
         str,
         typer.Option(

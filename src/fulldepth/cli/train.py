@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.options import PushToHub, command, starting
+from fulldepth.cli.options import NewFolder, OptionalOutput, PushToHub, command, starting
 from fulldepth.cli.program import app
 from fulldepth.errors import FulldepthError
 from fulldepth.settings import names, read
@@ -27,7 +27,7 @@ def train_command(
         ),
     ] = None,
     settings: TrainSettings,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder; created if absent.")] = None,
+    output: OptionalOutput = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the last complete checkpoint in the run folder.")
     ] = False,
@@ -72,7 +72,7 @@ def train_command(
 @command(app, "train export", resumes=True)
 def train_export_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a training run, or one of its checkpoints.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the model; must not exist.")],
+    output: NewFolder,
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint. [default: the last complete one]")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. [default: the checkpoint's]")] = None,
     push_to_hub: PushToHub = None,

@@ -1,5 +1,5 @@
-"""Prompts with responses, and chats: as data sets for TRL's `SFTTrainer`, and as token ids, through the tokenizer's chat
-template or as plain text.
+"""Prompts with responses, and chats: as data sets for TRL's `SFTTrainer`, and as token ids, through the tokenizer's
+chat template or as plain text.
 """
 
 from __future__ import annotations

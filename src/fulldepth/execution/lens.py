@@ -121,6 +121,26 @@ def read_and_show(
     return _readout(columns, kept, (targets != IGNORE).nonzero()[:, 0], states)
 
 
+@torch.no_grad()
+def top_tokens(classifier: Classifier, states: Tensor, shown: Tensor, k: int) -> TopTokens:
+    """The `k` most probable tokens by descending probability, `[L+1, P, k]` each.
+
+    Args:
+        classifier: final norm and head.
+        states: `[L+1, B, T, D]` residual stream.
+        shown: `[B, T]` bool, the `P` positions.
+        k: limited to the number of classes.
+    """
+    device = classifier.device or states.device
+    tops = []
+    for layer, state in enumerate(states):
+        head = classifier.at(layer)
+        logits = head.logits(head.prepare(state[shown].to(device)))  # [P, V]
+        tops.append(logits.float().softmax(-1).topk(min(k, logits.shape[-1])))
+    token, probability = ([getattr(top, name).to(states.device) for top in tops] for name in ("indices", "values"))
+    return TopTokens(torch.stack(token), torch.stack(probability))
+
+
 def _reduce(
     tiles: Callable[[int], Iterator[tuple[slice, int, Tensor]]],
     layers: int,

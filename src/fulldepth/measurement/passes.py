@@ -18,7 +18,7 @@ from fulldepth.execution import COEFFICIENTS, Verified, body_inputs, capture, fe
 from fulldepth.execution.batching import model_inputs
 from fulldepth.hf import DetectionHeads
 from fulldepth.measurement import tokens
-from fulldepth.measurement.lens import LensReader
+from fulldepth.measurement.lens_reader import LensReader
 from fulldepth.measurement.plan import MeasurePlan
 from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.metrics import Detections, Observation, Readout, SpectralNorm

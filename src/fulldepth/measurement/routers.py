@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 
 from fulldepth.execution import plain_weight
 from fulldepth.hf import Anatomy
-from fulldepth.measurement.lens import show
+from fulldepth.measurement.lens_reader import show
 from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.metrics import head_shares
 

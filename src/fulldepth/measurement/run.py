@@ -58,7 +58,7 @@ from fulldepth.results import (
     tabulate,
 )
 from fulldepth.settings.keywords import takes_settings
-from fulldepth.settings.measure import MeasureSettings
+from fulldepth.settings.measure import LensSettings, MeasureSettings
 
 
 @takes_settings(MeasureSettings, recipes="measure")
@@ -130,6 +130,61 @@ def measure(
                     results = measure_subject(subject, settings, process, watcher)
         if output is not None and launch.is_main():
             results.save(output)
+    return results
+
+
+@takes_settings(LensSettings)
+def lens(
+    model: str | Path | torch.nn.Module,
+    text: str | Sequence[str],
+    *,
+    settings: LensSettings,
+    watcher: Watcher,
+    tokenizer: Any = None,
+    output: str | Path | None = None,
+    overwrite: bool = False,
+) -> Results:
+    """The logit lens of texts: what a model would predict after every layer, as `fulldepth lens`.
+
+    The final norm and the head are applied to the state after every layer, at the first 48 tokens of a text.
+
+    ```python
+    table = fulldepth.lens("path/to/checkpoint", "The capital of France is").lens()
+    ```
+
+    Args:
+        model: as for `measure`; a model that predicts tokens.
+        text: one or several.
+        settings: fields of `LensSettings` as keywords, or an instance.
+        watcher: receives messages and progress.
+        tokenizer: required with a loaded model; otherwise the one saved with the checkpoint.
+        output: result folder, which also gets the page. None = nothing is written.
+        overwrite: replace results in `output`.
+
+    Returns:
+        `.lens()` is the table; the rest is that of a measurement of these texts.
+
+    Raises:
+        FulldepthError: as for `measure`, and if the model predicts no tokens.
+    """
+    texts = [text] if isinstance(text, str) else list(text)
+    loading = settings.model_dump(exclude={"top_k"})
+    chosen = MeasureSettings(
+        **loading,
+        measures=["lens_accuracy", "lens_loss", "saturation"],
+        lens_tokens=None,
+        one_per_row=True,
+        order="first",
+        batch_size=len(texts),
+        grid_samples=len(texts),
+        grid_top=settings.top_k,
+    )
+    results: Results = measure(
+        model, texts, settings=chosen, watcher=watcher, tokenizer=tokenizer or settings.tokenizer, output=output,
+        series=False, overwrite=overwrite,
+    )  # fmt: skip
+    if not results.meta.get("lens_grid"):
+        raise FulldepthError("The lens reads models that predict tokens; this one predicts none.")
     return results
 
 

@@ -83,9 +83,11 @@ SAMPLE = entries(
     (Texts, "tokens targets"),
     (list[Whole | None], "saturation"),
     (list[Tokens], "grid"),
+    (list[list[Tokens]], "more"),
     required="tokens targets saturation grid",
 )
-"""One sequence of a lens grid: [T] tokens, targets and saturation layers, [L+1][T] (token, probability).
+"""One sequence of a lens grid: [T] tokens, targets and saturation layers, [L+1][T] (token, probability);
+`more` has the tokens of the next ranks, [L+1][T][k-1].
 """
 ROUTER = entries("Router", (Whole, "layer source head"), (Tokens, "tokens"), required="layer source head tokens")
 FINDINGS = (dict[str, Finding], "headline")

@@ -160,6 +160,25 @@ class Results:
         """
         return select(self.table, measure, statistic, {"site": site, "other": other, **where})
 
+    def lens(self) -> pd.DataFrame:
+        """The lens of the sample texts: what the model would predict after every layer.
+
+        One row for each text, position (from 1), layer (0 = embeddings) and rank (1 = most probable; more with the
+        setting `grid_top`). Columns: `text`, `position`, `token` (at that position), `layer`, `rank`, `top_token` (the
+        prediction of the next token), `probability`. No rows for models that predict no tokens.
+        """
+        rows = [
+            (sample["title"], position, token, layer, rank, *prediction)
+            for sample in (self.meta.get("lens_grid") or {}).get("samples", [])
+            for layer, row in enumerate(sample["grid"])
+            for position, (token, first) in enumerate(zip(sample["tokens"], row, strict=True), start=1)
+            for rank, prediction in enumerate(
+                [first, *(sample["more"][layer][position - 1] if "more" in sample else [])], start=1
+            )
+        ]
+        columns = ["text", "position", "token", "layer", "rank", "top_token", "probability"]
+        return pd.DataFrame(rows, columns=columns)
+
     def save(self, directory: str | Path, *, page: bool = True) -> Path:
         """Write `results.json`, `results.parquet` and `report.html` into `directory` (created if absent), atomically.
 

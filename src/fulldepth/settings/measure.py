@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from fulldepth.errors import FulldepthError
-from fulldepth.settings.loading import Count, ReadingSettings
+from fulldepth.settings.loading import Count, LoadingSettings, ReadingSettings
 
 TokenPolicy = Literal["auto", "all", "no-first", "last", "cls", "eos", "patches", "mean", "mean-patches"]
 
@@ -54,6 +54,8 @@ class MeasureSettings(ReadingSettings):
     attention_output: also the stream between attention and MLP of every layer, in twice the time."""
     grid_samples: int = Field(default=3, ge=0, le=1000)
     """Sequences shown in the lens grid of a model that predicts tokens."""
+    grid_top: int = Field(default=1, ge=1, le=100)
+    """Most probable tokens kept in each cell of the lens grid."""
     tower: Literal["text", "vision", "encoder", "decoder"] | None = None
     """text or vision, encoder or decoder: measure this part of a model alone."""
     device_map: str | dict[str, Any] | None = None
@@ -73,3 +75,15 @@ class MeasureSettings(ReadingSettings):
             options = " and ".join(f"--{name.replace('_', '-')}" for name in given)
             raise FulldepthError(f"--exact samples nothing, so it contradicts {options}. Leave one of them out.")
         return {**values, **dict.fromkeys(SAMPLES)}
+
+
+class LensSettings(LoadingSettings):
+    """Settings of `fulldepth lens`."""
+
+    options: ClassVar = {
+        "Lens": ("top_k",),
+        "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
+    }
+
+    top_k: int = Field(default=5, ge=1, le=100)
+    """Most probable tokens of every layer and position."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fulldepth.data import Batch, decode_ids
 from fulldepth.distributed import Processes
-from fulldepth.execution import TopTokens, read_and_show, read_layers
+from fulldepth.execution import TopTokens, read_and_show, read_layers, top_tokens
 from fulldepth.hf import Classifier
 from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.metrics import Readout, saturation_layer
@@ -35,7 +35,7 @@ class LensReader:
     """
 
     def __init__(self, subject: MeasuredSubject, settings: MeasureSettings, process: Processes) -> None:
-        self.subject, self.seed = subject, settings.seed
+        self.subject, self.seed, self.top = subject, settings.seed, settings.grid_top
         self.threshold = _threshold(subject, settings)
         task = subject.anatomy.task
         has_grid = task in ("causal-lm", "masked-lm", "seq2seq-lm") and subject.sequences.task == task
@@ -72,6 +72,8 @@ class LensReader:
         readout, top = read_and_show(classifier, states, targets, shown, inner=inner)
         if self.samples and batch.token_ids is not None and batch.targets is not None:
             self.grid = {"samples": list(self._entries(batch, batch.token_ids, batch.targets, shown, top))}
+            if self.top > 1:
+                self._add_more(top_tokens(classifier, states, shown, self.top))
         self.samples = 0
         return readout
 
@@ -97,6 +99,22 @@ class LensReader:
                     for row, chances in zip(token.tolist(), rounded, strict=True)
                 ],
             }
+
+    def _add_more(self, top: TopTokens) -> None:
+        """Add the tokens of ranks 2 to k, `[L+1, P, k]`, to the samples."""
+        assert self.grid is not None
+        tokens, chances = top.token[..., 1:].tolist(), top.probability[..., 1:].double().round(decimals=4).tolist()
+        first = 0
+        for sample in self.grid["samples"]:
+            end = first + len(sample["tokens"])
+            sample["more"] = [
+                [
+                    [[show(self.subject.tokenizer, token), p] for token, p in zip(*cell, strict=True)]
+                    for cell in zip(row[first:end], row_chances[first:end], strict=True)
+                ]
+                for row, row_chances in zip(tokens, chances, strict=True)
+            ]
+            first = end
 
 
 def show(tokenizer: Any, token: int) -> str:

@@ -1,0 +1,63 @@
+"""`fulldepth.lens`: the table of predictions of every layer, against the hidden states of stock transformers."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+
+from fulldepth import cli
+from fulldepth.measurement import lens
+from fulldepth.results import PAGE, Results
+
+TEXT = "the cat sat on the mat and slept"
+K = 4
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_table_is_norm_and_head_of_hidden_states(family, checkpoint, tokenizer, monkeypatch, capsys, tmp_path):
+    folder = checkpoint(family, 0)
+    model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    results = lens(folder, TEXT, top_k=K, dtype="float64", tokenizer=tokenizer)
+    table = results.lens()
+    ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
+    with torch.no_grad():
+        out = model(input_ids=ids, output_hidden_states=True)
+        norm = model.model.norm if family == "llama" else model.transformer.ln_f
+        logits = [model.lm_head(norm(state)) for state in out.hidden_states[:-1]] + [out.logits]
+    assert len(table) == len(logits) * ids.shape[1] * K
+    for layer, of_layer in enumerate(logits):
+        chances, tokens = of_layer[0].softmax(-1).topk(K)
+        shown = table[table["layer"] == layer].sort_values(["position", "rank"])
+        assert shown["rank"].tolist() == [*range(1, K + 1)] * ids.shape[1]
+        assert shown["token"].tolist() == [tokenizer.decode([i]) for i in ids[0].tolist() for _ in range(K)]
+        assert shown["top_token"].tolist() == [tokenizer.decode([i]) for i in tokens.flatten().tolist()]
+        np.testing.assert_allclose(shown["probability"], chances.flatten(), atol=5.1e-5)
+    single = lens(folder, TEXT, top_k=1, dtype="float64", tokenizer=tokenizer).lens()
+    first = table[table["rank"] == 1].reset_index(drop=True)
+    assert single.drop(columns="probability").equals(first.drop(columns="probability"))
+    np.testing.assert_allclose(single["probability"], first["probability"], atol=1.1e-4)
+    assert Results.load(results.save(tmp_path / "saved", page=False)).lens().equals(table)
+
+
+def test_command(trained, monkeypatch, capsys, tmp_path):
+    def run(*words, stdin=""):
+        monkeypatch.setattr(sys, "argv", ["fulldepth", "lens", str(trained), *map(str, words)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        assert not leaving.value.code
+        return capsys.readouterr().out
+
+    rows = json.loads(run(TEXT, "--top-k", 2, "--json"))
+    assert rows == lens(trained, TEXT, top_k=2).lens().to_dict("records")
+    grid = run("-", "--output", tmp_path / "out", stdin=TEXT).splitlines()
+    tops = [row["top_token"].strip() for row in rows if row["layer"] == 3 and row["rank"] == 1]
+    assert grid[1].split()[0] == "3"  # the last layer is on top
+    assert [word.strip("·") for word in grid[1].split()[1:3]] == [top[:11] for top in tops[:2]]
+    assert (tmp_path / "out" / PAGE).is_file()
