@@ -188,7 +188,7 @@ def reuse_losses() -> None:
 
 def reuse_checkpoints() -> None:
     """Plant: a run goes on with whatever data there are."""
-    training_run.check_origin = lambda *_: None
+    training_run.check_origin = lambda *_: {}
 
 
 def reuse_answers() -> None:

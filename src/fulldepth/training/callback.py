@@ -32,22 +32,18 @@ OF_MODEL = {"ce": ("train_loss", "model"), "auxiliary": ("auxiliary_loss", "mode
 """Part of the model's own loss -> measure and site; other parts are penalties."""
 
 FINDINGS = {
-    "validation_loss": ("validation_loss", ""),
-    "validation_accuracy": (
-        "validation_accuracy",
-        "{value:.1%} of the validation rows are classified correctly at step {step:,}.",
-    ),
-    "validation_ap50": (
-        "average_precision",
-        "The last layer's average precision at an IoU of 0.5 is {value:.1%} at step {step:,}.",
-    ),
-    "train_loss": ("train_loss", ""),
-    "zeta_L": ("jump_rate", ""),
-    "throughput": ("throughput", "Training runs at {value:,.0f} {unit}."),
-    "elapsed": ("elapsed", ""),
-    "peak_memory": ("peak_memory", ""),
+    "validation_loss": "",
+    "validation_accuracy": "{value:.1%} of the validation rows are classified correctly at step {step:,}.",
+    "validation_ap50": "The last layer's average precision at an IoU of 0.5 is {value:.1%} at step {step:,}.",
+    "train_loss": "",
+    "zeta_L": "",
+    "throughput": "Training runs at {value:,.0f} {unit}.",
+    "elapsed": "",
+    "peak_memory": "",
 }
-"""Name of a finding -> its measure, and what is said of it."""
+"""Name of a finding -> what is said of it."""
+MEASURES = {"validation_ap50": "average_precision", "zeta_L": "jump_rate"}
+"""Name of a finding -> its measure, if that has another name."""
 LOADING = """\
 from transformers import {auto}, {processing}
 {registering}
@@ -217,8 +213,8 @@ def headline(table: pd.DataFrame) -> dict[str, Finding]:
     last = {row.measure: row for row in rows[rows.step == step].sort_values("layer").itertuples()}  # deepest layers
     losses = table[table.measure == "validation_loss"].set_index("step")["value"].dropna()
     found: dict[str, Finding] = {}
-    for name, (measure, sentence) in FINDINGS.items():
-        row: Any = last.get(measure)
+    for name, sentence in FINDINGS.items():
+        row: Any = last.get(MEASURES.get(name, name))
         if row is None or not math.isfinite(row.value):
             continue
         words = sentence.format(value=row.value, unit=row.unit, step=step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -91,7 +91,14 @@ def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
         if not resume:
             raise FulldepthError(f"{folder} already holds a run. Go on with it (--resume), or choose another --output.")
         _compare(folder, settings)
-        _check_results(folder)
+        document: Any = None
+        with suppress(FulldepthError):  # unreadable results are written anew
+            document = read_json(folder / DOCUMENT) if (folder / DOCUMENT).exists() else None
+        kind = document.get("kind") if isinstance(document, dict) else None
+        if document is not None and kind != KIND:
+            raise FulldepthError(
+                f"{folder / DOCUMENT} is not of a training run, but of {one_line(repr(kind), 60)}. Move it elsewhere."
+            )
 
 
 @contextmanager
@@ -155,21 +162,6 @@ def _took_no_step(folder: Path) -> bool:
     except (FulldepthError, OSError, UnicodeDecodeError):
         return False
     return results.meta.get("kind") == KIND and bool((results.table.step == 0).all())
-
-
-def _check_results(folder: Path) -> None:
-    """Refuse a folder with results of another command; unreadable results are written anew."""
-    if not (folder / DOCUMENT).exists():
-        return
-    try:
-        document = read_json(folder / DOCUMENT)
-    except FulldepthError:
-        return
-    kind = document.get("kind") if isinstance(document, dict) else None
-    if kind != KIND:
-        raise FulldepthError(
-            f"{folder / DOCUMENT} is not of a training run, but of {one_line(repr(kind), 60)}. Move it elsewhere."
-        )
 
 
 def dump(settings: TrainSettings) -> str:

@@ -20,7 +20,6 @@ from fulldepth.training.trainer import batch_split, make_objective, parameter_gr
 
 LEARNED = ("builtin", "wordpiece", "bpe")
 """Kinds of tokenizers that are trained for a run, with at most so many tokens as they name."""
-PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 
 
 @dataclass(frozen=True)
@@ -139,21 +138,10 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
         return rows
     attention = "all positions" if flops.attention == flops.attention_full else "the causal half"
     again = ", and the blocks once more" if settings.gradient_checkpointing else ""
-    total = _flop(made.step_flops * made.tokens)
     return [
         *rows,
         ("tokens", f"{made.tokens:,}", f"{made.tokens / made.parameters:,.3g} for each parameter."),
-        ("forward", f"{_flop(flops.forward)}/token", f"Matrix products, attention over {attention}."),
-        ("training", f"{_flop(made.step_flops)}/token", f"Three forward passes{again}; without penalties."),
-        ("total", total, "The whole run, without penalties and evaluations."),
+        ("forward", f"{flops.forward:.3g} FLOP/token", f"Matrix products, attention over {attention}."),
+        ("training", f"{made.step_flops:.3g} FLOP/token", f"Three forward passes{again}; without penalties."),
+        ("total", f"{made.step_flops * made.tokens:.3g} FLOP", "The whole run, without penalties and evaluations."),
     ]
-
-
-def _flop(number: float) -> str:
-    """`12.3 GFLOP`: three significant digits or all integer digits."""
-    power = 0
-    while number >= 1000 and power < len(PREFIXES) - 1:
-        number /= 1000
-        power += 1
-    places = 0 if not power or number >= 100 else 2 if number < 10 else 1
-    return f"{number:,.{places}f} {PREFIXES[power]}FLOP"

@@ -114,8 +114,6 @@ def train(
 
 def _meta(settings: TrainSettings, recipe: str, model: Any, data: RunData, warnings: list[str]) -> dict[str, Any]:
     """Metadata of the run's results."""
-    detects = settings.task == "detection"
-    layers = find_anatomy(model).num_layers if detects else model.config.get_text_config().num_hidden_layers
     return {
         "kind": KIND,
         "recipe": recipe,
@@ -125,7 +123,7 @@ def _meta(settings: TrainSettings, recipe: str, model: Any, data: RunData, warni
             "class": type(model).__name__,
             "model_type": model.config.model_type,
             "parameters": sum(p.numel() for p in model.parameters()),
-            "num_layers": int(layers),
+            "num_layers": find_anatomy(model).num_layers,
         },
         "data": {"name": settings.data.name, **data.facts, "validation_sequences": len(data.validation)},
         "versions": versions(),

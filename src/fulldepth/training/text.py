@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from fulldepth.data import Packed, builtin_texts, conversations, open_documents, pack, train_tokenizer, train_wordpiece
+from fulldepth.data import builtin_texts, conversations, open_documents, pack, train_tokenizer, train_wordpiece
 from fulldepth.data.conversations import encode_pair
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import atomic_folder
@@ -115,7 +115,26 @@ def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: 
     with arguments.main_process_first(desc="tokenizer"):
         tokenizer = run_tokenizer(settings, folder / TOKENIZER, watcher)
     config = language_model(settings, tokenizer)
-    packed = packed_text(settings, tokenizer, config.vocab_size, watcher)
+    data = settings.data
+    opened = partial(open_documents, column=data.column, articles=data.articles)
+    text = None
+    if data.tokens is None:
+        text = opened(data.name, config=data.config, split=data.split, streaming=data.streaming)
+    packed = pack(
+        text,
+        tokenizer,
+        sequence_length=settings.sequence_length,
+        tokens=Path(data.tokens).expanduser() if data.tokens else None,
+        cache=Path(data.cache).expanduser() if data.cache else None,
+        validation=opened(data.validation) if data.validation else None,
+        max_tokens=max(SMALL_CORPUS, settings.steps * settings.units_per_step),
+        validation_share=data.validation_share,
+        validation_sequences=settings.most_validation,
+        seed=settings.seed,
+        across_documents=data.across_documents,
+        vocab_size=config.vocab_size,
+        watcher=watcher,
+    )
     if packed.train.documents < arguments.world_size:
         raise FulldepthError(
             f"{packed.name} has {packed.train.documents} training documents, fewer than the {arguments.world_size} "
@@ -124,30 +143,6 @@ def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: 
     facts = {"hash": packed.hash, "tokens": packed.tokens, "documents": packed.documents}
     facts["train_sequences"] = len(packed.train)
     return RunData(config, tokenizer, packed.train, packed.validation, facts, window_collator(settings))
-
-
-def packed_text(settings: TrainSettings, tokenizer: Any, vocab_size: int, watcher: Watcher) -> Packed:
-    """The text of a run as windows, tokenised where it is not cached; other arguments and errors as for `pack`."""
-    data, steps = settings.data, settings.steps
-    opened = partial(open_documents, column=data.column, articles=data.articles)
-    text = None
-    if data.tokens is None:
-        text = opened(data.name, config=data.config, split=data.split, streaming=data.streaming)
-    return pack(
-        text,
-        tokenizer,
-        sequence_length=settings.sequence_length,
-        tokens=Path(data.tokens).expanduser() if data.tokens else None,
-        cache=Path(data.cache).expanduser() if data.cache else None,
-        validation=opened(data.validation) if data.validation else None,
-        max_tokens=max(SMALL_CORPUS, steps * settings.global_batch_size * settings.sequence_length),
-        validation_share=data.validation_share,
-        validation_sequences=settings.most_validation,
-        seed=settings.seed,
-        across_documents=data.across_documents,
-        vocab_size=vocab_size,
-        watcher=watcher,
-    )
 
 
 @torch.no_grad()
