@@ -158,7 +158,7 @@ def test_several_models_share_figures_and_tables():
 
 
 def test_what_cannot_be_compared_is_refused_in_one_sentence():
-    with pytest.raises(FulldepthError, match="an early-exit sweep: a; an evaluation: b"):
+    with pytest.raises(FulldepthError, match="a is an early-exit sweep, b is an evaluation"):
         compare([folders.classifier_exit(), folders.evaluation()], names=["a", "b"])
     with pytest.raises(FulldepthError, match="generation"):
         compare([folders.generation(), folders.generation()])

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fulldepth.metrics.base import Influence, Means, Measure, Observation, Place, Readout, Row, Setup
-from fulldepth.metrics.jackknife import ratio_error, ratio_influence
+from fulldepth.metrics.base import Influence, Means, Observation, Place, Readout, Row, Setup
+from fulldepth.metrics.jackknife import ratio_influence
 from fulldepth.targets import IGNORE
 from fulldepth.uncertainty import crossing
 
@@ -89,11 +89,7 @@ def saturation_layer(predictions: Tensor) -> Tensor:
     """
     if predictions.ndim != 2 or not len(predictions):
         raise ValueError(f"predictions must be [L, N] with L >= 1, got shape {tuple(predictions.shape)}")
-    return _first_settled(predictions == predictions[-1])
-
-
-def _first_settled(agrees: Tensor) -> Tensor:
-    """[N] first 1-based layer from which `agrees [L, N]` (agreement with the last layer) holds in all layers."""
+    agrees = predictions == predictions[-1]
     settled = agrees.flip(0).long().cumprod(0).sum(0)  # number of consecutive layers at the end that agree
     return len(agrees) + 1 - settled
 
@@ -143,10 +139,12 @@ class LensMean(Means):
     """
 
     needs = frozenset({"targets"})
+    inside: ClassVar[bool] = True
+    """Whether it is also read inside the layers."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.inner = setup.num_layers if "attention_output" in setup.lens_sites else 0
+        self.inner = setup.num_layers if self.inside and "attention_output" in setup.lens_sites else 0
         self.add_grouped("sums", setup.num_layers + 1 + self.inner)
         self.add_grouped("counts", 1, dtype=torch.int64)
 
@@ -196,11 +194,29 @@ class LensLoss(LensMean):
         return lens.loss
 
 
-class Saturation(Measure):
+class OfLayersReached(LensMean):
+    """A layer that is the first to meet a condition, from sums per group `[G, L]` over positions, of layers 1..L.
+
+    Such a layer is a step, so it has a 95 % interval (`low_of_`, `high_of_`; see `uncertainty.crossing`) instead of a
+    standard error.
+    """
+
+    inside = False
+
+    def interval(self, name: str, missing: Tensor) -> dict[str, float]:
+        """The ends of the interval of the first layer at which `missing [G, L]` sums to 0 or less, if it is known."""
+        ends = crossing(missing.cpu().numpy(), self.counts[:, 0].cpu().numpy())
+        return {} if ends is None else {LOW_OF + name: ends[0] + 1.0, HIGH_OF + name: ends[1] + 1.0}
+
+    def influences_here(self) -> list[Influence]:
+        """None: a step has no influences."""
+        return []
+
+
+class Saturation(OfLayersReached):
     """Number and share of positions that settle at each layer 1..L, the cumulative share, and the median layer.
 
-    Over the positions that have a target, as for the layer-wise accuracy. The median is a step, so it has a 95 %
-    interval (`low_of_median`, `high_of_median`; see `uncertainty.crossing`) instead of a standard error.
+    Over the positions that have a target, as for the layer-wise accuracy. The median has an interval.
     """
 
     name = "saturation"
@@ -208,93 +224,61 @@ class Saturation(Measure):
         **{"count": "tokens", "share": "1", "cumulative": "1", "standard_error_of_cumulative": "1"},
         **dict.fromkeys(("median", "low_of_median", "high_of_median"), "layers"),
     }
-    needs = frozenset({"targets"})
-    histogram: Tensor
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.add_grouped("histogram", setup.num_layers, dtype=torch.int64)
-
-    def update(self, observation: Observation) -> None:
-        """Add one batch."""
-        layers = _first_settled(observation.lens.agrees[1:])
-        groups, depth = self.histogram.shape
-        cells = observation.lens_groups(self.setup) * depth + layers - 1
-        self.histogram += cells.bincount(minlength=groups * depth).view(groups, depth).to(self.histogram)
-
-    def compute(self) -> tuple[list[int], list[float], dict[str, float]]:
-        """Positions that settle at layers 1..L; standard errors of their cumulative shares; the median layer and its
-        interval, without those that are unknown.
-        """
-        counts = self.histogram.sum(0)
-        total = int(counts.sum())
-        errors = ratio_error(self.histogram.cumsum(1), self.histogram.sum(1, keepdim=True)).tolist()
-        if not total:
-            return counts.tolist(), errors, {}
-        named = {"median": float((2 * counts.cumsum(0) >= total).long().argmax()) + 1}
-        by_group = self.histogram.cumsum(1).cpu().numpy()  # [G, L]
-        settled = by_group[:, -1:] - 2 * by_group  # above 0 while less than half have settled
-        if interval := crossing(settled, by_group[:, -1]):
-            named |= {"low_of_median": interval[0] + 1.0, "high_of_median": interval[1] + 1.0}
-        return counts.tolist(), errors, named
+    def reading(self, lens: Readout) -> Tensor:
+        """Whether the prediction is settled by a layer."""
+        return lens.agrees.flip(0).long().cumprod(0).flip(0)
 
     def influences_here(self) -> list[Influence]:
         """On the cumulative share of every layer 1..L."""
-        values = ratio_influence(self.histogram.cumsum(1), self.histogram.sum(1, keepdim=True))
-        return [self.influence("cumulative", each, layer) for layer, each in enumerate(values.T, start=1)]
+        values = ratio_influence(self.sums, self.counts)
+        return [self.influence("cumulative", values[:, n], n) for n in range(1, self.setup.num_layers + 1)]
+
+    def compute(self) -> dict[str, Tensor]:
+        """Statistics of layers 1..L, `[L]` each; `median` and its interval, if they are known; `total`, positions."""
+        values, settled = super().compute(), self.sums.sum(0)[1:]
+        counts, total = settled.diff(prepend=settled.new_zeros(1)), self.counts.sum()
+        result = {
+            "count": counts,
+            "share": counts / total,
+            "cumulative": values["mean"][1:],
+            "standard_error_of_cumulative": values["standard_error"][1:],
+            "total": total,
+        }
+        if total:
+            ends = self.interval("median", self.counts - 2 * self.sums[:, 1:])
+            median = float((2 * settled >= total).long().argmax()) + 1
+            result |= {name: torch.tensor(layer) for name, layer in ({"median": median} | ends).items()}
+        return result
 
     def rows(self) -> list[Row]:
         """Rows for each layer 1..L, and three for the median."""
-        counted, errors, median = self.compute()
-        counts = torch.tensor(counted, dtype=torch.int64)
-        total = int(counts.sum())
-        statistics = {
-            "count": counts.double(),
-            "share": counts.double() / total,
-            "cumulative": counts.cumsum(0).double() / total,
-            "standard_error_of_cumulative": torch.tensor(errors, dtype=torch.float64),
-        }
+        values = self.compute()
+        total = int(values.pop("total"))
+        columns = {name: column.reshape(-1).tolist() for name, column in values.items() if "median" not in name}
         rows = [
             row
-            for layer in range(1, len(counts) + 1)
-            for row in self.rows_of(
-                {name: float(values[layer - 1]) for name, values in statistics.items()}, total, layer
-            )
+            for layer in range(1, self.setup.num_layers + 1)
+            for row in self.rows_of({name: column[layer - 1] for name, column in columns.items()}, total, layer)
         ]
-        return rows + self.rows_of(median, total)
+        return rows + self.rows_of({name: float(value) for name, value in values.items() if name not in columns}, total)
 
 
-class EffectiveDepth(Measure):
+class EffectiveDepth(OfLayersReached, LensAccuracy):
     """Effective depth for several tolerances, absolute (Def. 1) and relative to the last layer's accuracy.
 
-    NaN if no position has a target or, for the relative form, if the last layer is never correct. A depth is a step, so
-    it has a 95 % interval instead of a standard error (see `uncertainty.crossing`): `low_of_` is the first layer whose
-    accuracy is not below the threshold by more than the error of the (paired) difference, `high_of_` the first whose
-    accuracy is above it by more than that error.
+    NaN if no position has a target or, for the relative form, if the last layer is never correct. A depth has an
+    interval: `low_of_` is the first layer whose accuracy is not below the threshold by more than the error of the
+    (paired) difference, `high_of_` the first whose accuracy is above it by more than that error.
     """
 
     name = "effective_depth"
     units = dict.fromkeys((kind + statistic for kind in ("", LOW_OF, HIGH_OF) for statistic in STATISTICS), "layers")
-    needs = frozenset({"targets"})
-    correct: Tensor
-    count: Tensor
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.add_grouped("correct", setup.num_layers)
-        self.add_grouped("count", dtype=torch.int64)
-
-    def update(self, observation: Observation) -> None:
-        """Add one batch."""
-        correct = observation.lens.correct[1:].T.to(self.correct)  # [M, L]
-        group = observation.lens_groups(self.setup).to(self.count.device)
-        self.correct.index_add_(0, group, correct)
-        self.count += group.bincount(minlength=len(self.count))
-
-    def compute(self) -> tuple[dict[str, float], int]:
+    def compute(self) -> tuple[dict[str, float], int]:  # type: ignore[override]
         """Statistic -> value (depths, and the intervals that are known), and the number of positions."""
-        count = int(self.count.sum())
-        accuracy = self.correct.sum(0).cpu() / count
+        correct, count = self.sums[:, 1:], int(self.counts.sum())
+        accuracy = correct.sum(0).cpu() / count
         named: dict[str, float] = {}
         for name, eps in zip(STATISTICS, (*EPSILONS, *RELATIVE_EPSILONS), strict=True):
             relative = name.startswith("relative")
@@ -302,9 +286,7 @@ class EffectiveDepth(Measure):
                 named[name] = math.nan
                 continue
             named[name] = float(effective_depth(accuracy, eps, relative))
-            target = (1 - eps) * (self.correct[:, -1:] if relative else self.count[:, None])
-            if interval := crossing((target - self.correct).cpu().numpy(), self.count.cpu().numpy()):
-                named |= {LOW_OF + name: interval[0] + 1.0, HIGH_OF + name: interval[1] + 1.0}
+            named |= self.interval(name, (1 - eps) * (correct[:, -1:] if relative else self.counts) - correct)
         return named, count
 
     def rows(self) -> list[Row]:

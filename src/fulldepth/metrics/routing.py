@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -39,7 +37,7 @@ def retrieval_weight(routing: Tensor, counted: Tensor | None = None) -> Tensor:
 
     Source: "LIME: layer-integrated memory", Eq. 1 and Fig. 2; kv from its later public code.
     """
-    return _masses(routing, counted).mean(0)
+    return _by_head(routing, counted).mean(0)
 
 
 def retrieval_share(routing: Tensor, counted: Tensor | None = None) -> Tensor:
@@ -60,7 +58,7 @@ def retrieval_share(routing: Tensor, counted: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: as `retrieval_weight`.
     """
-    return _shares(routing, counted).mean(0)
+    return _by_head(routing, counted, shares=True).mean(0)
 
 
 def head_shares(w_o: Tensor, heads: int) -> Tensor:
@@ -143,9 +141,9 @@ def stream_mixing(mixing: Tensor, counted: Tensor | None = None) -> Tensor:
     return _by_stream(mixing, counted).mean(0)
 
 
-def _of_tokens(weights: Tensor, counted: Tensor | None, *, constant: bool) -> Tensor:
-    """[N, ...] float64 weights of the counted tokens; N = 1 if all tokens share them."""
-    if constant:
+def _of_tokens(weights: Tensor, counted: Tensor | None, dependent: bool) -> Tensor:
+    """[N, ...] float64 weights of the counted tokens; N = 1 if they do not depend on the token."""
+    if not dependent:
         return weights.double()[None]
     if counted is None:
         return weights.double().flatten(0, 1)
@@ -154,45 +152,23 @@ def _of_tokens(weights: Tensor, counted: Tensor | None, *, constant: bool) -> Te
     return weights[counted.to(weights.device)].double()
 
 
-def _masses(routing: Tensor, counted: Tensor | None, *, absolute: bool = False) -> Tensor:
-    """[N, H, r] the weights of each counted token (N = 1 if all tokens share them), kv heads summed."""
+def _by_head(routing: Tensor, counted: Tensor | None, shares: bool = False) -> Tensor:
+    """[N, H, r] weights, or shares of absolute ones, of each counted token (N = 1 if all share them); kv: summed."""
     if routing.ndim not in (2, 3, 4):
         raise ValueError(f"routing must be [H, r], [B, T, H, r] or [H, r, H], got shape {tuple(routing.shape)}")
-    chosen = _of_tokens(routing.abs() if absolute else routing, counted, constant=routing.ndim != 4)
-    return chosen.sum(-1) if routing.ndim == 3 else chosen
-
-
-def _shares(routing: Tensor, counted: Tensor | None) -> Tensor:
-    """[N, H, r] absolute weights over their sum, of each counted token."""
-    size = _masses(routing, counted, absolute=True)
-    return size / size.sum(-1, keepdim=True)
+    chosen = _of_tokens(routing.abs() if shares else routing, counted, routing.ndim == 4)
+    chosen = chosen.sum(-1) if routing.ndim == 3 else chosen
+    return chosen / chosen.sum(-1, keepdim=True) if shares else chosen
 
 
 def _by_stream(mixing: Tensor, counted: Tensor | None) -> Tensor:
     """[N, n, 4] weights of each counted token; N = 1 if all tokens share them."""
     if mixing.ndim not in (2, 4) or mixing.shape[-1] != mixing.shape[-2] + 2:
         raise ValueError(f"mixing must be [n, n + 2] or [B, T, n, n + 2], got shape {tuple(mixing.shape)}")
-    chosen = _of_tokens(mixing, counted, constant=mixing.ndim == 2)
+    chosen = _of_tokens(mixing, counted, mixing.ndim == 4)
     between = chosen[..., 1:-1]
     kept = between.diagonal(dim1=-2, dim2=-1)
     return torch.stack([chosen[..., 0], kept, between.sum(-1) - kept, chosen[..., -1]], dim=-1)
-
-
-def routers(observation: Observation, setup: Setup) -> Iterator[tuple[int, Tensor, int, int]]:
-    """Of every router its layer, its weights, the number of counted tokens, and how many of them an entry stands for.
-
-    Raises:
-        ValueError: if its number of sources or heads is not that of `Setup.routed_heads` and the layer.
-    """
-    tokens = int(observation.counted.sum())
-    for layer, routing in observation.coefficients[SITE].items():
-        heads, sources = routing.shape[:2] if routing.ndim == 3 else routing.shape[-2:]
-        if (heads, sources) != (setup.routed_heads, layer):
-            raise ValueError(
-                f"the router of layer {layer} gives {heads} heads and {sources} sources, expected "
-                f"{setup.routed_heads} and {layer}"
-            )
-        yield layer, routing, tokens, tokens if routing.ndim != 4 else 1
 
 
 class RetrievalWeight(Measure):
@@ -218,9 +194,13 @@ class RetrievalWeight(Measure):
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
-        for layer, routing, tokens, shared in routers(observation, self.setup):
-            for total, weights in ((self.masses, _masses), (self.shares, _shares)):
-                total[layer - 1, :, :layer] += (weights(routing, observation.counted).sum(0) * shared).to(total)
+        counted, tokens = observation.counted, int(observation.counted.sum())
+        for layer, routing in observation.coefficients[SITE].items() if tokens else ():
+            for total, shares in ((self.masses, False), (self.shares, True)):
+                weights = _by_head(routing, counted, shares)
+                if weights.shape[1:] != (self.setup.routed_heads, layer):
+                    raise ValueError(f"the router of layer {layer} gives {tuple(weights.shape[1:])} heads and sources")
+                total[layer - 1, :, :layer] += (weights.sum(0) * (tokens / len(weights))).to(total)
             self.counts[layer - 1] += tokens
 
     def compute(self) -> dict[str, Tensor]:
@@ -242,42 +222,27 @@ class RetrievalWeight(Measure):
         return rows
 
 
-class ExpectedRetrieval(Measure):
+class ExpectedRetrieval(RetrievalWeight):
     """Expected source m of every layer r with a router, over tokens; heads are weighted by `Setup.head_shares`.
 
-    For kv routers p(m|h,r) is the share of the absolute weights (`retrieval_share`).
+    p(m|h,r) is the share of the absolute weights (`retrieval_share`), whose mean over tokens is enough, as the
+    expectation is linear in it.
     """
 
     name = "expected_retrieval"
     units = dict.fromkeys(("value",), "layers")
-    sites = (SITE,)
     needs = frozenset({"routing", "head_shares"})
-    sums: Tensor
-    counts: Tensor
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        for name in ("sums", "counts"):
-            self.add_sum(name, setup.num_layers)
-
-    def update(self, observation: Observation) -> None:
-        """Add one batch."""
-        for layer, routing, tokens, shared in routers(observation, self.setup):
-            heads = torch.tensor(self.setup.head_shares[layer - 1], dtype=torch.float64)
-            sources = expected_retrieval(_shares(routing, observation.counted), heads)
-            self.sums[layer - 1] += (sources.sum() * shared).to(self.sums)
-            self.counts[layer - 1] += tokens
-
-    def compute(self) -> dict[str, Tensor]:
-        """`value` and `count`, each `[L]`: layers 1..L, NaN and 0 for layers without a router."""
-        return {"value": self.sums / self.counts, "count": self.counts.clone()}
 
     def rows(self) -> list[Row]:
         """One row for each layer with a router."""
-        values = zip(*self.compute().values(), strict=True)
+        values = self.compute()
         return [
-            self.row("value", value, count, layer, site=SITE)
-            for layer, (value, count) in enumerate(values, start=1)
+            self.row(
+                "value", expected_retrieval(share, torch.tensor(heads, dtype=torch.float64)), count, layer, site=SITE
+            )
+            for layer, (share, count, heads) in enumerate(
+                zip(values["share"], values["count"], self.setup.head_shares, strict=True), start=1
+            )
             if count
         ]
 
@@ -304,9 +269,9 @@ class StreamMixing(Measure):
         """Add one batch."""
         tokens = int(observation.counted.sum())
         for index, site in enumerate(MIXING.values()):
-            for layer, mixing in observation.coefficients[site].items():
-                weights = _by_stream(mixing, observation.counted).sum(0) * (tokens if mixing.ndim == 2 else 1)
-                self.sums[index, layer - 1] += weights.to(self.sums)
+            for layer, mixing in observation.coefficients[site].items() if tokens else ():
+                weights = _by_stream(mixing, observation.counted)
+                self.sums[index, layer - 1] += (weights.sum(0) * (tokens / len(weights))).to(self.sums)
                 self.counts[index, layer - 1] += tokens
 
     def compute(self) -> tuple[Tensor, Tensor]:
