@@ -214,7 +214,7 @@ def test_suites_are_the_papers_tasks():
     assert len(units) == 8
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_lm_eval_has_the_tasks_of_all_suites(checkpoint, tmp_path):
     message = failure(checkpoint, "--tasks", ",".join([*SUITES, "arc_easy_lokal"]), "-o", tmp_path / "out")
     assert "'arc_easy_lokal'. Did you mean 'arc_easy_local'" in message  # the first unknown one is named
