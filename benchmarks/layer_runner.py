@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from decoding import quartiles
 from fulldepth.execution import verify
-from fulldepth.execution.decoding_proof import decoding_runner
+from fulldepth.execution.layer_runner import decoding_runner
 from fulldepth.hf import anatomy_candidates, load_checkpoint, load_tokenizer
 from meters import in_turn, processor_seconds, ratios
 

@@ -15,8 +15,8 @@ from evaluation.test_layers import ours, stock
 from fulldepth.cli import app
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation import SUITES, evaluate
-from fulldepth.evaluation.scoring import units_of
-from fulldepth.execution.harness.layered import LayeredAnswers
+from fulldepth.evaluation.harness import LayeredAnswers
+from fulldepth.evaluation.loading import units_of
 from fulldepth.hf import anatomy_candidates
 from fulldepth.hf.surgery import skipping
 from fulldepth.progress import Watcher
@@ -147,7 +147,7 @@ def test_finished_results_of_other_content_are_not_returned(change, checkpoint, 
         name, before, after = EDITS[change]
         (tmp_path / name).write_text((tmp_path / name).read_text().replace(before, after))
     elif change == "lm-eval":
-        monkeypatch.setattr("fulldepth.execution.harness.catalogue.lm_eval_version", lambda: "99")
+        monkeypatch.setattr("fulldepth.evaluation.loading.lm_eval_version", lambda: "99")
     else:
         tokenizer.add_tokens(["river"])
     with pytest.raises(FulldepthError, match="other content"):
@@ -208,13 +208,13 @@ def test_a_plan_is_evaluated_with_its_blocks_skipped(data):
 
 
 def test_suites_are_the_papers_tasks():
-    units = {unit.name: unit.num_fewshot for unit in units_of(["lime-suite", "arc_easy"])}
+    units = units_of(["lime-suite", "arc_easy"])
     assert set(units.values()) == {1}
     assert list(units)[:2] == ["arc_easy", "arc_challenge"]
     assert len(units) == 8
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_lm_eval_has_the_tasks_of_all_suites(checkpoint, tmp_path):
     message = failure(checkpoint, "--tasks", ",".join([*SUITES, "arc_easy_lokal"]), "-o", tmp_path / "out")
     assert "'arc_easy_lokal'. Did you mean 'arc_easy_local'" in message  # the first unknown one is named

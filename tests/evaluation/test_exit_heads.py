@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 pytest.importorskip("lm_eval")
 from evaluation import small_world
 from evaluation.test_layers import LIMIT, ours, scored, stock
-from fulldepth.execution.harness import Answers
+from fulldepth.evaluation.harness import Answers
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -12,9 +12,8 @@ from evaluation import small_world
 from evaluation.small_world import LAYERS
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation import evaluate
+from fulldepth.evaluation.harness import Answers, LayerReader, layered_model
 from fulldepth.evaluation.local_tasks import local_task
-from fulldepth.execution.harness import Answers, LayerReader, layered_model
-from fulldepth.execution.harness.layered import TaskSession
 from fulldepth.execution.language_model import prove
 from fulldepth.hf.truncation import truncated
 from skip import word_tokenizer
@@ -186,14 +185,13 @@ def test_requests_that_split_the_same_tokens_differently_are_read_at_their_own_p
     model, tokens = small_world.model(), [50, 51, 52, 53, 54]
     anatomy, classifier = prove(model, {"input_ids": torch.tensor([tokens])})
     reader = LayerReader(anatomy, classifier, [2, LAYERS])
-    session = TaskSession(reader, lambda layer: model, LAYERS, Answers(None, {}, 2))
-    lm = layered_model(model, small_world.tokenizer(), session, 4)
+    lm = layered_model(reader, small_world.tokenizer(), Answers(None, {}, 2), batch_size=4)
     with torch.no_grad():
         first = small_world.first_layers(model, 2)
         pairs = ((2, first), (LAYERS, model))
         said = {layer: one(torch.tensor([tokens[:3]])).logits[0].log_softmax(-1) for layer, one in pairs}
     for layer in (2, LAYERS):
-        session.layer = layer
+        lm.layer = layer
         long, short = lm._loglikelihood_tokens([(None, tokens[:2], tokens[2:4]), (None, tokens[:3], tokens[4:])])
         assert long[0] == pytest.approx(float(said[layer][1, 52] + said[layer][2, 53]), rel=1e-5)
         assert short[0] == pytest.approx(float(said[layer][2, 54]), rel=1e-5)

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from fulldepth.evaluation.outcome import curves, findings, task_entries
-from fulldepth.evaluation.scoring import Scored
-from fulldepth.execution.harness import Score
-from fulldepth.execution.harness.running import _guesses
+from fulldepth.evaluation.scoring import Score, Scored, _guesses
 from fulldepth.uncertainty import quantile
 
 

@@ -11,8 +11,7 @@ from execution.decoders import prompts
 from families import zoo
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
-from fulldepth.execution.decoding_proof import decoding_runner
-from fulldepth.execution.layer_runner import LayerRunner
+from fulldepth.execution.layer_runner import LayerRunner, decoding_runner
 from fulldepth.hf import anatomy_candidates
 
 ROWS, PROMPT = 2, 9

@@ -70,19 +70,12 @@ class Plain:
         stored = load_file(folder / HEADS) if (folder / HEADS).exists() else {}
         self.matrices = [stored[key].double() for key in sorted(stored)]
         self.states: list[Tensor] = []
-        self.left: dict[int, int] = {}
-        """Position -> layer, from 1, whose state later blocks hand on unchanged there."""
         self.blocks = self.model.get_submodule(ENCODERS.get(name) or FAMILIES[name][0])
         for block in self.blocks:
-            block.register_forward_hook(self._keep, with_kwargs=True)
+            block.register_forward_hook(self._keep)
 
-    def _keep(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:
-        state = (output if isinstance(output, Tensor) else output[0]).clone()
-        for place, layer in self.left.items():
-            if layer <= len(self.states):
-                state[0, place] = (args or (kwargs["hidden_states"],))[0][0, place]
-        self.states.append(state)
-        return state if isinstance(output, Tensor) else (state, *output[1:])
+    def _keep(self, module: Any, args: Any, output: Any) -> None:
+        self.states.append(output if isinstance(output, Tensor) else output[0])
 
     @torch.no_grad()
     def layers(self, ids: list[int]) -> Tensor:

@@ -97,7 +97,6 @@ def test_exit(cases: Any, name: str) -> None:
     results = sweep(str(case.path), str(case.data), rule=RULES, threshold=thresholds, **options)
     check(results, samples, case.targets, 1)
     assert all(any(row["exits"][layer] for row in results.meta["exits"]) for layer in range(LAYERS))
-    assert {row["policy"] for row in results.meta["exits"]} == {None if name in ENCODERS else "recompute"}
     assert all(row["measured_speedup"] is None for row in results.meta["exits"])
 
 
@@ -107,38 +106,33 @@ def middle(case: Case, rule: str) -> float:
     return (values[len(values) // 2 - 1] + values[len(values) // 2]) / 2
 
 
-def continued(case: Case, ids: list[int], policy: str, exit_of: Any) -> tuple[list[int], list[int]]:
+def continued(case: Case, ids: list[int], exit_of: Any) -> tuple[list[int], list[int]]:
     """New tokens and their exit layers, without a cache: every step runs the whole text."""
     ids, exits, prompt = list(ids), [], len(ids)
-    case.plain.left = {}
     for _ in range(NEW):
         layers = case.plain.layers(ids)[:, -1].tolist()
         exits.append(exit_of(layers))
-        if policy == "propagate" and len(ids) > prompt:
-            case.plain.left[len(ids) - 1] = exits[-1]
         ids.append(int(np.argmax(layers[exits[-1] - 1])))
-    case.plain.left = {}
     return ids[prompt:], exits
 
 
-@pytest.mark.parametrize("policy", ["recompute", "propagate"])
 @pytest.mark.parametrize("name", DECODED)
-def test_generation_leaves_by_the_layers_own_heads(cases: Any, name: str, policy: str) -> None:
+def test_generation_leaves_by_the_layers_own_heads(cases: Any, name: str) -> None:
     case, ends = cases(name), {"eos_token_id": 96, "pad_token_id": 0}
     decoder = case.decoder()
     prompts, seen = [list(range(20, 29)), [60, 33, 12, 70, 41]], set()
     for rule in RULES:
         threshold = 0.4 if rule == "patience" else middle(case, rule)
-        options = {"max_new_tokens": NEW, "threshold": threshold, "rule": rule, "policy": policy, **ends}
+        options = {"max_new_tokens": NEW, "threshold": threshold, "rule": rule, **ends}
         for prompt in prompts:
-            tokens, exits = continued(case, prompt, policy, lambda x, when=(rule, threshold): plain.leave(x, *when, 1))
+            tokens, exits = continued(case, prompt, lambda x, when=(rule, threshold): plain.leave(x, *when, 1))
             found = decoder.generate(torch.tensor([prompt]), **options)
             assert found.sequences[0, len(prompt) :].tolist() == tokens
             assert found.stats.exit_layers == [exits]
             seen |= {*exits}
     assert len(seen) > 1
     for layer in (1, 2):
-        tokens, _ = continued(case, prompts[0], policy, lambda _, layer=layer: layer)
+        tokens, _ = continued(case, prompts[0], lambda _, layer=layer: layer)
         found = decoder.generate(torch.tensor(prompts[:1]), max_new_tokens=NEW, exit_layer=layer, **ends)
         assert found.sequences[0, 9:].tolist() == tokens
 

@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 import tiny_models
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.errors import FulldepthError
-from fulldepth.evaluation import evaluate
-from fulldepth.execution.harness import answers
+from fulldepth.evaluation import evaluate, harness
 from fulldepth.measurement import series as measuring
 from fulldepth.measurement.run import measure_into
 from fulldepth.results import Results
@@ -193,13 +192,13 @@ def reuse_checkpoints() -> None:
 
 def reuse_answers() -> None:
     """Plant: the answers of an interrupted evaluation are taken for those of any evaluation."""
-    read_answers = answers.Answers._read
+    read_answers = harness.Answers._read
 
     def careless(self: Any, path: Path) -> int:
         self.identity = json.loads(path.read_text().partition("\n")[0])
         return read_answers(self, path)
 
-    answers.Answers._read = careless  # type: ignore[method-assign]
+    harness.Answers._read = careless  # type: ignore[method-assign]
 
 
 def altered(home: Path, folder: Path, change: str) -> Path:

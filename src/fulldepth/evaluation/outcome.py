@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fulldepth.evaluation.scoring import Scored
-from fulldepth.execution.harness import Score
+from fulldepth.evaluation.scoring import Score, Scored
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.results import Finding
 from fulldepth.uncertainty import GROUPS, advisable

@@ -21,8 +21,8 @@ from torch import Tensor
 from fulldepth.data.drawing import Text, block_clusters, draw_windows
 from fulldepth.data.opening import open_data, sampled_texts
 from fulldepth.errors import FulldepthError
+from fulldepth.evaluation.harness import Answers, LayerReader
 from fulldepth.evaluation.subject import EvaluationSubject, check_is_decoder, hash_tokenizer
-from fulldepth.execution.harness import Answers, LayerReader
 from fulldepth.hf import anatomy_candidates, open_model, open_tokenizer
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.truncation import truncated
@@ -94,11 +94,8 @@ class Quality:
         depth = subject.num_layers
         quarters = [max(1, round(depth * part / 4)) for part in (1, 2, 3)]
         self.layers = parse_layers(settings.exit_layers, depth, [] if subject.plan else quarters)
-        if len(self.layers) > 1 and subject.plan is not None:
-            raise FulldepthError(
-                "A model with blocks skipped in place cannot be cut to its first layers to generate. Export the plan "
-                "(fulldepth skip apply), or use --exit-layers full."
-            )
+        if len(self.layers) > 1:
+            subject.check_can_be_cut()
         self.windows, self.clusters = self._windows()
         self.judge = None if settings.judge is None else Judge(settings.judge, settings)
 

@@ -13,11 +13,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
+from fulldepth.evaluation.loading import Loaded, load_tasks
 from fulldepth.evaluation.outcome import findings, task_entries
 from fulldepth.evaluation.quality import Quality, quality_findings
-from fulldepth.evaluation.scoring import ANSWERS, load_tasks, rows_of, score_tasks, units_of
+from fulldepth.evaluation.scoring import ANSWERS, rows_of, score_tasks
 from fulldepth.evaluation.subject import EvaluationSubject, SkipPlan, opened
-from fulldepth.execution.harness import Loaded
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, claimed, finite, provenance, tabulate
 from fulldepth.settings.evaluate import EvaluateSettings, check_asked, parse_layers
@@ -74,8 +74,7 @@ def evaluate(
     folder = None if output is None else Path(output)
     if settings.log_samples and folder is None:
         raise FulldepthError("log_samples writes into the result folder, and no output is named.")
-    units = units_of(settings.tasks or [])
-    loaded = load_tasks(units, settings) if units else {}
+    loaded = load_tasks(settings)
     with _held(folder, resume=resume, overwrite=overwrite), opened(model, settings, tokenizer, plan) as subject:
         quality = None if settings.generation_quality is None else Quality(subject, settings)
         content = {name: each.content for name, each in loaded.items()}, None if quality is None else quality.content
@@ -143,7 +142,7 @@ def _evaluated(
         "healed": plan.healed_loss is not None,
     }
     document = {
-        **provenance(KIND, settings.model_dump(), packages=(*FRAMEWORKS, *(["lm-eval"] if scored.units else []))),
+        **provenance(KIND, settings.model_dump(), packages=(*FRAMEWORKS, *(["lm-eval"] if settings.tasks else []))),
         "model": subject.document,
         "tasks": task_entries(scored),
         "skipped": skipped,

@@ -1,35 +1,27 @@
-"""Scores of tasks at every exit layer: one unit of tasks after another, with the answers kept on disk."""
+"""Scores of tasks at every exit layer: lm-eval's own evaluation, once per layer, on answers kept on disk."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from fulldepth.errors import FulldepthError
-from fulldepth.evaluation.local_tasks import LOCAL_TASKS, local_task
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.evaluation.harness import SEED, Answers, LayerReader, layered_model, quiet, seeded
+from fulldepth.evaluation.loading import Loaded
 from fulldepth.evaluation.subject import EvaluationSubject
-from fulldepth.execution.harness import (
-    Answers,
-    Catalogue,
-    LayerReader,
-    Loaded,
-    Score,
-    Unit,
-    layered_model,
-    run_unit,
-)
-from fulldepth.execution.harness.layered import TaskSession
-from fulldepth.hf.truncation import truncated
 from fulldepth.progress import Watcher
 from fulldepth.settings.evaluate import EvaluateSettings, parse_layers
+from fulldepth.uncertainty import advisable, identity, ratio_error
 
 ANSWERS = "answers"
 """Folder of a result folder for the answers of an unfinished evaluation."""
@@ -37,84 +29,43 @@ SAMPLES = "samples_{}.jsonl"
 """File of a result folder with lm-eval's log of every example of a task."""
 EXIT_BOOTSTRAP = 1000
 """Most resamples for standard errors at exit layers before the last."""
+FAILURES = (OSError, ValueError, KeyError, TypeError, IndexError, AssertionError, jinja2.TemplateError)
+"""What the harness raises for missing data and invalid task files."""
 
 
-class Suite(NamedTuple):
-    """The tasks of a paper."""
+@dataclass(frozen=True)
+class Score:
+    """One number of one task."""
 
-    tasks: tuple[str, ...]
-    """Names of tasks and groups of lm-eval."""
-    num_fewshot: int | None
-    """Solved examples in a prompt; None = each task's own number."""
-    source: str
-
-
-SUITES = {
-    "jreg-suite": Suite(
-        ("lambada_openai", "boolq", "arc_easy", "hellaswag", "piqa", "race", "social_iqa", "sciq", "swag"),
-        None,
-        "JREG, Sec. 5.2 and Table 3",
-    ),
-    "lime-suite": Suite(
-        ("arc_easy", "arc_challenge", "winogrande", "copa", "multirc", "rte", "hellaswag", "piqa"),
-        1,
-        "LIME, Table 1 (one-shot)",
-    ),
-    "hopscotch-suite": Suite(
-        ("gsm8k", "arc_challenge", "gpqa_main_zeroshot", "social_iqa", "pawsx"),
-        None,
-        "Hopscotch, poster, first table (gpqa: the main set without solved examples)",
-    ),
-}
-"""Name -> suite."""
+    task: str
+    metric: str
+    """As the task names it: acc, acc_norm, exact_match, perplexity, ...; with its filter if that is not `none`."""
+    value: float
+    error: float | None
+    """Standard error; None where the harness gives none."""
+    count: int
+    """Examples."""
+    values: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
+    """[count] of each example, in the order of the task; None where the score is not their mean."""
 
 
 @dataclass
 class Scored:
-    """Scores of all units."""
+    """Scores of all tasks."""
 
-    units: list[str] = field(default_factory=list)
     layers: dict[str, list[int]] = field(default_factory=dict)
     """Task -> exit layers."""
     scores: dict[int, list[Score]] = field(default_factory=dict)
     """Exit layer -> scores."""
     higher_is_better: dict[str, dict[str, bool | None]] = field(default_factory=dict)
+    """Task -> metric without filter -> whether higher is better."""
     chance: dict[str, float] = field(default_factory=dict)
+    """Multiple-choice task -> mean share of right answers of random choices, or of the most frequent one."""
     guesses: dict[str, NDArray[np.float64]] = field(default_factory=dict)
-    """Task -> for each example, the expected accuracy of a guess."""
+    """Task -> for each example, the expected accuracy of what `chance` is of."""
     clusters: dict[str, NDArray[np.int64]] = field(default_factory=dict)
-    """Task -> identity of each example."""
+    """Task -> identity of each example: equal documents are one."""
     warnings: list[str] = field(default_factory=list)
-
-
-def units_of(names: list[str]) -> list[Unit]:
-    """The units of names of tasks, groups and suites, each once."""
-    units: dict[str, Unit] = {}
-    for name in names:
-        suite = SUITES.get(name)
-        for member in (name,) if suite is None else suite.tasks:
-            units.setdefault(member, Unit(member, None if suite is None else suite.num_fewshot))
-    return list(units.values())
-
-
-def load_tasks(units: list[Unit], settings: EvaluateSettings) -> dict[str, Loaded]:
-    """Name of each unit -> its tasks with their data; before a model is loaded.
-
-    Raises:
-        FulldepthError: if a name is unknown, a file is missing, a task is not valid or its data cannot be read, or
-            arguments of generation are given and no task generates.
-    """
-    own = {unit.name: local_task(unit.name, settings.task_data or []) for unit in units if unit.name in LOCAL_TASKS}
-    catalogue = Catalogue([unit.name for unit in units], own, settings.include_path, [*LOCAL_TASKS, *SUITES])
-    loaded = {}
-    for unit in units:
-        shots = unit.num_fewshot if settings.num_fewshot is None else settings.num_fewshot
-        loaded[unit.name] = catalogue.load(
-            unit.name, num_fewshot=shots, gen_kwargs=settings.gen_kwargs, seed=settings.seed
-        )
-    if settings.gen_kwargs and not any(each.generates for each in loaded.values()):
-        raise FulldepthError("gen_kwargs are for tasks that generate text, and none of these does; leave them out.")
-    return loaded
 
 
 def score_tasks(
@@ -124,11 +75,11 @@ def score_tasks(
     folder: Path | None,
     watcher: Watcher,
 ) -> Scored:
-    """Score all units at their exit layers.
+    """Score all tasks at their exit layers.
 
     Args:
         subject: the model.
-        tasks: name of each unit -> its tasks; taken out as they are scored.
+        tasks: from `load_tasks`; taken out as they are scored.
         settings: of the evaluation.
         folder: result folder, which gets the answers of an unfinished run and the logs of examples; None = answers are
             kept in memory.
@@ -137,76 +88,86 @@ def score_tasks(
     Raises:
         FulldepthError: if a task cannot be run, or an exit layer does not exist.
     """
-    scored = Scored(units=list(tasks))
+    scored = Scored()
     for earlier in () if folder is None else folder.glob(SAMPLES.format("*")):
         earlier.unlink()
-    logs = folder if settings.log_samples else None
-    for name in scored.units:
+    for name in list(tasks):
         loaded = tasks.pop(name)
-        layers, notes = _layers_of(name, loaded, subject, settings)
-        scored.warnings += notes
+        layers = _layers_of(name, loaded, subject, settings, scored.warnings)
         path = None if folder is None else folder / ANSWERS / f"{_file_name(name)}.jsonl"
-        identity = {
+        origin = {
             **subject.identity,
             "layers": layers,
             "unit": name,
             "tasks": loaded.content,
             **settings.model_dump(include={"limit", "seed", "batch_size"}),
         }
-        with Answers(path, identity, len(layers)) as answers:
+        with Answers(path, origin, len(layers)) as answers:
             if answers.reused:
                 watcher.say(f"{name}: {answers.reused:,} answers of the interrupted run are reused.")
-            session = TaskSession(
-                LayerReader(subject.anatomy, subject.classifier, layers),
-                cache(partial(truncated, subject.anatomy)),
-                layers[-1],
-                answers,
-                watcher,
-                name,
-            )
-            _score_unit(subject, loaded, settings, session, scored, logs)
-        if session.cut:
+            reader = LayerReader(subject.anatomy, subject.classifier, layers)
+            options: dict[str, Any] = {"batch_size": settings.batch_size, "title": name, "watcher": watcher}
+            lm = layered_model(reader, subject.tokenizer, answers, **options)
+            for layer in reversed(layers):
+                lm.layer, is_whole = layer, layer == layers[-1]
+                output = _run(lm, loaded.tasks, settings, None if is_whole else EXIT_BOOTSTRAP)
+                samples = output.get("samples") or {}
+                if folder is not None and settings.log_samples:
+                    _log(folder, layer, samples)
+                scores = list(_scores(output))
+                scored.scores.setdefault(layer, []).extend(scores)
+                if is_whole:
+                    scored.layers |= {score.task: layers for score in scores}
+                    scored.higher_is_better |= dict(output.get("higher_is_better") or {})
+                    for task, listed in samples.items():
+                        _add_guesses(scored, task, loaded.tasks["tasks"].get(task), _examples(listed))
+                    if len(layers) > 1:
+                        watcher.begin(f"{name}: metrics of exit layers", len(layers) - 1)
+                elif not loaded.generates:
+                    watcher.advance(1)
+        if lm.cut:
             scored.warnings.append(
-                f"{session.cut:,} requests of {name} are longer than the model's positions; their beginnings were "
-                "cut, as lm-eval does."
+                f"{lm.cut:,} requests of {name} are longer than the model's positions; their beginnings were cut, as "
+                "lm-eval does."
             )
     return scored
 
 
-def _score_unit(
-    subject: EvaluationSubject,
-    loaded: Loaded,
-    settings: EvaluateSettings,
-    session: TaskSession,
-    scored: Scored,
-    logs: Path | None,
-) -> None:
-    """Run lm-eval's evaluation once per exit layer, the last layer first."""
-    lm = layered_model(subject.model, subject.tokenizer, session, settings.batch_size)
-    layers = session.reader.layers
-    for number, layer in enumerate(reversed(layers)):
-        session.layer = layer
-        most = settings.bootstrap_iters if number == 0 else min(EXIT_BOOTSTRAP, settings.bootstrap_iters)
-        result = run_unit(
-            lm,
-            loaded.tasks,
-            bootstrap_iters=most,
-            **settings.model_dump(include={"limit", "seed", "apply_chat_template", "system_instruction"}),
-            fewshot_as_multiturn=settings.multiturn,
-        )
-        if logs is not None:
-            _log(logs, layer, result.samples)
-        scored.scores.setdefault(layer, []).extend(result.scores)
-        if number == 0:
-            scored.higher_is_better |= result.higher_is_better
-            scored.chance |= result.chance
-            scored.guesses |= result.guesses
-            scored.clusters |= result.clusters
-            scored.layers |= {score.task: layers for score in result.scores}
-            if len(layers) > 1:
-                session.watcher.begin(f"{session.title}: metrics of exit layers", len(layers) - 1)
-        elif not loaded.generates:
-            session.watcher.advance(1)
+def _run(lm: Any, loaded: Mapping[str, Any], settings: EvaluateSettings, most: int | None) -> dict[str, Any]:
+    """The output of lm-eval's `evaluate`, as in `lm_eval.simple_evaluate`, with at most so many resamples."""
+    from lm_eval import evaluate  # noqa: PLC0415  # an extra
+
+    for task in loaded["tasks"].values():
+        task.set_fewshot_seed(seed=SEED if settings.seed is None else settings.seed)
+    resamples = settings.bootstrap_iters if most is None else min(most, settings.bootstrap_iters)
+    prompting = settings.model_dump(include={"limit", "apply_chat_template", "system_instruction"})
+    try:
+        with quiet(), seeded(settings.seed):
+            return evaluate(
+                lm=lm,
+                task_dict=dict(loaded),
+                bootstrap_iters=resamples,
+                log_samples=True,
+                fewshot_as_multiturn=settings.multiturn,
+                **prompting,
+            )
+    except FulldepthError:
+        raise
+    except FAILURES as error:
+        reason = one_line(error) or type(error).__name__
+        raise FulldepthError(f"lm-eval cannot run {lm.title}: {reason}") from error
+
+
+def _add_guesses(scored: Scored, name: str, task: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add what is known of a task's examples: which are equal, and how well a guess does."""
+    if not rows:
+        return
+    scored.clusters[name] = np.array([identity(str(row.get("doc_hash", row["doc_id"]))) for row in rows], np.int64)
+    is_choice = task is not None and task.OUTPUT_TYPE == "multiple_choice"
+    choices = Counter(instance.doc_id for instance in task.instances) if is_choice else {}
+    scored.guesses[name] = _guesses(rows, choices)
+    if is_choice:
+        scored.chance[name] = float(scored.guesses[name].mean())
 
 
 def _log(folder: Path, layer: int, samples: Mapping[str, list[dict[str, Any]]]) -> None:
@@ -223,14 +184,7 @@ def _log(folder: Path, layer: int, samples: Mapping[str, list[dict[str, Any]]]) 
                 for number, given in enumerate(entry["arguments"])
             }
             logged = entry | {"exit_layer": layer, "arguments": arguments, "target": str(entry["target"])}
-            lines.append(
-                json.dumps(
-                    logged,
-                    default=plain,
-                    ensure_ascii=False,
-                )
-                + "\n"
-            )
+            lines.append(json.dumps(logged, default=plain, ensure_ascii=False) + "\n")
         try:
             with (folder / SAMPLES.format(_file_name(task))).open("a", encoding="utf-8") as file:
                 file.writelines(lines)
@@ -239,24 +193,68 @@ def _log(folder: Path, layer: int, samples: Mapping[str, list[dict[str, Any]]]) 
 
 
 def _layers_of(
-    name: str, loaded: Loaded, subject: EvaluationSubject, settings: EvaluateSettings
-) -> tuple[list[int], list[str]]:
-    """The exit layers of a unit, and notes on them."""
+    name: str, loaded: Loaded, subject: EvaluationSubject, settings: EvaluateSettings, warnings: list[str]
+) -> list[int]:
+    """The exit layers of a task; a note on them is added to the warnings."""
     depth = subject.num_layers
     if not loaded.generates:
-        return parse_layers(settings.exit_layers, depth, list(range(1, depth + 1))), []
+        return parse_layers(settings.exit_layers, depth, list(range(1, depth + 1)))
     layers = parse_layers(settings.exit_layers, depth, [])
-    if len(layers) > 1 and subject.plan is not None:
-        raise FulldepthError(
-            f"{name} generates text, and a model with blocks skipped in place cannot be cut to its first layers. "
-            "Export the plan (fulldepth skip apply) and evaluate the export, or use --exit-layers full."
-        )
+    if len(layers) > 1:
+        subject.check_can_be_cut()
     if settings.exit_layers is None:
-        return layers, [
+        warnings.append(
             f"{name} generates text, which takes a run per exit layer: only the whole model was scored. Name "
             "layers with --exit-layers."
-        ]
-    return layers, []
+        )
+    return layers
+
+
+def _scores(output: Mapping[str, Any]) -> Iterator[Score]:
+    """The scores in the output of lm-eval's `evaluate`: `acc,none`: 0.5, `acc_stderr,none`: 0.1 -> one score."""
+    for task, results in output["results"].items():
+        samples = (output.get("samples") or {}).get(task) or []
+        count = int((output["n-samples"].get(task) or {}).get("effective", 0))
+        for key, value in results.items():
+            metric, comma, how = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            stated = results.get(f"{metric}_stderr,{how}")
+            error = float(stated) if isinstance(stated, int | float) and math.isfinite(stated) else None
+            name = metric if how == "none" else f"{metric}:{how}"
+            values = _values(_examples(samples, how), metric, float(value))
+            yield Score(task, name, float(value), error, count, values)
+
+
+def _examples(samples: Sequence[Mapping[str, Any]], how: str | None = None) -> list[Mapping[str, Any]]:
+    """The examples of a filter (None = the first one), in the order of the task."""
+    how = samples[0].get("filter") if how is None and samples else how
+    return sorted((one for one in samples if one.get("filter") == how), key=lambda one: int(one["doc_id"]))
+
+
+def _values(rows: Sequence[Mapping[str, Any]], metric: str, score: float) -> NDArray[np.float64] | None:
+    """A metric's value for each example; None unless the score is their mean."""
+    values = [row.get(metric) for row in rows]
+    if not values or not all(isinstance(value, int | float | np.number) for value in values):
+        return None
+    found = np.array(values, np.float64)
+    return found if abs(found.mean() - score) <= 1e-9 * max(1.0, abs(score)) else None
+
+
+def _guesses(rows: Sequence[Mapping[str, Any]], choices: Mapping[int, int]) -> NDArray[np.float64]:
+    """[N] expected accuracy of a guess: the most frequent answer, or a random choice if that is no worse measurably.
+
+    Args:
+        rows: the examples.
+        choices: example -> number of its choices; empty for tasks that are no multiple choice.
+    """
+    targets = [str(row.get("target")) for row in rows]
+    frequent = max(targets, key=targets.count)
+    constant = np.array([target == frequent for target in targets], np.float64)
+    uniform = np.array([1 / max(1, choices.get(row["doc_id"], 1)) for row in rows])
+    more = constant - uniform
+    better = not choices or advisable(float(more.mean()), float(ratio_error(more, np.ones(len(more)))))
+    return constant if better else uniform
 
 
 def _file_name(name: str) -> str:

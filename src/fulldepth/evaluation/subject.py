@@ -75,7 +75,7 @@ class EvaluationSubject:
             "model": self.hash,
             "tokenizer": self.tokenizer_hash,
             "dtype": str(self.model.dtype),
-            "plan": self.plan_digest,
+            "plan": None if self.plan is None else _digest(self.plan.document()),
             "version": __version__,
         }
 
@@ -89,12 +89,13 @@ class EvaluationSubject:
         """L."""
         return self.anatomy.num_layers
 
-    @property
-    def plan_digest(self) -> str | None:
-        """A hash of the plan; None without one."""
-        if self.plan is None:
-            return None
-        return hashlib.sha256(json.dumps(self.plan.document(), sort_keys=True).encode()).hexdigest()
+    def check_can_be_cut(self) -> None:
+        """Refuse to generate text with the first layers of a model with blocks skipped in place."""
+        if self.plan is not None:
+            raise FulldepthError(
+                "A model with blocks skipped in place cannot be cut to its first layers to generate. Export the plan "
+                "(fulldepth skip apply) and evaluate the export, or use --exit-layers full."
+            )
 
     @property
     def document(self) -> dict[str, Any]:
@@ -157,7 +158,11 @@ def hash_tokenizer(tokenizer: Any) -> str:
     rules = tokenizer.get_vocab() if core is None else json.loads(core.to_str())
     state = {name: value for name, value in rules.items() if name not in ("padding", "truncation")}  # set by calls
     parts = [type(tokenizer).__name__, state, tokenizer.special_tokens_map, tokenizer.chat_template]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    return _digest(parts)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def check_is_decoder(model: PreTrainedModel) -> None:

@@ -4,44 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from fulldepth.data import Sequences
+from fulldepth.data.sequences import Batching
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.hooks import capture
 from fulldepth.execution.stream import TOLERANCE, relative_error
 from fulldepth.hf import Anatomy, Classifier, body_inputs
 
-Batching = Literal["padded", "equal", "single"]
+STRICTNESS: tuple[Batching, ...] = ("padded", "equal", "single")
 
 
-class Prepared(Protocol):
-    """Prepared data: `fulldepth.data.Sequences`."""
-
-    lengths: list[int]
-    batching: Batching
-
-    @property
-    def collate(self) -> Any:
-        """Function from indices of sequences to their batch."""
-
-
-P = TypeVar("P", bound=Prepared)
-
-
-def batched(anatomy: Anatomy, sequences: P, device: torch.device) -> tuple[P, str | None]:
+def batched(anatomy: Anatomy, sequences: Sequences, device: torch.device) -> tuple[Sequences, str | None]:
     """The sequences, batched so that this model's results do not change, and a note if batching is restricted.
 
     Restrictions required by one model do not affect the results of another, so they accumulate over several calls.
     """
     batching, sentence = check_batching(anatomy, sequences, device)
-    strictest = max(batching, sequences.batching, key=STRICTNESS.index)
-    return replace(sequences, batching=strictest), sentence  # type: ignore[type-var]
-
-
-STRICTNESS: tuple[Batching, ...] = ("padded", "equal", "single")
+    return replace(sequences, batching=max(batching, sequences.batching, key=STRICTNESS.index)), sentence
 
 
 def model_inputs(inputs: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -50,7 +33,7 @@ def model_inputs(inputs: Mapping[str, Tensor], device: torch.device, dtype: torc
 
 
 @torch.no_grad()
-def check_batching(anatomy: Anatomy, sequences: Prepared, device: torch.device) -> tuple[Batching, str | None]:
+def check_batching(anatomy: Anatomy, sequences: Sequences, device: torch.device) -> tuple[Batching, str | None]:
     """Compare the states of a sequence run alone, and the logits of a head that pools them itself, with those in a
     batch with another one, with and without padding.
 
@@ -73,22 +56,16 @@ def check_batching(anatomy: Anatomy, sequences: Prepared, device: torch.device) 
     shortest, longest = (lengths.index(extreme(lengths)) for extreme in (min, max))
     alone = _results(anatomy, sequences, [shortest], device)
 
-    def change(other: int) -> float:
-        """The relative change of the states in a batch with another sequence; refuses a model that draws numbers."""
-        results = _results(anatomy, sequences, [shortest, other], device)
-        difference = max(map(_difference, results, alone))
-        if difference:
-            check_repeatable()
-        return difference
-
-    def check_repeatable() -> None:
-        difference = max(map(_difference, _results(anatomy, sequences, [shortest], device), alone))
-        if difference:
+    def change(*others: int) -> float:
+        """The relative change of the states in a batch with others; refuses a model that draws numbers."""
+        difference = max(map(_difference, _results(anatomy, sequences, [shortest, *others], device), alone))
+        if difference and (not others or change()):
             raise FulldepthError(
                 f"Two passes of {kind} over the same input differ (by {difference:.1e}, relative): it draws random "
                 "numbers also in evaluation mode, as models that mask their input do. Switch that off in its "
                 "configuration."
             )
+        return difference
 
     equal_length = [index for index, length in enumerate(lengths) if length == lengths[shortest] and index != shortest]
     if equal_length and (difference := change(equal_length[0])):
@@ -102,11 +79,11 @@ def check_batching(anatomy: Anatomy, sequences: Prepared, device: torch.device) 
             "sequences of one length only."
         )
     if not equal_length and lengths[longest] == lengths[shortest]:  # a single sequence
-        check_repeatable()
+        change()
     return "padded", None
 
 
-def _results(anatomy: Anatomy, sequences: Prepared, indices: Sequence[int], device: torch.device) -> list[Tensor]:
+def _results(anatomy: Anatomy, sequences: Sequences, indices: Sequence[int], device: torch.device) -> list[Tensor]:
     """Of the first of these sequences, which are run in one batch: the residual stream `[L+1, T, D]`, and the logits
     `[1, 1, C]` of a head that pools inside.
     """

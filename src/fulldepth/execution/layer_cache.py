@@ -18,10 +18,6 @@ KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 """Cache layers that hold nothing but keys and values, of all positions or of a window."""
 
 
-class KeysWritten(Exception):  # noqa: N818 (ends a forward pass on purpose)
-    """Raised by `update` within `writing`, after keys and values were stored."""
-
-
 class LayerCache(DynamicCache):
     """The keys and values of a decoder, `[B, heads, positions, channels]` in each layer.
 
@@ -50,7 +46,6 @@ class LayerCache(DynamicCache):
             )
         self.activate_past_recording()
         self._start: int | None = None
-        self._only_writes = False
 
     @property
     def lengths(self) -> list[int]:
@@ -69,15 +64,6 @@ class LayerCache(DynamicCache):
             yield
         finally:
             self._start = before
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """While open, `update` stores keys and values and then raises `KeysWritten`, which ends the layer's pass."""
-        self._only_writes = True
-        try:
-            yield
-        finally:
-            self._only_writes = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions in a 0-based layer; within `starting_at`, its start."""
@@ -103,10 +89,7 @@ class LayerCache(DynamicCache):
                 f"Layer {layer_idx + 1} has {length} positions in the cache, but the tokens start at position "
                 f"{self._start}; run the layer on the tokens between, or crop the cache."
             )
-        visible = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self._only_writes:
-            raise KeysWritten
-        return visible
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, length: int | Sequence[int], after: int = 0) -> None:
         """Remove all positions from `length` on; layers that hold fewer are unchanged.

@@ -15,15 +15,18 @@ from fulldepth.execution.hooks import ROLES, capture
 from fulldepth.execution.stream import (
     TOLERANCE,
     SeveralStagesError,
+    Trace,
     check_close,
     find_head,
+    follow,
     is_close,
     predict,
     prove_end,
     prove_stream,
+    reason_of,
     relative_error,
+    run,
 )
-from fulldepth.execution.trace import Trace, follow, reason_of, run
 from fulldepth.hf import (
     Anatomy,
     Checkpoint,

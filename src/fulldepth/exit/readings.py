@@ -11,7 +11,7 @@ the value is
 
 All are at most 1, so t = 1 is the full model.
 
-Source: "Representation progression and aligned training", Sec. 2.2 (confidence); `execution.decoding.rules`, which
+Source: "Representation progression and aligned training", Sec. 2.2 (confidence); `execution.decoding`, which
 decoding shares.
 """
 

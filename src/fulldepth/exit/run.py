@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -71,11 +70,10 @@ class ExitRow:
         """
         return self.exit.num_layers / float(self.layers.double().mean())
 
-    def document(self, policy: str | None) -> dict[str, Any]:
+    def document(self) -> dict[str, Any]:
         """The entry in `results.json`."""
         return {
             **{name: getattr(self.exit, name) for name in ("rule", "threshold", "min_layer")},
-            "policy": policy,
             "split": self.split,
             "calibrated": self.calibrated,
             "samples": len(self.layers),
@@ -153,7 +151,7 @@ def sweep(
                 {"layer": layer, "drop": drop.value, "drop_interval": drop.interval} for layer, drop in drops.items()
             ],
             # "recompute": the states are those that all layers computed.
-            "exits": [row.document("recompute" if decoder else None) for row in rows],
+            "exits": [row.document() for row in rows],
             "warnings": list(subject.warnings),
             **(_generated(subject, rows, settings, watcher) if decoder else {}),
             "headline": _headline(subject, report, rows, settings),
@@ -228,7 +226,7 @@ def _generated(
 def generation_rows(
     subject: ExitSubject, exits: Sequence[Exit], settings: ExitSettings, watcher: Watcher
 ) -> list[dict[str, Any]]:
-    """One entry of `generation` in `results.json` for every rule, threshold and policy.
+    """One entry of `generation` in `results.json` for every rule and threshold.
 
     The beginnings of the first sequences are the prompts, of one length: at most half of a sequence. All runs are
     greedy and without end tokens, so that every run decodes the same number of tokens. Times are of the tokens after
@@ -243,8 +241,7 @@ def generation_rows(
     width = max(1, width if limit is None else min(width, limit - settings.max_new_tokens))
     prompts = batch.inputs["input_ids"][:, :width].to(subject.device)
     runs: list[dict[str, Any]] = [
-        {"rule": exit.rule, "threshold": exit.threshold, "min_layer": exit.min_layer, "policy": policy}
-        for exit, policy in product(exits, settings.policy)
+        {"rule": exit.rule, "threshold": exit.threshold, "min_layer": exit.min_layer} for exit in exits
     ]
     rounds, load = max(1, settings.repeats), OtherLoad()
     watcher.begin("Generating with early exit", rounds * (1 + len(runs)))

@@ -58,9 +58,6 @@ class ExitSettings(LayerReadingSettings):
     repeats: int = Field(default=9, ge=0, le=10_000)
     """Timed passes over the data (of classifiers) or generations (of language models) of the full model and of every
     threshold, in alternation; 0 = nothing is timed, and fewer than 9 give no verdict."""
-    policy: list[Literal["recompute", "propagate"]] = Field(default=["recompute", "propagate"], min_length=1)
-    """Comma-separated policies for the layers that a token did not visit: recompute (exact), propagate (its state at
-    the exit is passed on)."""
     prompts: int = Field(default=4, ge=0, le=10_000)
     """Sequences whose beginnings are continued, beside the sweep; 0 = nothing is generated."""
     max_new_tokens: Length = 24

@@ -48,9 +48,6 @@ class GenerateSettings(LoadingSettings):
     rule: Literal["confidence", "margin", "entropy", "patience"] = "confidence"
     """When a token leaves: confidence (largest probability), margin (largest minus second), entropy (1 minus relative
     entropy) or patience (layers with the same prediction, as a share of all layers)."""
-    policy: Literal["recompute", "propagate"] = "recompute"
-    """What layers that a token did not visit know of it: recompute (exact: they run when a later token needs them) or
-    propagate (approximate: keys and values from the state at the exit)."""
     min_layer: Length = 1
     """First layer at which a token may leave."""
 

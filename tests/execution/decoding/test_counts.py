@@ -11,9 +11,8 @@ from fulldepth.hf import surgery
 NEW = 12
 MODES = {
     "plain": {},
-    "recompute": {"threshold": 0.03},
-    "propagate": {"threshold": 0.03, "policy": "propagate"},
-    "recompute-late": {"threshold": 0.9},
+    "early-exit": {"threshold": 0.03},
+    "late-exit": {"threshold": 0.9},
     "exit-layer": {"exit_layer": 2},
     "speculation": {"speculate_from": 1, "draft_length": 3},
     "skipped layers": {"plan": DraftPlan([2], "layer"), "draft_length": 3},

@@ -18,24 +18,16 @@ FAMILIES = ["llama", "gemma3", "gpt2", "mistral-window", "gpt_neox"]
 
 
 class Stock:
-    """One sequence without a cache: the stock model's own pass, in which positions that left hand their state on."""
+    """One sequence without a cache: the stock model's own pass, through all layers."""
 
     def __init__(self, model: tf.PreTrainedModel, name: str) -> None:
         blocks, norm = ENDS.get(name, ("model.layers", "model.norm"))
         self.model, self.norm = model, model.get_submodule(norm)
-        self.left: dict[int, int] = {}
-        """Position -> layer, from 1, after which it left."""
         self.states: list[Tensor] = []
-        self.hooks = [block.register_forward_hook(self.keep, with_kwargs=True) for block in model.get_submodule(blocks)]
+        self.hooks = [block.register_forward_hook(self.keep) for block in model.get_submodule(blocks)]
 
-    def keep(self, _, args, kwargs, output):
-        state = (output[0] if isinstance(output, tuple) else output).clone()
-        before = args[0] if args else kwargs["hidden_states"]
-        for place, layer in self.left.items():
-            if layer <= len(self.states):
-                state[:, place] = before[:, place]
-        self.states.append(state)
-        return (state, *output[1:]) if isinstance(output, tuple) else state
+    def keep(self, _, args, output):
+        self.states.append(output[0] if isinstance(output, tuple) else output)
 
     def layers(self, ids: Tensor) -> list[list[list[float]]]:
         """[L][T][V] logits."""
@@ -43,22 +35,19 @@ class Stock:
         self.model(ids, attention_mask=torch.ones_like(ids), use_cache=False)
         return [self.model.get_output_embeddings()(self.norm(state))[0].tolist() for state in self.states]
 
-    def run(self, ids: Tensor, rule: str, threshold: float, policy: str) -> tuple[list[int], list[int]]:
+    def run(self, ids: Tensor, rule: str, threshold: float) -> tuple[list[int], list[int]]:
         """New tokens and their exit layers."""
-        prompt, exits, self.left = ids.shape[1], [], {}
+        prompt, exits = ids.shape[1], []
         for _ in range(NEW):
             logits = [layer[-1] for layer in self.layers(ids)]
             exits.append(plain.leave(logits, rule, threshold, 1))
-            if policy == "propagate" and ids.shape[1] > prompt:
-                self.left[ids.shape[1] - 1] = exits[-1]
             ids = torch.cat([ids, torch.tensor([[int(np.argmax(logits[exits[-1] - 1]))]])], dim=1)
         return ids[0, prompt:].tolist(), exits
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("policy", ["recompute", "propagate"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_policy_gives_what_a_loop_without_a_cache_gives(name, policy):
+def test_early_exit_gives_what_a_loop_without_a_cache_gives(name):
     """A batch of three lengths, padded on the left, against each sequence alone in a loop over whole sequences."""
     model = decoders.build(name, late=0.4)
     model.generation_config.eos_token_id = None
@@ -68,10 +57,10 @@ def test_every_policy_gives_what_a_loop_without_a_cache_gives(name, policy):
         first = stock.layers(prompts["input_ids"][:1])[0]
         threshold = 0.5 if rule == "patience" else float(np.median([plain.certainty(logits, rule) for logits in first]))
         rows = [ids[None, mask == 1] for ids, mask in zip(*prompts.values(), strict=True)]
-        expected = [stock.run(ids, rule, threshold, policy) for ids in rows]
+        expected = [stock.run(ids, rule, threshold) for ids in rows]
         for hook in stock.hooks:
             hook.remove()
-        options = {"max_new_tokens": NEW, "threshold": threshold, "rule": rule, "policy": policy}
+        options = {"max_new_tokens": NEW, "threshold": threshold, "rule": rule}
         found = decoder.generate(**prompts, **options)
         for row, (ids, (tokens, layers)) in enumerate(zip(rows, expected, strict=True)):
             assert found.sequences[row, 9:].tolist() == tokens
@@ -83,13 +72,12 @@ def test_every_policy_gives_what_a_loop_without_a_cache_gives(name, policy):
     assert len(exits) > 1  # tokens left at different layers
 
 
-@pytest.mark.parametrize("policy", ["recompute", "propagate"])
-def test_a_threshold_of_one_is_the_full_model(policy):
+def test_a_threshold_of_one_is_the_full_model():
     model = decoders.build("llama", late=0.4)
     prompts = decoders.prompts(3)
     expected = model.generate(**prompts, max_new_tokens=NEW, do_sample=False)
     for rule in RULES:
-        found = Decoder(model).generate(**prompts, max_new_tokens=NEW, threshold=1.0, rule=rule, policy=policy)
+        found = Decoder(model).generate(**prompts, max_new_tokens=NEW, threshold=1.0, rule=rule)
         assert torch.equal(found.sequences, expected)
         assert found.stats.theoretical_speedup == 1.0
 

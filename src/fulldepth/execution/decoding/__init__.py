@@ -1,8 +1,7 @@
 """Decoding on top of the layer runner: plain, with early exit, and with drafts of the model's own first layers."""
 
 from fulldepth.execution.decoding.decoder import Decoder, Generation, decoder_of, generate
-from fulldepth.execution.decoding.options import DraftPlan, Options
-from fulldepth.execution.decoding.rules import RULES, ExitRule, certainty
+from fulldepth.execution.decoding.options import RULES, DraftPlan, ExitRule, Options, certainty
 from fulldepth.execution.decoding.session import Stats
 
 __all__ = [

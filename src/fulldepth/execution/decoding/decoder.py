@@ -13,12 +13,11 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from fulldepth.errors import FulldepthError, names_of
+from fulldepth.execution.decoding.loops import decode
 from fulldepth.execution.decoding.options import DraftPlan, Options
 from fulldepth.execution.decoding.session import Choice, DecodingSession, Stats, TokenRows
-from fulldepth.execution.decoding.speculation import decode
-from fulldepth.execution.decoding_proof import decoding_runner
 from fulldepth.execution.language_model import check_task
-from fulldepth.execution.layer_runner import LayerRunner, positions
+from fulldepth.execution.layer_runner import LayerRunner, decoding_runner, positions
 from fulldepth.execution.verify import verify
 from fulldepth.hf import Anatomy, anatomy_candidates, device_of, evaluating
 
@@ -133,7 +132,6 @@ class Decoder:
         *,
         threshold: float | None = None,
         rule: str = "confidence",
-        policy: str = "recompute",
         min_layer: int = 1,
         exit_layer: int | None = None,
         speculate_from: int | str | None = None,
@@ -150,7 +148,6 @@ class Decoder:
             num_layers=self.anatomy.num_layers,
             threshold=threshold,
             rule=rule,
-            policy=policy,
             min_layer=min_layer,
             exit_layer=exit_layer,
             speculate_from=speculate_from,
@@ -230,7 +227,7 @@ def generate(
         threshold: in (0, 1]: a token leaves where the value of `rule` exceeds it; 1 is the full model.
         speculate_from: the first E layers draft; `auto`: a third of the layers, where a short trial is faster.
         draft_length: largest number of drafts per round; `auto`: 4, where a short trial is faster.
-        **options: of early exit `rule`, `policy`, `min_layer` and `exit_layer`, of drafts `draft_threshold` and `plan`
+        **options: of early exit `rule`, `min_layer` and `exit_layer`, of drafts `draft_threshold` and `plan`
             (see `execution.decoding.Options`); `do_sample`, and with it `temperature` (1), `top_p` (1), `top_k` (0 =
             all) and `seed` (None = torch's global random numbers); `eos_token_id` (a token or several) and
             `pad_token_id` (None = the model's); a `streamer` of transformers, for one prompt.

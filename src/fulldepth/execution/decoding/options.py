@@ -1,16 +1,19 @@
-"""Options of `generate` that choose layers."""
+"""Options of `generate` that choose layers, and the rules by which a token leaves at a layer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.execution.decoding.rules import RULES
 from fulldepth.hf import Scalars
 
-POLICIES = ("recompute", "propagate")
+RULES = ("confidence", "margin", "entropy", "patience")
 AUTO = "auto"
 MOST_DRAFTS = 64
 
@@ -39,10 +42,7 @@ class Options:
     threshold: float | None = None
     """In (0, 1]: a token leaves where the value of `rule` exceeds it, so that 1 is the full model."""
     rule: str = "confidence"
-    """`confidence`, `margin`, `entropy` or `patience`, see `decoding.rules`."""
-    policy: str = "recompute"
-    """What layers that a token did not visit know of it. `recompute`: they are run when a later token needs them, which
-    is exact; `propagate`: their keys and values are computed from the state at the exit, cheap and approximate."""
+    """`confidence`, `margin`, `entropy` or `patience`, see `ExitRule`."""
     min_layer: int = 1
     """First layer at which a token may leave."""
     exit_layer: int | None = None
@@ -58,9 +58,8 @@ class Options:
     """The model without these parts drafts, instead of the first layers alone."""
 
     def __post_init__(self) -> None:
-        for name, known in (("rule", RULES), ("policy", POLICIES)):
-            if getattr(self, name) not in known:
-                raise unknown(name, getattr(self, name), known)
+        if self.rule not in RULES:
+            raise unknown("rule", self.rule, RULES)
         for name in ("threshold", "draft_threshold"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
@@ -85,7 +84,7 @@ class Options:
                 raise FulldepthError(message)
         defaults = {field.name: field.default for field in fields(self)}
         for needed, is_set, names in (
-            ("threshold", leaves, ("rule", "policy", "min_layer")),
+            ("threshold", leaves, ("rule", "min_layer")),
             ("speculate_from or a plan", drafts, ("draft_length", "draft_threshold")),
         ):
             for name in names:
@@ -98,3 +97,63 @@ class Options:
         if self.speculate_from is not None or self.plan is not None:
             return "speculative"
         return "plain" if self.threshold is None and self.exit_layer is None else "early-exit"
+
+
+def certainty(logits: Tensor, rule: str) -> Tensor:
+    """[...] how sure a prediction is, in [0, 1], from `logits: [..., V]`.
+
+    - `confidence`: largest probability (Teerapittayanon et al. 2016 and later work on early exit);
+    - `margin`: largest minus second largest probability (Schuster et al. 2022, CALM);
+    - `entropy`: `1 - H / ln V`, with the entropy H in nats.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if rule == "entropy":
+        logs = logits.log_softmax(-1)
+        entropy = -(logs.exp() * logs).nan_to_num(0.0).sum(-1)  # 0 * -inf = nan where a probability is 0
+        return 1 - entropy / math.log(max(2, logits.shape[-1]))
+    top = logits.softmax(-1).topk(min(2, logits.shape[-1]), dim=-1).values
+    return top[..., 0] - top[..., -1] if rule == "margin" else top[..., 0]
+
+
+class ExitRule:
+    """Decides for N samples (tokens, texts or images), layer by layer, which of them leave.
+
+    A sample leaves at the first layer at which its certainty exceeds the threshold, so that nothing leaves early at 1.
+    `patience` has the certainty `r / L`: r is the number of consecutive layers, up to this one, with the same
+    prediction (Zhou et al. 2020, PABEE, with r in units of the depth L).
+
+    Args:
+        rule: one of `RULES`.
+        threshold: in (0, 1].
+        num_layers: L.
+    """
+
+    def __init__(self, rule: str, threshold: float, num_layers: int) -> None:
+        self._rule, self._threshold, self._num_layers = rule, threshold, num_layers
+        self._predicted = self._same = torch.empty(0, dtype=torch.int64)
+
+    def leaves(self, logits: Tensor) -> Tensor:
+        """[N] bool: whether each sample may leave at this layer, from `[N, V]`; call once per layer."""
+        sure = logits if self._rule == "patience" else certainty(logits, self._rule)
+        return self.decide(sure, logits.argmax(-1))
+
+    def decide(self, sure: Tensor, predicted: Tensor) -> Tensor:
+        """`leaves`, from what was read of the logits before.
+
+        Args:
+            sure: `[N]` `certainty`; not read by `patience`.
+            predicted: `[N]` the largest entries.
+        """
+        if self._rule != "patience":
+            return sure.double() > self._threshold
+        first = not len(self._same)
+        self._same = (
+            torch.ones_like(predicted) if first else torch.where(predicted == self._predicted, self._same + 1, 1)
+        )
+        self._predicted = predicted
+        return self._same.double() / self._num_layers > self._threshold
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with some samples only: `[N]` bool."""
+        if len(self._same):
+            self._predicted, self._same = self._predicted[rows], self._same[rows]

@@ -49,8 +49,6 @@ class Stats:
     """[L] positions that ran through each layer later, also those of the prompts that early exit had left out."""
     layer_calls: list[int] = field(default_factory=list)
     """[L] how often each layer ran, on any number of positions at once."""
-    projected: list[int] = field(default_factory=list)
-    """[L] positions of which a layer computed nothing but keys and values (policy `propagate`)."""
     speculate_from: int | None = None
     """E: the layers that run once for drafts and their confirmation; 0 if a plan skips parts of the first."""
     draft_length: int | None = None
@@ -75,7 +73,7 @@ class Stats:
     """For each sequence the exit layer of each new token (early exit)."""
 
     def __post_init__(self) -> None:
-        for name in ("prompt_positions", "layer_positions", "layer_calls", "projected"):
+        for name in ("prompt_positions", "layer_positions", "layer_calls"):
             setattr(self, name, [0] * self.num_layers)
 
     @property
@@ -293,8 +291,8 @@ class Choice:
 class DecodingSession:
     """Sequences that are decoded together, and the cache of their keys and values.
 
-    Between steps the cache of every layer holds all positions of the active sequences except the last token's; policies
-    that let layers fall behind keep their own account. Shorter sequences are shifted to the right, in the cache too.
+    Between steps the cache of every layer holds all positions of the active sequences except the last token's; early
+    exit lets later layers fall behind. Shorter sequences are shifted to the right, in the cache too.
 
     Args:
         runner: verified by `decoding_runner`.
@@ -327,14 +325,6 @@ class DecodingSession:
         """`LayerRunner.run`, counted; layers that are switched off whole (`skipped`) are not."""
         self._count([layer for layer in layers if layer not in skipped], states)
         return self.runner.run(layers, states)
-
-    def write(self, layers: Sequence[int], states: Tensor) -> None:
-        """`LayerRunner.write`, counted: as positions that ran where it has to run the layers whole."""
-        if self.runner.write(layers, states):
-            self._count(layers, states)
-            return
-        for layer in layers:
-            self.stats.projected[layer - 1] += states.shape[0] * states.shape[1]
 
     def _count(self, layers: Sequence[int], states: Tensor) -> None:
         """Count a call of 1-based layers on `[A, T, ...]`."""

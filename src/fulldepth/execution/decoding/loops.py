@@ -1,4 +1,6 @@
-"""Self-speculative decoding: the first layers draft tokens, the others confirm them, and nothing runs twice.
+"""Decoding loops: plain steps, early exit, and self-speculative decoding.
+
+In self-speculative decoding the first layers draft tokens, the others confirm them, and nothing runs twice.
 
 Elhoushi et al. 2024 (LayerSkip, Section 4.3): layers 1..E and the model's own final norm and head draft K tokens; then
 layers E+1..L run on the stored states of all drafts at once. Keys, values and states of the first E layers are reused.
@@ -14,8 +16,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from fulldepth.execution.decoding.early_exit import exiting_step
-from fulldepth.execution.decoding.options import AUTO, DraftPlan, Options
+from fulldepth.execution.decoding.options import AUTO, DraftPlan, ExitRule, Options
 from fulldepth.execution.decoding.session import DecodingSession
 from fulldepth.hf import Switches
 
@@ -36,11 +37,10 @@ def decode(session: DecodingSession, options: Options) -> None:
     stats, sequences, step = session.stats, session.sequences, session.step
     stats.mode = options.mode
     if options.mode == "early-exit":
-        step = exiting_step(session, options)
-        stats.exits, stats.exit_layers = [0] * stats.num_layers, [[] for _ in sequences.lengths]
+        step = _EarlyExit(session, options).step
         stats.reason = f"Every token leaves at layer {options.exit_layer}; later layers do not run."
         if options.exit_layer is None:
-            stats.reason = f"A token leaves where its {options.rule} exceeds {options.threshold} ({options.policy})."
+            stats.reason = f"A token leaves where its {options.rule} exceeds {options.threshold}."
     begun = session.clock()
     step()
     stats.prompt_seconds = session.clock() - begun
@@ -54,6 +54,60 @@ def decode(session: DecodingSession, options: Options) -> None:
     stats.seconds = session.clock() - begun
     stats.new_tokens = [length - sequences.prompt_length for length in sequences.lengths]
     stats.tokens = sum(stats.new_tokens)
+
+
+class _EarlyExit:
+    """Exact early exit: each token leaves at a layer of its own, and its state waits there.
+
+    Later layers run on waiting states when a later token needs them, so that each layer has the keys and values of all
+    positions, from the same states as in a pass over the whole sequence. Sequences of a batch share the layers up to
+    the deepest exit, and each gets what it would get alone.
+
+    Args:
+        session: new.
+        options: with a threshold or an exit layer.
+    """
+
+    def __init__(self, session: DecodingSession, options: Options) -> None:
+        self._session, self._options = session, options
+        self._exits = [0] * session.num_layers
+        self._exit_layers: list[list[int]] = [[] for _ in session.sequences.lengths]
+        session.stats.exits, session.stats.exit_layers = self._exits, self._exit_layers
+        self._waiting: dict[int, Tensor] = {}
+        """Layer l -> `[A, N, D]` states of the positions that ran through layers 1..l and no further; they precede
+        those that wait at earlier layers."""
+
+    def step(self) -> None:
+        """Decode one token of every active sequence; the first call also runs the prompts."""
+        session, options, last = self._session, self._options, self._session.num_layers
+        ids, mask = session.sequences.window()
+        states = session.begin(ids, mask, session.cache.lengths[0])
+        rule = ExitRule(options.rule, options.threshold or 1.0, last)
+        left_at, chosen = torch.zeros(len(ids), dtype=torch.long), torch.empty(0)  # [A] and [A, V]
+        for layer in range(1, last + 1):
+            if layer - 1 in self._waiting:
+                states = torch.cat([self._waiting.pop(layer - 1), states], dim=1)
+                session.begin(ids, mask, ids.shape[1] - states.shape[1])
+            states = session.run((layer,), states)
+            always = layer == (options.exit_layer or last)
+            if not always and (options.exit_layer is not None or layer < options.min_layer):
+                continue
+            logits = session.runner.finish(states[:, -1:], layer)[:, -1]
+            leaves = (left_at == 0) & (torch.ones(len(ids), dtype=torch.bool) if always else rule.leaves(logits).cpu())
+            chosen = chosen if len(chosen) else torch.zeros_like(logits)
+            chosen[leaves.to(logits.device)] = logits[leaves.to(logits.device)]
+            left_at[leaves] = layer
+            if bool((left_at > 0).all()):
+                break
+        if layer < last:
+            earlier = [self._waiting.pop(layer)] if layer in self._waiting else []
+            self._waiting[layer] = torch.cat([*earlier, states], dim=1)
+        for row, layer in zip(session.sequences.active, left_at.tolist(), strict=True):
+            self._exits[layer - 1] += 1
+            self._exit_layers[row].append(layer)
+        session.append(chosen)
+        if len(session.alive) < len(ids):
+            self._waiting = {layer: states[session.alive] for layer, states in self._waiting.items()}
 
 
 def _decode_with_drafts(session: DecodingSession, options: Options) -> None:

@@ -1,0 +1,445 @@
+"""lm-eval's model class, answering for every exit layer from one forward pass (extra `fulldepth[evaluate]`).
+
+`HFLM` of the harness keeps everything but two methods: log-probabilities of continuations are read at all exit layers
+of a pass (states `h_E` through final norm and head, at the continuation's positions only), and generation at exit layer
+E runs the first E layers. The harness then evaluates its tasks once per layer on the answers, which are kept on disk so
+that a killed run goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fulldepth.errors import FulldepthError, one_line
+from fulldepth.execution.hooks import capture
+from fulldepth.hf import Anatomy, Classifier
+from fulldepth.hf.truncation import truncated
+from fulldepth.progress import Watcher
+
+SEED, PYTHON_SEED = 1234, 0
+"""lm-eval's default seeds: of few-shot examples, NumPy and torch; of Python's `random`."""
+MOST_LOGITS = 1 << 25
+"""Logits of one exit layer that exist at once."""
+MOST_LINE = 64 << 20
+"""Longest line of a file of answers in bytes."""
+Request = tuple[Any, list[int], list[int]]
+"""(texts, tokens of the context, tokens of the continuation)."""
+
+Likelihoods = list[tuple[float, bool]]
+"""Of one request, for each exit layer: the log-probability of the continuation, and whether it is the greedy one."""
+MOST_LINE = 64 << 20
+"""Longest line of a file in bytes."""
+
+
+class Answers:
+    """Key of a request -> answer: for log-likelihoods one pair per exit layer, for generation the text.
+
+    Args:
+        path: file of lines of JSON, the first with `identity`; None = in memory only.
+        identity: what the answers depend on. A file with another identity, or a link, is replaced.
+        layers: number of exit layers of a scored request.
+
+    Use as a context manager; every batch is written at once.
+    """
+
+    def __init__(self, path: Path | None, identity: Mapping[str, Any], layers: int) -> None:
+        self.path, self.identity, self.layers = path, json.loads(json.dumps(identity)), layers
+        self._answers: dict[str, Any] = {}
+        self._file: Any = None
+        self.reused = 0
+        """Answers that were read from the file."""
+
+    def __enter__(self) -> Self:
+        if self.path is not None:
+            if self.path.parent.is_symlink():
+                raise FulldepthError(
+                    f"{self.path.parent} is a link; remove it, so that answers are written in its place."
+                )
+            length = 0 if self.path.is_symlink() else self._read(self.path)
+            with self._writing():
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                if not length:
+                    self.path.unlink(missing_ok=True)  # a link is removed, and not followed
+                self._file = self.path.open("r+b" if length else "xb")
+                self._file.seek(length)
+                self._file.truncate()
+                if not length:
+                    self._write([self.identity])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._answers
+
+    def __getitem__(self, key: str) -> Any:
+        return self._answers[key]
+
+    def put(self, answers: Mapping[str, Any]) -> None:
+        """Add answers, and write them.
+
+        Raises:
+            FulldepthError: if they cannot be written.
+        """
+        self._answers.update(answers)
+        if self._file is not None:
+            with self._writing():
+                self._write([[key, value] for key, value in answers.items()])
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise FulldepthError(f"Cannot write {self.path}: {error.strerror or error}.") from error
+
+    def _write(self, values: Iterable[Any]) -> None:
+        self._file.write("".join(json.dumps(value) + "\n" for value in values).encode())
+        self._file.flush()
+
+    def _read(self, path: Path) -> int:
+        """Read the file's answers; returns the length in bytes of the part that is valid, 0 for another identity."""
+        valid = 0
+        with suppress(OSError), path.open("rb") as file:
+            while (line := file.readline(MOST_LINE)).endswith(b"\n"):
+                entry = None
+                with suppress(ValueError, RecursionError):
+                    entry = json.loads(line)
+                if valid == 0:
+                    if entry != self.identity:
+                        return 0
+                elif (pair := self._checked(entry)) is not None:
+                    self._answers.update([pair])
+                else:
+                    break
+                valid += len(line)
+        self.reused = len(self._answers)
+        return valid
+
+    def _checked(self, entry: Any) -> tuple[str, Any] | None:
+        """A key with its answer; None for anything else."""
+        match entry:
+            case [str(key), str(text)]:
+                return key, text
+            case [str(key), [*pairs]] if len(pairs) == self.layers:
+                if all(isinstance(pair, list) and list(map(type, pair)) == [float, bool] for pair in pairs):
+                    return key, [(number, greedy) for number, greedy in pairs]
+        return None
+
+
+class LayerReader:
+    """Log-probabilities of tokens at several exit layers, from one forward pass.
+
+    At the last layer they are computed from the model's own logits, as the harness does.
+
+    Args:
+        anatomy: a verified language model.
+        classifier: its final norm and head.
+        layers: exit layers, 1..L.
+    """
+
+    def __init__(self, anatomy: Anatomy, classifier: Classifier, layers: Sequence[int]) -> None:
+        self.anatomy, self.classifier, self.layers = anatomy, classifier, list(layers)
+
+    def read(
+        self,
+        run: Callable[[], Tensor],
+        row: Tensor,
+        position: Tensor,
+        token: Tensor,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Read the predictions at N places.
+
+        Args:
+            run: one forward pass, which returns the model's logits `[B, T, V]`.
+            row: `[N]` sequence of each place.
+            position: `[N]` position of each place.
+            token: `[N]` token whose log-probability is wanted.
+            dtype: precision of the softmax; None = that of the logits.
+
+        Returns:
+            `[E, N]` log-probabilities in nats, and `[E, N]` whether the token is the most likely one; on the CPU.
+        """
+        depth = self.anatomy.num_layers
+        if self.layers == [depth]:
+            logits, states = run(), []
+        else:
+            with capture(self.anatomy, ["residual"]) as activations:
+                logits = run()
+            states = activations["residual"]  # L+1 states [B, T, D]
+        rows_at_once = max(1, MOST_LOGITS // (self.classifier.classes or self.anatomy.vocab_size or 1))
+        values: list[Tensor] = []
+        hits: list[Tensor] = []
+        for layer in self.layers:
+            source, head = (logits, None) if layer == depth else (states[layer], self.classifier.at(layer))
+            chosen = source[row.to(source.device), position.to(source.device)]  # [N, V] or [N, D]
+            for start in range(0, len(token), rows_at_once):
+                at = slice(start, start + rows_at_once)
+                scores = chosen[at] if head is None else head.tokens(chosen[at].to(head.device or chosen.device))
+                log_probabilities = torch.log_softmax(scores, -1, dtype=dtype)
+                wanted = token[at].to(scores.device)
+                values.append(log_probabilities.gather(1, wanted[:, None])[:, 0].cpu())
+                hits.append((log_probabilities.argmax(-1) == wanted).cpu())
+        return torch.cat(values).view(len(self.layers), -1), torch.cat(hits).view(len(self.layers), -1)
+
+
+class LayeredAnswers:
+    """The methods that replace those of `HFLM`; see `layered_model`."""
+
+    reader: LayerReader
+    layer: int
+    answers: Answers
+    watcher: Watcher
+    title: str
+    shortened: Callable[[int], PreTrainedModel]
+    cut: int
+    cache_hook: Any
+    batch_size: int
+    max_length: int
+    logits_cache: bool
+    softmax_dtype: Any
+    device: Any
+    _model: Any
+    _model_call: Callable[[Tensor], Tensor]
+    _encoded: dict[tuple[str, str], tuple[list[int], list[int]]]
+    _texts: dict[str, str]
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-probabilities of continuations at the exit layer."""
+        with audible():
+            return super().loglikelihood(requests, disable_tqdm=True)  # type: ignore[misc]
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Tokens of a context and its continuation; every exit layer asks for them again."""
+        if (pair := self._encoded.get((context, continuation))) is None:
+            pair = self._encoded[context, continuation] = super()._encode_pair(context, continuation)  # type: ignore[misc]
+        return pair
+
+    def _loglikelihood_tokens(
+        self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """Answers of tokenised requests; those without an answer are read at all exit layers."""
+        if bad := next((request for request in requests if not request[2]), None):
+            context, continuation = bad[0] or ("", "")
+            raise FulldepthError(
+                f"{self.title}: with this tokenizer {one_line(repr(continuation), 80)} has no tokens of its own "
+                f"after {one_line(repr(str(context)[-60:]), 80)}, so no likelihood (a missing space?)."
+            )
+        longest = max((len(request[2]) for request in requests), default=0)
+        if longest > self.max_length:
+            raise FulldepthError(
+                f"{self.title}: a continuation of {longest:,} tokens is longer than the model's {self.max_length:,} "
+                "positions, so it has no likelihood."
+            )
+        keys = [_key(request) for request in requests]
+        waiting = {key: request for key, request in zip(keys, requests, strict=True) if key not in self.answers}
+        if waiting:
+            shown = override_bs is None  # else a window of `loglikelihood_rolling`
+            self._score(list(waiting.values()), self.watcher if shown else Watcher())
+        place = self.reader.layers.index(self.layer)
+        return [self.answers[key][place] for key in keys]
+
+    def _score(self, requests: list[Request], watcher: Watcher) -> None:
+        """Run the requests in the harness's own batches: longest first, one pass for those that share their input."""
+        from lm_eval.models.utils import Collator  # noqa: PLC0415  # an extra
+
+        together: dict[tuple[int, ...], list[Request]] = {}
+        for request in requests:
+            together.setdefault(_input(request), []).append(request)
+        grouping = {"group_by": "contexts", "group_fn": _input} if self.logits_cache else {}
+        collator = Collator(requests, sort_fn=lambda r: (-len(r[1] + r[2]), tuple(r[1] + r[2])), **grouping)
+        watcher.begin(self.title, len(requests))
+        for chunk in collator.get_batched(n=self.batch_size, batch_fn=None):
+            shared = [together[_input(request)] if self.logits_cache else [request] for request in chunk]
+            self.answers.put(self._scored(shared))
+            watcher.advance(sum(map(len, shared)))
+
+    def _scored(self, batch: list[list[Request]]) -> dict[str, Likelihoods]:
+        """Answers of one forward pass; the requests of a row have the same input."""
+        rows = []
+        for group in batch:
+            whole = (group[0][1] + group[0][2])[:-1]
+            rows.append(whole[-self.max_length :])
+            self.cut += len(group) * (len(whole) > self.max_length)
+        width = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.long, device=self.device)
+        requests = [(number, request) for number, group in enumerate(batch) for request in group]
+        row, position, token = torch.tensor(
+            [
+                (number, len(rows[number]) - len(tokens) + at, token)
+                for number, (_, _, tokens) in requests
+                for at, token in enumerate(tokens)
+            ]
+        ).unbind(1)
+        with torch.no_grad():
+            values, hits = self.reader.read(
+                lambda: self._model_call(ids), row, position, token, dtype=self.softmax_dtype
+            )
+        lengths = [len(request[2]) for _, request in requests]
+        parts = zip(requests, values.split(lengths, 1), hits.split(lengths, 1), strict=True)
+        return {  # [E, tokens] each
+            _key(request): [(float(one.sum()), bool(right.all())) for one, right in zip(value, hit, strict=True)]
+            for (_, request), value, hit in parts
+        }
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-probabilities of whole texts at the exit layer, in the harness's windows."""
+        self.watcher.begin(self.title, 1)  # the number of windows is known to the harness alone
+        with audible():
+            values = super().loglikelihood_rolling(requests, disable_tqdm=True)  # type: ignore[misc]
+        self.watcher.advance(1)
+        return list(values)
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Texts that the first layers, up to the exit layer, generate."""
+        if any(request.args[1].get("do_sample") for request in requests):  # each draw is another text
+            return self._generate(requests)
+        keys = [self._text_key(request.args) for request in requests]
+        waiting = {key: request for key, request in zip(keys, requests, strict=True) if key not in self.answers}
+        if waiting:
+            self.watcher.begin(f"{self.title}, exit layer {self.layer}", len(waiting))
+            before, self.cache_hook, self._texts = self.cache_hook, self, {}
+            try:
+                texts = self._generate(list(waiting.values()))
+            finally:
+                self.cache_hook = before
+            self.answers.put({k: text for k, text in zip(waiting, texts, strict=True) if k not in self.answers})
+        return [self.answers[key] for key in keys]
+
+    def add_partial(self, kind: str, arguments: Any, text: str) -> None:
+        """Called by the harness after each text, as its `cache_hook`: keeps the texts of complete batches."""
+        self._texts[self._text_key(arguments)] = text
+        self.watcher.advance(1)
+        if len(self._texts) >= self.batch_size:
+            self.answers.put(self._texts)
+            self._texts = {}
+
+    def _text_key(self, arguments: Any) -> str:
+        text, options = arguments
+        return key_of("generate_until", self.layer, text, json.dumps(options, sort_keys=True, default=str))
+
+    def _generate(self, requests: list[Any]) -> list[str]:
+        """Texts of the harness's own generation, with the model of the first layers in place of the model."""
+        whole = self._model
+        self._model = whole if self.layer == self.reader.anatomy.num_layers else self.shortened(self.layer)
+        try:
+            with audible():
+                return super().generate_until(requests, disable_tqdm=True)  # type: ignore[misc]
+        finally:
+            self._model = whole
+
+
+def layered_model(
+    reader: LayerReader,
+    tokenizer: Any,
+    answers: Answers,
+    *,
+    batch_size: int,
+    title: str = "",
+    watcher: Watcher | None = None,
+) -> Any:
+    """A model for `lm_eval.evaluate` that answers for its `layer`, the last one at first.
+
+    `cut` counts the requests that are longer than the model's positions and were cut on the left.
+
+    Args:
+        reader: of a model in evaluation mode, at its exit layers.
+        tokenizer: a copy that may be changed: the harness adds a padding token.
+        answers: known ones, and where new ones are kept.
+        batch_size: requests in a forward pass.
+        title: shown with the progress.
+        watcher: receives progress.
+    """
+    from lm_eval.models.huggingface import HFLM  # noqa: PLC0415  # an extra
+
+    kind: Any = type("LayeredHFLM", (LayeredAnswers, HFLM), {})
+    with quiet():
+        lm = kind(pretrained=reader.anatomy.model, tokenizer=tokenizer, batch_size=batch_size)
+    lm.reader, lm.layer, lm.answers, lm.title, lm.cut = reader, reader.layers[-1], answers, title, 0
+    lm.watcher = watcher or Watcher()
+    lm.shortened = lru_cache(None)(lambda layer: truncated(reader.anatomy, layer))
+    lm._encoded, lm._texts = {}, {}
+    return lm
+
+
+def _input(request: Request) -> tuple[int, ...]:
+    """The tokens that the model reads for a request, before they are cut."""
+    return tuple(request[1] + request[2][:-1])
+
+
+def _key(request: Request) -> str:
+    return key_of("loglikelihood", request[1], request[2])
+
+
+def key_of(kind: str, *parts: Any) -> str:
+    """A key of a request: a hash of its kind and its parts (plain values)."""
+    return hashlib.sha256(json.dumps([kind, *parts], default=str).encode()).hexdigest()[:32]
+
+
+_streams: list[tuple[Any, Any]] = []
+"""stdout and stderr as they were when `quiet` was entered."""
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Seed the generators that tasks may use, as lm-eval does; on leaving, their states are restored."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(PYTHON_SEED if seed is None else seed)
+    np.random.seed(SEED if seed is None else seed)
+    torch.random.default_generator.manual_seed(SEED if seed is None else seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence messages and bars of the harness, and let it compute standard errors in this process.
+
+    Its pool of processes would copy a process that holds a model and threads.
+    """
+    logger, pool = logging.getLogger("lm_eval"), os.environ.get("DISABLE_MULTIPROC")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    _streams.append((sys.stdout, sys.stderr))
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        _streams.pop()
+        logger.setLevel(level)
+        if pool is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = pool
+
+
+@contextmanager
+def audible() -> Iterator[None]:
+    """Inside `quiet`: the streams from before, while the model runs and shows its progress."""
+    stdout, stderr = _streams[-1] if _streams else (sys.stdout, sys.stderr)
+    with redirect_stdout(stdout), redirect_stderr(stderr):
+        yield
