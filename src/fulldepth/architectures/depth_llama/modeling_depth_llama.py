@@ -263,24 +263,17 @@ class DepthLlamaModel(DepthLlamaPreTrainedModel):
 
     @capture_outputs
     def _decode(self, hidden_states: Tensor, past_key_values: Cache | None, **kwargs: Any) -> BaseModelOutputWithPast:
-        """Embeddings `[B, T, D]` through all layers and the final norm."""
-        if self.config.residual == "hyper":
-            hidden_states = expand(hidden_states, self.config.num_streams)
-        hidden_states = self._run_layers(hidden_states, past_key_values=past_key_values, **kwargs)
-        if self.config.residual == "hyper":
-            hidden_states = collapse(hidden_states)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        """Embeddings `[B, T, D]` through all layers, each with what it reads of the tree and the memory, and the norm.
 
-    def _run_layers(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """Run the layers in order, each with the tree's outputs and the memory that it reads.
-
-        Their number is the configuration's: `generate(assistant_early_exit=k)` sets it to k for drafts.
+        The layers' number is the configuration's: `generate(assistant_early_exit=k)` sets it to k for drafts.
         """
+        kind, eps, hyper = self.config.memory, self.config.rms_norm_eps, self.config.residual == "hyper"
         tree = (self.config.tree or {}) if self.config.residual == "tree" else {}
         read_later = {source for layer, sources in tree.items() for source in sources if source != layer - 1}
+        if hyper:
+            hidden_states = expand(hidden_states, self.config.num_streams)
         outputs = {EMBEDDING: hidden_states}  # of layers that a tree reads later
         memory: list[Tensor] = []
-        kind, eps = self.config.memory, self.config.rms_norm_eps
         layers = cast(Iterable[DepthLlamaDecoderLayer], islice(self.layers, self.config.num_hidden_layers))
         for index, layer in enumerate(layers):
             if kind in ("static", "dynamic"):
@@ -288,13 +281,15 @@ class DepthLlamaModel(DepthLlamaPreTrainedModel):
             outputs[index - 1] = hidden_states
             ancestor, previous = (outputs[source] for source in tree[index]) if index in tree else (None, hidden_states)
             routed = layer.self_attn.router is not None
-            own_input = index in tree and kind != "kv"
-            result = layer(previous, ancestor, *(memory[: -1 if own_input else None] if routed else ()), **kwargs)
+            sources = memory[: -1 if index in tree and kind != "kv" else None] if routed else ()
+            result = layer(previous, ancestor, *sources, past_key_values=past_key_values, **kwargs)
             hidden_states, *own = result if isinstance(result, tuple) else (result,)
             memory.extend(own)
             if index - 1 not in read_later:
                 del outputs[index - 1]
-        return hidden_states
+        if hyper:
+            hidden_states = collapse(hidden_states)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
 
 class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
