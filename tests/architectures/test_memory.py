@@ -228,7 +228,6 @@ def test_a_pruned_static_router_stays_pruned_and_trains_on(tmp_path):
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda: StaticRouter(2, 3).prune(0.0), "top-p"),
         (lambda: DynamicRouter(4, 2, 3).prune(1.1), "top-p"),
         (lambda: DynamicRouter(4, 2, 3, top_p=math.nan), "top-p"),
         (lambda: KeyValueRouter(2, 3).prune(0.9), "linear"),

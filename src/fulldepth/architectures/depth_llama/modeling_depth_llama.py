@@ -18,13 +18,14 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_depth_llama import DepthLlamaAttention, DepthLlamaRMSNorm, DepthLlamaRotaryEmbedding, MemoryStart
+from .attention_depth_llama import DepthLlamaAttention, DepthLlamaRMSNorm, DepthLlamaRotaryEmbedding
 from .configuration_depth_llama import EMBEDDING, DepthLlamaConfig
 from .hyper_depth_llama import HyperConnection, collapse, expand
 from .memory_depth_llama import DynamicRouter, KeyValueRouter, StaticRouter, normalise
 
 ROUTERS = (StaticRouter, DynamicRouter, KeyValueRouter)
 Decay = Literal["matrices", "all", "routers"]
+MemoryStart = Literal["fan-in", "pseudocode"]
 
 
 class DepthLlamaDecoderLayer(GradientCheckpointingLayer):
@@ -352,12 +353,29 @@ class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
         return self.state_dict().keys() - stock.state_dict().keys()
 
     def memory_bounds(self, rule: MemoryStart) -> dict[str, float]:
-        """Names of the projections to keys and values that read a memory, with `DepthLlamaAttention.memory_bound`."""
-        attentions = (
-            (name, module) for name, module in self.named_modules() if isinstance(module, DepthLlamaAttention)
-        )
-        bounds = {name: module.memory_bound(rule) for name, module in attentions}
-        return {f"{name}.{part}.weight": b for name, b in bounds.items() if b for part in ("k_proj", "v_proj")}
+        """Bounds b of U(-b, b) from which the projections to keys and values that read a memory can start, by name.
+
+        `b = k**-0.5`, as `kaiming_uniform_(a=sqrt(5))` draws it. With memory `kv`, whose keys and values are themselves
+        the memory, every layer has them; otherwise all but the first.
+
+        Args:
+            rule: `fan-in`: k = D, the inputs. `pseudocode`: k = H_kv D d_h, for torch counts every dimension but the
+                first of LIME's tensor `[1, H, D, d_h]` as inputs.
+
+        Raises:
+            ValueError: for `pseudocode` with memory `kv`, which the paper's listing does not have.
+
+        Source: "LIME", App. E.
+        """
+        kv = self.config.memory == "kv"
+        if rule == "pseudocode" and kv:
+            raise ValueError("pseudocode is the start of memory static or dynamic; for kv there is fan-in")
+        bounds: dict[str, float] = {}
+        for name, module in self.named_modules():
+            if isinstance(module, DepthLlamaAttention) and (kv or module.memory_norm is not None):
+                inputs = module.k_proj.in_features * (module.k_proj.out_features if rule == "pseudocode" else 1)
+                bounds |= {f"{name}.{part}.weight": inputs**-0.5 for part in ("k_proj", "v_proj")}
+        return bounds
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As `GenerationMixin.generate`, also with `assistant_early_exit=k`: drafts come from the logits of `h_k`.
