@@ -267,10 +267,10 @@ def load_gguf_config(path: Path) -> Any:
     with _without_absent_ids(path) as source:
         config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
     config.name_or_path = str(path.parent)
-    mappings = (auto._model_mapping for auto in (AutoModelForCausalLM, AutoModel))
-    classes: list[Any] = [mapping[type(config)] for mapping in mappings if type(config) in mapping]
-    if classes and not config.architectures:
-        config.architectures = [classes[0].__name__]
+    for auto in (AutoModelForCausalLM, AutoModel):
+        model_class: Any = auto._model_mapping.get(type(config), None)
+        if model_class is not None and not config.architectures:
+            config.architectures = [model_class.__name__]
     _apply_entries(header, config)
     return config
 
@@ -334,9 +334,10 @@ def load_gguf_model(path: Path, config: Any, loader: Any, **options: Any) -> tup
     from gguf import GGUFReader  # noqa: PLC0415
 
     header = read_header(path)
-    unread = {FREQUENCIES} | ({HEAD} if config.tie_word_embeddings else set())
-    frequencies = [t for t in GGUFReader(path).tensors if t.name == FREQUENCIES] if FREQUENCIES in header.shapes else []
-    if any((tensor.data != 1).any() for tensor in frequencies) or not header.shapes.keys().isdisjoint(FACTORS):
+    scaled = FREQUENCIES in header.shapes and any(
+        tensor.name == FREQUENCIES and (tensor.data != 1).any() for tensor in GGUFReader(path).tensors
+    )
+    if scaled or any(name in header.shapes for name in FACTORS):
         raise _refused(path, "scaled rotary frequencies")
     with redirect_stderr(StringIO()):  # hides a progress bar that no option turns off
         model, info = loader.from_pretrained(
@@ -349,6 +350,7 @@ def load_gguf_model(path: Path, config: Any, loader: Any, **options: Any) -> tup
             trust_remote_code=False,
             **options,
         )
+    unread = {FREQUENCIES} | ({HEAD} if config.tie_word_embeddings else set())
     stored = sum(math.prod(shape) for name, shape in header.shapes.items() if name not in unread)
     taken = sum(parameter.numel() for parameter in model.parameters())
     if stored != taken and not info["missing_keys"] and not info["mismatched_keys"]:
