@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from fulldepth.architectures.depth_llama import routing_depth_llama
+from fulldepth.architectures.depth_llama import memory_depth_llama
 from fulldepth.architectures.depth_llama.memory_depth_llama import (
     DynamicRouter,
     KeyValueRouter,
@@ -89,8 +89,8 @@ class Case:
 def test_outputs_and_gradients_are_the_pseudocodes(kind, seed, sizes, tile):
     case = Case(kind, seed, **sizes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routing_depth_llama, "SMALLEST_TILE", tile)
-        patch.setattr(routing_depth_llama, "CPU_TILE_ELEMENTS", 1)
+        patch.setattr(memory_depth_llama, "SMALLEST_TILE", tile)
+        patch.setattr(memory_depth_llama, "CPU_TILE_ELEMENTS", 1)
         ours = case.outcome(case.ours)
     torch.testing.assert_close(ours, case.outcome(case.pseudocode), **CLOSE)
 
@@ -111,8 +111,8 @@ def test_routed_heads_are_the_plain_sum(seed, sizes, tile):
         for layers in (keys, values)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routing_depth_llama, "SMALLEST_TILE", tile)
-        patch.setattr(routing_depth_llama, "CPU_TILE_ELEMENTS", 1)
+        patch.setattr(memory_depth_llama, "SMALLEST_TILE", tile)
+        patch.setattr(memory_depth_llama, "CPU_TILE_ELEMENTS", 1)
         ours = route_key_value(keys, values, weights)
         with torch.no_grad():
             torch.testing.assert_close(list(route_key_value(keys, values, weights)), plain, **CLOSE)
@@ -228,7 +228,6 @@ def test_a_pruned_static_router_stays_pruned_and_trains_on(tmp_path):
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda: StaticRouter(2, 3).prune(0.0), "top-p"),
         (lambda: DynamicRouter(4, 2, 3).prune(1.1), "top-p"),
         (lambda: DynamicRouter(4, 2, 3, top_p=math.nan), "top-p"),
         (lambda: KeyValueRouter(2, 3).prune(0.9), "linear"),

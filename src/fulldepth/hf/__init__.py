@@ -12,7 +12,6 @@ from fulldepth.hf.anatomy import (
     task_of,
     unused_positions,
 )
-from fulldepth.hf.detections import DetectionHeads
 from fulldepth.hf.exit_heads import (
     EXIT_HEADS,
     add_exit_heads,
@@ -29,9 +28,8 @@ from fulldepth.hf.exit_heads import (
 from fulldepth.hf.families import FAMILIES, Family, Head, rows_of
 from fulldepth.hf.file_checks import available_memory
 from fulldepth.hf.finder import unwrapped
-from fulldepth.hf.fsdp import uses_fsdp
 from fulldepth.hf.gguf import find_gguf, packaged
-from fulldepth.hf.heads import Classifier
+from fulldepth.hf.heads import Classifier, DetectionHeads, uses_fsdp
 from fulldepth.hf.load import (
     Checkpoint,
     depth_of,

@@ -118,8 +118,8 @@ class Anatomy:
     def width(self) -> int:
         """D, channels of the residual stream."""
         for name in ("hidden_size", "d_model", "n_embd", "dim"):
-            if isinstance(getattr(self.config, name, None), int):
-                return int(getattr(self.config, name))
+            if isinstance(width := getattr(self.config, name, None), int):
+                return width
         raise FulldepthError(f"The configuration of {self._class} does not say the width of its residual stream.")
 
     def part(self, layer: int, role: str) -> nn.Module | None:
@@ -130,12 +130,9 @@ class Anatomy:
         path = getattr(self.family, role)
         if path is None and role.endswith("_branch"):
             path = getattr(self.family, role.removesuffix("_branch"))
-        if path is None:
-            return None
-        try:
-            return self.blocks[layer - 1].get_submodule(path)
-        except AttributeError:
-            return None
+        with suppress(AttributeError):
+            return None if path is None else self.blocks[layer - 1].get_submodule(path)
+        return None
 
     def has(self, role: str) -> bool:
         """Whether every layer has a module with this role."""
@@ -261,11 +258,9 @@ class Anatomy:
         """[B, T, Dv] value states from the output of the `value` projection, `[B, T, *]`."""
         if self.family.value_part == "whole":
             return projected
-        if self.family.value_part == "last-third":
-            return projected[..., -projected.shape[-1] // 3 :]
-        heads = self.config.num_attention_heads
-        per_head = projected.unflatten(-1, (heads, -1))
-        return per_head[..., -per_head.shape[-1] // 3 :].flatten(-2)
+        whole = self.family.value_part == "last-third"
+        heads = projected.unflatten(-1, (1 if whole else self.config.num_attention_heads, -1))
+        return heads[..., -heads.shape[-1] // 3 :].flatten(-2)
 
     def projections(self) -> Iterator[tuple[str, int, nn.Module]]:
         """Every weight matrix of every block: its name inside the block, its 1-based layer, its module."""
@@ -318,15 +313,15 @@ def anatomy_candidates(
         return [Anatomy(model, family) for family in find_families(model, tower)]
     # A type of one row needs no check: a bare tower has a model type of its own.
     present = list(rows) if len(rows) == 1 else [found for row in rows if (found := _located(model, row)) is not None]
-    if len(present) > 1:
-        if tower is None and present[0].tower in STACKS:
+    if len(present) > 1 and tower is None:
+        if present[0].tower in STACKS:
             refuse_other_inputs(model)
-        if tower is None:
-            towers = " or ".join(str(row.tower) for row in present)
-            raise FulldepthError(
-                f"{type(model).__name__} has two towers; choose one by tower: {towers}. fulldepth measure "
-                "reads both on images with texts (columns image and text)."
-            )
+        towers = " or ".join(str(row.tower) for row in present)
+        raise FulldepthError(
+            f"{type(model).__name__} has two towers; choose one by tower: {towers}. fulldepth measure "
+            "reads both on images with texts (columns image and text)."
+        )
+    if len(present) > 1:
         present = [row for row in present if row.tower == tower]
     if not present:
         wanted = tower or " or ".join(str(row.tower) for row in rows)
@@ -334,9 +329,11 @@ def anatomy_candidates(
             f"{type(model).__name__} has no {wanted} where models of type {model.config.model_type} have them; "
             "describe the anatomy in the settings."
         )
-    switched = (row.design_switch and getattr(model.config, row.design_switch, True) is False for row in present)
     return [
-        Anatomy(model, replace(row, design="pre") if pre else row) for row, pre in zip(present, switched, strict=True)
+        Anatomy(model, replace(row, design="pre"))
+        if row.design_switch and getattr(model.config, row.design_switch, True) is False
+        else Anatomy(model, row)
+        for row in present
     ]
 
 
@@ -358,9 +355,8 @@ def _described(anatomy: Anatomy) -> Anatomy:
         except AttributeError as error:
             raise FulldepthError(f"anatomy.{name}={path} leads nowhere in {kind}: {error}.") from error
         if name == "blocks" and not isinstance(module, nn.ModuleList):
-            raise FulldepthError(
-                f"anatomy.blocks={path} is a {type(module).__name__}; expected a ModuleList of blocks."
-            )
+            found = type(module).__name__
+            raise FulldepthError(f"anatomy.blocks={path} is a {found}; expected a ModuleList of blocks.")
     if family.branch_scale and not hasattr(anatomy.config, family.branch_scale):
         raise FulldepthError(f"The configuration of {kind} has no {family.branch_scale} (anatomy.branch_scale).")
     return anatomy

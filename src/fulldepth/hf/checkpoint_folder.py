@@ -164,13 +164,11 @@ def publish_older_names(folder: Path) -> None:
 
 def older_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """Entries with their names before transformers 5: rotary positions, type of the weights, number of experts."""
-    names: dict[str, Any] = {}
-    if isinstance(config.get("dtype"), str):
-        names["torch_dtype"] = config["dtype"]
-    if config.get("model_type") == "gpt2" and "n_positions" in config:
-        names["n_ctx"] = config["n_positions"]  # read by mlx-lm and llama.cpp's converter
     kind = str(config.get("model_type")).removeprefix("fulldepth_skipped_")
-    names |= {older: config[name] for name, older in RENAMED.get(kind, {}).items() if name in config}
+    renamed = {"dtype": "torch_dtype"} if isinstance(config.get("dtype"), str) else {}
+    if config.get("model_type") == "gpt2":
+        renamed["n_positions"] = "n_ctx"  # read by mlx-lm and llama.cpp's converter
+    names = {older: config[name] for name, older in (renamed | RENAMED.get(kind, {})).items() if name in config}
     return names | older_rope(kind, config)
 
 
@@ -195,16 +193,13 @@ def _copy(names: Iterable[str], source: str, folder: Path, revision: str | None)
 def publish_older_tokenizer(folder: Path) -> None:
     """Name the tokenizer's class and its additional special tokens as all versions of transformers do."""
     path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return
-    values = read_json(path)
+    values = read_json(path) if path.is_file() else None
     if not isinstance(values, dict):
         return
     changed = dict(values)
     if (kind := changed.get("tokenizer_class")) in TOKENIZER_CLASSES:
         changed["tokenizer_class"] = TOKENIZER_CLASSES[kind]
-    if isinstance(further := changed.get("extra_special_tokens"), list):
-        changed["additional_special_tokens"] = further
-        del changed["extra_special_tokens"]
+    if isinstance(changed.get("extra_special_tokens"), list):
+        changed["additional_special_tokens"] = changed.pop("extra_special_tokens")
     if changed != values:
         path.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

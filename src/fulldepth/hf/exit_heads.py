@@ -165,7 +165,7 @@ def _misfit(anatomy: Anatomy) -> str | None:
         if list(heads) != [*range(1, last + 1)]:
             return f"layers 1 to {last} need {kind}, and these are for {list(heads)}."
         for layer, head in heads.items() if output is not None else ():
-            found, wanted = (list(module.weight.shape) for module in (head, output))
+            found, wanted = (list(module.weight.shape) for module in (head, output))  # type: ignore[arg-type]
             if found != wanted:
                 return f"{kind}.{layer}.weight is {found}, and the model's own output {wanted}."
     return None
@@ -243,32 +243,25 @@ def cut_exit_heads(anatomy: Anatomy, cut: Anatomy) -> None:
     if not has_exit_heads(anatomy.model):
         return
     check_exit_heads(anatomy)
-    last = cut.num_layers
+    last, weights = cut.num_layers, _named(anatomy.model)
     kept: dict[str, Tensor] = {}
     for kind, (_, _, output) in output_layers(cut).items():
-        for layer, head in exit_heads_of(anatomy.model, kind).items():
-            weight: Any = head.weight
-            if layer < last:
-                kept[f"{kind}.{layer}.weight"] = weight
-            elif layer == last:
-                output.weight = weight
-                if output.bias is not None:
-                    output.bias = nn.Parameter(torch.zeros_like(output.bias), requires_grad=output.bias.requires_grad)
+        kept |= {name: weights[name] for layer in range(1, last) if (name := f"{kind}.{layer}.weight") in weights}
+        if (name := f"{kind}.{last}.weight") in weights:
+            output.weight = weights[name]
+            if output.bias is not None:
+                output.bias = nn.Parameter(torch.zeros_like(output.bias), requires_grad=output.bias.requires_grad)
     if last < anatomy.num_layers and anatomy.task in ("causal-lm", "masked-lm"):
-        _untie(cut.model)
+        for config in (cut.model.config, cut.model.config.get_text_config()):
+            if getattr(config, "tie_word_embeddings", False):
+                config.tie_word_embeddings = False
+        parameters = dict(cut.model.named_parameters(remove_duplicate=False))
+        ties = getattr(cut.model, "all_tied_weights_keys", {}).items()
+        cut.model.all_tied_weights_keys = {
+            name: source for name, source in ties if parameters[name] is parameters[source]
+        }
     if last > 1:
         _attach(cut.model, kept, output.weight.device, output.weight.dtype)
-
-
-def _untie(model: PreTrainedModel) -> None:
-    """Let a model's head and its embeddings be two matrices, in memory and in a checkpoint."""
-    for config in (model.config, model.config.get_text_config()):
-        if getattr(config, "tie_word_embeddings", False):
-            config.tie_word_embeddings = False
-    ties = getattr(model, "all_tied_weights_keys", {}).items()
-    model.all_tied_weights_keys = {
-        name: source for name, source in ties if model.get_parameter(name) is model.get_parameter(source)
-    }
 
 
 def save_exit_heads(model: nn.Module, folder: str | Path, tensors: dict[str, Tensor] | None = None) -> None:
@@ -282,12 +275,11 @@ def save_exit_heads(model: nn.Module, folder: str | Path, tensors: dict[str, Ten
     Raises:
         FulldepthError: if the heads do not fit the model.
     """
-    own = _named(model)
-    if not own:
+    if not (own := _named(model)):
         return
     if tensors is None:
         check_exit_heads(*anatomy_candidates(model))  # type: ignore[arg-type]
-    source: Any = own if tensors is None else tensors
+    source: Any = tensors or own
     stored = {name: source[name].detach().to("cpu", copy=True).contiguous() for name in own}
     # One entry only: safetensors writes several in random order, and equal heads must be equal files.
     save_file(stored, str(Path(folder) / EXIT_HEADS), metadata={"format": "pt"})
@@ -325,13 +317,10 @@ def restore_exit_heads(model: nn.Module, path: str | Path) -> None:
         FulldepthError: if the file is damaged, or holds other heads than the model has.
     """
     stored, own = _read(path), _named(model)
-    shapes, wanted = ({name: list(weight.shape) for name, weight in each.items()} for each in (stored, own))
-    if shapes != wanted:
-        name = min(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
-        found = shapes.get(name, "missing")
-        raise FulldepthError(
-            f"Cannot use {path}: {name} is {found}; the model needs {wanted.get(name, 'no such head')}."
-        )
+    for name in sorted(stored.keys() | own.keys()):
+        found, wanted = (list(group[name].shape) if name in group else "missing" for group in (stored, own))
+        if found != wanted:
+            raise FulldepthError(f"Cannot use {path}: {name} is {found} in it, and {wanted} in the model.")
     with torch.no_grad():
         for name, weight in own.items():
             weight.copy_(stored[name])

@@ -405,9 +405,7 @@ DETR = Family(
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "llama": (LLAMA,),
     "depth_llama": (DEPTH_LLAMA,),
-    "mistral": (replace(LLAMA, name="mistral"),),
-    "qwen2": (replace(LLAMA, name="qwen2"),),
-    "qwen3": (replace(LLAMA, name="qwen3"),),
+    **{name: (replace(LLAMA, name=name),) for name in ("mistral", "qwen2", "qwen3")},
     "gemma2": (replace(GEMMA, name="gemma2"),),
     "gemma3_text": (replace(GEMMA, name="gemma3"),),
     "gpt2": (GPT2,),

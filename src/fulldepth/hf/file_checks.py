@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -191,8 +191,7 @@ def _indexed(path: Path) -> list[str]:
     if not isinstance(files, dict) or not files:
         raise FulldepthError(f"Cannot read {path}: it must hold the mapping `weight_map`.")
     for tensor, name in files.items():
-        plain = isinstance(name, str) and name.isprintable() and PurePosixPath(name).name == name and "\\" not in name
-        if not plain or not name.endswith(".safetensors") or name.startswith("."):
+        if not (isinstance(name, str) and name.isprintable() and re.fullmatch(r"[^./\\][^/\\]*\.safetensors", name)):
             raise FulldepthError(
                 f"{path} says that {one_line(tensor, 200)!r} is in {one_line(name, 200)!r}. Expected the plain name of "
                 "a *.safetensors file in the same folder."
@@ -261,13 +260,13 @@ def _expansion(part: Any) -> int:
         return prod(map(_expansion, part))
     if not isinstance(part, dict):
         return 1
-    grows = 1
+    texts: list[Any] = []
     if part.get("type") in ("Replace", "Prepend"):
-        grows = max((len(text) for key in ("content", "prepend") if isinstance(text := part.get(key), str)), default=1)
+        texts = [text for key in ("content", "prepend") if isinstance(text := part.get(key), str)]
     elif part.get("type") == "TemplateProcessing":  # may name a text several times
-        pieces = [part[key] for key in ("single", "pair") if isinstance(part.get(key), list)]
-        grows = max(sum(isinstance(piece, dict) and "Sequence" in piece for piece in each) for each in [[], *pieces])
-    return max(1, grows) * prod(map(_expansion, part.values()))
+        templates = [pieces for key in ("single", "pair") if isinstance(pieces := part.get(key), list)]
+        texts = [[p for p in pieces if isinstance(p, dict) and "Sequence" in p] for pieces in templates]
+    return max([1, *map(len, texts)]) * prod(map(_expansion, part.values()))
 
 
 def check_processor_files(where: str, revision: str | None = None) -> None:

@@ -46,17 +46,18 @@ def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Fami
             neither text nor images.
     """
     name = type(model).__name__
-    if tower in STACKS:
-        if tower not in stacks(model):
-            raise FulldepthError(f"{name} has no {tower} beside another stack.")
-        body, inputs = _stack(model, str(tower)), "input_ids"
-    elif tower is not None:
-        if tower not in towers(model):
-            raise FulldepthError(f"{name} has no {tower} tower (a part named {tower}_model).")
-        body, inputs = model.get_submodule(f"{tower}_model"), {"text": "input_ids", "vision": "pixel_values"}[tower]
-    else:
+    fields: dict[str, Any] = {"sparse": str(model.config.model_type).startswith(SKIPPED)}
+    if tower is None:
         refuse_other_inputs(model)
-        body, inputs = body_of(model), str(model.main_input_name)
+        body: nn.Module = body_of(model)
+        fields["modality"] = "images" if model.main_input_name == "pixel_values" else "text"
+    else:
+        if tower not in (*towers(model), *stacks(model)):
+            raise FulldepthError(f"{name} has no {tower} beside another tower or stack.")
+        body = _stack(model, tower) if tower in STACKS else model.get_submodule(f"{tower}_model")
+        path = next(path for path, module in model.named_modules() if module is body)
+        fields |= {"body": path, "tower": tower, "heads": None if tower == "decoder" else {}}
+        fields["modality"] = "images" if tower == "vision" else "text"
     lists = [
         (path, module) for path, module in body.named_modules() if isinstance(module, nn.ModuleList) and len(module)
     ]
@@ -67,16 +68,10 @@ def find_families(model: PreTrainedModel, tower: str | None = None) -> list[Fami
             "Name it in the settings: anatomy.blocks=PATH."
         )
     lists.sort(key=lambda item: (-len(item[1]), item[0].count(".")))
-    sparse = str(model.config.model_type).startswith(SKIPPED)
-    fields: dict[str, Any] = {} if tower is None else {"body": f"{tower}_model", "tower": tower, "heads": {}}
-    if tower in STACKS:
-        path = next(path for path, module in model.named_modules() if module is body)
-        fields |= {"body": path, "heads": {} if tower == "encoder" else None}
-    fields |= {"modality": "images" if inputs == "pixel_values" else "text", "sparse": sparse}
     return [
         replace(family, **fields)
         for path, blocks in lists[:MOST_LISTS]
-        for family in _proposals(model, path, blocks, sparse)
+        for family in _proposals(model, path, blocks, fields["sparse"])
     ]
 
 
@@ -86,8 +81,8 @@ def unwrapped(model: Any) -> PreTrainedModel:
     Raises:
         FulldepthError: for adapters that put prompts before the sequence, and objects without a transformers model.
     """
-    while type(model).__name__ in WRAPPERS:
-        model = getattr(model, WRAPPERS[type(model).__name__])
+    while (attribute := WRAPPERS.get(type(model).__name__)) is not None:
+        model = getattr(model, attribute)
     adapters = getattr(model, "peft_config", None)
     if isinstance(adapters, dict) and not isinstance(model, PreTrainedModel):
         prompts = sorted(str(config.peft_type) for config in adapters.values() if config.is_prompt_learning)
@@ -119,9 +114,9 @@ def stacks(model: PreTrainedModel) -> list[str]:
     rows = rows_of(model.config.model_type)
     if rows is not None and not any(row.tower in STACKS for row in rows):
         return []
-    parts = [_stack(model, name) for name in STACKS]
-    inside = {id(module) for module in model.modules() if module is not model}
-    return list(STACKS) if parts[0] is not parts[1] and all(id(part) in inside for part in parts) else []
+    encoder, decoder = (_stack(model, name) for name in STACKS)
+    inside = [module for module in model.modules() if module is not model]
+    return list(STACKS) if encoder is not decoder and encoder in inside and decoder in inside else []
 
 
 def _stack(model: PreTrainedModel, name: str) -> Any:
@@ -162,15 +157,15 @@ def body_of(model: PreTrainedModel) -> nn.Module:
 def _proposals(model: PreTrainedModel, path: str, blocks: nn.ModuleList, sparse: bool) -> Iterator[Family]:
     """Every design that the names in a block allow: the first, or with `sparse` the first with the most parts."""
     block = max(blocks, key=lambda block: len([*block.children()])) if sparse else blocks[0]
-    children = [name for name, _ in block.named_children()]
-    norms = [name for name in children if NORM.search(name) and not isinstance(block.get_submodule(name), nn.Dropout)]
-    branches = [name for name in children if name not in norms]
-    if sparse:  # in a block without attention, a dropout may have a matching name
-        branches = [name for name in branches if not isinstance(block.get_submodule(name), nn.Dropout)]
+    children = dict(block.named_children())
+    dropouts = {name for name, child in children.items() if isinstance(child, nn.Dropout)}
+    norms = [name for name in children if NORM.search(name) and name not in dropouts]
+    # In a sparse block without attention, a dropout may have a matching name.
+    branches = [name for name in children if name not in norms and not (sparse and name in dropouts)]
     attention = next((name for name in branches if ATTENTION.search(name)), None)
     mlp = next((name for name in branches if MLP.search(name)), None)
     mlp_branch = mlp
-    if mlp is None and "fc1" in children and "fc2" in children:  # OPT keeps its MLP in the block itself
+    if mlp is None and {"fc1", "fc2"} <= children.keys():  # OPT keeps its MLP in the block itself
         mlp, mlp_branch = "fc1", "fc2"
     value = None
     if attention:
@@ -185,7 +180,7 @@ def _proposals(model: PreTrainedModel, path: str, blocks: nn.ModuleList, sparse:
         value=value,
         branch_scale="residual_multiplier" if hasattr(model.config, "residual_multiplier") else None,
     )
-    if {"attention", "intermediate", "output"} <= set(children):
+    if {"attention", "intermediate", "output"} <= children.keys():
         yield replace(BERT, name=family.name, blocks=path, heads=None)
     if attention is None or mlp is None:
         yield family

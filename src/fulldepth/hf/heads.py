@@ -1,19 +1,82 @@
-"""`Classifier`: the model's head applied to the states of any layer, for lens accuracy and the logit lens."""
+"""`Classifier`, `DetectionHeads`: a model's heads applied to the states of any layer, also where FSDP2 shards them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial
+from torch.func import functional_call
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
-from fulldepth.hf.exit_heads import layer_heads
+from fulldepth.hf.exit_heads import BOXES, layer_heads
 from fulldepth.hf.families import Pool
-from fulldepth.hf.fsdp import GatheredModule, uses_fsdp
+
+
+def uses_fsdp(model: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to a model or a part of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+class GatheredModule:
+    """A module with its present weights, unsharded on every process, and without its hooks.
+
+    FSDP2 shards modules in groups, and a group's hooks expect one forward pass of all its modules. An additional call
+    of a module makes them reduce the group's gradients too early; later gradients, for instance of a tied embedding,
+    are lost without an error. This object can be called any number of times between the model's forward and backward
+    passes, and in recomputation.
+
+    Gradients of all calls add up in float32 and reach the module's own parameters. Where a parameter is whole (its
+    group stays gathered after the forward pass), FSDP2 reduces it with the group's other gradients at the end of the
+    backward pass. Where it is sharded, it is gathered here, and its gradient is the mean over the processes, as is
+    FSDP2's.
+
+    Args:
+        module: a module with one positional input.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._plain = _WithoutHooks(module)
+        full = {name: _gathered(parameter) for name, parameter in self._plain.named_parameters()}
+        self._dtypes = {name: weight.dtype for name, weight in full.items()}
+        self._weights = {name: w.to(torch.promote_types(w.dtype, torch.float32)) for name, w in full.items()}
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """The module's output for `states`."""
+        weights = {name: weight.to(self._dtypes[name]) for name, weight in self._weights.items()}
+        result: Tensor = functional_call(self._plain, weights, (states,))
+        return result
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The weights that `__call__` uses."""
+        return iter(self._weights.values())
+
+
+class _WithoutHooks(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, states: Tensor) -> Tensor:
+        """The module's forward pass, without the hooks that calling it would run."""
+        result: Tensor = self.module.forward(states)
+        return result
+
+
+def _gathered(parameter: nn.Parameter) -> Tensor:
+    """The unsharded parameter; the gradient of its shard is the mean over the processes."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    mesh = parameter.device_mesh
+    full: Tensor = parameter.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    if full.requires_grad:
+        full.register_hook(lambda gradient: gradient / mesh.size())
+    return full
 
 
 class Classifier:
@@ -46,9 +109,8 @@ class Classifier:
             config = config.get_text_config(decoder=True)
         self.softcap = getattr(config, "final_logit_softcapping", None) if self.head.capped else None
         multiplier, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
-        self.scale = self.head.scale
-        if self.scale is None:
-            self.scale = float(multiplier) if multiplier is not None else 1 / float(divisor) if divisor else 1.0
+        scale = float(multiplier) if multiplier is not None else 1 / float(divisor) if divisor else 1.0
+        self.scale = scale if self.head.scale is None else self.head.scale
         if self.head.scaled_if is not None and getattr(config, self.head.scaled_if, False):
             self.scale *= float(config.d_model) ** -0.5
         if not self.per_token:  # these belong to language heads; classes of one prediction a sample have neither
@@ -212,3 +274,57 @@ def pool(states: Tensor, attention_mask: Tensor | None, way: Pool, leading: int 
         return (states * weights).sum(1) / weights.sum(1).clamp(min=1)
     last = (torch.arange(mask.shape[1], device=states.device) * mask).argmax(-1)
     return states[torch.arange(len(states), device=states.device), last]
+
+
+class DetectionHeads:
+    """Applies a detector's final norm, class head and box head to residual states of its decoder.
+
+    The last layer is read as the model does. In a DETR with `auxiliary_loss`, whose final norm also stands between
+    layers, earlier layers are read as its auxiliary losses do: with the norm once, where the last layer has it twice.
+    In a multi-exit model each of layers 1..L-1 is read by its own heads.
+
+    Args:
+        classifier: the model's class head; a `shared` one reads every layer by the last layer's heads.
+
+    Raises:
+        FulldepthError: if the model has no box head known here.
+    """
+
+    def __init__(self, classifier: Classifier) -> None:
+        anatomy: Anatomy = classifier.anatomy
+        if anatomy.family.box_head is None:
+            raise FulldepthError(f"{type(anatomy.model).__name__} has no box head known here.")
+        self.anatomy, self.classifier = anatomy, classifier
+        self.box_head: Any = anatomy.model.get_submodule(anatomy.family.box_head)
+        self.exits: dict[int, Any] = layer_heads(anatomy, BOXES) if classifier.exits else {}
+        """1-based layer -> its own box head, in a multi-exit model."""
+
+    def after_forward(self) -> Self:
+        """Heads for use between the model's forward and backward pass, see `Classifier.after_forward`."""
+        if uses_fsdp(self.anatomy.model):
+            self.classifier, self.box_head = self.classifier.after_forward(), GatheredModule(self.box_head)
+            self.exits = {layer: GatheredModule(module) for layer, module in self.exits.items()}
+        return self
+
+    def read(self, state: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """[..., Q, C+1] logits and [..., Q, 4] boxes in [0, 1] of a layer's states `[..., Q, D]`.
+
+        Args:
+            state: output of a decoder layer, before the final norm.
+            layer: 1..L.
+        """
+        return self.classes(state, layer), self.boxes(state, layer)
+
+    def classes(self, state: Tensor, layer: int) -> Tensor:
+        """The logits of `read` alone."""
+        logits: Tensor = self.classifier.at(layer).modules[-1](self._normed(state, layer))
+        return logits
+
+    def boxes(self, state: Tensor, layer: int) -> Tensor:
+        """The boxes of `read` alone."""
+        boxes: Tensor = self.exits.get(layer, self.box_head)(self._normed(state, layer)).sigmoid()
+        return boxes
+
+    def _normed(self, state: Tensor, layer: int) -> Tensor:
+        last = layer == self.anatomy.num_layers
+        return (self.anatomy.normalise if last else self.anatomy.normalise_once)(state, self.classifier.norm)

@@ -44,8 +44,6 @@ from fulldepth.processor import check_bfloat16
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id", "mask_token_id", "sep_token_id")
-REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-"""Weights of another shape are reported, and refused by name."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 
 
@@ -155,7 +153,8 @@ def load_checkpoint(
         _check_folder(where)
     target = pick_device(device) if device_map is None else None
     options: dict[str, Any] = {"dtype": pick_dtype(dtype)} | ({} if device_map is None else {"device_map": device_map})
-    changed = {} if config is None else {"config": config}
+    if config is not None and gguf is None:
+        options["config"] = config
     if model_class is None:
         config = load_config(where, revision=revision, trust_remote_code=trust_remote_code)
     else:
@@ -171,8 +170,15 @@ def load_checkpoint(
             if gguf is not None:
                 model, info = load_gguf_model(gguf, config, loader, **options)
             else:
-                options |= {"revision": revision, "use_safetensors": True, **REPORTED, **changed}
-                model, info = loader.from_pretrained(where, trust_remote_code=trust_remote_code, **options)
+                model, info = loader.from_pretrained(
+                    where,
+                    revision=revision,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # reported, and refused by name
+                    trust_remote_code=trust_remote_code,
+                    **options,
+                )
     model.name_or_path = model.config.name_or_path = str(name)
     differing = {key[0]: key for key in info["mismatched_keys"]}
     fresh = {name for name in (*info["missing_keys"], *differing) if may_lack is not None and may_lack(model, name)}
@@ -188,7 +194,7 @@ def load_checkpoint(
             f"{where} lacks {len(missing)} weights that {kind} needs (first: {missing[0]}); they would be random. "
             "The checkpoint is incomplete, or its config.json names another class."
         )
-    warnings = ()
+    warnings: tuple[str, ...] = ()
     if unused := sorted(info["unexpected_keys"]):
         first = one_line(unused[0], 200)
         warnings = (f"The checkpoint holds {len(unused)} weights that the model does not use (first: {first}).",)

@@ -212,11 +212,21 @@ def _record(anatomy: Anatomy, modules: Iterable[nn.Module], ids: Tensor) -> dict
 def _find(branch: nn.Module, call: _Call, where: str) -> tuple[tuple[str, ...], float]:
     """Names and offset of a branch's output weights."""
     generator = torch.Generator().manual_seed(0)
-    order = _order(branch, call)
+    returned = {path: -1 for path, _ in branch.named_modules()}
+    """When the last call of each module returns; -1 for modules that are not called."""
+    calls = count()
+
+    def keep(path: str, *_: Any) -> None:
+        returned[path] = next(calls)
+
+    with ExitStack() as hooks, torch.no_grad():
+        for path, module in branch.named_modules():
+            hooks.callback(module.register_forward_hook(partial(keep, path)).remove)
+        branch(*call[0], **call[1])
     stream = first_input(*call)
     call = _with_stream(call, torch.randn(stream.shape, generator=generator).to(stream))
     groups: dict[str, list[str]] = {}
-    for name in sorted(dict(branch.named_parameters()), key=lambda name: order[name.rpartition(".")[0]]):
+    for name in sorted(dict(branch.named_parameters()), key=lambda name: returned[name.rpartition(".")[0]]):
         groups.setdefault(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name), []).append(name)
 
     def put(values: dict[str, Tensor], names: Iterable[str], offset: float | None) -> None:
@@ -245,22 +255,6 @@ def _find(branch: nn.Module, call: _Call, where: str) -> tuple[tuple[str, ...], 
         f"No weights make {where} add nothing, so it cannot be removed by zeros: its weights are quantised, or its "
         "output is not linear in any of them."
     )
-
-
-@torch.no_grad()
-def _order(branch: nn.Module, call: _Call) -> dict[str, int]:
-    """Path of each module -> when its last call returns, counted from 0; -1 for modules that are not called."""
-    order = {path: -1 for path, _ in branch.named_modules()}
-    calls = count()
-
-    def keep(path: str, *_: Any) -> None:
-        order[path] = next(calls)
-
-    with ExitStack() as hooks:
-        for path, module in branch.named_modules():
-            hooks.callback(module.register_forward_hook(partial(keep, path)).remove)
-        branch(*call[0], **call[1])
-    return order
 
 
 @torch.no_grad()

@@ -156,7 +156,11 @@ def settle_checkpoints(run: str | Path) -> list[Path]:
         if unfinished and step > last:
             shutil.rmtree(path)
         else:
-            renamed.append(path.rename(_free(folder / f"unsealed-{path.name}")))
+            free, number = folder / f"unsealed-{path.name}", 1
+            while free.exists() or free.is_symlink():
+                number += 1
+                free = folder / f"unsealed-{path.name}-{number}"
+            renamed.append(path.rename(free))
     return renamed
 
 
@@ -165,15 +169,6 @@ def drop_checkpoints(run: str | Path, keep: int) -> None:
     for _, path in sealed_checkpoints(run)[:-keep]:
         removed = path.rename(temporary_name(path))
         shutil.rmtree(removed, ignore_errors=True)
-
-
-def _free(path: Path) -> Path:
-    """The path, or the first unused one with a number appended."""
-    number, free = 1, path
-    while free.exists() or free.is_symlink():
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:

@@ -18,10 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, body_inputs, logits_of, sample_inputs
-from fulldepth.hf.detections import DetectionHeads
 from fulldepth.hf.exit_heads import cut_exit_heads
-from fulldepth.hf.fsdp import uses_fsdp
-from fulldepth.hf.heads import Classifier
+from fulldepth.hf.heads import Classifier, DetectionHeads, uses_fsdp
 from fulldepth.hf.modes import evaluating, is_offloaded
 
 ALLOWED = {torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -100,10 +98,8 @@ def _first_layers_config(anatomy: Anatomy, layers: int) -> PreTrainedConfig:
     """The configuration of a model, cut to its first layers; the original does not change."""
     memo: dict[int, Any] = {}
     config = copy.deepcopy(anatomy.model.config, memo)
-    inner = memo.get(id(anatomy.config))
-    if inner is None:
-        parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
-        inner = next((part for part in (config, *parts) if part.to_dict() == anatomy.config.to_dict()), None)
+    parts = (config, *(part for part in vars(config).values() if isinstance(part, PreTrainedConfig)))
+    inner = memo.get(id(anatomy.config)) or next((p for p in parts if p.to_dict() == anatomy.config.to_dict()), None)
     if inner is None:
         raise _refusal(anatomy, layers, "the configuration of its layers is no part of the model's")
     groups, calls = len(anatomy.block_list), anatomy.num_layers
@@ -116,8 +112,28 @@ def _first_layers_config(anatomy: Anatomy, layers: int) -> PreTrainedConfig:
     try:
         if anatomy.family.layers_entry is not None:
             setattr(inner, anatomy.family.layers_entry, layers)
-        else:
-            _cut_to_first(inner, layers, anatomy.num_layers)
+            return config
+        remaining = list(range(1, layers + 1))
+        renumbered: dict[str, Any] = {}
+        for name in ("skipped_attention", "skipped_mlp"):  # numbers from 1
+            if isinstance(numbers := getattr(inner, name, None), list):
+                renumbered[name] = [layer for layer in numbers if layer <= layers]
+        for name, first in {"tree": 0, "scalars": 1}.items():  # entries by the number, which starts at `first`
+            if isinstance(entries := getattr(inner, name, None), dict):
+                renumbered[name] = {key: entry for key, entry in entries.items() if int(key) - first < layers}
+        if getattr(inner, "decoder_layers", None) == calls:  # BART and its kin call the encoder's num_hidden_layers
+            renumbered["decoder_layers"] = layers
+        if isinstance(scale := getattr(inner, "stream_scale", None), list):
+            renumbered["stream_scale"] = scale[: 2 * layers + 1]
+        if isinstance(shared := getattr(inner, "num_kv_shared_layers", None), int):  # counted from the last layer
+            renumbered["num_kv_shared_layers"] = max(0, shared - (calls - layers))
+        kinds = getattr(inner, "attention_layers", None)
+        if isinstance(kinds, list | tuple) and hasattr(inner, "attention_types"):  # GPT-Neo
+            renumbered["attention_types"] = [[[kind], 1] for kind in kinds[:layers]]
+        slice_lists(inner, remaining, calls)
+        renumber_layers(inner, remaining, calls)
+        for name, value in renumbered.items():
+            setattr(inner, name, value)
     except Exception as error:  # configurations check their entries when they are set
         raise _refusal(anatomy, layers, f"its configuration does not accept it: {error}") from error
     return config
@@ -232,38 +248,3 @@ def renumber_layers(config: PreTrainedConfig, remaining: list[int], num_layers: 
     for name, value in after.items():
         setattr(config, name, value)
     return [name for name, value in after.items() if value != before[name]]
-
-
-def _cut_to_first(config: PreTrainedConfig, layers: int, num_layers: int) -> None:
-    """Cut a configuration to the first layers, in place.
-
-    In addition to `slice_lists` and `renumber_layers`: layers that share keys and values are counted from the last
-    layer (`num_kv_shared_layers`), and entries of this package's classes and of GPT-Neo refer to layers in other ways.
-
-    Args:
-        config: of a model of `num_layers` layers.
-        layers: number of layers that remain, E.
-        num_layers: L.
-    """
-    remaining = list(range(1, layers + 1))
-    renumbered: dict[str, Any] = {}
-    for name in ("skipped_attention", "skipped_mlp"):  # numbers from 1
-        if isinstance(numbers := getattr(config, name, None), list):
-            renumbered[name] = [layer for layer in numbers if layer <= layers]
-    for name, first in {"tree": 0, "scalars": 1}.items():  # entries by the number, which starts at `first`
-        if isinstance(entries := getattr(config, name, None), dict):
-            renumbered[name] = {key: entry for key, entry in entries.items() if int(key) - first < layers}
-    if getattr(config, "decoder_layers", None) == num_layers:  # BART and its kin call the encoder's num_hidden_layers
-        renumbered["decoder_layers"] = layers
-    if isinstance(scale := getattr(config, "stream_scale", None), list):
-        renumbered["stream_scale"] = scale[: 2 * layers + 1]
-    if isinstance(shared := getattr(config, "num_kv_shared_layers", None), int):
-        renumbered["num_kv_shared_layers"] = max(0, shared - (num_layers - layers))
-    if isinstance(kinds := getattr(config, "attention_layers", None), list | tuple) and hasattr(
-        config, "attention_types"
-    ):
-        renumbered["attention_types"] = [[[kind], 1] for kind in kinds[:layers]]
-    slice_lists(config, remaining, num_layers)
-    renumber_layers(config, remaining, num_layers)
-    for name, value in renumbered.items():
-        setattr(config, name, value)

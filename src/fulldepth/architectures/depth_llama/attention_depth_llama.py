@@ -6,7 +6,7 @@ Norms, rotary embeddings and softmax are Llama's, except that float64 stays floa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,6 @@ from transformers.models.llama.modeling_llama import (
 
 from .configuration_depth_llama import DepthLlamaConfig
 from .memory_depth_llama import DynamicRouter, KeyValueRouter, StaticRouter, route_key_value, routed_key_value
-
-MemoryStart = Literal["fan-in", "pseudocode"]
 
 
 class DepthLlamaRMSNorm(LlamaRMSNorm):
@@ -149,27 +147,6 @@ class DepthLlamaAttention(LlamaAttention):
             **kwargs,
         )
         return self.o_proj(attended.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights, *own
-
-    def memory_bound(self, rule: MemoryStart) -> float | None:
-        """Bound b of U(-b, b) from which the projections to keys and values can start where they read a memory.
-
-        `b = k**-0.5`, as `kaiming_uniform_(a=sqrt(5))` draws it. With memory `kv`, whose keys and values are themselves
-        the memory, every layer has it; otherwise None in the first.
-
-        Args:
-            rule: `fan-in`: k = D, the inputs. `pseudocode`: k = H_kv D d_h, for torch counts every dimension but the
-                first of LIME's tensor `[1, H, D, d_h]` as inputs.
-
-        Raises:
-            ValueError: for `pseudocode` with memory `kv`, which the paper's listing does not have.
-
-        Source: "LIME", App. E.
-        """
-        if rule == "pseudocode" and self.config.memory == "kv":
-            raise ValueError("pseudocode is the start of memory static or dynamic; for kv there is fan-in")
-        if self.memory_norm is None and self.config.memory != "kv":
-            return None
-        return (self.k_proj.in_features * (self.k_proj.out_features if rule == "pseudocode" else 1)) ** -0.5
 
     def _keys_and_values(
         self, hidden_states: Tensor, stream: Tensor | None, memory: Sequence[Tensor]

@@ -159,7 +159,22 @@ class DepthLlamaConfig(LlamaConfig):
         """
         for name, choices in CHOICES.items():
             _check_choice(name, getattr(self, name), get_args(choices))
-        self._check_combination()
+        if self.residual == "hyper" and self.memory != "none":
+            raise ValueError(
+                f"memory={self.memory!r} with residual='hyper' has no meaning: memory mixes the outputs of earlier "
+                f"layers, and a layer of Hyper-Connections has {self.num_streams} streams and no single output. Use "
+                "residual='serial' or 'tree'."
+            )
+        needs = {  # switches that have no effect otherwise
+            "tree": (self.tree is not None, "residual", "tree"),
+            "hyper_dynamic=False": (not self.hyper_dynamic, "residual", "hyper"),
+            "kv_init='public'": (self.kv_init != "identity", "memory", "kv"),
+            "router_input='raw'": (self.router_input != "normed", "memory", "dynamic"),
+            "router_top_p": (self.router_top_p is not None, "memory", "dynamic"),
+        }
+        for option, (is_set, switch, value) in needs.items():
+            if is_set and (own := getattr(self, switch)) != value:
+                raise ValueError(f"{option} needs {switch}={value!r}, got {switch}={own!r}")
         self.validate_architecture()
         if self.num_attention_heads % (self.num_key_value_heads or 1):
             raise ValueError(
@@ -173,26 +188,6 @@ class DepthLlamaConfig(LlamaConfig):
         if self.residual == "tree":
             tree = build_tree(self.num_hidden_layers) if self.tree is None else self.tree
             self.tree = _checked_tree(tree, self.num_hidden_layers)
-
-    def _check_combination(self) -> None:
-        """Refuse switches that have no effect, or whose combination is not defined."""
-        if self.residual == "hyper" and self.memory != "none":
-            raise ValueError(
-                f"memory={self.memory!r} with residual='hyper' has no meaning: memory mixes the outputs of earlier "
-                f"layers, and a layer of Hyper-Connections has {self.num_streams} streams and no single output. Use "
-                "residual='serial' or 'tree'."
-            )
-        needs = (
-            ("tree", self.tree is not None, "residual", ("tree",)),
-            ("hyper_dynamic=False", not self.hyper_dynamic, "residual", ("hyper",)),
-            ("kv_init='public'", self.kv_init != "identity", "memory", ("kv",)),
-            ("router_input='raw'", self.router_input != "normed", "memory", ("dynamic",)),
-            ("router_top_p", self.router_top_p is not None, "memory", ("dynamic",)),
-        )
-        for option, is_set, switch, values in needs:
-            if is_set and getattr(self, switch) not in values:
-                required = " or ".join(repr(value) for value in values)
-                raise ValueError(f"{option} needs {switch}={required}, got {switch}={getattr(self, switch)!r}")
 
 
 def _check_choice(kind: str, value: str, choices: Iterable[str]) -> None:

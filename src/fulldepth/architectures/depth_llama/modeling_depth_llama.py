@@ -18,13 +18,14 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_depth_llama import DepthLlamaAttention, DepthLlamaRMSNorm, DepthLlamaRotaryEmbedding, MemoryStart
+from .attention_depth_llama import DepthLlamaAttention, DepthLlamaRMSNorm, DepthLlamaRotaryEmbedding
 from .configuration_depth_llama import EMBEDDING, DepthLlamaConfig
 from .hyper_depth_llama import HyperConnection, collapse, expand
 from .memory_depth_llama import DynamicRouter, KeyValueRouter, StaticRouter, normalise
 
 ROUTERS = (StaticRouter, DynamicRouter, KeyValueRouter)
 Decay = Literal["matrices", "all", "routers"]
+MemoryStart = Literal["fan-in", "pseudocode"]
 
 
 class DepthLlamaDecoderLayer(GradientCheckpointingLayer):
@@ -263,24 +264,17 @@ class DepthLlamaModel(DepthLlamaPreTrainedModel):
 
     @capture_outputs
     def _decode(self, hidden_states: Tensor, past_key_values: Cache | None, **kwargs: Any) -> BaseModelOutputWithPast:
-        """Embeddings `[B, T, D]` through all layers and the final norm."""
-        if self.config.residual == "hyper":
-            hidden_states = expand(hidden_states, self.config.num_streams)
-        hidden_states = self._run_layers(hidden_states, past_key_values=past_key_values, **kwargs)
-        if self.config.residual == "hyper":
-            hidden_states = collapse(hidden_states)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        """Embeddings `[B, T, D]` through all layers, each with what it reads of the tree and the memory, and the norm.
 
-    def _run_layers(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """Run the layers in order, each with the tree's outputs and the memory that it reads.
-
-        Their number is the configuration's: `generate(assistant_early_exit=k)` sets it to k for drafts.
+        The layers' number is the configuration's: `generate(assistant_early_exit=k)` sets it to k for drafts.
         """
+        kind, eps, hyper = self.config.memory, self.config.rms_norm_eps, self.config.residual == "hyper"
         tree = (self.config.tree or {}) if self.config.residual == "tree" else {}
         read_later = {source for layer, sources in tree.items() for source in sources if source != layer - 1}
+        if hyper:
+            hidden_states = expand(hidden_states, self.config.num_streams)
         outputs = {EMBEDDING: hidden_states}  # of layers that a tree reads later
         memory: list[Tensor] = []
-        kind, eps = self.config.memory, self.config.rms_norm_eps
         layers = cast(Iterable[DepthLlamaDecoderLayer], islice(self.layers, self.config.num_hidden_layers))
         for index, layer in enumerate(layers):
             if kind in ("static", "dynamic"):
@@ -288,13 +282,15 @@ class DepthLlamaModel(DepthLlamaPreTrainedModel):
             outputs[index - 1] = hidden_states
             ancestor, previous = (outputs[source] for source in tree[index]) if index in tree else (None, hidden_states)
             routed = layer.self_attn.router is not None
-            own_input = index in tree and kind != "kv"
-            result = layer(previous, ancestor, *(memory[: -1 if own_input else None] if routed else ()), **kwargs)
+            sources = memory[: -1 if index in tree and kind != "kv" else None] if routed else ()
+            result = layer(previous, ancestor, *sources, past_key_values=past_key_values, **kwargs)
             hidden_states, *own = result if isinstance(result, tuple) else (result,)
             memory.extend(own)
             if index - 1 not in read_later:
                 del outputs[index - 1]
-        return hidden_states
+        if hyper:
+            hidden_states = collapse(hidden_states)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
 
 class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
@@ -357,12 +353,29 @@ class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
         return self.state_dict().keys() - stock.state_dict().keys()
 
     def memory_bounds(self, rule: MemoryStart) -> dict[str, float]:
-        """Names of the projections to keys and values that read a memory, with `DepthLlamaAttention.memory_bound`."""
-        attentions = (
-            (name, module) for name, module in self.named_modules() if isinstance(module, DepthLlamaAttention)
-        )
-        bounds = {name: module.memory_bound(rule) for name, module in attentions}
-        return {f"{name}.{part}.weight": b for name, b in bounds.items() if b for part in ("k_proj", "v_proj")}
+        """Bounds b of U(-b, b) from which the projections to keys and values that read a memory can start, by name.
+
+        `b = k**-0.5`, as `kaiming_uniform_(a=sqrt(5))` draws it. With memory `kv`, whose keys and values are themselves
+        the memory, every layer has them; otherwise all but the first.
+
+        Args:
+            rule: `fan-in`: k = D, the inputs. `pseudocode`: k = H_kv D d_h, for torch counts every dimension but the
+                first of LIME's tensor `[1, H, D, d_h]` as inputs.
+
+        Raises:
+            ValueError: for `pseudocode` with memory `kv`, which the paper's listing does not have.
+
+        Source: "LIME", App. E.
+        """
+        kv = self.config.memory == "kv"
+        if rule == "pseudocode" and kv:
+            raise ValueError("pseudocode is the start of memory static or dynamic; for kv there is fan-in")
+        bounds: dict[str, float] = {}
+        for name, module in self.named_modules():
+            if isinstance(module, DepthLlamaAttention) and (kv or module.memory_norm is not None):
+                inputs = module.k_proj.in_features * (module.k_proj.out_features if rule == "pseudocode" else 1)
+                bounds |= {f"{name}.{part}.weight": inputs**-0.5 for part in ("k_proj", "v_proj")}
+        return bounds
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As `GenerationMixin.generate`, also with `assistant_early_exit=k`: drafts come from the logits of `h_k`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 # transformers 4 copies the files that this one imports, but not the files that those import.
-from .cache_skipped import compact  # noqa: F401
 from .configuration_decilm import DeciLMConfig
 from .configuration_skipped import config_class  # noqa: F401
 from .modeling_skipped import SkippedLlamaForCausalLM, SkippedLlamaModel

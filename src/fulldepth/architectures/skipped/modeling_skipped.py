@@ -19,11 +19,10 @@ from typing import Any, ClassVar
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
-from .cache_skipped import TokenCounter, compact
 from .configuration_skipped import config_class
 
 BEFORE_5 = transformers.__version__.startswith("4.")
@@ -129,32 +128,6 @@ def _identity(hidden_states: Tensor) -> Tensor:
     return hidden_states
 
 
-def _put(block: nn.Module, name: str | None, part: Any) -> None:
-    """Replace a module; does nothing for None."""
-    if name is not None:
-        delattr(block, name)
-        setattr(block, name, part)
-
-
-def _norm_of(block: nn.Module, names: tuple[str, ...]) -> str | None:
-    """The norm before a part of a block; None where the part reads the stream itself."""
-    return next((name for name in names if hasattr(block, name)), None)
-
-
-def _leave_out(block: nn.Module, layout: Layout, attention: bool, mlp: bool) -> None:
-    """Replace a block's skipped parts and the norms that only they read by placeholders."""
-    norm, mlp_norm = (_norm_of(block, names) for names in (layout.attention_norms, layout.mlp_norms))
-    shared = norm == mlp_norm
-    if attention:
-        _put(block, layout.attention, NoAttention())
-        _put(block, None if shared else norm, _identity)
-        _put(block, layout.after_attention, _identity)
-    if mlp:
-        for name in (None if shared else mlp_norm, *layout.mlp[:-1], layout.after_mlp):
-            _put(block, name, nn.Identity())
-        _put(block, layout.mlp[-1], NoMLP(layout.mlp_outputs))
-
-
 def _rescale(norm: Any, scale: float) -> None:
     """Change a norm's eps so that its output for `x / scale` is that for x."""
     if not isinstance(norm, nn.Module) or scale == 1.0:
@@ -171,7 +144,10 @@ def _of_scaled(scale: float, forward: Any, hidden_states: Tensor) -> Tensor:
 
 
 class _Factors:
-    """Applies the factors of one branch: its output becomes `b A + (s - 1) x`, to which the block adds x."""
+    """Applies the factors of one branch: its output becomes `b A + (s - 1) x`, to which the block adds x.
+
+    For blocks whose attention and MLP read the stream itself and end in norms.
+    """
 
     def __init__(self, b: float, s: float) -> None:
         self.b, self.s = b, s
@@ -192,35 +168,104 @@ class _Factors:
         return (self.b * branch.to(wide) + (self.s - 1) * stream.to(wide)).to(dtype)
 
 
-def _multiply(block: nn.Module, layout: Layout, own: dict[str, float]) -> None:
-    """Apply scalars to a block whose attention and MLP read the stream itself and end in norms."""
-    for name, reader, end in (
-        ("att", layout.attention, layout.after_attention),
-        ("mlp", layout.mlp[0], layout.after_mlp),
-    ):
-        if f"b_{name}" in own:
-            factors = _Factors(own[f"b_{name}"], own[f"s_{name}"])
-            first, last = getattr(block, reader), getattr(block, str(end))
-            first.forward, last.forward = partial(factors.note, first.forward), partial(factors.mix, last.forward)
+class TokenCounter(CacheLayerMixin):
+    """The only entry of a cache when no layer has attention: the number of tokens."""
+
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_initialized = True
+        self.cumulative_length = 0
+
+    def lazy_initialization(self, key_states: Tensor, *args: Any) -> None:
+        """Nothing is stored."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Refuse: a model without attention has no keys and values to keep.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("this model has no attention, so its cache holds no keys and values")
+
+    def get_seq_length(self) -> int:
+        """Number of tokens."""
+        return self.cumulative_length
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Length and offset of a mask, which no layer reads; transformers 4 passes the query's positions."""
+        length = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        return self.cumulative_length + length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """No limit; the name before transformers 5."""
+        return -1
+
+    def reset(self) -> None:
+        """Set the number of tokens to 0."""
+        self.cumulative_length = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens (a negative number, as in transformers)."""
+        self.cumulative_length = max(0, self.cumulative_length - abs(tokens_to_remove))
+
+    def offload(self) -> None:
+        """Nothing to move."""
+
+    def prefetch(self) -> None:
+        """Nothing to move."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Every sequence has the same length."""
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence has the same length."""
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Every sequence has the same length."""
+
+
+def compact(cache: Cache, skipped: set[int], num_layers: int) -> None:
+    """Remove the entries of layers without attention from an empty cache with entries for all layers, in place.
+
+    Args:
+        cache: a cache; one that was compacted before, or adds entries by itself, does not change.
+        skipped: layers without attention, 1..L.
+        num_layers: L.
+
+    Raises:
+        ValueError: if the cache already holds tokens for all layers, and so was filled by another model.
+    """
+    if skipped and len(cache.layers) == num_layers:
+        if cache.get_seq_length() > 0:
+            raise ValueError(
+                f"this cache was filled by another model: it has entries for all {num_layers} layers, and "
+                f"{len(skipped)} of this model's have no attention"
+            )
+        cache.layers = [entry for layer, entry in enumerate(cache.layers, start=1) if layer not in skipped]
+    if not cache.layers and len(skipped) >= num_layers:
+        cache.layers.append(TokenCounter())
 
 
 def _before_pass(names: list[str], stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook: pass a cache with entries only for layers with attention; `names` are the arguments' names."""
     kwargs = kwargs | dict(zip(names, args, strict=False))
-    cache, config = kwargs.get("past_key_values"), stack.config
-    if cache is None and _wants_cache(stack, kwargs.get("use_cache")):
+    cache, config, wanted = kwargs.get("past_key_values"), stack.config, kwargs.get("use_cache")
+    wanted = config.use_cache if wanted is None else wanted
+    if cache is None and wanted and not (stack.gradient_checkpointing and stack.training):  # as the stock class does
         cache = kwargs["past_key_values"] = DynamicCache(config=config)
     if isinstance(cache, Cache):
         # Not L: early exit in `generate` lowers the configuration's number temporarily.
         num_layers = config.num_hidden_layers
         compact(cache, {layer for layer in config.skipped_attention if layer <= num_layers}, num_layers)
     return (), kwargs
-
-
-def _wants_cache(stack: Any, use_cache: bool | None) -> bool:
-    """Whether the stock class would create a cache."""
-    requested = stack.config.use_cache if use_cache is None else use_cache
-    return bool(requested) and not (stack.gradient_checkpointing and stack.training)
 
 
 def _after_pass(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
@@ -244,28 +289,42 @@ class SkippedModel:
         layers: Any = body.get_submodule(layout.layers)  # type: ignore[attr-defined]
         entry = 0
         for layer, block in enumerate(layers, start=1):
-            attention, mlp = layer in config.skipped_attention, layer in config.skipped_mlp
+            norms = (layout.attention_norms, layout.mlp_norms)  # None where a part reads the stream itself
+            norm, mlp_norm = (next((name for name in names if hasattr(block, name)), None) for names in norms)
             if config.stream_scale is not None:
-                self._rescale_norms(block, config.stream_scale[2 * layer - 2 : 2 * layer])
-            if not attention:
+                scales = dict(zip((norm, mlp_norm), config.stream_scale[2 * layer - 2 : 2 * layer], strict=True))
+                for name, scale in scales.items():
+                    _rescale(getattr(block, str(name), None), scale)
+            own_norms = norm != mlp_norm
+            replaced: dict[str | None, Any] = {}
+            if layer in config.skipped_attention:
+                replaced = {norm if own_norms else None: _identity, layout.after_attention: _identity}
+                replaced[layout.attention] = NoAttention()
+            else:
                 getattr(block, layout.attention).layer_idx = entry
                 entry += 1
-            _leave_out(block, layout, attention, mlp)
-            if config.scalars is not None:
-                _multiply(block, layout, config.scalars.get(str(layer), {}))
+            if layer in config.skipped_mlp:
+                for name in (mlp_norm if own_norms else None, *layout.mlp[:-1], layout.after_mlp):
+                    replaced[name] = nn.Identity()
+                replaced[layout.mlp[-1]] = NoMLP(layout.mlp_outputs)
+            for name, part in replaced.items():
+                if name is not None:
+                    delattr(block, name)
+                    setattr(block, name, part)
+            own = {} if config.scalars is None else config.scalars.get(str(layer), {})
+            parts = {"att": (layout.attention, layout.after_attention), "mlp": (layout.mlp[0], layout.after_mlp)}
+            for role, (reader, end) in parts.items():
+                if f"b_{role}" in own:
+                    factors = _Factors(own[f"b_{role}"], own[f"s_{role}"])
+                    first, last = getattr(block, reader), getattr(block, str(end))
+                    first.forward = partial(factors.note, first.forward)
+                    last.forward = partial(factors.mix, last.forward)
         if config.stream_scale is not None:
             _rescale(body.get_submodule(layout.final_norm), config.stream_scale[-1])  # type: ignore[attr-defined]
         stack = body.get_submodule(layout.layers.rpartition(".")[0])  # type: ignore[attr-defined]
         names = [*inspect.signature(stack.forward).parameters]
         stack.register_forward_pre_hook(partial(_before_pass, names), with_kwargs=True)
         stack.register_forward_hook(_after_pass, with_kwargs=True)
-
-    def _rescale_norms(self, block: nn.Module, scales: list[float]) -> None:
-        """Adapt the norms before attention and MLP to the stream's scale; a norm that both read, once."""
-        names = [_norm_of(block, norms) for norms in (self.layout.attention_norms, self.layout.mlp_norms)]
-        for name, scale in dict(zip(names, scales, strict=True)).items():
-            if name is not None:
-                _rescale(getattr(block, name), scale)
 
 
 class SkippedForCausalLM:
