@@ -187,7 +187,6 @@ DOCUMENT = entries(
                 *PLAN,
                 (str, "label"),
                 (bool, "baseline paired"),
-                (list[Whole], "not_computed"),
                 (many(EXIT), "generation"),
             )
         ),

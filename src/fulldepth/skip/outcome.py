@@ -29,10 +29,9 @@ from fulldepth.results import COLUMNS, DOCUMENT, Finding, Results, finite, prove
 from fulldepth.settings import layer as layered
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import PLACES, RENAMED, SearchSettings
-from fulldepth.skip.plan import Plan, plan_scalars
-from fulldepth.skip.selection.fit import make_batches
-from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
-from fulldepth.skip.summary import in_sample, stopped_rounds
+from fulldepth.skip.fit import make_batches
+from fulldepth.skip.plan import Plan, in_sample, plan_scalars, stopped_rounds
+from fulldepth.skip.problem import SearchProblem, open_for, prepared
 
 KIND = "skip"
 Chosen = TypeVar("Chosen", bound=SearchSettings)

@@ -28,9 +28,9 @@ from fulldepth.hf import Anatomy, device_of
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding, tabulate
 from fulldepth.settings.bench import BenchSettings, QuantiseSettings
-from fulldepth.skip.selection.elimination import LEAST, Difference, compare
-from fulldepth.skip.selection.fit import make_batches
-from fulldepth.skip.selection.outcome import joined
+from fulldepth.skip.elimination import LEAST, Difference, compare
+from fulldepth.skip.fit import make_batches
+from fulldepth.skip.outcome import joined
 from fulldepth.thresholds import BUSY
 from fulldepth.uncertainty import FEWEST_CLUSTERS, FEWEST_ROUNDS, Ratio, median_ratio
 
