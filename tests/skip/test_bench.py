@@ -75,8 +75,6 @@ def test_bytes_are_those_of_files_and_shapes_and_the_folder_says_what_was_compar
     assert again.meta["settings"] | SMALL == again.meta["settings"]
     entries = again.meta["models"]
     described = [(one["label"], one["baseline"], one["granularity"], one["blocks"]) for one in entries]
-        (entry["label"], entry["baseline"], entry["granularity"], entry["blocks"]) for entry in again.meta["models"]
-    ]
     assert described == [
         ("original", True, None, None),
         ("folded", False, "attention", [1, 3]),
