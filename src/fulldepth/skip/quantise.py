@@ -133,6 +133,7 @@ def quantise(
         return results
 
 
+@torch.no_grad()
 def int8(anatomy: Anatomy) -> Anatomy:
     r"""A copy with the linear layers of all blocks in int8, weight-only, by torchao.
 
@@ -175,22 +176,16 @@ def int8(anatomy: Anatomy) -> Anatomy:
     with _quiet():
         quantize_(quantised.model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: module in targets)
     for module in targets:
-        _check_runs(module)
+        if type(module).forward is nn.Linear.forward:
+            continue
+        try:  # a linear layer of a custom class, such as Falcon's, may not run with packed weights
+            module(torch.zeros(1, module.in_features, device=module.weight.device, dtype=module.weight.dtype))
+        except NotImplementedError as error:
+            raise FulldepthError(
+                f"int8 cannot quantise this model: torchao packs linear layers, and its {type(module).__name__} "
+                "multiplies in a way that packed weights do not know."
+            ) from error
     return quantised
-
-
-@torch.no_grad()
-def _check_runs(module: nn.Linear) -> None:
-    """Refuse a linear layer of a custom class, such as Falcon's, that does not run with packed weights."""
-    if type(module).forward is nn.Linear.forward:
-        return
-    try:
-        module(torch.zeros(1, module.in_features, device=module.weight.device, dtype=module.weight.dtype))
-    except NotImplementedError as error:
-        raise FulldepthError(
-            f"int8 cannot quantise this model: torchao packs linear layers, and its {type(module).__name__} multiplies "
-            "in a way that packed weights do not know."
-        ) from error
 
 
 @contextmanager
