@@ -26,7 +26,7 @@ from hostile import damaged_json
 from skip import plain
 from skip.searching import LAYERS, OPTIONS, SIZES, STEPS, WEIGHTS, WIDTH
 
-PROGRAM = Path(__file__).parents[1] / "searching.py"
+PROGRAM = Path(__file__).with_name("searching.py")
 PROGRESS = "progress.json"
 
 
