@@ -52,6 +52,13 @@ def timeless(plan):
     return document
 
 
+@pytest.fixture(autouse=True)
+def without_results(monkeypatch):
+    """The results and the page beside a plan take longer than these searches; `test_run` has them."""
+    saved = SimpleNamespace(save=lambda folder: None)
+    monkeypatch.setattr(sys.modules["fulldepth.skip.search"], "outcome", lambda *_, **__: saved)
+
+
 def stopping(after):
     """A watcher that ends everything at some step."""
     told = []
