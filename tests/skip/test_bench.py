@@ -77,8 +77,8 @@ def test_bytes_are_those_of_files_and_shapes_and_the_folder_says_what_was_compar
     described = [(one["label"], one["baseline"], one["granularity"], one["blocks"]) for one in entries]
     assert described == [
         ("original", True, None, None),
-        ("folded", False, "attention", [1, 3]),
-        ("fast", False, "attention", [1, 3]),
+        ("folded", False, "attention", [3, 1]),
+        ("fast", False, "attention", [3, 1]),
     ]
     assert not again.meta["warnings"]
     assert set(again.headline) in ({"times"}, {f"{p}_time_ratio {n}" for p in ("prefill", "decode") for n in NAMES[1:]})
