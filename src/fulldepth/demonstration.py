@@ -28,7 +28,7 @@ MEASURE: dict[str, Any] = {
     "entropy_sequences": 4,
     "words": ["is", "are", "was", "were"],
 }
-SEARCH: dict[str, Any] = {"max_sequences": 28, "fit": False, "format": "fast"}
+SEARCH: dict[str, Any] = {"max_sequences": 28, "fit": False}
 BENCH: dict[str, Any] = {"batches": [1], "max_new_tokens": 8, "repeats": 9}
 """Settings with which the demo takes less than five minutes on two cores."""
 MOST_LENGTH = 128
