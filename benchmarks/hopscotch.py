@@ -34,10 +34,10 @@ from fulldepth.distributed import processes
 from fulldepth.hf import Scalars, Switches, anatomy_candidates, load_checkpoint, load_tokenizer
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip import Example, Examples, Plan, batches, fit_scales, read_examples, search
-from fulldepth.skip.assessment.breakpoint import find_breakpoint
-from fulldepth.skip.selection.loss_cache import LossCache
-from fulldepth.skip.selection.problem import prepared
-from fulldepth.skip.selection.rankings import rank
+from fulldepth.skip.curve import find_breakpoint
+from fulldepth.skip.loss_cache import LossCache
+from fulldepth.skip.problem import prepared
+from fulldepth.skip.rankings import rank
 
 CHOOSE, READ, LONGEST, BATCH = 16, 40, 160, 4
 SEARCHES = ("greedy", "one-shot", "cosine", "taylor", "last", "random")

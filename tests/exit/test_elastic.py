@@ -69,11 +69,10 @@ def test_the_budget_and_the_accuracy_choose_the_layers(labelled, tmp_path, witho
         exit.export_layers(model, tmp_path / "b", memory_budget=f"{rest / 1e3:.3f}KB", tokenizer=tokenizer())
     known = taught(model, labelled)
     results = exit.sweep(model, known, tokenizer=tokenizer(), repeats=0, threshold=[1.0])
-    drops = {entry["layer"]: entry for entry in results.meta["stopping"]}
-    assert drops[3]["drop"] == 0
-    made = exit.export_layers(model, tmp_path / "c", effective_depth=0.9, data=known, tokenizer=tokenizer())
-    assert made.layers == min(layer for layer in (1, 2, 3) if drops[layer]["drop_interval"][1] <= 0.9)
-    assert made.layers < 3
+    for share, most in ((0.05, results.headline["effective_depth"]["value"]), (0.9, 2)):
+        options = {"effective_depth": share, "data": known, "tokenizer": tokenizer()}
+        made = exit.export_layers(model, tmp_path / f"c{share}", **options)
+        assert made.layers == most if share == 0.05 else made.layers <= most
     assert not (tmp_path / "b").exists()
     with pytest.raises(FulldepthError, match="nothing is advised"):
         exit.export_layers(model, tmp_path / "d", effective_depth=0.1, data=labelled, tokenizer=tokenizer())

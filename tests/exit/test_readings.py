@@ -14,8 +14,8 @@ from exit import plain
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import certainty
 from fulldepth.exit.readings import Exit, Readings, calibrated, candidates, no_advice, splits
-from fulldepth.exit.run import ExitRow, drop_sentence
 from fulldepth.exit.served import SpeedUp
+from fulldepth.exit.sweep import ExitRow, drop_sentence
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.uncertainty import median_ratio, quantile
 

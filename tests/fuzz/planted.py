@@ -24,7 +24,7 @@ def no_number() -> None:
 
 def other_data() -> None:
     """Change the data of an interrupted search, and take its losses for those of any search."""
-    from fulldepth.skip.selection import loss_cache
+    from fulldepth.skip import loss_cache
 
     pairs = Path("data/pairs.jsonl")
     pairs.write_text(pairs.read_text().replace("w1", "w2"))

@@ -26,10 +26,10 @@ from fulldepth.results import Results
 from fulldepth.settings import layer, read
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.settings.search import SearchSettings
+from fulldepth.skip import loss_cache
 from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.selection import loss_cache
-from fulldepth.skip.selection.search import search_into
+from fulldepth.skip.search import search
 from fulldepth.training import TrainSettings, train
 from fulldepth.training import run as training_run
 from kills.moments import Content, differences, moments, resumed
@@ -124,11 +124,19 @@ def series(home: Path, output: Path, seed: int = 0) -> None:
 
 def searching(home: Path, output: Path, seed: int = 0) -> None:
     settings = SEARCH.model_copy(update={"seed": seed})
-    search_into(home / "model", str(home / "pairs.jsonl"), output, settings, resume=True)
+    search(home / "model", str(home / "pairs.jsonl"), output=output, settings=settings, resume=True)
 
 
 def responding(home: Path, output: Path) -> None:
-    search_into(home / "model", str(home / "pairs.jsonl"), output, SEARCH, responses=10, max_new_tokens=3, resume=True)
+    search(
+        home / "model",
+        str(home / "pairs.jsonl"),
+        output=output,
+        settings=SEARCH,
+        responses=10,
+        max_new_tokens=3,
+        resume=True,
+    )
 
 
 def applying(home: Path, output: Path) -> None:

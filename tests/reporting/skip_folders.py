@@ -162,7 +162,7 @@ def bench(planned=None, cells=CELLS, **more):
             "label": label, "baseline": label == "base", "granularity": None if missing is None else "attention",
             "model": {"name": f"/models/{label}", "class": "LlamaForCausalLM", "num_layers": 12,
                       "parameters": 9_412_352, "dtype": "float32", "hash": HASH if label == "base" else None},
-            "format": label if missing is not None else None, "not_computed": missing,
+            "format": label if missing is not None else None,
             **{key: planned[key] if missing is not None else None for key in ("blocks", "losses", "healed_loss")},
         }
         for label, (_, missing) in models.items()

@@ -17,11 +17,11 @@ from fulldepth.reporting.skip import SkipPart, layers_of, parts, removals
 from fulldepth.reporting.source import PageSource
 from fulldepth.results import Results, report, write_page
 from fulldepth.results.pages import names, together
-from fulldepth.skip.assessment.bench import bench
-from fulldepth.skip.assessment.curve import curve
+from fulldepth.skip.bench import bench
+from fulldepth.skip.curve import curve
 from fulldepth.skip.exports.export import export
-from fulldepth.skip.selection.outcome import analyse
-from fulldepth.skip.selection.search import search
+from fulldepth.skip.outcome import analyse
+from fulldepth.skip.search import search
 from reporting import skip_folders as folders
 from reporting import synthetic
 from reporting.plotted import joined

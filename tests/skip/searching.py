@@ -9,7 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fulldepth.skip.selection.search import search
+from fulldepth.skip.search import search
 from skip import plain
 
 OPTIONS = {"batch_size": 4, "epochs": 2, "blocks": 3}

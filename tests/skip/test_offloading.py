@@ -16,8 +16,8 @@ from fulldepth.execution.scoring import Scorer
 from fulldepth.hf import Switches, frozen, load_checkpoint
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.scalars import Scalars
-from fulldepth.skip.selection.fit import make_batches
-from fulldepth.skip.selection.search import search
+from fulldepth.skip.fit import make_batches
+from fulldepth.skip.search import search
 from skip import plain
 
 LAYERS, WIDTH = 4, 32

@@ -131,7 +131,7 @@ def test_fine_tuning_leaves_out_responses_that_were_cut_off():
 
 def test_settings_are_recorded(tmp_path):
     options = {"temperature": 0.5, "seed": 9, "max_new_tokens": 6, "batch_size": 2}
-    found = generate_responses(decoder("llama"), tokenizer(), PROMPTS, 5, **options)
+    found = generate_responses(decoder("llama"), tokenizer(), PROMPTS[:5], **options)
     made = {"prompts": 5, **options, "chat_template": False}
     assert found.settings == {**made, "empty": [], "unfinished": 5, "response_tokens": 30}
     path = found.save(tmp_path / "responses.jsonl")
@@ -142,8 +142,7 @@ def test_settings_are_recorded(tmp_path):
 @pytest.mark.parametrize(
     ("message", "options"),
     [
-        ("9 responses", {"n": 9}),
-        ("0 prompts", {"prompts": []}),
+        ("no prompts", {"prompts": []}),
         ("Prompt 2", {"prompts": ["w1", " "]}),
         ("chat template", {"prompts": ["w1", [{"role": "user", "content": "w1"}]]}),
         ("temperature", {"temperature": float("nan")}),

@@ -1,4 +1,4 @@
-"""`search_into`: the folder that a search leaves, whole after a restart, and never over something else."""
+"""`search`: the folder that a search leaves, whole after a restart, and never over something else."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.settings.search import SearchSettings
+from fulldepth.skip.outcome import analyse
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.responses import respond
-from fulldepth.skip.selection.outcome import analyse
-from fulldepth.skip.selection.search import search_into
+from fulldepth.skip.search import search
 from skip import plain
 from skip.word_tokenizer import tokenizer, words
 from tiny_models import build
@@ -42,7 +42,7 @@ def checkpoint(tmp_path):
 
 def test_a_search_leaves_its_plan_and_its_outcome_and_a_restart_makes_what_is_missing(checkpoint, tmp_path) -> None:
     data, out = str(tmp_path / "pairs.jsonl"), tmp_path / "out"
-    plan = search_into(checkpoint, data, out, SETTINGS)
+    plan = search(checkpoint, data, output=out, settings=SETTINGS)
     assert Plan.load(out) == plan
     assert plan.model.name == checkpoint
     results, again = Results.load(out), analyse(checkpoint, plan, data)
@@ -57,11 +57,11 @@ def test_a_search_leaves_its_plan_and_its_outcome_and_a_restart_makes_what_is_mi
     assert not list(out.glob(".*")), "something half-written stayed"
 
     written = (out / "results.json").stat().st_mtime_ns
-    assert search_into(checkpoint, data, out, SETTINGS, resume=True) == plan
+    assert search(checkpoint, data, output=out, settings=SETTINGS, resume=True) == plan
     assert (out / "results.json").stat().st_mtime_ns == written
     for name in ("results.json", "results.parquet"):
         (out / name).unlink()
-    assert search_into(checkpoint, data, out, SETTINGS, resume=True) == plan
+    assert search(checkpoint, data, output=out, settings=SETTINGS, resume=True) == plan
     after = Results.load(out)
     pd.testing.assert_frame_equal(results.table, after.table)
     assert results.meta | {"created": ""} == after.meta | {"created": ""}
@@ -72,14 +72,14 @@ def test_other_files_are_not_written_over(checkpoint, tmp_path) -> None:
     out.mkdir()
     data.write_text((tmp_path / "pairs.jsonl").read_text())
     with pytest.raises(FulldepthError, match="would replace"):
-        search_into(checkpoint, str(data), out, SETTINGS, responses=9, max_new_tokens=2)
+        search(checkpoint, str(data), output=out, settings=SETTINGS, responses=9, max_new_tokens=2)
     for name in ("plan.json", "results.json", "settings.yaml"):
         folder = tmp_path / name
         folder.mkdir()
         (folder / name).write_text("{}")
         for resume in (False, True):
             with pytest.raises(FulldepthError):
-                search_into(checkpoint, str(data), folder, SETTINGS, resume=resume)
+                search(checkpoint, str(data), output=folder, settings=SETTINGS, resume=resume)
         assert {path.name: path.read_text() for path in folder.iterdir()} == {name: "{}"}
     assert [path.name for path in out.iterdir()] == ["responses.jsonl"]
 
@@ -101,7 +101,7 @@ def test_a_model_is_read_hashed_and_proven_once(checkpoint, tmp_path, monkeypatc
             for name in [name for name, value in vars(module).items() if value is function]:
                 monkeypatch.setattr(module, name, counted(function))
     options = {"responses": 8, "max_new_tokens": 5}
-    plan = search_into(checkpoint, str(tmp_path / "pairs.jsonl"), tmp_path / "out", SETTINGS, **options)
+    plan = search(checkpoint, str(tmp_path / "pairs.jsonl"), output=tmp_path / "out", settings=SETTINGS, **options)
     assert sorted(calls) == ["model_hash", "read_examples", "verify"]
     assert plan.data["responses"]["max_new_tokens"] == 5
 
@@ -109,7 +109,7 @@ def test_a_model_is_read_hashed_and_proven_once(checkpoint, tmp_path, monkeypatc
 def test_models_without_a_next_token_are_refused_before_anything_is_read(tmp_path):
     build("vit").save_pretrained(tmp_path / "model")
     with pytest.raises(FulldepthError, match="is no causal language model"):
-        search_into(tmp_path / "model", "absent.jsonl", tmp_path / "out", SETTINGS)
+        search(tmp_path / "model", "absent.jsonl", output=tmp_path / "out", settings=SETTINGS)
 
 
 def test_responses_are_found_again_and_never_written_over(tmp_path, monkeypatch) -> None:

@@ -8,8 +8,8 @@ from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.skip.exports.export import card_of
 from fulldepth.skip.exports.formats import FORMATS
-from fulldepth.skip.selection.search import search
-from fulldepth.skip.summary import ENTRY, decided, overlap, rows_of
+from fulldepth.skip.plan import ENTRY, decided, overlap, rows_of
+from fulldepth.skip.search import search
 from skip import plain
 from skip.planned import plan
 from skip.word_tokenizer import tokenizer

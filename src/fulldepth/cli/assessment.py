@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -86,14 +85,6 @@ def quantise_command(
     data: Data,
     output: Output,
     settings: QuantiseSettings,
-    save: Annotated[
-        Path | None,
-        typer.Option(
-            "--save",
-            help="Folder for checkpoints of the quantised models; must not exist. Each is loaded in a fresh process, "
-            "and its logits are compared. [default: no weights are written]",
-        ),
-    ] = None,
     heldout: Heldout = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted second search.")] = False,
 ) -> None:
@@ -109,9 +100,6 @@ def quantise_command(
     from fulldepth.skip import quantise
 
     results = quantise(
-        model, plan, data, output=output, save=save, heldout=heldout, resume=resume, settings=settings, progress=True
+        model, plan, data, output=output, heldout=heldout, resume=resume, settings=settings, progress=True
     )
-    for saved in results.meta["saved"]:
-        error = f"logit error {saved['logit_error']:.1e}, loaded again in a fresh process"
-        console.line(f"Checkpoint: {saved['path']} ({error})")
     console.finish(results, output / PAGE)

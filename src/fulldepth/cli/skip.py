@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fulldepth import bars, console
+from fulldepth import console
 from fulldepth.cli.options import Model, NewFolder, Output, PushToHub, command
 from fulldepth.cli.program import app
 from fulldepth.settings.search import SearchSettings
@@ -79,21 +79,20 @@ def search_command(
     console.loading()
     from fulldepth.results import PAGE
     from fulldepth.results import Results as Saved
-    from fulldepth.skip import lines, search_into
+    from fulldepth.skip import lines, search
 
-    with bars.watching() as watcher:
-        plan = search_into(
-            model,
-            data,
-            output,
-            settings,
-            heldout=heldout,
-            responses=generate_responses,
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-            resume=resume,
-            watcher=watcher,
-        )
+    plan = search(
+        model,
+        data,
+        output=output,
+        settings=settings,
+        heldout=heldout,
+        responses=generate_responses,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        resume=resume,
+        progress=True,
+    )
     if console.is_main():
         console.finish(Saved.load(output), rows=lines(plan))
         console.line(f"Plan: {output / 'plan.json'}")

@@ -3,7 +3,7 @@
 from fulldepth.execution.decoding import Decoder, DraftPlan, Generation
 from fulldepth.exit.elastic import LayersExport, export_layers
 from fulldepth.exit.generation import Written, generate, generate_texts
-from fulldepth.exit.run import sweep
+from fulldepth.exit.sweep import sweep
 from fulldepth.settings.exit import ExitSettings
 
 __all__ = [

@@ -189,7 +189,6 @@ DOCUMENT = entries(
                 *PLAN,
                 (str, "label"),
                 (bool, "baseline paired"),
-                (list[Whole], "not_computed"),
                 (many(EXIT), "generation"),
             )
         ),

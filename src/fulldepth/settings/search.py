@@ -56,7 +56,7 @@ class SearchSettings(HeldoutSettings):
     """Everything that determines the plan that a search returns."""
 
     options: ClassVar = {
-        "The search": ("blocks", "search", "criterion", "granularity", "given", "format", "budget", "seed"),
+        "The search": ("blocks", "search", "criterion", "granularity", "given", "budget", "seed"),
         "Data": ("max_sequences", "sequence_length", "batch_size"),
         "Healing": ("fit",),
         "Loading the model": ("dtype", "device", "device_map", "tokenizer", "revision", "trust_remote_code"),
@@ -74,8 +74,6 @@ class SearchSettings(HeldoutSettings):
     """What a removed block is: attention, mlp or layer."""
     given: Annotated[list[Layer], Field(max_length=10_000)] | None = None
     """The layers to remove, 1-based, in order: 3,7; implies `search: given`."""
-    format: str | None = None
-    """Format of `skip apply` that the plan is for: folded, fast, decilm or layer; checked before the search."""
     chunks: Batch = 32
     """Chunks of the held-out data, after each of which greedy may drop candidates; at most one for each sequence. Other
     searches read few data in chunks of four sequences, or of a batch if that is smaller."""
@@ -125,7 +123,7 @@ class CurveSettings(SearchSettings):
     """Heal the last plan with scalars."""
 
 
-PLACES = {"device", "device_map", "format", "gradient_checkpointing", "tokenizer", "revision", "trust_remote_code"}
+PLACES = {"device", "device_map", "gradient_checkpointing", "tokenizer", "revision", "trust_remote_code"}
 """Settings that a resumed search may change."""
 RENAMED = {"limit": "max_sequences"}
 """Setting in the plans of earlier versions -> its name."""

@@ -6,17 +6,16 @@ from fulldepth.hf import GRANULARITIES, Scalars, Switches, skipping
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.search import SearchSettings
-from fulldepth.skip.assessment.bench import bench
-from fulldepth.skip.assessment.curve import Curve, curve
-from fulldepth.skip.assessment.quantise import quantise
+from fulldepth.skip.bench import bench
+from fulldepth.skip.curve import Curve, curve
 from fulldepth.skip.exports.export import Export, export, load
 from fulldepth.skip.exports.fold import fold
-from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan, draft_plan
+from fulldepth.skip.fit import FitResult, fit_scales
+from fulldepth.skip.outcome import analyse
+from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan, draft_plan, lines
+from fulldepth.skip.quantise import quantise
 from fulldepth.skip.responses import generate_responses, read_prompts
-from fulldepth.skip.selection.fit import FitResult, fit_scales
-from fulldepth.skip.selection.outcome import analyse
-from fulldepth.skip.selection.search import search, search_into
-from fulldepth.skip.summary import lines
+from fulldepth.skip.search import search
 
 quantize = quantise
 """American spelling."""
@@ -52,6 +51,5 @@ __all__ = [
     "read_examples",
     "read_prompts",
     "search",
-    "search_into",
     "skipping",
 ]

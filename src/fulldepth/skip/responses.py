@@ -106,7 +106,6 @@ def generate_responses(
     model: PreTrainedModel,
     tokenizer: Any,
     prompts: Sequence[Prompt],
-    n: int | None = None,
     *,
     temperature: float = 0.0,
     seed: int = 0,
@@ -114,7 +113,7 @@ def generate_responses(
     batch_size: int = 8,
     watcher: Watcher | None = None,
 ) -> Responses:
-    """The model's responses to the first `n` prompts, generated in batches with left padding and a cache.
+    """The model's responses to prompts, generated in batches with left padding and a cache.
 
     Responses do not depend on `batch_size`, except for ties that rounding decides. For sampling, Gumbel noise from a
     generator seeded by (`seed`, number of the prompt) is added to the logits divided by the temperature; the largest
@@ -125,7 +124,6 @@ def generate_responses(
         model: a causal language model; runs in evaluation mode, which is restored on leaving.
         tokenizer: the model's, with its chat template if it has one.
         prompts: texts or lists of messages (see `read_prompts`).
-        n: None = all.
         temperature: 0 = greedy.
         seed: of the sampling.
         max_new_tokens: most tokens of a response; longer ones are cut off.
@@ -144,12 +142,11 @@ def generate_responses(
     watcher = watcher or Watcher()
     options = {"temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
     layer(Sampling, options)
-    count = len(prompts) if n is None else n
-    if not 1 <= count <= len(prompts):
-        raise FulldepthError(f"{count} responses were asked for, but there are {len(prompts)} prompts.")
+    if not prompts:
+        raise FulldepthError("There are no prompts to respond to.")
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise FulldepthError(f"{type(model).__name__} cannot respond to prompts; give a causal language model.")
-    rendered = [as_prompt(tokenizer, prompt) for prompt in prompts[:count]]
+    rendered = [as_prompt(tokenizer, prompt) for prompt in prompts]
     encoded = [encode_prompt(tokenizer, prompt, f"Prompt {i}") for i, prompt in enumerate(rendered, start=1)]
     longest = max(map(len, encoded))
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -165,6 +162,7 @@ def generate_responses(
     ends = {named, tokenizer.eos_token_id} if isinstance(named, int) else {*(named or ()), tokenizer.eos_token_id}
     ends -= {None}
     config = GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0)
+    count = len(prompts)
     order = sorted(range(count), key=lambda i: len(encoded[i]), reverse=True)
     answers: dict[int, list[int]] = {}
     watcher.begin("Responses", count)

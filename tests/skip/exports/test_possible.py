@@ -1,4 +1,4 @@
-"""What a search says of its exports beforehand is what `export` does afterwards."""
+"""Which formats can hold a plan, and what is left of models that read images."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import pytest
 import torch
 from transformers import Gemma3ForConditionalGeneration, LlavaForConditionalGeneration
 
-import tiny_models
 from families import zoo
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.progress import Watcher
-from fulldepth.settings.search import SearchSettings
-from fulldepth.skip import export, load, search, search_into
+from fulldepth.skip import export, load, search
 from fulldepth.skip.exports.fold import scaled_logits
-from fulldepth.skip.exports.possible import possible_formats
 from skip import planned
 from skip.word_tokenizer import tokenizer, words
 
@@ -22,43 +18,11 @@ IMAGES = {"gemma3": Gemma3ForConditionalGeneration, "llava": LlavaForConditional
 PAIRS = [{"prompt": words(n, n + 1), "response": " " + words(*((7 * n + i) % 80 for i in range(4)))} for n in range(10)]
 
 
-@pytest.mark.parametrize(
-    ("family", "healed", "expected"),
-    [
-        ("llama", True, {"folded", "fast", "decilm"}),
-        ("stablelm", True, {"folded"}),
-        ("olmo2", False, {"folded", "fast"}),
-        ("olmo2", True, {"fast"}),
-    ],
-)
-def test_formats_said_beforehand_are_those_that_export_writes(family, healed, expected, tmp_path):
-    # decilm has no words for heads of another width, which zoo's have
-    model = tiny_models.build("llama") if family == "llama" else zoo.build(family, "causal-lm")
-    plan = planned.plan(model, [2], values="fitted" if healed else None)
-    fitting, reasons = possible_formats(model, plan.granularity, 1, healed)
-    assert set(fitting) == expected
-    assert set(reasons) == {"folded", "fast", "decilm", "layer"} - expected
-    for name, reason in reasons.items():
-        with pytest.raises(FulldepthError) as refused:
-            export(plan, model, name, tmp_path / name)
-        assert str(refused.value) == reason
-
-
-def test_a_search_says_its_formats_first_and_is_refused_for_one_that_the_model_cannot_have(tmp_path):
-    said, begun = [], []
-    heard = Watcher(say=said.append, begin=lambda title, total: begun.append(title))
-    stablelm, options = zoo.build("stablelm", "causal-lm"), {"tokenizer": tokenizer(), "fit": False, "watcher": heard}
+def test_a_family_without_a_class_of_its_own_is_refused(tmp_path):
+    model = zoo.build("stablelm", "causal-lm")
     with pytest.raises(FulldepthError, match="stablelm"):
-        search(stablelm, PAIRS, 1, format="fast", **options)
-    zoo.build("olmo2", "causal-lm").save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    settings = SearchSettings(blocks=1, format="folded")
-    for responses in (None, 2):
-        with pytest.raises(FulldepthError, match="--no-fit"):
-            search_into(tmp_path / "model", PAIRS, tmp_path / "out", settings, responses=responses, watcher=heard)
-    assert begun == []
-    search(stablelm, PAIRS, 1, **options)
-    assert said[0].startswith("The plan can be exported as folded. Not fast: There is no class for stabl")
+        export(planned.plan(model, [2]), model, "fast", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("unproven")

@@ -40,10 +40,8 @@ from fulldepth.results import versions
 from fulldepth.settings import Settings
 from fulldepth.settings.exit import file_size
 from fulldepth.skip.exports.fold import probes, rounding_error, scaled_logits
-from fulldepth.skip.exports.formats import FORMATS, SHARD_SIZE, Draft, Format, known_format
-from fulldepth.skip.exports.possible import check_format
-from fulldepth.skip.plan import MOST_BYTES, Plan
-from fulldepth.skip.summary import in_sample
+from fulldepth.skip.exports.formats import FORMATS, SHARD_SIZE, Draft, Format, check_format, known_format
+from fulldepth.skip.plan import MOST_BYTES, Plan, in_sample
 
 NOTES = "fulldepth_skip.json"
 """File of an export with its format, error, notes and plan."""

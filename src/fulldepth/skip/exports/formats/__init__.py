@@ -1,6 +1,10 @@
 """Export formats."""
 
-from fulldepth.errors import unknown
+from transformers import PreTrainedModel
+
+from fulldepth.errors import FulldepthError, unknown
+from fulldepth.execution import find_anatomy
+from fulldepth.hf import Anatomy
 from fulldepth.skip.exports.formats.checkpoint import SHARD_SIZE, Draft, as_stock, as_text
 from fulldepth.skip.exports.formats.decilm import DeciLM
 from fulldepth.skip.exports.formats.fast import Fast
@@ -21,4 +25,33 @@ def known_format(name: str) -> str:
     return name
 
 
-__all__ = ["FORMATS", "SHARD_SIZE", "Draft", "Format", "as_stock", "as_text", "known_format"]
+def check_format(model: PreTrainedModel, granularity: str, skipped: int, format: Format) -> Anatomy:
+    """Refuse a format that cannot hold a plan of this model, by its granularity and number of skipped blocks.
+
+    Returns:
+        The anatomy of the stock model that the format is written from.
+
+    Raises:
+        FulldepthError: with the reason.
+    """
+    if granularity not in format.granularities:
+        fitting = [name for name, other in FORMATS.items() if granularity in other.granularities]
+        raise FulldepthError(
+            f"The format {format.name} holds plans of granularity {' or '.join(format.granularities)}, this one skips "
+            f"by {granularity}. Use --format {' or '.join(fitting)}."
+        )
+    anatomy = find_anatomy(model)
+    if anatomy.task != "causal-lm":
+        raise FulldepthError(f"Only language models can be exported; {type(model).__name__} is not one.")
+    stock = as_stock(model)
+    if format.reader == "stock" and not type(stock).__module__.startswith("transformers."):
+        raise FulldepthError(
+            f"{type(model).__name__} is no class of transformers, which alone could read the format {format.name}: its "
+            "code would be missing."
+        )
+    format.check(stock, skipped)
+    stock = as_text(stock) if format.text_only else stock
+    return anatomy if stock is model else find_anatomy(stock)
+
+
+__all__ = ["FORMATS", "SHARD_SIZE", "Draft", "Format", "as_stock", "check_format", "known_format"]

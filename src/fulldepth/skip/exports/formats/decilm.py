@@ -13,7 +13,7 @@ Source: published `config.json` of Llama-3_1-Nemotron-51B; vLLM `nemotron_nas.py
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,14 +78,10 @@ class DeciLM(Format):
         if reason := next((text for text, applies in reasons.items() if applies), None):
             raise FulldepthError(f"The decilm layout cannot hold this model: {reason}. Use --format fast or folded.")
 
-    def computed(self, blocks: Collection[int]) -> frozenset[int]:
-        """Layer 1, whose attention readers need."""
-        return frozenset(blocks) & {1}
-
     def write(self, draft: Draft) -> list[str]:
         """Write the checkpoint, its configuration with the published names, and modelling code for transformers."""
         config, state = draft.model.config, draft.weights()
-        skipped = set(draft.plan.blocks) - self.computed(draft.plan.blocks)
+        skipped = set(draft.plan.blocks) - {1}  # readers need its attention
         size = -(-config.intermediate_size // MULTIPLE) * MULTIPLE
         missing, biased = size - config.intermediate_size, any(name.endswith("q_proj.bias") for name in state)
         llama_values = {name: value for name, value in plain_values(config).items() if name not in NOT_OF_LLAMA}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -46,10 +46,6 @@ class Format(ABC):
             FulldepthError: with the reason.
         """
 
-    def keeps_scalars(self, model: PreTrainedModel) -> bool:
-        """Whether the scalars of a stock model stay outside its weights, so that nothing is folded."""
-        return False
-
     def folding(self, anatomy: Anatomy, plan: Plan) -> Folding:
         """The folding of a plan's scalars into the weights.
 
@@ -57,10 +53,6 @@ class Format(ABC):
             FulldepthError: if they cannot be folded.
         """
         return prepare(anatomy, plan)
-
-    def computed(self, blocks: Collection[int]) -> frozenset[int]:
-        """The skipped blocks of a plan that an export still computes, with output weights of zero."""
-        return frozenset()
 
     @abstractmethod
     def write(self, draft: Draft) -> list[str]:
@@ -92,10 +84,6 @@ class Folded(Format):
 
     name = "folded"
     granularities = ("attention", "mlp", "layer")
-
-    def computed(self, blocks: Collection[int]) -> frozenset[int]:
-        """All of them."""
-        return frozenset(blocks)
 
     def write(self, draft: Draft) -> list[str]:
         """Write all weights."""

@@ -16,7 +16,7 @@ from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import BASE, Scorer
 from fulldepth.hf import frozen
 from fulldepth.hf.scalars import Scalars
-from fulldepth.skip.selection.loss_cache import Chunk, LossCache
+from fulldepth.skip.loss_cache import Chunk, LossCache
 
 STREAMS = {"attention": ("attention_carried", "attention_branch"), "mlp": ("mlp_input", "mlp_branch")}
 """Granularity -> the sites of the stream that a branch is added to, and of the branch."""

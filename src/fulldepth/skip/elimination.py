@@ -20,7 +20,7 @@ with n tokens in a sequence on average and D documents in all (of unequal size: 
 shares of the tokens): one document, and a share q of what was not seen, that cost the best candidate h nats a sequence
 more. h is 3.6 at 0.95, or what a document departs from the mean difference of two candidates still compared, whichever
 is more. The term of q ends where such a share would have been seen, `(1 - q)^G <= 1 - confidence`: from 149 documents
-on. The form is a choice, and the promise is what simulations of it show (`tests/skip/selection/test_race.py`): a round
+on. The form is a choice, and the promise is what simulations of it show (`tests/skip/test_race.py`): a round
 keeps its best candidate where up to 2 % of the sequences add an exponential with a mean of 3 nats to their summed loss.
 Rare sequences that add far more, of which the search has seen none, can still change a round.
 """
@@ -36,7 +36,7 @@ import numpy as np
 
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import SCALED
-from fulldepth.skip.selection.loss_cache import LossCache
+from fulldepth.skip.loss_cache import LossCache
 from fulldepth.uncertainty import SIGNIFICANT, quantile, ratio_error
 
 BUDGET = "budget"
@@ -214,7 +214,7 @@ def judge(
 
 
 def eliminate(
-    loss_cache: LossCache, blocks: int, *, confidence: float = 0.95, seconds: float = math.inf
+    loss_cache: LossCache, blocks: int, *, drop: bool = True, confidence: float = 0.95, seconds: float = math.inf
 ) -> tuple[list[int], list[Round]]:
     """Remove blocks one by one, each time the one that costs least given those removed before.
 
@@ -226,6 +226,7 @@ def eliminate(
     Args:
         loss_cache: computes losses of its criterion.
         blocks: k.
+        drop: drop candidates early; False = score all on all data (the search `exact`).
         confidence: probability that a round keeps its best candidate, the one of the lowest loss on all held-out data,
             for the losses that the module's docstring names.
         seconds: of all rounds. A round that has spent its share of them, by the number of candidates, ends with the
@@ -238,7 +239,9 @@ def eliminate(
     rounds: list[Round] = []
     chunks = range(len(loss_cache.chunks))
     for number in range(blocks):
-        variants, removed = loss_cache.candidates(picks), along(loss_cache, picks)
+        variants = loss_cache.candidates(picks)
+        # The plan needs the losses of the chain, which shares most of the work with the candidates.
+        removed = [] if loss_cache.criterion == SCALED else chain(picks)
         title = f"Block {number + 1} of {blocks}"
         loss_cache.begin(title, len(variants) * loss_cache.num_batches)
         left = [len(variants) - later for later in range(blocks - number)]
@@ -251,6 +254,8 @@ def eliminate(
             leader = best(loss_cache, alive, range(chunk + 1))
             if chunk == chunks[-1]:
                 break
+            if not drop:
+                continue
             gaps = {variant: difference(loss_cache, variant, leader) for variant in alive if variant != leader}
             least = reserve(loss_cache, gaps.values(), confidence) if gaps else 0.0
             alive = [v for v in alive if v == leader or not is_worse(gaps[v], risk, least)]
@@ -271,11 +276,6 @@ def eliminate(
 def chain(picks: Sequence[int]) -> list[Variant]:
     """The unmodified model and the model after each removal: the variants whose losses a plan holds."""
     return [Variant(picks[:number]) for number in range(len(picks) + 1)]
-
-
-def along(loss_cache: LossCache, picks: Sequence[int]) -> list[Variant]:
-    """Variants run together with the round after some picks: the plan needs them, and they share most of the work."""
-    return [] if loss_cache.criterion == SCALED else chain(picks)
 
 
 def num_tests(documents: Sequence[Sequence[int]]) -> int:

@@ -29,10 +29,9 @@ from fulldepth.results import COLUMNS, DOCUMENT, Finding, Results, finite, prove
 from fulldepth.settings import layer as layered
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import PLACES, RENAMED, SearchSettings
-from fulldepth.skip.plan import Plan, plan_scalars
-from fulldepth.skip.selection.fit import make_batches
-from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
-from fulldepth.skip.summary import in_sample, stopped_rounds
+from fulldepth.skip.fit import make_batches
+from fulldepth.skip.plan import Plan, in_sample, plan_scalars, stopped_rounds
+from fulldepth.skip.problem import SearchProblem, open_for, prepared
 
 KIND = "skip"
 Chosen = TypeVar("Chosen", bound=SearchSettings)
@@ -54,7 +53,6 @@ def analyse(
     output: str | Path | None = None,
     tokenizer: Any = None,
     heldout: Any = None,
-    reservoir_tokens: int = RESERVOIR_TOKENS,
 ) -> Results:
     """The results of an existing plan, as `fulldepth skip search` saves them beside `plan.json`.
 
@@ -67,7 +65,6 @@ def analyse(
         output: result folder; None = not saved.
         tokenizer: as for `search`.
         heldout: as for `search`.
-        reservoir_tokens: most tokens that the discrepancy (MMD) is computed from.
 
     Raises:
         FulldepthError: if the plan is for another model, or the folder holds other results.
@@ -79,7 +76,7 @@ def analyse(
     plan.check_model(owner)
     opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": plan.model.hash}  # as just checked
     with prepared(owner, data, settings, process, **opened) as problem:
-        results = outcome(plan, problem, reservoir_tokens=reservoir_tokens, watcher=watcher)
+        results = outcome(plan, problem, watcher=watcher)
     if output is not None:
         results.save(output)
     return results
@@ -102,18 +99,15 @@ def settings_of(plan: Plan, given: Chosen) -> Chosen:
     return layered(type(given), {"granularity": plan.granularity, **settings}, stated)
 
 
-def outcome(
-    plan: Plan, problem: SearchProblem, *, reservoir_tokens: int = RESERVOIR_TOKENS, watcher: Watcher | None = None
-) -> Results:
+def outcome(plan: Plan, problem: SearchProblem, *, watcher: Watcher) -> Results:
     """A plan as results, with the analysis of the model that it modifies.
 
     Args:
         plan: the plan.
         problem: its model, with the held-out data that it was scored with.
-        reservoir_tokens: most tokens that the discrepancy (MMD) is computed from.
         watcher: receives progress after every batch.
     """
-    watcher, scorer, heldout = watcher or Watcher(), problem.scorer, problem.examples.heldout
+    scorer, heldout = problem.scorer, problem.examples.heldout
     batches = make_batches(heldout, problem.settings.batch_size)
     scalars = plan_scalars(plan, scorer.anatomy)
     states = {"skipped": None, **({} if scalars is None else {"healed": scalars})}
@@ -133,9 +127,7 @@ def outcome(
     ]
     for state, factors in states.items():
         options: dict[str, Any] = {"seed": problem.settings.seed, "watcher": watcher}
-        rows = discrepancies(
-            scorer, batches, Variant(plan.blocks), factors, reservoir_tokens=reservoir_tokens, **options
-        )
+        rows = discrepancies(scorer, batches, Variant(plan.blocks), factors, **options)
         tables.append(tabulate(rows, removed=count, state=state))
     table, noted = joined(tables, removed="Int64", state="str"), plan.document()
     document = {
@@ -156,7 +148,6 @@ def discrepancies(
     variant: Variant,
     scalars: Scalars | None,
     *,
-    reservoir_tokens: int,
     seed: int,
     watcher: Watcher,
 ) -> list[Row]:
@@ -171,7 +162,6 @@ def discrepancies(
         batches: held-out data.
         variant: layers that the modified model skips.
         scalars: its scalars, made for that variant; None = not healed.
-        reservoir_tokens: size of the random sample of tokens.
         seed: of that sample.
         watcher: receives progress after every batch.
 
@@ -187,7 +177,7 @@ def discrepancies(
             sequence_length=max(mask.shape[1] for mask in masks),
             num_sequences=sum(map(len, masks)),
             num_tokens=tokens,
-            reservoir_tokens=min(reservoir_tokens, tokens),
+            reservoir_tokens=min(RESERVOIR_TOKENS, tokens),
             seed=seed,
             device=scorer.device,
         )

@@ -30,8 +30,8 @@ from fulldepth.hf import (
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.surgery import Switches
 from fulldepth.settings.search import PLACES, HeldoutSettings, SearchSettings
-from fulldepth.skip.selection.fit import check_fit, make_batches
-from fulldepth.skip.selection.loss_cache import Chunk
+from fulldepth.skip.fit import check_fit, make_batches
+from fulldepth.skip.loss_cache import Chunk
 
 SMALL_CHUNK = 4
 """Chunks of few held-out sequences are of this size, also where batches are larger, so that progress is stored often.

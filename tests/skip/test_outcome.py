@@ -13,7 +13,7 @@ import torch
 from fulldepth.errors import FulldepthError
 from fulldepth.results import COLUMNS, Results
 from fulldepth.settings.search import SearchSettings
-from fulldepth.skip.selection.outcome import analyse, headline, settings_of
+from fulldepth.skip.outcome import analyse, headline, settings_of
 from skip import plain, planned
 from tiny_models import LAYERS, build
 

@@ -12,8 +12,8 @@ from scipy import stats
 from fulldepth.distributed import Processes
 from fulldepth.execution.flops import Costs, Variant
 from fulldepth.execution.scoring import ScoredBatch
-from fulldepth.skip.selection.elimination import Round, eliminate
-from fulldepth.skip.selection.loss_cache import LossCache
+from fulldepth.skip.elimination import Round, eliminate
+from fulldepth.skip.loss_cache import LossCache
 
 CANDIDATES, RISK = 12, 0.05
 

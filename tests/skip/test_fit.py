@@ -19,7 +19,7 @@ from fulldepth.hf import frozen
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.progress import Watcher
-from fulldepth.skip.selection.fit import fit_scales, make_batches
+from fulldepth.skip.fit import fit_scales, make_batches
 from skip import plain, planned
 
 LAYERS = 5

@@ -28,9 +28,9 @@ from fulldepth.hf import Anatomy, device_of
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding, tabulate
 from fulldepth.settings.bench import BenchSettings, QuantiseSettings
-from fulldepth.skip.selection.elimination import LEAST, Difference, compare
-from fulldepth.skip.selection.fit import make_batches
-from fulldepth.skip.selection.outcome import joined
+from fulldepth.skip.elimination import LEAST, Difference, compare
+from fulldepth.skip.fit import make_batches
+from fulldepth.skip.outcome import joined
 from fulldepth.thresholds import BUSY
 from fulldepth.uncertainty import FEWEST_CLUSTERS, FEWEST_ROUNDS, Ratio, median_ratio
 
@@ -81,6 +81,7 @@ class HeldoutLosses:
         return compare(gaps, self.tokens, self.documents, len(gaps))
 
 
+@torch.no_grad()
 def heldout_losses(
     models: Mapping[str, PreTrainedModel], examples: Sequence[Example], batch_size: int, watcher: Watcher
 ) -> HeldoutLosses:
@@ -102,7 +103,12 @@ def heldout_losses(
     sums: dict[str, list[float]] = {label: [] for label in models}
     for batch in batches:
         for label, model in models.items():
-            sums[label] += _sums(model, batch)
+            placed = batch.to(device_of(model))
+            logits = model(**placed.inputs, use_cache=False).logits  # [B, T, V]
+            rows = logits[placed.where.to(logits.device)]  # [R, V]
+            rows = rows.float() if rows.dtype.itemsize < 4 else rows
+            losses = functional.cross_entropy(rows, placed.targets.to(rows.device), reduction="none")
+            sums[label] += batch_sums(losses, placed)
             watcher.advance(1)
     if broken := [label for label, values in sums.items() if not np.isfinite(values).all()]:
         raise FulldepthError(f"The held-out loss of {broken[0]} is NaN or infinite.")
@@ -116,17 +122,6 @@ def losses_of(sums: Mapping[str, np.ndarray], batches: Sequence[ScoredBatch]) ->
         np.array([count for batch in batches for count in batch.tokens], dtype=np.float64),
         np.array([document for batch in batches for document in batch.documents]),
     )
-
-
-@torch.no_grad()
-def _sums(model: PreTrainedModel, batch: ScoredBatch) -> list[float]:
-    """Nats of each sequence of a batch."""
-    placed = batch.to(device_of(model))
-    logits = model(**placed.inputs, use_cache=False).logits  # [B, T, V]
-    rows = logits[placed.where.to(logits.device)]  # [R, V]
-    rows = rows.float() if rows.dtype.itemsize < 4 else rows
-    losses = functional.cross_entropy(rows, placed.targets.to(rows.device), reduction="none")
-    return batch_sums(losses, placed)
 
 
 def vocabulary(model: PreTrainedModel) -> int:

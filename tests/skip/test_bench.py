@@ -20,10 +20,10 @@ from fulldepth.execution.latency import Runner
 from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.results import Results
 from fulldepth.settings.bench import BenchSettings
-from fulldepth.skip.assessment.bench import _headline, _opened, bench
-from fulldepth.skip.assessment.compared import Cell, Measured, in_words
+from fulldepth.skip.bench import _headline, _opened, bench
+from fulldepth.skip.compared import Cell, Measured, in_words
+from fulldepth.skip.elimination import Difference, compare
 from fulldepth.skip.exports.export import export
-from fulldepth.skip.selection.elimination import Difference, compare
 from skip import plain
 from skip.planned import plan
 from skip.word_tokenizer import tokenizer
@@ -73,8 +73,13 @@ def test_bytes_are_those_of_files_and_shapes_and_the_folder_says_what_was_compar
     again = Results.load(folders / "out")
     pd.testing.assert_frame_equal(again.table, found.table)
     assert again.meta["settings"] | SMALL == again.meta["settings"]
-    described = [(entry["label"], entry["baseline"], entry["not_computed"]) for entry in again.meta["models"]]
-    assert described == [("original", True, None), ("folded", False, []), ("fast", False, [1, 3])]
+    entries = again.meta["models"]
+    described = [(one["label"], one["baseline"], one["granularity"], one["blocks"]) for one in entries]
+    assert described == [
+        ("original", True, None, None),
+        ("folded", False, "attention", [3, 1]),
+        ("fast", False, "attention", [3, 1]),
+    ]
     assert not again.meta["warnings"]
     assert set(again.headline) in ({"times"}, {f"{p}_time_ratio {n}" for p in ("prefill", "decode") for n in NAMES[1:]})
 
@@ -87,7 +92,6 @@ def test_exports_are_loaded_as_the_original_is(folders) -> None:
     for entry in others:
         assert entry.model.dtype == torch.bfloat16
         assert torch.equal(entry.model.model.rotary_emb.inv_freq, frequencies)
-    assert [sorted(entry.skipped_blocks[1]) for entry in others] == [[], [1, 3], [3]]
     names = others[-1].model.state_dict()
     assert [f"model.layers.{index}.self_attn.o_proj.weight" in names for index in range(3)] == [True, True, False]
 
@@ -103,10 +107,9 @@ def test_decoding_stands_at_the_right_positions(family, skipped_blocks) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_loaded_models_say_what_they_lack_and_what_makes_a_comparison_unfair(folders) -> None:
+def test_loaded_models_say_what_makes_a_comparison_unfair(folders) -> None:
     other, fast = build("llama", seed=5).train(), AutoModelForCausalLM.from_pretrained(folders / "fast")
     results = bench(other, [fast.eval(), folders / "fast", build("llama", dtype=torch.bfloat16)], **SMALL)
-    assert [entry["not_computed"] for entry in results.meta["models"]] == [None, [1, 3], [1, 3], None]
     assert other.training
     remarks = ("was made from other weights", "computes in torch.bfloat16")
     assert len(results.meta["warnings"]) == 2

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
-from pathlib import Path
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers as tf
-from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
 from families import zoo
@@ -24,17 +22,15 @@ from fulldepth.hf import anatomy_candidates
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import skipping
 from fulldepth.results import COLUMNS, Results
-from fulldepth.skip.assessment import int8 as int8_module
-from fulldepth.skip.assessment.compared import HeldoutLosses
-from fulldepth.skip.assessment.int8 import folded_int8, int8
-from fulldepth.skip.assessment.quantise import FIRST, ORIGINAL, SECOND, left_bytes, order, quantise
+from fulldepth.skip.compared import HeldoutLosses
 from fulldepth.skip.exports.export import export, load
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.selection.search import search
+from fulldepth.skip.quantise import FIRST, ORIGINAL, SECOND, int8, left_bytes, order, quantise
+from fulldepth.skip.search import search
 from skip import plain, planned
-from skip.word_tokenizer import tokenizer
 from tiny_models import LAYERS, build
 
+quantising = sys.modules["fulldepth.skip.quantise"]
 pytest.importorskip("torchao", reason="needs torchao (the extra `quantise`)")
 EXAMPLES = plain.examples(8, 10)
 TIMES = {"contexts": [12], "max_new_tokens": 2, "repeats": 2}
@@ -198,79 +194,28 @@ def test_what_is_removed_is_what_the_fast_format_leaves_out(family, tmp_path, mo
         ("llama", {"contexts": [60], "max_new_tokens": 5}, "64 positions"),
         ("llama", {"seed": 1}, "another LlamaForCausalLM"),
         ("llama", {"output": "results"}, "results.json"),
-        ("llama", {"save": "results"}, "exists already"),
-        ("gpt2", {"save": "kept"}, "GPT2LMHeadModel"),
         ("llama", {"packages": None}, "torchao"),
         ("llama", {"processes": "2"}, "torchrun"),
     ],
 )
 def test_what_is_refused_before_the_work(family, options, named, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("fulldepth.skip.assessment.quantise.prepared", lambda *_, **__: pytest.fail("began to work"))
+    monkeypatch.setattr(quantising, "prepared", lambda *_, **__: pytest.fail("began to work"))
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "results.json").write_text("{}")
     plan = planned.plan(build(family), (2,), data=EXAMPLES.meta)
-    places = {name: tmp_path / options[name] for name in ("output", "save") if name in options}
+    places = {name: tmp_path / options[name] for name in ("output",) if name in options}
     if "packages" in options:
-        monkeypatch.setattr(int8_module, "find_spec", lambda name: None)
+        monkeypatch.setattr(quantising, "find_spec", lambda name: None)
     monkeypatch.setitem(os.environ, "WORLD_SIZE", options.get("processes", "1"))
     given = {name: options[name] for name in ("contexts", "max_new_tokens") if name in options}
     with pytest.raises(FulldepthError, match=named):
         quantise(build(family, seed=options.get("seed", 0)), plan, EXAMPLES, **{**TIMES, **given}, **places)
-    assert not (tmp_path / "kept").exists()
 
 
 @pytest.mark.parametrize(("family", "named"), [("falcon", "FalconLinear"), ("mixtral", "MixtralForCausalLM")])
 def test_layers_that_torchao_cannot_pack_are_refused(family, named) -> None:
     with pytest.raises(FulldepthError, match=named):
         int8_of(zoo.build(family, "causal-lm"))
-
-
-@pytest.mark.parametrize("family", ["gemma3", "gpt_neox"])
-@torch.no_grad()
-def test_scalars_go_into_packed_weights(family) -> None:
-    """Where a branch ends in a norm (Gemma), and in a matrix (NeoX, whose layers are parallel)."""
-    model = build(family)
-    original, measured, plan = anatomy_candidates(model)[0], int8_of(model), planned.plan(model, (2,))
-    before = measured.model(input_ids=IDS).logits
-    made = folded_int8(measured, original, plan, IDS).model
-    expected = planned.scaled(rounded(model), plan)(input_ids=IDS).logits
-    assert (made(input_ids=IDS).logits - expected).abs().max() < 1e-4 * expected.abs().max()
-    assert torch.equal(measured.model(input_ids=IDS).logits, before)
-
-
-@pytest.mark.slow
-def test_what_is_saved_is_what_was_measured(tmp_path, monkeypatch) -> None:
-    """The last of the three is also read by a fresh process."""
-    proven, asked = int8_module.prove, []
-
-    def last(*args):
-        asked.append(args)
-        return proven(*args) if len(asked) == 3 else 0.0
-
-    monkeypatch.setattr(int8_module, "prove", last)
-    model = build("llama")
-    model.save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    plan = planned.plan(model, (2,), data=EXAMPLES.meta)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
-    results = quantise(loaded, plan, EXAMPLES, output=tmp_path / "out", save=tmp_path / "kept", epochs=2, **TIMES)
-    assert [one["model"] for one in results.meta["saved"]] == [CORNERS[2], SECOND, FIRST]
-    second, coarse = Plan.load(tmp_path / "out" / "quantised"), rounded(model)
-    oracles = [coarse, planned.scaled(coarse, plan), planned.scaled(coarse, second)]
-    for oracle, saved in zip(oracles, results.meta["saved"], strict=True):
-        folder = Path(saved["path"])
-        again, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
-        assert not any(info.values())
-        with torch.no_grad():
-            expected, found = oracle(input_ids=IDS).logits, again.eval()(input_ids=IDS).logits
-        assert (found - expected).abs().max() < 2e-4 * expected.abs().max()
-        assert saved["bytes"] == sum(path.stat().st_size for path in folder.iterdir())
-        assert loss(again) == pytest.approx(means(results.table)[saved["model"]], rel=1e-4)
-        assert AutoTokenizer.from_pretrained(folder)("w3 w4").input_ids == tokenizer()("w3 w4").input_ids
-        with safe_open(folder / "model.safetensors", "pt") as file:
-            assert "I8" in {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-    assert 0 < results.meta["saved"][-1]["logit_error"] < 2e-4
-    assert len(list((tmp_path / "kept").iterdir())) == 3
 
 
 @pytest.mark.parametrize(("shift", "documents"), [(0.2, 20), (-0.2, 20), (0.0, 20), (0.2, 2)])

@@ -135,7 +135,6 @@ def sweep(
             speedups, seconds = timed(subject, exits, report, settings, watcher)
             rows = [replace(row, speedup=speedups[row.exit]) if row.split == "report" else row for row in rows]
         full, decoder = report.scores(report.all_at(report.num_layers)), subject.anatomy.task == "causal-lm"
-        drops = {layer: report.shortfall(layer) for layer in range(1, report.num_layers + 1)}
         content = {
             **provenance("exit", settings.model_dump(), seed=settings.seed, machine=machine(subject.device)),
             "model": subject.verified.describe(subject.checkpoint),
@@ -147,9 +146,6 @@ def sweep(
                 "chance": float(report.frequent.mean()),
                 "no_advice": no_advice(subject, report),
             },
-            "stopping": [
-                {"layer": layer, "drop": drop.value, "drop_interval": drop.interval} for layer, drop in drops.items()
-            ],
             # "recompute": the states are those that all layers computed.
             "exits": [row.document() for row in rows],
             "warnings": list(subject.warnings),

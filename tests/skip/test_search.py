@@ -15,7 +15,7 @@ from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
-from fulldepth.skip.selection.search import search
+from fulldepth.skip.search import search
 from skip import plain
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fulldepth.skip.selection.elimination import Difference, compare, is_worse, num_tests, reserve
+from fulldepth.skip.elimination import Difference, compare, is_worse, num_tests, reserve
 
 
 @pytest.mark.parametrize("size", [1, 6])

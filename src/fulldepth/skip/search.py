@@ -1,7 +1,4 @@
-"""`search`: finds the blocks to remove, their order and the losses, and returns a `Plan`.
-
-`search_into` implements `fulldepth skip search`, from the name of a checkpoint to the folder with the plan.
-"""
+"""`search`: finds the blocks to remove, their order and the losses, and returns a `Plan`."""
 
 from __future__ import annotations
 
@@ -27,18 +24,15 @@ from fulldepth.results import DOCUMENT, Results, versions
 from fulldepth.settings import Settings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import SearchSettings, seconds_of
-from fulldepth.skip.exports.possible import announce
-from fulldepth.skip.plan import FILE, SCHEMA_VERSION, Factors, Loss, Plan
+from fulldepth.skip.elimination import Round, chain, eliminate
+from fulldepth.skip.fit import fit, fit_options
+from fulldepth.skip.loss_cache import PROGRESS, LossCache
+from fulldepth.skip.outcome import KIND, outcome
+from fulldepth.skip.plan import ENTRY, FILE, SCHEMA_VERSION, Factors, Loss, Plan, rows_of
+from fulldepth.skip.problem import SearchProblem, open_for, prepared, tokenizer_of
+from fulldepth.skip.rankings import rank
 from fulldepth.skip.responses import FILE as RESPONSES
 from fulldepth.skip.responses import respond
-from fulldepth.skip.selection.elimination import Round, chain, eliminate
-from fulldepth.skip.selection.exact import exact
-from fulldepth.skip.selection.fit import fit, fit_options
-from fulldepth.skip.selection.loss_cache import PROGRESS, LossCache
-from fulldepth.skip.selection.outcome import KIND, outcome
-from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared, tokenizer_of
-from fulldepth.skip.selection.rankings import rank
-from fulldepth.skip.summary import ENTRY, rows_of
 
 RUN_SETTINGS = "settings.yaml"
 """File of a training run's folder, in which results have the same names."""
@@ -65,82 +59,53 @@ def search(
     tokenizer: Any = None,
     heldout: Any = None,
     output: str | Path | None = None,
+    responses: int | None = None,
+    temperature: float = 0.0,
+    max_new_tokens: int = 256,
     resume: bool = False,
-    responses: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Find the blocks whose removal costs least on held-out data, then train scalars; runs in parallel under torchrun.
 
     Args:
         model: checkpoint folder, Hub name, or a loaded model (unchanged on return).
-        data: any data that `read_examples` reads (pairs, chats, plain text, `corpus:builtin`), or `Examples`.
+        data: any data that `read_examples` reads (pairs, chats, plain text, `corpus:builtin`), or `Examples`; with
+            `responses`, rows with prompts to respond to.
         blocks: k, the number to remove; None = the number of layers in `given`.
         settings: fields of `SearchSettings` as keywords, or an instance.
         watcher: receives progress and messages.
         tokenizer: required for a loaded model, unless data are `Examples`; None = the one saved with the checkpoint.
         heldout: data to score with, of the same kinds; None = a random fifth of `data`.
-        output: folder for `plan.json`, and for `progress.json` while the search runs.
+        output: folder for `plan.json`, the results of `outcome`, `responses.jsonl`, and `progress.json` while the
+            search runs.
+        responses: number of prompts that the unmodified model responds to first; None = the data hold responses.
+        temperature: of these responses, 0 = greedy.
+        max_new_tokens: most tokens of a response.
         resume: continue an interrupted search; the plan is the same as without interruption.
-        responses: settings of the generated responses, for the plan's `data`.
 
     Raises:
         FulldepthError: if the model, data or options are not valid, or the output folder holds other files.
     """
-    opened = {"tokenizer": tokenizer, "heldout": heldout}
-    with processes() as process, process.holding(output), prepared(model, data, settings, process, **opened) as problem:
-        return search_with(problem, process, watcher, output=output, resume=resume, responses=responses)
-
-
-def search_into(
-    model: str | Path | PreTrainedModel,
-    data: Any,
-    output: str | Path,
-    settings: SearchSettings,
-    *,
-    heldout: Any = None,
-    responses: int | None = None,
-    temperature: float = 0.0,
-    max_new_tokens: int = 256,
-    resume: bool = False,
-    watcher: Watcher | None = None,
-) -> Plan:
-    """Search for a plan; optionally generate responses with the unmodified model first.
-
-    Args:
-        model: checkpoint folder or Hub name.
-        data: as `search`; with `responses`, rows with prompts to respond to.
-        output: folder for `plan.json`, the results of `outcome`, and `responses.jsonl`.
-        settings: of the search.
-        heldout: data to score with; None = a random fifth of `data`.
-        responses: number of prompts to respond to; None = the data hold responses.
-        temperature: of the generation, 0 = greedy.
-        max_new_tokens: most tokens of a response.
-        resume: continue an interrupted search.
-        watcher: receives progress and messages.
-
-    Raises:
-        FulldepthError: as `search` and `generate_responses`.
-    """
-    folder, watcher = Path(output), watcher or Watcher()
-    if responses is not None and responses < 1:
-        raise FulldepthError(f"The number of responses must be at least 1, got {responses}.")
+    folder = None if output is None else Path(output)
+    if responses is not None and (responses < 1 or folder is None):
+        raise FulldepthError(f"Responses need an output folder and a number of at least 1, got {responses}.")
     with processes() as process, process.holding(folder):
-        process.first(lambda: _check_folder(folder, resume))
+        if folder is not None:
+            process.first(partial(_check_folder, folder, resume))
         checkpoint = open_for(model, settings, process)
-        owner, source, generation = checkpoint.model, data, None
-        tokenizer = None if isinstance(data, Examples) else tokenizer_of(checkpoint, settings)
+        owner, generation = checkpoint.model, None
+        if not isinstance(data, Examples):
+            tokenizer = tokenizer_of(checkpoint, settings, tokenizer)
         hashed = model_hash(owner)
-        if responses is not None:
-            announce(owner, settings, settings.blocks or len(settings.given or ()))  # before responses are generated
+        if responses is not None and folder is not None:
             sampling = {"temperature": temperature, "seed": settings.seed, "max_new_tokens": max_new_tokens}
             options: dict[str, Any] = {"batch_size": settings.batch_size, "watcher": watcher, **sampling}
-            generation = process.first(
-                lambda: respond(owner, tokenizer, data, responses, folder, hashed=hashed, **options)
-            )
-            source = str(folder / RESPONSES)
+            respond_first = partial(respond, owner, tokenizer, data, responses, folder, hashed=hashed, **options)
+            generation = process.first(respond_first)
+            data = str(folder / RESPONSES)
         opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": hashed}
-        with prepared(owner, source, settings, process, **opened) as problem:
+        with prepared(owner, data, settings, process, **opened) as problem:
             plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=generation)
-            if process.is_main:
+            if folder is not None and process.is_main:
                 if not (folder / DOCUMENT).exists():
                     outcome(plan, problem, watcher=watcher).save(folder)
                 else:
@@ -176,11 +141,10 @@ def search_with(
     folder, settings, scorer = None if output is None else Path(output), problem.settings, problem.scorer
     if folder is not None and process.agree((folder / FILE).exists()):
         return _finished(folder, problem, resume, process)
-    watcher.say(announce(problem.checkpoint.model, settings, problem.blocks))
 
     def fitted(variant: Variant, *, candidate: bool = False) -> tuple[dict[str, Any], int, float]:
-        options, heldout = fit_options(settings, candidate=candidate), () if candidate else problem.batches
-        result = fit(scorer, variant, problem.examples.train, heldout, options, None if candidate else watcher)
+        fitting, heldout = fit_options(settings, candidate=candidate), () if candidate else problem.batches
+        result = fit(scorer, variant, problem.examples.train, heldout, fitting, None if candidate else watcher)
         names = () if candidate else ("heldout_loss", "losses", "epoch", "train_losses")
         values = {"scalars": result.scalars.as_dict(), **{name: getattr(result, name) for name in names}}
         return values, result.forwards, result.flops
@@ -197,11 +161,10 @@ def search_with(
         refit=partial(fitted, candidate=True),
     )
     rounds: list[Round] = []
-    if settings.search == "greedy":
+    if settings.search in ("greedy", "exact"):
         seconds = math.inf if settings.budget is None else seconds_of(settings.budget)
-        picks, rounds = eliminate(loss_cache, problem.blocks, confidence=settings.confidence, seconds=seconds)
-    elif settings.search == "exact":
-        picks, rounds = exact(loss_cache, problem.blocks, confidence=settings.confidence)
+        options: dict[str, Any] = {"confidence": settings.confidence, "seconds": seconds}
+        picks, rounds = eliminate(loss_cache, problem.blocks, drop=settings.search == "greedy", **options)
     else:
         picks = rank(loss_cache, settings.search, problem.blocks, seed=settings.seed, given=settings.given)
     loss_cache.need_everywhere("Losses on all data", chain(picks), loss_cache.unhealed)

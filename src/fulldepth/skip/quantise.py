@@ -2,8 +2,7 @@
 
 Five models: the original; skipped (a plan, with its scalars); quantised to int8; quantised, then skipped (a new search
 and fit on the quantised model); skipped, then quantised (the original's plan and its scalars). Parts are skipped in
-place, scalars stay float32 and unquantised. The output is the results, the plan of the quantised model, and with `save`
-the quantised models as checkpoints (`int8.py`).
+place, scalars stay float32 and unquantised. The output is the results and the plan of the quantised model.
 
 Rows are those of `bench` without memory: `loss` (healed if the plan is), `parameter_bytes` (in memory, without skipped
 parts, with scalars), times and ratios of times of one batch and context.
@@ -11,15 +10,21 @@ parts, with scalars), times and ratios of times of one batch and context.
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from fulldepth import launch
 from fulldepth.data.examples import Examples
@@ -35,13 +40,13 @@ from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, FRAMEWORKS, Finding, Results, finite, provenance
 from fulldepth.settings.bench import QuantiseSettings
 from fulldepth.settings.keywords import takes_settings
-from fulldepth.skip.assessment.compared import Cell, HeldoutLosses, Measured, gap_finding, in_words, losses_of
-from fulldepth.skip.assessment.int8 import METHOD, Saver, check_torchao, int8
+from fulldepth.skip.compared import Cell, HeldoutLosses, Measured, gap_finding, in_words, losses_of
+from fulldepth.skip.outcome import settings_of
 from fulldepth.skip.plan import FILE, Plan, plan_scalars
-from fulldepth.skip.selection.outcome import settings_of
-from fulldepth.skip.selection.problem import SearchProblem, open_for, prepared
-from fulldepth.skip.selection.search import search_with
+from fulldepth.skip.problem import SearchProblem, open_for, prepared
+from fulldepth.skip.search import search_with
 
+METHOD = "int8"
 ORIGINAL, SKIPPED, QUANTISED = "original", "skipped", "quantised"
 FIRST, SECOND = "quantised, then skipped", "skipped, then quantised"
 SEARCHED = "quantised"
@@ -59,7 +64,6 @@ def quantise(
     settings: QuantiseSettings,
     watcher: Watcher,
     output: str | Path | None = None,
-    save: str | Path | None = None,
     tokenizer: Any = None,
     heldout: Any = None,
     resume: bool = False,
@@ -74,16 +78,16 @@ def quantise(
             quantised model.
         watcher: receives progress.
         output: result folder; the plan of the quantised model is saved in its folder `quantised`. None = not saved.
-        save: folder to create for the checkpoints that `int8.py` describes; None = no weights are saved.
-        tokenizer: as for `search`; also saved with the checkpoints.
+        tokenizer: as for `search`.
         heldout: as for `search`.
         resume: continue an interrupted search on the quantised model.
 
     Raises:
-        FulldepthError: if the plan is for another model, torchao is missing or cannot quantise this model, its
-            quantised weights cannot be saved, or a context with its new tokens exceeds its positions.
+        FulldepthError: if the plan is for another model, torchao is missing or cannot quantise this model, or
+            a context with its new tokens exceeds its positions.
     """
-    check_torchao()
+    if find_spec("torchao") is None:
+        raise FulldepthError("Quantisation needs torchao, not installed here: pip install 'fulldepth[quantise]'.")
     if launch.world() > 1:
         raise FulldepthError("Times are taken in one process: run `fulldepth skip quantise` without torchrun.")
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
@@ -96,14 +100,6 @@ def quantise(
         owner = open_for(model, settings, process).model
         plan.check_model(owner)
         check_positions(find_anatomy(owner), max(settings.contexts), settings.max_new_tokens)
-        saver = None
-        if save is not None:
-            source = model.name_or_path if isinstance(model, PreTrainedModel) else model
-            places = (settings.tokenizer, plan.data.get("tokenizer"), source, plan.model.name)
-            hub = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
-            saver = Saver(Path(save), find_anatomy(owner), plan, tokenizer, places, hub)
-            for note in saver.notes:
-                watcher.say(note)
         opened = partial(prepared, settings=settings, process=process)
         with evaluating(owner):
             hashed = plan.model.hash  # as just checked
@@ -112,16 +108,11 @@ def quantise(
                 sums, batches = {ORIGINAL: _sums(problem), SKIPPED: _sums(problem, plan)}, problem.batches
             watcher.say(f"Quantising ({METHOD}).")
             quantised = int8(anatomy)
-            if saver is not None:  # before the second search, which takes longest
-                saver.save(QUANTISED, quantised)
-                saver.save_skipped(SECOND, quantised, plan)
             searched = None if folder is None else folder / SEARCHED
             again = opened(quantised.model, examples, tokenizer=None, heldout=None)
             with process.holding(searched), again as problem:
                 second = search_with(problem, process, watcher, output=searched, resume=resume)
                 sums |= {QUANTISED: _sums(problem), FIRST: _sums(problem, second), SECOND: _sums(problem, plan)}
-            if saver is not None:
-                saver.save_skipped(FIRST, quantised, second)
             models = {
                 ORIGINAL: (anatomy, None),
                 SKIPPED: (anatomy, plan),
@@ -136,10 +127,76 @@ def quantise(
             watcher.begin("Timing", len(cells) * len(runs) * (settings.warmup + settings.repeats))
             for cell in cells:
                 measured.take_times(cell, runs, anatomy, settings, watcher)
-        results = Results(measured.table(), _document(models, measured, examples, settings, saver))
+        results = Results(measured.table(), _document(models, measured, examples, settings))
         if folder is not None:
             results.save(folder)
         return results
+
+
+@torch.no_grad()
+def int8(anatomy: Anatomy) -> Anatomy:
+    r"""A copy with the linear layers of all blocks in int8, weight-only, by torchao.
+
+    A row of a matrix is stored as integers `q` in [-128, 127] and one factor `s` in the model's precision:
+    `w ~ s q`, `q = round(w / s)`, symmetric about 0. Activations are not quantised; products use `q` in the model's
+    precision. Embeddings, norms and the head are not quantised either, as with transformers' `TorchAoConfig`: a head
+    that is tied to the embeddings would be stored twice.
+
+    Args:
+        anatomy: the verified model; not changed.
+
+    Returns:
+        The copy, on the same device, in evaluation mode.
+
+    Raises:
+        FulldepthError: if torchao cannot be imported, a layer of the model does not run with packed weights, or the
+            matrices of experts are stored as one parameter.
+    """
+    try:
+        with _quiet():
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_  # noqa: PLC0415
+    except (ImportError, RuntimeError, OSError) as error:
+        raise FulldepthError(f"torchao cannot be used with torch {torch.__version__}: {error}") from error
+    if stacked := sum(weight.numel() for _, _, weight in anatomy.expert_projections() if weight is not None):
+        share = stacked / sum(weight.numel() for block in anatomy.block_list for weight in block.parameters())
+        raise FulldepthError(
+            f"int8 cannot quantise this {type(anatomy.model).__name__}: torchao packs linear layers, and {share:.0%} "
+            "of the weights of its blocks are experts that are stored as one parameter for all."
+        )
+    quantised, targets = replace(anatomy, model=copy.deepcopy(anatomy.model).eval()), set()
+    for block in quantised.blocks:
+        for name, module in list(block.named_modules()):
+            if isinstance(module, Conv1D):  # GPT-2's transposed matrices, which torchao does not know
+                inputs, outputs = module.weight.shape
+                linear = nn.Linear(inputs, outputs, device=module.weight.device, dtype=module.weight.dtype)
+                linear.weight = nn.Parameter(module.weight.detach().T.contiguous())
+                linear.bias = nn.Parameter(module.bias.detach())
+                block.set_submodule(name, linear)
+        targets |= {module for module in block.modules() if isinstance(module, nn.Linear)}
+    with _quiet():
+        quantize_(quantised.model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: module in targets)
+    for module in targets:
+        if type(module).forward is nn.Linear.forward:
+            continue
+        try:  # a linear layer of a custom class, such as Falcon's, may not run with packed weights
+            module(torch.zeros(1, module.in_features, device=module.weight.device, dtype=module.weight.dtype))
+        except NotImplementedError as error:
+            raise FulldepthError(
+                f"int8 cannot quantise this model: torchao packs linear layers, and its {type(module).__name__} "
+                "multiplies in a way that packed weights do not know."
+            ) from error
+    return quantised
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence torchao's messages on kernels for other machines."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _switched(anatomy: Anatomy, plan: Plan | None) -> AbstractContextManager[Any]:
@@ -178,7 +235,6 @@ def _document(
     measured: Measured,
     examples: Examples,
     settings: QuantiseSettings,
-    saver: Saver | None,
 ) -> dict[str, Any]:
     """The entries of `results.json`."""
     (anatomy, plan), (_, second) = models[SKIPPED], models[FIRST]
@@ -212,9 +268,8 @@ def _document(
         "model": {**plan.document()["model"], "num_layers": anatomy.num_layers},
         "models": described,
         "data": examples.meta,
-        "saved": [] if saver is None else saver.saved,
         "plans": {SKIPPED: plan.document(), FIRST: second.document()},
-        "warnings": [*_warnings(plan, second, measured, examples), *([] if saver is None else saver.notes)],
+        "warnings": list(_warnings(plan, second, measured, examples)),
         "headline": dict(_headline(measured, {name: made for name, (_, made) in models.items()})),
     }
     return dict(finite(document))

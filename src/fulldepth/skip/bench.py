@@ -40,12 +40,10 @@ from fulldepth.progress import Watcher
 from fulldepth.results import Finding, Results, claimed, finite, provenance
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.keywords import takes_settings
-from fulldepth.skip.assessment.compared import Cell, Measured, gap_finding, heldout_losses, in_words, vocabulary
+from fulldepth.skip.compared import Cell, Measured, gap_finding, heldout_losses, in_words, vocabulary
 from fulldepth.skip.exports.export import NOTES, load, read_notes
-from fulldepth.skip.exports.formats import FORMATS
-from fulldepth.skip.plan import Plan
-from fulldepth.skip.selection.problem import read_data
-from fulldepth.skip.summary import overlap
+from fulldepth.skip.plan import Plan, overlap
+from fulldepth.skip.problem import read_data
 
 
 @takes_settings(BenchSettings)
@@ -139,16 +137,6 @@ class BenchedModel:
         """The plan that it was exported with; empty if there is none."""
         return self.notes.get("plan") or {}
 
-    @property
-    def skipped_blocks(self) -> tuple[str, frozenset[int]] | None:
-        """Granularity and layers of the blocks of the original that it does not compute; None if not known."""
-        if self.notes:
-            blocks = frozenset(self.plan["blocks"])
-            return self.plan["granularity"], blocks - FORMATS[self.notes["format"]].computed(blocks)
-        skipped = {part: getattr(self.model.config, f"skipped_{part}", None) for part in ("attention", "mlp")}
-        parts = [(part, frozenset(layers)) for part, layers in skipped.items() if layers]
-        return parts[0] if len(parts) == 1 else None
-
 
 def _opened(models: Sequence[str | Path | PreTrainedModel], settings: BenchSettings) -> list[BenchedModel]:
     """Every model loaded, with distinct labels: the last parts of the names if they differ, else numbered names."""
@@ -179,7 +167,6 @@ def _document(
         model, plan, original = entry.model, entry.plan, entry is first
         layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
         depth = find_anatomy(model).num_layers if original else layers if isinstance(layers, int) else None
-        granularity, skipped = (None if original else entry.skipped_blocks) or (None, None)
         described.append(
             {
                 "label": entry.label,
@@ -193,10 +180,8 @@ def _document(
                     "hash": digest if original else None,
                 },
                 "format": entry.notes.get("format"),
-                "granularity": granularity,
+                "granularity": plan.get("granularity"),
                 "blocks": plan.get("blocks"),
-                "not_computed": None if skipped is None else sorted(skipped),
-                "data": {"hash": (plan.get("data") or {}).get("hash")},
                 "losses": plan.get("losses"),
                 "healed_loss": plan.get("healed_loss"),
             }

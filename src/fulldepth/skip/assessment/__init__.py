@@ -1,1 +1,0 @@
-"""Assessment of plans: time and memory, the curve, quantisation, changes inside the model."""
