@@ -11,9 +11,10 @@ import numpy as np
 from fulldepth.data.batches import Example, id_bytes
 from fulldepth.data.columns import TEXT_COLUMNS
 from fulldepth.data.conversations import CUT_OFF, encode_pair, is_conversation, read_conversations
+from fulldepth.data.corpus import CORPUS
 from fulldepth.data.drawing import Text, draw_windows
 from fulldepth.data.files import TABLES
-from fulldepth.data.opening import CORPUS, open_data, sampled_texts
+from fulldepth.data.opening import open_data, sampled_texts
 from fulldepth.data.tokens import Frame, check_positions, check_vocabulary, plain_ids
 from fulldepth.errors import FulldepthError, names_of
 from fulldepth.fingerprint import Fingerprint

@@ -223,7 +223,8 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     pad = next((pad for pad in pads if pad is not None and 0 <= pad < (plan.vocab_size or pad + 1)), 0)
     fingerprint = Fingerprint(task)
     for number, example in enumerate(examples):
-        parts = [example.input_ids, example.input_ids if example.masked_ids is None else example.masked_ids]
+        parts: list[torch.Tensor | None] = [example.input_ids]
+        parts += [example.input_ids if example.masked_ids is None else example.masked_ids]
         parts += [None if targets is None else targets(example.labels), example.types]
         parts += [] if encoded.inputs is None else [encoded.inputs[number].input_ids]
         for tensor in parts:

@@ -18,11 +18,11 @@ from fulldepth.data.labelled import (
     Collator,
     LabelledRows,
     Rows,
-    check_classes,
     check_kind,
     check_rows,
     held_out,
     in_epochs,
+    listed,
     name_classes,
 )
 from fulldepth.data.sequences import Picture
@@ -134,24 +134,32 @@ def labelled_data(settings: TrainSettings) -> LabelledData:
     """
     data, skip, detects = settings.data, settings.data.skip_bad, settings.task == "detection"
 
-    def checked(source: Source, every: bool = True) -> tuple[Rows, list[str]]:
-        """The valid rows, and warnings. With `every`, each class needs a row; a detector needs less."""
+    warnings: list[str] = []
+
+    def checked(source: Source, *, every: bool) -> Rows:
+        """The valid rows. With `every`, each class needs a row; a detector needs less."""
         rows = check_rows(source, settings.task, classes, skip_bad=skip)
-        return rows, rows.warnings + ([] if detects else check_classes(rows, skip_bad=skip or not every))
+        warnings.extend(rows.source.warnings)
+        missing = [] if detects else [classes[number] for number in sorted({*range(len(classes))} - {*rows.labels})]
+        if missing:
+            lacks = f"{source.name} has no row of {len(missing)} of the {len(classes)} classes ({listed(missing)})."
+            if every and not skip:
+                raise FulldepthError(f"{lacks} Give rows of every class, or set data.skip_bad.")
+            warnings.append(lacks)
+        return rows.select(range(len(rows.digests)))
 
     source = open_source(data.name, config=data.config, split=data.split, held_out=False, skip_bad=skip)
     classes = data_classes(source, settings)
-    rows, warnings = checked(source)
+    train = checked(source, every=True)
     if data.validation is not None:
         other = open_source(data.validation, skip_bad=skip, limit=settings.most_validation, seed=settings.seed)
-        sampled = len(other) == settings.most_validation  # a rare class may be in none of its rows
-        train, (validation, more) = rows, checked(other, every=not sampled)
-        warnings += more
+        # a rare class may be in none of the rows of a sample
+        validation = checked(other, every=len(other) != settings.most_validation)
     else:
         least = 1 if detects else len(classes)
-        most = min(max(least, round(len(rows.digests) * data.validation_share)), settings.most_validation)
-        chosen = held_out(rows, most, settings.seed)
-        train, validation = rows.select(np.flatnonzero(~chosen)), rows.select(np.flatnonzero(chosen))
+        most = min(max(least, round(len(train.digests) * data.validation_share)), settings.most_validation)
+        chosen = held_out(train, most, settings.seed)
+        train, validation = (train.select(np.flatnonzero(chosen == part)) for part in (False, True))
     return LabelledData(train, validation, classes, warnings)
 
 
