@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -391,7 +392,7 @@ def _translation(given: Sequence[DataRecord], plan: Preparation, warnings: list[
         raise FulldepthError("An encoder-decoder needs decoder_start_token_id in its configuration.")
     tokenizer, length = plan.tokenizer, plan.sequence_length
     pairs = [(record.prompt or "", record.response or "") for record in given]
-    frame = Frame.of(tokenizer, [text for pair in pairs for text in pair])
+    frame = Frame.of(tokenizer, chain.from_iterable(pairs))
     room = length - len(frame)
     if room < 1:
         raise FulldepthError(_no_room(length, frame))
