@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fulldepth.data.digits import digit_rows
+from fulldepth.data.corpus import digit_rows
 from fulldepth.results import Results
 
 VIT = {"type": "vit", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}

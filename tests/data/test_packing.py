@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fulldepth.data import Documents, pack, packing, train_tokenizer
 from fulldepth.data.packing import Encoder
 from fulldepth.errors import FulldepthError
+from fulldepth.progress import Watcher
 
 EOS = 1
 WORD = 2**64 - 1
@@ -113,6 +114,17 @@ def test_every_way_of_tokenising_gives_the_same_file(tmp_path, number_tokenizer,
     assert (packed[0].folder / "text.ds").stat().st_size == 2 * packed[0].tokens
     again = pickle.loads(pickle.dumps(packed[0].train))
     assert listed(again) == listed(packed[0].train)
+
+
+def test_one_bar_shows_the_tokenising_and_nothing_without_a_watcher(tmp_path, number_tokenizer, monkeypatch, capfd):
+    monkeypatch.setattr(packing, "PROCESS_DOCUMENTS", 10)
+    monkeypatch.setattr(packing.os, "cpu_count", lambda: 2)
+    shown = []
+    watcher = Watcher(begin=lambda *task: shown.append(task), advance=shown.append)
+    packed_in(tmp_path / "shown", texts(50), number_tokenizer, watcher=watcher)
+    packed_in(tmp_path / "silent", texts(50), number_tokenizer)
+    assert shown == [("Tokenising", 50), 20, 20, 10]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_stream_is_read_no_further_than_needed(tmp_path, number_tokenizer):

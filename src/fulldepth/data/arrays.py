@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from fulldepth.data.batches import id_bytes
-from fulldepth.data.sequences import Batch, Picture, Sequences
+from fulldepth.data.sequences import Batch, Sequences
 from fulldepth.errors import FulldepthError
 from fulldepth.fingerprint import Fingerprint
 from fulldepth.targets import IGNORE
@@ -74,7 +74,7 @@ def prepare_arrays(data: Any, *, max_sequences: int = 256, seed: int = 0) -> Seq
         kind="arrays",
         task="classification",
         hash=str(fingerprint),
-        examples=[Picture(_no_picture, int(label)) for label in labels],
+        examples=labels.tolist(),
         collate=partial(_collate, inputs, labels),
         lengths=[0] * len(inputs),
         num_targets=len(classes),
@@ -86,10 +86,6 @@ def prepare_arrays(data: Any, *, max_sequences: int = 256, seed: int = 0) -> Seq
 
 def _bytes(values: Tensor) -> bytes:
     return values.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if values.numel() else b""
-
-
-def _no_picture() -> Any:
-    raise FulldepthError("Samples given as arrays are no pictures.")
 
 
 def _collate(inputs: Tensor, labels: Tensor, indices: Sequence[int]) -> Batch:

@@ -6,9 +6,8 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import pydantic
 from PIL import Image
@@ -66,17 +65,6 @@ class Objects:
         return replace(self, boxes=tuple((self.width - x - w, y, w, h) for x, y, w, h in self.boxes))
 
 
-class Coco(NamedTuple):
-    """The images of a json file."""
-
-    name: str
-    rows: list[dict[str, Any]]
-    """`image` (a loader) and `objects` of each image, in the order of the file."""
-    classes: tuple[str, ...]
-    """Names of the classes, in the order of the categories' ids."""
-    warnings: list[str]
-
-
 class CocoEntry(pydantic.BaseModel):
     """An entry of a list of the json file; other keys are ignored."""
 
@@ -108,7 +96,7 @@ class Category(CocoEntry):
     name: str
 
 
-def coco_rows(path: Path, *, skip_bad: bool = False) -> Coco:
+def coco_rows(path: Path, *, skip_bad: bool = False) -> tuple[list[dict[str, Any]], tuple[str, ...], tuple[str, ...]]:
     """Read a json file in COCO's format; images are decoded on use.
 
     The image files are searched beside the json file, in its folder `images`, and as COCO's own layout has them
@@ -118,6 +106,9 @@ def coco_rows(path: Path, *, skip_bad: bool = False) -> Coco:
     Args:
         path: the json file.
         skip_bad: leave out entries with defects and count them, instead of refusing the file.
+
+    Returns:
+        `image` (a loader) and `objects` of each image, in the order of the file; names of the classes; warnings.
 
     Raises:
         FulldepthError: if the file is not of this format, or (without `skip_bad`) an entry has a defect: an id that
@@ -133,12 +124,12 @@ def coco_rows(path: Path, *, skip_bad: bool = False) -> Coco:
             "categories."
         )
     reader, bad, first = _CocoReader(path), Counter[str](), list[str]()
-    uses: list[tuple[str, type[CocoEntry], Callable[[str, Any], None]]] = [
-        ("categories", Category, reader.category),
-        ("images", ImageEntry, reader.image),
-        ("annotations", Annotation, reader.annotation),
-    ]
-    for key, kind, use in uses:
+    uses: dict[str, tuple[type[CocoEntry], Callable[[str, Any], None]]] = {
+        "categories": (Category, reader.category),
+        "images": (ImageEntry, reader.image),
+        "annotations": (Annotation, reader.annotation),
+    }
+    for key, (kind, use) in uses.items():
         for position, value in enumerate(content[key]):
             where = f"{path.name} {key}[{position}]"
             if isinstance(value, dict) and "id" in value:
@@ -152,9 +143,11 @@ def coco_rows(path: Path, *, skip_bad: bool = False) -> Coco:
                     advice = "--skip-bad (in training: data.skip_bad=true) leaves such entries out and counts them."
                     raise FulldepthError(f"{error} {advice}") from error
                 bad[key] += 1
-                first = [*first, str(error)][:SHOWN]
-        if not 1 <= (count := len(reader.names)) <= MOST_CATEGORIES:
-            raise FulldepthError(f"{path.name} has {count:,} categories, expected 1 to {MOST_CATEGORIES:,}.")
+                first.append(str(error))
+        if not 1 <= len(reader.names) <= MOST_CATEGORIES:
+            raise FulldepthError(
+                f"{path.name} has {len(reader.names):,} categories, expected 1 to {MOST_CATEGORIES:,}."
+            )
     if not reader.images:
         raise FulldepthError(f"{path} holds no images without defects. {' '.join(first[:1])}")
     numbers = {key: number for number, key in enumerate(sorted(reader.names))}
@@ -162,9 +155,9 @@ def coco_rows(path: Path, *, skip_bad: bool = False) -> Coco:
     for load, entry in reader.images.values():
         known = [(numbers[each.category_id], box, bool(each.iscrowd)) for each, box in reader.objects[entry.id]]
         rows.append({"image": load, "objects": Objects(entry.width, entry.height, *zip(*known, strict=True))})
-    counts = " and ".join(f"{count} {key}" for key, count in bad.items())
-    warnings = [one_line(f"{path.name}: skipped {counts} with defects. First: {' '.join(first)}", 900)] if bad else []
-    return Coco(path.name, rows, tuple(reader.names[key] for key in numbers), warnings)
+    counts, examples = " and ".join(f"{count} {key}" for key, count in bad.items()), " ".join(first[:SHOWN])
+    warnings = (one_line(f"{path.name}: skipped {counts} with defects. First: {examples}", 900),) if bad else ()
+    return rows, tuple(reader.names[key] for key in numbers), warnings
 
 
 class _CocoReader:
@@ -198,17 +191,35 @@ class _CocoReader:
         if found is None:
             missing = one_line(name, 120)
             raise FulldepthError(f"{where}: there is no image file {missing} in {self.path.parent} or near it.")
-        stored = stored_image(found, name)
-        sized = partial(_sized, stored, where, entry.width, entry.height)
-        self.images[entry.id] = replace(stored, decode=sized), entry
+        stored, stated = stored_image(found, name), (entry.width, entry.height)
+
+        def decode() -> Image.Image:
+            image = stored()
+            if image.size != stated:
+                raise FulldepthError(
+                    f"{where} is stated to have {stated[0]} x {stated[1]} pixels; its file {one_line(name, 120)} has "
+                    f"{image.width} x {image.height}."
+                )
+            return image
+
+        self.images[entry.id] = replace(stored, decode=decode), entry
 
     def annotation(self, where: str, entry: Annotation) -> None:
         if entry.image_id not in self.images:
             raise FulldepthError(f"{where}: image_id {entry.image_id} is not among the images.")
         if entry.category_id not in self.names:
             raise FulldepthError(f"{where}: category_id {entry.category_id} is not among the categories.")
-        box = _inside(entry.bbox, self.images[entry.image_id][1], where)
-        self.objects[entry.image_id].append((entry, box))
+        image = self.images[entry.image_id][1]
+        x, y, width, height = entry.bbox
+        left, top = max(x, 0.0), max(y, 0.0)
+        right, bottom = min(x + width, image.width), min(y + height, image.height)  # cut off at the image's edges
+        outside = min(x, y) < -SLACK or x + width > image.width + SLACK or y + height > image.height + SLACK
+        if min(width, height) <= 0 or outside or right <= left or bottom <= top:
+            raise FulldepthError(
+                f"{where}: the box {entry.bbox} has no area, or is not inside its image of {image.width} x "
+                f"{image.height} pixels."
+            )
+        self.objects[entry.image_id].append((entry, (left, top, float(right - left), float(bottom - top))))
 
 
 def _validated(value: Any, kind: type[CocoEntry], where: str) -> Any:
@@ -219,27 +230,3 @@ def _validated(value: Any, kind: type[CocoEntry], where: str) -> Any:
         place = ".".join(map(str, problem["loc"])) or "the entry"
         given = one_line(repr(problem["input"]), 80)
         raise FulldepthError(f"{where}: {place} is {given}. {one_line(problem['msg'], 120)}.") from error
-
-
-def _inside(box: list[float], image: ImageEntry, where: str) -> Box:
-    """A box, cut off at the edges of its image."""
-    x, y, width, height = box
-    left, top = max(x, 0.0), max(y, 0.0)
-    right, bottom = min(x + width, image.width), min(y + height, image.height)
-    outside = min(x, y) < -SLACK or x + width > image.width + SLACK or y + height > image.height + SLACK
-    if min(width, height) <= 0 or outside or right <= left or bottom <= top:
-        raise FulldepthError(
-            f"{where}: the box {box} has no area, or is not inside its image of {image.width} x {image.height} pixels."
-        )
-    return left, top, float(right - left), float(bottom - top)
-
-
-def _sized(stored: StoredImage, where: str, width: int, height: int) -> Image.Image:
-    """The decoded image, which must have the size that the json file states."""
-    image = stored()
-    if image.size != (width, height):
-        raise FulldepthError(
-            f"{where} is stated to have {width} x {height} pixels; its file {one_line(stored.name, 120)} has "
-            f"{image.width} x {image.height}."
-        )
-    return image

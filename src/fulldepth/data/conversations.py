@@ -114,7 +114,7 @@ def read_conversations(rows: Rows, tokenizer: Any = None) -> Iterator[tuple[str,
                 answered = bool(completion.strip())
                 if answered and isinstance(prompt, list):
                     completion = [{"role": "assistant", "content": completion}]
-                elif answered and not completion[0].isspace():
+                elif answered and isinstance(prompt, str) and not completion[0].isspace():
                     prompt = _separated(prompt)
             if answered:
                 cut_off = {CUT_OFF: True} if row.get(CUT_OFF) is True else {}

@@ -1,20 +1,27 @@
-"""The built-in corpus of public-domain novels (see CORPUS.md), and training of small tokenizers."""
+"""The built-in data, public-domain novels (see CORPUS.md) and handwritten digits, and training of small tokenizers."""
 
 from __future__ import annotations
 
 import lzma
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+from PIL import Image
+from sklearn.datasets import load_digits
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from fulldepth.data.images import StoredImage
 from fulldepth.errors import unknown
 
-PARTS = ("train", "heldout")
+CORPUS, DIGITS = "corpus:builtin", "digits:builtin"
+PARTS, DIGIT_PARTS = ("train", "heldout"), ("train", "test")
+TEST_SHARE = 5
+"""One in so many images of each class is in the test part."""
 END_OF_TEXT = "<|endoftext|>"
 """End-of-text and padding token."""
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -57,6 +64,41 @@ def builtin_texts(part: str = "train") -> list[str]:
     if part not in PARTS:
         raise unknown("part of the built-in corpus", part, PARTS)
     return [novel.text for novel in novels() if novel.part == part]
+
+
+def digit_rows(part: str) -> list[dict[str, Any]]:
+    """The rows of one part of scikit-learn's handwritten digits, with `image` and `label`, in scikit-learn's order.
+
+    Of each class the fifth, tenth, ... image is in `test` (355 images), the others are in `train` (1,442). Grey values
+    0 to 16 become 0 to 255.
+
+    Args:
+        part: `train` or `test`.
+
+    Raises:
+        FulldepthError: if there is no such part.
+
+    Source: Alpaydin and Kaynak 1998 (UCI Optical Recognition of Handwritten Digits), the copy in scikit-learn.
+    """
+    if part not in DIGIT_PARTS:
+        raise unknown("part of the built-in digits", part, DIGIT_PARTS)
+    digits = load_digits()
+    images = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # [1797, 8, 8]
+    seen: Counter[int] = Counter()
+    rows = []
+    for pixels, label in zip(images, digits.target.tolist(), strict=True):
+        seen[label] += 1
+        if (seen[label] % TEST_SHARE == 0) == (part == "test"):
+            image = Image.fromarray(pixels).convert("RGB")
+            rows.append({"image": StoredImage(image.copy, pixels.tobytes), "label": label})
+    return rows
+
+
+BUILTIN: dict[str, tuple[tuple[str, ...], Callable[[str], Sequence[Any]], tuple[str, ...]]] = {
+    CORPUS: (PARTS, builtin_texts, ()),
+    DIGITS: (DIGIT_PARTS, digit_rows, tuple("0123456789")),
+}
+"""Built-in data -> parts (to train on, held out), function of the part, names of the classes."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> PreTrainedTokenizerFast:

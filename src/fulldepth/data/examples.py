@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +12,10 @@ import numpy as np
 from fulldepth.data.batches import Example, id_bytes
 from fulldepth.data.columns import TEXT_COLUMNS
 from fulldepth.data.conversations import CUT_OFF, encode_pair, is_conversation, read_conversations
+from fulldepth.data.corpus import CORPUS
 from fulldepth.data.drawing import Text, draw_windows
 from fulldepth.data.files import TABLES
-from fulldepth.data.opening import CORPUS, open_data, sampled_texts
+from fulldepth.data.opening import open_data, sampled_texts
 from fulldepth.data.tokens import Frame, check_positions, check_vocabulary, plain_ids
 from fulldepth.errors import FulldepthError, names_of
 from fulldepth.fingerprint import Fingerprint
@@ -46,6 +48,14 @@ class _Part(NamedTuple):
     kind: str
     """`pairs` (chats too) or `text`."""
     examples: list[Example]
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "examples": len(self.examples),
+            "documents": len({example.document for example in self.examples}),
+            "tokens": sum(map(len, self.examples)),
+            "predicted": sum(example.predicted for example in self.examples),
+        }
 
 
 def read_examples(
@@ -92,17 +102,26 @@ def read_examples(
         raise FulldepthError("The data are text, and the model has no tokenizer. Give one.")
     longest = sequence_length or max_positions
     window = sequence_length or min(DEFAULT_LENGTH, max_positions or DEFAULT_LENGTH)
-    draw = _Draw(window, limit, seed)
-    second = None if heldout is None else _read(heldout, tokenizer, longest, draw)
-    first = second if second and data is None else _read(data, tokenizer, longest, draw)
-    train = [] if first is second else first.examples
-    if second is None:
-        train, other = _split(first, seed)
-        second = _Part(f"a seeded fifth of {first.name}", first.kind, other)
-    highest = max(int(example.input_ids.max()) for example in (*train, *second.examples))
+    read = partial(_read, tokenizer=tokenizer, longest=longest, window=window, limit=limit, seed=seed)
+    second = None if heldout is None else read(heldout)
+    first = second if second and data is None else read(data)
+    if first is second:
+        first = first._replace(examples=[])
+    elif second is None:
+        documents = list(dict.fromkeys(example.document for example in first.examples))
+        if len(documents) < 2:
+            raise FulldepthError(
+                f"{first.name} holds one {'document' if first.kind == 'text' else 'row'}, so none can be held out to "
+                "score with. Give more, or a held-out file."
+            )
+        order = np.random.default_rng(seed).permutation(documents).tolist()
+        chosen = set(order[: max(1, round(len(documents) / HELDOUT_SHARE))])
+        kept, other = ([e for e in first.examples if (e.document in chosen) == part] for part in (False, True))
+        first, second = first._replace(examples=kept), _Part(f"a seeded fifth of {first.name}", first.kind, other)
+    highest = max(int(example.input_ids.max()) for example in (*first.examples, *second.examples))
     warnings = check_vocabulary(highest, tokenizer, vocab_size)
     trained, scored = (
-        [id_bytes(each.input_ids) + id_bytes(each.labels) for each in part] for part in (train, second.examples)
+        [id_bytes(each.input_ids) + id_bytes(each.labels) for each in part.examples] for part in (first, second)
     )
     known = set(trained)
     if both := sum(content in known for content in scored):
@@ -115,55 +134,45 @@ def read_examples(
         "hash": str(fingerprint),
         "name": first.name,
         "kind": first.kind,
-        "train": _counts(train),
-        "heldout": {"name": second.name, "kind": second.kind, **_counts(second.examples)},
+        "train": first.counts(),
+        "heldout": {"name": second.name, "kind": second.kind, **second.counts()},
         "sequence_length": window if "text" in (first.kind, second.kind) else sequence_length,
         "limit": limit,
         "seed": seed,
         "warnings": warnings,
     }
-    return Examples(train, second.examples, meta)
+    return Examples(first.examples, second.examples, meta)
 
 
-class _Draw(NamedTuple):
-    """The sample to read."""
-
-    window: int
-    """Tokens of a window of text."""
-    limit: int | None
-    seed: int
-
-
-def _read(data: Any, tokenizer: Any, longest: int | None, draw: _Draw) -> _Part:
-    """All examples of one source."""
+def _read(data: Any, *, tokenizer: Any, longest: int | None, window: int, limit: int | None, seed: int) -> _Part:
+    """All examples of one source, or of a sample of it."""
     if isinstance(data, str) and data == CORPUS:
         data = f"{CORPUS}/heldout"  # as for `measure`: unseen by models trained on the corpus
-    opened = open_data(data, streaming=draw.limit is not None)
+    opened = open_data(data, streaming=limit is not None)
     if not opened.is_plain:
         opened = open_data(data, suffixes=TABLES) if opened.path else opened
         where, row = next(opened.rows(), ("", {}))
         if not row:
             raise FulldepthError(f"{opened.name} is empty. Expected rows with {EXPECTED}.")
         if is_conversation(row):
-            rows = opened.rows()
-            if draw.limit is not None:
-                rows = opened.sampled(list(row), draw.limit, seed=draw.seed)
+            rows = opened.rows() if limit is None else opened.sampled(list(row), limit, seed=seed)
             pairs = _pairs(opened.name, read_conversations(rows, tokenizer), tokenizer, longest)
             return _Part(opened.name, "pairs", pairs)
         if not any(column in row for column in TEXT_COLUMNS):
             raise FulldepthError(
                 f"{where} has none of the columns to search with. Got: {names_of(row)}. Expected: {EXPECTED}."
             )
-    texts = sampled_texts(opened, draw.window, draw.limit, draw.seed)
-    return _Part(opened.name, "text", _windows(opened.name, texts, tokenizer, draw))
+    texts = sampled_texts(opened, window, limit, seed)
+    return _Part(opened.name, "text", _windows(opened.name, texts, tokenizer, window, limit, seed))
 
 
-def _windows(name: str, texts: Sequence[str], tokenizer: Any, draw: _Draw) -> list[Example]:
+def _windows(
+    name: str, texts: Sequence[str], tokenizer: Any, window: int, limit: int | None, seed: int
+) -> list[Example]:
     """Windows of at most a number of tokens, each within a document; with a limit a uniform sample of them.
 
     The end of a document is a shorter window, dropped if it is a single token.
     """
-    most = MOST_WINDOWS if draw.limit is None else draw.limit
     documents = [(identity(text), text) for text in texts]
     frame = Frame.of(tokenizer, (text for text in texts if text.strip()))
 
@@ -171,7 +180,7 @@ def _windows(name: str, texts: Sequence[str], tokenizer: Any, draw: _Draw) -> li
         ids = plain_ids(tokenizer, text.text) if text.text.strip() else []
         return Frame(frame.prefix if text.starts else (), frame.suffix if text.ends else ()).wrap(ids) if ids else []
 
-    drawn = draw_windows(documents, tokenise, window=draw.window, count=most, seed=draw.seed, least=2)
+    drawn = draw_windows(documents, tokenise, window=window, count=limit or MOST_WINDOWS, seed=seed, least=2)
     if not drawn.windows:
         raise FulldepthError(f"{name} has nothing to predict: each of its documents is blank or a single token.")
     return [Example.of(each.ids, 1, len(each.ids), document=each.document) for each in drawn.windows]
@@ -221,26 +230,3 @@ def _turns(conversation: list[dict[str, Any]], where: str) -> Iterator[tuple[Any
             yield messages[:index], messages[index]
     if not conversation:
         raise FulldepthError(f"{where} has no response. Leave the row out, or give it one.")
-
-
-def _split(part: _Part, seed: int) -> tuple[list[Example], list[Example]]:
-    """(training, held-out) examples: held out is a seeded fifth of the documents, at least one."""
-    documents = list(dict.fromkeys(example.document for example in part.examples))
-    if len(documents) < 2:
-        raise FulldepthError(
-            f"{part.name} holds one {'document' if part.kind == 'text' else 'row'}, so none can be held out to score "
-            "with. Give more, or a held-out file."
-        )
-    order = np.random.default_rng(seed).permutation(documents).tolist()
-    heldout = set(order[: max(1, round(len(documents) / HELDOUT_SHARE))])
-    train, other = ([e for e in part.examples if (e.document in heldout) == inside] for inside in (False, True))
-    return train, other
-
-
-def _counts(examples: Sequence[Example]) -> dict[str, int]:
-    return {
-        "examples": len(examples),
-        "documents": len({example.document for example in examples}),
-        "tokens": sum(map(len, examples)),
-        "predicted": sum(example.predicted for example in examples),
-    }

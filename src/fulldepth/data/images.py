@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image
 
@@ -124,28 +124,22 @@ def decode_image(data: bytes, where: str) -> Image.Image:
         raise _unreadable(where, error) from error
 
 
-class Pictures(NamedTuple):
-    """The images of one split of a folder."""
-
-    name: str
-    files: list[tuple[PurePosixPath, str | None]]
-    """Path and class of each image."""
-    row_of: Callable[[Any], dict[str, Any]]
-    """(path, class) -> `image` (a loader), `label` (class index, or None) and, in a folder with captions, `text` (None
-    without one)."""
-    classes: tuple[str, ...]
-
-
 def has_images(path: Path) -> bool:
     """Whether a folder or one of its sub-folders holds an image."""
     with reading(path):
         return any(file.suffix.lower() in SUFFIXES for file in folder_files(path))
 
 
-def folder_images(path: Path, split: str | None = None, *, held_out: bool = True) -> Pictures:
+def folder_images(
+    path: Path, split: str | None = None, *, held_out: bool = True
+) -> tuple[str, list[Any], Callable[[Any], dict[str, Any]], tuple[str, ...]]:
     """The images below a folder, `[train|validation|test/]class/file`; the classes are in sorted order of their names.
 
     Without `split`, the first of `SPLITS` that exists (if not `held_out`, `train` before all others).
+
+    Returns:
+        Name, images, a function that makes a row of an image, with `image` (a loader), `label` (class index, or None)
+        and, in a folder with captions, `text` (None without one); and names of the classes.
 
     Raises:
         FulldepthError: if there are no images, or not the split.
@@ -160,7 +154,7 @@ def folder_images(path: Path, split: str | None = None, *, held_out: bool = True
         row = {"image": stored_image(path / file, str(file)), "label": None if label is None else classes.index(label)}
         return {**row, "text": captions.get(file)} if captions else row
 
-    return Pictures(f"{path.name}/{chosen}" if chosen else path.name, images, row_of, classes)
+    return f"{path.name}/{chosen}" if chosen else path.name, images, row_of, classes
 
 
 def _captions(path: Path, files: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:

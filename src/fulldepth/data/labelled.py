@@ -57,12 +57,12 @@ def number_labels(
     named = any(number is not None for number in by_name) or (required and bool(by_name) and not boxes)
     numbers = by_name if named else list(range(len(classes)))
     if classes and source.class_names and not named and not all(name.startswith("LABEL_") for name in classes):
-        ours, theirs = _listed(source.class_names), _listed(classes)
+        ours, theirs = listed(source.class_names), listed(classes)
         warnings.append(f"The data's classes ({ours}) are not the model's ({theirs}); taken in order.")
     if boxes and classes and not named and len(source.class_names) > len(classes):
         raise FulldepthError(
-            f"{source.name} has {len(source.class_names)} classes ({_listed(source.class_names)}), the model has "
-            f"{len(classes)} classes: {_listed(classes)}."
+            f"{source.name} has {len(source.class_names)} classes ({listed(source.class_names)}), the model has "
+            f"{len(classes)} classes: {listed(classes)}."
         )
     records, digests = [], []
     for record in source.records:
@@ -75,7 +75,7 @@ def number_labels(
                     shown = names[own] if own < len(names) else own
                     raise FulldepthError(
                         f"{record.where}: its label ({one_line(shown, 60)}) is none of the {len(classes)} classes "
-                        f"({_listed(classes)})."
+                        f"({listed(classes)})."
                     )
             elif label is None and required and not boxes:
                 raise FulldepthError(f"{record.where} has no label.")
@@ -84,7 +84,7 @@ def number_labels(
                 unknown = [number for number in objects.classes if numbers[number] is None]
                 if unknown:
                     shown = one_line(source.class_names[unknown[0]], 60)
-                    known = f"none of the {len(classes)} classes ({_listed(classes)})"
+                    known = f"none of the {len(classes)} classes ({listed(classes)})"
                     bad += [f"{record.where}: an object is a {shown}, which is {known}."] * len(unknown)
                     if not skip_bad:
                         raise FulldepthError(bad[0])
@@ -141,7 +141,7 @@ def usable_rows(
     return number_labels(source, classes or (), read=pictures and skip_bad, skip_bad=skip_bad)[0]
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     """The first five of some names, for a message."""
     first = list(islice(names, 6))
     return one_line(", ".join(first[:5]) + (", ..." if len(first) > 5 else ""), 200)
@@ -169,17 +169,17 @@ class Rows(NamedTuple):
     source: Source
     digests: list[bytes]
     """Of the content of each row, without its label; equal texts or images have equal ones."""
-    warnings: list[str]
 
     @property
     def labels(self) -> list[int]:
         """The class of each row; 0 where rows have boxes in place of a class."""
         return [record.label or 0 for record in self.source.records]
 
-    def select(self, indices: Sequence[int] | np.ndarray) -> Rows:
+    def select(self, indices: Iterable[int]) -> Rows:
         """The rows of these indices, without the warnings."""
-        source = replace(self.source, records=[self.source.records[i] for i in indices])
-        return Rows(source, [self.digests[i] for i in indices], [])
+        chosen = list(indices)
+        source = replace(self.source, records=[self.source.records[i] for i in chosen], warnings=())
+        return Rows(source, [self.digests[i] for i in chosen])
 
 
 def name_classes(source: Source, declared: int | None = None) -> tuple[str, ...]:
@@ -232,23 +232,7 @@ def check_rows(
     check_kind(source, task)
     read = (skip_bad or len(source) <= MOST_READ) if read is None else read
     numbered, digests = number_labels(source, classes, required=True, read=read, skip_bad=skip_bad)
-    return Rows(replace(numbered, class_names=tuple(classes), warnings=()), digests, list(numbered.warnings))
-
-
-def check_classes(rows: Rows, *, skip_bad: bool = False) -> list[str]:
-    """A warning if classes have no row; without `skip_bad` an error.
-
-    Raises:
-        FulldepthError: naming the first such class.
-    """
-    classes = rows.source.class_names
-    missing = [classes[number] for number in sorted(set(range(len(classes))) - set(rows.labels))]
-    if not missing:
-        return []
-    sentence = f"{rows.source.name} has no row of {len(missing)} of the {len(classes)} classes ({_listed(missing)})."
-    if not skip_bad:
-        raise FulldepthError(f"{sentence} Give rows of every class, or set data.skip_bad.")
-    return [sentence]
+    return Rows(replace(numbered, class_names=tuple(classes)), digests)
 
 
 def held_out(rows: Rows, most: int, seed: int) -> np.ndarray:
@@ -265,17 +249,15 @@ def held_out(rows: Rows, most: int, seed: int) -> np.ndarray:
     Raises:
         FulldepthError: if all rows are equal.
     """
-
-    def drawn(digest: bytes) -> bytes:
-        return hashlib.sha256(seed.to_bytes(8, "little", signed=True) + digest).digest()
-
     groups: defaultdict[bytes, list[int]] = defaultdict(list)
     for index, digest in enumerate(rows.digests):
         groups[digest].append(index)
     labels = rows.labels
     remaining = Counter(labels)
     chosen = np.zeros(len(labels), bool)
-    for group in sorted(groups.values(), key=lambda indices: drawn(rows.digests[indices[0]])):
+    key = seed.to_bytes(8, "little", signed=True)
+    for digest in sorted(groups, key=lambda digest: hashlib.sha256(key + digest).digest()):
+        group = groups[digest]
         own = Counter(labels[i] for i in group)
         if chosen.sum() + len(group) <= most and all(remaining[label] > count for label, count in own.items()):
             chosen[group] = True

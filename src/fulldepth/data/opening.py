@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -21,10 +20,9 @@ import datasets
 import numpy as np
 from huggingface_hub import HfApi
 
-from fulldepth.data import digits
 from fulldepth.data.coco import coco_rows
 from fulldepth.data.columns import IMAGE_COLUMNS, column_texts, text_column
-from fulldepth.data.corpus import END_OF_TEXT, PARTS, builtin_texts
+from fulldepth.data.corpus import BUILTIN, CORPUS, END_OF_TEXT
 from fulldepth.data.files import (
     SUFFIXES,
     count_rows,
@@ -47,12 +45,6 @@ from fulldepth.data.images import (
 from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.files import reading, reading_each
 
-CORPUS, DIGITS = "corpus:builtin", "digits:builtin"
-BUILTIN: dict[str, tuple[tuple[str, ...], Callable[[str], Sequence[Any]], tuple[str, ...]]] = {
-    CORPUS: (PARTS, builtin_texts, ()),
-    DIGITS: (digits.PARTS, digits.digit_rows, digits.CLASSES),
-}
-"""Built-in data -> parts (to train on, held out), function of the part, names of the classes."""
 TABLES = datasets.Dataset | datasets.IterableDataset | datasets.DatasetDict | datasets.IterableDatasetDict
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 """A Hub data set: `name` or `owner/name`, and a configuration after a colon where it has several."""
@@ -143,10 +135,19 @@ class Opened:
             image, *others = columns = choose(table.column_names, name)
             if image in IMAGE_COLUMNS:  # images are read on use
                 values = {column: table[column] for column in others}
+
+                def stored(index: int) -> StoredImage:
+                    where = f"in row {index + 1} of the data set"
+
+                    def load() -> ImageLoader:
+                        with reading(f"the image {where}"):
+                            value = table[index][image]
+                        return image_value(value, where)  # stored, or decoded if the data set transforms its rows
+
+                    return StoredImage(lambda: load()(), lambda: image_content(load()))
+
                 for index in range(len(table)) if numbers is None else numbers:
-                    cell = partial(_cell, table, index, image)
-                    stored = StoredImage(cell, partial(cell, image_content))
-                    row = {image: stored, **{column: values[column][index] for column in others}}
+                    row = {image: stored(index), **{column: values[column][index] for column in others}}
                     yield f"{name} row {index + 1}", row
                 return
             table = table.select_columns(list(columns))
@@ -220,7 +221,11 @@ class Opened:
             digests = [hashlib.sha256(row["text"].encode()).hexdigest() for _, row in self.rows()]
             return {"texts": hashlib.sha256("".join(digests).encode()).hexdigest()}
         if self.repository is not None:
-            return {"name": self.name, "revision": _revision(self.table, self.repository)}
+            matches = (COMMIT.search(address) for address in self.table.info.download_checksums or ())
+            revision = next((match.group(1) for match in matches if match), None)
+            with suppress(Exception):  # of the network: the data are identified by name only
+                revision = revision or HfApi().dataset_info(self.repository).sha
+            return {"name": self.name, "revision": revision}
         if self.is_stream:
             raise FulldepthError("A streamed data set of a program cannot be told from another one. Give a Dataset.")
         return {"fingerprint": self.table._fingerprint}
@@ -228,16 +233,6 @@ class Opened:
 
 def _characters(row: Mapping[str, Any], columns: Sequence[str]) -> int:
     return sum(len(value) for column in columns if isinstance(value := row.get(column), str))
-
-
-def _cell(
-    table: datasets.Dataset, index: int, column: str, use: Callable[[ImageLoader], Any] = lambda load: load()
-) -> Any:
-    """What `use` makes of the image of a row: stored, or decoded if the data set transforms its rows."""
-    where = f"in row {index + 1} of the data set"
-    with reading(f"the image {where}"):
-        value = table[index][column]
-    return use(image_value(value, where))
 
 
 def open_data(
@@ -341,12 +336,12 @@ def _split(name: str, splits: Iterable[str], split: str | None, held_out: bool) 
 def _pictures(path: Path, split: str | None, held_out: bool, skip_bad: bool) -> Opened | None:
     """The images of a file in COCO's format, or of a folder; None if the path is neither."""
     if path.suffix.lower() == ".json" and path.is_file():
-        coco = coco_rows(path, skip_bad=skip_bad)
-        return Opened(coco.name, items=coco.rows, labels=coco.classes, warnings=tuple(coco.warnings))
+        rows, classes, warnings = coco_rows(path, skip_bad=skip_bad)
+        return Opened(path.name, items=rows, labels=classes, warnings=warnings)
     if not path.is_dir() or not has_images(path):
         return None
-    pictures = folder_images(path, split, held_out=held_out)
-    return Opened(pictures.name, items=pictures.files, row_of=pictures.row_of, labels=pictures.classes)
+    name, images, row_of, classes = folder_images(path, split, held_out=held_out)
+    return Opened(name, items=images, row_of=row_of, labels=classes)
 
 
 def _list_files(path: Path, suffixes: Sequence[str], *, images: bool) -> list[Path]:
@@ -364,16 +359,6 @@ def _list_files(path: Path, suffixes: Sequence[str], *, images: bool) -> list[Pa
         kinds = ("images and no " if images else "") + ", ".join(suffixes)
         raise FulldepthError(f"The folder {path} holds no {kinds} files. Found: {have}.")
     return files
-
-
-def _revision(data: Any, repository: str) -> str | None:
-    """The commit of a Hub data set, from its download or from the Hub; None if unknown."""
-    for address in data.info.download_checksums or ():
-        if match := COMMIT.search(address):
-            return match.group(1)
-    with suppress(Exception):  # of the network: the data are identified by name only
-        return HfApi().dataset_info(repository).sha
-    return None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -223,7 +224,8 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     pad = next((pad for pad in pads if pad is not None and 0 <= pad < (plan.vocab_size or pad + 1)), 0)
     fingerprint = Fingerprint(task)
     for number, example in enumerate(examples):
-        parts = [example.input_ids, example.input_ids if example.masked_ids is None else example.masked_ids]
+        parts: list[torch.Tensor | None] = [example.input_ids]
+        parts += [example.input_ids if example.masked_ids is None else example.masked_ids]
         parts += [None if targets is None else targets(example.labels), example.types]
         parts += [] if encoded.inputs is None else [encoded.inputs[number].input_ids]
         for tensor in parts:
@@ -390,7 +392,7 @@ def _translation(given: Sequence[DataRecord], plan: Preparation, warnings: list[
         raise FulldepthError("An encoder-decoder needs decoder_start_token_id in its configuration.")
     tokenizer, length = plan.tokenizer, plan.sequence_length
     pairs = [(record.prompt or "", record.response or "") for record in given]
-    frame = Frame.of(tokenizer, [text for pair in pairs for text in pair])
+    frame = Frame.of(tokenizer, chain.from_iterable(pairs))
     room = length - len(frame)
     if room < 1:
         raise FulldepthError(_no_room(length, frame))

@@ -23,15 +23,16 @@ from fulldepth.data.labelled import (
     Item,
     LabelledRows,
     Rows,
-    check_classes,
     check_rows,
     held_out,
+    listed,
     name_classes,
 )
 from fulldepth.data.sequences import Batch, Picture, collate_images
 from fulldepth.errors import FulldepthError, one_line
+from fulldepth.execution.stream import is_close, relative_error
 from fulldepth.fingerprint import Fingerprint
-from fulldepth.hf import load_processor
+from fulldepth.hf import evaluating, load_processor
 from fulldepth.progress import Watcher
 from fulldepth.settings.train import AugmentationSettings, TrainSettings
 from fulldepth.targets import IGNORE
@@ -99,24 +100,32 @@ def labelled_data(settings: TrainSettings) -> LabelledData:
     """
     data, skip, detects = settings.data, settings.data.skip_bad, settings.task == "detection"
 
-    def checked(source: Source, every: bool = True) -> tuple[Rows, list[str]]:
-        """The valid rows, and warnings. With `every`, each class needs a row; a detector needs less."""
+    warnings: list[str] = []
+
+    def checked(source: Source, *, every: bool) -> Rows:
+        """The valid rows. With `every`, each class needs a row; a detector needs less."""
         rows = check_rows(source, settings.task, classes, skip_bad=skip)
-        return rows, rows.warnings + ([] if detects else check_classes(rows, skip_bad=skip or not every))
+        warnings.extend(rows.source.warnings)
+        missing = [] if detects else [classes[number] for number in sorted({*range(len(classes))} - {*rows.labels})]
+        if missing:
+            lacks = f"{source.name} has no row of {len(missing)} of the {len(classes)} classes ({listed(missing)})."
+            if every and not skip:
+                raise FulldepthError(f"{lacks} Give rows of every class, or set data.skip_bad.")
+            warnings.append(lacks)
+        return rows.select(range(len(rows.digests)))
 
     source = open_source(data.name, config=data.config, split=data.split, held_out=False, skip_bad=skip)
     classes = class_names(settings, source)
-    rows, warnings = checked(source)
+    train = checked(source, every=True)
     if data.validation is not None:
         other = open_source(data.validation, skip_bad=skip, limit=settings.most_validation, seed=settings.seed)
-        sampled = len(other) == settings.most_validation  # a rare class may be in none of its rows
-        train, (validation, more) = rows, checked(other, every=not sampled)
-        warnings += more
+        # a rare class may be in none of the rows of a sample
+        validation = checked(other, every=len(other) != settings.most_validation)
     else:
         least = 1 if detects else len(classes)
-        most = min(max(least, round(len(rows.digests) * data.validation_share)), settings.most_validation)
-        chosen = held_out(rows, most, settings.seed)
-        train, validation = rows.select(np.flatnonzero(~chosen)), rows.select(np.flatnonzero(chosen))
+        most = min(max(least, round(len(train.digests) * data.validation_share)), settings.most_validation)
+        chosen = held_out(train, most, settings.seed)
+        train, validation = (train.select(np.flatnonzero(chosen == part)) for part in (False, True))
     return LabelledData(train, validation, classes, warnings)
 
 
@@ -246,6 +255,24 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
         Collator(pad_id=pad_id),
         warnings=[*data.warnings, *warnings],
     )
+
+
+@torch.no_grad()
+def padding_warning(model: Any, rows: LabelledRows, collator: Collator) -> list[str]:
+    """A warning if the logits of the shortest row change in a batch with the longest, where it is padded.
+
+    FNet and ConvBERT mix padding into the tokens; XLNet's classifier reads the last position.
+    """
+    ends = sorted(range(len(rows)), key=lambda index: len(rows[index].example.input_ids))
+    shortest, longest = rows[ends[0]], rows[ends[-1]]
+    with evaluating(model):
+        alone, padded = (model(**collator(batch)).logits[:1] for batch in ([shortest], [shortest, longest]))
+    if is_close(padded, alone):
+        return []
+    return [
+        f"The logits of {type(model).__name__} change by {relative_error(padded, alone):.1e} (relative) when a text is "
+        "padded to the longest of its batch, as in training; measure and exit do not pad it."
+    ]
 
 
 def _facts(data: LabelledData, described: Fingerprint) -> dict[str, Any]:
