@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from fulldepth.demonstration import demo as demo
     from fulldepth.errors import FulldepthError as FulldepthError
     from fulldepth.evaluation import evaluate as evaluate
-    from fulldepth.measurement.folder import lens as lens
     from fulldepth.measurement import measure as measure
+    from fulldepth.measurement.folder import lens as lens
     from fulldepth.results import Results as Results
     from fulldepth.results import report as report
     from fulldepth.training import train as train

@@ -242,13 +242,23 @@ def render(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> str
     return _environment().get_template("page.html").render(page, data=embed(data), plotly=plotly())
 
 
-def index(title: str, chapters: Iterable[Mapping[str, Any]]) -> str:
-    """A page that links pages: `chapters` have `href`, `title`, `table`, `meta`, and the `command` that made them."""
-    shown = []
-    for one in chapters:
-        source = PageSource(one["table"], one["meta"])
-        shown.append({**one, "story": CONTENTS[source.kind].story(source)})
-    return _environment().get_template("index.html").render(title=title, chapters=shown)
+def index(title: str, chapters: Sequence[Mapping[str, Any]]) -> str:
+    """The page of a measurement and what was removed after it: the strip of layers, three sentences, and commands.
+
+    Args:
+        title: of the page.
+        chapters: with `href`, `title`, `table`, `meta`, and the `command` that made them; the measurement first.
+    """
+    measurement, *others = [PageSource(one["table"], one["meta"]) for one in chapters]
+    facts = story.Facts(measurement.table, measurement.layers)
+    folders = [part for source in others for part in skip.parts(source)]
+    removed = [block for removal in skip.removals(folders)[:1] for block in removal.blocks]
+    strip = story.profile(facts, removed)
+    told = story.story(facts, measurement.meta) or {"sentences": []}
+    return _environment().get_template("index.html").render(
+        title=title, chapters=chapters, profiles=[strip] if strip else [], meta=measurement.meta,
+        sentences=[*told["sentences"][:1], *skip.cost_and_saving(folders)],
+    )  # fmt: skip
 
 
 @cache
