@@ -163,7 +163,8 @@ def test_runs_in_one_table_at_the_common_step():
         assert cells["Jump of the last layer"].startswith(f"{depth[depth.step == 200].value.item():.1f} %")
     ((differing,),) = [section["tables"] for section in page["sections"] if section["id"] == "settings"]
     assert differing.rows[-1] == ["router_learning_rate", "–", "–", "0.01", "–"]
-    assert [sentence.split(" ")[0] for sentence in page["sentences"]] == ["Validation"] * 3
+    assert [sentence.split(" ")[0] for sentence in page["more_sentences"][:3]] == ["Validation"] * 3
+    assert page["story"]["sentences"] == page["more_sentences"][:1]
 
 
 EMPTY = """() => [...document.querySelectorAll(".plot")]

@@ -50,7 +50,7 @@ class Content:
     findings: Callable[[Meta, PageSource], Sequence[Shown]] = measured.findings
     """The findings of the document or of the entry of one step."""
     story: Callable[[PageSource], dict[str, Any] | None] = lambda _: None
-    """The opening paragraph: `sentences`, and the command to run `next` with the reason `why`; None without one."""
+    """The opening paragraph: `sentences`, and the command to run `next` with its reason `why`; None = the first one."""
     models: Callable[[PageSource], Table | None] = lambda _: None
     """Table of several models side by side."""
     tables: Callable[[PageSource], Mapping[str, Sequence[Any]]] = lambda _: {}
@@ -94,8 +94,9 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> di
         entry = {"step": step, **next((one for one in meta.get("steps") or [] if int(one["step"]) == step), {})}
         now = PageSource(source.steps[step], {**meta, "model": entry.get("model") or meta.get("model")})
         left_out += measured.left_out(entry)
-    found, told = content.findings(entry, source), content.story(now)
+    found = content.findings(entry, source)
     first, more = measured.sentences(found)
+    told = content.story(now) or ({"sentences": first[:1]} if first else None)
     strips = story.by_stack(now.table, now.meta) if source.kind in (SINGLE, SERIES) else {}
     drawn = figures.build(table, meta)
     words: dict[str, int] = {}
@@ -118,8 +119,7 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> di
             if one.card
         ],
         "models": content.models(source),
-        "sentences": [] if told else first,
-        "more_sentences": [*first, *more] if told else more,
+        "more_sentences": [*first, *more],
         "warnings": content.warnings(source),
         "left_out": list(dict.fromkeys(left_out)),
         "sections": arrange(drawn, source.kind, about, content.tables(source)),

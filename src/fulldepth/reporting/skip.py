@@ -381,14 +381,16 @@ def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
         count, blocks = len(removal.blocks), ", ".join(map(str, sorted(removal.blocks)))
         layers = f"layer{'s' * (count > 1)} {blocks} of {layers_of(folders)}"
         part = PARTS.get(removal.granularity, "block") + "s" * (count > 1)
-        cost = ""
+        added = removal.losses[-1] - removal.losses[0] if removal.losses else None
+        error = None
         if timed is not None and timed.added is not None:
-            cost = (
-                f" costs {minus(timed.added, '+.4f')} {plus_minus({'standard_error': timed.error})}".rstrip() + " nats"
-            )
-        elif removal.losses:
-            cost = f" costs {minus(removal.losses[-1] - removal.losses[0], '+.4f')} nats"
-        sentences.append(f"Removing the {part} of {layers}{cost or ' was not judged'} on held-out text, not healed.")
+            added, error = timed.added, timed.error
+        if added is None:
+            continue
+        amount = f"{minus(added, '+.4f')} {plus_minus({'standard_error': error})}".rstrip()
+        unsure = " (no measurable difference)" * bool(error and abs(added) < 2 * error)
+        change = f"changes the held-out loss by {amount} nats{unsure}, not healed"
+        sentences.append(f"Removing the {part} of {layers} {change}.")
     if timed is not None and "decode" in timed.times:
         time, low, high = timed.times["decode"]
         said = f"Decoding a token then takes {time:.2f} times as long ({low:.2f} to {high:.2f}) on this machine."
