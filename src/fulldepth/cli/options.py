@@ -26,6 +26,8 @@ from fulldepth.settings import Settings, assignments, layer, merge, names, read
 from fulldepth.settings.layers import kinds
 
 Command = TypeVar("Command", bound=Callable[..., None])
+TEXTS = ("prompt", "text")
+"""Parameters that are no paths."""
 NONE = re.compile(r"[;,.:]?\s*None = (.*?)\.?$", re.DOTALL)
 """The end of a docstring that states the meaning of None."""
 
@@ -98,7 +100,7 @@ def command(
 
         def run(**values: Any) -> None:
             DEBUG["on"] |= values.pop("debug")
-            values = {key: value if key == "prompt" else at_home(value) for key, value in values.items()}
+            values = {key: value if key in TEXTS else at_home(value) for key, value in values.items()}
             interruption.note(values, resumes)
             as_json = values.pop("as_json", False)
             if settings is not None:
