@@ -29,7 +29,7 @@ from fulldepth.settings.evaluate import EvaluateSettings
 from fulldepth.settings.exit import ExitSettings, LayersSettings
 from fulldepth.settings.generate import GenerateSettings
 from fulldepth.settings.measure import LensSettings, MeasureSettings
-from fulldepth.settings.search import CurveSettings, SearchSettings
+from fulldepth.settings.search import CurveSettings, ExportSettings, SearchSettings
 from fulldepth.settings.train import TrainSettings
 
 DOCS = Path(__file__).parent
@@ -39,6 +39,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "lens": LensSettings,
     "train": TrainSettings,
     "skip search": SearchSettings,
+    "skip apply": ExportSettings,
     "skip curve": CurveSettings,
     "skip bench": BenchSettings,
     "skip quantise": QuantiseSettings,

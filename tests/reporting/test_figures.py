@@ -79,14 +79,13 @@ def fixed(kind):
 def test_a_line_is_the_table(results):
     drawn, proven = build(results.table, results.meta), 0
     for record, line in fixed("single"):
-        where = {"other": 12} if record.to_last else {}
-        rows = values(results.table, line, **where)
+        rows = values(results.table, line)
         name = f"{record.name}:log" if record.name == "displacement" else record.name
         if len(rows) and not record.needs_first_line:
             (trace,) = [one for one in drawn[name].data if one.name == line.name]
             is_drawn(trace, rows)
             proven += 1
-    assert proven >= 17
+    assert proven >= 13
 
 
 def test_maps_bands_and_error_bars(results, comparison):
@@ -156,10 +155,6 @@ def test_runs_side_by_side():
     base, *others = (values(one.table, loss, "step") for one in every)
     for line, own in zip(drawn["difference_loss"].data, others, strict=True):
         np.testing.assert_allclose(list(line.y), (own - base).dropna(), atol=1e-12)
-    for line, one in zip(drawn["time_loss"].data, every, strict=True):
-        clock = values(one.table, Line("elapsed", "value", "model"), "step")
-        np.testing.assert_allclose([line.x, line.y], [clock / 60, values(one.table, loss, "step")])
-    assert drawn["time_loss"].layout.xaxis.title.text == "Training time (minutes)"
     first = values(runs.table, Line("displacement"), model="tiny-llama", step=200)
     for line in drawn["difference_displacement"].data:
         own = values(runs.table, Line("displacement"), model=line.name, step=200)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import pandas as pd
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +14,9 @@ from fulldepth import console
 from fulldepth.cli.options import Model, OptionalOutput, Overwrite, command
 from fulldepth.cli.program import app
 from fulldepth.settings.measure import LensSettings
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PALE, DARK = (240, 242, 244), (29, 52, 95)
 """Colours of probabilities 0 and 1."""

@@ -26,6 +26,8 @@ from fulldepth.settings import Settings, assignments, layer, merge, names, read
 from fulldepth.settings.layers import kinds
 
 Command = TypeVar("Command", bound=Callable[..., None])
+TEXTS = ("prompt", "text")
+"""Parameters that are no paths."""
 NONE = re.compile(r"[;,.:]?\s*None = (.*?)\.?$", re.DOTALL)
 """The end of a docstring that states the meaning of None."""
 
@@ -67,7 +69,6 @@ def command(
     settings: type[Settings] | None = None,
     *,
     recipes: str | None = None,
-    without: Iterable[str] = (),
     headline: bool = False,
     resumes: interruption.Resumes = False,
     alias: str | None = None,
@@ -75,8 +76,8 @@ def command(
     """Add a function to a program as a command.
 
     The function's parameter `settings`, if present, is not an option: it receives an instance of the settings class,
-    layered from defaults, recipe, options and `key=value`; or, if annotated as a mapping, only the given values. The
-    help lists the generated options at the position of `settings` among the parameters.
+    layered from defaults, recipe, options and `key=value`. The help lists the generated options at the position of
+    `settings` among the parameters.
 
     Args:
         app: the program, or one of its groups.
@@ -84,7 +85,6 @@ def command(
         settings: the class whose fields become options.
         recipes: the verb whose recipes the command reads, from its argument `recipe` (which `KEY=VALUE` arguments may
             follow) if the function has such a parameter, else from the option `--recipe`. None = no recipes.
-        without: fields that get no option.
         headline: whether the command prints a headline, which gives it the option `--json`.
         resumes: whether the command goes on where it was interrupted, if it has no parameter `resume`.
         alias: another name of the command, which the help does not list.
@@ -93,23 +93,22 @@ def command(
     def add(function: Command) -> Command:
         hints = get_type_hints(function, include_extras=True)
         own = inspect.signature(function).parameters
-        fields = {} if settings is None else _fields(settings, without)
-        resolves = isinstance(hints.get("settings"), type) and issubclass(hints["settings"], Settings)
+        fields: dict[str, tuple[FieldInfo, str]] = {}  # name -> field and panel of the settings that have an option
+        if settings is not None:
+            panels = [(panel, name) for panel, chosen in settings.options.items() for name in chosen]
+            fields = {name: (settings.model_fields[name], panel) for panel, name in panels}
 
         def run(**values: Any) -> None:
             DEBUG["on"] |= values.pop("debug")
-            values = {key: value if key == "prompt" else at_home(value) for key, value in values.items()}
+            values = {key: value if key in TEXTS else at_home(value) for key, value in values.items()}
             interruption.note(values, resumes)
             as_json = values.pop("as_json", False)
-            if "settings" in own:
+            if settings is not None:
                 chosen = {key: value for key in fields if (value := values.pop(key)) is not None}
                 assigned = [*(values.pop("changes", None) or []), *(values.pop("assigned") or [])]
                 changes = merge(chosen, at_home(assignments(assigned)))
                 recipe = read(values["recipe"], recipes or "") if values.get("recipe") else {}
-                if resolves and settings:
-                    values["settings"] = layer(settings, recipe, changes)
-                else:
-                    values["settings"] = merge(recipe, changes, settings)
+                values["settings"] = layer(settings, recipe, changes)
             with console.json_on_stdout() if as_json else nullcontext():
                 function(**{key: value for key, value in values.items() if key in own})
 
@@ -154,17 +153,6 @@ def at_home(value: Any) -> Any:
     if isinstance(value, Path):
         return Path(os.path.expanduser(value))
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
-
-
-def _fields(settings: type[Settings], without: Iterable[str]) -> dict[str, tuple[FieldInfo, str]]:
-    """Name -> (field, panel) of the settings that have an option."""
-    left_out = set(without)
-    return {
-        name: (settings.model_fields[name], panel)
-        for panel, chosen in settings.options.items()
-        for name in chosen
-        if name not in left_out
-    }
 
 
 def _option(name: str, field: FieldInfo, panel: str, negatable: bool) -> Any:

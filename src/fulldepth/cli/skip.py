@@ -10,7 +10,7 @@ import typer
 from fulldepth import console
 from fulldepth.cli.options import Model, NewFolder, Output, PushToHub, command
 from fulldepth.cli.program import app
-from fulldepth.settings.search import SearchSettings
+from fulldepth.settings.search import ExportSettings, SearchSettings
 
 skip = typer.Typer(
     name="skip",
@@ -22,7 +22,7 @@ skip = typer.Typer(
 )
 app.add_typer(skip)
 
-DATA, LOADING = "Data", "Loading the model"
+DATA = "Data"
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, or the folder that holds it.")]
 Planned = Annotated[str, typer.Argument(metavar="MODEL", help="The checkpoint that the plan was made for.")]
@@ -36,15 +36,6 @@ Data = Annotated[
 ]
 Heldout = Annotated[
     str | None, typer.Option(help="Data that blocks are scored on. [default: a seeded fifth]", rich_help_panel=DATA)
-]
-Device = Annotated[
-    str | None,
-    typer.Option(help="cpu, cuda, cuda:1. [default: the first accelerator]", rich_help_panel=LOADING),
-]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.", rich_help_panel=LOADING)]
-RemoteCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run modelling code from the checkpoint.", rich_help_panel=LOADING),
 ]
 
 
@@ -99,11 +90,12 @@ def search_command(
         console.line(f"Page: {output / PAGE}")
 
 
-@command(skip, "apply")
+@command(skip, "apply", ExportSettings)
 def apply_command(
     plan: PlanFile,
     model: Planned,
     output: NewFolder,
+    settings: ExportSettings,
     format: Annotated[
         str,
         typer.Option(
@@ -112,20 +104,6 @@ def apply_command(
             "layer: whole layers gone, for plans of that granularity."
         ),
     ] = "folded",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16. [default: as in the search]", rich_help_panel=LOADING)
-    ] = None,
-    device: Device = None,
-    device_map: Annotated[
-        str | None,
-        typer.Option(help="auto: spread a large model over devices, CPU and disk.", rich_help_panel=LOADING),
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Folder or name. [default: the search's]", rich_help_panel=LOADING)
-    ] = None,
-    revision: Revision = None,
-    trust_remote_code: RemoteCode = False,
-    shard_size: Annotated[str, typer.Option(help="Maximum size of one weight file, such as 2GB.")] = "5GB",
     push_to_hub: PushToHub = None,
 ) -> None:
     """Make a checkpoint from a plan, and rename it into place after its logits were checked in a fresh process.
@@ -135,18 +113,5 @@ def apply_command(
     console.loading()
     from fulldepth.skip import export
 
-    exported = export(
-        plan,
-        model,
-        format,
-        output,
-        tokenizer=tokenizer,
-        dtype=dtype,
-        device=device,
-        device_map=device_map,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        shard_size=shard_size,
-        push_to_hub=push_to_hub,
-    )
+    exported = export(plan, model, format, output, push_to_hub=push_to_hub, **settings.model_dump())
     console.checkpoint(exported, output, [("format", exported.format)])

@@ -49,8 +49,6 @@ PROFILES = 7
 """Maximum number of steps whose displacement is drawn over layers."""
 SAME = 0.1
 """Largest relative difference of the means with and without first tokens of which only one is drawn."""
-ROUNDING = 1e-3
-"""Differences of retrieval weights below this are rounding errors of the model's precision."""
 SMALLEST = 0.05
 """Smallest range of the colours of differences, so that noise stays pale."""
 DIFFERENCES = {"percent": "percent", "share": "percent", "rate": "rate"}
@@ -150,8 +148,6 @@ class Figure:
     lines: tuple[Line, ...] = ()
     band: tuple[str, str] | None = None
     """Statistics of the ends of the band around the first line."""
-    to_last: bool = False
-    """Whether rows are pairs, of which only those with the last layer are drawn."""
     needs_first_line: bool = False
     """Whether there is no figure without the first line."""
     previous: str = ""
@@ -189,8 +185,7 @@ class Figure:
         """The curve of a line in the rows of one model."""
         return curve(
             table, line.measure, statistic or line.statistic, line.site, by=self.over,
-            layer=None if line.layers_back is None else layers - line.layers_back,
-            other=layers if self.to_last else None, column=column or self.column,
+            layer=None if line.layers_back is None else layers - line.layers_back, column=column or self.column,
         )  # fmt: skip
 
     def expanded(self, table: pd.DataFrame) -> list[Line]:
@@ -312,8 +307,6 @@ def maps(record: Figure, source: PageSource) -> Figures:
     if source.kind != COMPARISON:
         every = [(reading, *_cells(record, reading, source.table)) for reading in record.maps]
         every = [one for one in every if len(one[1])]
-        if record.turned and len(every) == 2 and np.allclose(every[0][1], every[1][1], 0, ROUNDING, equal_nan=True):
-            every = [(replace(every[0][0], variant=""), *every[0][1:])]  # shares and signed weights are the same
         return readings(
             (reading.statistic, _heat(record, reading, cells, names, variant=reading.variant))
             for reading, cells, names in every
@@ -437,25 +430,3 @@ def profiles(record: Figure, source: PageSource) -> Figures:
         showlegend=True,
     )  # fmt: skip
     return readings([("", drawn and set_first_apart(drawn, [one.name for one in every]))])
-
-
-def time_loss(_: Figure, source: PageSource) -> Figures:
-    """Validation loss over training time, in the largest unit that suits all runs."""
-    clocks, losses = (
-        [curve(run.table, measure, site="model", by="step").points for run in source.runs]
-        for measure in ("elapsed", "validation_loss")
-    )
-    longest = max((second for clock in clocks for second in clock.values()), default=0.0)
-    unit, length = next(((u, n) for u, n in (("hours", 3600), ("minutes", 60)) if longest >= 2 * n), ("seconds", 1))
-    drawn = []
-    for run, clock, loss in zip(source.runs, clocks, losses, strict=True):
-        steps = [step for step in loss if step in clock]
-        values = PlottedCurve(steps, [loss[step] for step in steps], ["?"] * len(steps))
-        hover = {
-            "hovertemplate": f"step %{{customdata:,}}<br>%{{x:.2f}} {unit}<br><b>%{{y:.4f}}</b>",
-            "customdata": steps,
-        }
-        drawn.append(Drawn(values, run.name, **run.style, across=[clock[step] / length for step in steps], extra=hover))
-    across = axis(f"Training time ({unit})", nticks=7, rangemode="tozero")
-    result = chart(drawn, xaxis=across, yaxis=axis("Loss (nats)"), showlegend=True, hovermode="closest")
-    return readings([("", result)])

@@ -29,7 +29,6 @@ Draw = Callable[[Figure, PageSource], Figures]
 DRAWINGS: dict[str, Draw] = {
     "displacement": charts.displacement,
     "profiles": charts.profiles,
-    "time_loss": charts.time_loss,
     "removal_loss": skip.removal_loss,
     "by_removed": skip.by_removed,
     "pareto": skip.pareto,

@@ -50,7 +50,7 @@ class Content:
     findings: Callable[[Meta, PageSource], Sequence[Shown]] = measured.findings
     """The findings of the document or of the entry of one step."""
     story: Callable[[PageSource], dict[str, Any] | None] = lambda _: None
-    """The opening paragraph: `sentences`, and the command to run `next` with the reason `why`; None without one."""
+    """The opening paragraph: `sentences`, and the command to run `next` with its reason `why`; None = the first one."""
     models: Callable[[PageSource], Table | None] = lambda _: None
     """Table of several models side by side."""
     tables: Callable[[PageSource], Mapping[str, Sequence[Any]]] = lambda _: {}
@@ -94,8 +94,9 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> di
         entry = {"step": step, **next((one for one in meta.get("steps") or [] if int(one["step"]) == step), {})}
         now = PageSource(source.steps[step], {**meta, "model": entry.get("model") or meta.get("model")})
         left_out += measured.left_out(entry)
-    found, told = content.findings(entry, source), content.story(now)
+    found = content.findings(entry, source)
     first, more = measured.sentences(found)
+    told = content.story(now) or ({"sentences": first[:1]} if first else None)
     strips = story.by_stack(now.table, now.meta) if source.kind in (SINGLE, SERIES) else {}
     drawn = figures.build(table, meta)
     words: dict[str, int] = {}
@@ -118,8 +119,7 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> di
             if one.card
         ],
         "models": content.models(source),
-        "sentences": [] if told else first,
-        "more_sentences": [*first, *more] if told else more,
+        "more_sentences": [*first, *more],
         "warnings": content.warnings(source),
         "left_out": list(dict.fromkeys(left_out)),
         "sections": arrange(drawn, source.kind, about, content.tables(source)),
@@ -242,13 +242,23 @@ def render(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> str
     return _environment().get_template("page.html").render(page, data=embed(data), plotly=plotly())
 
 
-def index(title: str, chapters: Iterable[Mapping[str, Any]]) -> str:
-    """A page that links pages: `chapters` have `href`, `title`, `table`, `meta`, and the `command` that made them."""
-    shown = []
-    for one in chapters:
-        source = PageSource(one["table"], one["meta"])
-        shown.append({**one, "story": CONTENTS[source.kind].story(source)})
-    return _environment().get_template("index.html").render(title=title, chapters=shown)
+def index(title: str, chapters: Sequence[Mapping[str, Any]]) -> str:
+    """The page of a measurement and what was removed after it: the strip of layers, three sentences, and commands.
+
+    Args:
+        title: of the page.
+        chapters: with `href`, `title`, `table`, `meta`, and the `command` that made them; the measurement first.
+    """
+    measurement, *others = [PageSource(one["table"], one["meta"]) for one in chapters]
+    facts = story.Facts(measurement.table, measurement.layers)
+    folders = [part for source in others for part in skip.parts(source)]
+    removed = [block for removal in skip.removals(folders)[:1] for block in removal.blocks]
+    strip = story.profile(facts, removed)
+    told = story.story(facts, measurement.meta) or {"sentences": []}
+    return _environment().get_template("index.html").render(
+        title=title, chapters=chapters, profiles=[strip] if strip else [], meta=measurement.meta,
+        sentences=[*told["sentences"][:1], *skip.cost_and_saving(folders)],
+    )  # fmt: skip
 
 
 @cache

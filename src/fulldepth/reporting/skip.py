@@ -373,6 +373,36 @@ def story(source: PageSource) -> dict[str, Any] | None:
     return {"sentences": sentences} if sentences else None
 
 
+def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
+    """What was removed and the loss that it adds, and the time of decoding, of the first export: a sentence each."""
+    sentences = []
+    timed = next((one for one in timed_models(folders) if not one.baseline), None)
+    for removal in removals(folders)[:1]:
+        count, blocks = len(removal.blocks), ", ".join(map(str, sorted(removal.blocks)))
+        layers = f"layer{'s' * (count > 1)} {blocks} of {layers_of(folders)}"
+        part = PARTS.get(removal.granularity, "block") + "s" * (count > 1)
+        added = removal.losses[-1] - removal.losses[0] if removal.losses else None
+        error = None
+        if timed is not None and timed.added is not None:
+            added, error = timed.added, timed.error
+        if added is None:
+            continue
+        amount = f"{minus(added, '+.4f')} {plus_minus({'standard_error': error})}".rstrip()
+        unsure = " (no measurable difference)" * bool(error and abs(added) < 2 * error)
+        change = f"changes the held-out loss by {amount} nats{unsure}, not healed"
+        sentences.append(f"Removing the {part} of {layers} {change}.")
+    if timed is not None and "decode" in timed.times:
+        time, low, high = timed.times["decode"]
+        said = f"Decoding a token then takes {time:.2f} times as long ({low:.2f} to {high:.2f}) on this machine."
+        if low <= 1 <= high:
+            said = f"Decoding a token is not measurably faster on this machine ({low:.2f} to {high:.2f} times as long)."
+        sentences.append(said)
+    else:
+        headlines = [part.meta.get("headline") or {} for part in folders]
+        sentences += [short(one["times"]["sentence"], 600) for one in headlines if "times" in one]
+    return sentences
+
+
 def warnings(source: PageSource) -> list[str]:
     """Warnings of the folders without repetition, and a reason why their numbers are not comparable."""
     folders = parts(source)

@@ -81,7 +81,6 @@ def curve(
     *,
     by: str = "layer",
     layer: int | None = None,
-    other: int | None = None,
     column: str = "value",
 ) -> PlottedCurve:
     """A statistic by layer (or the column `by`), ascending.
@@ -93,15 +92,13 @@ def curve(
         site: see `select`.
         by: the column over which the values run.
         layer: of which the values are, over steps; a step without one is a gap.
-        other: the second layer if the rows are pairs.
         column: of the values.
     """
     rows = select(table, measure, statistic, site)
     if by not in rows:
         return NO_CURVE
-    for name, wanted in (("layer", layer), ("other", other)):
-        if wanted is not None:
-            rows = rows[(rows[name] == wanted).fillna(False).astype(bool)]
+    if layer is not None:
+        rows = rows[(rows["layer"] == layer).fillna(False).astype(bool)]
     rows = rows.dropna(subset=[by]).drop_duplicates(by, keep="last").set_index(by).sort_index()
     unit = str(next(iter(rows["unit"].dropna()), "1"))
     if layer is not None:

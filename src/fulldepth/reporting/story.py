@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -230,8 +230,9 @@ def _next(meta: Mapping[str, Any], facts: Facts) -> dict[str, str] | None:
     }
 
 
-def profile(facts: Facts) -> dict[str, Any] | None:
-    """The strip of one model at one step; None without displacement.
+def profile(facts: Facts, removed: Sequence[int] = ()) -> dict[str, Any] | None:
+    """The strip of one model at one step, with a row of the layers from which blocks were removed; None without
+    displacement.
 
     `idle` holds the layers that do little, `limit` says what that is. Each of `rows` has `name`, `hint`, the `figure`
     with the same numbers, and for the layers 1..L `shades` (0 to 10, null where there is no value) and `texts`.
@@ -258,6 +259,12 @@ def profile(facts: Facts) -> dict[str, Any] | None:
             facts,
             facts.settled,
             lambda _, share: f"{100 * share:.0f} % of predictions settled",
+        ),
+        _row(
+            ("Removed", "dark = its block was removed", "displacement"),
+            facts,
+            {layer: float(layer in removed) for layer in range(1, facts.layers + 1) if removed},
+            lambda _, gone: "removed" * bool(gone),
         ),
     ]
     return {

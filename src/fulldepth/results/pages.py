@@ -84,11 +84,12 @@ def report(
 
 
 def write_index(folder: str | Path, chapters: Sequence[Chapter], *, title: str) -> Path:
-    """Write `index.html`, which links the pages of the result folders below and lists their findings.
+    """Write `index.html` of a measurement, a search and a benchmark: what was found in one picture and three sentences,
+    and the commands, with links to the pages.
 
     Args:
         folder: holds the result folders.
-        chapters: in the order of the page.
+        chapters: the measurement, then the folders of `fulldepth skip`.
         title: of the page.
 
     Raises:

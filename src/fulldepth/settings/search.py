@@ -127,3 +127,21 @@ PLACES = {"device", "device_map", "gradient_checkpointing", "tokenizer", "revisi
 """Settings that a resumed search may change."""
 RENAMED = {"limit": "max_sequences"}
 """Setting in the plans of earlier versions -> its name."""
+
+
+class ExportSettings(LoadingSettings):
+    """How `fulldepth skip apply` loads the model and writes its weights."""
+
+    options: ClassVar = {
+        "Loading the model": ("dtype", "device", "device_map", "tokenizer", "revision", "trust_remote_code"),
+        "Writing": ("shard_size",),
+    }
+
+    dtype: str | None = None  # type: ignore[assignment]
+    """float32, bfloat16; None = as in the search."""
+    device_map: str | dict[str, Any] | None = None
+    """auto: spread a large model over devices, CPU and disk."""
+    tokenizer: str | None = None
+    """Folder or name; None = the search's."""
+    shard_size: str = "5GB"
+    """Maximum size of one weight file, such as 2GB."""

@@ -36,7 +36,7 @@ async function loadPlotly() {
     document.head.append(script);
     script.remove();
   } catch {
-    byId("no-figures").textContent = `This browser cannot unpack the figures: they take Chrome 80, Firefox 113 or Safari 16.4. Their numbers are below them; ${DATA.where}`;
+    byId("no-figures").textContent = `This browser cannot unpack the figures: they take Chrome 80, Firefox 113 or Safari 16.4. Their numbers: ${DATA.where}`;
     byId("no-figures").hidden = false;
     document.documentElement.dataset.ready = "yes";
     return;
@@ -105,24 +105,6 @@ function drawAll() {
   next();
 }
 
-/** A number with four significant digits, whole numbers whole; en dash where there is none. */
-const readable = (value) => (typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(4))) : String(value ?? "–"));
-
-/** The same numbers as a table, for those who would rather read than look. */
-function fillNumbers(div, box) {
-  const figure = figureOf(div);
-  const traces = figure.data.filter((trace) => (trace.y || []).length && trace.hoverinfo !== "skip");
-  const matrix = traces.length === 1 && traces[0].z;
-  const across = matrix ? traces[0].x : traces.map((trace) => trace.name || "Value");
-  const down = matrix ? traces[0].y : [...new Set(traces.flatMap((trace) => trace.x))];
-  if (!matrix && down.every((at) => typeof at === "number")) down.sort((a, b) => a - b);
-  const columns = matrix ? null : traces.map((trace) => new Map(trace.x.map((at, index) => [at, trace.fill === "tonexty" ? [trace.y[index], ...trace.customdata[index]] : trace.y[index]])));
-  const cells = (at, row) => (matrix ? traces[0].z[row] : columns.map((column) => column.get(at)));
-  const head = el("tr", {}, el("th", { scope: "col" }, figure.layout.xaxis.title.text), ...across.map((name) => el("th", { scope: "col", class: "num" }, String(name))));
-  const body = down.map((at, row) => el("tr", {}, el("th", { scope: "row" }, readable(at)), ...cells(at, row).map((value) => el("td", { class: "num" }, [value].flat().map(readable).join(" to ")))));
-  box.replaceChildren(el("table", { class: "data" }, el("thead", {}, head), el("tbody", {}, ...body)));
-}
-
 /** Show another reading of a figure. */
 function choose(figure, name) {
   const div = figure.querySelector(".plot");
@@ -131,8 +113,6 @@ function choose(figure, name) {
   div.ariaLabel = `${title}. ${alt}`;
   figure.querySelector(".subtitle").textContent = subtitle;
   figure.querySelector(".alt").textContent = alt;
-  const table = figure.querySelector(".as-table");
-  if (table.open) fillNumbers(div, table.lastElementChild);
   draw(div);
 }
 
@@ -156,27 +136,18 @@ function showLayer({ target, currentTarget: { dataset } }) {
   drawAll();
 }
 
-function startStrip() {
-  const readout = byId("profile-readout");
-  const key = [...(readout?.childNodes || [])]; // what the shades mean, while no layer is pointed at
-  for (const strip of all(".profile-columns")) {
-    for (const kind of ["focusin", "mouseover"]) strip.addEventListener(kind, (event) => readout.replaceChildren(event.target.closest("button")?.ariaLabel || ""));
-    strip.addEventListener("mouseleave", () => readout.replaceChildren(...key));
-    strip.addEventListener("keydown", (event) => {
-      const step = { ArrowLeft: "previousElementSibling", ArrowRight: "nextElementSibling" }[event.key];
-      moveFocus(event, step && event.target[step]);
-    });
-    for (const layer of strip.children) layer.addEventListener("click", showLayer);
-  }
-}
-
-/** Move the one tab stop of a group of elements. */
-function moveFocus(event, to) {
-  if (!to) return;
-  event.preventDefault();
-  event.target.tabIndex = -1;
-  to.tabIndex = 0;
-  to.focus();
+/** One tab stop a strip, in which arrow keys move. */
+function startStrip(strip) {
+  for (const layer of strip.children) layer.addEventListener("click", showLayer);
+  strip.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: "previousElementSibling", ArrowRight: "nextElementSibling" }[event.key];
+    const to = step && event.target[step];
+    if (!to) return;
+    event.preventDefault();
+    event.target.tabIndex = -1;
+    to.tabIndex = 0;
+    to.focus();
+  });
 }
 
 /** On paper the colours are light, the figures fit the sheet, and the notes are open. */
@@ -194,7 +165,7 @@ function turnToPaper({ matches }) {
 
 const word = (index) => DATA.words[index];
 
-/** Lens grid: rows are layers (deepest on top), columns positions; one tab stop, in which arrow keys move. */
+/** Lens grid: rows are layers (deepest on top), columns positions. */
 function startLens() {
   const [model, sample] = [byId("lens-model"), byId("lens-sample")];
   const chosen = () => DATA.lens[model?.selectedIndex || 0].samples;
@@ -217,18 +188,14 @@ function fillLens(sample) {
     const cells = sample.tokens.map((_, position) => lensCell(sample, layer, position));
     rows.push(el("tr", {}, el("th", { scope: "row" }, layer ? String(layer) : "emb"), ...cells));
   }
-  rows[0].querySelector("td").tabIndex = 0;
-  const caption = el("caption", { class: "sr" }, `Top prediction of every layer, ${sample.title}. Arrow keys move between cells.`);
+  const caption = el("caption", { class: "sr" }, `Top prediction of every layer, ${sample.title}.`);
   const table = el("table", { class: "lens" }, caption, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Layer"), ...head)), el("tbody", {}, ...rows));
-  table.addEventListener("keydown", moveInLens);
-  for (const kind of ["focusin", "mouseover"]) {
-    table.addEventListener(kind, ({ target }) => {
-      const cell = target.closest("td");
-      if (cell) byId("readout").replaceChildren(...described(sample, Number(cell.dataset.layer), Number(cell.dataset.position)));
-    });
-  }
+  table.addEventListener("mouseover", ({ target }) => {
+    const cell = target.closest("td");
+    if (cell) byId("readout").replaceChildren(...described(sample, Number(cell.dataset.layer), Number(cell.dataset.position)));
+  });
   byId("lens-box").replaceChildren(table);
-  byId("readout").replaceChildren("Point at a cell, or move to it with Tab and the arrow keys, to read its probability and the true token.");
+  byId("readout").replaceChildren("Point at a cell to read its probability and the true token.");
 }
 
 /** A prediction, shaded by its probability. */
@@ -240,7 +207,6 @@ function lensCell(sample, layer, position) {
   return el("td", {
     class: marks.filter(Boolean).join(" "),
     style: `background:var(--ramp-${shade});color:var(--on-${shade})`,
-    tabindex: "-1",
     title: described(sample, layer, position).map((part) => part.textContent ?? part).join(""),
     "data-layer": layer,
     "data-position": position,
@@ -258,19 +224,10 @@ function described(sample, layer, position) {
   ];
 }
 
-function moveInLens(event) {
-  const step = { ArrowUp: [1, 0], ArrowDown: [-1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
-  const from = event.target.closest("td");
-  if (!step || !from) return;
-  const [layer, position] = [Number(from.dataset.layer) + step[0], Number(from.dataset.position) + step[1]];
-  moveFocus(event, event.currentTarget.querySelector(`td[data-layer="${layer}"][data-position="${position}"]`));
-}
-
 function start() {
-  for (const table of all(".as-table")) table.addEventListener("toggle", () => table.open && fillNumbers(table.parentElement.querySelector(".plot"), table.lastElementChild));
   for (const box of all(".switch")) box.addEventListener("change", (event) => choose(box.closest("figure"), event.target.value));
   for (const more of all("details.more")) more.addEventListener("toggle", () => more.open && more.querySelectorAll(".plot").forEach(draw));
-  startStrip();
+  all(".profile-columns").forEach(startStrip);
   if (DATA.lens.length) startLens();
   loadPlotly();
   prefersDark.addEventListener("change", drawAll);
