@@ -189,7 +189,7 @@ def test_texts_are_written_with_the_heads_and_a_plan_leaves_them_out(cases: Any,
     options = {"tokenizer": case.tokenizer, "dtype": "float64", "max_new_tokens": NEW, "chat": False}
     asked = [words(*(i - 10 for i in prompt))]
     written = generate_texts(case.path, asked, threshold=threshold, rule="margin", output=tmp_path / "out", **options)
-    tokens, exits = continued(case, prompt, "recompute", lambda x: plain.leave(x, "margin", threshold, 1))
+    tokens, exits = continued(case, prompt, lambda x: plain.leave(x, "margin", threshold, 1))
     assert written.generation.sequences[0, 9:].tolist() == tokens
     assert written.generation.stats.exit_layers == [exits]
     drafted = generate_texts(case.path, ["w10 w11"], plan=lambda model: DraftPlan((2,), "attention"), **options)
