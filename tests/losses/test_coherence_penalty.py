@@ -105,3 +105,14 @@ def test_channels_that_do_not_vary_are_harmless(pair, constant, dtype):
     assert not inputs[0].grad[1, :, 1].any()
     assert not inputs[1].grad[2, :, 0].any()
     assert inputs[0].grad[0].any()
+
+
+def test_autocast_changes_nothing(pair):
+    plain = leaves(pair((5, 8, 3)), torch.float32)
+    cast = leaves(plain, torch.float32)
+    expected = coherence_penalty(*plain, 2, 12, energy=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = coherence_penalty(*cast, 2, 12, energy=True)
+    torch.autograd.backward([value, expected])
+    assert torch.equal(value, expected)
+    assert all(torch.equal(h.grad, other.grad) for h, other in zip(cast, plain, strict=True))

@@ -118,3 +118,26 @@ def test_only_the_states_are_kept_and_a_changed_one_is_noticed(states):
     middle[3].add_(1.0)
     with pytest.raises(FulldepthError, match="h_3 was overwritten"):
         loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ([torch.zeros(2, 3, 4)] * 4, 0.0),
+        ([scale * torch.arange(1.0, 25).view(2, 3, 4) for scale in (1, 3, -1)], softmax(1.0, 2)[1]),
+    ],
+)
+def test_zero_states_and_copies_have_no_gradient(states, expected):
+    inputs = leaves(states, torch.float32)
+    for mask, value in ((None, expected), (torch.zeros(2, 3, dtype=torch.bool), 0.0)):
+        found = jump_penalty(inputs, 1.0, mask)
+        found.backward()
+        assert found.item() == pytest.approx(value, abs=1e-6)
+        assert all(state.grad.abs().max() < 1e-6 for state in inputs)
+
+
+@pytest.mark.parametrize("layers", [1, 30])
+def test_weights_of_the_layers(layers):
+    for alpha in (0.0, 0.1, 1e3):
+        np.testing.assert_allclose(jump_weights(layers, alpha), softmax(alpha, layers), rtol=1e-13, atol=0)
+    assert jump_weights(layers, math.inf).tolist() == [0.0] * (layers - 1) + [1.0]

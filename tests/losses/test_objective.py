@@ -246,3 +246,20 @@ def test_terms_without_a_meaning_are_refused(terms, word):
 def test_the_paper_s_layers_are_the_default():
     assert CoherencePenalty().chosen_layers(12) == [2, 4, 6, 8]
     assert OrthogonalityPenalty().chosen_layers(12) == [3, 5, 7, 9, 10]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "autocast"])
+def test_half_precision_stays_near_float32(dtype):
+    model, inputs = BUILDERS["llama"](), batch()
+
+    def taken() -> tuple[Tensor, dict[str, Tensor]]:
+        _, parts = step(model, Objective(jump=4.0), inputs)
+        return torch.cat([g.flatten().float() for g in gradients(model).values()]), parts
+
+    expected, _ = taken()
+    autocast = dtype == "autocast"
+    model = model if autocast else model.to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        got, parts = taken()
+    assert parts["jump"].dtype == torch.float32
+    assert float(torch.cosine_similarity(got, expected, dim=0)) > 0.999

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fulldepth.losses import Objective
+from losses.trained_step import WEIGHTS, build, close, examples, gradient, plain_gradient
 from tiny_models import BUILDERS, VOCAB
 
 TERMS: dict[str, Any] = {
@@ -61,3 +62,16 @@ def test_two_processes_equal_one(mode, two_processes):
     expected = tensors(step("alone"))
     for found in map(tensors, two_processes(step, mode)):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def trained_step(kind: str, folder: str) -> dict[str, Any]:
+    """What a step of `DepthTrainer` with SGD takes away from the weights, in micro-batches of two rows."""
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    return {n: g.numpy() for n, g in gradient(build(kind), examples(kind), WEIGHTS, folder, **options)[0].items()}
+
+
+@pytest.mark.parametrize("kind", ["vit", "llama"])
+def test_two_processes_are_one_large_batch(kind, two_processes, tmp_path):
+    _, expected = plain_gradient(kind, examples(kind))
+    for found in two_processes(trained_step, kind, str(tmp_path)):
+        close(tensors(found), expected, 1e-6)
