@@ -150,7 +150,7 @@ def sweep(
             "stopping": [
                 {"layer": layer, "drop": drop.value, "drop_interval": drop.interval} for layer, drop in drops.items()
             ],
-            # "recompute": the states are those that all layers computed.
+            # The states are those that all layers computed.
             "exits": [row.document() for row in rows],
             "warnings": list(subject.warnings),
             **(_generated(subject, rows, settings, watcher) if decoder else {}),
