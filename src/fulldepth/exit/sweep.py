@@ -146,7 +146,7 @@ def sweep(
                 "chance": float(report.frequent.mean()),
                 "no_advice": no_advice(subject, report),
             },
-            # "recompute": the states are those that all layers computed.
+            # The states are those that all layers computed.
             "exits": [row.document() for row in rows],
             "warnings": list(subject.warnings),
             **(_generated(subject, rows, settings, watcher) if decoder else {}),
