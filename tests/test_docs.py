@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -254,9 +255,27 @@ class Removal(NamedTuple):
 
 
 def removals() -> dict[int, Removal]:
-    cell = r"\| (\d+) \| (\d+) \| ([+-][\d.]+) \| ([+-][\d.]+) ± ([\d.]+) "
-    rows = [Removal(int(k), int(layer), *map(float, rest)) for k, layer, *rest in re.findall(cell, page("results"))]
-    return {row.count: row for row in rows}
+    """Number of removed blocks -> nats a token added, from the stored losses of every row (`docs/gallery/removal.json`)."""
+    stored = json.loads((DOCS / "gallery" / "removal.json").read_text(encoding="utf-8"))
+    tokens, losses, choosing = (np.array(stored[name]) for name in ("tokens", "losses", "choosing"))
+    rows = len(tokens)
+    found = {}
+    for count, layer in enumerate(stored["blocks"], 1):
+        added = losses[count] - losses[0]
+        value = added.sum() / tokens.sum()
+        error = np.sqrt(rows / (rows - 1) * ((added - value * tokens) ** 2).sum()) / tokens.sum()  # of a ratio of sums
+        found[count] = Removal(count, layer, choosing[count] - choosing[0], value, error)
+    return found
+
+
+def test_the_table_of_removed_blocks() -> None:
+    stored = json.loads((DOCS / "gallery" / "removal.json").read_text(encoding="utf-8"))
+    assert f"$ {stored['command']}\n" in page("results")
+    assert f"bfloat16, not healed, {stored['measured']}." in page("results")
+    assert f"added to {sum(stored['losses'][0]) / sum(stored['tokens']):.3f}," in page("results")
+    for row in removals().values():
+        line = f"| {row.count} | {row.layer} | {row.chosen:+.3f} | {row.added:+.3f} ± {row.error:.3f} |\n"
+        assert line in page("results"), line
 
 
 def test_numbers_of_the_readme_and_the_gallery_stand_in_the_pages_that_explain_them() -> None:
