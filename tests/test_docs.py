@@ -255,7 +255,7 @@ class Removal(NamedTuple):
 
 
 def removals() -> dict[int, Removal]:
-    """Number of removed blocks -> nats a token added, from the stored losses of every row (`docs/gallery/removal.json`)."""
+    """Number of removed blocks -> nats a token added, from the stored losses of every row."""
     stored = json.loads((DOCS / "gallery" / "removal.json").read_text(encoding="utf-8"))
     tokens, losses, choosing = (np.array(stored[name]) for name in ("tokens", "losses", "choosing"))
     rows = len(tokens)

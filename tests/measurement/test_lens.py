@@ -13,6 +13,7 @@ import transformers as tf
 
 from fulldepth import cli
 from fulldepth.measurement import lens
+from fulldepth.progress import Watcher
 from fulldepth.results import PAGE, Results
 
 TEXT = "the cat sat on the mat and slept"
@@ -43,6 +44,19 @@ def test_table_is_norm_and_head_of_hidden_states(family, checkpoint, tokenizer, 
     assert single.drop(columns="probability").equals(first.drop(columns="probability"))
     np.testing.assert_allclose(single["probability"], first["probability"], atol=1.1e-4)
     assert Results.load(results.save(tmp_path / "saved", page=False)).lens().equals(table)
+
+
+def test_a_long_text_is_shown_whole_or_said_to_be_cut(trained, tokenizer):
+    said = []
+
+    def shown(repeats, **options):
+        table = lens(trained, " ".join([TEXT] * repeats), watcher=Watcher(say=said.append), **options).lens()
+        return table["position"].max()
+
+    assert shown(4) == len(tokenizer(" ".join([TEXT] * 4))["input_ids"]) > 48
+    assert not any("cut" in line for line in said)
+    assert shown(4, sequence_length=40) == 40
+    assert any("40 tokens and cut" in line for line in said)
 
 
 def test_command(trained, monkeypatch, capsys, tmp_path):

@@ -17,8 +17,6 @@ from fulldepth.metrics.reservoir import priority
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.targets import IGNORE
 
-POSITIONS = 48
-"""Maximum number of positions of a sequence in the lens grid."""
 LONGEST = 40
 """Maximum number of characters of a token."""
 
@@ -35,7 +33,8 @@ class LensReader:
     """
 
     def __init__(self, subject: MeasuredSubject, settings: MeasureSettings, process: Processes) -> None:
-        self.subject, self.seed, self.top = subject, settings.seed, settings.grid_top
+        self.subject, self.seed = subject, settings.seed
+        self.top, self.positions = settings.grid_top, settings.grid_positions
         self.threshold = _threshold(subject, settings)
         task = subject.anatomy.task
         has_grid = task in ("causal-lm", "masked-lm", "seq2seq-lm") and subject.sequences.task == task
@@ -67,7 +66,7 @@ class LensReader:
         if self.threshold is not None:
             ranks = priority(_keys(targets, batch.sequence), self.seed)
             targets = targets.where(ranks <= self.threshold, IGNORE)
-        shown = mask & (mask.long().cumsum(1) <= POSITIONS)
+        shown = mask & (mask.long().cumsum(1) <= self.positions)
         shown &= (torch.arange(len(shown), device=shown.device) < self.samples)[:, None]
         readout, top = read_and_show(classifier, states, targets, shown, inner=inner)
         if self.samples and batch.token_ids is not None and batch.targets is not None:

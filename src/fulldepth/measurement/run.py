@@ -146,7 +146,7 @@ def lens(
 ) -> Results:
     """The logit lens of texts: what a model would predict after every layer, as `fulldepth lens`.
 
-    The final norm and the head are applied to the state after every layer, at the first 48 tokens of a text.
+    The final norm and the head are applied to the state after every layer, at every token of a text.
 
     ```python
     table = fulldepth.lens("path/to/checkpoint", "The capital of France is").lens()
@@ -168,7 +168,7 @@ def lens(
         FulldepthError: as for `measure`, and if the model predicts no tokens.
     """
     texts = [text] if isinstance(text, str) else list(text)
-    loading = settings.model_dump(exclude={"top_k"})
+    loading = settings.model_dump(exclude={"top_k", "sequence_length"})
     chosen = MeasureSettings(
         **loading,
         measures=["lens_accuracy", "lens_loss", "saturation"],
@@ -178,6 +178,8 @@ def lens(
         batch_size=len(texts),
         grid_samples=len(texts),
         grid_top=settings.top_k,
+        sequence_length=settings.sequence_length,
+        grid_positions=4096,
     )
     results: Results = measure(
         model, texts, settings=chosen, watcher=watcher, tokenizer=tokenizer or settings.tokenizer, output=output,
@@ -185,6 +187,9 @@ def lens(
     )  # fmt: skip
     if not results.meta.get("lens_grid"):
         raise FulldepthError("The lens reads models that predict tokens; this one predicts none.")
+    for line in results.meta["warnings"]:
+        if "standard error" not in line:  # the lens states no errors
+            watcher.say(line)
     return results
 
 

@@ -165,7 +165,7 @@ class Results:
 
         One row for each text, position (from 1), layer (0 = embeddings) and rank (1 = most probable; more with the
         setting `grid_top`). Columns: `text`, `position`, `token` (at that position), `layer`, `rank`, `top_token` (the
-        prediction of the next token), `probability`. No rows for models that predict no tokens.
+        prediction of the next token), `probability` (rounded to 4 decimals). No rows for models that predict no tokens.
         """
         rows = [
             (sample["title"], position, token, layer, rank, *prediction)

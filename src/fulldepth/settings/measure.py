@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from fulldepth.errors import FulldepthError
-from fulldepth.settings.loading import Count, LoadingSettings, ReadingSettings
+from fulldepth.settings.loading import Count, Length, LoadingSettings, ReadingSettings
 
 TokenPolicy = Literal["auto", "all", "no-first", "last", "cls", "eos", "patches", "mean", "mean-patches"]
 
@@ -56,6 +56,8 @@ class MeasureSettings(ReadingSettings):
     """Sequences shown in the lens grid of a model that predicts tokens."""
     grid_top: int = Field(default=1, ge=1, le=100)
     """Most probable tokens kept in each cell of the lens grid."""
+    grid_positions: int = Field(default=48, ge=1, le=4096)
+    """First positions of a sequence that the lens grid shows."""
     tower: Literal["text", "vision", "encoder", "decoder"] | None = None
     """text or vision, encoder or decoder: measure this part of a model alone."""
     device_map: str | dict[str, Any] | None = None
@@ -81,9 +83,11 @@ class LensSettings(LoadingSettings):
     """Settings of `fulldepth lens`."""
 
     options: ClassVar = {
-        "Lens": ("top_k",),
+        "Lens": ("top_k", "sequence_length"),
         "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
     }
 
     top_k: int = Field(default=5, ge=1, le=100)
     """Most probable tokens of every layer and position."""
+    sequence_length: Length | None = None
+    """Tokens after which a text is cut; None = 256, or the model's positions if fewer."""
