@@ -11,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, DynamicCache, StaticCache
 
 import tiny_models
+from architectures.test_decoding import in_pieces
 from fulldepth.architectures import SKIPPED, DeciLMConfig, DeciLMForCausalLM
 
 LAYERS = tiny_models.LAYERS
@@ -67,23 +68,6 @@ def close(got, expected, mask=None):
     assert float(difference.max() / expected.detach().abs().max()) < 1e-4
 
 
-@torch.no_grad()
-def in_steps(model, ids, mask, cache, spans=((0, 9), (9, 10), (10, 12), (12, 13), (13, 14))):
-    """Logits of a loop that hands the cache on, a few tokens at a time."""
-    found = []
-    for begin, end in spans:
-        outputs = model(
-            input_ids=ids[:, begin:end],
-            attention_mask=mask[:, :end],
-            position_ids=positions(mask)[:, begin:end],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        cache = outputs.past_key_values
-        found.append(outputs.logits)
-    return torch.cat(found, dim=1), cache
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_every_set_of_layers_agrees_with_and_without_any_cache(name):
@@ -95,7 +79,7 @@ def test_every_set_of_layers_agrees_with_and_without_any_cache(name):
         close(model(input_ids=ids, attention_mask=mask, position_ids=positions(mask)).logits, expected, mask)
         given = (DynamicCache(), DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=20))
         for cache in (None, *given):
-            found, cache = in_steps(model, ids, mask, cache)
+            found, cache = in_pieces(model, ids, mask, positions(mask), (9, 1, 2, 1, 1), cache)
             close(found, expected, mask)
             assert int(cache.get_seq_length()) == ids.shape[1]
             assert len(cache.layers) == max(1, LAYERS - len(layers))

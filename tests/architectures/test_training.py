@@ -61,9 +61,7 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradients(name, reentra
     torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
     assert set(found) == set(gradients)
     for key, gradient in gradients.items():
-        torch.testing.assert_close(
-            found[key], gradient, rtol=1e-10, atol=1e-12, msg=lambda text, key=key: f"{key}: {text}"
-        )
+        torch.testing.assert_close(found[key], gradient, rtol=1e-10, atol=1e-12, msg=key)
 
 
 @EVERY
@@ -126,7 +124,7 @@ def llama(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["serial", *NEW])
 def test_a_llama_checkpoint_can_be_continued(name, llama):
-    """Only what the form adds is missing, and it starts as it does in a fresh model."""
+    """Only what the form adds is missing, and it starts as in a fresh model, which the oracle tests."""
     folder, plain = llama
     config = DepthLlamaConfig.from_llama(plain.config, **SWITCHES[name])
     torch.manual_seed(0)
@@ -145,9 +143,3 @@ def test_a_llama_checkpoint_can_be_continued(name, llama):
             assert 0.3 < tensor.std() / fresh[key].std() < 3, key
         else:
             assert torch.equal(tensor, fresh[key]), key
-    if name in ("serial", "kv", "hyper"):
-        ids, mask, positions = padded()
-        batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        found, expected = (m.eval()(**batch).logits[mask.bool()] for m in (model, plain))
-        loose = 1e-4 if name == "hyper" else 1e-6  # the sum of streams sees the final norm's eps differently
-        torch.testing.assert_close(found, expected, rtol=loose, atol=loose)

@@ -1,11 +1,12 @@
-"""The tree of residual paths: the builder's mapping by hand, and what each layer reads in closed form."""
+"""The tree of residual paths: the builder's mapping by hand, and what each layer reads in the plain form."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from architectures.combinations import build, tokens
+from architectures import oracle
+from architectures.combinations import build, frequencies, tokens
 from fulldepth.architectures import DepthLlamaConfig, build_tree
 
 PAPER = {1: (-1, 0), 2: (0, 1), 4: (0, 3), 6: (1, 5), 8: (1, 7)}
@@ -55,39 +56,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("memory", ["none", "dynamic"])
 @pytest.mark.parametrize("case", CASES)
-def test_every_layer_reads_the_two_states_that_the_mapping_names(case, memory):
-    """Each layer's output is replaced by a unit vector of its own, which RMSNorm turns into sqrt(D) times itself."""
+@torch.no_grad()
+def test_every_layer_reads_the_two_states_that_the_mapping_names(case):
     layers, tree = CASES[case]
-    changes = {"num_hidden_layers": layers, "memory": memory, "rms_norm_eps": 1e-30}
-    model = build("tree", tree={str(layer): list(pair) for layer, pair in tree.items()}, **changes)
-    width = model.config.hidden_size
-    unit = torch.eye(width, dtype=torch.float64)
-    read = {}
-
-    def replace(index):
-        def hook(module, args, output):
-            state = (output[0] if isinstance(output, tuple) else output) * 0 + unit[index + 1]
-            return (state, *output[1:]) if isinstance(output, tuple) else state
-
-        return hook
-
-    def remember(index):
-        def hook(module, args):
-            read[index] = args[0]
-
-        return hook
-
-    model.model.embed_tokens.register_forward_hook(replace(-1))
-    for index, layer in enumerate(model.model.layers):
-        layer.register_forward_hook(replace(index))
-        layer.input_layernorm.register_forward_pre_hook(remember(index))
-    with torch.no_grad():
-        model(tokens())
-    for index, layer in enumerate(model.model.layers):
-        expected = unit[index]
-        if index in tree:
-            gains = [norm.weight for norm in layer.tree_norms]
-            expected = sum(g * unit[s + 1] * width**0.5 for g, s in zip(gains, tree[index], strict=True))
-        torch.testing.assert_close(read[index], expected.expand_as(read[index]), rtol=1e-12, atol=1e-12)
+    model = build("tree", tree=tree, num_hidden_layers=layers, memory="dynamic")
+    expected = oracle.run(model.state_dict(), model.config, tokens(), frequencies=frequencies(model))
+    states = []
+    for layer in model.model.layers:
+        layer.input_layernorm.register_forward_pre_hook(lambda _, args: states.append(args[0]))
+    torch.testing.assert_close(model(tokens()).logits, expected.logits, rtol=1e-10, atol=1e-10)
+    for index, parents in tree.items():
+        gains = (norm.weight for norm in model.model.layers[index].tree_norms)
+        ends = [oracle.rms_norm(expected.states[at + 1], gain, 1e-5) for at, gain in zip(parents, gains, strict=True)]
+        torch.testing.assert_close(states[index], sum(ends), rtol=1e-10, atol=1e-10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -25,3 +26,9 @@ def main(monkeypatch, capsys):
         return (code, *capsys.readouterr())
 
     return run
+
+
+def shell(*arguments, **options):
+    """The program, or Python, as another process."""
+    given = {"capture_output": True, "text": True, "check": False, "timeout": 120, "stdin": subprocess.DEVNULL}
+    return subprocess.run([*map(str, arguments)], **given, **options)

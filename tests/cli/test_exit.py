@@ -45,22 +45,19 @@ def test_a_sweep_and_a_checkpoint(main, checkpoint, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
-        (("--threshold", "0,0.5"), "threshold"),
-        (("--set", "min_layer=9"), "min_layer is 9"),
-        (("--target-accuracy-drop", "-0.1"), "target_accuracy_drop"),
-        (("export", "--layers", "9"), "first 9"),
-        (("export", "--memory-budget", "much"), "much"),
-        (("export", "--layers", "2", "--effective-depth", "0.1"), "--layers, --memory-budget"),
-        (("export",), "--layers, --memory-budget"),
-        (("--no-data",), "--data"),
+        ("exit MODEL --data TEXT --threshold 0,0.5", "threshold"),
+        ("exit MODEL --data TEXT --set min_layer=9", "min_layer is 9"),
+        ("exit MODEL --data TEXT --target-accuracy-drop -0.1", "target_accuracy_drop"),
+        ("exit MODEL", "--data"),
+        ("exit export MODEL --layers 9", "first 9"),
+        ("exit export MODEL --memory-budget much", "much"),
+        ("exit export MODEL --layers 2 --effective-depth 0.1", "--layers, --memory-budget"),
+        ("exit export MODEL", "--layers, --memory-budget"),
     ],
 )
 def test_a_mistake_ends_with_one_message(main, checkpoint, tmp_path, arguments, name):
-    verb = ("exit", "export") if arguments[0] == "export" else ("exit",)
-    given = (
-        arguments[1:] if arguments[0] in ("--no-data", "export") else ("--data", checkpoint / "text.txt", *arguments)
-    )
-    code, _, err = main(*verb, checkpoint, "--output", tmp_path / "out", *given)
+    places = {"MODEL": checkpoint, "TEXT": checkpoint / "text.txt"}
+    code, _, err = main(*(places.get(word, word) for word in arguments.split()), "--output", tmp_path / "out")
     assert code == 2
     assert name in err
     assert "Traceback" not in err

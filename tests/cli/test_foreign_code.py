@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 import tiny_models
+from data.conftest import jsonl
 from skip import planned, word_tokenizer
 
 EVIL = """
@@ -22,12 +21,12 @@ from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, PreTr
 AUTO = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoModel": "evil.Model"}
 
 
-def change(path: Path, **entries: Any) -> None:
+def change(path, **entries):
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     """A checkpoint of a known and one of an unknown type, both with code; data, recipes and a plan that trusts."""
     home = tmp_path_factory.mktemp("house")
     model = tiny_models.build("llama")
@@ -35,8 +34,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"prompt": word_tokenizer.words(n, n + 1), "response": word_tokenizer.words(*range(n, n + 6))}
         for n in range(12)
     ]
-    (home / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (home / "text.jsonl").write_text("".join(json.dumps({"text": row["response"]}) + "\n" for row in rows * 2))
+    jsonl(home / "pairs.jsonl", *rows)
+    jsonl(home / "text.jsonl", *({"text": row["response"]} for row in rows * 2))
     data = {"name": str(home / "text.jsonl"), "validation_share": 0.3}
     for name in ("known", "unknown"):
         folder = home / name
@@ -56,7 +55,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def house(built: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def house(built, monkeypatch):
     """The same, and somebody who says yes to every question."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
     return built
@@ -76,7 +75,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("kind", [pytest.param("known", marks=pytest.mark.thorough), "unknown"])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_command_runs_code_of_a_checkpoint(main: Any, house: Path, tmp_path: Path, name: str, kind: str) -> None:
+def test_no_command_runs_code_of_a_checkpoint(main, house, tmp_path, name, kind):
     model = str(house / kind)
     command = [word.format(model=model, home=house) for word in COMMANDS[name]]
     code, _, err = main(*command, "--output", tmp_path / "out")
@@ -86,13 +85,3 @@ def test_no_command_runs_code_of_a_checkpoint(main: Any, house: Path, tmp_path: 
         assert "its own code" in err
     written = [path for path in tmp_path.rglob("*config.json") if "evil" in path.read_text()]
     assert not written, "a run's checkpoint names the code"
-
-
-@pytest.mark.parametrize("name", ["measure", "search"])
-def test_a_recipe_cannot_allow_code(main: Any, house: Path, tmp_path: Path, name: str) -> None:
-    (tmp_path / "recipe.yaml").write_text("trust_remote_code: true\n")
-    command = [word.format(model=str(house / "unknown"), home=house) for word in COMMANDS[name]]
-    code, _, err = main(*command, "--recipe", tmp_path / "recipe.yaml", "--output", tmp_path / "out")
-    assert code == 2
-    assert "A file cannot allow code of a checkpoint to run" in err
-    assert not (house / "ran").exists()

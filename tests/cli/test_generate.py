@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_models
+from data.conftest import jsonl
 from fulldepth import exit
 from fulldepth.errors import FulldepthError
 from fulldepth.results import Results
@@ -39,7 +40,7 @@ def run(main):
 PROMPT = word_tokenizer.words(3, 14, 15, 9, 26)
 
 
-def text_of(folder, new: int) -> str:
+def text_of(folder, new):
     """The continuation by transformers alone."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
@@ -87,11 +88,11 @@ def test_results_hold_text_and_statistics(run, checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        (("--threshold", "0"), "threshold"),
-        (("--chat",), "--chat"),
-        (("--rule", "confidance"), "confidence"),
-        (("--prompt", " "), "prompt is empty"),
-        (("--raw", "--prompt", word_tokenizer.words(*range(80))), "80 tokens"),
+        (["--threshold", "0"], "threshold"),
+        (["--chat"], "--chat"),
+        (["--rule", "confidance"], "confidence"),
+        (["--prompt", " "], "prompt is empty"),
+        (["--raw", "--prompt", word_tokenizer.words(*range(80))], "80 tokens"),
     ],
 )
 def test_mistakes_end_with_two(run, checkpoint, options, name):
@@ -104,8 +105,7 @@ def test_the_plan_of_a_search_drafts(run, checkpoint, tmp_path):
     rows = [
         {"prompt": word_tokenizer.words(*range(i, i + 5)), "response": word_tokenizer.words(i, 7)} for i in range(9)
     ]
-    data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = jsonl(tmp_path / "pairs.jsonl", *rows)
     run("skip", "search", checkpoint, "--data", data, "--blocks", "1", "--output", tmp_path / "plan")
     asked = ("--raw", "--max-new-tokens", "40", "--set", "draft_length=3", "--json")
     result = run("generate", checkpoint, "--prompt", PROMPT, "--plan", tmp_path / "plan" / "plan.json", *asked)

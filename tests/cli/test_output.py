@@ -7,13 +7,13 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from cli.conftest import shell
 from fulldepth import bars
 from fulldepth.cli import interruption, options
 from fulldepth.results import DOCUMENT, Results, tabulate
@@ -95,8 +95,11 @@ def test_help_names_every_choice_and_the_shell_completes_it(main, command):
         for choice in options._choices(field.annotation):
             about = text[text.index(f"--{name.replace('_', '-')} ") :][:900]
             assert re.search(rf"\b{choice}\b", about), f"{command} --{name} does not list {choice}"
-    if command == "skip search":
-        assert all(name in text for name in FORMATS)
+
+
+def test_help_names_every_format(main):
+    text = main("skip", "apply", "--help")[1]
+    assert all(name in text for name in FORMATS)
 
 
 def test_completion_knows_choices_and_loads_no_torch():
@@ -112,14 +115,8 @@ def test_completion_knows_choices_and_loads_no_torch():
         "train tiny-tr": ["tiny-tree", "tiny-tree-cr"],
     }.items():
         environment = {"COMP_WORDS": f"fulldepth {words}", "COMP_CWORD": str(len(words.split()))}
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "_FULLDEPTH_COMPLETE": "complete_bash", **environment},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
+        environment = {**os.environ, "_FULLDEPTH_COMPLETE": "complete_bash", **environment}
+        done = shell(sys.executable, "-c", program, env=environment)
         assert done.stdout.split() == expected, done.stderr
 
 
@@ -152,9 +149,7 @@ for command in {list(RIGHT.values())!r}:
         except SystemExit as leaving:
             print(leaving.code, file=sys.stderr)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
-    )
+    done = shell(sys.executable, "-c", program, cwd=tmp_path)
     said = [line for line in done.stderr.splitlines() if not line.startswith("... and ")]
     one = ["Loading...", "7", "Error: Unknown setting 'sed'.", "2"]
     assert [line.partition(" Did you mean")[0].partition(" Available")[0] for line in said] == one * len(RIGHT)

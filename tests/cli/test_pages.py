@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from filelock import FileLock
 
+from api.test_output_folders import small
 from fulldepth.demonstration import demo
 from fulldepth.errors import FulldepthError
 from fulldepth.files import locked
-from fulldepth.results import PAGE, Results, tabulate
+from fulldepth.results import PAGE
 
 
-def saved(folder: Path, value: float, name: str = "m") -> Path:
-    rows = [("displacement", "residual", layer, None, "mean", value, 10, "1") for layer in (1, 2, 3)]
-    headline = {"zeta_L": {"value": value, "unit": "%", "sentence": f"It is {value}."}}
-    meta = {"kind": "measure", "model": {"name": name, "num_layers": 3}, "data": {"hash": "1"}, "headline": headline}
-    return Results(tabulate(rows), meta).save(folder)
-
-
-def files(folder: Path) -> dict[str, bytes]:
+def files(folder):
     return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
 
 
 def test_a_page_of_other_results_is_replaced_only_when_asked(main, tmp_path):
-    a, b = saved(tmp_path / "a", 0.1), saved(tmp_path / "b", 0.2)
+    a, b = small(0.1).save(tmp_path / "a"), small(0.2).save(tmp_path / "b")
     before = files(b)
     code, _, err = main("report", a, "-o", b)
     assert code == 2
@@ -37,7 +29,7 @@ def test_a_page_of_other_results_is_replaced_only_when_asked(main, tmp_path):
 
 
 def test_the_page_of_a_folder_is_made_again_and_an_empty_one_is_filled(main, tmp_path):
-    a = saved(tmp_path / "a", 0.1)
+    a = small(0.1).save(tmp_path / "a")
     page = (a / PAGE).read_bytes()
     (a / PAGE).unlink()
     assert main("report", a)[0] == 0
@@ -49,7 +41,7 @@ def test_the_page_of_a_folder_is_made_again_and_an_empty_one_is_filled(main, tmp
 
 @pytest.mark.parametrize("name", ["settings.yaml", "plan.json"])
 def test_a_comparison_does_not_go_where_another_command_keeps_its_results(main, tmp_path, name):
-    a, b, out = saved(tmp_path / "a", 0.1), saved(tmp_path / "b", 0.2), tmp_path / "out"
+    a, b, out = small(0.1).save(tmp_path / "a"), small(0.2).save(tmp_path / "b"), tmp_path / "out"
     out.mkdir()
     (out / name).touch()
     for more in ([], ["--overwrite"]):
@@ -59,20 +51,16 @@ def test_a_comparison_does_not_go_where_another_command_keeps_its_results(main, 
     assert list(files(out)) == [name]
 
 
-def test_two_commands_do_not_write_into_one_folder(main, tmp_path, monkeypatch):
-    """A lock that another process has is one that cannot be had here: another object stands for it."""
-    a, b, out = saved(tmp_path / "a", 0.1), saved(tmp_path / "b", 0.2), tmp_path / "out"
-    assert main("compare", a, b, "-o", out)[0] == 0
-    before = files(out)
-    other = FileLock(out / ".lock", is_singleton=False)
-    with other:
-        for command in (["compare", a, b, "--overwrite"], ["report", a, "--overwrite"]):
-            code, _, err = main(*command, "-o", out)
-            assert code == 2
-            assert "Another fulldepth process is writing into" in err
+def test_report_and_demo_do_not_write_where_another_process_does(main, tmp_path):
+    """Another object stands for the lock of another process; that of the other commands: `api.test_output_folders`."""
+    folder = small(0.1).save(tmp_path / "a")
+    before = files(folder)
+    with FileLock(folder / ".lock", is_singleton=False):
+        code, _, err = main("report", folder, "--overwrite")
+        assert code == 2
+        assert "Another fulldepth process is writing into" in err
         with pytest.raises(FulldepthError, match="Another fulldepth process"):
-            demo(out)
-    assert files(out) == before
-    assert main("compare", a, b, "-o", out, "--overwrite")[0] == 0
-    with locked(out):
-        assert main("report", a, "-o", out, "--overwrite")[0] == 0, "the same process may"
+            demo(folder)
+    assert files(folder) == before
+    with locked(folder):
+        assert main("report", folder, "--overwrite")[0] == 0, "the same process may"

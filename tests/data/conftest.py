@@ -16,7 +16,7 @@ NUMBERS = {"[UNK]": 0, "[EOS]": 1, **{f"w{i}": i + 2 for i in range(500)}}
 
 
 def jsonl(path, *rows):
-    path.write_text("\n".join(map(json.dumps, rows)))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 

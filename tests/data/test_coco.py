@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from data.test_images import Processor
 from drawn_shapes import CLASSES, SCRIPT, draw, shapes
 from fulldepth.data import open_source, prepare
 from fulldepth.data.labelled import check_rows, number_labels
@@ -128,7 +129,7 @@ def test_objects_follow_the_classes_of_the_model(written):
     """Names decide as soon as one agrees; objects of other classes are refused or left out; an unused one may be
     unknown.
     """
-    source, options = open_source(written()), {"task": "detection", "processor": Plain()}
+    source, options = open_source(written()), {"task": "detection", "processor": Processor()}
     numbered, _ = number_labels(source, ["dog", "N/A", "Car"])
     prepared = prepare(numbered, **options)
     objects = prepared.collate([0]).objects[0]
@@ -153,13 +154,6 @@ def test_an_image_of_another_size_than_stated_is_refused_when_it_is_read(written
         FulldepthError, match=r"images\[0\] \(id 7\) is stated to have 41 x 20 pixels; its file b\.png has 40"
     ):
         source.records[0].image()
-
-
-class Plain:
-    """An image processor that only scales to [0, 1]."""
-
-    def __call__(self, images, return_tensors):
-        return {"pixel_values": torch.stack([torch.from_numpy(np.asarray(i) / 255).permute(2, 0, 1) for i in images])}
 
 
 def test_the_shapes_of_the_example_are_what_they_are_drawn_from():

@@ -1,15 +1,10 @@
 """The hash of what a source holds: equal for equal content, another for any other, for every kind of data."""
 
 import datasets
-import numpy as np
 import pytest
-from PIL import Image
 
+from data.test_images import picture
 from fulldepth.data import content_hash, open_source
-
-
-def picture(value):
-    return Image.fromarray(np.full((4, 4, 3), value, dtype=np.uint8))
 
 
 def of(data, **options):

@@ -332,6 +332,7 @@ def test_bad_files(tmp_path, name, content, place):
 BAD_DATA = [
     ("gone.txt", {}, "gone.txt"),
     ("./gone", {}, "./gone"),
+    *((name, {}, "") for name in ("a\0b.txt", "x" * 5000, "~nobody-here/a.txt", "y" * 300 + ".jsonl")),
     ("corpus:builtin/test", {}, "'test'"),
     (3, {}, "int"),
     ([], {}, "rows"),
@@ -344,5 +345,9 @@ BAD_DATA = [
 @pytest.mark.parametrize(("data", "options", "name"), BAD_DATA)
 def test_bad_names_and_objects(tmp_path, data, options, name):
     write(tmp_path / "bad.csv", "a")
-    with pytest.raises(FulldepthError, match=name):
+    with pytest.raises(FulldepthError, match=name) as caught:
         open_source(tmp_path if data == "FOLDER" else data, **options)
+    assert len(str(caught.value)) < 1000
+    if not name:
+        with pytest.raises(FulldepthError):
+            open_documents(data)

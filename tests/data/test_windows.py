@@ -12,25 +12,18 @@ from scipy.stats import chisquare
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fulldepth.data import builtin_texts, open_source, prepare, train_tokenizer
+from data.test_prepare_text import prepared, words
+from fulldepth.data import builtin_texts, open_source, train_tokenizer
 from fulldepth.data.drawing import draw_windows, first_windows
 from fulldepth.data.sources import identities
 from fulldepth.data.tokens import Frame, WordFinder, leading_ids, plain_ids
 from fulldepth.uncertainty import identity
 
 
-def words(numbers):
-    return " ".join(f"w{n}" for n in numbers)
-
-
-def prepared(tokenizer, data, **options):
-    return prepare(open_source(data), task="causal-lm", tokenizer=tokenizer, **options)
-
-
 def test_windows_are_uniform_over_all_text(number_tokenizer):
     """Documents of 1 to 40 lengths of a window get windows by their length; at most once each piece."""
     sizes = [100, 200, 400, 800, 1600, 4000]
-    texts = [words([d] * n) for d, n in enumerate(sizes)]
+    texts = [words(*[d] * n) for d, n in enumerate(sizes)]
     counts = Counter()
     for seed in range(60):
         data = prepared(number_tokenizer, texts, sequence_length=8, max_sequences=40, seed=seed)
@@ -44,7 +37,7 @@ def test_windows_are_uniform_over_all_text(number_tokenizer):
 
 
 def test_windows_are_contiguous_distinct_and_spread_over_a_document(number_tokenizer):
-    text = words(i % 499 for i in range(499 * 40))
+    text = words(*(i % 499 for i in range(499 * 40)))
     starts = []
     for seed in range(40):
         data = prepared(number_tokenizer, [text], sequence_length=16, max_sequences=30, seed=seed)
@@ -74,7 +67,7 @@ def test_few_characters_are_tokenised():
 
 
 def test_short_documents_are_joined_within_a_window(number_tokenizer):
-    texts = [words([i] * 5) for i in range(300)]
+    texts = [words(*[i] * 5) for i in range(300)]
     data = prepared(number_tokenizer, texts, sequence_length=17, max_sequences=20)
     assert len(data) == 20
     documents = [set(example.input_ids.tolist()) - {1} for example in data.examples]
@@ -89,7 +82,7 @@ def test_every_window_begins_with_bos(bert_tokenizer, number_tokenizer, bos, cou
     """Windows from the middle of a document lacked it."""
     for order in ("random", "first"):
         options = {"sequence_length": 32, "max_sequences": 9, "order": order}
-        data = prepared(bert_tokenizer, [words(range(400))], bos=bos, **options)
+        data = prepared(bert_tokenizer, [words(*range(400))], bos=bos, **options)
         assert data.lengths == [32] * 9
         assert sum(int(example.input_ids[0]) == 2 for example in data.examples) == count
         assert sum((example.input_ids == 2).sum() for example in data.examples) == count
@@ -99,7 +92,7 @@ def test_every_window_begins_with_bos(bert_tokenizer, number_tokenizer, bos, cou
 
 
 def test_one_sequence_for_each_row(number_tokenizer):
-    texts = [words(range(n)) for n in range(1, 31)]
+    texts = [words(*range(n)) for n in range(1, 31)]
     data = prepared(number_tokenizer, texts, sequence_length=20, one_per_row=True)
     assert data.lengths == [min(n, 20) for n in range(1, 31)]
     assert len(set(data.clusters)) == 30
@@ -110,19 +103,19 @@ def test_clusters_of_windows_are_documents_or_blocks(number_tokenizer):
     def windows(texts, most):
         return prepared(number_tokenizer, texts, max_sequences=most, sequence_length=64)
 
-    data = windows([words([i] * 1000) for i in range(3)], 100)
+    data = windows([words(*[i] * 1000) for i in range(3)], 100)
     pairs = {(int(e.input_ids[0]), c) for e, c in zip(data.examples, data.clusters, strict=True)}
     assert len(pairs) == len({cluster for _, cluster in pairs}) == len({document for document, _ in pairs}) == 3
     assert (data.unit, data.no_error) == ("document", None)
     assert data.describe()["clusters"] == 3
 
-    whole = windows([words([1] * 4096 * 10)], 1000)
+    whole = windows([words(*[1] * 4096 * 10)], 1000)
     assert (len(whole), len(set(whole.clusters)), whole.no_error) == (640, 10, None)
     assert whole.unit == "block of 4,096 tokens"
     assert sorted(Counter(whole.clusters).values()) == [64] * 10
-    drawn = windows([words([1] * 4096 * 30)], 60)
+    drawn = windows([words(*[1] * 4096 * 30)], 60)
     assert 8 <= len(set(drawn.clusters)) <= 30
-    few = windows([words([1] * 4096 * 3)], 60)
+    few = windows([words(*[1] * 4096 * 3)], 60)
     assert len(set(few.clusters)) == 1
     assert few.no_error is not None
     assert "8 blocks" in few.no_error

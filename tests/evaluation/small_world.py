@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-import json
-from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from data.conftest import jsonl
 from tiny_models import DECODER
 
 LAYERS = 4
 NOUNS = ["sun", "river", "stone", "leaf", "cloud", "mouse", "wheel"]
 
 
-def tokenizer() -> Any:
+def tokenizer():
     """One token for each byte, and three marks."""
     marks = ["<pad>", "<s>", "</s>"]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -27,7 +25,7 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
-def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def model(seed=0, dtype=torch.float32):
     """A Llama of four layers whose layers predict different things."""
     torch.manual_seed(seed)
     sizes = {"vocab_size": 259, "num_hidden_layers": LAYERS, "max_position_embeddings": 2048}
@@ -35,7 +33,7 @@ def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
-def first_layers(whole: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
+def first_layers(whole, layers):
     """A copy of a model with its first layers only."""
     cut = copy.deepcopy(whole)
     cut.model.layers = cut.model.layers[:layers]
@@ -43,7 +41,7 @@ def first_layers(whole: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
     return cut
 
 
-def write_data(folder: Path, rows: int = 7) -> Path:
+def write_data(folder, rows=7):
     """The files of all local tasks; texts hold quotes, other scripts, and marks of templates."""
     choices = [
         [f"a {NOUNS[i % 7]}", f"the {NOUNS[(i + 2) % 7]} {{{{x}}}}", "été", "no"][: 2 + i % 3] for i in range(rows)
@@ -68,5 +66,5 @@ def write_data(folder: Path, rows: int = 7) -> Path:
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row) + "\n" for row in content))
+        jsonl(path, *content)
     return folder

@@ -170,16 +170,14 @@ def test_a_link_among_the_answers_is_not_followed(checkpoint, data, tmp_path):
         evaluate(checkpoint, TASKS[:1], tmp_path / "folder", resume=True, **options)
 
 
-@pytest.mark.parametrize("change", [{"limit": 5}, {"exit_layers": "2"}, {"model": 1}])
-def test_answers_of_other_runs_are_not_reused(change, checkpoint, data, tmp_path, monkeypatch):
-    said = []
+def test_answers_of_other_layers_are_not_reused(checkpoint, data, tmp_path, monkeypatch):
+    """Of another model, other data and another limit: see tests/kills."""
+    said, change = [], {"exit_layers": "2"}
     monkeypatch.setattr("fulldepth.evaluation.run.shutil.rmtree", lambda *_, **__: None)  # keeps the answers
 
-    def run(model=None, **changed):
+    def run(**changed):
         options = {"task_data": [data], "limit": 6, "batch_size": 2, "bootstrap_iters": 100, **changed}
-        model = checkpoint if model is None else small_world.model(seed=model)
-        options["watcher"] = Watcher(say=said.append)
-        evaluate(model, TASKS[:1], tmp_path, tokenizer=small_world.tokenizer(), resume=True, **options)
+        evaluate(checkpoint, TASKS[:1], tmp_path, resume=True, watcher=Watcher(say=said.append), **options)
         (tmp_path / "results.json").unlink()
 
     run()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from fulldepth.evaluation.harness import Answers
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_each_layer_is_scored_and_generates_by_its_own_head(tmp_path, monkeypatch, tied):
-    model: Any = small_world.model()
+    model = small_world.model()
     if tied:
         model.config.tie_word_embeddings = True
         model.tie_weights()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tiny_models
+from data.conftest import jsonl
 from evaluation import small_world
 from evaluation.small_world import LAYERS
 from fulldepth.errors import FulldepthError
@@ -97,19 +98,6 @@ def test_one_pass_answers_all_layers(data):
     for layers in ("full", "all"):
         scored(model, ["arc_easy_local"], data, exit_layers=layers)
     assert passes.count("full") == passes.count("all") > 0
-
-
-def test_generation_leaves_at_the_exit_layer(data, monkeypatch):
-    model, task, texts = small_world.model(), "gsm8k_local", []
-    monkeypatch.setattr(Answers, "put", lambda self, new: (texts.extend(new.values()), self._answers.update(new)))
-    results = scored(model, [task], data, exit_layers="2", num_fewshot=2)
-    replies = {}
-    for layer in (2, LAYERS):
-        first = small_world.first_layers(model, layer)
-        assert ours(results, task, layer) == stock(first, task, data, replies, num_fewshot=2)
-    assert set(ours(results, task, 2)) == {"exact_match:strict-match", "exact_match:flexible-extract"}
-    assert set(texts) == set(replies["gsm8k_local"])
-    assert len(set(texts)) == 2 * LIMIT
 
 
 CHAT = (
@@ -208,7 +196,7 @@ def test_families(name, tmp_path):
     rows = [
         {"question": words(i, i + 3), "choices": [words(2, i), words(5), words(4)], "gold": i % 3} for i in range(4)
     ]
-    (tmp_path / "arc_easy_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl(tmp_path / "arc_easy_test.jsonl", *rows)
     model, tokenizer, task = tiny_models.build(name), word_tokenizer.tokenizer(), "arc_easy_local"
     results = scored(model, [task], tmp_path, tokenizer)
     for layer, first in ((3, model), (2, truncated(model, 2))):

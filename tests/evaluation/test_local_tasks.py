@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from data.conftest import jsonl
 from evaluation import small_world
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation.local_tasks import LOCAL_TASKS, hellaswag_query, local_task
@@ -87,7 +88,7 @@ def test_requests_targets_and_metrics_are_those_of_lm_eval(name, tmp_path):
         path = data / "lm-eval/piqa_valid.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         rows = [{"goal": row["goal"], "choices": (row["choices"] * 2)[:2], "gold": row["gold"] % 2} for row in rows]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        jsonl(path, *rows)
     own, local = own_definition(name, data), built(local_task(name, [data]))
     assert [(one.request_type, one.args, one.doc_id) for one in local.instances] == [
         (one.request_type, one.args, one.doc_id) for one in own.instances

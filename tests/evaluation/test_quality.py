@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.conftest import jsonl
 from evaluation import small_world
 from evaluation.small_world import LAYERS
 from fulldepth.errors import FulldepthError
@@ -27,8 +28,7 @@ def text(tmp_path):
 def documents(path, numbers):
     things = ("sun", "sea", "elm", "fox", "owl", "bee", "cow", "ant", "elk", "yak")
     texts = [f"{number:02} The {things[number % 10]} saw a river, a stone."[: PREFIX + NEW + 9] for number in numbers]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return str(path)
+    return str(jsonl(path, *({"text": text} for text in texts)))
 
 
 def test_diversity_is_the_product_of_the_shares_of_distinct_ngrams():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import transformers as tf
-from torch import Tensor
 
 import tiny_models as tm
 
@@ -26,7 +25,7 @@ FLOAT32 = ("gemma2", "bloom", "mixtral")
 """Stock models that fail in float64: NaN from padding in eager attention, or no product of experts."""
 
 
-def build(name: str, *, late: float = 1.0, seed: int = 0) -> tf.PreTrainedModel:
+def build(name, *, late=1.0, seed=0):
     """A decoder in float64 where possible; `late` < 1 shrinks the layers after the first, so that drafts agree."""
     torch.manual_seed(seed)
     model = tm.build(name, seed=seed, dtype=torch.float32 if name in FLOAT32 else torch.float64)
@@ -39,7 +38,7 @@ def build(name: str, *, late: float = 1.0, seed: int = 0) -> tf.PreTrainedModel:
     return model
 
 
-def prompts(rows: int = 2, length: int = 9, padded: int = 3, seed: int = 2) -> dict[str, Tensor]:
+def prompts(rows=2, length=9, padded=3, seed=2):
     """Prompts of different lengths: row b is padded on the left by `b * padded` positions."""
     ids = torch.randint(3, tm.VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(ids)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from scipy.stats import binomtest
@@ -20,12 +18,12 @@ SAMPLE = 512
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return train_wordpiece([row["text"] for row in ROWS[:200]], 300)  # type: ignore[misc]
+def tokenizer():
+    return train_wordpiece([row["text"] for row in ROWS[:200]], 300)
 
 
 @pytest.fixture(scope="module")
-def constant(tokenizer: Any) -> Any:
+def constant(tokenizer):
     """Predicts class 0."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
@@ -36,16 +34,16 @@ def constant(tokenizer: Any) -> Any:
     return model
 
 
-def is_about_nine_tenths(accuracy: float) -> bool:
+def is_about_nine_tenths(accuracy):
     return bool(binomtest(round(accuracy * SAMPLE), SAMPLE, 0.9).pvalue > 1e-3)
 
 
-def accuracy_of(table: Any, measure: str) -> float:
+def accuracy_of(table, measure):
     rows = table[(table.measure == measure) & (table.statistic == "mean")]
     return float(rows.value.iloc[-1])
 
 
-def test_measure_exit_and_the_balanced_option(constant: Any, tokenizer: Any) -> None:
+def test_measure_exit_and_the_balanced_option(constant, tokenizer):
     """It was 0.766 by measure and 0.525 by exit."""
     measured = fulldepth.measure(
         constant, ROWS, tokenizer=tokenizer, max_sequences=SAMPLE, measures=["lens_accuracy"], lens_tokens=None
@@ -61,7 +59,7 @@ def test_measure_exit_and_the_balanced_option(constant: Any, tokenizer: Any) -> 
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_validation_rows_of_training(tmp_path: Any, separate: bool) -> None:
+def test_validation_rows_of_training(tmp_path, separate):
     path = tmp_path / "rows.tsv"
     path.write_text("\n".join(["text\tlabel", *(f"{row['text']}\t{row['label']}" for row in ROWS)]))
     data = DataSettings(

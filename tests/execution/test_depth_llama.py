@@ -35,7 +35,7 @@ def streams(trace, config):
     return [config.num_streams * trace.states[0], *(state.sum(2) for state in trace.states[1:])]
 
 
-@pytest.mark.parametrize("name", combinations.SWITCHES)
+@combinations.EVERY
 def test_states_and_branches(name):
     model, found, states, trace = read(name, [*STATES, *BRANCHES])
     expected = streams(trace, model.config)
@@ -59,7 +59,9 @@ def test_states_and_branches(name):
     assert found.chained is not bool(tree)
 
 
-@pytest.mark.parametrize("name", [name for name in combinations.SWITCHES if combinations.SWITCHES[name].get("memory")])
+@pytest.mark.parametrize(
+    "name", [one for one in combinations.EVERY.args[1] if "memory" in combinations.SWITCHES[one.values[0]]]
+)
 def test_routing(name):
     model, found, states, trace = read(name, ["routing"])
     assert found.routed_heads == model.config.num_key_value_heads

@@ -20,7 +20,7 @@ EXPERTS = ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama4_text"]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", *EXPERTS])
-def test_both_counts_are_those_of_torch(name: str) -> None:
+def test_both_counts_are_those_of_torch(name):
     model = zoo.build(name, "causal-lm") if name in EXPERTS else tm.build(name)
     model.set_attn_implementation("eager")
     model.config._experts_implementation = "eager"  # torch counts no grouped product
@@ -35,7 +35,7 @@ def test_both_counts_are_those_of_torch(name: str) -> None:
         assert costs.whole(Variant(), Shape(BATCH, TIME, 0), every_position=True) == expected
 
 
-def test_packed_weights_count_as_the_matrices_that_they_stand_for() -> None:
+def test_packed_weights_count_as_the_matrices_that_they_stand_for():
     packed = nn.Module()
     packed.qweight, packed.in_features, packed.out_features = torch.zeros(1, 24, dtype=torch.int32), 8, 24
     assert weight_products(packed) == weight_products(nn.Linear(8, 24)) == 2 * 8 * 24

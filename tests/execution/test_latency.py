@@ -17,7 +17,7 @@ from tiny_models import VOCAB, build
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_everybody_is_first_and_runs_once_a_round(count) -> None:
+def test_everybody_is_first_and_runs_once_a_round(count):
     rounds = [order(count, number, seed=4) for number in range(2 * count)]
     assert all(sorted(found) == list(range(count)) for found in rounds)
     assert sorted(found[0] for found in rounds[:count]) == list(range(count))
@@ -25,7 +25,7 @@ def test_everybody_is_first_and_runs_once_a_round(count) -> None:
     assert rounds == [order(count, number, seed=4) for number in range(2 * count)]
 
 
-def test_another_program_is_seen_and_our_own_work_is_not() -> None:
+def test_another_program_is_seen_and_our_own_work_is_not():
     own = OtherLoad()
     start, until = time.process_time(), time.perf_counter() + 1.0
     while time.perf_counter() < until:
@@ -43,13 +43,13 @@ def test_another_program_is_seen_and_our_own_work_is_not() -> None:
     assert share >= 0.5 * used / (psutil.cpu_count() * 0.8)
 
 
-def test_a_window_bounds_the_cache() -> None:
+def test_a_window_bounds_the_cache():
     ids = torch.randint(3, VOCAB, (3, 30))
     held = cache_bytes(Runner(build("gemma2")).run(ids, 25).cache)
     assert held == 2 * 3 * 2 * 8 * 4 * (30 + 2 * 7)  # one full layer, two with a window of 8: the last 7 are kept
 
 
-def test_what_lives_is_counted_while_it_lives() -> None:
+def test_what_lives_is_counted_while_it_lives():
     known = torch.zeros(100)
     with AllocationTracker([known]) as tracker:
         first = known + 1
@@ -67,7 +67,7 @@ def test_what_lives_is_counted_while_it_lives() -> None:
     assert (tracker.now, tracker.peak) == (0, 1600)
 
 
-def test_tied_weights_count_once() -> None:
+def test_tied_weights_count_once():
     model = build("gpt2")
     assert model.lm_head.weight is model.get_input_embeddings().weight
     numbers = sum(parameter.numel() for parameter in model.parameters())
@@ -76,7 +76,7 @@ def test_tied_weights_count_once() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps a peak that can be reset")
-def test_the_peak_is_of_the_run_and_not_of_the_process() -> None:
+def test_the_peak_is_of_the_run_and_not_of_the_process():
     size = 300 << 20
     earlier = np.ones(size, np.uint8)
     del earlier

@@ -11,13 +11,13 @@ from execution.decoders import prompts
 from families import zoo
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
-from fulldepth.execution.layer_runner import LayerRunner, decoding_runner
+from fulldepth.execution.layer_runner import decoding_runner
 from fulldepth.hf import anatomy_candidates
 
 ROWS, PROMPT = 2, 9
 
 
-def runner_of(model: tf.PreTrainedModel) -> LayerRunner:
+def runner_of(model):
     batch = tm.inputs(model)
     return decoding_runner(verify(anatomy_candidates(model), batch, optional=("branches",)).anatomy, batch)
 
@@ -63,7 +63,7 @@ def test_what_does_not_fit_the_cache_is_refused():
         runner.begin({"input_ids": ids, "attention_mask": longer})
 
 
-def test_a_model_whose_own_decoding_differs_is_refused_for_that_reason() -> None:
+def test_a_model_whose_own_decoding_differs_is_refused_for_that_reason():
     """Moshi's cache keeps a window of positions, and its attention reads all."""
     ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

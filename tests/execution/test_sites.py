@@ -148,7 +148,7 @@ def test_branches_and_stream_equal_the_block_taken_apart(name):
     torch.testing.assert_close(states["final_normed"], [last], rtol=0, atol=0)
     for site, expected in zip(ORDER, zip(*layers, strict=True), strict=True):
         got = states[site][1:] if site == "residual" else states[site]
-        torch.testing.assert_close(got, list(expected), rtol=1e-4, atol=1e-4, msg=lambda m, site=site: f"{site}: {m}")
+        torch.testing.assert_close(got, list(expected), rtol=1e-4, atol=1e-4, msg=site)
     for layer, (a, m, _, y) in enumerate(layers, start=1):
         ends = anatomy.part(layer, "mlp_norm") if anatomy.family.design == "post" else torch.nn.Identity()
         total = states["mlp_input"][layer - 1] + m + (a if anatomy.family.design == "parallel" else 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import MethodType
-from typing import Any
 
 import pytest
 import torch
@@ -15,27 +14,8 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution import capture, find_anatomy, verify
 from fulldepth.hf import anatomy_candidates
 
-ALBERT = {
-    "vocab_size": tiny_models.VOCAB,
-    "embedding_size": 16,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
 
-
-def albert(**options: Any) -> tf.PreTrainedModel:
-    torch.manual_seed(0)
-    model = tf.AlbertForMaskedLM(tf.AlbertConfig(**ALBERT, **options)).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
-
-
-def albert_by_hand(model: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def albert_by_hand(model, inputs):
     """h_0..h_L of ALBERT: the embeddings in the blocks' width, and the state after each call of a group."""
     body = model.albert
     state = body.encoder.embedding_hidden_mapping_in(body.embeddings(inputs["input_ids"]))
@@ -52,8 +32,9 @@ def albert_by_hand(model: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Te
 
 @torch.no_grad()
 @pytest.mark.parametrize(("groups", "inner", "branches"), [(2, 1, True), (1, 2, False)])
-def test_albert_has_a_layer_for_each_call_of_a_shared_block(groups: int, inner: int, branches: bool) -> None:
-    model = albert(num_hidden_groups=groups, inner_group_num=inner)
+def test_albert_has_a_layer_for_each_call_of_a_shared_block(groups, inner, branches):
+    sizes = {"num_hidden_layers": 4, "num_hidden_groups": groups, "inner_group_num": inner}
+    model = zoo.build("albert", "masked-lm", **sizes).double()
     inputs = tiny_models.inputs(model)
     found = verify(anatomy_candidates(model), inputs, optional=("branches",))
     assert (found.anatomy.num_layers, found.branches) == (4, branches)
@@ -75,13 +56,13 @@ def test_albert_has_a_layer_for_each_call_of_a_shared_block(groups: int, inner: 
         ("funnel", "masked-lm", {}, "is only a part of the stack"),
     ],
 )
-def test_lists_that_are_not_the_stream_are_refused(model_type, task, options, reason) -> None:
+def test_lists_that_are_not_the_stream_are_refused(model_type, task, options, reason):
     model = zoo.build(model_type, task, **options)
     with pytest.raises(FulldepthError, match=reason):
         verify(anatomy_candidates(model), zoo.inputs(model, seed=1), optional=("head", "branches"))
 
 
-def test_a_list_that_ends_before_the_model_does_is_refused() -> None:
+def test_a_list_that_ends_before_the_model_does_is_refused():
     """Blocks of another class after the list, as where a list holds the first half of the layers."""
     model = tiny_models.build("llama")
     extra = tiny_models.ToyBlock("tensor")
@@ -94,14 +75,14 @@ def test_a_list_that_ends_before_the_model_does_is_refused() -> None:
         verify(anatomy_candidates(model), tiny_models.inputs(model))
 
 
-def test_a_block_that_does_not_run_is_noticed() -> None:
+def test_a_block_that_does_not_run_is_noticed():
     model = tiny_models.build("llama")
     model.model.config.num_hidden_layers = 2  # the forward pass takes so many of the three blocks
     with pytest.raises(FulldepthError, match="1 of the 3 blocks of layers do not run"):
         verify(anatomy_candidates(model), tiny_models.inputs(model))
 
 
-def test_the_text_of_a_model_is_found_beside_a_deeper_vision_tower() -> None:
+def test_the_text_of_a_model_is_found_beside_a_deeper_vision_tower():
     config = zoo.config_for("llava")
     config.vision_config.num_hidden_layers = 7
     torch.manual_seed(0)
@@ -113,14 +94,14 @@ def test_the_text_of_a_model_is_found_beside_a_deeper_vision_tower() -> None:
     assert verify(vision, {"pixel_values": pixels}).anatomy.family.modality == "images"
 
 
-def test_an_unlisted_family_is_proven_on_inputs_of_its_own_kind() -> None:
+def test_an_unlisted_family_is_proven_on_inputs_of_its_own_kind():
     model = zoo.build("dinov2", "image-classification").train()
     assert find_anatomy(model).num_layers == 3
     assert model.training
 
 
 @pytest.mark.parametrize("decodes", [True, False])
-def test_a_model_that_sees_the_next_token_has_no_lens(decodes: bool) -> None:
+def test_a_model_that_sees_the_next_token_has_no_lens(decodes):
     model = zoo.build("bert", "causal-lm", is_decoder=decodes)
     found = verify(anatomy_candidates(model), zoo.inputs(model, seed=1), optional=("head",))
     assert (found.classifier is not None) is decodes

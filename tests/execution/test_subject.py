@@ -18,8 +18,7 @@ from skip.word_tokenizer import tokenizer, words
 
 
 def test_measuring_and_leaving_early_read_the_same_sequences():
-    model = tiny_models.build("bert-classifier")
-    rows = [{"text": words(*range(3, 5 + n)), "label": f"LABEL_{n % 3}"} for n in range(9)]
+    model, rows = tiny_models.build("bert-classifier"), text_rows(9)
     options = {"max_sequences": 6, "sequence_length": 8, "seed": 3}
     measured = prepare_subject(model, rows, MeasureSettings(**options), tokenizer=tokenizer(), device=None)
     settings = ExitSettings(**options)

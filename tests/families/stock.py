@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
+from data.conftest import splitting
 from families import zoo
 
 CLASSES = ("a", "b", "c")
@@ -39,16 +39,16 @@ class Stock:
     """[N, C]."""
 
     @property
-    def accuracy(self) -> float:
+    def accuracy(self):
         """Share of right classes."""
         return float((self.logits.argmax(-1) == self.labels).double().mean())
 
     @property
-    def loss(self) -> float:
+    def loss(self):
         """Mean cross-entropy in nats."""
         return float(F.cross_entropy(self.logits, self.labels))
 
-    def batch(self, count: int = 4) -> dict[str, Tensor]:
+    def batch(self, count=4):
         """The first samples as one batch with labels, padded on the right as the model's own tokenizer does."""
         if "input_ids" in self.inputs[0]:
             tokenizer = tf.AutoTokenizer.from_pretrained(self.folder)
@@ -59,20 +59,16 @@ class Stock:
         return {**batch, "labels": self.labels[:count]}
 
 
-def word_tokenizer(pad: str | None = "[PAD]") -> Any:
+def word_tokenizer(pad="[PAD]"):
     """`w7` -> 12; `[CLS] ... [SEP]` around a text."""
     marks = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"]
     words = {name: index for index, name in enumerate([*marks, *(f"w{i}" for i in range(zoo.VOCAB - len(marks)))])}
-    core = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    core.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-    core.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
-    return tf.PreTrainedTokenizerFast(
-        tokenizer_object=core, unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", pad_token=pad
-    )
+    frame = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
+    return splitting(words, frame, cls_token="[CLS]", sep_token="[SEP]", pad_token=pad)
 
 
 @torch.no_grad()
-def stock(task: str, model_type: str, folder: Path, pad: str | None = "[PAD]", **fields: Any) -> Stock:
+def stock(task, model_type, folder, pad="[PAD]", **fields):
     """A tiny random classifier of a type, saved with its tokenizer or processor, and its answers.
 
     Args:
@@ -92,7 +88,7 @@ def stock(task: str, model_type: str, folder: Path, pad: str | None = "[PAD]", *
     return Stock(folder / "model", data, model, inputs, torch.arange(len(inputs)) // PER_CLASS, logits)
 
 
-def _texts(folder: Path, pad: str | None) -> tuple[Any, list[dict[str, Tensor]]]:
+def _texts(folder, pad):
     tokenizer, generator = word_tokenizer(pad), np.random.default_rng(0)
     tokenizer.save_pretrained(folder / "model")
     texts = [" ".join(f"w{i}" for i in generator.integers(0, 90, length)) for length in LENGTHS]
@@ -101,7 +97,7 @@ def _texts(folder: Path, pad: str | None) -> tuple[Any, list[dict[str, Tensor]]]
     return rows, [{"input_ids": each, "attention_mask": torch.ones_like(each)} for each in ids]
 
 
-def _images(folder: Path, edge: int) -> tuple[Any, list[dict[str, Tensor]]]:
+def _images(folder, edge):
     processor = tf.ViTImageProcessorPil(size={"height": edge, "width": edge}, image_mean=[0.5] * 3, image_std=[0.5] * 3)
     processor.save_pretrained(folder / "model")
     inputs = []
@@ -115,7 +111,7 @@ def _images(folder: Path, edge: int) -> tuple[Any, list[dict[str, Tensor]]]:
     return folder / "images", inputs
 
 
-def _edge(config: Any) -> int:
+def _edge(config):
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", None) or zoo.SMALL["image_size"]
     return int(size if isinstance(size, int) else size[0])

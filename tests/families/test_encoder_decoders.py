@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,7 +23,7 @@ ROWS = [
 RARE = [pytest.param(name, marks=pytest.mark.thorough) for name in ("UMT5", "LongT5", "SwitchTransformers")]
 
 
-def tiny(name: str) -> Any:
+def tiny(name):
     torch.manual_seed(0)
     model_type = {"LongT5": "longt5", "SwitchTransformers": "switch_transformers"}.get(name, name.lower())
     return getattr(tf, f"{name}ForConditionalGeneration")(zoo.config_for(model_type)).eval()
@@ -33,7 +31,7 @@ def tiny(name: str) -> Any:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["T5", "Bart", *RARE])
-def test_the_decoders_last_layer_is_the_stock_model(name: str) -> None:
+def test_the_decoders_last_layer_is_the_stock_model(name):
     """T5's kin divide the states by the root of their width before tied embeddings."""
     model, tokenizer = tiny(name), word_tokenizer()
     results = fulldepth.measure(model, ROWS, tokenizer=tokenizer, measures=["lens_loss", "displacement"])
@@ -51,7 +49,7 @@ def test_the_decoders_last_layer_is_the_stock_model(name: str) -> None:
     assert results.values("lens_loss", "mean", "decoder").iloc[-1] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
 
 
-def test_a_classifier_of_two_stacks_names_a_way_that_works() -> None:
+def test_a_classifier_of_two_stacks_names_a_way_that_works():
     model = zoo.build("t5", "text-classification", num_labels=3)
     rows = [{"text": row["input"], "label": index} for index, row in enumerate(ROWS)]
     with pytest.raises(FulldepthError, match="The tower encoder alone can be read"):

@@ -5,21 +5,18 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers as tf
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from families import zoo  # the tests' folder is on the path under pytest, not when this file runs as a program
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.execution import Verified, body_inputs, capture, find_anatomy, verify
+from fulldepth.execution import body_inputs, capture, find_anatomy, verify
 from fulldepth.hf import anatomy_candidates, truncated
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
@@ -79,20 +76,20 @@ class Verdict:
     reason: str
 
     @property
-    def row(self) -> str:
+    def row(self):
         """As a line of the page."""
         cells = (f"`{self.model_type}`", f"`{self.class_name}`", self.verdict, self.branches, self.cut, self.reason)
         return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
 
 
-def stated(task: str, model_type: str) -> str:
+def stated(task, model_type):
     """The verdict of a row of the page."""
     begins = f"| `{model_type}` | `{zoo.class_name(model_type, task)}` | "
     row = next(line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(begins))
     return row.removeprefix(begins).partition(" | ")[0]
 
 
-def examine(task: str, model_type: str, model: tf.PreTrainedModel | None = None) -> Verdict:
+def examine(task, model_type, model=None):
     """Build a tiny model, let fulldepth prove it on one batch, and hold its states on another against stock ones.
 
     Raises:
@@ -121,7 +118,7 @@ def examine(task: str, model_type: str, model: tf.PreTrainedModel | None = None)
 
 
 @torch.no_grad()
-def first_layers(model: tf.PreTrainedModel, batch: dict[str, Tensor]) -> str:
+def first_layers(model, batch):
     """`yes` if the model can be cut to two layers, which then give what it gives without its later blocks."""
     try:
         anatomy = find_anatomy(model)
@@ -140,10 +137,10 @@ def first_layers(model: tf.PreTrainedModel, batch: dict[str, Tensor]) -> str:
     raise AssertionError("nothing to compare")
 
 
-def passing_after(calls: int, counter: Iterator[int], forward: Any) -> Any:
+def passing_after(calls, counter, forward):
     """A block that gives the state that it is given, in its own form, after so many calls of all blocks."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args, **kwargs):
         state, output = args[0] if args else kwargs["hidden_states"], forward(*args, **kwargs)
         if next(counter) <= calls:
             return output
@@ -152,7 +149,7 @@ def passing_after(calls: int, counter: Iterator[int], forward: Any) -> Any:
     return run
 
 
-def shortened(refusal: str) -> str:
+def shortened(refusal):
     """The first reason of a refusal, without the size of a difference."""
     refusal = re.sub(r" \(relative difference [^)]*\)| by \S+ \(relative\)", "", refusal)
     first = refusal.partition(". Describe it")[0].partition(". A network of several")[0].partition(" | ")[0]
@@ -160,7 +157,7 @@ def shortened(refusal: str) -> str:
 
 
 @torch.no_grad()
-def check_stream(model: tf.PreTrainedModel, batch: dict[str, Tensor], residual: list[Tensor], found: Verified) -> None:
+def check_stream(model, batch, residual, found):
     """`h_0..h_L` against the hidden states that the stock model gives.
 
     Most models give h_0..h_(L-1) and then h_L or its norm; state-space models and RWKV give h_1..h_L and then the norm
@@ -179,14 +176,14 @@ def check_stream(model: tf.PreTrainedModel, batch: dict[str, Tensor], residual: 
     assert any(close(stock[-1], end) for end in ends), "the last state differs"
 
 
-def stock_states(model: tf.PreTrainedModel, batch: dict[str, Tensor]) -> list[Tensor]:
+def stock_states(model, batch):
     """Hidden states by transformers alone, `[B, T, D]` each."""
     states = list(stock_output(model, batch, output_hidden_states=True).hidden_states)
     sequence_first = states[0].shape[:2] == (zoo.LENGTH, 2)
     return [state.transpose(0, 1) for state in states] if sequence_first else states
 
 
-def stock_output(model: tf.PreTrainedModel, batch: dict[str, Tensor], **options: bool) -> Any:
+def stock_output(model, batch, **options):
     """What the stock model gives; without a cache where it may have one, as some caches know no attention."""
     try:
         return model(**batch, **options, use_cache=False)
@@ -194,20 +191,20 @@ def stock_output(model: tf.PreTrainedModel, batch: dict[str, Tensor], **options:
         return model(**batch, **options)
 
 
-def close(one: Tensor, other: Tensor) -> bool:
+def close(one, other):
     """Whether two states are the same but for rounding."""
     return one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
 
 
 @torch.no_grad()
-def check_lens(model: tf.PreTrainedModel, batch: dict[str, Tensor], last: Tensor, classifier: object) -> None:
+def check_lens(model, batch, last, classifier):
     """The lens of the last layer against the logits of a batch that nothing was proven on."""
     output = stock_output(model, batch)
     expected = output["prediction_logits"] if "prediction_logits" in output else output["logits"]
     if expected.ndim == 3:
-        got = classifier.tokens(last.flatten(0, 1)).view_as(expected)  # type: ignore[attr-defined]
+        got = classifier.tokens(last.flatten(0, 1)).view_as(expected)
     else:
-        got = classifier.sequences(last, torch.ones(last.shape[:2]))  # type: ignore[attr-defined]
+        got = classifier.sequences(last, torch.ones(last.shape[:2]))
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
@@ -229,7 +226,7 @@ Made by `python tests/families/verdicts.py`; a test holds every row.
 """
 
 
-def page(verdicts: list[Verdict]) -> str:
+def page(verdicts):
     """The page of the documentation."""
     kinds = ("right", "right, no lens", "refused")
     counts = ", ".join(f"{sum(v.verdict == kind for v in verdicts)} {kind}" for kind in kinds)
@@ -239,7 +236,7 @@ def page(verdicts: list[Verdict]) -> str:
     return header + "".join(f"{verdict.row}\n" for verdict in verdicts)
 
 
-def rows() -> Iterator[Verdict]:
+def rows():
     """Every verdict, told as it is made."""
     for number, (task, model_type) in enumerate(CASES, start=1):
         verdict = examine(task, model_type)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
-from typing import Any
 
 import torch
 import transformers as tf
@@ -13,40 +12,31 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCAB, LENGTH = 96, 16
 
-SMALL: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "n_words"), VOCAB),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "n_embed", "model_dim", "emb_dim"), 32),
-    **dict.fromkeys(("embedding_size", "word_embed_proj_dim"), 20),
-    "lru_width": 24,
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"), 3),
-    **dict.fromkeys(("encoder_layers", "decoder_layers"), 3),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "linear_num_key_heads", "n_mamba_heads"), 2),
-    **dict.fromkeys(("head_dim", "kv_channels", "attention_head_dim", "qkv_head_dim"), 12),
-    **dict.fromkeys(("rotary_dim", "qk_rope_head_dim", "sliding_window", "attention_window", "patch_size"), 8),
-    **dict.fromkeys(("mamba_d_state", "state_size", "linear_key_head_dim"), 8),
-    **dict.fromkeys(("kv_lora_rank", "linear_value_head_dim"), 10),
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 6,
-    **dict.fromkeys(("q_lora_rank", "mamba_d_head", "mamba_head_dim", "moe_intermediate_size"), 16),
-    "qk_head_dim": 12,
-    "shared_expert_intermediate_size": 28,
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "d_inner"), 40),
-    "ffn_hidden_size": 40,
-    **dict.fromkeys(("hidden_dim", "mamba_d_ssm"), 64),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("linear_num_value_heads", "time_step_rank", "mamba_n_heads", "mamba_num_heads"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "type_vocab_size", "mamba_expand"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "mamba_n_groups"), 1),
-    "n_groups": 1,
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"), 128),
-    **dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
-    **dict.fromkeys(("bos_token_id", "cls_token_id"), 1),
-    **dict.fromkeys(("num_channels", "num_labels"), 3),
-    "pad_token_id": 0,
-    "image_size": 32,
+VALUES = {
+    VOCAB: "vocab_size n_words",
+    32: "hidden_size d_model n_embd dim embed_dim n_embed model_dim emb_dim image_size",
+    20: "embedding_size word_embed_proj_dim",
+    24: "lru_width",
+    3: "num_hidden_layers n_layer n_layers num_layers depth encoder_layers decoder_layers num_channels num_labels",
+    4: "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads decoder_attention_heads "
+    "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads time_step_rank "
+    "mamba_n_heads mamba_num_heads qk_nope_head_dim",
+    2: "num_key_value_heads num_kv_heads linear_num_key_heads n_mamba_heads num_experts_per_tok moe_topk moe_k "
+    "type_vocab_size mamba_expand eos_token_id sep_token_id",
+    12: "head_dim kv_channels attention_head_dim qkv_head_dim qk_head_dim",
+    8: "rotary_dim qk_rope_head_dim sliding_window attention_window patch_size mamba_d_state state_size "
+    "linear_key_head_dim",
+    10: "kv_lora_rank linear_value_head_dim",
+    6: "v_head_dim",
+    16: "q_lora_rank mamba_d_head mamba_head_dim moe_intermediate_size",
+    28: "shared_expert_intermediate_size",
+    40: "intermediate_size ffn_dim n_inner encoder_ffn_dim decoder_ffn_dim d_inner ffn_hidden_size",
+    64: "hidden_dim mamba_d_ssm",
+    1: "n_group topk_group n_shared_experts first_k_dense_replace mamba_n_groups n_groups bos_token_id cls_token_id",
+    128: "max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length",
+    0: "pad_token_id",
 }
+SMALL = {name: value for value, names in VALUES.items() for name in names.split()}
 """Field of a configuration -> its value here; no two widths that may differ are the same."""
 LATENT = {"head_dim": None, "num_key_value_heads": 4}
 TIED_HEADS = {"head_dim": 8}
@@ -54,7 +44,7 @@ TIED_HEADS = {"head_dim": 8}
 TIED_EMBEDDINGS = {"embedding_size": 32}
 """Of types whose embeddings are as wide as their blocks, or whose channels are counted in groups of 32."""
 SWIN = {"image_size": 64, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
-SPECIAL: dict[str, dict[str, Any]] = {
+SPECIAL = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), LATENT),
     **dict.fromkeys(("axk1", "axk2", "mistral4"), LATENT),
     **dict.fromkeys(("helium", "pixtral"), TIED_HEADS),
@@ -69,7 +59,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 """Model type -> fields that need other values, None = the default."""
 
 
-def config_for(model_type: str, **fields: Any) -> Any:
+def config_for(model_type, **fields):
     """A small configuration of a model type; sub-configurations are small too."""
     kind = CONFIG_MAPPING[model_type]
     default = kind()
@@ -102,13 +92,13 @@ HEADS = {
 
 
 @cache
-def class_name(model_type: str, task: str) -> str:
+def class_name(model_type, task):
     """The stock class of a model type for a task."""
     found = HEADS[task][model_type]
     return found if isinstance(found, str) else found[0]
 
 
-def build(model_type: str, task: str, seed: int = 0, **fields: Any) -> tf.PreTrainedModel:
+def build(model_type, task, seed=0, **fields):
     """A tiny random model in evaluation mode, with weights large enough that every part matters."""
     torch.manual_seed(seed)
     model = getattr(tf, class_name(model_type, task))(config_for(model_type, **fields)).eval()
@@ -121,7 +111,7 @@ def build(model_type: str, task: str, seed: int = 0, **fields: Any) -> tf.PreTra
     return model
 
 
-def inputs(model: tf.PreTrainedModel, seed: int) -> dict[str, torch.Tensor]:
+def inputs(model, seed):
     """Two sequences of random tokens, or two random images."""
     generator = torch.Generator().manual_seed(seed)
     if model.main_input_name == "pixel_values":

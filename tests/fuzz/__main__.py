@@ -9,11 +9,11 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from fuzz.cases import Fuzzer, Outcome
+from fuzz.cases import Fuzzer
 from fuzz.planted import missed
 
 
-def show(outcome: Outcome, lines: int) -> None:
+def show(outcome, lines):
     """Print one case: its command, what was changed, how it ended."""
     print(f"seed {outcome.seed}  [{outcome.name}]  {outcome.label}  exit {outcome.code}")
     for text in [
@@ -28,7 +28,7 @@ def show(outcome: Outcome, lines: int) -> None:
     sys.stdout.flush()
 
 
-def main() -> int:
+def main():
     """Run the cases that the options ask for; 1 if any failed."""
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
     parser.add_argument("--seed", type=int, help="replay this one case")
@@ -45,7 +45,7 @@ def main() -> int:
         return fuzz(options, Path(folder))
 
 
-def fuzz(options: argparse.Namespace, root: Path) -> int:
+def fuzz(options, root):
     """Run the cases in a folder."""
     fuzzer = Fuzzer(root)
     fuzzer.prepare()
@@ -54,7 +54,7 @@ def fuzz(options: argparse.Namespace, root: Path) -> int:
     for text in overlooked:
         print(f"MISSED a planted fault: {text}")
     seeds = range(options.start, options.start + options.cases) if options.seed is None else [options.seed]
-    labels: Counter[str] = Counter()
+    labels = Counter()
     failed = 0
     for number, seed in enumerate(seeds, start=1):
         outcome = fuzzer.run(seed, options.only, extra=("--debug",) if options.debug else ())

@@ -3,7 +3,6 @@
 # ruff: noqa: SIM905  # odd words read best in one line
 from __future__ import annotations
 
-import random
 import re
 from typing import NamedTuple
 
@@ -33,13 +32,13 @@ class Option(NamedTuple):
     """int, float, str, path, bool or list[str]."""
 
 
-def options_in(help_text: str) -> list[Option]:
+def options_in(help_text):
     """The options that a command's `--help` lists."""
     found = re.findall(r"^│ [* ]? *(-.*?)\s+<([\w\[\]]+)>", help_text, re.MULTILINE)
     return [Option(names.split(), kind.lower()) for names, kind in found]
 
 
-def value_for(rng: random.Random, option: Option) -> str:
+def value_for(rng, option):
     """An odd value for an option."""
     if set(option.names) & OUTPUTS:
         return rng.choice(WRITE)
@@ -50,18 +49,18 @@ def value_for(rng: random.Random, option: Option) -> str:
     return rng.choice([rng.choice(READ), rng.choice(TEXTS), rng.choice([*NUMBERS, *HUGE])])
 
 
-def setting(rng: random.Random) -> str:
+def setting(rng):
     """`key=value`, or what looks like it."""
     value = rng.choice([*map(rng.choice, (NUMBERS, HUGE, TEXTS, READ)), "[" * 5000, "&a [*a]"])
     return rng.choice([f"{rng.choice(SETTINGS)}={value}", value, f"{rng.choice(SETTINGS)}.{value}=1"])
 
 
-def head_of(argv: list[str]) -> list[str]:
+def head_of(argv):
     """The words that name the command."""
     return argv[: 2 if argv[0] == "skip" or argv[:2] == ["train", "export"] else 1]
 
 
-def mutate(rng: random.Random, argv: list[str], help_text: str) -> tuple[list[str], str]:
+def mutate(rng, argv, help_text):
     """Change one thing about the arguments; the command stays."""
     head = head_of(argv)
     rest = argv[len(head) :]

@@ -5,26 +5,23 @@ from __future__ import annotations
 import io
 import json
 import pickle
-import random
 import struct
-from collections.abc import Callable
-from typing import Any
 
 from fuzz import documents
 from fuzz.world import OWNED
 
 
-def _split(content: bytes) -> tuple[dict[str, Any], bytes]:
+def _split(content):
     """The header of a safetensors file, and its data."""
     (length,) = struct.unpack("<Q", content[:8])
     return json.loads(content[8 : 8 + length]), content[8 + length :]
 
 
-def _join(header: bytes, data: bytes, length: int | None = None) -> bytes:
+def _join(header, data, length=None):
     return struct.pack("<Q", len(header) if length is None else length) + header + data
 
 
-def safetensors_header(rng: random.Random, content: bytes) -> tuple[bytes, str]:
+def safetensors_header(rng, content):
     """Lie in the header: another type, shape, offset or name; or a length that is not true."""
     header, data = _split(content)
     key = rng.choice([key for key in header if key != "__metadata__"])
@@ -43,7 +40,7 @@ def safetensors_header(rng: random.Random, content: bytes) -> tuple[bytes, str]:
         header = {new if other == key else other: value for other, value in header.items()}
         words = f"rename {key} to {documents.brief(new)}"
     else:
-        values: dict[str, list[Any]] = {
+        values = {
             "dtype": ["", *["I32", "U8", "F16", "BF16", "F64", "BOOL", "F8_E4M3", "I64", "C64", "F32X"]],
             "shape": [shape[::-1], [], [0], [-1], [2**62, 4], [*shape, 1], [1, *shape], [2**32] * 2],
             "data_offsets": [[end, start], [0, 0], [start, 2**63], [0, end - start], [start, end + 4]],
@@ -54,16 +51,14 @@ def safetensors_header(rng: random.Random, content: bytes) -> tuple[bytes, str]:
     return _join(documents.serialised(header, "line"), data), f"header: {words}"
 
 
-def safetensors_weights(rng: random.Random, content: bytes) -> tuple[bytes, str]:
+def safetensors_weights(rng, content):
     """Write other weights: not finite, all zero, huge, of another type; or leave a tensor out."""
     import numpy as np
     from safetensors.numpy import load, save
 
     tensors = {name: tensor.copy() for name, tensor in load(content).items()}
     metadata = _split(content)[0].get("__metadata__")
-    how: Any = rng.choice(
-        [np.nan, np.inf, -np.inf, 0.0, 1e38, 1e-40, 0.02, "one NaN", "int32", "float64", "none", "row"]
-    )
+    how = rng.choice([np.nan, np.inf, -np.inf, 0.0, 1e38, 1e-40, 0.02, "one NaN", "int32", "float64", "none", "row"])
     chosen = sorted(tensors) if rng.random() < 0.3 else [rng.choice(sorted(tensors))]
     for name in chosen:
         if isinstance(how, float):
@@ -77,7 +72,7 @@ def safetensors_weights(rng: random.Random, content: bytes) -> tuple[bytes, str]
     return save(tensors, metadata), f"weights: {how} in {chosen[0] if len(chosen) == 1 else 'every tensor'}"
 
 
-def parquet(rng: random.Random, content: bytes) -> tuple[bytes, str]:
+def parquet(rng, content):
     """Change a column: its name, its type, its values; or the rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -85,7 +80,7 @@ def parquet(rng: random.Random, content: bytes) -> tuple[bytes, str]:
     table = pq.read_table(io.BytesIO(content), use_threads=False)
     i = rng.randrange(table.num_columns)
     name, count = table.column_names[i], table.num_rows
-    changes: dict[str, Callable[[], Any]] = {
+    changes = {
         "no rows": lambda: table.slice(0, 0),
         "half of the rows": lambda: table.slice(0, count // 2),
         "rows twice": lambda: pa.concat_tables([table, table]),
@@ -114,7 +109,7 @@ PICTURES += [(mode, 8, 8, "PNG") for mode in ("L", "I;16", "RGBA", "P")] + [("P"
 """Mode, width, height and format."""
 
 
-def picture(rng: random.Random, _: bytes) -> tuple[bytes, str]:
+def picture(rng, _):
     """Another picture in place of this one."""
     from PIL import Image
 
@@ -127,11 +122,11 @@ def picture(rng: random.Random, _: bytes) -> tuple[bytes, str]:
 class Touch:
     """Unpickling this creates the file `OWNED`."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return (exec, (f"open({OWNED!r}, 'w').close()",))
 
 
-def pickled(rng: random.Random, _: bytes) -> tuple[bytes, str]:
+def pickled(rng, _):
     """A pickle in place of a file that torch has written: of code, or of another type."""
     if rng.random() < 0.5:
         return pickle.dumps(Touch()), "a pickle that runs code"

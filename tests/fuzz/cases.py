@@ -9,12 +9,11 @@ import random
 import shutil
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fuzz import arguments, mutations, oracle, server, world
-from fuzz.scenarios import ALWAYS, SCENARIOS, Scenario
+from fuzz.scenarios import ALWAYS, SCENARIOS
 
 
 class Outcome(NamedTuple):
@@ -29,14 +28,14 @@ class Outcome(NamedTuple):
     stderr: str
 
     @property
-    def label(self) -> str:
+    def label(self):
         """The outcome in a word: ok, refused, or the kind of failure."""
         if self.failures:
             return self.failures[0].kind
         return "ok" if self.code == 0 else "refused"
 
 
-def program(argv: list[str]) -> int:
+def program(argv):
     """Run the command line in this process, and give the exit code that the shell would see."""
     from fulldepth import cli
 
@@ -61,16 +60,16 @@ class Fuzzer:
         root: a folder of its own. A world that is there is used again.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root, self.case, self.world, self.logs = root, root / "case", root / "world", root / "logs"
         self.limits = server.Limits()
-        self.before: Callable[[], object] = lambda: None
+        self.before = lambda: None
         """Called in the child before the program; plants faults."""
         for name in ("logs", "home", "tmp"):
             server.fresh(root / name)
         server.isolate(root)
 
-    def prepare(self) -> None:
+    def prepare(self):
         """Make the world by the program's own commands, and import what they have imported."""
         server.warm(["fulldepth.cli"])
         if not self.world.is_dir():
@@ -87,14 +86,14 @@ class Fuzzer:
             self.case.rename(self.world)
         self._import_what_was_needed()
 
-    def _make_by(self, argv: list[str], stop: tuple[str, int] | None = None) -> None:
+    def _make_by(self, argv, stop=None):
         """Run a command, which is killed when it renames something to a file of this name for the so-many-th time."""
 
-        def work() -> None:
+        def work():
             if stop is not None:
                 left = stop[1]
 
-                def kill(event: str, arguments: tuple[Any, ...]) -> None:
+                def kill(event, arguments):
                     nonlocal left
                     if event == "os.rename" and os.path.basename(str(arguments[1])) == stop[0]:
                         left -= 1
@@ -110,8 +109,8 @@ class Fuzzer:
         self._make(work, " ".join(argv), 0 if stop is None else KILLED)
         self._import_what_was_needed()
 
-    def _make(self, job: Callable[[], None], name: str, expected: int = 0) -> None:
-        def work() -> int:
+    def _make(self, job, name, expected=0):
+        def work():
             os.chdir(self.case)
             job()
             return 0
@@ -121,12 +120,12 @@ class Fuzzer:
             stderr = (self.logs / "stderr").read_text(errors="replace")[-3000:]
             raise RuntimeError(f"Cannot make the world: {name} ended with {ending}.\n{stderr}")
 
-    def _import_what_was_needed(self) -> None:
+    def _import_what_was_needed(self):
         with contextlib.suppress(FileNotFoundError):
             names = (self.root / "modules").read_text().split("\n")
             server.warm(name for name in names if name not in sys.modules and name.split(".")[0] != "fuzz")
 
-    def run(self, seed: int, only: str = "", *, plain: bool = False, extra: tuple[str, ...] = ()) -> Outcome:
+    def run(self, seed, only="", *, plain=False, extra=()):
         """Run one case.
 
         Args:
@@ -163,7 +162,7 @@ class Fuzzer:
             note.get("stderr", stderr),
         )
 
-    def _play(self, rng: random.Random, scenario: Scenario, plain: bool, extra: tuple[str, ...]) -> int:
+    def _play(self, rng, scenario, plain, extra):
         """The child's side of a case; writes what the oracle must know to `case.json`."""
         os.chdir(self.case)
         os.mkfifo("pipe")
@@ -173,9 +172,9 @@ class Fuzzer:
             argv, words = self._mutate(rng, scenario, argv)
             changes.append(words)
         argv = [*argv, *extra]
-        note: dict[str, Any] = {"argv": argv, "changes": changes, "before": oracle.snapshot(self.case)}
+        note = {"argv": argv, "changes": changes, "before": oracle.snapshot(self.case)}
 
-        def keep(**entries: Any) -> None:
+        def keep(**entries):
             note.update(entries)
             (self.logs / "case.json").write_text(json.dumps(note), encoding="ascii")
 
@@ -189,7 +188,7 @@ class Fuzzer:
         keep(half=half, stale=oracle.against_fresh(scenario, argv, changes, code, program))
         return code
 
-    def _mutate(self, rng: random.Random, scenario: Scenario, argv: list[str]) -> tuple[list[str], str]:
+    def _mutate(self, rng, scenario, argv):
         groups = [_files(Path(top)) for top in scenario.inputs.split()]
         if not any(groups) or rng.random() < scenario.arguments:
             help_text = (self.root / "help" / "-".join(arguments.head_of(argv))).read_text()
@@ -202,7 +201,7 @@ class Fuzzer:
 KILLED = 9
 
 
-def _files(top: Path) -> list[Path]:
+def _files(top):
     """The files below a place, or the place itself; pages and leftovers are left out, since nothing reads them."""
     if not top.is_dir() or top.is_symlink():
         return [top]

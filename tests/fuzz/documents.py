@@ -6,8 +6,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable
-from typing import Any
 
 import yaml
 
@@ -15,7 +13,7 @@ RAW = "@raw:{}@"
 """A string that stands for text which a serialiser cannot write; replaced after serialising."""
 
 DEEP = 20_000
-RAW_TEXTS: dict[str, str] = {
+RAW_TEXTS = {
     "deep list": "[" * DEEP + "]" * DEEP,
     "deep mapping": '{"a":' * DEEP + "1" + "}" * DEEP,
     "unclosed lists": "[" * DEEP,
@@ -29,10 +27,10 @@ TEXTS = ["", " ", *"text 1 true null __proto__ constructor </script><script>aler
 TEXTS += ["naïve ✓ \u202e\U0001f600", "a\x00b", "line\nline", "x" * 300, "y" * 200_000]
 PATHS = "/dev/zero /dev/stdin /dev/null /etc/hostname ../other/model.safetensors ../../outside.safetensors".split()
 PATHS += "missing.safetensors model.bin . fifo file:///etc/hostname".split()
-LISTS: list[Any] = [[], [[]], [None], {}, {"a": 1}, [1, "a", None], [0] * 1000, {"": ""}, [1e308, -1e308]]
+LISTS = [[], [[]], [None], {}, {"a": 1}, [1, "a", None], [0] * 1000, {"": ""}, [1e308, -1e308]]
 KEYS = ["", "a" * 300, "naïve ✓", *"__proto__ constructor __class__ 0 value auto_map".split()]
 CLASSES = {"AutoConfig": "foreign.Config", "AutoModelForCausalLM": "foreign.Model"}
-ADDED: dict[str, Any] = {
+ADDED = {
     "__proto__": {"polluted": True},
     "trust_remote_code": True,
     "auto_map": {**CLASSES, "AutoTokenizer": ["foreign.Words", "foreign.Words"]},
@@ -44,16 +42,14 @@ ADDED: dict[str, Any] = {
     "extra": None,
 }
 
-Node = tuple[Any, ...]
 
-
-def get(document: Any, at: Node) -> Any:
+def get(document, at):
     for key in at:
         document = document[key]
     return document
 
 
-def put(document: Any, at: Node, value: Any) -> Any:
+def put(document, at, value):
     """The document with another value at a path."""
     if not at:
         return value
@@ -61,25 +57,25 @@ def put(document: Any, at: Node, value: Any) -> Any:
     return document
 
 
-def inner(value: Any) -> list[Any]:
+def inner(value):
     """The keys of a mapping, or the indices of a list."""
     return list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
 
 
-def nodes(value: Any, at: Node = ()) -> list[Node]:
+def nodes(value, at=()):
     """The path of every value in a document, the document itself first."""
     return [at, *(path for key in inner(value) for path in nodes(value[key], (*at, key)))]
 
 
-def odd_value(rng: random.Random) -> Any:
+def odd_value(rng):
     """A value of any type; some are marks of `RAW_TEXTS`."""
-    pool: list[list[Any]] = [NUMBERS, TEXTS, PATHS, LISTS, [None, True, False], [RAW.format(k) for k in RAW_TEXTS]]
+    pool = [NUMBERS, TEXTS, PATHS, LISTS, [None, True, False], [RAW.format(k) for k in RAW_TEXTS]]
     return copy.deepcopy(rng.choice(rng.choices(pool, [5, 3, 2, 3, 3, 2])[0]))
 
 
-def pick(rng: random.Random, document: Any) -> Node:
+def pick(rng, document):
     """A path, found by walking down: long lists do not crowd out what stands beside them."""
-    at: Node = ()
+    at = ()
     while (keys := inner(get(document, at))) and rng.random() < 0.85:
         at = (*at, rng.choice(keys))
     return at
@@ -89,7 +85,7 @@ CHANGES = {"set": 8, "scale": 3, "remove": 4, "rename": 2, "add": 3, "list": 2, 
 """What is changed, and how often."""
 
 
-def change(rng: random.Random, document: Any) -> tuple[Any, str]:
+def change(rng, document):
     """A document with one thing changed, and in words what."""
     how = rng.choices(list(CHANGES), list(CHANGES.values()))[0]
     values = {at: get(document, at) for at in nodes(document)}
@@ -136,7 +132,7 @@ def change(rng: random.Random, document: Any) -> tuple[Any, str]:
     return put(document, at, value), f"set {name(at)} to {brief(value)}"
 
 
-def serialised(document: Any, form: str = "json") -> bytes:
+def serialised(document, form="json"):
     """A document as `json`, `yaml`, or `line` of JSON, with what serialisers do not write."""
     if form == "yaml":
         text, quote = yaml.safe_dump(document, sort_keys=False, allow_unicode=True), "'"
@@ -147,13 +143,13 @@ def serialised(document: Any, form: str = "json") -> bytes:
     return text.encode()
 
 
-def json_file(rng: random.Random, content: bytes) -> tuple[bytes, str]:
+def json_file(rng, content):
     """Change a value in a JSON document."""
     document, words = change(rng, json.loads(content))
     return serialised(document), words
 
 
-def json_lines(rng: random.Random, content: bytes) -> tuple[bytes, str]:
+def json_lines(rng, content):
     """Change a row of JSON Lines, or every row in the same way."""
     rows = [json.loads(line) for line in content.splitlines()]
     seed, number = rng.random(), rng.randrange(len(rows))
@@ -163,14 +159,14 @@ def json_lines(rng: random.Random, content: bytes) -> tuple[bytes, str]:
     return b"".join(serialised(row, "line") + b"\n" for row in rows), f"{len(changed)} rows from {number + 1}: {words}"
 
 
-def alias_bomb() -> str:
+def alias_bomb():
     """A YAML list whose aliases expand to 9 ** 9 items."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
     return "\n".join(lines) + "\n"
 
 
-YAML_TEXTS: dict[str, Callable[[str], str]] = {
+YAML_TEXTS = {
     "two documents": lambda text: text + "---\n" + text,
     "a key twice": lambda text: text + text,
     "tabs": lambda text: text.replace("  ", "\t"),
@@ -178,7 +174,7 @@ YAML_TEXTS: dict[str, Callable[[str], str]] = {
     "only a comment": lambda _: "# nothing\n",
     "only a scalar": lambda _: "42\n",
 }
-YAML_ENDS: dict[str, str] = {
+YAML_ENDS = {
     "an alias bomb": alias_bomb(),
     "a list that contains itself": "about: &a [*a]\n",
     "a mapping that contains itself": "model: &m {inner: *m}\n",
@@ -198,7 +194,7 @@ YAML_ENDS: dict[str, str] = {
 """What is added at the end."""
 
 
-def yaml_file(rng: random.Random, content: bytes) -> tuple[bytes, str]:
+def yaml_file(rng, content):
     """Change a value of a YAML document, or write YAML that few expect."""
     if rng.random() >= 0.35:
         document, words = change(rng, yaml.safe_load(content))
@@ -208,10 +204,10 @@ def yaml_file(rng: random.Random, content: bytes) -> tuple[bytes, str]:
     return (YAML_TEXTS[words](text) if words in YAML_TEXTS else text + YAML_ENDS[words]).encode(), words
 
 
-def name(at: Node) -> str:
+def name(at):
     return ".".join(brief(str(key))[1:-1] for key in at) or "the document"
 
 
-def brief(value: Any) -> str:
+def brief(value):
     text = value if isinstance(value, str) and value.startswith("@raw:") else repr(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"

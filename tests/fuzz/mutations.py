@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import stat
-from collections.abc import Callable
-from pathlib import Path
 
 from fuzz import binaries, documents
 
-Bytes = Callable[[random.Random, bytes], tuple[bytes, str]]
-
-SUFFIXES: dict[str, list[Bytes]] = {
+SUFFIXES = {
     ".json": [documents.json_file],
     ".jsonl": [documents.json_lines],
     ".yaml": [documents.yaml_file],
@@ -27,7 +22,7 @@ SUFFIXES: dict[str, list[Bytes]] = {
 """Mutations that know a format; they need a file that is still whole."""
 
 
-def edit(rng: random.Random, content: bytes) -> tuple[bytes, str]:
+def edit(rng, content):
     """Flip bits, overwrite, cut or insert bytes anywhere."""
     place = int(rng.random() * (len(content) + 1))
     how = rng.choice(["flip", "flip", "overwrite", "cut", "cut", "insert"])
@@ -50,7 +45,7 @@ def edit(rng: random.Random, content: bytes) -> tuple[bytes, str]:
     return content[:place] + text + content[place + length :], f"{how} {text[:4]!r} at {place}"
 
 
-REPLACEMENTS: dict[str, Callable[[bytes], bytes]] = {
+REPLACEMENTS = {
     "empty": lambda _: b"",
     "twice": lambda content: content * 2,
     "only white space": lambda _: b" \n\n",
@@ -73,12 +68,12 @@ REPLACEMENTS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def replace(rng: random.Random, content: bytes) -> tuple[bytes, str]:
+def replace(rng, content):
     how = rng.choice(list(REPLACEMENTS))
     return REPLACEMENTS[how](content), how
 
 
-def change_content(rng: random.Random, path: Path) -> str:
+def change_content(rng, path):
     """Change what is in a file: half of the time in the terms of its format."""
     content = path.read_bytes()
     known = SUFFIXES.get(path.suffix, [])
@@ -93,7 +88,7 @@ def change_content(rng: random.Random, path: Path) -> str:
     return words
 
 
-def beside(rng: random.Random, path: Path) -> str:
+def beside(rng, path):
     """Add a file or folder that a glob may find."""
     name = rng.choice(["checkpoint-9", "checkpoint-x", "adapter_config.json", "model.safetensors", "pytorch_model.bin"])
     name = rng.choice([name, ".hidden", "results.json", "progress.json", "naïve ✓", "model-00001-of-00002.safetensors"])
@@ -111,7 +106,7 @@ PLACES = {"delete": 4, "swap": 4, "link": 3, "pipe": 1, "folder": 2, "forbid": 1
 LINKS = ["/dev/zero", "/dev/stdin", "/dev/null", "/dev/urandom", "nowhere", "/proc/self/mem"]
 
 
-def mutate_file(rng: random.Random, targets: list[list[Path]]) -> tuple[Path, str]:
+def mutate_file(rng, targets):
     """Change one file of the groups in `targets`; each group is drawn as often.
 
     Returns:

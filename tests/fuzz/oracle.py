@@ -8,12 +8,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from fuzz.scenarios import Scenario
-from fuzz.server import GIB, Ending, Limits
+from fuzz.server import GIB
 from fuzz.world import OWNED
 
 LONGEST = 1000
@@ -26,9 +24,6 @@ BROKEN = "broken link"
 TIMED = {"throughput", "elapsed", "peak_memory", "other_load"}
 """Measures that two runs of one command do not have in common."""
 
-Files = dict[str, str]
-"""Path relative to the case -> digest of what is there."""
-
 
 class Failure(NamedTuple):
     """What is wrong with an ending."""
@@ -37,9 +32,9 @@ class Failure(NamedTuple):
     text: str
 
 
-def snapshot(folder: Path) -> Files:
-    """Every file of a folder with a digest; what is no regular file by its kind."""
-    files: Files = {}
+def snapshot(folder):
+    """Relative path -> digest of every file of a folder; what is no regular file by its kind."""
+    files = {}
     for at, folders, names in os.walk(folder):
         for path in map(Path(at).joinpath, [*names, *folders]):
             key = path.relative_to(folder).as_posix()
@@ -55,7 +50,7 @@ def snapshot(folder: Path) -> Files:
     return files
 
 
-def output_of(argv: list[str]) -> str | None:
+def output_of(argv):
     """The folder that a command line writes to."""
     given, words = None, iter(argv)
     for word in words:
@@ -66,16 +61,14 @@ def output_of(argv: list[str]) -> str | None:
     return argv[1] if given is None and argv[0] == "report" and len(argv) > 1 else given
 
 
-def message_of(stderr: str) -> str:
+def message_of(stderr):
     """The program's own message in what was written to standard error, on one line without a frame."""
     lines = [line.strip(" │╭╰╮╯─") for line in stderr.splitlines() if not re.match(r"^\s*(Usage:|Try )", line)]
     text = re.search(r"(\b[Ee]rror\b|bug).*", " ".join(lines))
     return text[0] if text else ""
 
 
-def judge(
-    scenario: Scenario, note: dict[str, Any], ending: Ending, limits: Limits, stderr: str, after: Files
-) -> list[Failure]:
+def judge(scenario, note, ending, limits, stderr, after):
     """Everything that is wrong with how a case ended; nothing if it ended well.
 
     Args:
@@ -106,7 +99,7 @@ def judge(
     return failures
 
 
-def _ending(note: dict[str, Any], ending: Ending, limits: Limits, stderr: str) -> Failure | None:
+def _ending(note, ending, limits, stderr):
     """The first thing that is wrong with the exit code and what was written to standard error."""
     if ending.hang:
         return Failure("hang", ending.hang)
@@ -129,7 +122,7 @@ def _ending(note: dict[str, Any], ending: Ending, limits: Limits, stderr: str) -
     return None
 
 
-def _may_change(scenario: Scenario, argv: list[str], changes: list[str], before: Files, failed: bool) -> list[str]:
+def _may_change(scenario, argv, changes, before, failed):
     """Patterns of existing files that the program may change or remove."""
     patterns = [*scenario.grows, "*/lock", "*.lock", *([] if failed else scenario.replaces)]
     if "--resume" in argv:  # a checkpoint that is not whole may go
@@ -144,7 +137,7 @@ def _may_change(scenario: Scenario, argv: list[str], changes: list[str], before:
     return patterns
 
 
-def inspect(scenario: Scenario, argv: list[str], code: int, before: Files) -> list[str]:
+def inspect(scenario, argv, code, before):
     """What is wrong with the files that a command has written; run in its own process, after it."""
     output = output_of(argv)
     if output is None or {"--help", "-h", "--version", "--list", "--dry-run"} & set(argv):
@@ -154,7 +147,7 @@ def inspect(scenario: Scenario, argv: list[str], code: int, before: Files) -> li
     after = snapshot(Path())
     written = any(after.get(name) != before.get(name) for name in map(os.path.normpath, (document, table)))
     expects = code == 0 and scenario.writes in ("results", "plan", "run")
-    problems: list[str] = []
+    problems = []
     if written and code and not scenario.grows:
         problems.append("results were written, though the command failed")
     if expects or (written and (document.exists() or table.exists())):
@@ -181,9 +174,7 @@ def inspect(scenario: Scenario, argv: list[str], code: int, before: Files) -> li
     return problems + [text for path in checkpoints[-1:] for text in _check_checkpoint(path)]
 
 
-def against_fresh(
-    scenario: Scenario, argv: list[str], changes: list[str], code: int, run: Callable[[list[str]], int]
-) -> list[str]:
+def against_fresh(scenario, argv, changes, code, run):
     """Whether a resumed run has the numbers of a fresh one; run in the process of the command, after it.
 
     Progress itself must be whole for that: only cases whose inputs were mutated are compared.
@@ -203,14 +194,14 @@ def against_fresh(
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _numbers(folder: Path) -> str:
+def _numbers(folder):
     import pandas as pd
 
     table = pd.read_parquet(folder / "results.parquet")
     return str(table[~table.measure.isin(TIMED)].to_csv(float_format=str, index=False))
 
 
-def _check_results(document: Path, table: Path) -> list[str]:
+def _check_results(document, table):
     import numpy as np
     import pandas as pd
 
@@ -222,7 +213,7 @@ def _check_results(document: Path, table: Path) -> list[str]:
     return []
 
 
-def _check_checkpoint(folder: Path) -> list[str]:
+def _check_checkpoint(folder):
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer

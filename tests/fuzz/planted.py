@@ -6,15 +6,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from fuzz.cases import Fuzzer
 from fuzz.server import Limits
 from fuzz.world import OWNED
 
 
-def no_number() -> None:
+def no_number():
     """Replace the values of a new result by NaN."""
     import pandas as pd
 
@@ -22,7 +20,7 @@ def no_number() -> None:
     pd.read_parquet(table).assign(value=float("nan")).to_parquet(table)
 
 
-def other_data() -> None:
+def other_data():
     """Change the data of an interrupted search, and take its losses for those of any search."""
     from fulldepth.skip import loss_cache
 
@@ -31,17 +29,17 @@ def other_data() -> None:
     loss_cache.differences = lambda before, current: ""
 
 
-def raise_key_error() -> None:
+def raise_key_error():
     """Let whatever the program calls raise a KeyError."""
     from fulldepth.cli import program
 
-    def read(*_: object, **__: object) -> None:
+    def read(*_, **__):
         raise KeyError("grid")
 
     program.app = read
 
 
-FAULTS: dict[str, tuple[str, str, Callable[[], object]]] = {
+FAULTS = {
     "a reader raises KeyError": ("traceback", "report measure", raise_key_error),
     "the command leaves with 1": ("exit", "report measure", lambda: instead(lambda: sys.exit("Error: no"))),
     "it leaves with 2 and says nothing": ("silent", "report measure", lambda: instead(lambda: sys.exit(2))),
@@ -63,20 +61,20 @@ HASTE = {"hang": Limits(wall=8.0), "memory": Limits(resident=200 << 20)}
 """Kind of failure -> tighter limits, under which the fault is noticed soon."""
 
 
-def instead(work: Callable[[], object]) -> None:
+def instead(work):
     """Do something in place of the command."""
     from fulldepth import cli
 
     cli.main = work
 
 
-def afterwards(work: Callable[[], object]) -> None:
+def afterwards(work):
     """Do something after the command."""
     from fulldepth import cli
 
     main = cli.main
 
-    def faulty() -> None:
+    def faulty():
         try:
             main()
         finally:
@@ -85,7 +83,7 @@ def afterwards(work: Callable[[], object]) -> None:
     cli.main = faulty
 
 
-def missed(fuzzer: Fuzzer) -> list[str]:
+def missed(fuzzer):
     """The faults that the oracle does not notice, or takes for something else."""
     result = []
     for name, (kind, scenario, plant) in FAULTS.items():

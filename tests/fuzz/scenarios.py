@@ -213,7 +213,7 @@ EVALUATE = {
 }
 DEMO = {"demo": Scenario("demo --output new --blocks 0", "", writes="nothing", arguments=1.0)}
 
-SCENARIOS: dict[str, Scenario] = {**MEASURE, **PAGES, **SKIPS, **TRAIN, **EXITS, **GENERATES, **EVALUATE, **DEMO}
+SCENARIOS = {**MEASURE, **PAGES, **SKIPS, **TRAIN, **EXITS, **GENERATES, **EVALUATE, **DEMO}
 
 ALWAYS = ["model", "data", "tokens", "recipes"]
 """Parts of the world that every case has, mutated or not."""

@@ -17,8 +17,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -61,7 +59,7 @@ class Ending(NamedTuple):
     """Most resident bytes above the parent's."""
 
 
-def isolate(root: Path) -> None:
+def isolate(root):
     """Give this process (and its children) a home of its own; call it before anything is imported."""
     home = str(root / "home")
     os.environ.update(QUIET, HOME=home, HF_HOME=f"{home}/hf", TMPDIR=str(root / "tmp"), XDG_CACHE_HOME=f"{home}/cache")
@@ -69,7 +67,7 @@ def isolate(root: Path) -> None:
         os.environ.pop(name, None)
 
 
-def fresh(folder: Path) -> None:
+def fresh(folder):
     """Make an empty folder, whatever a job has done to its permissions."""
     for inner, _, _ in os.walk(folder):
         with contextlib.suppress(OSError):
@@ -78,7 +76,7 @@ def fresh(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def warm(names: Iterable[str]) -> None:
+def warm(names):
     """Import modules; what cannot be imported is left to the jobs."""
     import torch
 
@@ -90,7 +88,7 @@ def warm(names: Iterable[str]) -> None:
     gc.freeze()
 
 
-def run(job: Callable[[], int], logs: Path, limits: Limits) -> Ending:
+def run(job, logs, limits):
     """Run `job` in a fork; standard output and error go to `logs/stdout` and `logs/stderr`.
 
     Its standard input is a pipe that says `y` and then stays open: a question is answered, who reads on waits for ever.
@@ -106,7 +104,7 @@ def run(job: Callable[[], int], logs: Path, limits: Limits) -> Ending:
         os.close(writer)
         _run_child(job, logs, limits, before.vms + limits.memory, reader)
     os.close(reader)
-    hang: str | None = None
+    hang = None
     while not (ended := os.wait4(child, os.WNOHANG))[0]:
         time.sleep(0.01)
         if time.monotonic() > deadline:
@@ -125,7 +123,7 @@ def run(job: Callable[[], int], logs: Path, limits: Limits) -> Ending:
     return Ending(code, hang, ended[2].ru_maxrss * 1024 - before.rss)
 
 
-def _run_child(job: Callable[[], int], logs: Path, limits: Limits, ceiling: int, reader: int) -> None:
+def _run_child(job, logs, limits, ceiling, reader):
     """The child's side; never returns."""
     code = 70
     try:

@@ -8,9 +8,6 @@ places by their share of a file, so a seed means the same in both, up to a byte 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 WORDS = [f"w{i}" for i in range(48)]
 MARKS = ["[UNK]", "[BOS]", "[EOS]", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
@@ -69,7 +66,7 @@ class Words(PreTrainedTokenizerFast): pass
 """Code that a checkpoint carries. Nothing names it until a mutation does."""
 
 
-def make(folder: Path) -> None:
+def make(folder):
     """Write the files that no command of the program makes; deterministic."""
     import torch
     import transformers as tf
@@ -98,7 +95,7 @@ def make(folder: Path) -> None:
         (folder / "recipes" / f"{name}.yaml").write_text(text)
 
 
-def _models(tf: Any) -> dict[str, Callable[[], Any]]:
+def _models(tf):
     size = {
         "vocab_size": len(WORDS) + len(MARKS),
         "hidden_size": WIDTH,
@@ -120,7 +117,7 @@ def _models(tf: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-def _tokenizer() -> Any:
+def _tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -134,16 +131,16 @@ def _tokenizer() -> Any:
     return tokens
 
 
-def sentence(start: int, length: int) -> str:
+def sentence(start, length):
     """`length` words; the walk depends on `start` alone."""
     return " ".join(WORDS[(start * 7 + i * i * 3 + i) % len(WORDS)] for i in range(length))
 
 
-def _write_data(folder: Path) -> None:
+def _write_data(folder):
     import pandas as pd
 
     texts = [sentence(i, 24) for i in range(16)]
-    rows: dict[str, list[dict[str, Any]]] = {
+    rows = {
         "text": [{"text": text} for text in texts],
         "pairs": [{"prompt": sentence(i, 6), "response": sentence(i + 50, 5)} for i in range(12)],
         "heldout": [{"prompt": sentence(i, 6), "response": sentence(i + 90, 5)} for i in range(6)],
@@ -171,7 +168,7 @@ SKIP = "--sequence-length 16 --set epochs=1 --set chunks=4 --batch-size 4"
 SEARCH = f"skip search model --data data/pairs.jsonl {SKIP}"
 TASKS = "--task-data data --limit 2 --set bootstrap_iters=10"
 
-STEPS: dict[str, tuple[str, int] | None] = {
+STEPS = {
     f"measure model --data data/text.txt --output out-a {FAST}": None,
     f"measure other --data data/text.txt --output out-b {FAST}": None,
     "compare out-a out-b --output cmp": None,

@@ -10,7 +10,7 @@ from torch import nn
 import tiny_models
 from families import zoo
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import Verified, verify
+from fulldepth.execution import verify
 from fulldepth.hf import anatomy_candidates, first_broken_weight
 
 EXPECTED = {
@@ -29,7 +29,7 @@ EXPECTED = {
 """Model -> its design, task and most positions."""
 
 
-def proven(name: str, tower: str | None = None) -> tuple[tf.PreTrainedModel, Verified]:
+def proven(name, tower=None):
     model = tiny_models.build(name)
     return model, verify(anatomy_candidates(model, tower=tower), tiny_models.inputs(model, tower=tower))
 
@@ -85,9 +85,6 @@ def test_the_finder_takes_a_model_of_one_block():
     assert verify(anatomy_candidates(model), tiny_models.inputs(model)).anatomy.num_layers == 1
 
 
-T5 = tf.T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
-
-
 class Bare(tf.PreTrainedModel):
     config_class = tiny_models.ToyConfig
     main_input_name = "input_ids"
@@ -103,7 +100,7 @@ class Bare(tf.PreTrainedModel):
     [
         (lambda: tiny_models.build("clip"), {}, "text or vision"),
         (lambda: tiny_models.build("clip"), {"tower": "audio"}, "audio"),
-        (lambda: tf.T5ForConditionalGeneration(T5), {}, "encoder-decoder"),
+        (lambda: tf.T5ForConditionalGeneration(zoo.config_for("t5")), {}, "encoder-decoder"),
         (lambda: Bare(tiny_models.ToyConfig()), {}, r"first \(Linear\)"),
         *(
             (lambda: tiny_models.build("llama"), {"override": {"blocks": "layers", **change}}, name)

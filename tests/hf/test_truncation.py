@@ -51,15 +51,16 @@ def skipped(layer):
     return find_anatomy(model)
 
 
-T5 = tf.T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_heads=2)
-
-
 @pytest.mark.parametrize(
     ("model", "layers", "reason"),
     [
         (lambda: tiny_models.build("llama"), 0, "3 layers"),
         (lambda: tiny_models.build("llama"), 4, "3 layers"),
-        (lambda: anatomy_candidates(tf.T5ForConditionalGeneration(T5), tower="decoder")[0], 2, "encoder-decoder"),
+        (
+            lambda: anatomy_candidates(tf.T5ForConditionalGeneration(zoo.config_for("t5")), tower="decoder")[0],
+            2,
+            "encoder-decoder",
+        ),
         (lambda: tiny_models.build("detr-auxiliary"), 2, "auxiliary_loss"),
         (lambda: skipped(2), 2, "replaced"),
         (lambda: zoo.build("albert", "masked-lm", num_hidden_layers=8, num_hidden_groups=2), 5, "multiple of it"),

@@ -17,9 +17,7 @@ import pickle
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
@@ -41,10 +39,9 @@ TIMED_KEYS = {
     "memory",
 }
 TIMED_ROWS = {"throughput", "elapsed", "peak_memory", "other_load"}
-Content = dict[str, Any]
 
 
-def in_fork(work: Callable[[], Any], report: Path) -> Any:
+def in_fork(work, report):
     """What a piece of work gives in a forked process that ends without cleaning up.
 
     Raises:
@@ -74,17 +71,17 @@ class Camera:
         copies: where to; `0001`, `0002`, ...
     """
 
-    def __init__(self, folder: Path, copies: Path) -> None:
+    def __init__(self, folder, copies):
         self.folder, self.copies = folder, copies
         self.number = 0
-        self.written: Path | None = None
+        self.written = None
         self.busy = False
 
-    def start(self) -> None:
+    def start(self):
         """Watch this process until it ends."""
         sys.addaudithook(self._hear)
 
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _hear(self, event, arguments):
         if self.busy or not arguments or not isinstance(arguments[0], str | os.PathLike):
             return
         opened = event == "open" and len(arguments) == 3 and bool((arguments[2] or 0) & WRITING)
@@ -101,7 +98,7 @@ class Camera:
         finally:
             self.busy = False
 
-    def _copy(self) -> None:
+    def _copy(self):
         self.number += 1
         copy = self.copies / f"{self.number:04}"
         if not self.folder.exists():
@@ -113,11 +110,11 @@ class Camera:
                 os.truncate(torn, torn.stat().st_size // 2)
 
 
-def moments(folder: Path, copies: Path, work: Callable[[], Any]) -> tuple[Content, list[Path]]:
+def moments(folder, copies, work):
     """Run `work` once: what it leaves in `folder`, and a copy of the folder for every state that a kill can leave."""
     copies.mkdir()
 
-    def filmed() -> Content:
+    def filmed():
         Camera(folder, copies).start()
         work()
         return content(folder)
@@ -132,28 +129,28 @@ def moments(folder: Path, copies: Path, work: Callable[[], Any]) -> tuple[Conten
     return whole, different
 
 
-def resumed(folder: Path, copy: Path, work: Callable[[], Any]) -> Any:
+def resumed(folder, copy, work):
     """What `work` leaves in `folder` if it starts from a copy; the text that it returns, if it does."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(copy, folder, symlinks=True)
 
-    def run() -> Content | str:
+    def run():
         said = work()
         return said if isinstance(said, str) else content(folder)
 
     return in_fork(run, copy.parent.with_name("report"))
 
 
-def content(folder: Path) -> Content:
+def content(folder):
     """Path -> what is in the file, without times; of a page, whether it is that of the numbers beside it."""
     return {str(path.relative_to(folder)): _plain(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def _bytes(path: Path) -> bytes:
+def _bytes(path):
     return path.read_bytes() if path.is_file() else b"folder"
 
 
-def _plain(path: Path) -> Any:
+def _plain(path):
     if path.suffix == ".json":
         return _timeless(json.loads(path.read_text(encoding="utf-8")), path.name)
     if path.suffix == ".parquet":
@@ -167,7 +164,7 @@ def _plain(path: Path) -> Any:
     return path.read_bytes()
 
 
-def _numbers(value: Any) -> Any:
+def _numbers(value):
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), value.numpy().tobytes()
     if isinstance(value, dict):
@@ -175,7 +172,7 @@ def _numbers(value: Any) -> Any:
     return [_numbers(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _timeless(value: Any, name: str) -> Any:
+def _timeless(value, name):
     if isinstance(value, dict):
         drop = TIMED_KEYS | ({"record.parquet", "optimizer.pt"} if name == "complete.json" else set())  # sizes vary
         drop |= {"table"} if name == "results.json" else set()
@@ -183,7 +180,7 @@ def _timeless(value: Any, name: str) -> Any:
     return [_timeless(inner, name) for inner in value] if isinstance(value, list) else value
 
 
-def differences(whole: Content, again: Content) -> Iterator[str]:
+def differences(whole, again):
     """Names of the files that are not the same."""
     for name in sorted(whole.keys() | again.keys()):
         if name not in again:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import lm_eval.tasks  # noqa: F401  # imported before the forks
 import pytest
@@ -17,6 +14,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import tiny_models
+from data.conftest import jsonl
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation import evaluate, harness
@@ -32,7 +30,7 @@ from fulldepth.skip.plan import Plan
 from fulldepth.skip.search import search
 from fulldepth.training import TrainSettings, train
 from fulldepth.training import run as training_run
-from kills.moments import Content, differences, moments, resumed
+from kills.moments import differences, moments, resumed
 from skip import planned, word_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
@@ -40,7 +38,7 @@ SEARCH = SearchSettings(blocks=1, epochs=1, batch_size=4, chunks=2)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_pages() -> Iterator[None]:
+def quick_pages():
     """Pages that only say whose they are."""
     with pytest.MonkeyPatch.context() as patched:
         written = lambda table, meta: f"{meta.get('created')} {table.to_csv(float_format=str)}"  # noqa: E731
@@ -49,7 +47,7 @@ def quick_pages() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sources(tmp_path_factory):
     """A checkpoint with a tokenizer, pairs, a plan, a run of two checkpoints, text."""
     home = tmp_path_factory.mktemp("sources")
     torch.set_num_threads(1)
@@ -62,9 +60,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"prompt": word_tokenizer.words(n, n + 1), "response": word_tokenizer.words(*range(n, n + 5))}
         for n in range(16)
     ]
-    (home / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    known = [{"text": word_tokenizer.words(*range(n, n + 20))} for n in range(8)]
-    (home / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in known))
+    jsonl(home / "pairs.jsonl", *rows)
+    jsonl(home / "words.jsonl", *({"text": word_tokenizer.words(*range(n, n + 20))} for n in range(8)))
     questions = [
         {
             "question": word_tokenizer.words(n, n + 1),
@@ -73,11 +70,11 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }
         for n in range(6)
     ]
-    (home / "arc_easy_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    jsonl(home / "arc_easy_test.jsonl", *questions)
     planned.plan(model, [2]).save(home / "plan.json")
     text = [" ".join(part.split()) for part in builtin_texts("heldout")[0][:8_000].split("\n\n")]
     text = [part for part in text if len(part.split()) > 20]
-    (home / "text.jsonl").write_text("".join(json.dumps({"text": part}) + "\n" for part in text))
+    jsonl(home / "text.jsonl", *({"text": part} for part in text))
     train_tokenizer(text, vocab_size=300).save_pretrained(home / "tokenizer")
     config = {"type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
     recipe = {
@@ -89,7 +86,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (home / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     labelled = [{"text": f"{part[:40]} {n}", "label": "ab"[n % 2]} for n, part in enumerate(text[:14])]
-    (home / "labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
+    jsonl(home / "labelled.jsonl", *labelled)
     classifier = {
         "task": "text-classification",
         "method": "multi-exit",
@@ -101,33 +98,33 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def classifying(home: Path, output: Path) -> None:
+def classifying(home, output):
     """A head for every layer, and a tokenizer that the run learns from its texts."""
     os.chdir(home)
     train(layer(TrainSettings, read(home / "classifier.yaml", "train")), output, resume=True)
 
 
-def training(home: Path, output: Path, seed: int = 0) -> None:
+def training(home, output, seed=0):
     os.chdir(home)  # the recipe names its files from there
     train(layer(TrainSettings, read(home / "recipe.yaml", "train"), {"seed": seed}), output, resume=True)
 
 
-def evaluating(home: Path, output: Path, seed: int = 0) -> None:
+def evaluating(home, output, seed=0):
     files = {"task_data": [str(home)], "exit_layers": "2", "batch_size": 2, "bootstrap_iters": 10}
     evaluate(home / "model", ["arc_easy_local"], output, resume=True, **files, limit=None if seed == 0 else 5)
 
 
-def series(home: Path, output: Path, seed: int = 0) -> None:
+def series(home, output, seed=0):
     settings = MeasureSettings(measures=["displacement"], max_sequences=4, sequence_length=16, seed=seed)
     measure_into(home / "run", home / "words.jsonl", output, settings)
 
 
-def searching(home: Path, output: Path, seed: int = 0) -> None:
+def searching(home, output, seed=0):
     settings = SEARCH.model_copy(update={"seed": seed})
     search(home / "model", str(home / "pairs.jsonl"), output=output, settings=settings, resume=True)
 
 
-def responding(home: Path, output: Path) -> None:
+def responding(home, output):
     search(
         home / "model",
         str(home / "pairs.jsonl"),
@@ -139,9 +136,9 @@ def responding(home: Path, output: Path) -> None:
     )
 
 
-def applying(home: Path, output: Path) -> None:
+def applying(home, output):
     """The export, without the fresh process that reads it: it writes nothing."""
-    exporting.prove = lambda *_: 0.0  # type: ignore[assignment]
+    exporting.prove = lambda *_: 0.0
     if not (output / "out").exists():
         exporting.export(Plan.load(home), home / "model", "folded", output / "out")
 
@@ -157,13 +154,11 @@ def applying(home: Path, output: Path) -> None:
         ),
     ],
 )
-def test_a_run_killed_at_any_moment_comes_to_the_same_end(
-    sources: Path, tmp_path: Path, command: Callable[[Path, Path], Any]
-) -> None:
+def test_a_run_killed_at_any_moment_comes_to_the_same_end(sources, tmp_path, command):
     output = tmp_path / "out"
     output.mkdir()
 
-    def work() -> None:
+    def work():
         command(sources, output)
 
     whole, copies = moments(output, tmp_path / "copies", work)
@@ -176,11 +171,11 @@ def test_a_run_killed_at_any_moment_comes_to_the_same_end(
     assert not wrong
 
 
-def reuse_points() -> None:
+def reuse_points():
     """Plant: finished checkpoints of a series are taken for those of any run."""
     finished = measuring._finished
 
-    def careless(folder: Path, _: str) -> Any:
+    def careless(folder, _):
         document = folder / "results.json"
         stored = json.loads(document.read_text())["fingerprint"] if document.exists() else ""
         return finished(folder, stored)
@@ -188,28 +183,28 @@ def reuse_points() -> None:
     measuring._finished = careless
 
 
-def reuse_losses() -> None:
+def reuse_losses():
     """Plant: the losses that an interrupted search has stored are taken for those of any search."""
     loss_cache.differences = lambda before, current: ""
 
 
-def reuse_checkpoints() -> None:
+def reuse_checkpoints():
     """Plant: a run goes on with whatever data there are."""
     training_run.check_origin = lambda *_: {}
 
 
-def reuse_answers() -> None:
+def reuse_answers():
     """Plant: the answers of an interrupted evaluation are taken for those of any evaluation."""
     read_answers = harness.Answers._read
 
-    def careless(self: Any, path: Path) -> int:
+    def careless(self, path):
         self.identity = json.loads(path.read_text().partition("\n")[0])
         return read_answers(self, path)
 
-    harness.Answers._read = careless  # type: ignore[method-assign]
+    harness.Answers._read = careless
 
 
-def altered(home: Path, folder: Path, change: str) -> Path:
+def altered(home, folder, change):
     """The sources with other weights or other data."""
     shutil.copytree(home, folder)
     for path in folder.rglob("model.safetensors") if change == "model" else ():
@@ -225,7 +220,7 @@ def altered(home: Path, folder: Path, change: str) -> Path:
     return folder
 
 
-def half_done(copies: list[Path]) -> Path:
+def half_done(copies):
     """The last copy with progress that is stored, whole, and not yet results."""
     for copy in reversed(copies):
         finished = (copy / "plan.json", copy / "checkpoint-2" / "complete.json")
@@ -243,7 +238,7 @@ def half_done(copies: list[Path]) -> Path:
     raise AssertionError("no copy has progress")
 
 
-def verdict(fresh: Content | None, again: Content | str) -> str:
+def verdict(fresh, again):
     """`refused`, or whether a resumed run comes to what a fresh one does, content by content: `same`, `wrong`."""
     if isinstance(again, str):
         return "refused"
@@ -259,9 +254,7 @@ def verdict(fresh: Content | None, again: Content | str) -> str:
         (evaluating, reuse_answers, "same", "model"),
     ],
 )
-def test_progress_is_used_by_the_run_it_belongs_to_and_by_no_other(
-    sources: Path, tmp_path: Path, command: Callable[..., Any], plant: Callable[[], None], outcome: str, other: str
-) -> None:
+def test_progress_is_used_by_the_run_it_belongs_to_and_by_no_other(sources, tmp_path, command, plant, outcome, other):
     """Resume = fresh, content by content: with other inputs a command refuses, or ends as a fresh one does.
 
     A planted reuse of others' progress is found.
@@ -272,8 +265,8 @@ def test_progress_is_used_by_the_run_it_belongs_to_and_by_no_other(
     whole, copies = moments(output, tmp_path / "copies", lambda: command(sources, output))
     state = half_done(copies)
 
-    def ended(start: Path, home: Path, seed: int = 0, before: Callable[[], None] | None = None) -> Content | str:
-        def work() -> str | None:
+    def ended(start, home, seed=0, before=None):
+        def work():
             if before is not None:
                 before()
             try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +46,7 @@ def verb(
     return model, settings, tokenizer
 
 
-def test_keywords_are_layered_over_an_instance_and_a_recipe() -> None:
+def test_keywords_are_layered_over_an_instance_and_a_recipe():
     assert verb("m")[1] == Sample()
     settings = verb("m", "a, b", settings=Sample(count=7), dtype=torch.bfloat16, **{"inner.rate": 0.25})[1]
     assert settings == Sample(count=7, names=["a", "b"], dtype="bfloat16", inner=Inner(rate=0.25))
@@ -58,7 +57,7 @@ def test_keywords_are_layered_over_an_instance_and_a_recipe() -> None:
     assert verb("m", most=None)[1].most is None
 
 
-def test_an_object_is_an_argument_and_its_name_a_setting(tmp_path: Path) -> None:
+def test_an_object_is_an_argument_and_its_name_a_setting(tmp_path):
     tokenizer = object()
     _, settings, given = verb("m", tokenizer=tokenizer)
     assert given is tokenizer
@@ -68,7 +67,7 @@ def test_an_object_is_an_argument_and_its_name_a_setting(tmp_path: Path) -> None
     assert settings.tokenizer == str(tmp_path)
 
 
-def test_wrong_keywords_are_refused_by_name() -> None:
+def test_wrong_keywords_are_refused_by_name():
     for wrong, name in (({"cuont": 1}, "count"), ({"count": "x"}, "count"), ({"inner": {"rat": 1}}, "inner.rate")):
         with pytest.raises(FulldepthError, match=name):
             verb("m", **wrong)
@@ -78,7 +77,7 @@ COMMANDS = [fulldepth.compare, fulldepth.evaluate, fulldepth.train, sweep, expor
 
 
 @pytest.mark.parametrize("function", [*COMMANDS, curve, bench, quantise, verb], ids=lambda f: f.__name__)
-def test_signature_and_docstring_list_every_setting(function: Any) -> None:
+def test_signature_and_docstring_list_every_setting(function):
     parameters = inspect.signature(function).parameters
     assert "settings" not in parameters
     assert "watcher" not in parameters
@@ -87,7 +86,7 @@ def test_signature_and_docstring_list_every_setting(function: Any) -> None:
     assert set(parameters) - {"progress", "recipe"} <= {*shown, "model", "names", "tokenizer"}
 
 
-def test_a_signature_shows_names_types_and_defaults() -> None:
+def test_a_signature_shows_names_types_and_defaults():
     parameter = inspect.signature(verb).parameters["count"]
     assert (parameter.kind, parameter.default, parameter.annotation) == (parameter.KEYWORD_ONLY, 3, int)
     assert inspect.signature(search).parameters["max_sequences"].annotation == int | None, "without pydantic's bounds"

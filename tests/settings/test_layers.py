@@ -34,7 +34,7 @@ class Sample(Settings):
     stages: tuple[Optimiser, ...] = ()
 
 
-def test_a_later_source_wins_key_by_key_also_inside_mappings() -> None:
+def test_a_later_source_wins_key_by_key_also_inside_mappings():
     settings = layer(
         Sample,
         {"seed": 1, "optimiser": {"rate": 0.5, "betas": [0.8, 0.9]}},
@@ -44,7 +44,7 @@ def test_a_later_source_wins_key_by_key_also_inside_mappings() -> None:
     assert settings == Sample(seed=3, optimiser=Optimiser(rate=0.25, betas=(0.8, 0.9)))
 
 
-def test_another_data_set_drops_what_the_recipe_says_about_its_own() -> None:
+def test_another_data_set_drops_what_the_recipe_says_about_its_own():
     recipe = {"data": {"name": "a/b", "config": "c", "split": "train", "validation": "a/b", "validation_share": 0.1}}
     for changes, validation in (({"name": "rows.tsv"}, None), ({"name": "rows.tsv", "validation": "a/b"}, "a/b")):
         data = layer(TrainSettings, recipe, {"data": changes}).data
@@ -54,7 +54,7 @@ def test_another_data_set_drops_what_the_recipe_says_about_its_own() -> None:
     assert (unchanged.config, unchanged.split, unchanged.validation) == ("c", "test", "a/b")
 
 
-def test_a_single_value_of_a_list_is_a_list_of_one() -> None:
+def test_a_single_value_of_a_list_is_a_list_of_one():
     """Where text alone is also allowed it stays text; what the list may not hold is still refused."""
 
     class Lists(Settings):
@@ -72,10 +72,10 @@ def test_a_single_value_of_a_list_is_a_list_of_one() -> None:
             layer(Lists, wrong)
 
 
-def test_settings_are_frozen_and_their_resolved_copy_loads_again() -> None:
+def test_settings_are_frozen_and_their_resolved_copy_loads_again():
     settings = layer(Sample, {"folder": Path("a/b"), "words": ["is", "are"]})
     with pytest.raises(pydantic.ValidationError, match="frozen"):
-        settings.seed = 4  # type: ignore[misc]
+        settings.seed = 4
     assert layer(Sample, json.loads(settings.model_dump_json())) == settings
 
 
@@ -97,7 +97,7 @@ def test_settings_are_frozen_and_their_resolved_copy_loads_again() -> None:
         ({"seed": object()}, ["Settings hold plain values"]),
     ],
 )
-def test_what_is_wrong_is_said_one_line_each(source: dict, lines: list[str]) -> None:
+def test_what_is_wrong_is_said_one_line_each(source, lines):
     with pytest.raises(FulldepthError) as caught:
         layer(Sample, source)
     said = str(caught.value).splitlines()
@@ -106,7 +106,7 @@ def test_what_is_wrong_is_said_one_line_each(source: dict, lines: list[str]) -> 
         assert wanted in line
 
 
-def test_assignments_parse_yaml_and_open_mappings() -> None:
+def test_assignments_parse_yaml_and_open_mappings():
     got = assignments(
         ["a.b.c=[1, x]", "a.d=1e-3", "e=", "f=a=b", "g=no", "h='1'", "i=2026-01-01", "j=012", "k=.5", "l=-3"]
     )
@@ -127,45 +127,25 @@ numbers = st.integers() | st.floats(allow_nan=False)
 
 
 @given(st.recursive(numbers | st.booleans() | st.none(), lambda inner: st.lists(inner, max_size=3), max_leaves=6))
-def test_assignments_read_every_json_value_back(value: object) -> None:
+def test_assignments_read_every_json_value_back(value):
     text = json.dumps(value).replace("-Infinity", "-.inf").replace("Infinity", ".inf")
     assert assignments([f"a={text}"]) == {"a": value}
 
 
 @pytest.mark.parametrize("name", names("measure"))
-def test_every_shipped_recipe_fits_its_verb(name: str) -> None:
+def test_every_shipped_recipe_fits_its_verb(name):
     from fulldepth.measurement import MeasureSettings
 
     recipe = read(name, "measure")
     assert layer(MeasureSettings, recipe).model_dump(include=set(recipe)) == recipe
 
 
-def test_a_file_is_read_and_an_empty_one_changes_nothing(tmp_path: Path) -> None:
+def test_a_file_is_read_and_an_empty_one_changes_nothing(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("seed: 3\nwords: [no, yes]\n", encoding="utf-8")
     assert read(path, "measure") == {"seed": 3, "words": ["no", "yes"]}
     path.write_text("# nothing\n", encoding="utf-8")
     assert read(str(path), "measure") == {}
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"- 1\n", "must hold `key: value` lines, got \\[1\\]"),
-        (b"a: [1\n", "cannot be read: .*line 2"),
-        (b"a: 1\na: 2\n", "'a' appears twice"),
-        (b"[a]: 2\n", "a key must be plain text"),
-        (b"a: !!python/object/apply:os.getcwd []\n", "the tag 'tag:yaml.org,2002:python/object/apply:os.getcwd'"),
-        (b"trust_remote_code: true\n", "trust_remote_code. A file cannot allow code"),
-        (b"model: [{trust_remote_code: 'yes'}]\n", "trust_remote_code. A file cannot allow code"),
-    ],
-)
-def test_a_broken_file_is_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "broken.yaml"
-    path.write_bytes(content)
-    with pytest.raises(FulldepthError, match=message) as caught:
-        read(path, "measure")
-    assert "\n" not in str(caught.value)
 
 
 BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
@@ -176,6 +156,13 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ("- 1\n", "must hold `key: value` lines, got \\[1\\]"),
+        ("a: [1\n", "cannot be read: .*line 2"),
+        ("a: 1\na: 2\n", "'a' appears twice"),
+        ("[a]: 2\n", "a key must be plain text"),
+        ("a: !!python/object/apply:os.getcwd []\n", "the tag 'tag:yaml.org,2002:python/object/apply:os.getcwd'"),
+        ("trust_remote_code: true\n", "trust_remote_code. A file cannot allow code"),
+        ("model: [{trust_remote_code: 'yes'}]\n", "trust_remote_code. A file cannot allow code"),
         (BOMB, "alias"),
         ("a: " + "[" * 100_000, "nested deeper than 32 levels"),
         ("a: " + "{a: " * 300 + "1" + "}" * 300, "nested deeper than 32 levels"),
@@ -183,16 +170,18 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
         ("# " + "x" * (1 << 20), "larger than 1 MiB"),
     ],
 )
-def test_a_hostile_file_is_refused_at_once(tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "hostile.yaml"
+def test_a_broken_or_hostile_file_is_refused_in_one_line(tmp_path, content, message):
+    path = tmp_path / "broken.yaml"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(FulldepthError, match=message) as caught:
         read(path, "measure")
-    assert len(str(caught.value)) < 1000
-    assert str(path) in str(caught.value)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert len(said) < 1000
+    assert str(path) in said
 
 
-def test_a_recipe_that_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
+def test_a_recipe_that_is_no_regular_file_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     for name in (tmp_path / "pipe.yaml", tmp_path, Path("/dev/zero"), "a\0b", "x" * 100_000):
         with pytest.raises(FulldepthError) as caught:
@@ -200,7 +189,7 @@ def test_a_recipe_that_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
         assert len(str(caught.value)) < 1000
 
 
-def test_hostile_settings_are_refused_at_once_in_few_characters() -> None:
+def test_hostile_settings_are_refused_at_once_in_few_characters():
     hostile = ["=3", "a..b=3", "a=[1", ".".join("a" * 10_000) + "=1", "a=" + "[" * 10_000, "a=&x [*x]", "x" * 100_000]
     for argument in hostile:
         with pytest.raises(FulldepthError) as caught:
@@ -210,17 +199,17 @@ def test_hostile_settings_are_refused_at_once_in_few_characters() -> None:
         with pytest.raises(FulldepthError) as caught:
             layer(Sample, settings)
         assert len(str(caught.value)) < 1000
-    endless: dict[str, object] = {}
+    endless = {}
     endless["seed"] = endless
-    deep: object = 1
+    deep = 1
     for _ in range(100_000):
         deep = {"seed": deep}
     for settings in (endless, deep):
         with pytest.raises(FulldepthError, match="plain values"):
-            layer(Sample, settings, settings)  # type: ignore[arg-type]
+            layer(Sample, settings, settings)
 
 
-def test_an_unknown_recipe_names_the_near_and_the_known(tmp_path: Path) -> None:
+def test_an_unknown_recipe_names_the_near_and_the_known(tmp_path):
     with pytest.raises(FulldepthError, match=r"Unknown measure recipe 'quik'. Did you mean 'quick'\?"):
         read("quik", "measure")
     with pytest.raises(FulldepthError, match=r"no recipe file .*nothing\.yaml"):

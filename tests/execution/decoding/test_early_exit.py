@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import transformers as tf
-from torch import Tensor
 
 from execution import decoders
 from exit import plain
@@ -20,22 +18,22 @@ FAMILIES = ["llama", "gemma3", "gpt2", "mistral-window", "gpt_neox"]
 class Stock:
     """One sequence without a cache: the stock model's own pass, through all layers."""
 
-    def __init__(self, model: tf.PreTrainedModel, name: str) -> None:
+    def __init__(self, model, name):
         blocks, norm = ENDS.get(name, ("model.layers", "model.norm"))
         self.model, self.norm = model, model.get_submodule(norm)
-        self.states: list[Tensor] = []
+        self.states = []
         self.hooks = [block.register_forward_hook(self.keep) for block in model.get_submodule(blocks)]
 
     def keep(self, _, args, output):
         self.states.append(output[0] if isinstance(output, tuple) else output)
 
-    def layers(self, ids: Tensor) -> list[list[list[float]]]:
+    def layers(self, ids):
         """[L][T][V] logits."""
         self.states = []
         self.model(ids, attention_mask=torch.ones_like(ids), use_cache=False)
         return [self.model.get_output_embeddings()(self.norm(state))[0].tolist() for state in self.states]
 
-    def run(self, ids: Tensor, rule: str, threshold: float) -> tuple[list[int], list[int]]:
+    def run(self, ids, rule, threshold):
         """New tokens and their exit layers."""
         prompt, exits = ids.shape[1], []
         for _ in range(NEW):

@@ -36,7 +36,7 @@ LATE = {"falcon": 1.0, "bloom": 10.0, "gpt2": 0.6}
 llama = functools.cache(lambda: decoders.build("llama"))
 
 
-def stock(model: tf.PreTrainedModel, prompts: dict, **options) -> torch.Tensor:
+def stock(model, prompts, **options):
     return model.generate(**prompts, **{"max_new_tokens": NEW, "do_sample": False, **options})
 
 
@@ -263,7 +263,7 @@ def small():
     return model
 
 
-def warped(logits: np.ndarray, temperature: float, top_p: float) -> np.ndarray:
+def warped(logits, temperature, top_p):
     """Probabilities with temperature and nucleus, in plain float64."""
     p = np.exp((logits - logits.max()) / temperature)
     p /= p.sum()
@@ -278,7 +278,7 @@ def warped(logits: np.ndarray, temperature: float, top_p: float) -> np.ndarray:
 def test_sampled_tokens_have_the_models_distribution(small, temperature, top_p):
     """Three tokens after one prompt, 4,000 times: a chi-square test against probabilities computed here."""
     prompt, draws = torch.tensor([[1, 4, 2]]), 4000
-    expected: dict[tuple, float] = {(): 1.0}
+    expected = {(): 1.0}
     for _ in range(3):
         longer = {}
         for tokens, chance in expected.items():
