@@ -164,11 +164,11 @@ def checksums(model: Any) -> Table:
     return {f"weight {name}": [weight.sum().item(), weight.square().sum().item()] for name, weight in weights}
 
 
-def learnt() -> Any:
-    """A Llama of float64 after 60 steps, so that its blocks differ in what they are worth."""
-    model, own = tiny_models.build("llama", dtype=torch.float64).train(), tokenizer()
+def learnt(dtype: torch.dtype, characters: int) -> Any:
+    """A Llama after 60 steps, so that its blocks differ in what they are worth."""
+    model, own = tiny_models.build("llama", dtype=dtype).train(), tokenizer()
     model.resize_token_embeddings(len(own), mean_resizing=False)
-    ids = torch.tensor(own(text()[:3000])["input_ids"])
+    ids = torch.tensor(own(text()[:characters])["input_ids"])
     windows = ids[: len(ids) // 16 * 16].view(-1, 16)
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(60):
@@ -180,7 +180,7 @@ def learnt() -> Any:
 
 def searched() -> Table:
     """A greedy search of two blocks with its scalars, and the folded export of its plan."""
-    model, own = learnt(), tokenizer()
+    model, own = learnt(torch.float64, 3000), tokenizer()
     plan = skip.search(model, text()[:6000].split("\n\n"), 2, tokenizer=own, batch_size=4, seed=0)
     table: Table = {
         "blocks": list(plan.blocks),
