@@ -10,6 +10,7 @@ from architectures import combinations
 from architectures import oracle as plain
 from fulldepth.measurement import measure
 from measurement import oracle
+from metrics.oracle import plain_coherence, renyi
 
 T, N, LAYERS = 12, 6, 5
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
@@ -64,7 +65,7 @@ def test_states_and_routed_values(measured, name, ids):
     np.testing.assert_allclose(results.values("displacement", "mean", "residual"), psi.mean((1, 2)), **EXACT)
     ratio = np.linalg.norm(states[:-1], axis=-1) / np.linalg.norm(states[1:] - states[:-1], axis=-1)
     np.testing.assert_allclose(results.values("norm_ratio", "mean"), ratio.mean((1, 2)), **EXACT)
-    entropies = [np.mean([oracle.entropy(z) for z in value.flatten(2).numpy()]) for value in trace.values]
+    entropies = [np.mean([renyi(z, 1) for z in value.flatten(2).numpy()]) for value in trace.values]
     np.testing.assert_allclose(results.values("renyi_entropy", "mean:plain:1", "value"), entropies, rtol=1e-8)
     loss = float(plain.loss(trace.logits, ids))
     assert results.values("lens_loss", "mean")[LAYERS] == pytest.approx(loss, rel=1e-6)
@@ -118,7 +119,7 @@ def test_coherence_of_attention_is_that_of_what_it_read(measured, name, ids):
             ends = [trace.states[source + 1] for source in tree[index]]
             norms = [norm.weight.detach() for norm in layer.tree_norms]
             x = sum(plain.rms_norm(h, gain, model.config.rms_norm_eps) for h, gain in zip(ends, norms, strict=True))
-        expected = oracle.coherence_cells(x.numpy(), after[index].numpy()).mean()
+        expected = plain_coherence(x.numpy(), after[index].numpy()).mean()
         assert results.values("coherence", "mean", "attention")[index + 1] == pytest.approx(expected, abs=1e-9)
 
 

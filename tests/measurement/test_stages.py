@@ -12,6 +12,7 @@ from torch import nn
 import fulldepth
 from fulldepth.errors import FulldepthError
 from measurement import oracle
+from metrics.oracle import nc1, plain_cka
 
 WIDTHS = (7, 12, 12, 12, 5)
 """Channels of what stage 1 reads and of what stages 1..4 give."""
@@ -67,7 +68,7 @@ def test_stages_of_one_width_have_every_number():
     results = measured(net, (inputs, labels.numpy()), head=net.head)
     h, table = states(net.stages, inputs), keyed(results)
     for layer in range(5):
-        assert table["cka", "biased", layer, 4] == pytest.approx(oracle.cka_biased(h[layer], h[4]), abs=1e-6)
+        assert table["cka", "biased", layer, 4] == pytest.approx(plain_cka(h[layer], h[4], False), abs=1e-6)
         assert table["cosine", "mean", layer, 4] == pytest.approx(cosine(h[layer], h[4]), abs=1e-6)
     right = [(net.head(torch.tensor(x).float()).argmax(-1) == labels).double().mean().item() for x in h]
     np.testing.assert_allclose(results.values("lens_accuracy", "mean"), right)
@@ -83,7 +84,7 @@ def test_stages_of_other_widths_keep_what_exists(tmp_path):
     labels[:4] = -1
     results = measured(net, torch.utils.data.TensorDataset(inputs, labels), head=net.head, output=tmp_path / "out")
     h, table = states(net.stages, inputs), results.table
-    assert keyed(results)["cka", "biased", 0, 4] == pytest.approx(oracle.cka_biased(h[0], h[4]), abs=1e-6)
+    assert keyed(results)["cka", "biased", 0, 4] == pytest.approx(plain_cka(h[0], h[4], False), abs=1e-6)
     layers = {name: sorted(set(table[table.measure == name].layer.dropna())) for name in set(table.measure)}
     assert layers["displacement"] == layers["norm_ratio"] == [2, 3]
     assert layers["lens_accuracy"] == [4]
@@ -93,7 +94,7 @@ def test_stages_of_other_widths_keep_what_exists(tmp_path):
         (a, b) for a in (1, 2, 3) for b in (1, 2, 3) if a != b
     }
     found = results.values("nc1", "value")[3]
-    assert found == pytest.approx(oracle.nc1(h[3][4:], labels[4:].numpy()), rel=1e-3)
+    assert found == pytest.approx(nc1(h[3][4:], labels[4:].numpy()), rel=1e-3)
     assert (tmp_path / "out" / "report.html").exists()
 
 
@@ -106,7 +107,7 @@ def test_feature_maps_are_read_as_one_vector():
     table = keyed(fulldepth.measure(net, (inputs, torch.arange(40) % 3), **options))
     _, one, two = states(body, inputs)
     assert table["cosine", "mean", 1, 2] == pytest.approx(cosine(one, two), abs=1e-6)
-    assert table["cka", "biased", 1, 2] == pytest.approx(oracle.cka_biased(one, two), abs=1e-6)
+    assert table["cka", "biased", 1, 2] == pytest.approx(plain_cka(one, two, False), abs=1e-6)
 
 
 GOOD = {"stages": ["stages.0", "stages.1"]}

@@ -16,58 +16,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from scipy.spatial.distance import pdist
-from scipy.stats import entropy as shannon
 from sklearn.metrics import accuracy_score, log_loss
-from sklearn.metrics.pairwise import paired_cosine_distances, rbf_kernel
 
 from fulldepth import metrics
 from fulldepth.metrics import METRICS, RenyiEntropy
+from metrics.oracle import cosines, matrix_of_cosines, mmd, nc1, psi, ratio, renyi, zeta
 
 ALPHAS = (0.5, 1.0, 2.0)
-
-
-def psi(x, y):
-    """[N] displacements."""
-    return paired_cosine_distances(x, y) / 2
-
-
-def ratio(x, y):
-    """[N] norm ratios."""
-    return [math.dist(a, [0] * len(a)) / math.dist(a, b) for a, b in zip(x, y, strict=True)]
-
-
-def cosines(x, y, center=True):
-    """[N]"""
-    return 1 - paired_cosine_distances(*((h - h.mean(0) for h in (x, y)) if center else (x, y)))
-
-
-def matrix_of_cosines(states, center=True):
-    return [[cosines(x, y, center).mean() for y in states] for x in states]
-
-
-def mmd(x, y, bandwidth=None):
-    s = bandwidth or np.median(pdist(np.concatenate([x, y])))
-    within, across = (
-        [rbf_kernel(a, b, gamma=1 / (2 * s * s)).mean() for a, b in ab] for ab in ([(x, x), (y, y)], [(x, y)])
-    )
-    return sum(within) - 2 * sum(across)
-
-
-def nc1(x, labels):
-    """tr(Sigma_W pinv(Sigma_B)) / K"""
-    classes = np.unique(labels)
-    means = {k: x[labels == k].mean(0) for k in classes}
-    within = sum(np.outer(h - means[k], h - means[k]) for h, k in zip(x, labels, strict=True)) / len(x)
-    between = sum(np.outer(m - x.mean(0), m - x.mean(0)) for m in means.values()) / len(classes)
-    return np.trace(within @ np.linalg.pinv(between, rcond=1e-10, hermitian=True)) / len(classes)
-
-
-def renyi(z, alpha):
-    """Of one sequence [T, D], from the T x T Gram."""
-    p = np.linalg.eigvalsh(z @ z.T).clip(min=0)
-    p = p[p > 1e-14 * p.sum()] / p.sum()
-    return shannon(p) if alpha == 1 else math.log(np.sum(p**alpha)) / (1 - alpha)
 
 
 def accuracy(logits, targets):
@@ -84,10 +39,6 @@ def loss(logits, targets):
 def settles(predictions):
     """The smallest 1-based layer from which all later predictions are the last one."""
     return next(n for n in range(1, len(predictions) + 1) if len(set(predictions[n - 1 :])) == 1)
-
-
-def zeta(mean_psi, start):
-    return 100 * sum(max(0.0, after - before) for before, after in list(pairwise(mean_psi))[start - 2 :])
 
 
 def retrieval(tokens):
