@@ -1,0 +1,98 @@
+"""Formulas of the measures in float64, by SciPy, scikit-learn and plain loops: nothing here comes from fulldepth."""
+
+import cmath
+import math
+from itertools import pairwise
+
+import numpy as np
+from scipy.spatial.distance import pdist
+from scipy.stats import entropy as shannon
+from sklearn.metrics.pairwise import paired_cosine_distances, rbf_kernel
+
+
+def psi(x, y):
+    """[N] displacements."""
+    return paired_cosine_distances(x, y) / 2
+
+
+def ratio(x, y):
+    """[N] norm ratios."""
+    return [math.dist(a, [0] * len(a)) / math.dist(a, b) for a, b in zip(x, y, strict=True)]
+
+
+def cosines(x, y, center=True):
+    """[N]"""
+    return 1 - paired_cosine_distances(*((h - h.mean(0) for h in (x, y)) if center else (x, y)))
+
+
+def matrix_of_cosines(states, center=True):
+    return [[cosines(x, y, center).mean() for y in states] for x in states]
+
+
+def mmd(x, y, bandwidth=None):
+    s = bandwidth or np.median(pdist(np.concatenate([x, y])))
+    within, across = (
+        [rbf_kernel(a, b, gamma=1 / (2 * s * s)).mean() for a, b in ab] for ab in ([(x, x), (y, y)], [(x, y)])
+    )
+    return sum(within) - 2 * sum(across)
+
+
+def nc1(x, labels):
+    """tr(Sigma_W pinv(Sigma_B)) / K"""
+    classes = np.unique(labels)
+    means = {k: x[labels == k].mean(0) for k in classes}
+    within = sum(np.outer(h - means[k], h - means[k]) for h, k in zip(x, labels, strict=True)) / len(x)
+    between = sum(np.outer(m - x.mean(0), m - x.mean(0)) for m in means.values()) / len(classes)
+    return np.trace(within @ np.linalg.pinv(between, rcond=1e-10, hermitian=True)) / len(classes)
+
+
+def renyi(z, alpha):
+    """Of one sequence [T, D], from the T x T Gram."""
+    p = np.linalg.eigvalsh(z @ z.T).clip(min=0)
+    p = p[p > 1e-14 * p.sum()] / p.sum()
+    return shannon(p) if alpha == 1 else math.log(np.sum(p**alpha)) / (1 - alpha)
+
+
+def zeta(mean_psi, start):
+    return 100 * sum(max(0.0, after - before) for before, after in list(pairwise(mean_psi))[start - 2 :])
+
+
+def hsic_1(k, m):
+    """Unbiased HSIC of two Gram matrices with zeroed diagonals (Song et al., 2012), as written."""
+    n, one = len(k), np.ones(len(k))
+    product = (one @ k @ one) * (one @ m @ one) / ((n - 1) * (n - 2))
+    return (np.trace(k @ m) + product - 2 / (n - 2) * (one @ k @ m @ one)) / (n * (n - 3))
+
+
+def plain_cka(x, y, debiased):
+    """Linear CKA (aligned training, Eq. 3), or its unbiased form."""
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    if not debiased:
+        x, y = x - x.mean(0), y - y.mean(0)
+        return np.sum((y.T @ x) ** 2) / (np.linalg.norm(x.T @ x) * np.linalg.norm(y.T @ y))
+    k, m = (g - np.diag(np.diag(g)) for g in (x @ x.T, y @ y.T))
+    return hsic_1(k, m) / np.sqrt(hsic_1(k, k) * hsic_1(m, m))
+
+
+def spectrum(h):
+    """[K] characteristic function of one sequence of one channel."""
+    h = [float(x) for x in h]
+    mean = math.fsum(h) / len(h)
+    deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in h) / (len(h) - 1))
+    weights = [math.exp((x - mean) / (deviation + 1e-8)) for x in h]
+    phi = []
+    for k in range(len(h) // 2 + 1):
+        w = 2 * math.pi * k / len(h)
+        phi.append(sum(p * cmath.exp(-1j * w * t) for t, p in enumerate(weights)) / math.fsum(weights))
+    return np.array(phi)
+
+
+def plain_coherence(h_in, h_out):
+    """[D, K] of [B, T, D], one channel at a time, by explicit sums."""
+    rows = []
+    for d in range(h_in.shape[-1]):
+        x = np.array([spectrum(sequence[:, d]) for sequence in h_in])
+        y = np.array([spectrum(sequence[:, d]) for sequence in h_out])
+        cross = (x * y.conj()).mean(0)
+        rows.append(np.abs(cross) ** 2 / ((np.abs(x) ** 2).mean(0) * (np.abs(y) ** 2).mean(0)))
+    return np.array(rows)
