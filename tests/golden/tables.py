@@ -80,7 +80,7 @@ def images(folder: Path, count: int = 12) -> Path:
     """Folder of seeded pictures in three classes."""
     random = np.random.default_rng(0)
     for number in range(count):
-        own = folder / f"class{number % 3}"
+        own = folder / f"LABEL_{number % 3}"
         own.mkdir(parents=True, exist_ok=True)
         pixels = random.integers(0, 256, (16, 16, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(own / f"{number}.png")

@@ -1,4 +1,4 @@
-"""States and logits straight from transformers, and displacement, in float64: nothing here comes from fulldepth."""
+"""States and logits straight from transformers, in float64: nothing here comes from fulldepth."""
 
 from __future__ import annotations
 
@@ -47,13 +47,3 @@ def exits(model, blocks, inputs):
             part.config.num_hidden_layers = depth
         found.append(cut(**inputs).logits.double().numpy())
     return np.stack(found)
-
-
-def cosines(a, b):
-    """[...] cosine of vectors `[..., D]`."""
-    return (a * b).sum(-1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1))
-
-
-def psi(h_in, h_out):
-    """[...] displacement (JREG, Eq. 2)."""
-    return 1 - (1 + cosines(h_in, h_out)) / 2

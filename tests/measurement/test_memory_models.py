@@ -9,8 +9,7 @@ import torch
 from architectures import combinations
 from architectures import oracle as plain
 from fulldepth.measurement import measure
-from measurement import oracle
-from metrics.oracle import plain_coherence, renyi
+from metrics.oracle import cosines, plain_coherence, psi, ratio, renyi
 
 T, N, LAYERS = 12, 6, 5
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
@@ -61,10 +60,9 @@ def streams(trace, config):
 def test_states_and_routed_values(measured, name, ids):
     results, model, trace, _ = measured(name)
     states = streams(trace, model.config)
-    psi = oracle.psi(states[:-1], states[1:])
-    np.testing.assert_allclose(results.values("displacement", "mean", "residual"), psi.mean((1, 2)), **EXACT)
-    ratio = np.linalg.norm(states[:-1], axis=-1) / np.linalg.norm(states[1:] - states[:-1], axis=-1)
-    np.testing.assert_allclose(results.values("norm_ratio", "mean"), ratio.mean((1, 2)), **EXACT)
+    pair = states[:-1], states[1:]
+    np.testing.assert_allclose(results.values("displacement", "mean", "residual"), psi(*pair).mean((1, 2)), **EXACT)
+    np.testing.assert_allclose(results.values("norm_ratio", "mean"), ratio(*pair).mean((1, 2)), **EXACT)
     entropies = [np.mean([renyi(z, 1) for z in value.flatten(2).numpy()]) for value in trace.values]
     np.testing.assert_allclose(results.values("renyi_entropy", "mean:plain:1", "value"), entropies, rtol=1e-8)
     loss = float(plain.loss(trace.logits, ids))
@@ -132,11 +130,11 @@ def test_nearest_tokens_of_dynamic_routers(measured, tokenizer):
         layer, source, head = entry["layer"], entry["source"], entry["head"]
         seen.add((layer, source, head))
         (weight,) = model.model.layers[layer - 1].self_attn.router.state_dict().values()
-        cosines = oracle.cosines(embeddings, weight.view(heads, layer, 24)[head, source].numpy()[None])
-        best = np.argsort(-cosines)[:30]
+        near = cosines(embeddings, weight.view(heads, layer, 24)[head, source].numpy()[None])
+        best = np.argsort(-near)[:30]
         assert [token for token, _ in entry["tokens"]] == [tokenizer.decode([i]) for i in best]
-        np.testing.assert_allclose([cosine for _, cosine in entry["tokens"]], cosines[best], atol=6e-5)
-        strength.append(cosines[best].mean())
+        np.testing.assert_allclose([cosine for _, cosine in entry["tokens"]], near[best], atol=6e-5)
+        strength.append(near[best].mean())
     assert len(seen) == listed["of"] == heads * (2 + 3 + 4 + 5)
     assert strength == sorted(strength, reverse=True)
 

@@ -10,7 +10,7 @@ from scipy.special import log_softmax
 
 from fulldepth.measurement import measure
 from measurement import oracle
-from metrics.oracle import mmd, nc1, plain_cka, plain_coherence, zeta
+from metrics.oracle import cosines, mmd, nc1, of_lens, plain_cka, plain_coherence, psi, ratio, zeta
 
 T, N = 16, 9
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
@@ -53,31 +53,29 @@ def logits(model, ids):
 @pytest.mark.parametrize(("suffix", "start"), [("", 0), (":no-first", 1)])
 def test_displacement_norms_and_similarity(results, taps, suffix, start):
     states = taps[0][:, :, start:].reshape(4, -1, taps[0].shape[-1])  # [L+1, tokens, D]
-    psi = oracle.psi(states[:-1], states[1:])
-    np.testing.assert_allclose(results.values("displacement", "mean" + suffix, "residual"), psi.mean(1), **EXACT)
-    ratio = np.linalg.norm(states[:-1], axis=-1) / np.linalg.norm(states[1:] - states[:-1], axis=-1)
-    np.testing.assert_allclose(results.values("norm_ratio", "mean" + suffix), ratio.mean(1), **EXACT)
-    centred = states - states.mean(1, keepdims=True)
+    for name, function in (("displacement", psi), ("norm_ratio", ratio)):
+        expected = function(states[:-1], states[1:]).mean(1)
+        np.testing.assert_allclose(results.values(name, "mean" + suffix, "residual"), expected, **EXACT)
     table = results.table.set_index(["measure", "statistic"])
-    for key, of, x in (
-        (("cosine", "mean_raw"), lambda a, b: oracle.cosines(a, b).mean(), states),
-        (("cosine", "mean"), lambda a, b: oracle.cosines(a, b).mean(), centred),
-        (("cka", "debiased"), lambda a, b: plain_cka(a, b, True), states),
-        (("cka", "biased"), lambda a, b: plain_cka(a, b, False), states),
+    for measured, statistic, of in (
+        ("cosine", "mean_raw", lambda a, b: cosines(a, b).mean()),
+        ("cosine", "mean", lambda a, b: cosines(a, b, center=True).mean()),
+        ("cka", "debiased", lambda a, b: plain_cka(a, b, True)),
+        ("cka", "biased", lambda a, b: plain_cka(a, b, False)),
     ):
-        found = table.loc[[(key[0], key[1] + suffix)]].pivot(index="layer", columns="other", values="value")
-        np.testing.assert_allclose(found, [[of(a, b) for b in x] for a in x], **SINGLE)
+        found = table.loc[[(measured, statistic + suffix)]].pivot(index="layer", columns="other", values="value")
+        np.testing.assert_allclose(found, [[of(a, b) for b in states] for a in states], **SINGLE)
 
 
 def test_jump_rate_and_the_normed_reading(results, taps, model):
     states = taps[0]
-    mean = oracle.psi(states[:-1], states[1:]).mean((1, 2))
+    mean = psi(states[:-1], states[1:]).mean((1, 2))
     expected = {layer: zeta(mean, layer) for layer in (2, 3)}
     assert results.values("jump_rate", "value").to_dict() == pytest.approx(expected, rel=1e-9)
     with torch.no_grad():
         normed = model.model.norm(torch.from_numpy(states[-1])).numpy()
     found = results.values("displacement", "mean", "final_normed")
-    assert found.to_dict() == {3: pytest.approx(oracle.psi(states[-2], normed).mean())}
+    assert found.to_dict() == {3: pytest.approx(psi(states[-2], normed).mean())}
 
 
 @pytest.mark.parametrize("site", ["residual", "attention"])
@@ -92,15 +90,11 @@ def test_coherence(results, taps, site):
 
 
 def test_lens(results, logits, ids):
-    targets, best = ids[:, 1:].numpy(), logits[:, :, :-1].argmax(-1)
-    accuracy = (best == targets).mean((1, 2))
+    predictions = logits[:, :, :-1].reshape(len(logits), -1, logits.shape[-1])
+    accuracy, loss, counts = of_lens(predictions, ids[:, 1:].flatten().numpy())
     assert accuracy[-1] > 0.3, "the model has learnt too little for this test to mean anything"
     np.testing.assert_allclose(results.values("lens_accuracy", "mean"), accuracy, **EXACT)
-    chances = log_softmax(logits[:, :, :-1], axis=-1)
-    loss = -np.take_along_axis(chances, targets[None, ..., None], -1).mean((1, 2, 3))
     np.testing.assert_allclose(results.values("lens_loss", "mean"), loss, **SINGLE)
-    settled = [next(n for n in (1, 2, 3) if len(set(column[n:])) == 1) for column in best.reshape(4, -1).T]
-    counts = np.bincount(settled, minlength=4)[1:]
     assert results.values("saturation", "count").tolist() == counts.tolist()
     np.testing.assert_allclose(results.values("saturation", "cumulative"), counts.cumsum() / counts.sum())
     depths = results.table.query("measure == 'effective_depth'").set_index("statistic").value
@@ -140,10 +134,8 @@ def test_text_classifier(checkpoint, ragged_tsv, ragged_texts, bert_tokenizer):
     inputs = [dict(bert_tokenizer(text, return_tensors="pt")) for text, _ in ragged_texts]  # one by one: no padding
     states = np.stack([oracle.taps(model, "bert.encoder.layer", each)[0][:, 0, 0] for each in inputs], 1)
     logits = np.stack([oracle.exits(model, "bert.encoder.layer", each)[:, 0] for each in inputs], 1)
-    psi = oracle.psi(states[:-1], states[1:])
-    np.testing.assert_allclose(results.values("displacement", "mean"), psi.mean(1), **EXACT)
+    np.testing.assert_allclose(results.values("displacement", "mean"), psi(states[:-1], states[1:]).mean(1), **EXACT)
     np.testing.assert_allclose(results.values("nc1", "value")[1:], [nc1(x, labels) for x in states[1:]], **SINGLE)
-    accuracy = (logits.argmax(-1) == labels).mean(1)
+    accuracy, loss, _ = of_lens(logits, labels)
     np.testing.assert_allclose(results.values("lens_accuracy", "mean"), accuracy, **EXACT)
-    loss = -np.take_along_axis(log_softmax(logits, axis=-1), labels[None, :, None], -1).mean((1, 2))
     np.testing.assert_allclose(results.values("lens_loss", "mean"), loss, **SINGLE)

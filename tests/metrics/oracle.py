@@ -5,24 +5,28 @@ import math
 from itertools import pairwise
 
 import numpy as np
+import scipy.special
 from scipy.spatial.distance import pdist
 from scipy.stats import entropy as shannon
+from sklearn.metrics import accuracy_score, log_loss
 from sklearn.metrics.pairwise import paired_cosine_distances, rbf_kernel
 
 
+def cosines(x, y, center=False):
+    """[...] of vectors [..., D], without their means over the first axis if asked."""
+    x, y = np.broadcast_arrays(*((h - h.mean(0) for h in (x, y)) if center else (x, y)))
+    distances = paired_cosine_distances(*(h.reshape(-1, h.shape[-1]) for h in (x, y)))
+    return 1 - distances.reshape(x.shape[:-1])
+
+
 def psi(x, y):
-    """[N] displacements."""
-    return paired_cosine_distances(x, y) / 2
+    """[...] displacements (JREG, Eq. 2)."""
+    return (1 - cosines(x, y)) / 2
 
 
 def ratio(x, y):
-    """[N] norm ratios."""
-    return [math.dist(a, [0] * len(a)) / math.dist(a, b) for a, b in zip(x, y, strict=True)]
-
-
-def cosines(x, y, center=True):
-    """[N]"""
-    return 1 - paired_cosine_distances(*((h - h.mean(0) for h in (x, y)) if center else (x, y)))
+    """[...] norm ratios."""
+    return np.linalg.norm(x, axis=-1) / np.linalg.norm(y - x, axis=-1)
 
 
 def matrix_of_cosines(states, center=True):
@@ -51,6 +55,29 @@ def renyi(z, alpha):
     p = np.linalg.eigvalsh(z @ z.T).clip(min=0)
     p = p[p > 1e-14 * p.sum()] / p.sum()
     return shannon(p) if alpha == 1 else math.log(np.sum(p**alpha)) / (1 - alpha)
+
+
+def accuracy(logits, targets):
+    known = targets != -100
+    return accuracy_score(targets[known], logits[known].argmax(-1))
+
+
+def loss(logits, targets):
+    known = targets != -100
+    chances = scipy.special.softmax(logits[known], axis=-1)
+    return log_loss(targets[known], chances, labels=range(logits.shape[-1]))
+
+
+def settles(predictions):
+    """The smallest 1-based layer from which all later predictions are the last one."""
+    return next(n for n in range(1, len(predictions) + 1) if len(set(predictions[n - 1 :])) == 1)
+
+
+def of_lens(logits, targets):
+    """Accuracies [L+1], losses [L+1], and how many positions settle at layers 1..L, from logits [L+1, N, V]."""
+    settled = [settles(column) for column in logits[1:].argmax(-1).T.tolist()]
+    counts = np.bincount(settled, minlength=len(logits))[1:]
+    return [accuracy(layer, targets) for layer in logits], [loss(layer, targets) for layer in logits], counts
 
 
 def zeta(mean_psi, start):

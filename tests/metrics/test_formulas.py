@@ -16,29 +16,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from sklearn.metrics import accuracy_score, log_loss
 
 from fulldepth import metrics
 from fulldepth.metrics import METRICS, RenyiEntropy
-from metrics.oracle import cosines, matrix_of_cosines, mmd, nc1, psi, ratio, renyi, zeta
+from metrics.oracle import accuracy, cosines, loss, matrix_of_cosines, mmd, nc1, psi, ratio, renyi, settles, zeta
 
 ALPHAS = (0.5, 1.0, 2.0)
-
-
-def accuracy(logits, targets):
-    known = targets != -100
-    return accuracy_score(targets[known], logits[known].argmax(-1))
-
-
-def loss(logits, targets):
-    known = targets != -100
-    chances = scipy.special.softmax(logits[known], axis=-1)
-    return log_loss(targets[known], chances, labels=range(logits.shape[-1]))
-
-
-def settles(predictions):
-    """The smallest 1-based layer from which all later predictions are the last one."""
-    return next(n for n in range(1, len(predictions) + 1) if len(set(predictions[n - 1 :])) == 1)
 
 
 def retrieval(tokens):
@@ -169,8 +152,8 @@ def rows_of_cosine(world):
     for view, states in views(world):
         for a, x in enumerate(states):
             for b, y in enumerate(states):
-                centred = cosines(x, y)
-                named = {"mean": centred.mean(), "mean_raw": cosines(x, y, center=False).mean()}
+                centred = cosines(x, y, center=True)
+                named = {"mean": centred.mean(), "mean_raw": cosines(x, y).mean()}
                 shares = (5, 25, 50, 75, 95) if b == world.layers else ()
                 named |= {f"p{share:02}": np.percentile(centred, share) for share in shares}
                 yield from ((("residual", a, b, name + view), (v, len(centred))) for name, v in named.items())
@@ -310,7 +293,7 @@ def test_beyond_the_reservoir_the_count_says_how_many_tokens_entered(world, same
     world = world.replace(options={"reservoir_tokens": 30})
     rows = world.rows(metrics.Cosine)
     same_rows(world.rows(metrics.Cosine, (1,) * 12, order=range(11, -1, -1)), rows, rtol=1e-5, atol=1e-6)
-    values = cosines(*world.tokens()[[0, 3]])
+    values = cosines(*world.tokens()[[0, 3]], center=True)
     centred, raw = (rows["residual", 0, 3, name] for name in ("mean", "mean_raw"))
     assert (centred.count, raw.count) == (30, len(values))
     assert abs(centred.value - values.mean()) < 4 * values.std() / np.sqrt(30)
