@@ -1,4 +1,7 @@
-"""Formulas of the measures in float64, by SciPy, scikit-learn and plain loops: nothing here comes from fulldepth."""
+"""Formulas of the measures in float64, by SciPy, scikit-learn and plain loops.
+
+Of fulldepth only `deal` is used, which says what sequences are left out together.
+"""
 
 import cmath
 import math
@@ -10,6 +13,8 @@ from scipy.spatial.distance import pdist
 from scipy.stats import entropy as shannon
 from sklearn.metrics import accuracy_score, log_loss
 from sklearn.metrics.pairwise import paired_cosine_distances, rbf_kernel
+
+from fulldepth.uncertainty import deal
 
 
 def cosines(x, y, center=False):
@@ -123,3 +128,24 @@ def plain_coherence(h_in, h_out):
         cross = (x * y.conj()).mean(0)
         rows.append(np.abs(cross) ** 2 / ((np.abs(x) ** 2).mean(0) * (np.abs(y) ** 2).mean(0)))
     return np.array(rows)
+
+
+def members(clusters, groups=32):
+    """The sequences of each group."""
+    group = deal(clusters, groups=groups)
+    return [np.flatnonzero(group == g).tolist() for g in range(group.max() + 1)]
+
+
+def jackknife(clusters, estimate, groups=32):
+    """Delete-a-group jackknife in loops; `estimate` takes the indices of the sequences that are kept."""
+    everything = range(len(clusters))
+    without = [estimate([i for i in everything if i not in out]) for out in members(clusters, groups)]
+    count, centre = len(without), sum(without) / len(without)
+    return math.sqrt((count - 1) / count * sum((value - centre) ** 2 for value in without))
+
+
+def of_ratio(clusters, sums, weights):
+    """Cluster-robust error of a ratio of sums, in loops; `sums` and `weights` of each sequence."""
+    theta, total = sum(sums) / sum(weights), sum(weights)
+    squares = [sum(sums[i] - theta * weights[i] for i in group) ** 2 for group in members(clusters)]
+    return math.sqrt(len(squares) / (len(squares) - 1) * sum(squares)) / total

@@ -1,7 +1,5 @@
 """Standard errors, influences and intervals of all measures, against jackknives and formulas in plain loops."""
 
-import math
-
 import numpy as np
 import pytest
 import scipy.stats
@@ -19,33 +17,12 @@ from fulldepth.metrics import (
     coherence,
 )
 from fulldepth.metrics.jackknife import influence_of_channel_mean, leave_one_out
-from fulldepth.uncertainty import deal, error_of
-from metrics.oracle import psi
+from fulldepth.uncertainty import error_of
+from metrics.oracle import jackknife, of_ratio, psi
 
 RAGGED = (9, 4, 7, 9, 2, 6, 9, 3, 8, 5, 9, 2, 6, 7, 3, 9, 9, 4, 8, 6)
 DOCUMENTS = (3, 3, 3, 3, 8, 8, 1, 7, 7, 7, 7, 7, 2, 4, 4, 5, 6, 6, 9, 9)
 """Nine documents of one to five windows: the identities of the clusters of `RAGGED`."""
-
-
-def members(clusters, groups=32):
-    """The sequences of each group."""
-    group = deal(clusters, groups=groups)
-    return [np.flatnonzero(group == g).tolist() for g in range(group.max() + 1)]
-
-
-def jackknife(clusters, estimate, groups=32):
-    """Delete-a-group jackknife in loops; `estimate` takes the indices of the sequences that are kept."""
-    everything = range(len(clusters))
-    without = [estimate([i for i in everything if i not in out]) for out in members(clusters, groups)]
-    count, centre = len(without), sum(without) / len(without)
-    return math.sqrt((count - 1) / count * sum((value - centre) ** 2 for value in without))
-
-
-def of_ratio(clusters, sums, weights):
-    """Cluster-robust error of a ratio of sums, in loops; `sums` and `weights` of each sequence."""
-    theta, total = sum(sums) / sum(weights), sum(weights)
-    squares = [sum(sums[i] - theta * weights[i] for i in group) ** 2 for group in members(clusters)]
-    return math.sqrt(len(squares) / (len(squares) - 1) * sum(squares)) / total
 
 
 def errors(rows):
