@@ -15,6 +15,7 @@ from torch import Tensor
 
 import fulldepth
 import tiny_models
+from exit import plain
 from fulldepth.data import open_source, prepare
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
@@ -35,23 +36,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@torch.no_grad()
 def layer_logits(checkpoint: Path, pixels: Tensor) -> np.ndarray[Any, Any]:
-    """[L, N, C] logits of every layer, by transformers, numpy and the files alone."""
+    """[L, N, C] logits of every layer, by transformers and the file alone."""
     model = tf.ViTForImageClassification.from_pretrained(checkpoint, dtype=torch.float64)
     model.config.tie_last_hidden_states = False
-    with torch.no_grad():
-        states = model(pixels.double(), output_hidden_states=True).hidden_states[1:]
-    heads = load_file(checkpoint / EXIT_HEADS)
-    gain, shift = (p.detach().numpy() for p in (model.vit.layernorm.weight, model.vit.layernorm.bias))
-    logits = []
-    for layer, state in enumerate(states, start=1):
-        h = state[:, 0].numpy()
-        h = (h - h.mean(1, keepdims=True)) / np.sqrt(h.var(1, keepdims=True) + model.vit.layernorm.eps) * gain + shift
-        if layer < len(states):
-            logits.append(h @ heads[f"exit_heads.{layer}.weight"].double().numpy().T)
-        else:
-            logits.append(h @ model.classifier.weight.detach().numpy().T + model.classifier.bias.detach().numpy())
-    return np.stack(logits)
+    states = model(pixels.double(), output_hidden_states=True).hidden_states[1:]
+    features, heads = [model.vit.layernorm(state)[:, 0] for state in states], load_file(checkpoint / EXIT_HEADS)
+    early = [features[n - 1] @ heads[f"exit_heads.{n}.weight"].double().T for n in (1, 2)]
+    return torch.stack([*early, model.classifier(features[2])]).numpy()
 
 
 def test_the_file_of_heads_changes_nothing_for_transformers_and_is_told_of(checkpoint: Path) -> None:
@@ -63,14 +56,13 @@ def test_the_file_of_heads_changes_nothing_for_transformers_and_is_told_of(check
 
 
 def test_measure_and_exit_read_each_layer_by_its_own_head(checkpoint: Path, tmp_path: Path) -> None:
-    data = images(tmp_path / "pictures", 24)
+    data = images(tmp_path / "pictures", 24, "LABEL_")
     anatomy = find_anatomy(open_model(checkpoint).model)
     processor = load_processor(checkpoint, anatomy.config)
     options = {"task": "image-classification", "processor": processor}
     sequences = prepare(open_source(data), **options)
     batch = sequences.collate(range(len(sequences)))
     logits, target = layer_logits(checkpoint, batch.inputs["pixel_values"]), batch.labels.numpy()
-    probability = softmax(logits, axis=-1)
 
     results = fulldepth.measure(checkpoint, data, measures=["lens_loss", "lens_accuracy"])
     accuracy, loss, _ = of_lens(logits, target)
@@ -78,13 +70,11 @@ def test_measure_and_exit_read_each_layer_by_its_own_head(checkpoint: Path, tmp_
     np.testing.assert_allclose(results.values("lens_accuracy", "mean")[-3:], accuracy)
     assert results.meta["model"]["exit_heads"] == 2
 
-    threshold = float(np.median(probability[0].max(-1)))
+    threshold = float(np.median(softmax(logits[0], axis=-1).max(-1)))
     (row,) = sweep(checkpoint, data, threshold=[threshold], repeats=1).meta["exits"]
-    sure = probability.max(-1) >= threshold  # [L, N]
-    sure[-1] = True
-    left = sure.argmax(0)
-    assert row["accuracy"] == pytest.approx((logits.argmax(-1)[left, np.arange(len(target))] == target).mean())
-    assert row["exits"] == np.bincount(left, minlength=3).tolist()
+    expected = plain.row(logits.swapaxes(0, 1).tolist(), target.tolist(), "confidence", threshold, 1)
+    assert row["accuracy"] == pytest.approx(expected["accuracy"])
+    assert row["exits"] == expected["exits"]
     assert row["exits"][0] == 12
 
 

@@ -76,11 +76,11 @@ def labelled_texts(count: int = 24) -> list[str]:
     return [" ".join(p.split()) for p in text().split("\n\n") if 10 < len(p.split()) < 60][:count]
 
 
-def images(folder: Path, count: int = 12) -> Path:
+def images(folder: Path, count: int = 12, label: str = "class") -> Path:
     """Folder of seeded pictures in three classes."""
     random = np.random.default_rng(0)
     for number in range(count):
-        own = folder / f"LABEL_{number % 3}"
+        own = folder / f"{label}{number % 3}"
         own.mkdir(parents=True, exist_ok=True)
         pixels = random.integers(0, 256, (16, 16, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(own / f"{number}.png")

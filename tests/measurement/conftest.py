@@ -82,6 +82,13 @@ def text_file(tmp_path_factory, corpus):
 
 
 @pytest.fixture(scope="session")
+def windows(tokenizer, text_file):
+    """`windows(N, T)`: ids [N, T] of the text as one stream, cut."""
+    ids = torch.tensor(tokenizer(text_file.read_text())["input_ids"])
+    return lambda count, length: ids[: count * length].view(count, length)
+
+
+@pytest.fixture(scope="session")
 def documents_file(tmp_path_factory, corpus):
     """Twelve texts of several windows each, so that standard errors can be stated."""
     path = tmp_path_factory.mktemp("data") / "pages.jsonl"

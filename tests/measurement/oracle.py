@@ -35,8 +35,8 @@ def taps(model, blocks, inputs, **modules):
 
 
 @torch.no_grad()
-def exits(model, blocks, inputs):
-    """[L+1, B, T or 1, V] logits of the model cut off after 0..L blocks: what stopping at a layer really predicts."""
+def exits(model, blocks, *inputs):
+    """For each input [L+1, B, T or 1, V] logits of the model cut off after 0..L blocks: what stopping predicts."""
     parent, _, name = blocks.rpartition(".")
     count = len(model.get_submodule(blocks))
     found = []
@@ -45,5 +45,5 @@ def exits(model, blocks, inputs):
         setattr(cut.get_submodule(parent), name, cut.get_submodule(blocks)[:depth])
         for part in (cut, cut.get_submodule(parent)):
             part.config.num_hidden_layers = depth
-        found.append(cut(**inputs).logits.double().numpy())
-    return np.stack(found)
+        found.append([cut(**each).logits.double().numpy() for each in inputs])
+    return [np.stack(of_input) for of_input in zip(*found, strict=True)]

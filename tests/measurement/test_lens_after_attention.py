@@ -21,11 +21,11 @@ BOTH = ["residual", "attention_output"]
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", MIDDLE)
-def test_it_reads_what_the_stock_model_has_after_attention(family, checkpoint, text_file, tokenizer):
+def test_it_reads_what_the_stock_model_has_after_attention(family, checkpoint, text_file, windows):
     results = measure(checkpoint(family), text_file, measures=LENS, lens_sites=BOTH, sequence_length=T, **SIZES)
     options = {"dtype": torch.float64, "attn_implementation": "eager"}
     model = tf.AutoModelForCausalLM.from_pretrained(checkpoint(family), **options).eval()
-    ids = torch.tensor(tokenizer(text_file.read_text())["input_ids"][: N * T]).view(N, T)
+    ids = windows(N, T)
     states, inner = oracle.taps(model, "model.layers", {"input_ids": ids}, middle=MIDDLE[family])
     for site, layers in zip(BOTH, (states, inner["middle"]), strict=True):
         logits = model.lm_head(model.model.norm(torch.from_numpy(layers)))[:, :, :-1].flatten(1, 2)

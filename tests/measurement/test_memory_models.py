@@ -20,9 +20,8 @@ KINDS = ["serial", "tree-skipping", "hyper", "hyper-static", *MEMORY]
 
 
 @pytest.fixture(scope="module")
-def ids(tokenizer, text_file):
-    """[N, T]"""
-    return torch.tensor(tokenizer(text_file.read_text())["input_ids"][: N * T]).view(N, T)
+def ids(windows):
+    return windows(N, T)
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,8 @@ WHOLE = {"sequence_length": T, "dtype": "float64", "order": "first"}
 
 
 @pytest.fixture(scope="module")
-def ids(tokenizer, text_file):
-    """[N, T]: the text as one stream, cut."""
-    return torch.tensor(tokenizer(text_file.read_text())["input_ids"][: N * T]).view(N, T)
+def ids(windows):
+    return windows(N, T)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def taps(model, ids):
 @pytest.fixture(scope="module")
 def logits(model, ids):
     """[L+1, N, T, V] what stopping at each layer really predicts."""
-    found = oracle.exits(model, "model.layers", {"input_ids": ids})
+    (found,) = oracle.exits(model, "model.layers", {"input_ids": ids})
     with torch.no_grad():
         np.testing.assert_allclose(found[-1], model(input_ids=ids).logits.numpy(), **EXACT)
     return found
@@ -133,7 +132,7 @@ def test_text_classifier(checkpoint, ragged_tsv, ragged_texts, bert_tokenizer):
     labels = np.array([label for _, label in ragged_texts])
     inputs = [dict(bert_tokenizer(text, return_tensors="pt")) for text, _ in ragged_texts]  # one by one: no padding
     states = np.stack([oracle.taps(model, "bert.encoder.layer", each)[0][:, 0, 0] for each in inputs], 1)
-    logits = np.stack([oracle.exits(model, "bert.encoder.layer", each)[:, 0] for each in inputs], 1)
+    logits = np.concatenate(oracle.exits(model, "bert.encoder.layer", *inputs), 1)
     np.testing.assert_allclose(results.values("displacement", "mean"), psi(states[:-1], states[1:]).mean(1), **EXACT)
     np.testing.assert_allclose(results.values("nc1", "value")[1:], [nc1(x, labels) for x in states[1:]], **SINGLE)
     accuracy, loss, _ = of_lens(logits, labels)

@@ -141,7 +141,7 @@ def jackknife(clusters, estimate, groups=32):
     everything = range(len(clusters))
     without = [estimate([i for i in everything if i not in out]) for out in members(clusters, groups)]
     count, centre = len(without), sum(without) / len(without)
-    return math.sqrt((count - 1) / count * sum((value - centre) ** 2 for value in without))
+    return np.sqrt((count - 1) / count * sum((value - centre) ** 2 for value in without))
 
 
 def of_ratio(clusters, sums, weights):

@@ -10,7 +10,7 @@ from fulldepth.metrics.cross_products import CrossProducts
 from fulldepth.metrics.hsic import hsic_of
 from fulldepth.metrics.reservoir import priority
 from metrics.conftest import table
-from metrics.oracle import plain_cka
+from metrics.oracle import jackknife, plain_cka
 
 
 @pytest.mark.parametrize("debiased", [True, False])
@@ -50,10 +50,7 @@ def by_leaving_out(states, owner, clusters=None):
     def cka(kept):
         return np.array([[plain_cka(a[kept], b[kept], True) for b in states] for a in states])
 
-    owner = np.asarray(owner if clusters is None else [clusters[n] for n in owner])
-    without = np.array([cka(owner != left) for left in np.unique(owner)])
-    groups = len(without)
-    return cka(owner >= 0), np.sqrt((groups - 1) / groups * ((without - without.mean(0)) ** 2).sum(0))
+    return cka(range(len(owner))), jackknife(owner if clusters is None else [clusters[n] for n in owner], cka)
 
 
 @pytest.mark.parametrize("first_tokens", [True, False])

@@ -145,7 +145,7 @@ def test_folders_in_and_a_folder_out(tmp_path):
     folders = [a.save(tmp_path / where) for where in ("x/run", "y/run", "z/run")]
     found = compare([str(folders[0]), folders[1], folders[2]])
     assert [model["label"] for model in found.meta["models"]] == ["x/run", "y/run", "z/run"]
-    assert [model["label"] for model in compare([a, a]).meta["models"]] == ["toy", "toy (2)"]
+    assert [model["label"] for model in compare([a, a]).meta["models"]] == ["toy (1)", "toy (2)"]
     again = Results.load(found.save(tmp_path / "out"))
     pd.testing.assert_frame_equal(again.table, found.table)
     assert again.meta == json.loads(json.dumps(found.meta))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -41,9 +40,7 @@ from fulldepth.results import (
     tabulate,
 )
 from fulldepth.results import table as table_room
-
-OPERATIONS = ("mkdir", "open", "replace", "unlink", "fsync")
-"""Functions of `os` that touch the disk while results are saved, beside `Path.open`."""
+from kills.moments import moments
 
 
 def results(value: float, groups: int = 4) -> Results:
@@ -65,30 +62,6 @@ def stored(folder: Path, **entries: Any) -> Path:
     return folder
 
 
-def killed_at(number: int, action: Callable[[], object]) -> bool:
-    """Run `action` in a process of its own that dies before its file operation `number`; whether it died."""
-    child = os.fork()
-    if child == 0:
-        begun = iter(range(1, 1000))
-
-        def watched(operation: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*arguments: Any, **options: Any) -> Any:
-                if next(begun) >= number:
-                    os._exit(9)
-                return operation(*arguments, **options)
-
-            return call
-
-        for name in OPERATIONS:
-            setattr(os, name, watched(getattr(os, name)))
-        Path.open = watched(Path.open)  # type: ignore[method-assign]
-        try:
-            action()
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-
-
 @pytest.fixture
 def named_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that only name their model."""
@@ -97,33 +70,31 @@ def named_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_kill_at_any_file_operation_never_mixes_two_results(tmp_path: Path, named_pages: None) -> None:
+    folder = results(1.0).save(tmp_path / "out")
+    _, copies = moments(folder, tmp_path / "copies", lambda: results(2.0).save(folder))
     refused: list[TableMismatchError] = []
-    without_page = 0
-    for number in range(1, 60):
-        folder = results(1.0).save(tmp_path / str(number))
-        died = killed_at(number, lambda folder=folder: results(2.0).save(folder))  # type: ignore[misc]
+    without_page, values = 0, set()
+    for copy in copies:
         try:
-            found = Results.load(folder)
+            found = Results.load(copy)
         except TableMismatchError as error:
             refused.append(error)
-            assert not (folder / PAGE).exists()
+            assert not (copy / PAGE).exists()
         else:
             (value,) = set(found.table["value"])
             assert found.influences is not None
             assert found.meta["model"]["name"] == f"model-{value}" == f"model-{found.influences['group_1'][0]}"
-            assert value == 2.0 or (died and value == 1.0)
-            without_page += not (folder / PAGE).exists()
-            assert not (folder / PAGE).exists() or (folder / PAGE).read_text() == f"model-{value}"
-        results(3.0).save(folder)
-        assert set(Results.load(folder).table["value"]) == {3.0}
-        assert (folder / PAGE).read_text() == "model-3.0"
-        assert sorted(path.name for path in folder.iterdir()) == sorted([PAGE, DOCUMENT, TABLE, GROUPS]), (
+            values.add(value)
+            without_page += not (copy / PAGE).exists()
+            assert not (copy / PAGE).exists() or (copy / PAGE).read_text() == f"model-{value}"
+        results(3.0).save(copy)
+        assert set(Results.load(copy).table["value"]) == {3.0}
+        assert (copy / PAGE).read_text() == "model-3.0"
+        assert sorted(path.name for path in copy.iterdir()) == sorted([PAGE, DOCUMENT, TABLE, GROUPS]), (
             "leftovers are gone"
         )
-        if not died:
-            break
-    assert not died
-    assert number > 5
+    assert values == {1.0, 2.0}
+    assert len(copies) > 5
     assert len(refused) >= 2, "between the three renames"
     assert without_page, "after the old page was removed"
     assert all("interrupted while it was written" in str(error) for error in refused)
