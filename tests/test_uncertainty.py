@@ -24,6 +24,7 @@ from fulldepth.uncertainty import (
     ratio_influence,
     sample,
 )
+from metrics.oracle import of_ratio
 
 
 def test_identity_keeps_the_boundaries_of_its_parts():
@@ -59,9 +60,7 @@ def test_the_error_of_a_ratio_is_the_formula_in_loops(groups, seed):
     rng = np.random.default_rng(seed)
     sums, weights = rng.normal(size=(groups, 2)), rng.integers(1, 9, size=(groups, 1)).astype(float)
     for column in range(2):
-        theta = sum(sums[:, column]) / sum(weights[:, 0])
-        squares = sum((s - theta * w) ** 2 for s, w in zip(sums[:, column], weights[:, 0], strict=True))
-        expected = math.sqrt(groups / (groups - 1) * squares) / sum(weights[:, 0])
+        expected = of_ratio(range(groups), sums[:, column], weights[:, 0])
         assert ratio_error(sums, weights)[column] == pytest.approx(expected)
 
 

@@ -90,9 +90,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_exit(cases: Any, name: str) -> None:
     case = cases(name)
     samples = [[list(layer) for layer in sample] for sample in case.samples.tolist()]
-    values = sorted(plain.certainty(sample[0], "confidence") for sample in samples)
-    middle = len(values) // 2
-    thresholds = [(values[middle - 1] + values[middle]) / 2, 0.5, 1.0]
+    thresholds = [middle(case, "confidence"), 0.5, 1.0]
     options = {"dtype": "float64", "sequence_length": LENGTH, "batch_size": 3, "lens_tokens": None, "prompts": 0}
     results = sweep(str(case.path), str(case.data), rule=RULES, threshold=thresholds, **options)
     check(results, samples, case.targets, 1)
@@ -102,8 +100,7 @@ def test_exit(cases: Any, name: str) -> None:
 
 def middle(case: Case, rule: str) -> float:
     """A threshold that half of the predictions of layer 1 exceed."""
-    values = sorted(plain.certainty(list(sample[0]), rule) for sample in case.samples.tolist())
-    return (values[len(values) // 2 - 1] + values[len(values) // 2]) / 2
+    return float(np.median([plain.certainty(list(sample[0]), rule) for sample in case.samples.tolist()]))
 
 
 def continued(case: Case, ids: list[int], exit_of: Any) -> tuple[list[int], list[int]]:

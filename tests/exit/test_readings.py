@@ -18,6 +18,7 @@ from fulldepth.exit.served import SpeedUp
 from fulldepth.exit.sweep import ExitRow, drop_sentence
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.uncertainty import median_ratio, quantile
+from metrics.oracle import of_ratio
 
 RULES = ("confidence", "margin", "entropy", "patience")
 
@@ -133,9 +134,7 @@ def test_the_error_of_the_lead_is_paired_over_clusters():
     data = made(data.correct, data.target, torch.as_tensor(clusters))
     target = data.target.numpy()
     lead = data.correct[-1].numpy().astype(float) - (target == np.bincount(target).argmax())
-    squares = [((lead - lead.mean())[clusters == c].sum()) ** 2 for c in np.unique(clusters)]
-    count = len(squares)
-    assert data.lead.error == pytest.approx((count / (count - 1) * sum(squares)) ** 0.5 / len(lead))
+    assert data.lead.error == pytest.approx(of_ratio(clusters, lead, np.ones(300)))
 
 
 def test_the_first_layer_that_is_enough_against_a_loop():

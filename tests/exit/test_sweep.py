@@ -17,6 +17,7 @@ from fulldepth.exit.served import EarlyExit
 from fulldepth.exit.subject import open_checkpoint, prepare_subject
 from fulldepth.results import Results
 from fulldepth.settings.exit import ExitSettings
+from measurement import oracle
 from skip.word_tokenizer import tokenizer
 
 RULES = ["confidence", "margin", "entropy", "patience"]
@@ -43,23 +44,11 @@ def check(results, samples, targets, min_layer):
         assert results.values("lens_accuracy", "mean")[layer] == pytest.approx(stopped["accuracy"])
 
 
-@torch.no_grad()
 def by_layer(model, rows):
-    """Per text, the logits of stopping after layers 1..L, from stock hidden states of this text alone; and targets."""
-    samples = []
-    for row in rows:
-        inputs = tokenizer()(row["text"], return_tensors="pt", return_token_type_ids=True)
-        if model.config.model_type == "bert":
-            states = model.bert(**inputs, output_hidden_states=True).hidden_states[1:]
-            samples.append([model.classifier(model.bert.pooler(state))[0].tolist() for state in states])
-            continue
-        before_norm = []
-        hook = model.transformer.ln_f.register_forward_pre_hook(lambda _, args, kept=before_norm: kept.append(args[0]))
-        states = model.transformer(inputs["input_ids"], output_hidden_states=True).hidden_states[1:-1]
-        hook.remove()  # transformers gives the last state after the norm
-        read = [model.score(model.transformer.ln_f(state))[0, -1] for state in (*states, before_norm[0])]
-        samples.append([logits.tolist() for logits in read])
-    return samples, [LABELS.index(row["label"]) for row in rows]
+    """Per text, the logits of stopping after layers 1..L, from the stock model on this text alone; and targets."""
+    blocks = "bert.encoder.layer" if model.config.model_type == "bert" else "transformer.h"
+    found = oracle.exits(model, blocks, *(tokenizer()(row["text"], return_tensors="pt") for row in rows))
+    return [logits[1:, 0].tolist() for logits in found], [LABELS.index(row["label"]) for row in rows]
 
 
 @pytest.mark.parametrize(

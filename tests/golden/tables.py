@@ -76,11 +76,11 @@ def labelled_texts(count: int = 24) -> list[str]:
     return [" ".join(p.split()) for p in text().split("\n\n") if 10 < len(p.split()) < 60][:count]
 
 
-def images(folder: Path, count: int = 12) -> Path:
+def images(folder: Path, count: int = 12, label: str = "class") -> Path:
     """Folder of seeded pictures in three classes."""
     random = np.random.default_rng(0)
     for number in range(count):
-        own = folder / f"class{number % 3}"
+        own = folder / f"{label}{number % 3}"
         own.mkdir(parents=True, exist_ok=True)
         pixels = random.integers(0, 256, (16, 16, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(own / f"{number}.png")
@@ -164,11 +164,11 @@ def checksums(model: Any) -> Table:
     return {f"weight {name}": [weight.sum().item(), weight.square().sum().item()] for name, weight in weights}
 
 
-def learnt() -> Any:
-    """A Llama of float64 after 60 steps, so that its blocks differ in what they are worth."""
-    model, own = tiny_models.build("llama", dtype=torch.float64).train(), tokenizer()
+def learnt(dtype: torch.dtype, characters: int) -> Any:
+    """A Llama after 60 steps, so that its blocks differ in what they are worth."""
+    model, own = tiny_models.build("llama", dtype=dtype).train(), tokenizer()
     model.resize_token_embeddings(len(own), mean_resizing=False)
-    ids = torch.tensor(own(text()[:3000])["input_ids"])
+    ids = torch.tensor(own(text()[:characters])["input_ids"])
     windows = ids[: len(ids) // 16 * 16].view(-1, 16)
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(60):
@@ -180,7 +180,7 @@ def learnt() -> Any:
 
 def searched() -> Table:
     """A greedy search of two blocks with its scalars, and the folded export of its plan."""
-    model, own = learnt(), tokenizer()
+    model, own = learnt(torch.float64, 3000), tokenizer()
     plan = skip.search(model, text()[:6000].split("\n\n"), 2, tokenizer=own, batch_size=4, seed=0)
     table: Table = {
         "blocks": list(plan.blocks),

@@ -14,7 +14,9 @@ from tokenizers.processors import TemplateProcessing
 
 import tiny_models
 from cli.conftest import main  # noqa: F401
-from fulldepth.data import builtin_texts, train_tokenizer
+from fulldepth.measurement import measure_into
+from fulldepth.progress import Watcher
+from golden import tables
 
 SPECIAL = {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 
@@ -22,19 +24,19 @@ SPECIAL = {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 @pytest.fixture(scope="session")
 def corpus():
     """A few pages of a novel."""
-    return builtin_texts("heldout")[0][4000:30000]
+    return tables.text()
 
 
 @pytest.fixture(scope="session")
-def tokenizer(corpus):
+def tokenizer():
     """Byte-level, nothing added around a text; ends and pads with <|endoftext|> (0)."""
-    return train_tokenizer([corpus], vocab_size=320)
+    return tables.tokenizer()
 
 
 @pytest.fixture(scope="session")
-def bert_tokenizer(corpus):
+def bert_tokenizer():
     """[CLS] text [SEP], with a mask token."""
-    made = train_tokenizer([corpus], vocab_size=320)
+    made = tables.tokenizer()
     made.add_special_tokens(SPECIAL)
     made.backend_tokenizer.post_processor = TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[(t, made.convert_tokens_to_ids(t)) for t in ("[CLS]", "[SEP]")]
@@ -63,19 +65,10 @@ def checkpoint(tmp_path_factory, tokenizer, bert_tokenizer):
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory, tokenizer, corpus):
+def trained(tmp_path_factory, tokenizer):
     """A Llama that has learnt something, so that accuracies, losses and saturation are not those of noise."""
     folder = tmp_path_factory.mktemp("trained") / "llama"
-    model = tiny_models.build("llama").train()
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    ids = torch.tensor(tokenizer(corpus[:1500])["input_ids"])
-    windows = ids[: len(ids) // 16 * 16].view(-1, 16)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(60):
-        optimiser.zero_grad()
-        model(input_ids=windows, labels=windows).loss.backward()
-        optimiser.step()
-    model.save_pretrained(folder)
+    tables.learnt(torch.float32, 1500).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -86,6 +79,13 @@ def text_file(tmp_path_factory, corpus):
     path = tmp_path_factory.mktemp("data") / "novel.txt"
     path.write_text(corpus[:1500], encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def windows(tokenizer, text_file):
+    """`windows(N, T)`: ids [N, T] of the text as one stream, cut."""
+    ids = torch.tensor(tokenizer(text_file.read_text())["input_ids"])
+    return lambda count, length: ids[: count * length].view(count, length)
 
 
 @pytest.fixture(scope="session")
@@ -143,6 +143,18 @@ def picture_folder(tmp_path_factory):
             pixels[..., index] += 120
             Image.fromarray(pixels).save(root / name / f"{number}.png")
     return root
+
+
+@pytest.fixture
+def into(text_file):
+    """`into(model, output, settings, **options)`: measure into a folder; the results, and the lines that were said."""
+
+    def measured(model, output, settings, data=None, **options):
+        said = []
+        options["watcher"] = Watcher(say=said.append)
+        return measure_into(model, data or str(text_file), output, settings, **options), said
+
+    return measured
 
 
 @pytest.fixture

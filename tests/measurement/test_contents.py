@@ -10,23 +10,22 @@ import datasets
 import pytest
 
 from fulldepth.errors import FulldepthError
-from fulldepth.measurement import MeasureSettings, measure_into
-from fulldepth.progress import Watcher
+from fulldepth.measurement import MeasureSettings
 
 SETTINGS = MeasureSettings(max_sequences=4, sequence_length=12, measures=["displacement"])
 
 
 @pytest.fixture
-def is_known(tmp_path):
+def is_known(into, tmp_path):
     """Whether the folder's results are taken for those of this model and data; a refusal means that they are not."""
 
     def known(model, data):
-        said = []
         try:
-            measure_into(model, data, tmp_path / "out", SETTINGS, watcher=Watcher(say=said.append))
+            _, said = into(model, tmp_path / "out", SETTINGS, data)
         except FulldepthError as error:
             if "another run" not in str(error):
                 raise
+            return False
         return any("nothing to do" in line for line in said)
 
     return known

@@ -12,6 +12,7 @@ import transformers as tf
 import fulldepth
 from fulldepth.errors import FulldepthError
 from measurement import oracle
+from metrics.oracle import cosines, psi
 
 PAIRS = [
     ("translate: the cat sat", "le chat"),
@@ -69,10 +70,9 @@ def test_both_stacks(folder, rows, tokenizer):
         right.append((output.logits.argmax(-1) == labels)[0].double())
     for name, parts in states.items():
         h = np.concatenate(parts, axis=1)  # [L+1, N, D]
-        psi = oracle.psi(h[:-1], h[1:]).mean(1)
-        np.testing.assert_allclose(results.values("displacement", "mean", name), psi, rtol=1e-6)
-        cosine = oracle.cosines(h[0], h[-1]).mean()
-        assert results.values("cosine", "mean_raw", name, other=len(h) - 1).iloc[0] == pytest.approx(cosine, rel=1e-6)
+        np.testing.assert_allclose(results.values("displacement", "mean", name), psi(h[:-1], h[1:]).mean(1), rtol=1e-6)
+        similar = cosines(h[0], h[-1]).mean()
+        assert results.values("cosine", "mean_raw", name, other=len(h) - 1).iloc[0] == pytest.approx(similar, rel=1e-6)
     for name, values, rel in (("lens_loss", losses, 1e-5), ("lens_accuracy", right, 1e-9)):
         found = results.values(name, "mean")  # of the decoder alone
         assert found.iloc[-1] == pytest.approx(float(torch.cat(values).mean()), rel=rel)

@@ -12,21 +12,19 @@ from torch import distributed
 from fulldepth import files
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
-from fulldepth.measurement import MeasureSettings, measure_into
-from fulldepth.progress import Watcher
+from fulldepth.measurement import MeasureSettings
 from fulldepth.results import DOCUMENT, Results, TableMismatchError
 
 SETTINGS = MeasureSettings(max_sequences=2, sequence_length=12, measures=["displacement"])
 
 
 @pytest.fixture
-def measured(checkpoint, text_file, tmp_path):
+def measured(into, checkpoint, tmp_path):
     """`measured(family, **options)`: measure into one folder; returns the results and what was said."""
 
     def run(family="llama", **options):
-        said = []
-        options["watcher"] = Watcher(say=said.append)
-        return measure_into(checkpoint(family), str(text_file), tmp_path / "out", SETTINGS, **options), " ".join(said)
+        results, said = into(checkpoint(family), tmp_path / "out", SETTINGS, **options)
+        return results, " ".join(said)
 
     return run
 

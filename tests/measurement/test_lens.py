@@ -1,4 +1,4 @@
-"""`fulldepth.lens`: the table of predictions of every layer, against the hidden states of stock transformers."""
+"""`fulldepth.lens`: the table of predictions of every layer, against stock transformers with fewer layers."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from fulldepth import cli
 from fulldepth.measurement import lens
 from fulldepth.progress import Watcher
 from fulldepth.results import PAGE, Results
+from measurement import oracle
 
 TEXT = "the cat sat on the mat and slept"
 K = 4
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_table_is_norm_and_head_of_hidden_states(family, checkpoint, tokenizer, monkeypatch, capsys, tmp_path):
+def test_table_is_what_stopping_at_each_layer_predicts(family, checkpoint, tokenizer, tmp_path):
     folder = checkpoint(family, 0)
     model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     results = lens(folder, TEXT, top_k=K, dtype="float64", tokenizer=tokenizer)
     table = results.lens()
     ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
-    with torch.no_grad():
-        out = model(input_ids=ids, output_hidden_states=True)
-        norm = model.model.norm if family == "llama" else model.transformer.ln_f
-        logits = [model.lm_head(norm(state)) for state in out.hidden_states[:-1]] + [out.logits]
+    blocks = "model.layers" if family == "llama" else "transformer.h"
+    (logits,) = map(torch.tensor, oracle.exits(model, blocks, {"input_ids": ids}))
     assert len(table) == len(logits) * ids.shape[1] * K
     for layer, of_layer in enumerate(logits):
         chances, tokens = of_layer[0].softmax(-1).topk(K)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from torch.nn import functional as F
 
 from fulldepth.errors import FulldepthError
 from fulldepth.measurement import measure
 from measurement import oracle
+from metrics.oracle import of_lens
 
 T, N = 16, 6
 SIZES = {"order": "first", "max_sequences": N, "batch_size": 4, "dtype": "float64", "exact": True}
@@ -21,22 +21,20 @@ BOTH = ["residual", "attention_output"]
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", MIDDLE)
-def test_it_reads_what_the_stock_model_has_after_attention(family, checkpoint, text_file, tokenizer):
+def test_it_reads_what_the_stock_model_has_after_attention(family, checkpoint, text_file, windows):
     results = measure(checkpoint(family), text_file, measures=LENS, lens_sites=BOTH, sequence_length=T, **SIZES)
     options = {"dtype": torch.float64, "attn_implementation": "eager"}
     model = tf.AutoModelForCausalLM.from_pretrained(checkpoint(family), **options).eval()
-    ids = torch.tensor(tokenizer(text_file.read_text())["input_ids"][: N * T]).view(N, T)
+    ids = windows(N, T)
     states, inner = oracle.taps(model, "model.layers", {"input_ids": ids}, middle=MIDDLE[family])
-    targets = ids[:, 1:].flatten()
     for site, layers in zip(BOTH, (states, inner["middle"]), strict=True):
         logits = model.lm_head(model.model.norm(torch.from_numpy(layers)))[:, :, :-1].flatten(1, 2)
         if cap := getattr(model.config, "final_logit_softcapping", None):
             logits = cap * torch.tanh(logits / cap)
-        losses = [float(F.cross_entropy(each, targets)) for each in logits]
+        accuracies, losses, _ = of_lens(logits.numpy(), ids[:, 1:].flatten().numpy())
         found = results.values("lens_loss", "mean", site)
         assert found.index[0] == (site == "attention_output")
         np.testing.assert_allclose(found, losses, rtol=3e-6)
-        accuracies = (logits.argmax(-1) == targets).double().mean(1)
         np.testing.assert_allclose(results.values("lens_accuracy", "mean", site), accuracies, rtol=1e-12)
     # everything else is what it is without the option
     plain = measure(checkpoint(family), text_file, measures=LENS, sequence_length=T, **SIZES).table

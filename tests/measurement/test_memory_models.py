@@ -9,7 +9,7 @@ import torch
 from architectures import combinations
 from architectures import oracle as plain
 from fulldepth.measurement import measure
-from measurement import oracle
+from metrics.oracle import cosines, plain_coherence, psi, ratio, renyi
 
 T, N, LAYERS = 12, 6, 5
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
@@ -20,9 +20,8 @@ KINDS = ["serial", "tree-skipping", "hyper", "hyper-static", *MEMORY]
 
 
 @pytest.fixture(scope="module")
-def ids(tokenizer, text_file):
-    """[N, T]"""
-    return torch.tensor(tokenizer(text_file.read_text())["input_ids"][: N * T]).view(N, T)
+def ids(windows):
+    return windows(N, T)
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +59,10 @@ def streams(trace, config):
 def test_states_and_routed_values(measured, name, ids):
     results, model, trace, _ = measured(name)
     states = streams(trace, model.config)
-    psi = oracle.psi(states[:-1], states[1:])
-    np.testing.assert_allclose(results.values("displacement", "mean", "residual"), psi.mean((1, 2)), **EXACT)
-    ratio = np.linalg.norm(states[:-1], axis=-1) / np.linalg.norm(states[1:] - states[:-1], axis=-1)
-    np.testing.assert_allclose(results.values("norm_ratio", "mean"), ratio.mean((1, 2)), **EXACT)
-    entropies = [np.mean([oracle.entropy(z) for z in value.flatten(2).numpy()]) for value in trace.values]
+    pair = states[:-1], states[1:]
+    np.testing.assert_allclose(results.values("displacement", "mean", "residual"), psi(*pair).mean((1, 2)), **EXACT)
+    np.testing.assert_allclose(results.values("norm_ratio", "mean"), ratio(*pair).mean((1, 2)), **EXACT)
+    entropies = [np.mean([renyi(z, 1) for z in value.flatten(2).numpy()]) for value in trace.values]
     np.testing.assert_allclose(results.values("renyi_entropy", "mean:plain:1", "value"), entropies, rtol=1e-8)
     loss = float(plain.loss(trace.logits, ids))
     assert results.values("lens_loss", "mean")[LAYERS] == pytest.approx(loss, rel=1e-6)
@@ -118,7 +116,7 @@ def test_coherence_of_attention_is_that_of_what_it_read(measured, name, ids):
             ends = [trace.states[source + 1] for source in tree[index]]
             norms = [norm.weight.detach() for norm in layer.tree_norms]
             x = sum(plain.rms_norm(h, gain, model.config.rms_norm_eps) for h, gain in zip(ends, norms, strict=True))
-        expected = oracle.coherence_cells(x.numpy(), after[index].numpy()).mean()
+        expected = plain_coherence(x.numpy(), after[index].numpy()).mean()
         assert results.values("coherence", "mean", "attention")[index + 1] == pytest.approx(expected, abs=1e-9)
 
 
@@ -131,11 +129,11 @@ def test_nearest_tokens_of_dynamic_routers(measured, tokenizer):
         layer, source, head = entry["layer"], entry["source"], entry["head"]
         seen.add((layer, source, head))
         (weight,) = model.model.layers[layer - 1].self_attn.router.state_dict().values()
-        cosines = oracle.cosines(embeddings, weight.view(heads, layer, 24)[head, source].numpy()[None])
-        best = np.argsort(-cosines)[:30]
+        near = cosines(embeddings, weight.view(heads, layer, 24)[head, source].numpy()[None])
+        best = np.argsort(-near)[:30]
         assert [token for token, _ in entry["tokens"]] == [tokenizer.decode([i]) for i in best]
-        np.testing.assert_allclose([cosine for _, cosine in entry["tokens"]], cosines[best], atol=6e-5)
-        strength.append(cosines[best].mean())
+        np.testing.assert_allclose([cosine for _, cosine in entry["tokens"]], near[best], atol=6e-5)
+        strength.append(near[best].mean())
     assert len(seen) == listed["of"] == heads * (2 + 3 + 4 + 5)
     assert strength == sorted(strength, reverse=True)
 

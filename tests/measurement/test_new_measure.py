@@ -36,18 +36,17 @@ class StreamNorm(Measure):
         return [Row(self.name, "residual", layer, None, "mean", mean, count, "1") for layer, mean in enumerate(means)]
 
 
-def test_a_registered_measure_is_measured_stored_and_shown(checkpoint, text_file, tokenizer, tmp_path, monkeypatch):
+def test_a_registered_measure_is_measured_stored_and_shown(checkpoint, text_file, windows, tmp_path, monkeypatch):
     monkeypatch.setitem(METRICS, "stream_norm", StreamNorm)
     folder = checkpoint("llama")
     results = fulldepth.measure(
         folder, text_file, measures=["stream_norm"], sequence_length=16, output=tmp_path / "out"
     )
-    ids = tokenizer(text_file.read_text())["input_ids"]
-    windows = torch.tensor(ids[: len(ids) // 16 * 16]).view(-1, 16)
+    ids = windows(results.meta["data"]["sequences"], 16)
     model = tf.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    states, _ = oracle.taps(model, "model.layers", {"input_ids": windows})
+    states, _ = oracle.taps(model, "model.layers", {"input_ids": ids})
     expected = np.linalg.norm(states, axis=-1).mean((1, 2))
     for found in (results, fulldepth.Results.load(tmp_path / "out")):
         np.testing.assert_allclose(found.values("stream_norm", "mean"), expected, rtol=1e-5)
-        assert set(found.table["count"]) == {windows.numel()}
+        assert set(found.table["count"]) == {ids.numel()}
     assert (tmp_path / "out" / "report.html").is_file()

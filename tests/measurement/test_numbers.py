@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from scipy.special import log_softmax
 
 from fulldepth.measurement import measure
 from measurement import oracle
+from metrics.oracle import cosines, mmd, nc1, of_lens, plain_cka, plain_coherence, psi, ratio, zeta
 
 T, N = 16, 9
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
@@ -18,9 +20,8 @@ WHOLE = {"sequence_length": T, "dtype": "float64", "order": "first"}
 
 
 @pytest.fixture(scope="module")
-def ids(tokenizer, text_file):
-    """[N, T]: the text as one stream, cut."""
-    return torch.tensor(tokenizer(text_file.read_text())["input_ids"][: N * T]).view(N, T)
+def ids(windows):
+    return windows(N, T)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def taps(model, ids):
 @pytest.fixture(scope="module")
 def logits(model, ids):
     """[L+1, N, T, V] what stopping at each layer really predicts."""
-    found = oracle.exits(model, "model.layers", {"input_ids": ids})
+    (found,) = oracle.exits(model, "model.layers", {"input_ids": ids})
     with torch.no_grad():
         np.testing.assert_allclose(found[-1], model(input_ids=ids).logits.numpy(), **EXACT)
     return found
@@ -51,31 +52,29 @@ def logits(model, ids):
 @pytest.mark.parametrize(("suffix", "start"), [("", 0), (":no-first", 1)])
 def test_displacement_norms_and_similarity(results, taps, suffix, start):
     states = taps[0][:, :, start:].reshape(4, -1, taps[0].shape[-1])  # [L+1, tokens, D]
-    psi = oracle.psi(states[:-1], states[1:])
-    np.testing.assert_allclose(results.values("displacement", "mean" + suffix, "residual"), psi.mean(1), **EXACT)
-    ratio = np.linalg.norm(states[:-1], axis=-1) / np.linalg.norm(states[1:] - states[:-1], axis=-1)
-    np.testing.assert_allclose(results.values("norm_ratio", "mean" + suffix), ratio.mean(1), **EXACT)
-    centred = states - states.mean(1, keepdims=True)
+    for name, function in (("displacement", psi), ("norm_ratio", ratio)):
+        expected = function(states[:-1], states[1:]).mean(1)
+        np.testing.assert_allclose(results.values(name, "mean" + suffix, "residual"), expected, **EXACT)
     table = results.table.set_index(["measure", "statistic"])
-    for key, of, x in (
-        (("cosine", "mean_raw"), lambda a, b: oracle.cosines(a, b).mean(), states),
-        (("cosine", "mean"), lambda a, b: oracle.cosines(a, b).mean(), centred),
-        (("cka", "debiased"), oracle.cka_debiased, states),
-        (("cka", "biased"), oracle.cka_biased, states),
+    for measured, statistic, of in (
+        ("cosine", "mean_raw", lambda a, b: cosines(a, b).mean()),
+        ("cosine", "mean", lambda a, b: cosines(a, b, center=True).mean()),
+        ("cka", "debiased", lambda a, b: plain_cka(a, b, True)),
+        ("cka", "biased", lambda a, b: plain_cka(a, b, False)),
     ):
-        found = table.loc[[(key[0], key[1] + suffix)]].pivot(index="layer", columns="other", values="value")
-        np.testing.assert_allclose(found, [[of(a, b) for b in x] for a in x], **SINGLE)
+        found = table.loc[[(measured, statistic + suffix)]].pivot(index="layer", columns="other", values="value")
+        np.testing.assert_allclose(found, [[of(a, b) for b in states] for a in states], **SINGLE)
 
 
 def test_jump_rate_and_the_normed_reading(results, taps, model):
     states = taps[0]
-    mean = oracle.psi(states[:-1], states[1:]).mean((1, 2))
-    expected = {layer: oracle.jump(mean, layer) for layer in (2, 3)}
+    mean = psi(states[:-1], states[1:]).mean((1, 2))
+    expected = {layer: zeta(mean, layer) for layer in (2, 3)}
     assert results.values("jump_rate", "value").to_dict() == pytest.approx(expected, rel=1e-9)
     with torch.no_grad():
         normed = model.model.norm(torch.from_numpy(states[-1])).numpy()
     found = results.values("displacement", "mean", "final_normed")
-    assert found.to_dict() == {3: pytest.approx(oracle.psi(states[-2], normed).mean())}
+    assert found.to_dict() == {3: pytest.approx(psi(states[-2], normed).mean())}
 
 
 @pytest.mark.parametrize("site", ["residual", "attention"])
@@ -83,22 +82,18 @@ def test_coherence(results, taps, site):
     states, inner = taps
     ends = states[1:] if site == "residual" else inner["middle"]
     for layer in (1, 2, 3):
-        cells = oracle.coherence_cells(states[layer - 1], ends[layer - 1])
+        cells = plain_coherence(states[layer - 1], ends[layer - 1])
         expected = {"mean": cells.mean(), "mean_corrected": np.maximum(0, (N * cells - 1) / (N - 1)).mean()}
         for statistic, value in expected.items():
             assert results.values("coherence", statistic, site)[layer] == pytest.approx(value, abs=1e-9), statistic
 
 
 def test_lens(results, logits, ids):
-    targets, best = ids[:, 1:].numpy(), logits[:, :, :-1].argmax(-1)
-    accuracy = (best == targets).mean((1, 2))
+    predictions = logits[:, :, :-1].reshape(len(logits), -1, logits.shape[-1])
+    accuracy, loss, counts = of_lens(predictions, ids[:, 1:].flatten().numpy())
     assert accuracy[-1] > 0.3, "the model has learnt too little for this test to mean anything"
     np.testing.assert_allclose(results.values("lens_accuracy", "mean"), accuracy, **EXACT)
-    chances = oracle.log_softmax(logits[:, :, :-1])
-    loss = -np.take_along_axis(chances, targets[None, ..., None], -1).mean((1, 2, 3))
     np.testing.assert_allclose(results.values("lens_loss", "mean"), loss, **SINGLE)
-    settled = [next(n for n in (1, 2, 3) if len(set(column[n:])) == 1) for column in best.reshape(4, -1).T]
-    counts = np.bincount(settled, minlength=4)[1:]
     assert results.values("saturation", "count").tolist() == counts.tolist()
     np.testing.assert_allclose(results.values("saturation", "cumulative"), counts.cumsum() / counts.sum())
     depths = results.table.query("measure == 'effective_depth'").set_index("statistic").value
@@ -109,7 +104,7 @@ def test_lens(results, logits, ids):
 def test_lens_grid_shows_what_stopping_at_each_layer_predicts(results, logits, ids, tokenizer):
     samples = results.meta["lens_grid"]["samples"]
     assert len(samples) == 3
-    best, chances = logits.argmax(-1), np.exp(oracle.log_softmax(logits)).max(-1)  # [L+1, N, T]
+    best, chances = logits.argmax(-1), np.exp(log_softmax(logits, axis=-1)).max(-1)  # [L+1, N, T]
     for index, sample in enumerate(samples):
         assert sample["tokens"] == [tokenizer.decode([i]) for i in ids[index].tolist()]
         assert sample["targets"] == [*sample["tokens"][1:], ""]
@@ -124,7 +119,7 @@ def test_mmd_between_two_models_and_to_itself(trained, model, checkpoint, text_f
     other = checkpoint("llama", 1)
     models = model, tf.LlamaForCausalLM.from_pretrained(other, dtype=torch.float64).eval()
     pairs = zip(*(oracle.taps(m, "model.layers", {"input_ids": ids[:4]})[0] for m in models), strict=True)
-    expected = [oracle.mmd(a.reshape(4 * T, -1), b.reshape(4 * T, -1)) for a, b in pairs]
+    expected = [mmd(a.reshape(4 * T, -1), b.reshape(4 * T, -1)) for a, b in pairs]
     for reference, values in ((other, expected), (trained, np.zeros(4))):
         found = measure(trained, text_file, measures=["mmd"], reference=str(reference), max_sequences=4, **WHOLE)
         np.testing.assert_allclose(found.values("mmd", "value"), values, rtol=1e-7, atol=1e-12)
@@ -137,13 +132,9 @@ def test_text_classifier(checkpoint, ragged_tsv, ragged_texts, bert_tokenizer):
     labels = np.array([label for _, label in ragged_texts])
     inputs = [dict(bert_tokenizer(text, return_tensors="pt")) for text, _ in ragged_texts]  # one by one: no padding
     states = np.stack([oracle.taps(model, "bert.encoder.layer", each)[0][:, 0, 0] for each in inputs], 1)
-    logits = np.stack([oracle.exits(model, "bert.encoder.layer", each)[:, 0] for each in inputs], 1)
-    psi = oracle.psi(states[:-1], states[1:])
-    np.testing.assert_allclose(results.values("displacement", "mean"), psi.mean(1), **EXACT)
-    np.testing.assert_allclose(
-        results.values("nc1", "value")[1:], [oracle.nc1(x, labels) for x in states[1:]], **SINGLE
-    )
-    accuracy = (logits.argmax(-1) == labels).mean(1)
+    logits = np.concatenate(oracle.exits(model, "bert.encoder.layer", *inputs), 1)
+    np.testing.assert_allclose(results.values("displacement", "mean"), psi(states[:-1], states[1:]).mean(1), **EXACT)
+    np.testing.assert_allclose(results.values("nc1", "value")[1:], [nc1(x, labels) for x in states[1:]], **SINGLE)
+    accuracy, loss, _ = of_lens(logits, labels)
     np.testing.assert_allclose(results.values("lens_accuracy", "mean"), accuracy, **EXACT)
-    loss = -np.take_along_axis(oracle.log_softmax(logits), labels[None, :, None], -1).mean((1, 2))
     np.testing.assert_allclose(results.values("lens_loss", "mean"), loss, **SINGLE)

@@ -12,7 +12,6 @@ import pytest
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import checkpoint_of, trained_steps
 from fulldepth.measurement import MeasureSettings, measure, measure_into
-from fulldepth.progress import Watcher
 from fulldepth.results import Results
 
 STEPS = [5, 20, 100]
@@ -53,15 +52,17 @@ def output(finished, tmp_path):
 
 
 @pytest.fixture
-def measured(text_file):
+def measured(into):
     """`measured(model, output, settings)`: the results, and the lines that were said."""
+    return lambda model, output, settings=SETTINGS, **options: into(model, output, settings, **options)
 
-    def into(model, output, settings=SETTINGS, **options):
-        said = []
-        options["watcher"] = Watcher(say=said.append)
-        return measure_into(model, str(text_file), output, settings, **options), said
 
-    return into
+def same_as_alone(results, step, model, text_file):
+    """Asserts that the rows of a step are those of its model alone, whose results are returned."""
+    alone = measure(model, text_file, max_sequences=4, sequence_length=12)
+    rows = results.table.query("step == @step").drop(columns="step").reset_index(drop=True)
+    pd.testing.assert_frame_equal(rows, alone.table, check_dtype=False)
+    return alone
 
 
 def times(folder):
@@ -77,9 +78,7 @@ def test_series_holds_every_checkpoint(finished, trained_run, text_file):
     assert results.is_series
     assert list(dict.fromkeys(results.table["step"])) == [entry["step"] for entry in results.meta["steps"]] == STEPS
     for step, entry in zip(STEPS, results.meta["steps"], strict=True):
-        alone = measure(trained_run / f"checkpoint-{step}", text_file, max_sequences=4, sequence_length=12)
-        rows = results.table.query("step == @step").drop(columns="step").reset_index(drop=True)
-        pd.testing.assert_frame_equal(rows, alone.table, check_dtype=False)
+        alone = same_as_alone(results, step, trained_run / f"checkpoint-{step}", text_file)
         assert entry["headline"] == alone.headline
         assert entry["lens_grid"] == json.loads(json.dumps(alone.meta["lens_grid"]))
         assert entry["model"]["name"].endswith(f"checkpoint-{step}")
@@ -98,47 +97,41 @@ def test_same_again_has_nothing_to_do_and_overwrite_does_everything(measured, ou
     assert not {name for name in before if before[name] == after[name]}
 
 
-@pytest.mark.parametrize("damage", ["absent", "half a document", "no table"])
-def test_goes_on_after_an_interruption(measured, output, trained_run, damage):
-    whole, home = Results.load(output), output / "steps" / "checkpoint-20"
+def test_goes_on_after_an_interruption(measured, output, trained_run):
+    """Half a document is left of one step, no table of another; a step that is absent is measured below."""
+    whole, half, bare = Results.load(output), *(output / "steps" / f"checkpoint-{step}" for step in (5, 20))
     for name in ("results.json", "results.parquet", "report.html"):
         (output / name).unlink()
-    if damage == "absent":
-        shutil.rmtree(home)
-    elif damage == "no table":
-        (home / "results.parquet").unlink()
-    else:
-        (home / "results.json").write_text((home / "results.json").read_text()[:-100])
-    before = {name: time for name, time in times(output).items() if "checkpoint-20" not in name}
+    (bare / "results.parquet").unlink()
+    (half / "results.json").write_text((half / "results.json").read_text()[:-100])
+    before = {name: time for name, time in times(output).items() if "checkpoint-100" in name}
     results, said = measured(trained_run, output)
     assert before.items() <= times(output).items()
-    assert len(of(said, "measured already")) == 2
+    assert len(of(said, "measured already")) == 1
     pd.testing.assert_frame_equal(results.table, whole.table, check_dtype=False)
     pd.testing.assert_frame_equal(Results.load(output).table, whole.table)
-    assert Results.load(home).meta["complete"] is True
+    assert all(Results.load(home).meta["complete"] is True for home in (half, bare))
 
 
-@pytest.mark.parametrize("change", ["changed", "gone", "settings"])
-def test_a_series_whose_past_is_another_is_not_extended(measured, run, checkpoint, tmp_path, change):
-    settings = SETTINGS.model_copy(update={"measures": ["displacement"]})
+def test_a_series_whose_past_is_another_is_not_extended(measured, run, checkpoint, tmp_path):
+    settings, middle = SETTINGS.model_copy(update={"measures": ["displacement"]}), run / "checkpoint-20"
     measured(run, tmp_path / "again", settings)
     shutil.copytree(run / "checkpoint-100", run / "checkpoint-200")
-    if change == "changed":
-        shutil.copy(checkpoint("llama", 1) / "model.safetensors", run / "checkpoint-20")
-    elif change == "gone":
-        shutil.rmtree(run / "checkpoint-20")
-    else:
-        settings = settings.model_copy(update={"seed": 3})
     before = times(tmp_path / "again")
-    with pytest.raises(FulldepthError, match="another run"):
-        measured(run, tmp_path / "again", settings)
-    assert times(tmp_path / "again") == before
+    for change in (
+        lambda: settings.model_copy(update={"seed": 3}),
+        lambda: shutil.copy(checkpoint("llama", 1) / "model.safetensors", middle) and settings,
+        lambda: shutil.rmtree(middle) or settings,
+    ):
+        with pytest.raises(FulldepthError, match="another run"):
+            measured(run, tmp_path / "again", change())
+        assert times(tmp_path / "again") == before
 
 
-@pytest.mark.parametrize("state", ["{", "[]", '{"global_step": -1}', '{"global_step": true}', '{"global_step": 1.5}'])
-def test_a_trainer_state_without_a_step_names_none(tmp_path, state):
-    (tmp_path / "trainer_state.json").write_text(state)
-    assert trained_steps(tmp_path) is None
+def test_a_trainer_state_without_a_step_names_none(tmp_path):
+    for state in ("{", "[]", *(f'{{"global_step": {step}}}' for step in ("-1", "true", "1.5"))):
+        (tmp_path / "trainer_state.json").write_text(state)
+        assert trained_steps(tmp_path) is None, state
 
 
 def final_model(run, source, step=None):
@@ -154,9 +147,7 @@ def test_a_final_model_is_the_last_point_of_the_series(measured, run, checkpoint
     final_model(run, last, step=150)
     results, _ = measured(run, tmp_path / "out")
     assert [entry["step"] for entry in results.meta["steps"]] == [*STEPS, 150]
-    alone = measure(last, text_file, max_sequences=4, sequence_length=12)
-    rows = results.table.query("step == 150").drop(columns="step").reset_index(drop=True)
-    pd.testing.assert_frame_equal(rows, alone.table, check_dtype=False)
+    alone = same_as_alone(results, 150, last, text_file)
     assert results.headline == alone.headline
     assert checkpoint_of(run) == str(run)
     single, _ = measured(run, tmp_path / "single", series=False)

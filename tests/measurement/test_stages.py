@@ -11,7 +11,7 @@ from torch import nn
 
 import fulldepth
 from fulldepth.errors import FulldepthError
-from measurement import oracle
+from metrics.oracle import cosines, nc1, plain_cka, psi
 
 WIDTHS = (7, 12, 12, 12, 5)
 """Channels of what stage 1 reads and of what stages 1..4 give."""
@@ -49,10 +49,6 @@ def states(stages, inputs):
     return [h.flatten(1).double().numpy() for h in found]
 
 
-def cosine(x, y):
-    return oracle.cosines(x - x.mean(0), y - y.mean(0)).mean()
-
-
 def measured(net, given, **options):
     return fulldepth.measure(net, given, stages=[*net.stages], progress=False, batch_size=16, **options)
 
@@ -67,12 +63,13 @@ def test_stages_of_one_width_have_every_number():
     results = measured(net, (inputs, labels.numpy()), head=net.head)
     h, table = states(net.stages, inputs), keyed(results)
     for layer in range(5):
-        assert table["cka", "biased", layer, 4] == pytest.approx(oracle.cka_biased(h[layer], h[4]), abs=1e-6)
-        assert table["cosine", "mean", layer, 4] == pytest.approx(cosine(h[layer], h[4]), abs=1e-6)
+        assert table["cka", "biased", layer, 4] == pytest.approx(plain_cka(h[layer], h[4], False), abs=1e-6)
+        assert table["cosine", "mean", layer, 4] == pytest.approx(cosines(h[layer], h[4], center=True).mean(), abs=1e-6)
     right = [(net.head(torch.tensor(x).float()).argmax(-1) == labels).double().mean().item() for x in h]
     np.testing.assert_allclose(results.values("lens_accuracy", "mean"), right)
-    psi = [oracle.psi(x, y).mean() for x, y in pairwise(h)]
-    np.testing.assert_allclose(results.values("displacement", "mean", "residual"), psi, atol=1e-6)
+    np.testing.assert_allclose(
+        results.values("displacement", "mean", "residual"), [psi(x, y).mean() for x, y in pairwise(h)], atol=1e-6
+    )
     assert {"saturation", "effective_depth", "nc1", "norm_ratio", "jump_rate"} <= set(results.table.measure)
     assert any("no Transformer" in line for line in results.meta["warnings"])
 
@@ -83,17 +80,15 @@ def test_stages_of_other_widths_keep_what_exists(tmp_path):
     labels[:4] = -1
     results = measured(net, torch.utils.data.TensorDataset(inputs, labels), head=net.head, output=tmp_path / "out")
     h, table = states(net.stages, inputs), results.table
-    assert keyed(results)["cka", "biased", 0, 4] == pytest.approx(oracle.cka_biased(h[0], h[4]), abs=1e-6)
+    assert keyed(results)["cka", "biased", 0, 4] == pytest.approx(plain_cka(h[0], h[4], False), abs=1e-6)
     layers = {name: sorted(set(table[table.measure == name].layer.dropna())) for name in set(table.measure)}
     assert layers["displacement"] == layers["norm_ratio"] == [2, 3]
     assert layers["lens_accuracy"] == [4]
     assert "saturation" not in layers
-    cosines = table.query("measure == 'cosine' and layer != other")
-    assert set(zip(cosines.layer, cosines.other, strict=True)) == {
-        (a, b) for a in (1, 2, 3) for b in (1, 2, 3) if a != b
-    }
+    pairs = table.query("measure == 'cosine' and layer != other")
+    assert set(zip(pairs.layer, pairs.other, strict=True)) == {(a, b) for a in (1, 2, 3) for b in (1, 2, 3) if a != b}
     found = results.values("nc1", "value")[3]
-    assert found == pytest.approx(oracle.nc1(h[3][4:], labels[4:].numpy()), rel=1e-3)
+    assert found == pytest.approx(nc1(h[3][4:], labels[4:].numpy()), rel=1e-3)
     assert (tmp_path / "out" / "report.html").exists()
 
 
@@ -105,8 +100,8 @@ def test_feature_maps_are_read_as_one_vector():
     options = {"stages": ["0.0", "0.1"], "head": net[1:], "progress": False, "measures": ["cka", "cosine"]}
     table = keyed(fulldepth.measure(net, (inputs, torch.arange(40) % 3), **options))
     _, one, two = states(body, inputs)
-    assert table["cosine", "mean", 1, 2] == pytest.approx(cosine(one, two), abs=1e-6)
-    assert table["cka", "biased", 1, 2] == pytest.approx(oracle.cka_biased(one, two), abs=1e-6)
+    assert table["cosine", "mean", 1, 2] == pytest.approx(cosines(one, two, center=True).mean(), abs=1e-6)
+    assert table["cka", "biased", 1, 2] == pytest.approx(plain_cka(one, two, False), abs=1e-6)
 
 
 GOOD = {"stages": ["stages.0", "stages.1"]}

@@ -34,6 +34,7 @@ from fulldepth.metrics import (
 )
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.uncertainty import GROUPS, quantile
+from metrics.oracle import psi, ratio, renyi
 
 ORDERS = ("sorted", "alternating", "shuffled", "windows")
 """Rows of two classes in the order of their class, alternating, or in random order; windows of documents."""
@@ -170,9 +171,7 @@ class Population:
 
     def psi(self, layer: int) -> float:
         """Mean displacement."""
-        x, y = self.states[layer - 1], self.states[layer]
-        cosine = (x * y).sum(-1) / np.linalg.norm(x, axis=-1) / np.linalg.norm(y, axis=-1)
-        return float((1 - cosine).mean() / 2)
+        return float(psi(*self.states[layer - 1 : layer + 1]).mean())
 
     def jump(self, layer: int) -> float:
         """Jump rate of a last layer, in per cent."""
@@ -180,8 +179,7 @@ class Population:
 
     def ratio(self) -> float:
         """Mean norm ratio of layer 1."""
-        x, y = self.states[:2]
-        return float((np.linalg.norm(x, axis=-1) / np.linalg.norm(y - x, axis=-1)).mean())
+        return float(ratio(*self.states[:2]).mean())
 
     def coherence(self) -> float:
         """Mean coherence of layer 1."""
@@ -196,9 +194,7 @@ class Population:
 
     def entropy(self) -> float:
         """Mean entropy of layer 1."""
-        values = np.linalg.svd(self.states[1], compute_uv=False) ** 2
-        shares = values / values.sum(-1, keepdims=True)
-        return float(-(shares * np.log(shares)).sum(-1).mean())
+        return float(np.mean([renyi(z, 1) for z in self.states[1]]))
 
     def depth(self) -> float:
         """First layer with 95 % of the last layer's accuracy."""

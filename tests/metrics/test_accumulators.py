@@ -1,13 +1,13 @@
 """What holds for every measure: registry entry, bounded memory, one pass for all, any number of processes."""
 
-import dataclasses
+import pickle
 
 import pytest
 import torch
 from torch import distributed
 from torchmetrics import Metric
 
-from fulldepth.metrics import METRICS, Observation, Readout, Row, Setup
+from fulldepth.metrics import METRICS, Row
 
 OF_BOXES = ("average_precision",)
 """Measures of detectors, which read predicted and true boxes instead of tokens."""
@@ -39,28 +39,29 @@ def weights(generator):
     return [(name, layer, torch.randn(shapes[layer], generator=generator)) for layer in (1, 2, 3) for name in names]
 
 
-def fill(metrics, world, weights, split):
-    for observation in world.observations(split):
+def fill(metrics, observations, weights):
+    """Metrics whose names are keys read observations, and the spectral norm matrices."""
+    for observation in observations:
         for name in metrics.keys() - {"spectral_norm"}:
             metrics[name].update(observation)
     for matrix in weights if "spectral_norm" in metrics else ():
         metrics["spectral_norm"].update(*matrix)
 
 
-def together(world, weights, names=NAMES, split=(12,)):
+def filled(names, world, observations, weights):
     """One pass feeds all: they share one `Setup` and its reservoirs."""
-    return [row for metric in filled(world, weights, names, split) for row in metric.rows()]
-
-
-def filled(world, weights, names, split=(12,)):
     setup = world.setup()
     metrics = {name: METRICS[name](setup) for name in names}
-    fill(metrics, world, weights, split)
+    fill(metrics, observations, weights)
     return list(metrics.values())
 
 
+def together(world, weights, names=NAMES):
+    return [row for metric in filled(names, world, world.observations(), weights) for row in metric.rows()]
+
+
 def keyed(rows):
-    return {row[:5]: Row(*row) for row in rows}
+    return {tuple(row[:5]): Row(*row) for row in rows}
 
 
 def held(metric):
@@ -90,7 +91,7 @@ def test_memory_is_bounded_and_said_beforehand(name, wordy_world, weights):
     metric = METRICS[name](wordy_world.setup())
     promised, before = metric.nbytes, held(metric)
     for _ in range(3):
-        fill({name: metric}, wordy_world, weights, (5, 7))
+        fill({name: metric}, wordy_world.observations((5, 7)), weights)
     assert held(metric) == before == promised == metric.nbytes
 
 
@@ -98,54 +99,24 @@ def test_memory_is_bounded_and_said_beforehand(name, wordy_world, weights):
 def test_a_reset_starts_afresh(name, wordy_world, weights):
     setup = wordy_world.setup()
     metric = METRICS[name](setup)
-    fill({name: metric}, wordy_world.with_states(residual=wordy_world.states["residual"] ** 2), weights, (12,))
+    other = wordy_world.with_states(residual=wordy_world.states["residual"] ** 2)
+    fill({name: metric}, other.observations(), weights)
     metric.rows()
     metric.reset()
     for reservoir in setup.reservoirs.values():
         reservoir.reset()
-    fill({name: metric}, wordy_world, weights, (12,))
+    fill({name: metric}, wordy_world.observations(), weights)
     assert keyed(metric.rows()) == keyed(together(wordy_world, weights, (name,)))
-
-
-def batch_of(observation):
-    fields = ("states", "attention_mask", "counted", "sequence", "labels", "words", "coefficients")
-    batch = {name: getattr(observation, name) for name in fields}
-    return {
-        **batch,
-        "readout": {f.name: getattr(observation.lens, f.name) for f in dataclasses.fields(observation.lens)},
-    }
-
-
-def scenario(world, names, weights, split, first_rank):
-    """`first_rank` batches go to rank 0, the others to rank 1."""
-    setup = world.setup()
-    settings = {
-        f.name: getattr(setup, f.name) for f in dataclasses.fields(setup) if f.name not in ("device", "reservoirs")
-    }
-    batches = [batch_of(observation) for observation in world.observations(split)]
-    return {
-        "setup": settings,
-        "names": list(names),
-        "batches": [batches[:first_rank], batches[first_rank:]],
-        "weights": [weights[:4], weights[4:]],
-    }
 
 
 def measured(path):
     """Rows and influences of every measure of each scenario, over what both processes saw."""
     found, rank = [], distributed.get_rank()
-    for scenario in torch.load(path):
-        setup = Setup(**scenario["setup"])
-        metrics = {name: METRICS[name](setup) for name in scenario["names"]}
-        for batch in scenario["batches"][rank]:
-            lens = Readout(**batch.pop("readout"))
-            observation = Observation(**batch, readout=lambda lens=lens: lens)
-            for name in metrics.keys() - {"spectral_norm"}:
-                metrics[name].update(observation)
-        for site, layer, weight in scenario["weights"][rank]:
-            metrics["spectral_norm"].update(site, layer, weight)
-        rows = [row for metric in metrics.values() for row in metric.rows()]
-        found.append((rows, [influence for metric in metrics.values() for influence in metric.influences()]))
+    for world, names, weights, split, first in pickle.loads(path.read_bytes()):
+        batches = list(world.observations(split))  # so many of the first ones go to rank 0
+        metrics = filled(names, world, *((batches[:first], weights[:4]), (batches[first:], weights[4:]))[rank])
+        rows = [tuple(row) for metric in metrics for row in metric.rows()]
+        found.append((rows, [tuple(influence) for metric in metrics for influence in metric.influences()]))
     return found
 
 
@@ -153,16 +124,17 @@ def test_two_processes_say_what_one_says(wordy_world, ragged_world, weights, tmp
     no_coherence = [name for name in NAMES if name != "coherence"]
     capped = ragged_world.replace(options={"reservoir_tokens": 40, "entropy_sequences": 5})
     parts = (
-        (wordy_world, NAMES, (5, 1, 4, 2), 1),
-        (capped, no_coherence, (3, 3, 5, 1), 3),
-        (wordy_world, NAMES, (12,), 1),  # the second process has nothing to read
+        (wordy_world, NAMES, weights, (5, 1, 4, 2), 1),
+        (capped, no_coherence, weights, (3, 3, 5, 1), 3),
+        (wordy_world, NAMES, weights, (12,), 1),  # the second process has nothing to read
     )
-    torch.save([scenario(w, names, weights, split, n) for w, names, split, n in parts], tmp_path / "scenarios.pt")
-    for found in two_processes(measured, tmp_path / "scenarios.pt"):
-        for (rows, influences), (world, names, _, _) in zip(found, parts, strict=True):
-            got = {tuple(row[:5]): Row(*row) for row in rows}
-            same_rows(got, keyed(together(world, weights, names)), rtol=1e-6, atol=1e-6)
-            alone = [influence for metric in filled(world, weights, names) for influence in metric.influences()]
-            assert [influence[:5] for influence in influences] == [influence[:5] for influence in alone]
-            for influence, expected in zip(influences, alone, strict=True):
-                assert influence[5] == pytest.approx(expected.values, rel=1e-5, abs=1e-7, nan_ok=True), expected
+    (tmp_path / "worlds").write_bytes(pickle.dumps(parts))
+    for found in two_processes(measured, tmp_path / "worlds"):
+        for (rows, influences), (world, names, *_) in zip(found, parts, strict=True):
+            alone = filled(names, world, world.observations(), weights)
+            expected = [row for metric in alone for row in metric.rows()]
+            same_rows(keyed(rows), keyed(expected), rtol=1e-6, atol=1e-6)
+            whole = [influence for metric in alone for influence in metric.influences()]
+            assert [influence[:5] for influence in influences] == [influence[:5] for influence in whole]
+            for influence, one in zip(influences, whole, strict=True):
+                assert influence[5] == pytest.approx(one.values, rel=1e-5, abs=1e-7, nan_ok=True), one

@@ -10,22 +10,7 @@ from fulldepth.metrics.cross_products import CrossProducts
 from fulldepth.metrics.hsic import hsic_of
 from fulldepth.metrics.reservoir import priority
 from metrics.conftest import table
-
-
-def hsic_1(k, m):
-    """Unbiased HSIC of two Gram matrices with zeroed diagonals (Song et al., 2012), as written."""
-    n, one = len(k), np.ones(len(k))
-    product = (one @ k @ one) * (one @ m @ one) / ((n - 1) * (n - 2))
-    return (np.trace(k @ m) + product - 2 / (n - 2) * (one @ k @ m @ one)) / (n * (n - 3))
-
-
-def oracle(x, y, debiased):
-    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    if not debiased:
-        x, y = x - x.mean(0), y - y.mean(0)
-        return np.sum((y.T @ x) ** 2) / (np.linalg.norm(x.T @ x) * np.linalg.norm(y.T @ y))
-    k, m = (g - np.diag(np.diag(g)) for g in (x @ x.T, y @ y.T))
-    return hsic_1(k, m) / np.sqrt(hsic_1(k, k) * hsic_1(m, m))
+from metrics.oracle import jackknife, plain_cka
 
 
 @pytest.mark.parametrize("debiased", [True, False])
@@ -35,7 +20,7 @@ def test_against_the_textbook(n, d, e, debiased, generator):
     y = x @ torch.randn(d, e, generator=generator) + torch.randn(n, e, generator=generator)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         a, b = x.to(dtype), y.to(dtype)
-        expected = oracle(a.double(), b.double(), debiased)
+        expected = plain_cka(a.double(), b.double(), debiased)
         assert float(linear_cka(a, b, debiased=debiased)) == pytest.approx(expected, rel=1e-9)
 
 
@@ -63,12 +48,9 @@ def by_leaving_out(states, owner, clusters=None):
     """[S, S] debiased CKA of all tokens, and its jackknife error over groups of sequences, as written."""
 
     def cka(kept):
-        return np.array([[oracle(a[kept], b[kept], True) for b in states] for a in states])
+        return np.array([[plain_cka(a[kept], b[kept], True) for b in states] for a in states])
 
-    owner = np.asarray(owner if clusters is None else [clusters[n] for n in owner])
-    without = np.array([cka(owner != left) for left in np.unique(owner)])
-    groups = len(without)
-    return cka(owner >= 0), np.sqrt((groups - 1) / groups * ((without - without.mean(0)) ** 2).sum(0))
+    return cka(range(len(owner))), jackknife(owner if clusters is None else [clusters[n] for n in owner], cka)
 
 
 @pytest.mark.parametrize("first_tokens", [True, False])
@@ -147,7 +129,7 @@ def test_a_sample_where_sums_lack_memory(generator, monkeypatch):
         if seed < 3:
             result = cka_of(states, reservoir_tokens=10, seed=seed)
             assert result["count"] == 40
-            expected = oracle(x[sample].numpy(), y[sample].numpy(), True)
+            expected = plain_cka(x[sample].numpy(), y[sample].numpy(), True)
             assert result["debiased"][0, 0, 1] == pytest.approx(expected, abs=1e-6)
     mean, error = torch.stack(found).mean(0), torch.stack(found).std(0) / 300**0.5
     assert bool(((mean - whole).abs() < 3.5 * error).all())

@@ -1,6 +1,5 @@
 """Coherence of sequence distributions (CR, Sec. 3.1 and Appendix A.3), against explicit sums of exp(-i w t)."""
 
-import cmath
 import math
 
 import numpy as np
@@ -11,32 +10,9 @@ from hypothesis import strategies as st
 
 from fulldepth.metrics import Coherence, coherence
 from fulldepth.metrics.coherence import spectra
+from metrics.oracle import plain_coherence
 
 BINS = [f"bin_{i}" for i in range(10)]
-
-
-def spectrum(h):
-    """[K] characteristic function of one sequence of one channel."""
-    h = [float(x) for x in h]
-    mean = math.fsum(h) / len(h)
-    deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in h) / (len(h) - 1))
-    weights = [math.exp((x - mean) / (deviation + 1e-8)) for x in h]
-    phi = []
-    for k in range(len(h) // 2 + 1):
-        w = 2 * math.pi * k / len(h)
-        phi.append(sum(p * cmath.exp(-1j * w * t) for t, p in enumerate(weights)) / math.fsum(weights))
-    return np.array(phi)
-
-
-def oracle(h_in, h_out):
-    """[D, K] from [B, T, D], one channel at a time."""
-    rows = []
-    for d in range(h_in.shape[-1]):
-        x = np.array([spectrum(sequence[:, d]) for sequence in h_in])
-        y = np.array([spectrum(sequence[:, d]) for sequence in h_out])
-        cross = (x * y.conj()).mean(0)
-        rows.append(np.abs(cross) ** 2 / ((np.abs(x) ** 2).mean(0) * (np.abs(y) ** 2).mean(0)))
-    return np.array(rows)
 
 
 def corrected(values, n):
@@ -60,7 +36,7 @@ def statistics(values, n):
 def test_against_explicit_sums(length, dtype, tolerance, generator):
     h_in, noise = torch.randn(2, 5, length, 3, generator=generator)
     h_in, h_out = h_in.to(dtype), (h_in + noise).to(dtype)
-    expected = oracle(h_in.double(), h_out.double())
+    expected = plain_coherence(h_in.double(), h_out.double())
     np.testing.assert_allclose(coherence(h_in, h_out), expected, atol=tolerance)
     np.testing.assert_allclose(coherence(h_in, h_out, corrected=True), corrected(expected, 5), atol=2 * tolerance)
     without = coherence(h_in, h_out, include_dc=False)
@@ -88,7 +64,7 @@ def test_rows_against_explicit_sums(chained, even_world, generator, same_rows, e
     expected = {}
     for site, before, after in (("residual", residual[:-1], residual[1:]), ("attention", read, middle)):
         for layer, (h_in, h_out) in enumerate(zip(before, after, strict=True), start=1):
-            cells = oracle(h_in.numpy(), h_out.numpy())
+            cells = plain_coherence(h_in.numpy(), h_out.numpy())
             for name, value in statistics(cells, 12).items():
                 expected[site, layer, None, name] = (value, cells.size)
     over_layers = np.mean([expected["residual", n, None, "mean_corrected"][0] for n in (1, 2, 3)])

@@ -1,7 +1,5 @@
 """Standard errors, influences and intervals of all measures, against jackknives and formulas in plain loops."""
 
-import math
-
 import numpy as np
 import pytest
 import scipy.stats
@@ -19,32 +17,12 @@ from fulldepth.metrics import (
     coherence,
 )
 from fulldepth.metrics.jackknife import influence_of_channel_mean, leave_one_out
-from fulldepth.uncertainty import deal, error_of
+from fulldepth.uncertainty import error_of
+from metrics.oracle import jackknife, of_ratio, psi
 
 RAGGED = (9, 4, 7, 9, 2, 6, 9, 3, 8, 5, 9, 2, 6, 7, 3, 9, 9, 4, 8, 6)
 DOCUMENTS = (3, 3, 3, 3, 8, 8, 1, 7, 7, 7, 7, 7, 2, 4, 4, 5, 6, 6, 9, 9)
 """Nine documents of one to five windows: the identities of the clusters of `RAGGED`."""
-
-
-def members(clusters, groups=32):
-    """The sequences of each group."""
-    group = deal(clusters, groups=groups)
-    return [np.flatnonzero(group == g).tolist() for g in range(group.max() + 1)]
-
-
-def jackknife(clusters, estimate, groups=32):
-    """Delete-a-group jackknife in loops; `estimate` takes the indices of the sequences that are kept."""
-    everything = range(len(clusters))
-    without = [estimate([i for i in everything if i not in out]) for out in members(clusters, groups)]
-    count, centre = len(without), sum(without) / len(without)
-    return math.sqrt((count - 1) / count * sum((value - centre) ** 2 for value in without))
-
-
-def of_ratio(clusters, sums, weights):
-    """Cluster-robust error of a ratio of sums, in loops; `sums` and `weights` of each sequence."""
-    theta, total = sum(sums) / sum(weights), sum(weights)
-    squares = [sum(sums[i] - theta * weights[i] for i in group) ** 2 for group in members(clusters)]
-    return math.sqrt(len(squares) / (len(squares) - 1) * sum(squares)) / total
 
 
 def errors(rows):
@@ -58,14 +36,12 @@ def ragged(invented):
     return invented(lengths=RAGGED).replace(options={"clusters": DOCUMENTS})
 
 
-def psi(world, view=""):
+def displacements(world, view=""):
     """Of each sequence `[N, L]` sums of displacements, and its number of tokens `[N]`."""
     sums, counts = np.zeros((len(world.mask), world.layers)), np.zeros(len(world.mask))
     states = world.states["residual"].double().numpy()
     for n, t in world.positions(view):
-        x, y = states[:-1, n, t], states[1:, n, t]
-        cosine = (x * y).sum(-1) / np.linalg.norm(x, axis=-1) / np.linalg.norm(y, axis=-1)
-        sums[n] += (1 - cosine) / 2
+        sums[n] += psi(states[:-1, n, t], states[1:, n, t])
         counts[n] += 1
     return sums, counts
 
@@ -96,11 +72,11 @@ def any_split_of(same_rows):
 def test_displacement_and_jump_rate_against_loops(ragged, any_split_of):
     expected = {}
     for view in ("", ":no-first"):
-        sums, counts = psi(ragged, view)
+        sums, counts = displacements(ragged, view)
         for layer in range(1, ragged.layers + 1):
             expected[layer, "standard_error" + view] = of_ratio(DOCUMENTS, sums[:, layer - 1], counts)
     assert any_split_of(ragged, Displacement) == pytest.approx(expected, rel=1e-4)
-    sums, counts = psi(ragged)
+    sums, counts = displacements(ragged)
     rises = {layer: sums[:, layer - 1] - sums[:, layer - 2] for layer in range(2, ragged.layers + 1)}
     limit = {layer: scipy.stats.t(8).ppf(0.975) * of_ratio(DOCUMENTS, rises[layer], counts) for layer in rises}
     added = {layer: rises[layer] * (rises[layer].sum() / counts.sum() > -limit[layer]) for layer in rises}

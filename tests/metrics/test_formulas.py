@@ -16,78 +16,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from scipy.spatial.distance import pdist
-from scipy.stats import entropy as shannon
-from sklearn.metrics import accuracy_score, log_loss
-from sklearn.metrics.pairwise import paired_cosine_distances, rbf_kernel
 
 from fulldepth import metrics
 from fulldepth.metrics import METRICS, RenyiEntropy
+from metrics.oracle import accuracy, cosines, loss, matrix_of_cosines, mmd, nc1, psi, ratio, renyi, settles, zeta
 
 ALPHAS = (0.5, 1.0, 2.0)
-
-
-def psi(x, y):
-    """[N] displacements."""
-    return paired_cosine_distances(x, y) / 2
-
-
-def ratio(x, y):
-    """[N] norm ratios."""
-    return [math.dist(a, [0] * len(a)) / math.dist(a, b) for a, b in zip(x, y, strict=True)]
-
-
-def cosines(x, y, center=True):
-    """[N]"""
-    return 1 - paired_cosine_distances(*((h - h.mean(0) for h in (x, y)) if center else (x, y)))
-
-
-def matrix_of_cosines(states, center=True):
-    return [[cosines(x, y, center).mean() for y in states] for x in states]
-
-
-def mmd(x, y, bandwidth=None):
-    s = bandwidth or np.median(pdist(np.concatenate([x, y])))
-    within, across = (
-        [rbf_kernel(a, b, gamma=1 / (2 * s * s)).mean() for a, b in ab] for ab in ([(x, x), (y, y)], [(x, y)])
-    )
-    return sum(within) - 2 * sum(across)
-
-
-def nc1(x, labels):
-    """tr(Sigma_W pinv(Sigma_B)) / K"""
-    classes = np.unique(labels)
-    means = {k: x[labels == k].mean(0) for k in classes}
-    within = sum(np.outer(h - means[k], h - means[k]) for h, k in zip(x, labels, strict=True)) / len(x)
-    between = sum(np.outer(m - x.mean(0), m - x.mean(0)) for m in means.values()) / len(classes)
-    return np.trace(within @ np.linalg.pinv(between, rcond=1e-10, hermitian=True)) / len(classes)
-
-
-def renyi(z, alpha):
-    """Of one sequence [T, D], from the T x T Gram."""
-    p = np.linalg.eigvalsh(z @ z.T).clip(min=0)
-    p = p[p > 1e-14 * p.sum()] / p.sum()
-    return shannon(p) if alpha == 1 else math.log(np.sum(p**alpha)) / (1 - alpha)
-
-
-def accuracy(logits, targets):
-    known = targets != -100
-    return accuracy_score(targets[known], logits[known].argmax(-1))
-
-
-def loss(logits, targets):
-    known = targets != -100
-    chances = scipy.special.softmax(logits[known], axis=-1)
-    return log_loss(targets[known], chances, labels=range(logits.shape[-1]))
-
-
-def settles(predictions):
-    """The smallest 1-based layer from which all later predictions are the last one."""
-    return next(n for n in range(1, len(predictions) + 1) if len(set(predictions[n - 1 :])) == 1)
-
-
-def zeta(mean_psi, start):
-    return 100 * sum(max(0.0, after - before) for before, after in list(pairwise(mean_psi))[start - 2 :])
 
 
 def retrieval(tokens):
@@ -218,8 +152,8 @@ def rows_of_cosine(world):
     for view, states in views(world):
         for a, x in enumerate(states):
             for b, y in enumerate(states):
-                centred = cosines(x, y)
-                named = {"mean": centred.mean(), "mean_raw": cosines(x, y, center=False).mean()}
+                centred = cosines(x, y, center=True)
+                named = {"mean": centred.mean(), "mean_raw": cosines(x, y).mean()}
                 shares = (5, 25, 50, 75, 95) if b == world.layers else ()
                 named |= {f"p{share:02}": np.percentile(centred, share) for share in shares}
                 yield from ((("residual", a, b, name + view), (v, len(centred))) for name, v in named.items())
@@ -359,7 +293,7 @@ def test_beyond_the_reservoir_the_count_says_how_many_tokens_entered(world, same
     world = world.replace(options={"reservoir_tokens": 30})
     rows = world.rows(metrics.Cosine)
     same_rows(world.rows(metrics.Cosine, (1,) * 12, order=range(11, -1, -1)), rows, rtol=1e-5, atol=1e-6)
-    values = cosines(*world.tokens()[[0, 3]])
+    values = cosines(*world.tokens()[[0, 3]], center=True)
     centred, raw = (rows["residual", 0, 3, name] for name in ("mean", "mean_raw"))
     assert (centred.count, raw.count) == (30, len(values))
     assert abs(centred.value - values.mean()) < 4 * values.std() / np.sqrt(30)

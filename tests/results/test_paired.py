@@ -12,6 +12,7 @@ import pytest
 from fulldepth.results import Results, compare, gathered, groups_entry, tabulate
 from fulldepth.results.differences import difference_errors, is_paired, step_interval
 from fulldepth.uncertainty import deal, quantile, ratio_error, ratio_influence
+from metrics.oracle import of_ratio
 from reporting.synthetic import row
 
 Array = np.ndarray[Any, Any]
@@ -81,18 +82,9 @@ def test_the_paired_interval_holds_the_true_difference_and_is_narrow(trials, lea
 
 def test_the_paired_error_is_the_cluster_formula_over_documents():
     """SPEC: sqrt(C / (C - 1) sum_c d_c^2) with d_c the difference of the documents' residuals, one loop in float64."""
-    base, other, sums, weights, _ = two_models(1, 0.01, count=20, layers=3)
-    errors = difference_errors(other, base, "layer")[::2]
-    for layer in range(3):
-        first, second = (
-            [
-                (s - math.fsum(one[:, layer]) / math.fsum(weights) * w)
-                for s, w in zip(one[:, layer], weights, strict=True)
-            ]
-            for one in sums
-        )
-        squares = math.fsum(((b - a) / math.fsum(weights)) ** 2 for a, b in zip(first, second, strict=True))
-        assert errors[layer] == pytest.approx(math.sqrt(20 / 19 * squares), rel=1e-5)
+    base, other, (first, second), weights, documents = two_models(1, 0.01, count=20, layers=3)
+    expected = [of_ratio(documents, difference, weights) for difference in (second - first).T]
+    np.testing.assert_allclose(difference_errors(other, base, "layer")[::2], expected, rtol=1e-5)
 
 
 def test_a_difference_of_twenty_standard_errors_is_found():

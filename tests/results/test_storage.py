@@ -1,12 +1,14 @@
-"""What a killed save leaves, what a folder of an earlier version is, and what a table may not hold."""
+"""Result folders: what is written is what is read, whole or not at all; what a document and its tables may not hold."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
+import math
 import shutil
+import sys
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +17,30 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+import fulldepth
 from fulldepth.errors import FulldepthError
 from fulldepth.results import (
+    COLUMNS,
     DOCUMENT,
     GROUPS,
     PAGE,
     TABLE,
+    Finding,
     Results,
     TableMismatchError,
+    finite,
     gathered,
     groups_entry,
     holder,
+    provenance,
     tabulate,
 )
 from fulldepth.results import table as table_room
-
-OPERATIONS = ("mkdir", "open", "replace", "unlink", "fsync")
-"""Functions of `os` that touch the disk while results are saved, beside `Path.open`."""
+from kills.moments import moments
 
 
 def results(value: float, groups: int = 4) -> Results:
@@ -54,30 +62,6 @@ def stored(folder: Path, **entries: Any) -> Path:
     return folder
 
 
-def killed_at(number: int, action: Callable[[], object]) -> bool:
-    """Run `action` in a process of its own that dies before its file operation `number`; whether it died."""
-    child = os.fork()
-    if child == 0:
-        begun = iter(range(1, 1000))
-
-        def watched(operation: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*arguments: Any, **options: Any) -> Any:
-                if next(begun) >= number:
-                    os._exit(9)
-                return operation(*arguments, **options)
-
-            return call
-
-        for name in OPERATIONS:
-            setattr(os, name, watched(getattr(os, name)))
-        Path.open = watched(Path.open)  # type: ignore[method-assign]
-        try:
-            action()
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-
-
 @pytest.fixture
 def named_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that only name their model."""
@@ -86,33 +70,31 @@ def named_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_kill_at_any_file_operation_never_mixes_two_results(tmp_path: Path, named_pages: None) -> None:
+    folder = results(1.0).save(tmp_path / "out")
+    _, copies = moments(folder, tmp_path / "copies", lambda: results(2.0).save(folder))
     refused: list[TableMismatchError] = []
-    without_page = 0
-    for number in range(1, 60):
-        folder = results(1.0).save(tmp_path / str(number))
-        died = killed_at(number, lambda folder=folder: results(2.0).save(folder))  # type: ignore[misc]
+    without_page, values = 0, set()
+    for copy in copies:
         try:
-            found = Results.load(folder)
+            found = Results.load(copy)
         except TableMismatchError as error:
             refused.append(error)
-            assert not (folder / PAGE).exists()
+            assert not (copy / PAGE).exists()
         else:
             (value,) = set(found.table["value"])
             assert found.influences is not None
             assert found.meta["model"]["name"] == f"model-{value}" == f"model-{found.influences['group_1'][0]}"
-            assert value == 2.0 or (died and value == 1.0)
-            without_page += not (folder / PAGE).exists()
-            assert not (folder / PAGE).exists() or (folder / PAGE).read_text() == f"model-{value}"
-        results(3.0).save(folder)
-        assert set(Results.load(folder).table["value"]) == {3.0}
-        assert (folder / PAGE).read_text() == "model-3.0"
-        assert sorted(path.name for path in folder.iterdir()) == sorted([PAGE, DOCUMENT, TABLE, GROUPS]), (
+            values.add(value)
+            without_page += not (copy / PAGE).exists()
+            assert not (copy / PAGE).exists() or (copy / PAGE).read_text() == f"model-{value}"
+        results(3.0).save(copy)
+        assert set(Results.load(copy).table["value"]) == {3.0}
+        assert (copy / PAGE).read_text() == "model-3.0"
+        assert sorted(path.name for path in copy.iterdir()) == sorted([PAGE, DOCUMENT, TABLE, GROUPS]), (
             "leftovers are gone"
         )
-        if not died:
-            break
-    assert not died
-    assert number > 5
+    assert values == {1.0, 2.0}
+    assert len(copies) > 5
     assert len(refused) >= 2, "between the three renames"
     assert without_page, "after the old page was removed"
     assert all("interrupted while it was written" in str(error) for error in refused)
@@ -138,69 +120,78 @@ def test_a_changed_or_missing_file_is_refused_before_it_is_parsed(
         Results.load(folder)
 
 
+Damage = Callable[[Path], object]
+
+
+def entry(**entries: Any) -> Damage:
+    return lambda folder: stored(folder, **entries)
+
+
+def document(content: bytes | None) -> Damage:
+    return lambda folder: (folder / DOCUMENT).unlink() if content is None else (folder / DOCUMENT).write_bytes(content)
+
+
+def table(name: str, change: Callable[[pa.Table], pa.Table]) -> Damage:
+    def damage(folder: Path) -> None:
+        pq.write_table(change(pq.read_table(folder / name)), folder / name)
+        stored(folder)
+
+    return damage
+
+
+def with_column(table: pa.Table, name: str, values: Any) -> pa.Table:
+    if name not in table.column_names:
+        return table.append_column(name, pa.array(values))
+    return table.set_column(table.column_names.index(name), name, pa.array(values))
+
+
+def column(name: str, values: Any, file: str = TABLE) -> Damage:
+    return table(file, lambda rows: with_column(rows, name, values))
+
+
 @pytest.mark.parametrize(
-    ("entries", "words"),
+    ("damage", "words"),
     [
-        ({"headline": {"zeta_L": {"value": "12"}}}, r"headline\.zeta_L\.value"),
-        ({"model": {"num_layers": 10**9}}, r"model\.num_layers.*1024"),
-        ({"model": {"num_layers": 2}}, "layer 3 of a model of 2 layers"),
-        ({"steps": [{"step": -1}]}, r"steps\.0\.step"),
-        ({"lens_grid": {"samples": [{"tokens": ["a"], "targets": [], "saturation": [1], "grid": []}]}}, "lengths"),
-        ({"plan": {"blocks": [0]}}, r"plan\.blocks\.0"),
-        ({"kind": "skips"}, "skips"),
-        ({"kind": "training"}, "step"),
-        ({"kind": "comparison"}, "model, difference"),
-        ({"models": [{"label": "a"}]}, "models"),
-        ({"router_tokens": {"routers": [{"layer": 2, "source": 0, "head": 0}]}}, r"routers\.0\.tokens"),
+        (document(None), "no results.json"),
+        (document(b'{"schema_version": 1'), "Cannot read"),
+        (document(b"\xff\xfe\x00\x01"), "Cannot read"),
+        (document(b"[]"), "version None"),
+        (document(b'{"schema_version": 2}'), "version 2"),
+        (entry(headline={"zeta_L": {"value": "12"}}), r"headline\.zeta_L\.value"),
+        (entry(headline={"a": {"unit": "%", "added later": [1]}}), r"headline\.a\.value: "),
+        (entry(headline={"a": {"value": 1, "standard_error": "0.1"}}), r"headline\.a\.standard_error: "),
+        (entry(model={"num_layers": 10**9}), r"model\.num_layers.*1024"),
+        (entry(model={"num_layers": 2}), "layer 3 of a model of 2 layers"),
+        (entry(steps=[{"step": -1}]), r"steps\.0\.step"),
+        (entry(lens_grid={"samples": [{"tokens": ["a"], "targets": [], "saturation": [1], "grid": []}]}), "lengths"),
+        (entry(plan={"blocks": [0]}), r"plan\.blocks\.0"),
+        (entry(kind="skips"), "skips"),
+        (entry(kind="training"), "step"),
+        (entry(kind="comparison"), "model, difference"),
+        (entry(models=[{"label": "a"}]), "models"),
+        (entry(router_tokens={"routers": [{"layer": 2, "source": 0, "head": 0}]}), r"routers\.0\.tokens"),
+        (column("layer", [1, -5, 2]), "-5"),
+        (column("layer", [1, 10**9, 2]), "1000000000"),
+        (column("count", [1.5, 2.0, 3.0]), "count"),
+        (column("measure", [1, 2, 3]), "measure"),
+        (column("measure", ["a", None, "b"]), "measure has missing"),
+        (column("step", [1, None, 2]), "step has missing"),
+        (column("other", pa.array([2**64 - 1] * 3, pa.uint64())), "Cannot read"),
+        (column("x" * 5000, [[1]] * 3), "expected numbers or text"),
+        (table(TABLE, lambda rows: rows.drop_columns(["unit"])), "unit"),
+        (table(TABLE, lambda rows: rows.append_column("value", rows["value"])), "twice"),
+        (table(GROUPS, lambda rows: rows.drop_columns(["statistic"])), "statistic"),
+        (table(GROUPS, lambda rows: rows.drop_columns(["group_3"])), "3 groups"),
+        (column("group_2", ["a", "b", "c"], GROUPS), "group_2"),
+        (column("layer", [1, 2, 2], GROUPS), "several entries"),
+        (column("layer", [1, 2, 900], GROUPS), "layer 900"),
     ],
 )
-def test_entries_of_the_wrong_type_or_out_of_range_are_named(
-    tmp_path: Path, entries: dict[str, Any], words: str
-) -> None:
-    folder = stored(results(1.0).save(tmp_path, page=False), **entries)
+def test_what_is_damaged_of_the_wrong_type_or_out_of_range_is_named(tmp_path: Path, damage: Damage, words: str) -> None:
+    folder = results(1.0).save(tmp_path, page=False)
+    damage(folder)
     with pytest.raises(FulldepthError, match=words) as caught:
         Results.load(folder)
-    assert str(caught.value).startswith("Cannot read ")
-    assert len(str(caught.value)) < 1000
-
-
-def column(name: str, values: Any) -> Callable[[pa.Table], pa.Table]:
-    def change(table: pa.Table) -> pa.Table:
-        made = values(len(table)) if callable(values) else pa.array(values)
-        if name not in table.column_names:
-            return table.append_column(name, made)
-        return table.set_column(table.column_names.index(name), name, made)
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "words"),
-    [
-        (TABLE, column("layer", [1, -5, 2]), "-5"),
-        (TABLE, column("layer", [1, 10**9, 2]), "1000000000"),
-        (TABLE, column("count", [1.5, 2.0, 3.0]), "count"),
-        (TABLE, column("measure", [1, 2, 3]), "measure"),
-        (TABLE, column("measure", ["a", None, "b"]), "measure has missing"),
-        (TABLE, column("step", [1, None, 2]), "step has missing"),
-        (TABLE, column("other", pa.array([2**64 - 1] * 3, pa.uint64())), "Cannot read"),
-        (TABLE, column("x" * 5000, pa.array([[1]] * 3)), "expected numbers or text"),
-        (TABLE, lambda table: table.drop_columns(["unit"]), "unit"),
-        (TABLE, lambda table: table.append_column("value", table["value"]), "twice"),
-        (GROUPS, lambda table: table.drop_columns(["statistic"]), "statistic"),
-        (GROUPS, lambda table: table.drop_columns(["group_3"]), "3 groups"),
-        (GROUPS, column("group_2", ["a", "b", "c"]), "group_2"),
-        (GROUPS, column("layer", [1, 2, 2]), "several entries"),
-        (GROUPS, column("layer", [1, 2, 900]), "layer 900"),
-    ],
-)
-def test_tables_with_columns_of_the_wrong_type_or_out_of_range(
-    tmp_path: Path, name: str, change: Callable[[pa.Table], pa.Table], words: str
-) -> None:
-    folder = results(1.0).save(tmp_path, page=False)
-    pq.write_table(change(pq.read_table(folder / name)), folder / name)
-    with pytest.raises(FulldepthError, match=words) as caught:
-        Results.load(stored(folder))
     assert str(folder) in str(caught.value)
     assert len(str(caught.value)) < 1000
 
@@ -215,7 +206,7 @@ def test_a_table_that_is_small_on_disk_and_large_in_memory_is_refused(
     monkeypatch.undo()
     rows = pq.read_table(folder / TABLE)
     long = pa.DictionaryArray.from_arrays([0, 0, 0], ["x" * 100_000])
-    pq.write_table(column("site", long)(rows), folder / TABLE)
+    pq.write_table(with_column(rows, "site", long), folder / TABLE)
     assert (folder / TABLE).stat().st_size < 20_000
     monkeypatch.setattr(table_room, "MOST_BYTES", 400_000)
     with pytest.raises(FulldepthError, match=r"300,0\d\d bytes of text"):
@@ -235,15 +226,98 @@ def test_whose_a_folder_is(tmp_path: Path) -> None:
     assert holder(tmp_path) == "a training run"
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_what_is_saved_is_loaded_and_other_tools_read_it(tmp_path: Path) -> None:
+    rows = [
+        ("displacement", "residual", 1, None, "mean", 0.25, 10, "1"),
+        ("displacement", "residual", 2, None, "mean", math.nan, 10, "1"),
+        ("cka", "residual", 0, 2, "debiased", 0.5, 10, "1"),
+        ("effective_depth", "residual", None, None, "eps=0.05", 2.0, 10, "layers"),
+    ]
     one = results(0.5)
-    again = Results.load(one.save(tmp_path, page=False))
+    one.table, one.meta["note"] = tabulate(rows), "ünï</script>"
+    folder = one.save(tmp_path / "deep" / "out", page=False)
+    again = Results.load(folder)
+    pd.testing.assert_frame_equal(again.table, one.table)
+    assert again.meta == {"schema_version": 1, **one.meta}
+    assert (again.is_series, again.is_comparison) == (False, False)
+    assert {path.name for path in folder.iterdir()} == {DOCUMENT, TABLE, GROUPS}
+    read = pq.read_table(folder / TABLE).to_pylist()
+    assert [tuple(row.values())[:5] for row in read] == [row[:5] for row in rows]
+    assert list(read[0]) == COLUMNS
+    assert json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))["note"] == "ünï</script>"
     assert again.influences is not None
     pd.testing.assert_frame_equal(again.influences, one.influences, check_dtype=False)
     np.testing.assert_array_equal(again.influences.loc[0, "group_0":"group_3"], [0, 0.5, 1, 1.5])
-    assert again.meta["groups"] == one.meta["groups"]
-    assert "influences" not in again.meta
     assert gathered([], 4) is None
     shorter = gathered([("cka", "residual", 1, 2, "debiased", [1.0, 2.0])], 3)
     assert shorter is not None
     assert np.isnan(shorter["group_2"][0])
+
+
+def test_a_failed_save_leaves_the_old_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results(1.0).save(tmp_path, page=False)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pd.DataFrame, "to_parquet", full)
+    with pytest.raises(FulldepthError, match="No space left on device"):
+        results(2.0).save(tmp_path, page=False)
+    monkeypatch.undo()
+    assert set(Results.load(tmp_path).table["value"]) == {1.0}
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_numbers_that_json_lacks_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    bad = results(1.0)
+    bad.meta["bad"] = math.nan
+    with pytest.raises(ValueError, match="JSON compliant"):
+        bad.save(tmp_path / "out", page=False)
+    assert not (tmp_path / "out").exists()
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(plain)
+def test_finite_makes_anything_valid_json_and_changes_nothing_else(value: object) -> None:
+    safe = finite(value)
+    assert json.loads(json.dumps(safe, allow_nan=False)) == safe
+    if "nan" not in repr(value) and "inf" not in repr(value):
+        assert safe == value
+
+
+WRITTEN = {
+    Finding(2, "layers"): '{"value": 2, "unit": "layers"}',
+    Finding(None, "nats", "Unknown."): '{"value": null, "unit": "nats", "sentence": "Unknown."}',
+    Finding(math.nan, "x", ""): '{"value": null, "unit": "x", "sentence": ""}',
+    Finding(1.5, "%", "So much.", 0.25): '{"value": 1.5, "unit": "%", "standard_error": 0.25, "sentence": "So much."}',
+    Finding(29, "layers", interval=(24, 30)): '{"value": 29, "unit": "layers", "interval": [24, 30]}',
+    Finding(1.5, sentence="So much.", no_standard_error="one sequence"): (
+        '{"value": 1.5, "unit": "1", "standard_error": null, "sentence": "So much.", '
+        '"no_standard_error": "one sequence"}'
+    ),
+}
+
+
+def test_a_finding_is_the_entry_of_a_headline(tmp_path: Path) -> None:
+    headline = {str(n): finding for n, finding in enumerate(WRITTEN)}
+    meta = finite({"kind": "measure", "headline": headline})
+    assert [json.dumps(entry) for entry in meta["headline"].values()] == [*WRITTEN.values()]
+    Results(results(1.0).table, meta).save(tmp_path, page=False)
+    assert [*Results.load(tmp_path).headline.values()] == [json.loads(text) for text in WRITTEN.values()]
+
+
+def test_provenance_says_when_and_with_which_versions() -> None:
+    before = datetime.now(UTC) - timedelta(seconds=1)
+    block = provenance("bench", {"rounds": 3}, packages=("torch", "numpy"), seed=7)
+    assert before <= datetime.fromisoformat(block.pop("created")) <= datetime.now(UTC)
+    python = ".".join(map(str, sys.version_info[:3]))
+    stated = {"fulldepth": fulldepth.__version__, "torch": torch.__version__, "numpy": np.__version__, "python": python}
+    assert block.pop("versions") == stated
+    assert block == {"kind": "bench", "complete": True, "settings": {"rounds": 3}, "seed": 7}
+    assert list(provenance("comparison", {}, packages=())["versions"]) == ["fulldepth", "python"]
