@@ -129,8 +129,6 @@ RIGHT = {
     "search": ["skip", "search", "m", "--data", "d", "--output", "o"],
     "curve": ["skip", "curve", "m", "--data", "d", "--output", "o"],
     "bench": ["skip", "bench", "m", "e", "--output", "o"],
-    "quantise": ["skip", "quantise", "m", "p", "--data", "d", "--output", "o"],
-    "quantize": ["skip", "quantize", "m", "p", "--data", "d", "--output", "o"],
 }
 
 

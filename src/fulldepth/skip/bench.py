@@ -20,7 +20,7 @@ original over `count` documents).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -107,12 +107,12 @@ def bench(
             checkpoint = Checkpoint(entries[0].model, entries[0].name)
             examples = read_data(checkpoint, anatomy, data, settings, tokenizer=tokenizer, heldout=heldout)
             measured.losses = heldout_losses(models, examples.heldout, settings.batch_size, watcher)
-        runs = {label: (Runner(model), nullcontext) for label, model in models.items()}
+        runs = {label: Runner(model) for label, model in models.items()}
         cells = [Cell(batch, context) for batch in settings.batches for context in settings.contexts]
         watcher.begin("Benchmark", len(cells) * len(runs) * (settings.repeats + settings.warmup))
         for cell in cells:
             ids = measured.take_times(cell, runs, anatomy, settings, watcher)
-            for label, (runner, _) in runs.items():
+            for label, runner in runs.items():
                 run = partial(runner.run, ids, cell.context)
                 peak, cache = peak_bytes(runner.model, ids, run), cache_bytes(run().cache)
                 measured.memory[label, cell] = peak, cache / ids.numel()

@@ -8,8 +8,7 @@ compared by the median of the rounds' ratios (`uncertainty.median_ratio`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from fulldepth.execution.scoring import DEVICE_LOGITS, ScoredBatch, batch_sums
 from fulldepth.hf import Anatomy, device_of
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding, tabulate
-from fulldepth.settings.bench import BenchSettings, QuantiseSettings
+from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.elimination import LEAST, Difference, compare
 from fulldepth.skip.fit import make_batches
 from fulldepth.skip.outcome import joined
@@ -156,9 +155,9 @@ class Measured:
     def take_times(
         self,
         cell: Cell,
-        runs: Mapping[str, tuple[Runner, Callable[[], AbstractContextManager[Any]]]],
+        runs: Mapping[str, Runner],
         anatomy: Anatomy,
-        timing: BenchSettings | QuantiseSettings,
+        timing: BenchSettings,
         watcher: Watcher,
     ) -> torch.Tensor:
         """Time all models in rounds; returns the tokens that they ran, `[B, context + new]`."""
