@@ -19,7 +19,7 @@ from fulldepth.execution import find_anatomy
 from fulldepth.hf import open_model
 from fulldepth.progress import Watcher
 from fulldepth.skip import Plan, SearchSettings, search, skipping
-from fulldepth.skip.compared import HeldoutLosses, heldout_losses, in_words
+from fulldepth.skip.bench import HeldoutLosses, heldout_losses, in_words
 from fulldepth.skip.outcome import settings_of
 from fulldepth.skip.plan import plan_scalars
 from fulldepth.skip.problem import read_data
@@ -28,7 +28,7 @@ from fulldepth.skip.problem import read_data
 def int8(model: PreTrainedModel) -> PreTrainedModel:
     """A copy with the linear layers of all blocks in int8."""
     model = copy.deepcopy(model)
-    for number, block in enumerate(find_anatomy(model).blocks, start=1):
+    for number, block in enumerate(find_anatomy(model).block_list, start=1):
         linear = {id(module.weight) for module in block.modules() if isinstance(module, nn.Linear)}
         others = [name for name, weight in block.named_parameters() if weight.ndim > 1 and id(weight) not in linear]
         if others:  # such as GPT-2's transposed matrices and stacked experts
