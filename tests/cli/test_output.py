@@ -20,7 +20,7 @@ from fulldepth.results import DOCUMENT, Results, tabulate
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.compare import CompareSettings
 from fulldepth.settings.measure import MeasureSettings
-from fulldepth.settings.search import SearchSettings
+from fulldepth.settings.search import ExportSettings, SearchSettings
 from fulldepth.settings.train import TrainSettings
 from fulldepth.skip.exports.formats import FORMATS
 
@@ -29,6 +29,7 @@ COMMANDS = {
     "compare": CompareSettings,
     "train": TrainSettings,
     "skip search": SearchSettings,
+    "skip apply": ExportSettings,
     "skip bench": BenchSettings,
 }
 
@@ -95,7 +96,7 @@ def test_help_names_every_choice_and_the_shell_completes_it(main, command):
         for choice in options._choices(field.annotation):
             about = text[text.index(f"--{name.replace('_', '-')} ") :][:900]
             assert re.search(rf"\b{choice}\b", about), f"{command} --{name} does not list {choice}"
-    if command == "skip search":
+    if command == "skip apply":
         assert all(name in text for name in FORMATS)
 
 
