@@ -23,7 +23,7 @@ from fulldepth.metrics import Measure
 from fulldepth.reporting import render
 from fulldepth.results import Results
 from fulldepth.settings import Settings
-from fulldepth.settings.bench import BenchSettings, QuantiseSettings
+from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.compare import CompareSettings
 from fulldepth.settings.evaluate import EvaluateSettings
 from fulldepth.settings.exit import ExitSettings, LayersSettings
@@ -42,7 +42,6 @@ SETTINGS: dict[str, type[Settings]] = {
     "skip apply": ExportSettings,
     "skip curve": CurveSettings,
     "skip bench": BenchSettings,
-    "skip quantise": QuantiseSettings,
     "exit": ExitSettings,
     "exit export": LayersSettings,
     "generate": GenerateSettings,

@@ -20,7 +20,7 @@ from fulldepth.results import DOCUMENT, Results, tabulate
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.compare import CompareSettings
 from fulldepth.settings.measure import MeasureSettings
-from fulldepth.settings.search import SearchSettings
+from fulldepth.settings.search import ExportSettings, SearchSettings
 from fulldepth.settings.train import TrainSettings
 from fulldepth.skip.exports.formats import FORMATS
 
@@ -29,6 +29,7 @@ COMMANDS = {
     "compare": CompareSettings,
     "train": TrainSettings,
     "skip search": SearchSettings,
+    "skip apply": ExportSettings,
     "skip bench": BenchSettings,
 }
 
@@ -126,8 +127,6 @@ RIGHT = {
     "search": ["skip", "search", "m", "--data", "d", "--output", "o"],
     "curve": ["skip", "curve", "m", "--data", "d", "--output", "o"],
     "bench": ["skip", "bench", "m", "e", "--output", "o"],
-    "quantise": ["skip", "quantise", "m", "p", "--data", "d", "--output", "o"],
-    "quantize": ["skip", "quantize", "m", "p", "--data", "d", "--output", "o"],
 }
 
 

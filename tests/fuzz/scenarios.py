@@ -142,11 +142,6 @@ SKIPS = {
         2,
         grows=("curve-part/*",),
     ),
-    "quantise": Scenario(
-        "skip quantise model plan --data data/pairs.jsonl --contexts 8 --max-new-tokens 2 --repeats 1 --output new",
-        "plan/plan.json model",
-        2,
-    ),
 }
 TRAIN = {
     "train": Scenario(

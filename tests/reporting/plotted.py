@@ -60,10 +60,10 @@ def memory():
 
 
 def joined():
-    """The four folders of one removal, as the report joins them."""
+    """Four folders of one model, as the report joins them."""
     parts = {
         "out": skip_folders.search(), "curve": skip_folders.curve(), "bench": skip_folders.bench(),
-        "quantised": skip_folders.quantised(),
+        "another": skip_folders.another(),
     }  # fmt: skip
     table = pd.concat([one.table.assign(folder=name) for name, one in parts.items()], ignore_index=True)
     return Results(table, {"kind": "skips", "parts": [{**one.meta, "label": name} for name, one in parts.items()]})
@@ -91,7 +91,6 @@ KINDS: dict[str, Callable[[], Results]] = {
     "search": skip_folders.search,
     "curve": skip_folders.curve,
     "bench": skip_folders.bench,
-    "quantised": skip_folders.quantised,
     "skips": joined,
     "exit": exit_folders.classifier_exit,
     "decoder": exit_folders.decoder_exit,

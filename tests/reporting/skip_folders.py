@@ -15,11 +15,6 @@ BLOCKS = (7, 8, 3, 11)
 FARTHER = (*BLOCKS, 5, 10, 2, 9)
 MACHINE = {"device": "cpu", "name": "x86_64", "threads": 4}
 CELLS = ((1, 128), (1, 512), (4, 128), (4, 512))
-CORNERS = {
-    "original": (2.9, 1.0, 1.0, 1.0), "skipped": (2.94, 0.9, 0.88, 0.93), "quantised": (2.905, 0.3, 1.25, 0.7),
-    "quantised, then skipped": (2.95, 0.27, 1.1, 0.66), "skipped, then quantised": (2.955, 0.27, 1.12, 0.65),
-}  # fmt: skip
-"""Name -> loss; bytes, prefill and decode as multiples of the original's."""
 
 
 def losses_of(count):
@@ -94,6 +89,11 @@ def search(layers=12, blocks=BLOCKS, healed=True, **entries):
         mmd=(0.0061, "1", "The last layer's states differ by 6.1e-03."),
     )
     return Results(table, document("skip", planned, layers, headline=headline))
+
+
+def another():
+    """Kind `skip`: other blocks, not healed."""
+    return search(blocks=(7, 8, 4, 11), healed=False)
 
 
 def curve(blocks=FARTHER, at=5, layers=None, **entries):
@@ -174,28 +174,5 @@ def bench(planned=None, cells=CELLS, **more):
         "model": entries[0]["model"], "models": entries, "versions": VERSIONS, "seed": 0,
         "machine": MACHINE,
         "warnings": ["The machine was busy."], "headline": headline, **more,
-    }  # fmt: skip
-    return Results(table, meta)
-
-
-def quantised():
-    """Kind `quantise`: all five corners."""
-    tables, first = [], CORNERS["original"]
-    for label, (loss, size, prefill, decode) in CORNERS.items():
-        rows = [of_model("loss", loss, "nats", "mean", 10400), of_model("parameter_bytes", 4e7 * size, "bytes")]
-        for phase, ratio in (("prefill", prefill), ("decode", decode)):
-            rows += time_rows(phase, ratio, 0.02 * ratio, label == "original")
-        tables.append(tabulate(rows, model=label))
-    table = pd.concat(tables, ignore_index=True)
-    planned, second_plan = plan(), plan((7, 8, 4, 11))
-    later = {label: (one[0] - first[0], "nats", f"{label}: {one[0]:.4f}.") for label, one in list(CORNERS.items())[1:]}
-    headline = findings(order=(-0.005, "nats", "Quantising first is better by 0.0050 nats."), **later)
-    meta = document("quantise", planned, headline=headline)
-    del meta["plan"]
-    meta |= {
-        "method": "int8", "baseline": "original", "machine": MACHINE,
-        "models": [{"label": label, "baseline": label == "original", "model": {"class": "LlamaForCausalLM"},
-                    "blocks": None} for label in CORNERS],
-        "plans": {"skipped": planned, "quantised, then skipped": second_plan},
     }  # fmt: skip
     return Results(table, meta)

@@ -13,7 +13,7 @@ import torch
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.reporting.page import payload
-from fulldepth.reporting.skip import SkipPart, layers_of, parts, removals
+from fulldepth.reporting.skip import SkipPart, layers_of, parts, removals, timed_models
 from fulldepth.reporting.source import PageSource
 from fulldepth.results import Results, report, write_page
 from fulldepth.results.pages import names, together
@@ -28,7 +28,7 @@ from reporting.plotted import joined
 from skip.word_tokenizer import tokenizer, words
 from tiny_models import build
 
-ORDER = ("quantised", "bench", "curve", "out")
+ORDER = ("bench", "curve", "out", "another")
 """Of the folders on the command line; the page shows them in reading order."""
 
 
@@ -103,12 +103,12 @@ def test_lines_that_run_along_each_other_are_drawn_once():
     def lines(results):
         return [str(one.name) for one in drawn(results, "removal_loss").data if one.mode == "lines+markers"]
 
-    assert lines(joined()) == ["Not healed (curve)", "Not healed (quantised, then skipped)"]
+    assert lines(joined()) == ["Not healed (curve)", "Not healed (another)"]
     removed = removals(folders_of(joined()))
     assert [(one.name, one.blocks) for one in removed] == [
-        ("out, folded, fast, skipped", folders.BLOCKS),
+        ("out, folded, fast", folders.BLOCKS),
         ("curve", folders.FARTHER),
-        ("quantised, then skipped", (7, 8, 4, 11)),
+        ("another", (7, 8, 4, 11)),
     ]
     table, meta = folders.curve().table, folders.curve().meta
     assert layers_of([SkipPart("", "curve", table, meta)]) == max(folders.FARTHER)
@@ -133,26 +133,23 @@ def test_quality_against_time_shows_the_ratios_of_the_table(name, phase):
 
 def test_models_side_by_side_are_the_rows(every):
     rows = cells(every["models"])
-    corners = [f"quantised: {name}" for name in folders.CORNERS]
-    exports = ["bench: base (original)", *(f"bench: {name}" for name in ("folded", "fast", "other"))]
-    assert list(rows) == [*exports, f"{corners[0]} (original)", *corners[1:]]
-    plan, fast = folders.plan(), rows["bench: fast"]
+    assert list(rows) == ["base (original)", "folded", "fast", "other"]
+    plan, fast = folders.plan(), rows["fast"]
     for phase in ("Prefill time", "Decode time"):
         said = [float(one) for one in re.findall(r"[\d.]+", fast[phase])]
         assert said == pytest.approx([0.8, 0.8 * 0.97, 0.8 * 1.02], abs=6e-4)
-        assert rows["bench: folded"][phase] == "≈ 1× (0.980 to 1.030)"  # 1.01 times the original's: not told apart
+        assert rows["folded"][phase] == "≈ 1× (0.980 to 1.030)"  # 1.01 times the original's: not told apart
     assert number(fast["Held-out loss"]) == pytest.approx(plan["healed_loss"], abs=6e-5)
     assert number(fast["Added"]) == pytest.approx(plan["healed_loss"] - plan["losses"][0], abs=6e-5)
     assert (fast["Weights"], fast["Cache per token"], fast["Peak memory"]) == ("0.90×", "0.67×", "1.00×")
-    assert rows["bench: other"]["Held-out loss"] == "–"
-    for name, (loss, size, _, decode) in list(folders.CORNERS.items())[1:]:
-        row = rows[f"quantised: {name}"]
-        assert number(row["Held-out loss"]) == pytest.approx(loss, abs=1e-4)
-        assert (row["Weights"], number(row["Decode time"])) == (f"{size:.2f}×", decode)
+    assert rows["other"]["Held-out loss"] == "–"
+    bench = folders.bench()
+    twice = timed_models([SkipPart(name, "bench", bench.table, bench.meta) for name in "ab"])
+    assert [one.name for one in twice] == [f"{part}: {name}" for part in "ab" for name in bench.table.model.unique()]
 
 
 def test_a_page_opens_with_one_sentence_and_one_picture(every):
-    expected = {"search": "blocks", "curve": "removal", "bench": "pareto", "quantised": "pareto"}
+    expected = {"search": "blocks", "curve": "removal", "bench": "pareto", "another": "blocks"}
     made = {name: getattr(folders, name)() for name in expected}
     pages = {name: payload(results.table, results.meta) for name, results in made.items()} | {"every": every}
     for name, section in (expected | {"every": "removal"}).items():
@@ -161,7 +158,12 @@ def test_a_page_opens_with_one_sentence_and_one_picture(every):
         assert len(first["slots"]) + len(first["tables"]) == 1
         assert len(pages[name]["story"]["sentences"]) == 1
     assert "0.70 times the original’s time (0.68 to 0.71)" in pages["bench"]["story"]["sentences"][0]
-    said = [entry["sentence"] for results in made.values() for entry in results.meta["headline"].values()]
+    labels = {"search": "out: ", "another": "another: "}  # two folders of one kind
+    said = [
+        labels.get(name, "") + entry["sentence"]
+        for name, results in made.items()
+        for entry in results.meta["headline"].values()
+    ]
     assert sorted(every["more_sentences"]) == sorted(said)
     assert {card["name"]: card["digits"] + card["unit"] for card in every["cards"]}["Break point"] == "5of 12"
     assert every["warnings"][0] == "The machine was busy."
@@ -170,7 +172,7 @@ def test_a_page_opens_with_one_sentence_and_one_picture(every):
 def test_a_block_map_says_which_block_went_when_and_what_it_added(every):
     (section,) = [one for one in every["sections"] if one["id"] == "blocks"]
     maps, losses = section["tables"], folders.losses_of(8)
-    for shown, blocks in zip(maps, (folders.BLOCKS, folders.FARTHER), strict=False):
+    for shown, blocks in zip(maps, (folders.BLOCKS, (7, 8, 4, 11), folders.FARTHER), strict=True):
         assert [layer for layer, *_ in shown["cells"]] == list(range(1, 13))
         gone = sorted((order, layer, number(added)) for layer, order, added in shown["cells"] if order)
         assert [layer for _, layer, _ in gone] == list(blocks)
@@ -268,9 +270,9 @@ def test_real_folders_fill_their_page(real):
     assert number(loss) == pytest.approx(real.plan.healed_loss, abs=6e-5)
 
 
-@pytest.mark.parametrize("kind", ["skip", "curve", "bench", "quantise"])
+@pytest.mark.parametrize("kind", ["skip", "curve", "bench"])
 def test_what_is_missing_leaves_out_its_figure_only(kind):
-    results = getattr(folders, {"skip": "search", "quantise": "quantised"}.get(kind, kind))()
+    results = getattr(folders, {"skip": "search"}.get(kind, kind))()
     for measure in results.table.measure.unique():
         assert isinstance(Results(results.table[results.table.measure != measure], results.meta).figures(), dict)
     assert isinstance(Results(results.table, {"kind": kind}).figures(), dict)

@@ -42,7 +42,6 @@ KINDS: dict[str, Callable[[], Results]] = {
     "search": lambda: folders.search(6, (2, 3)),
     "curve": lambda: folders.curve((2, 3, 5), at=2),
     "bench": lambda: folders.bench(folders.plan((2, 3), 6), cells=((1, 128), (4, 128))),
-    "quantised": folders.quantised,
     "exit": lambda: exits.classifier_exit(layers=4),
     "decoder": lambda: exits.decoder_exit(layers=4),
     "generation": lambda: exits.generation(layers=10, steps=4),

@@ -14,7 +14,7 @@ from fulldepth.exit import export_layers, generate_texts, sweep
 from fulldepth.progress import Watcher
 from fulldepth.settings import Settings
 from fulldepth.settings.keywords import takes_settings
-from fulldepth.skip import bench, curve, quantise, search
+from fulldepth.skip import bench, curve, search
 
 
 class Inner(Settings):
@@ -76,7 +76,7 @@ def test_wrong_keywords_are_refused_by_name():
 COMMANDS = [fulldepth.compare, fulldepth.evaluate, fulldepth.train, sweep, export_layers, generate_texts, search]
 
 
-@pytest.mark.parametrize("function", [*COMMANDS, curve, bench, quantise, verb], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [*COMMANDS, curve, bench, verb], ids=lambda f: f.__name__)
 def test_signature_and_docstring_list_every_setting(function):
     parameters = inspect.signature(function).parameters
     assert "settings" not in parameters

@@ -20,8 +20,7 @@ from fulldepth.execution.latency import Runner
 from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.results import Results
 from fulldepth.settings.bench import BenchSettings
-from fulldepth.skip.bench import _headline, _opened, bench
-from fulldepth.skip.compared import Cell, Measured, in_words
+from fulldepth.skip.bench import Cell, Measured, _headline, _opened, bench, in_words
 from fulldepth.skip.elimination import Difference, compare
 from fulldepth.skip.exports.export import export
 from skip import plain

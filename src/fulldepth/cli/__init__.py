@@ -6,8 +6,7 @@ from fulldepth.cli.measure import measure_command
 from fulldepth.cli.lens import lens_command
 from fulldepth.cli.train import train_command, train_export_command
 from fulldepth.cli.pages import compare_command, demo_command, report_command
-from fulldepth.cli.skip import apply_command, search_command
-from fulldepth.cli.assessment import bench_command, curve_command, quantise_command
+from fulldepth.cli.skip import apply_command, bench_command, curve_command, search_command
 from fulldepth.cli.exit import exit_command
 from fulldepth.cli.generate import generate_command
 from fulldepth.cli.evaluate import evaluate_command
@@ -26,7 +25,6 @@ __all__ = [
     "lens_command",
     "main",
     "measure_command",
-    "quantise_command",
     "report_command",
     "search_command",
     "train_command",

@@ -71,7 +71,6 @@ def command(
     recipes: str | None = None,
     headline: bool = False,
     resumes: interruption.Resumes = False,
-    alias: str | None = None,
 ) -> Callable[[Command], Command]:
     """Add a function to a program as a command.
 
@@ -87,7 +86,6 @@ def command(
             follow) if the function has such a parameter, else from the option `--recipe`. None = no recipes.
         headline: whether the command prints a headline, which gives it the option `--json`.
         resumes: whether the command goes on where it was interrupted, if it has no parameter `resume`.
-        alias: another name of the command, which the help does not list.
     """
 
     def add(function: Command) -> Command:
@@ -134,8 +132,6 @@ def command(
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         app.command(name)(run)
-        if alias is not None:
-            app.command(alias, hidden=True)(run)
         return function
 
     return add

@@ -10,7 +10,6 @@ import inspect
 import platform
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,7 +122,7 @@ def random_tokens(anatomy: Anatomy, batch: int, length: int, seed: int) -> Tenso
 
 
 def time_in_rounds(
-    runs: Mapping[str, tuple[Runner, Callable[[], AbstractContextManager[Any]]]],
+    runs: Mapping[str, Runner],
     ids: Tensor,
     context: int,
     *,
@@ -135,7 +134,7 @@ def time_in_rounds(
     """Time every model once per round, in changing order, so that background load affects all of them equally.
 
     Args:
-        runs: name -> a runner, and a context manager that is open while its model is timed.
+        runs: name -> the runner of a model.
         ids: as for `Runner.run`.
         context: as for `Runner.run`.
         repeats: number of timed rounds.
@@ -149,9 +148,7 @@ def time_in_rounds(
     for number in range(-warmup, repeats):
         load = OtherLoad() if number == 0 else load
         for index in order(len(names), number, seed):
-            runner, modified = runs[names[index]]
-            with modified():
-                trial = runner.run(ids, context)
+            trial = runs[names[index]].run(ids, context)
             for phase in PHASES if number >= 0 else ():
                 times[names[index], phase].append(getattr(trial, phase))
             advance(1)

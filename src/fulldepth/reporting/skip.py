@@ -32,8 +32,6 @@ from fulldepth.reporting.tables import Table, by_subject, settings_table
 PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
 """Granularity -> what is removed, in the singular."""
 PHASES = ("prefill", "decode")
-TIMED = ("bench", "quantise")
-"""Kinds of folders that time models."""
 CARDS = {"loss_added": "Loss added", "loss_healed": "Held-out loss, healed", "break_point": "Break point"}
 """Name in `results.json` (for benchmarks, followed by the model) -> title of the card; the table has the times."""
 SIZES = {"parameter_bytes": "Weights", "kv_bytes_per_token": "Cache per token", "peak_memory": "Peak memory"}
@@ -122,8 +120,6 @@ def plans(part: SkipPart) -> list[tuple[str, Mapping[str, Any]]]:
     meta = part.meta
     if part.kind == "bench":
         return [(str(entry.get("label", "?")), entry) for entry in meta.get("models") or []]
-    if isinstance(meta.get("plans"), Mapping):
-        return [(str(name), plan) for name, plan in meta["plans"].items() if isinstance(plan, Mapping)]
     return [(part.label, meta["plan"])] if isinstance(meta.get("plan"), Mapping) else []
 
 
@@ -146,7 +142,7 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class TimedModel:
-    """A model of a benchmark or a quantisation."""
+    """A model of a benchmark."""
 
     name: str
     part: SkipPart
@@ -171,15 +167,15 @@ class TimedModel:
 
 
 def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
-    """The models of all benchmarks, then of all quantisations; the original of each folder first."""
+    """The models of all benchmarks; the original of each folder first."""
     found = []
     for part in folders:
-        if part.kind not in TIMED or "model" not in part.table.columns:
+        if part.kind != "bench" or "model" not in part.table.columns:
             continue
         stated = {str(entry.get("label", "?")): entry for entry in part.meta.get("models") or []}
         names = [str(name) for name in part.table["model"].dropna().unique()]
         names.sort(key=lambda name: not (stated.get(name, {}).get("baseline") or name == "original"))
-        several = sum(other.kind in TIMED for other in folders) > 1 and part.label
+        several = sum(other.kind == "bench" for other in folders) > 1 and part.label
         for name in names:
             shown = f"{part.label}: {name}" if several else name
             found.append(_timed(part, name, names[0], shown, stated.get(name, {})))
@@ -361,7 +357,7 @@ def findings(_: Meta, source: PageSource) -> list[Shown]:
 def story(source: PageSource) -> dict[str, Any] | None:
     """The first finding as the page's first sentence; of a benchmark, the time and loss of the fastest model."""
     timed = [one for one in timed_models(parts(source)) if "decode" in one.times and not one.baseline]
-    if timed and source.meta.get("kind") in TIMED:
+    if timed and source.meta.get("kind") == "bench":
         best = min(timed, key=lambda one: one.times["decode"].value)
         time, name = best.times["decode"], short(best.name, 60)
         said = f"Decoding a token takes {name} {time.value:.2f} times the original’s time"

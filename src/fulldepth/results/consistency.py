@@ -41,7 +41,7 @@ def check(folder: Path, meta: Mapping[str, Any], table: pd.DataFrame, groups: pd
             raise FulldepthError(f"Cannot read {folder}: a comparison lacks the entry `models`.")
         if meta.get("of") == "training" and (meta.get("step") is None or "step" not in table.columns):
             raise FulldepthError(f"Cannot read {folder}: a comparison of training runs lacks their common step.")
-    elif meta.get("models") and kind not in ("bench", "quantise"):
+    elif meta.get("models") and kind != "bench":
         raise FulldepthError(f"Cannot read {folder}: results of kind {one_line(kind, 60)} have the entry `models`.")
     elif kind in ("measure", "training", *EXITS):
         layers = (meta.get("model") or {}).get("num_layers")

@@ -195,7 +195,6 @@ DOCUMENT = entries(
         "models",
     ),
     (entries("Plan", *PLAN), "plan"),
-    (named(entries("Plan", *PLAN) | None), "plans"),
     (GENERATED | many(EXIT), "generation"),
     (
         named(entries("Speed", (Number, "full"), (Ratio, "speedup speedup_at_baseline"), (Numbers, "at"))),

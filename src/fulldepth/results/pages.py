@@ -51,7 +51,7 @@ def report(
     ```
 
     Args:
-        folders: of the kinds `skip`, `curve`, `bench` and `quantise`, about the same model; or a single one of any
+        folders: of the kinds `skip`, `curve` and `bench`, about the same model; or a single one of any
             kind.
         output: folder of the page, created if absent; None = the first of `folders`.
         overwrite: replace the page of a folder that holds other results.
@@ -116,7 +116,7 @@ def _write(html: str, path: Path) -> Path:
 def together(folders: Sequence[str | Path]) -> Results:
     """The folders combined: kind `skips`, rows with the column `folder`, the documents in `parts`.
 
-    Searches come first, then curves, benchmarks and quantisations; folders of one kind keep their order.
+    Searches come first, then curves, then benchmarks; folders of one kind keep their order.
 
     Raises:
         FulldepthError: if a folder is named twice or cannot be read, if one is not a result of `fulldepth skip`, or if

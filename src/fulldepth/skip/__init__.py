@@ -13,12 +13,8 @@ from fulldepth.skip.exports.fold import fold
 from fulldepth.skip.fit import FitResult, fit_scales
 from fulldepth.skip.outcome import analyse
 from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan, draft_plan, lines
-from fulldepth.skip.quantise import quantise
 from fulldepth.skip.responses import generate_responses, read_prompts
 from fulldepth.skip.search import search
-
-quantize = quantise
-"""American spelling."""
 
 __all__ = [
     "CRITERIA",
@@ -46,8 +42,6 @@ __all__ = [
     "lines",
     "load",
     "model_hash",
-    "quantise",
-    "quantize",
     "read_examples",
     "read_prompts",
     "search",

@@ -25,7 +25,6 @@ from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Finding, Results, finite, provenance, tabulate
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import CurveSettings
-from fulldepth.skip.compared import HeldoutLosses, losses_of
 from fulldepth.skip.elimination import chain
 from fulldepth.skip.outcome import joined
 from fulldepth.skip.plan import Plan
@@ -109,8 +108,7 @@ def curve(
         with prepared(owner, data, settings, process, tokenizer=tokenizer, heldout=heldout) as problem:
             plan = search_with(problem, process, watcher, output=output, resume=resume)
             read = _read(problem, plan.blocks, process, watcher)
-        losses = read.sums["loss"] / read.tokens[:, None]
-        end = find_breakpoint(losses, read.tokens, read.documents, seed=settings.seed)
+        end = find_breakpoint(read.sums["loss"] / read.tokens[:, None], read.tokens, read.documents, seed=settings.seed)
         table = _table(plan, read, end)
         document = {
             **provenance(KIND, settings.model_dump(), seed=settings.seed),
@@ -137,14 +135,25 @@ def _check_folder(output: str | Path | None, resume: bool) -> None:
         raise FulldepthError(f"{folder} already holds results. Choose another output folder.")
 
 
+class CurveSums(NamedTuple):
+    """The `MEASURES` of every held-out sequence with labels, at every number of removed blocks."""
+
+    sums: dict[str, np.ndarray]
+    """Measure -> `[N, K + 1]` sums over labelled tokens."""
+    tokens: np.ndarray
+    """[N] labelled tokens."""
+    documents: np.ndarray
+    """[N] the document of each sequence."""
+
+
 @torch.no_grad()
-def _read(problem: SearchProblem, blocks: Sequence[int], process: Processes, watcher: Watcher) -> HeldoutLosses:
-    """The `MEASURES`, `[N, K + 1]` each, of every held-out sequence with labels at every number of removed blocks."""
+def _read(problem: SearchProblem, blocks: Sequence[int], process: Processes, watcher: Watcher) -> CurveSums:
+    """The measures; processes share the batches."""
     scorer, batches, variants = problem.scorer, problem.batches, chain(blocks)
     sums: dict[int, list[dict[str, list[float]]]] = {}
     watcher.begin("Curve", len(batches) * len(variants))
     for number, batch in enumerate(batches):
-        if number % process.world == process.rank:  # processes share the batches
+        if number % process.world == process.rank:
             placed = batch.to(scorer.device)
             base = scorer.states(placed, BASE)
             states = (scorer.states(placed, variant) for variant in variants)
@@ -152,17 +161,17 @@ def _read(problem: SearchProblem, blocks: Sequence[int], process: Processes, wat
             scorer.plain()
         watcher.advance(len(variants))
     parts = {number: part for share in process.gather(sums) for number, part in share.items()}
+    tokens = np.array([count for batch in batches for count in batch.tokens], dtype=np.float64)
+    documents = np.array([document for batch in batches for document in batch.documents])
+    counts = tokens > 0
     columns = {
-        name: np.concatenate([np.array([of[name] for of in parts[number]]).T for number in range(len(batches))])
+        name: np.concatenate([np.array([of[name] for of in parts[number]]).T for number in range(len(batches))])[counts]
         for name in MEASURES
     }
-    read = losses_of(columns, batches)
-    counts = read.tokens > 0
-    columns = {name: values[counts] for name, values in columns.items()}
-    return HeldoutLosses(columns, read.tokens[counts], read.documents[counts])
+    return CurveSums(columns, tokens[counts], documents[counts])
 
 
-def _table(plan: Plan, read: HeldoutLosses, end: Breakpoint) -> pd.DataFrame:
+def _table(plan: Plan, read: CurveSums, end: Breakpoint) -> pd.DataFrame:
     """Rows with the column `removed`."""
     documents, at = np.unique(read.documents, return_inverse=True)
     owns = (np.arange(len(documents))[:, None] == at).astype(np.float64)  # [D, N]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pandas as pd
 import torch
@@ -34,7 +34,6 @@ from fulldepth.skip.plan import Plan, in_sample, plan_scalars, stopped_rounds
 from fulldepth.skip.problem import SearchProblem, open_for, prepared
 
 KIND = "skip"
-Chosen = TypeVar("Chosen", bound=SearchSettings)
 RESERVOIR_TOKENS = 2048
 """Most tokens that the discrepancy is computed from; exact if the data have no more."""
 UNKNOWN = "A plan keeps no losses of single documents; fulldepth skip bench --heldout states the error."
@@ -82,7 +81,7 @@ def analyse(
     return results
 
 
-def settings_of(plan: Plan, given: Chosen) -> Chosen:
+def settings_of(plan: Plan, given: SearchSettings) -> SearchSettings:
     """The settings recorded in a plan, updated with those that `given` states.
 
     Settings of the machine and of permissions (`PLACES`: `trust_remote_code`, the tokenizer, ...) are never taken from
@@ -96,7 +95,7 @@ def settings_of(plan: Plan, given: Chosen) -> Chosen:
     if settings.get("given") is None:
         settings["blocks"] = len(plan.blocks)
     stated = given.model_dump(mode="json", exclude_unset=True)
-    return layered(type(given), {"granularity": plan.granularity, **settings}, stated)
+    return layered(SearchSettings, {"granularity": plan.granularity, **settings}, stated)
 
 
 def outcome(plan: Plan, problem: SearchProblem, *, watcher: Watcher) -> Results:

@@ -263,9 +263,9 @@ def write_text(target: Path, text: str) -> Path:
     return target
 
 
-def plan_scalars(plan: Plan | None, anatomy: Anatomy) -> Scalars | None:
+def plan_scalars(plan: Plan, anatomy: Anatomy) -> Scalars | None:
     """A plan's scalars, float32, on the device of the model; None if none were fitted."""
-    if plan is None or plan.healed_loss is None:
+    if plan.healed_loss is None:
         return None
     return Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity).to(device_of(anatomy.model))
 

@@ -1,0 +1,71 @@
+"""Removal and int8 in both orders: the held-out loss of skip, then quantise, and of quantise, then skip.
+
+python examples/int8.py MODEL plan/plan.json pairs.jsonl
+
+The linear layers of all blocks become int8, weight-only (torchao); embeddings, norms, head and scalars stay as they
+are. Quantise, then skip is a new search on the quantised model with the settings of the plan.
+"""
+
+import copy
+import sys
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from transformers import PreTrainedModel
+
+from fulldepth.execution import find_anatomy
+from fulldepth.hf import open_model
+from fulldepth.progress import Watcher
+from fulldepth.skip import Plan, SearchSettings, search, skipping
+from fulldepth.skip.bench import HeldoutLosses, heldout_losses, in_words
+from fulldepth.skip.outcome import settings_of
+from fulldepth.skip.plan import plan_scalars
+from fulldepth.skip.problem import read_data
+
+
+def int8(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with the linear layers of all blocks in int8."""
+    model = copy.deepcopy(model)
+    for number, block in enumerate(find_anatomy(model).block_list, start=1):
+        linear = {id(module.weight) for module in block.modules() if isinstance(module, nn.Linear)}
+        others = [name for name, weight in block.named_parameters() if weight.ndim > 1 and id(weight) not in linear]
+        if others:  # such as GPT-2's transposed matrices and stacked experts
+            raise SystemExit(f"torchao packs linear layers only; layer {number} also has {', '.join(others)}.")
+        quantize_(block, Int8WeightOnlyConfig())
+    return model
+
+
+def main(model: str | PreTrainedModel, plan: str | Plan, data: Any, heldout: Any = None) -> tuple[HeldoutLosses, Plan]:
+    """Print held-out losses with the error of every difference; returns them, and the plan of the quantised model."""
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    settings = settings_of(plan, SearchSettings())
+    checkpoint = open_model(model, dtype=settings.dtype)
+    original = checkpoint.model
+    plan.check_model(original)
+    examples = read_data(checkpoint, find_anatomy(original), data, settings, tokenizer=None, heldout=heldout)
+    quantised = int8(original)
+    second = search(quantised, examples, settings=settings)
+    losses = None
+    for name, one, used in (
+        ("original", original, None),
+        ("skipped", original, plan),
+        ("quantised", quantised, None),
+        ("quantised, then skipped", quantised, second),
+        ("skipped, then quantised", quantised, plan),
+    ):
+        anatomy = find_anatomy(one)
+        removed, scalars = (used.blocks, plan_scalars(used, anatomy)) if used else ((), None)
+        with skipping(anatomy, removed, plan.granularity, scalars):
+            read = heldout_losses({name: one}, examples.heldout, settings.batch_size, Watcher())
+        losses = read if losses is None else replace(losses, sums={**losses.sums, **read.sums})
+        change = "" if one is original and not used else f", {in_words(losses.added(name), 'the original')}"
+        print(f"{name} {list(removed)}: {losses.mean(name):.4f} nats{change}")
+    order = losses.added("quantised, then skipped", "skipped, then quantised")
+    print(f"Quantising first: {in_words(order, 'quantising last')}.")
+    return losses, second
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:5])
