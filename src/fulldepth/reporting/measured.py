@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from pathlib import PurePosixPath
-from typing import Any
-
-import yaml
 
 from fulldepth.reporting.phrases import (
     figure_of,
@@ -19,18 +14,10 @@ from fulldepth.reporting.phrases import (
     visible,
 )
 from fulldepth.reporting.source import PageSource
-from fulldepth.reporting.tables import Table
+from fulldepth.reporting.tables import Meta, Table, across, texts
 
-Meta = Mapping[str, Any]
 WITHOUT_CARD = ("cosine_cka_order", "score ", "earliest_exit ")
 """Beginnings of the names of findings without a card; of tasks, a table has the numbers."""
-
-
-@cache
-def texts() -> dict[str, Any]:
-    """The content of `page.yaml`."""
-    found: dict[str, Any] = yaml.safe_load(files("fulldepth.reporting").joinpath("page.yaml").read_text("utf-8"))
-    return found
 
 
 @dataclass(frozen=True)
@@ -100,27 +87,17 @@ def differences(entry: Meta, _: PageSource) -> list[Shown]:
     return [Shown(finding, later=name.split(":")[0] in texts()["headlines"]) for name, finding in headline]
 
 
-def labelled(entry: Meta) -> str:
-    """Label of one of several models; the baseline is marked."""
-    label = short(entry.get("label", "?"), 60)
-    return f"{label} (baseline)" if entry.get("baseline") and label != "baseline" else label
-
-
-def side_by_side(source: PageSource) -> Table | None:
-    """The findings of several models as a table: one column per model, the baseline marked."""
-
-    def cell(entry: Meta, name: str) -> str:
-        finding = (entry.get("headline") or {}).get(name, {})
-        digits, unit = figure_of(finding, (entry.get("model") or {}).get("num_layers"))
-        return " ".join(filter(None, (digits, plus_minus(finding), unit)))
-
-    models = source.meta.get("models") or []
-    rows = [
-        [title, *(cell(entry, name) for entry in models)]
-        for name, (title, _) in texts()["headlines"].items()
-        if any(name in (entry.get("headline") or {}) for entry in models)
-    ]
-    return Table("Models side by side", [labelled(entry) for entry in models], rows) if rows else None
+def side_by_side(source: PageSource) -> Table:
+    """The findings of several models as a table: one column per model."""
+    models = []
+    for entry in source.meta.get("models") or []:
+        found, depth = entry.get("headline") or {}, (entry.get("model") or {}).get("num_layers")
+        cells = {}
+        for name, (title, _) in texts()["headlines"].items():
+            digits, unit = figure_of(found.get(name, {}), depth)
+            cells[title] = " ".join(filter(None, (digits, plus_minus(found.get(name, {})), unit)))
+        models.append((entry, cells))
+    return across("Models side by side", models)
 
 
 def warnings(meta: Meta) -> list[str]:

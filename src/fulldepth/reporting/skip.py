@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.reporting import measured
 from fulldepth.reporting.charts import Figure, readings
-from fulldepth.reporting.draw import Drawn, legend_entry, plane, points, value_axis
-from fulldepth.reporting.measured import Meta, Shown
+from fulldepth.reporting.draw import Drawn, chart, legend_entry, plane, points, value_axis
+from fulldepth.reporting.measured import Shown
 from fulldepth.reporting.phrases import (
-    NOTHING,
     dotted,
     figure_of,
     plus_minus,
@@ -26,8 +25,8 @@ from fulldepth.reporting.phrases import (
     size,
 )
 from fulldepth.reporting.source import TOGETHER, PageSource, PlottedCurve, curve, number, select
-from fulldepth.reporting.style import CATEGORICAL, INK, Figures, axis, categorical, figure, label, minus, translucent
-from fulldepth.reporting.tables import Table, by_subject, settings_table
+from fulldepth.reporting.style import CATEGORICAL, INK, Figures, axis, categorical, label, minus, translucent
+from fulldepth.reporting.tables import Meta, Table, of_record, settings_table
 
 PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
 """Granularity -> what is removed, in the singular."""
@@ -36,7 +35,7 @@ TIMED = ("bench", "quantise")
 """Kinds of folders that time models."""
 CARDS = {"loss_added": "Loss added", "loss_healed": "Held-out loss, healed", "break_point": "Break point"}
 """Name in `results.json` (for benchmarks, followed by the model) -> title of the card; the table has the times."""
-SIZES = {"parameter_bytes": "Weights", "kv_bytes_per_token": "Cache per token", "peak_memory": "Peak memory"}
+SIZES = ("parameter_bytes", "kv_bytes_per_token", "peak_memory")
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,11 @@ def parts(source: PageSource) -> list[SkipPart]:
     ]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Removal:
     """Removed blocks in the order of removal."""
 
-    names: tuple[str, ...]
+    names: dict[str, None]
     """Names of the folders and models that it comes from; may be empty."""
     granularity: str
     blocks: tuple[int, ...]
@@ -84,36 +83,24 @@ class Removal:
     def begins(self, other: Removal) -> bool:
         """Whether a longer removal has begun with the same blocks at the same losses."""
         size = len(self.blocks)
-        return (
-            len(other.blocks) > size
-            and other.granularity == self.granularity
-            and other.blocks[:size] == self.blocks
-            and all(abs(a - b) <= 1e-4 * abs(a) for a, b in zip(self.losses, other.losses, strict=False))
-        )
+        same = (other.granularity, other.blocks[:size]) == (self.granularity, self.blocks)
+        return same and len(other.blocks) > size and bool(np.allclose(other.losses[: size + 1], self.losses, 1e-4, 0))
 
 
 def removals(folders: Iterable[SkipPart]) -> list[Removal]:
     """All sequences of removed blocks in the folders, without repetition."""
-    merged: dict[tuple[str, tuple[int, ...], tuple[float, ...]], Removal] = {}
-    for part in folders:
-        for name, plan in plans(part):
-            blocks = tuple(int(block) for block in plan.get("blocks") or [])
-            if not blocks:
-                continue
-            losses = [loss for loss in map(number, plan.get("losses") or []) if loss is not None]
-            removal = Removal(
-                (name,) if name else (),
-                str(plan.get("granularity") or "attention"),
-                blocks,
-                tuple(losses) if len(losses) == len(blocks) + 1 else (),
-                number(plan.get("healed_loss")),
-                number((plan.get("control_loss") or {}).get("scalars_only")),
-                part if part.kind == "curve" else None,
-            )
-            key = removal.granularity, blocks, tuple(round(loss, 4) for loss in removal.losses)
-            earlier = merged.setdefault(key, removal)
-            names, curve = dict.fromkeys((*earlier.names, *removal.names)), earlier.curve or removal.curve
-            merged[key] = replace(earlier, names=tuple(names), curve=curve)
+    merged: dict[object, Removal] = {}
+    for part, name, plan in ((one, *named) for one in folders for named in plans(one)):
+        blocks = tuple(int(block) for block in plan.get("blocks") or [])
+        losses = tuple(loss for loss in map(number, plan.get("losses") or []) if loss is not None)
+        losses *= len(losses) == len(blocks) + 1
+        granularity = str(plan.get("granularity") or "attention")
+        scalars_only = number((plan.get("control_loss") or {}).get("scalars_only"))
+        new = Removal({}, granularity, blocks, losses, number(plan.get("healed_loss")), scalars_only)
+        if blocks:
+            removal = merged.setdefault((granularity, blocks, tuple(round(loss, 4) for loss in losses)), new)
+            removal.names |= dict.fromkeys([name] if name else [])
+            removal.curve = removal.curve or (part if part.kind == "curve" else None)
     return list(merged.values())
 
 
@@ -227,20 +214,15 @@ def _removed(part: SkipPart, measure: str, name: str, index: int, form: str = ".
     return Drawn(mean, name, **categorical(index), form=form, low=low, high=high)
 
 
-def _over_removed(
-    drawn: Sequence[Drawn], subtitle: str, more: Sequence[go.Scatter] = (), **settings: Any
-) -> go.Figure | None:
-    """Curves over the number of removed blocks, then further traces."""
-    traces = [*(trace for one in drawn if one for trace in one.traces()), *more]
-    if not traces:
-        return None
-    largest = max([1, *(int(x) for trace in traces for x in trace.x if x is not None)])
+def _over_removed(drawn: Sequence[Drawn], subtitle: str, **settings: Any) -> go.Figure | None:
+    """Curves over the number of removed blocks."""
+    largest = max([1, *(at for one in drawn for at in one.curve.at)])
     margin = max(0.4, largest * 0.03)
     step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000) if largest / s <= 13)
     across = axis("Blocks removed", unifiedhovertitle={"text": "%{x} removed"}, dtick=step, tick0=0)
-    subtitle += ". Band: 95 % interval over documents" * any(trace.fill for trace in traces)
+    subtitle += ". Band: 95 % interval over documents" * any(one.low for one in drawn)
     settings |= {"xaxis": {**across, "range": [-margin, largest + margin]}, "legend": {"traceorder": "normal"}}
-    return figure(traces, subtitle=subtitle, height=420, **settings)
+    return chart(drawn, subtitle=subtitle, height=420, **settings)
 
 
 def removal_loss(_: Figure, source: PageSource) -> Figures:
@@ -248,25 +230,28 @@ def removal_loss(_: Figure, source: PageSource) -> Figures:
     known = [removal for removal in removals(parts(source)) if removal.losses]
     shown = [one for one in known if one.healed is not None or not any(one.begins(other) for other in known)]
     drawn: list[Drawn] = []
-    marks: list[go.Scatter] = []
+    marks: list[Drawn] = []
+    lines: list[go.Scatter] = []
     shapes: list[dict[str, Any]] = []
     for index, removal in enumerate(shown):
         several = f" ({label(removal.name, 40)})" if len(shown) > 1 and removal.name else ""
         base, part = removal.losses[0], removal.curve
+
+        def added(losses: Sequence[float], first: int = 0, base: float = base) -> PlottedCurve:
+            at = range(first, first + len(losses))
+            return PlottedCurve([*at], [loss - base for loss in losses], ["?"] * len(losses))
+
         if not any(removal.begins(other) for other in known):  # else a longer line contains the same points
-            counts = list(range(len(removal.losses)))
-            plain = PlottedCurve(counts, [loss - base for loss in removal.losses], ["?"] * len(counts))
             own = _removed(part, "loss_added", f"Not healed{several}", index) if part else None
-            drawn.append(own or Drawn(plain, f"Not healed{several}", **categorical(index)))
+            drawn.append(own or Drawn(added(removal.losses), f"Not healed{several}", **categorical(index)))
         color = categorical(index)["color"] if several else CATEGORICAL[2]
         for name, loss, at, mark in (
             ("Healed", removal.healed, len(removal.blocks), {"symbol": "diamond"}),
             ("Control: scalars only", removal.scalars_only, 0, {"symbol": "circle-open", "line": {"width": 2}}),
         ):
             if loss is not None:
-                marks.append(
-                    points(name + several, [at], [loss - base], color, "%{y:.4f}", marker={"size": 11, **mark})
-                )
+                marker = {"marker": {"size": 11, "color": color, **mark}}
+                marks.append(Drawn(added([loss], at), name + several, color, plot="marks", extra=marker))
         middle, low, high = (
             number(next(iter(select(part.table, "break_point", end)["value"]), None)) if part else None
             for end in ("value", "low", "high")
@@ -278,10 +263,10 @@ def removal_loss(_: Figure, source: PageSource) -> Figures:
             shapes += [{"type": "rect", "x0": low, "x1": high, **box, **across}] if low != high else []
             shapes.append({"type": "line", "x0": middle, "x1": middle, "line": stroke, **across})
             interval = "" if low is None else f" (95 %: {low:.0f} to {high:.0f})"
-            marks.append(legend_entry(f"Break point: {middle:.0f}{interval}{several}", "lines", line=stroke))
-    reading = "Above the unmodified model’s, on the same sequences"
-    result = _over_removed(drawn, reading, marks, yaxis=axis("Loss added (nats)"), shapes=shapes, showlegend=True)
-    return readings([("", result)])
+            lines.append(legend_entry(f"Break point: {middle:.0f}{interval}{several}", "lines", line=stroke))
+    reading, yaxis = "Above the unmodified model’s, on the same sequences", axis("Loss added (nats)")
+    result = _over_removed([*drawn, *marks], reading, yaxis=yaxis, shapes=shapes, showlegend=True)
+    return readings([("", result and result.add_traces(lines))])
 
 
 def by_removed(record: Figure, source: PageSource) -> Figures:
@@ -448,49 +433,32 @@ def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
     }
 
 
-def side_by_side(source: PageSource) -> Table | None:
+def side_by_side(source: PageSource) -> Table:
     """All timed models: loss, time and size; sizes are multiples of the original's."""
-    timed = timed_models(parts(source))
-    if not timed:
-        return None
-    originals = {id(one.part): one for one in reversed(timed) if one.baseline}
-    columns: dict[str, Callable[[TimedModel], str]] = {
-        "Held-out loss": lambda one: NOTHING if one.loss is None else minus(one.loss, ".4f"),
-        "Added": lambda one: (
-            NOTHING
-            if one.baseline or one.added is None
-            else f"{minus(one.added, '+.4f')} {plus_minus({'standard_error': one.error})}".strip()
-        ),
-        **{f"{phase.capitalize()} time": partial(_ratio, phase) for phase in PHASES},
-        **{title: partial(_multiple, originals, key) for key, title in SIZES.items()},
-    }
-    from_plans = [short(one.name, 40) for one in timed if one.stated and not one.baseline]
-    note = f"Not measured here, but stated by the plan: the loss of {', '.join(from_plans)}. " if from_plans else ""
-    note += (
-        "Times over the original’s are medians of the rounds’ ratios, in brackets the 95 % interval (from 9 rounds "
-        "on); ≈ 1×: no measurable difference. ± is the standard error over documents. Sizes are multiples of the "
-        "original’s bytes."
-    )
-    named = [(f"{short(one.name, 60)}{' (original)' * one.baseline}", one) for one in timed]
-    return by_subject("Models side by side", "Model", named, columns, note)
+    timed, rows, originals = timed_models(parts(source)), [], {}
+    for one in timed:
+        added = None if one.baseline or one.added is None else minus(one.added, "+.4f")
+        original = originals.setdefault(id(one.part), one.bytes if one.baseline else {})  # the first one of its folder
+        cells = {
+            "loss": one.loss,
+            "added": added and f"{added} {plus_minus({'standard_error': one.error})}".strip(),
+            **{phase: "1×" if one.baseline else _ratio(ratio) for phase, ratio in one.times.items()},
+            **{
+                name: size(own) if one.baseline else f"{own / original[name]:.2f}×"
+                for name, own in one.bytes.items()
+                if original.get(name)
+            },
+        }
+        rows.append((f"{short(one.name, 60)}{' (original)' * one.baseline}", cells))
+    table = of_record("timed", rows)
+    from_plans = ", ".join(short(one.name, 40) for one in timed if one.stated and not one.baseline)
+    note = f"Not measured here, but stated by the plan: the loss of {from_plans}. " if from_plans else ""
+    return replace(table, note=note + table.note)
 
 
-def _ratio(phase: str, timed: TimedModel) -> str:
+def _ratio(ratio: Spread) -> str:
     """The time over the original's, with its interval."""
-    if (ratio := timed.times.get(phase)) is None or timed.baseline:
-        return NOTHING if ratio is None else "1×"
     if ratio.low == ratio.high:
         return f"{ratio.value:.3f}× (no interval)"
     interval = f"({ratio.low:.3f} to {ratio.high:.3f})"
     return f"≈ 1× {interval}" if ratio.low <= 1 <= ratio.high else f"{ratio.value:.3f}× {interval}"
-
-
-def _multiple(originals: Mapping[int, TimedModel], measure: str, timed: TimedModel) -> str:
-    """Bytes as a multiple of the original's; bytes of the original."""
-    own, original = timed.bytes.get(measure), originals.get(id(timed.part))
-    base = original.bytes.get(measure) if original else None
-    if own is None or not base:
-        return NOTHING
-    if not timed.baseline:
-        return f"{own / base:.2f}×"
-    return f"{own:,.0f} B" if own < 2**14 else f"{own / 2**10:,.0f} KiB" if own < 2**20 else size(own)
