@@ -69,7 +69,7 @@ class TaskScores:
         told = cell(value, "percent" if self.is_share else "{:.4g}")
         if None in (value, error):
             return told
-        return f"{told} ± " + (f"{100 * error:.1f}" if self.is_share else f"{error:.2g}")  # type: ignore[operator,str-format]
+        return f"{told} ± " + (f"{100 * error:.1f}" if self.is_share else f"{error:.2g}")  # type: ignore[operator]
 
 
 def tasks_of(table: pd.DataFrame, described: Meta | None, layers: int) -> list[TaskScores]:

@@ -46,7 +46,14 @@ class SkipPart:
     """Its name if there are several; empty for a single folder."""
     kind: str
     table: pd.DataFrame
-    meta: Mapping[str, Any]
+    meta: Meta
+
+    def value(self, measure: str, statistic: str, site: str = "model", model: str = "") -> float | None:
+        """A number of the folder, or of one of its models: over the whole grid, or else the median of its cells."""
+        rows = select(self.table[self.table["model"] == model] if model else self.table, measure, statistic, site)
+        whole = rows[rows["batch"].isna()] if "batch" in rows else rows
+        finite = [real for real in map(number, (whole if len(whole) else rows)["value"]) if real is not None]
+        return median(finite) if finite else None
 
 
 def parts(source: PageSource) -> list[SkipPart]:
@@ -140,21 +147,16 @@ class TimedModel:
     baseline: bool
     loss: float | None
     """Held-out loss in nats: measured, or else of the plan of the export."""
-    base: float | None
-    """The original's loss on the same data."""
+    added: float | None
+    """The loss that it adds to the original's, on the same data."""
     error: float | None
-    """Standard error of their difference."""
+    """Standard error of the added loss."""
     stated: bool
     """Whether the loss is the plan's instead of being measured with the times."""
     times: Mapping[str, Spread]
     """Phase -> time over the original's, over the whole grid."""
     bytes: Mapping[str, float]
     """Measure -> bytes, the median over the grid."""
-
-    @property
-    def added(self) -> float | None:
-        """The loss that it adds to the original's."""
-        return None if self.loss is None or self.base is None else self.loss - self.base
 
 
 def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
@@ -163,47 +165,38 @@ def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
     for part in folders:
         if part.kind not in TIMED or "model" not in part.table.columns:
             continue
-        stated = {str(entry.get("label", "?")): entry for entry in part.meta.get("models") or []}
+        entries = {str(entry.get("label", "?")): entry for entry in part.meta.get("models") or []}
         names = [str(name) for name in part.table["model"].dropna().unique()]
-        names.sort(key=lambda name: not (stated.get(name, {}).get("baseline") or name == "original"))
+        names.sort(key=lambda name: not (entries.get(name, {}).get("baseline") or name == "original"))
         several = sum(other.kind in TIMED for other in folders) > 1 and part.label
         for name in names:
-            shown = f"{part.label}: {name}" if several else name
-            found.append(_timed(part, name, names[0], shown, stated.get(name, {})))
+            entry, of_plan, original = entries.get(name, {}), False, name == names[0]
+            loss, base = (part.value("loss", "mean", model=one) for one in (name, names[0]))
+            losses = [number(one) for one in entry.get("losses") or []]
+            if loss is None:
+                loss, base = number(entry.get("healed_loss")) or (losses or [None])[-1], (losses or [None])[0]
+                of_plan = loss is not None
+            times = {}
+            for phase in PHASES:
+                time, low, high = (part.value("time_ratio", end, phase, name) for end in ("median", "low", "high"))
+                if original and part.value(f"{phase}_time", "median", phase, name) is not None:
+                    time = low = high = 1.0
+                if time is not None:
+                    times[phase] = Spread(time, time if low is None else low, time if high is None else high)
+            found.append(
+                TimedModel(
+                    f"{part.label}: {name}" if several else name,
+                    part,
+                    original,
+                    loss,
+                    None if loss is None or base is None else loss - base,
+                    part.value("loss", "difference_stderr", model=name),
+                    of_plan,
+                    times,
+                    {size: own for size in SIZES if (own := part.value(size, "value", model=name)) is not None},
+                )
+            )
     return found
-
-
-def _timed(part: SkipPart, name: str, original: str, shown: str, entry: Mapping[str, Any]) -> TimedModel:
-    """A model with the numbers of its rows."""
-
-    def value(model: str, measure: str, statistic: str, site: str = "model") -> float | None:
-        """A number of a model over the whole grid; the median over its cells if there is none."""
-        rows = select(part.table[part.table["model"] == model], measure, statistic, site)
-        whole = rows[rows["batch"].isna()] if "batch" in rows.columns else rows
-        finite = [real for real in map(number, (whole if len(whole) else rows)["value"]) if real is not None]
-        return median(finite) if finite else None
-
-    losses = [number(loss) for loss in entry.get("losses") or []]
-    measured, base = (value(model, "loss", "mean") for model in (name, original))
-    stated = number(entry.get("healed_loss")) or (losses[-1] if losses else None)
-    times = {}
-    for phase in PHASES:
-        middle, low, high = (value(name, "time_ratio", end, phase) for end in ("median", "low", "high"))
-        if name == original and value(name, f"{phase}_time", "median", phase) is not None:
-            middle = low = high = 1.0
-        if middle is not None:
-            times[phase] = Spread(middle, middle if low is None else low, middle if high is None else high)
-    return TimedModel(
-        shown,
-        part,
-        name == original,
-        stated if measured is None else measured,
-        base if measured is not None else losses[0] if losses else None,
-        value(name, "loss", "difference_stderr"),
-        measured is None and stated is not None,
-        times,
-        {measure: bytes_ for measure in SIZES if (bytes_ := value(name, measure, "value")) is not None},
-    )
 
 
 def _removed(part: SkipPart, measure: str, name: str, index: int, form: str = ".4f") -> Drawn:
@@ -252,10 +245,7 @@ def removal_loss(_: Figure, source: PageSource) -> Figures:
             if loss is not None:
                 marker = {"marker": {"size": 11, "color": color, **mark}}
                 marks.append(Drawn(added([loss], at), name + several, color, plot="marks", extra=marker))
-        middle, low, high = (
-            number(next(iter(select(part.table, "break_point", end)["value"]), None)) if part else None
-            for end in ("value", "low", "high")
-        )
+        middle, low, high = (part and part.value("break_point", end) for end in ("value", "low", "high"))
         if middle is not None:
             across = {"xref": "x", "yref": "paper", "y0": 0, "y1": 1, "layer": "below"}
             stroke = {"color": INK, "width": 1.5, "dash": "dot"}
@@ -435,7 +425,8 @@ def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
 
 def side_by_side(source: PageSource) -> Table:
     """All timed models: loss, time and size; sizes are multiples of the original's."""
-    timed, rows, originals = timed_models(parts(source)), [], {}
+    timed, rows = timed_models(parts(source)), []
+    originals: dict[int, Mapping[str, float]] = {}
     for one in timed:
         added = None if one.baseline or one.added is None else minus(one.added, "+.4f")
         original = originals.setdefault(id(one.part), one.bytes if one.baseline else {})  # the first one of its folder
