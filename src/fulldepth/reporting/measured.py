@@ -27,8 +27,6 @@ class Shown:
     entry: Meta
     card: tuple[str, str, str, str] | None = None
     """Name, symbol, digits and unit on its card; None if it has no card."""
-    later: bool = False
-    """Whether its sentence is folded, after the opening sentences."""
     prefix: str = ""
     """Subject of the sentence if the page shows several."""
 
@@ -62,11 +60,9 @@ def _titled(name: str) -> tuple[str, str]:
     return headlines[base][0], short(name.removeprefix(f"{base}_"), 60)
 
 
-def sentences(shown: Sequence[Shown]) -> tuple[list[str], list[str]]:
-    """The opening sentences and the folded ones; none is folded if all are marked as later."""
-    told = [(one.later, one.prefix + short(one.entry["sentence"], 600)) for one in shown if one.entry.get("sentence")]
-    first = [text for later, text in told if not later] or [text for _, text in told]
-    return first, [text for _, text in told if text not in first]
+def sentences(shown: Sequence[Shown]) -> list[str]:
+    """The sentences of findings."""
+    return [one.prefix + short(one.entry["sentence"], 600) for one in shown if one.entry.get("sentence")]
 
 
 def title(meta: Meta) -> str:
@@ -82,9 +78,9 @@ def title(meta: Meta) -> str:
 
 
 def differences(entry: Meta, _: PageSource) -> list[Shown]:
-    """The findings of a comparison; sentences on numbers that the table of models shows are marked as later."""
-    headline = (entry.get("headline") or {}).items()
-    return [Shown(finding, later=name.split(":")[0] in texts()["headlines"]) for name, finding in headline]
+    """The findings of a comparison; those that the table of models shows come last."""
+    headline, in_table = entry.get("headline") or {}, texts()["headlines"]
+    return [Shown(headline[name]) for name in sorted(headline, key=lambda name: name.split(":")[0] in in_table)]
 
 
 def side_by_side(source: PageSource) -> Table:

@@ -95,8 +95,8 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> di
         now = PageSource(source.steps[step], {**meta, "model": entry.get("model") or meta.get("model")})
         left_out += measured.left_out(entry)
     found = content.findings(entry, source)
-    first, more = measured.sentences(found)
-    told = content.story(now) or ({"sentences": first[:1]} if first else None)
+    said = measured.sentences(found)
+    told = content.story(now) or ({"sentences": said[:1]} if said else None)
     strips = story.by_stack(now.table, now.meta) if source.kind in (SINGLE, SERIES) else {}
     drawn = figures.build(table, meta)
     settings = [] if meta.get("models") else [settings_table("All settings", meta.get("settings"))]
@@ -120,7 +120,7 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> di
             if one.card
         ],
         "models": content.models(source),
-        "more_sentences": [*first, *more],
+        "more_sentences": said,
         "warnings": content.warnings(source),
         "left_out": list(dict.fromkeys(left_out)),
         "sections": arrange(drawn, source.kind, about, {"settings": settings, **content.tables(source)}),

@@ -334,18 +334,17 @@ def findings(_: Meta, source: PageSource) -> list[Shown]:
 
 
 def story(source: PageSource) -> dict[str, Any] | None:
-    """The first finding as the page's first sentence; of a benchmark, the time and loss of the fastest model."""
+    """Of a benchmark, the time and loss of the model that decodes fastest; None = the first finding opens the page."""
     timed = [one for one in timed_models(parts(source)) if "decode" in one.times and not one.baseline]
-    if timed and source.meta.get("kind") in TIMED:
-        best = min(timed, key=lambda one: one.times["decode"].value)
-        time, name = best.times["decode"], short(best.name, 60)
-        said = f"Decoding a token takes {name} {time.value:.2f} times the original’s time"
-        if time.low <= 1 <= time.high:
-            said = f"No model decodes measurably faster than the original; {name} comes closest"
-        cost = "" if best.added is None else f"; its loss is {minus(best.added, '+.3f')} nats"
-        return {"sentences": [f"{said} ({time.low:.2f} to {time.high:.2f}){cost}."]}
-    sentences = [shown.prefix + short(shown.entry["sentence"], 600) for shown in findings({}, source)[:1]]
-    return {"sentences": sentences} if sentences else None
+    if not timed or source.meta.get("kind") not in TIMED:
+        return None
+    best = min(timed, key=lambda one: one.times["decode"].value)
+    time, name = best.times["decode"], short(best.name, 60)
+    said = f"Decoding a token takes {name} {time.value:.2f} times the original’s time"
+    if time.low <= 1 <= time.high:
+        said = f"No model decodes measurably faster than the original; {name} comes closest"
+    cost = "" if best.added is None else f"; its loss is {minus(best.added, '+.3f')} nats"
+    return {"sentences": [f"{said} ({time.low:.2f} to {time.high:.2f}){cost}."]}
 
 
 def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:

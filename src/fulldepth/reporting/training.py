@@ -13,9 +13,9 @@ from fulldepth.reporting.tables import PROSE, Meta, Table, across, flatten, labe
 
 
 def differences(entry: Meta, _: PageSource) -> list[Shown]:
-    """The findings of a comparison of runs; all but the validation losses are marked as later."""
-    headline = (entry.get("headline") or {}).items()
-    return [Shown(finding, later=not name.startswith("validation_loss")) for name, finding in headline]
+    """The findings of a comparison of runs, the validation losses first."""
+    headline = entry.get("headline") or {}
+    return [Shown(headline[name]) for name in sorted(headline, key=lambda name: not name.startswith("validation_loss"))]
 
 
 def objective_line(objective: Meta) -> str:
