@@ -10,7 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from fulldepth.reporting.charts import Figure, readings
-from fulldepth.reporting.draw import Drawn, chart, plane, points, value_axis
+from fulldepth.reporting.draw import Drawn, chart, points, value_axis
 from fulldepth.reporting.phrases import short, visible
 from fulldepth.reporting.source import EXIT, PageSource, PlottedCurve, number
 from fulldepth.reporting.style import (
@@ -19,7 +19,9 @@ from fulldepth.reporting.style import (
     MUTED,
     SEQUENTIAL,
     Figures,
+    axis,
     categorical,
+    figure,
     label,
     layer_axis,
     minus,
@@ -108,17 +110,17 @@ def _tradeoff(groups: Mapping[str, list[dict[str, Any]]], full: Sequence[Meta], 
         traces += [points(name, [x for x, _ in at], [y for _, y in at], INK, marker=marker)] if at else []
     timed = any(one.get("measured_speedup") is not None for every in groups.values() for one in every)
     variant = title.removesuffix(" (nats)")
-    drawn_figure = plane(
+    drawn_figure = figure(
         traces,
-        "Speed-up over the full model",
-        title,
-        form=".1~%" if form.endswith("%") else "",
-        suffix="×",
+        xaxis=axis("Speed-up over the full model", ticksuffix="×"),
+        yaxis=axis(title, **({"tickformat": ".1~%"} if form.endswith("%") else {"rangemode": "tozero"})),
         title=f"{variant} against speed-up",
         subtitle=f"{'Lower' if key == 'loss' else 'Higher'} right is better. "
         f"{'Measured in time' if timed else 'In theory, by layers: nothing was timed'}",
         variant=variant,
         height=380,
+        hovermode="closest",
+        showlegend=True,
     )
     return drawn_figure.add_vline(1, line={"color": MUTED, "width": 1, "dash": "dot"})
 

@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 
 from fulldepth.reporting import measured
 from fulldepth.reporting.charts import Figure, readings
-from fulldepth.reporting.draw import Drawn, chart, legend_entry, plane, points, value_axis
+from fulldepth.reporting.draw import Drawn, chart, legend_entry, points, value_axis
 from fulldepth.reporting.measured import Shown
 from fulldepth.reporting.phrases import (
     dotted,
@@ -25,7 +25,7 @@ from fulldepth.reporting.phrases import (
     size,
 )
 from fulldepth.reporting.source import TOGETHER, PageSource, PlottedCurve, curve, number, select
-from fulldepth.reporting.style import CATEGORICAL, INK, Figures, axis, categorical, label, minus, translucent
+from fulldepth.reporting.style import CATEGORICAL, INK, Figures, axis, categorical, figure, label, minus, translucent
 from fulldepth.reporting.tables import Meta, Table, of_record, settings_table
 
 PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
@@ -297,8 +297,15 @@ def _plane(source: PageSource, phase: str) -> go.Figure | None:
                 error_y=None if error is None else {"array": [2 * error], **bars},
             )
         )  # fmt: skip
-    title = f"{phase.capitalize()} time over the original’s"
-    return plane(traces, title, "Loss added to the original’s (nats)", form="", variant=phase.capitalize())
+    return figure(
+        traces,
+        xaxis=axis(f"{phase.capitalize()} time over the original’s", tickformat=".2f"),
+        yaxis=axis("Loss added to the original’s (nats)", rangemode="tozero"),
+        variant=phase.capitalize(),
+        height=400,
+        hovermode="closest",
+        showlegend=True,
+    )
 
 
 def model(source: PageSource) -> dict[str, Any]:
