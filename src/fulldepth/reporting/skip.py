@@ -123,11 +123,10 @@ def plans(part: SkipPart) -> list[tuple[str, Mapping[str, Any]]]:
 
 def layers_of(folders: Sequence[SkipPart]) -> int:
     """L, as a document states, or else the deepest known layer."""
-    for part in folders:
-        if isinstance(layers := (part.meta.get("model") or {}).get("num_layers"), int) and layers > 0:
-            return layers
-    deepest = [int(layer) for part in folders if not pd.isna(layer := part.table["layer"].max())]
-    return max([*deepest, *(max(removal.blocks) for removal in removals(folders))], default=1) or 1
+    stated = [(part.meta.get("model") or {}).get("num_layers") for part in folders]
+    deepest = [layer for part in folders if (layer := number(part.table["layer"].max())) is not None]
+    deepest += [block for removal in removals(folders) for block in removal.blocks]
+    return next((layers for layers in stated if isinstance(layers, int) and layers > 0), int(max([1, *deepest])))
 
 
 class Spread(NamedTuple):
