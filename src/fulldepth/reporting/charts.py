@@ -16,7 +16,6 @@ import plotly.graph_objects as go
 import yaml
 
 from fulldepth.reporting.draw import (
-    APART,
     NO_CURVE,
     Drawn,
     add_level,
@@ -383,10 +382,10 @@ def _by_depth(record: Figure, line: Line, source: PageSource, several: bool) -> 
     if drawn is None:
         return None
     first, *others = [list(track.curve.points.values()) for track in tracks if track]
-    rest = [value for values in others for value in values]
-    if rest and max(map(abs, first)) > APART * max(map(abs, rest)):  # it would flatten the others
+    ends = scale_without(first, [value for values in others for value in values])
+    if ends is not None:
         drawn.layout.meta["subtitle"] += f"; {tracks[0].name.lower()} is beyond the scale"
-        drawn.update_layout(yaxis_range=scale_without(rest))
+        drawn.update_layout(yaxis_range=ends)
     return drawn.add_trace(shade_key("Layer", SEQUENTIAL[2:], depths[0], layers))
 
 

@@ -150,17 +150,22 @@ def set_first_apart(drawn: go.Figure, names: Collection[str]) -> go.Figure:
     layer = min((at for at, _ in points), default=0)
     first = [value for at, value in points if at == layer]
     rest = [value for at, value in points if at != layer]
-    if not rest or max(map(abs, first)) <= APART * max(map(abs, rest)):
+    ends = scale_without(first, rest)
+    if ends is None:
         return drawn
     drawn.add_annotation(
         text=f"\u2191 {layer_name(int(layer))}: {first[0]:.3g}", x=layer, y=1, yref="paper", xanchor="left",
         yanchor="top", xshift=14, showarrow=False, font={"size": 11, "color": MUTED},
     )  # fmt: skip
-    return drawn.update_layout(yaxis_range=scale_without(rest))
+    return drawn.update_layout(yaxis_range=ends)
 
 
-def scale_without(rest: Sequence[float]) -> tuple[float, float]:
-    """Ends of a value axis for these values: from zero where none is negative, with room above for a note."""
+def scale_without(first: Sequence[float], rest: Sequence[float]) -> tuple[float, float] | None:
+    """Ends of a value axis for the rest, if the first values would flatten it: from zero where none is negative, with
+    room above for a note. None if they are at most `APART` times the largest of the rest.
+    """
+    if not rest or max(map(abs, first)) <= APART * max(map(abs, rest)):
+        return None
     low, high = min([0.0, *rest]), max([0.0, *rest])
     room = (high - low) or 1.0
     return (low - 0.05 * room if low < 0 else 0.0), high + 0.2 * room
@@ -252,17 +257,3 @@ def points(
     told = {"hovertemplate": f"{hover}<extra>%{{fullData.name}}</extra>"} if hover else {"hoverinfo": "skip"}
     mode, line = "lines+markers" if lines else "markers", {"color": color, "width": 2}
     return go.Scatter(x=x, y=y, name=name, mode=mode, line=line, marker=marker, **told, **extra)
-
-
-def plane(
-    traces: Sequence[go.Scatter], across: str, up: str, *, form: str, suffix: str = "", **about: Any
-) -> go.Figure:
-    """Points of models in a plane of quality and time. `form` is the d3 number format of the y axis."""
-    settings = {"tickformat": form} if form else {"rangemode": "tozero"}
-    xaxis, height = (
-        axis(across, **({"ticksuffix": suffix} if suffix else {"tickformat": ".2f"})),
-        about.pop("height", 400),
-    )
-    return figure(
-        traces, xaxis=xaxis, yaxis=axis(up, **settings), hovermode="closest", height=height, showlegend=True, **about
-    )

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
-from fulldepth.reporting import measured
 from fulldepth.reporting.charts import Figure, Line, alone, overlay, readings
 from fulldepth.reporting.draw import add_level
 from fulldepth.reporting.exits import export_of
-from fulldepth.reporting.phrases import NOTHING, percent, short
+from fulldepth.reporting.phrases import short
 from fulldepth.reporting.source import EVALUATION, PageSource, PlottedCurve, curve, select
 from fulldepth.reporting.style import CATEGORICAL, Figures, label, translucent
-from fulldepth.reporting.tables import Table, by_subject, settings_table
+from fulldepth.reporting.tables import Meta, Table, across, cell, of_record
 
 SCORE, QUALITY = "task_score", "generation_quality"
 ERROR = "_stderr"
@@ -38,22 +37,12 @@ class TaskScores:
 
     name: str
     metric: str
-    entry: Mapping[str, Any]
+    entry: Meta
     """The entry in the document."""
     scores: PlottedCurve
     errors: PlottedCurve
     """Standard errors of the scores."""
     layers: int
-
-    @property
-    def chance(self) -> float | None:
-        """The score of a guess."""
-        return self.entry.get("chance")
-
-    @property
-    def shallowest(self) -> int | None:
-        """First layer from which on all are shown to keep the whole model's score; None if that is not known."""
-        return self.entry.get("earliest")
 
     @property
     def is_share(self) -> bool:
@@ -62,45 +51,39 @@ class TaskScores:
         return higher and all(0 <= value <= 1 + 1e-9 for value in self.scores.points.values())
 
     @property
-    def line(self) -> Line:
-        """The scores with their standard errors."""
-        form, metric = ".1%" if self.is_share else ".4~g", label(self.metric, 40)
-        return Line(SCORE, self.metric, self.name, metric, form=form, errors=self.metric + ERROR)
+    def chance(self) -> str:
+        """The score of a guess."""
+        return cell(self.entry.get("chance"), "percent" if self.is_share else "{:.4g}")
+
+    @property
+    def enough(self) -> int | None:
+        """First layer from which on all are shown to keep the whole model's score; None if none is advised: one layer
+        is scored, the whole model is not better than a guess, or that layer is not known.
+        """
+        advised = len(self.scores.points) > 1 and self.entry.get("advised")
+        return self.entry.get("earliest") if advised else None
 
     def written(self, layer: int | None) -> str:
         """The score after a layer, with its standard error."""
         value, error = (points.get(layer or 0) for points in (self.scores.points, self.errors.points))
-        if value is None:
-            return NOTHING
-        if self.is_share:
-            return percent(value) + ("" if error is None else f" ± {100 * error:.1f}")
-        return f"{value:.4g}" + ("" if error is None else f" ± {error:.2g}")
-
-    @property
-    def guess(self) -> str:
-        """The score of a guess as text."""
-        return NOTHING if self.chance is None else percent(self.chance) if self.is_share else f"{self.chance:.4g}"
-
-    @property
-    def advised(self) -> bool:
-        """Whether a layer is advised: several are scored, and the whole model is better than a guess."""
-        return bool(len(self.scores.points) > 1 and self.entry.get("advised") and self.shallowest is not None)
+        told = cell(value, "percent" if self.is_share else "{:.4g}")
+        if None in (value, error):
+            return told
+        return f"{told} ± " + (f"{100 * error:.1f}" if self.is_share else f"{error:.2g}")  # type: ignore[operator]
 
 
-def tasks_of(table: pd.DataFrame, described: Mapping[str, Any] | None, layers: int) -> list[TaskScores]:
+def tasks_of(table: pd.DataFrame, described: Meta | None, layers: int) -> list[TaskScores]:
     """The tasks in the rows of one model, in the order of the document and then of the rows."""
     every = select(table, SCORE)
     stated = {str(name): entry or {} for name, entry in (described or {}).items()}
-    tasks = []
+    found = []
     for name in dict.fromkeys([*stated, *map(str, every["site"].dropna().unique())]):
         entry, rows = stated.get(name, {}), every[every["site"] == name]
         metrics = [str(one) for one in rows["statistic"].unique() if not str(one).endswith(ERROR)]
-        metric = str(entry.get("metric"))
-        if metric not in metrics:
-            metric = next(iter(metrics), "")
+        metric = next((one for one in (entry.get("metric"), *metrics) if one in metrics), "")
         scores, errors = (curve(rows, SCORE, metric + suffix, name) for suffix in ("", ERROR))
-        tasks += [TaskScores(name, metric, entry, scores, errors, layers)] if scores else []
-    return tasks
+        found += [TaskScores(name, metric, entry, scores, errors, layers)] if scores else []
+    return found
 
 
 def tasks(source: PageSource) -> list[TaskScores]:
@@ -108,43 +91,50 @@ def tasks(source: PageSource) -> list[TaskScores]:
     return tasks_of(source.table, source.meta.get("tasks"), source.layers)
 
 
+def of_models(source: PageSource) -> list[tuple[Meta, list[TaskScores]]]:
+    """(entry, its tasks) of each of several models."""
+    pairs = zip(source.meta.get("models") or [], source.runs, strict=False)
+    return [(entry, tasks_of(run.table, entry.get("tasks"), run.layers)) for entry, run in pairs]
+
+
 def scores(record: Figure, source: PageSource) -> Figures:
     """The score of each task by exit layer: of one model, or a line for each of several."""
     if source.kind != EVALUATION:
-        described = [entry.get("tasks") for entry in source.meta.get("models") or []]
-        models = zip(source.runs, described, strict=False)
-        every = {task.name: task for run, stated in models for task in tasks_of(run.table, stated, run.layers)}
+        every = {task.name: task for _, found in of_models(source) for task in found}
         return readings((task.name, _scored(record, task, source, True)) for task in every.values())
     several = [task for task in tasks(source) if len(task.scores.points) > 1]  # a table shows those of one layer
     return readings((task.name, _scored(record, task, source, len(several) > 1)) for task in several)
 
 
 def _scored(record: Figure, task: TaskScores, source: PageSource, several: bool) -> go.Figure | None:
-    name, one = label(task.name, 60), source.kind == EVALUATION
+    name, metric, guess = label(task.name, 60), label(task.metric, 40), task.entry.get("chance")
+    form, one = ".1%" if task.is_share else ".4~g", source.kind == EVALUATION
+    line = Line(SCORE, task.metric, task.name, metric if one else "", name, form=form, errors=task.metric + ERROR)
     settings = replace(
         record,
-        axis=label(task.metric, 40),
+        axis=metric,
         scale="percent" if task.is_share else "",
-        level=task.chance,
         first=min([1, *task.scores.at]),
         height=290,
         quantity="Score",
     )
-    if not one:
-        drawn = overlay(settings, replace(task.line, variant=name, name=""), source, True)
-        return drawn if drawn is None or task.chance is None else add_level(drawn, task.chance, "dot")
-    drawn = alone(
-        settings,
-        source,
-        [task.line],
-        title="Score by exit layer" if several else f"Score on {name} by exit layer",
-        subtitle="Bars: one standard error; shaded: the whole model’s" + "; dotted: chance" * (task.chance is not None),
-        variant=name * several,
-        beside=several,
-        showlegend=False,
-    )
+    if one:
+        drawn = alone(
+            settings,
+            source,
+            [line],
+            title="Score by exit layer" if several else f"Score on {name} by exit layer",
+            subtitle="Bars: one standard error; shaded: the whole model’s" + "; dotted: chance" * (guess is not None),
+            variant=name * several,
+            beside=several,
+            showlegend=False,
+        )
+    else:
+        drawn = overlay(settings, line, source, True)
+    if drawn and guess is not None:
+        add_level(drawn, guess, "dot")
     whole, error = (points.get(task.layers) for points in (task.scores.points, task.errors.points))
-    if drawn and whole is not None and error is not None:
+    if drawn and one and whole is not None and error is not None:
         shade = translucent(CATEGORICAL[0])
         drawn.add_hrect(whole - error, whole + error, fillcolor=shade, line_width=0, layer="below")
     return drawn
@@ -171,46 +161,31 @@ def quality(record: Figure, source: PageSource) -> Figures:
 
 
 def tables(source: PageSource) -> dict[str, list[Table]]:
-    """Id of a section -> its tables."""
-    return {
-        "tasks": [_tasks(tasks(source))],
-        "text": [_quality(source)],
-        "settings": [settings_table("All settings", source.meta.get("settings"))],
-    }
-
-
-def _quality(source: PageSource) -> Table:
-    """Numbers of the text that the whole model generates: one row for each judge or task."""
+    """Id of a section -> its tables: a row for each task, and for each judge of the text of the whole model."""
+    named = []
+    for task in tasks(source):
+        lower = " (lower is better)" * (task.entry.get("higher_is_better") is False)
+        cells = {
+            "metric": short(task.metric, 40) + lower,
+            "whole": task.written(task.layers),
+            "chance": task.chance,
+            "above": {True: "yes", False: "no"}.get(task.entry.get("advised")),  # type: ignore[arg-type]
+            "count": task.entry.get("count"),
+            "as_good": f"layer {task.enough} of {task.layers}" if task.enough else None,
+            "score_there": task.written(task.entry.get("earliest")),
+        }
+        named.append((short(task.name, 60), cells))
     rows = select(source.table, QUALITY)
     rows = rows[(rows["layer"] == source.layers).fillna(False).astype(bool)].assign(site=rows["site"].fillna(""))
     values = rows.pivot_table("value", "site", "statistic", "last", sort=False)
     columns = {title: name for name, (title, *_) in QUALITIES.items() if name in values}
-    cells = values[list(columns.values())].map(lambda value: NOTHING if pd.isna(value) else f"{value:.4g}")
-    named = [[short(site, 60), *own] for site, own in zip(cells.index, cells.to_numpy(), strict=True)]
-    return Table("Text of the whole model", list(columns), named, "Judge")
-
-
-def _tasks(every: Sequence[TaskScores]) -> Table:
-    """One row for each task: the whole model's score, chance, and the shallowest layer that is as good."""
-
-    def as_good(task: TaskScores) -> str:
-        return f"layer {task.shallowest} of {task.layers}" if task.advised else NOTHING
-
-    columns: dict[str, Callable[[TaskScores], str]] = {
-        "Metric": lambda task: (
-            short(task.metric, 40) + " (lower is better)" * (task.entry.get("higher_is_better") is False)
-        ),
-        "Whole model": lambda task: task.written(task.layers),
-        "Chance": lambda task: task.guess,
-        "Above chance": lambda task: {True: "yes", False: "no"}.get(task.entry.get("advised"), NOTHING),  # type: ignore[arg-type]
-        "Examples": lambda task: NOTHING if task.entry.get("count") is None else f"{task.entry['count']:,}",
-        "As good from": as_good,
-        "Score there": lambda task: task.written(task.shallowest),
+    quality = [
+        [short(site, 60), *(cell(own[name], "{:.4g}") for name in columns.values())] for site, own in values.iterrows()
+    ]
+    return {
+        "tasks": [of_record("tasks", named)],
+        "text": [Table("Text of the whole model", list(columns), quality, "Judge")],
     }
-    note = """As good from: the first layer from which on all are shown to lose at most one point (of other scores, one
-    per cent): the 95 % interval of the difference on the same examples ends below. Above chance: better than a guess
-    by two standard errors of that difference; where it is not, nothing is advised."""
-    return by_subject("Every task", "Task", [(short(task.name, 60), task) for task in every], columns, note)
 
 
 def story(source: PageSource) -> dict[str, Any] | None:
@@ -220,24 +195,23 @@ def story(source: PageSource) -> dict[str, Any] | None:
         return None
     named = [
         f"{task.written(task.layers)} on {short(task.name, 40)}"
-        + ("" if task.chance is None else f" (chance {task.guess})")
+        + f" (chance {task.chance})" * (task.entry.get("chance") is not None)
         for task in every[:MOST_NAMED]
     ]
-    rest = len(every) - MOST_NAMED
-    more = f"; {rest} more in the table below" if rest > 0 else ""
+    more = f"; {len(every) - MOST_NAMED} more in the table below" if len(every) > MOST_NAMED else ""
     sentences = [f"All {source.layers} layers score {_joined(named)}{more}."]
     guessed = [short(task.name, 40) for task in every if task.entry.get("advised") is False]
     if guessed:
-        verb = "is" if len(guessed) == 1 else "are"
         nothing = ": nothing is advised" if len(guessed) == len(every) else ""
+        verb = "is" if len(guessed) == 1 else "are"
         sentences.append(f"{_joined(guessed[:MOST_NAMED])} {verb} not measurably above chance{nothing}.")
-    told = [task for task in every if task.advised]
-    layer = max((task.shallowest or 0 for task in told), default=0)
+    told = {short(task.name, 40): task.enough for task in every if task.enough is not None}
+    layer = max(told.values(), default=0)
     if layer == source.layers:
-        needing = _joined([short(task.name, 40) for task in told if task.shallowest == layer][:MOST_NAMED])
+        needing = _joined([name for name, enough in told.items() if enough == layer][:MOST_NAMED])
         sentences.append(f"No earlier layer is shown to keep the whole model’s score on {needing}.")
     elif layer:
-        on = _joined([short(task.name, 40) for task in told]) if len(told) <= MOST_NAMED else f"all {len(told)} tasks"
+        on = _joined([*told]) if len(told) <= MOST_NAMED else f"all {len(told)} tasks"
         sentences.append(f"From layer {layer} on, stopping early is shown to lose at most one point on {on}.")
     return {"sentences": sentences, "next": export_of(source.meta, layer % source.layers)}
 
@@ -246,16 +220,8 @@ def _joined(texts: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
 
 
-def side_by_side(source: PageSource) -> Table | None:
+def side_by_side(source: PageSource) -> Table:
     """One row for each task, one column for each model: the whole models' scores."""
-    pairs = list(zip(source.meta.get("models") or [], source.runs, strict=False))
-    scored = [
-        {task.name: task.written(task.layers) for task in tasks_of(run.table, entry.get("tasks"), run.layers)}
-        for entry, run in pairs
-    ]
-    rows = [
-        [short(name, 60), *(own.get(name, NOTHING) for own in scored)]
-        for name in dict.fromkeys(name for own in scored for name in own)
-    ]
+    models = [(entry, {short(t.name, 60): t.written(t.layers) for t in found}) for entry, found in of_models(source)]
     note = "Scores of the whole models, each with its standard error."
-    return Table("Models side by side", [measured.labelled(e) for e, _ in pairs], rows, "Task", note) if rows else None
+    return across("Models side by side", models, "Task", note=note)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from pathlib import PurePosixPath
-from typing import Any
-
-import yaml
 
 from fulldepth.reporting.phrases import (
     figure_of,
@@ -19,18 +14,10 @@ from fulldepth.reporting.phrases import (
     visible,
 )
 from fulldepth.reporting.source import PageSource
-from fulldepth.reporting.tables import Table
+from fulldepth.reporting.tables import Meta, Table, across, texts
 
-Meta = Mapping[str, Any]
 WITHOUT_CARD = ("cosine_cka_order", "score ", "earliest_exit ")
 """Beginnings of the names of findings without a card; of tasks, a table has the numbers."""
-
-
-@cache
-def texts() -> dict[str, Any]:
-    """The content of `page.yaml`."""
-    found: dict[str, Any] = yaml.safe_load(files("fulldepth.reporting").joinpath("page.yaml").read_text("utf-8"))
-    return found
 
 
 @dataclass(frozen=True)
@@ -40,8 +27,6 @@ class Shown:
     entry: Meta
     card: tuple[str, str, str, str] | None = None
     """Name, symbol, digits and unit on its card; None if it has no card."""
-    later: bool = False
-    """Whether its sentence is folded, after the opening sentences."""
     prefix: str = ""
     """Subject of the sentence if the page shows several."""
 
@@ -75,11 +60,9 @@ def _titled(name: str) -> tuple[str, str]:
     return headlines[base][0], short(name.removeprefix(f"{base}_"), 60)
 
 
-def sentences(shown: Sequence[Shown]) -> tuple[list[str], list[str]]:
-    """The opening sentences and the folded ones; none is folded if all are marked as later."""
-    told = [(one.later, one.prefix + short(one.entry["sentence"], 600)) for one in shown if one.entry.get("sentence")]
-    first = [text for later, text in told if not later] or [text for _, text in told]
-    return first, [text for _, text in told if text not in first]
+def sentences(shown: Sequence[Shown]) -> list[str]:
+    """The sentences of findings."""
+    return [one.prefix + short(one.entry["sentence"], 600) for one in shown if one.entry.get("sentence")]
 
 
 def title(meta: Meta) -> str:
@@ -95,32 +78,22 @@ def title(meta: Meta) -> str:
 
 
 def differences(entry: Meta, _: PageSource) -> list[Shown]:
-    """The findings of a comparison; sentences on numbers that the table of models shows are marked as later."""
-    headline = (entry.get("headline") or {}).items()
-    return [Shown(finding, later=name.split(":")[0] in texts()["headlines"]) for name, finding in headline]
+    """The findings of a comparison; those that the table of models shows come last."""
+    headline, in_table = entry.get("headline") or {}, texts()["headlines"]
+    return [Shown(headline[name]) for name in sorted(headline, key=lambda name: name.split(":")[0] in in_table)]
 
 
-def labelled(entry: Meta) -> str:
-    """Label of one of several models; the baseline is marked."""
-    label = short(entry.get("label", "?"), 60)
-    return f"{label} (baseline)" if entry.get("baseline") and label != "baseline" else label
-
-
-def side_by_side(source: PageSource) -> Table | None:
-    """The findings of several models as a table: one column per model, the baseline marked."""
-
-    def cell(entry: Meta, name: str) -> str:
-        finding = (entry.get("headline") or {}).get(name, {})
-        digits, unit = figure_of(finding, (entry.get("model") or {}).get("num_layers"))
-        return " ".join(filter(None, (digits, plus_minus(finding), unit)))
-
-    models = source.meta.get("models") or []
-    rows = [
-        [title, *(cell(entry, name) for entry in models)]
-        for name, (title, _) in texts()["headlines"].items()
-        if any(name in (entry.get("headline") or {}) for entry in models)
-    ]
-    return Table("Models side by side", [labelled(entry) for entry in models], rows) if rows else None
+def side_by_side(source: PageSource) -> Table:
+    """The findings of several models as a table: one column per model."""
+    models = []
+    for entry in source.meta.get("models") or []:
+        found, depth = entry.get("headline") or {}, (entry.get("model") or {}).get("num_layers")
+        cells = {}
+        for name, (title, _) in texts()["headlines"].items():
+            digits, unit = figure_of(found.get(name, {}), depth)
+            cells[title] = " ".join(filter(None, (digits, plus_minus(found.get(name, {})), unit)))
+        models.append((entry, cells))
+    return across("Models side by side", models)
 
 
 def warnings(meta: Meta) -> list[str]:

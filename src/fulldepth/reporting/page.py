@@ -18,7 +18,7 @@ import plotly.graph_objects as go
 from markupsafe import Markup
 
 from fulldepth.reporting import evaluation, exits, figures, measured, skip, story, training
-from fulldepth.reporting.measured import Meta, Shown, texts
+from fulldepth.reporting.measured import Shown
 from fulldepth.reporting.notes import Note
 from fulldepth.reporting.phrases import dotted, percent, plain, plus_minus, scaled, seconds, short, size, visible
 from fulldepth.reporting.source import (
@@ -37,7 +37,7 @@ from fulldepth.reporting.source import (
     PageSource,
 )
 from fulldepth.reporting.style import DARK, INK, PAPER, SEQUENTIAL, TEMPLATE
-from fulldepth.reporting.tables import Table
+from fulldepth.reporting.tables import Meta, Table, settings_table, texts
 
 TOKEN_LIMIT = 40
 """Maximum number of characters of a token of the lens grid."""
@@ -95,10 +95,11 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> di
         now = PageSource(source.steps[step], {**meta, "model": entry.get("model") or meta.get("model")})
         left_out += measured.left_out(entry)
     found = content.findings(entry, source)
-    first, more = measured.sentences(found)
-    told = content.story(now) or ({"sentences": first[:1]} if first else None)
+    said = measured.sentences(found)
+    told = content.story(now) or ({"sentences": said[:1]} if said else None)
     strips = story.by_stack(now.table, now.meta) if source.kind in (SINGLE, SERIES) else {}
     drawn = figures.build(table, meta)
+    settings = [] if meta.get("models") else [settings_table("All settings", meta.get("settings"))]
     words: dict[str, int] = {}
     grids = [
         {"label": short(model.get("label", "?"), 60), "samples": pack(model.get("lens_grid"), words)}
@@ -119,10 +120,10 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> di
             if one.card
         ],
         "models": content.models(source),
-        "more_sentences": [*first, *more],
+        "more_sentences": said,
         "warnings": content.warnings(source),
         "left_out": list(dict.fromkeys(left_out)),
-        "sections": arrange(drawn, source.kind, about, content.tables(source)),
+        "sections": arrange(drawn, source.kind, about, {"settings": settings, **content.tables(source)}),
         "figures": {name: packed(figure) for name, figure in drawn.items()},
         "lens": [grid for grid in grids if grid["samples"]],
         "words": list(words),

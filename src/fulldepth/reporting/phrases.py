@@ -92,9 +92,11 @@ def scaled(value: Any) -> str:
 
 
 def size(value: Any) -> str:
-    """Bytes as MiB or GiB; "?" if unknown."""
+    """Bytes as B, KiB, MiB or GiB; "?" if unknown."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return "?"
+    if value < 2**20:
+        return f"{value:,.0f} B" if value < 2**14 else f"{value / 2**10:,.0f} KiB"
     return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:,.1f} MiB"
 
 

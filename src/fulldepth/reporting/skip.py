@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from fulldepth.reporting import measured
 from fulldepth.reporting.charts import Figure, readings
-from fulldepth.reporting.draw import Drawn, legend_entry, plane, points, value_axis
-from fulldepth.reporting.measured import Meta, Shown
+from fulldepth.reporting.draw import Drawn, chart, legend_entry, points, value_axis
+from fulldepth.reporting.measured import Shown
 from fulldepth.reporting.phrases import (
-    NOTHING,
     dotted,
     figure_of,
     plus_minus,
@@ -27,14 +26,14 @@ from fulldepth.reporting.phrases import (
 )
 from fulldepth.reporting.source import TOGETHER, PageSource, PlottedCurve, curve, number, select
 from fulldepth.reporting.style import CATEGORICAL, INK, Figures, axis, categorical, figure, label, minus, translucent
-from fulldepth.reporting.tables import Table, by_subject, settings_table
+from fulldepth.reporting.tables import Meta, Table, of_record, settings_table
 
 PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
 """Granularity -> what is removed, in the singular."""
 PHASES = ("prefill", "decode")
 CARDS = {"loss_added": "Loss added", "loss_healed": "Held-out loss, healed", "break_point": "Break point"}
 """Name in `results.json` (for benchmarks, followed by the model) -> title of the card; the table has the times."""
-SIZES = {"parameter_bytes": "Weights", "kv_bytes_per_token": "Cache per token", "peak_memory": "Peak memory"}
+SIZES = ("parameter_bytes", "kv_bytes_per_token", "peak_memory")
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,14 @@ class SkipPart:
     """Its name if there are several; empty for a single folder."""
     kind: str
     table: pd.DataFrame
-    meta: Mapping[str, Any]
+    meta: Meta
+
+    def value(self, measure: str, statistic: str, site: str = "model", model: str = "") -> float | None:
+        """A number of the folder, or of one of its models: over the whole grid, or else the median of its cells."""
+        rows = select(self.table[self.table["model"] == model] if model else self.table, measure, statistic, site)
+        whole = rows[rows["batch"].isna()] if "batch" in rows else rows
+        finite = [real for real in map(number, (whole if len(whole) else rows)["value"]) if real is not None]
+        return median(finite) if finite else None
 
 
 def parts(source: PageSource) -> list[SkipPart]:
@@ -59,11 +65,11 @@ def parts(source: PageSource) -> list[SkipPart]:
     ]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Removal:
     """Removed blocks in the order of removal."""
 
-    names: tuple[str, ...]
+    names: dict[str, None]
     """Names of the folders and models that it comes from; may be empty."""
     granularity: str
     blocks: tuple[int, ...]
@@ -82,36 +88,24 @@ class Removal:
     def begins(self, other: Removal) -> bool:
         """Whether a longer removal has begun with the same blocks at the same losses."""
         size = len(self.blocks)
-        return (
-            len(other.blocks) > size
-            and other.granularity == self.granularity
-            and other.blocks[:size] == self.blocks
-            and all(abs(a - b) <= 1e-4 * abs(a) for a, b in zip(self.losses, other.losses, strict=False))
-        )
+        same = (other.granularity, other.blocks[:size]) == (self.granularity, self.blocks)
+        return same and len(other.blocks) > size and bool(np.allclose(other.losses[: size + 1], self.losses, 1e-4, 0))
 
 
 def removals(folders: Iterable[SkipPart]) -> list[Removal]:
     """All sequences of removed blocks in the folders, without repetition."""
-    merged: dict[tuple[str, tuple[int, ...], tuple[float, ...]], Removal] = {}
-    for part in folders:
-        for name, plan in plans(part):
-            blocks = tuple(int(block) for block in plan.get("blocks") or [])
-            if not blocks:
-                continue
-            losses = [loss for loss in map(number, plan.get("losses") or []) if loss is not None]
-            removal = Removal(
-                (name,) if name else (),
-                str(plan.get("granularity") or "attention"),
-                blocks,
-                tuple(losses) if len(losses) == len(blocks) + 1 else (),
-                number(plan.get("healed_loss")),
-                number((plan.get("control_loss") or {}).get("scalars_only")),
-                part if part.kind == "curve" else None,
-            )
-            key = removal.granularity, blocks, tuple(round(loss, 4) for loss in removal.losses)
-            earlier = merged.setdefault(key, removal)
-            names, curve = dict.fromkeys((*earlier.names, *removal.names)), earlier.curve or removal.curve
-            merged[key] = replace(earlier, names=tuple(names), curve=curve)
+    merged: dict[object, Removal] = {}
+    for part, name, plan in ((one, *named) for one in folders for named in plans(one)):
+        blocks = tuple(int(block) for block in plan.get("blocks") or [])
+        losses = tuple(loss for loss in map(number, plan.get("losses") or []) if loss is not None)
+        losses *= len(losses) == len(blocks) + 1
+        granularity = str(plan.get("granularity") or "attention")
+        scalars_only = number((plan.get("control_loss") or {}).get("scalars_only"))
+        new = Removal({}, granularity, blocks, losses, number(plan.get("healed_loss")), scalars_only)
+        if blocks:
+            removal = merged.setdefault((granularity, blocks, tuple(round(loss, 4) for loss in losses)), new)
+            removal.names |= dict.fromkeys([name] if name else [])
+            removal.curve = removal.curve or (part if part.kind == "curve" else None)
     return list(merged.values())
 
 
@@ -125,11 +119,10 @@ def plans(part: SkipPart) -> list[tuple[str, Mapping[str, Any]]]:
 
 def layers_of(folders: Sequence[SkipPart]) -> int:
     """L, as a document states, or else the deepest known layer."""
-    for part in folders:
-        if isinstance(layers := (part.meta.get("model") or {}).get("num_layers"), int) and layers > 0:
-            return layers
-    deepest = [int(layer) for part in folders if not pd.isna(layer := part.table["layer"].max())]
-    return max([*deepest, *(max(removal.blocks) for removal in removals(folders))], default=1) or 1
+    stated = [(part.meta.get("model") or {}).get("num_layers") for part in folders]
+    deepest = [layer for part in folders if (layer := number(part.table["layer"].max())) is not None]
+    deepest += [block for removal in removals(folders) for block in removal.blocks]
+    return next((layers for layers in stated if isinstance(layers, int) and layers > 0), int(max([1, *deepest])))
 
 
 class Spread(NamedTuple):
@@ -149,21 +142,16 @@ class TimedModel:
     baseline: bool
     loss: float | None
     """Held-out loss in nats: measured, or else of the plan of the export."""
-    base: float | None
-    """The original's loss on the same data."""
+    added: float | None
+    """The loss that it adds to the original's, on the same data."""
     error: float | None
-    """Standard error of their difference."""
+    """Standard error of the added loss."""
     stated: bool
     """Whether the loss is the plan's instead of being measured with the times."""
     times: Mapping[str, Spread]
     """Phase -> time over the original's, over the whole grid."""
     bytes: Mapping[str, float]
     """Measure -> bytes, the median over the grid."""
-
-    @property
-    def added(self) -> float | None:
-        """The loss that it adds to the original's."""
-        return None if self.loss is None or self.base is None else self.loss - self.base
 
 
 def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
@@ -172,47 +160,38 @@ def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
     for part in folders:
         if part.kind != "bench" or "model" not in part.table.columns:
             continue
-        stated = {str(entry.get("label", "?")): entry for entry in part.meta.get("models") or []}
+        entries = {str(entry.get("label", "?")): entry for entry in part.meta.get("models") or []}
         names = [str(name) for name in part.table["model"].dropna().unique()]
-        names.sort(key=lambda name: not (stated.get(name, {}).get("baseline") or name == "original"))
+        names.sort(key=lambda name: not (entries.get(name, {}).get("baseline") or name == "original"))
         several = sum(other.kind == "bench" for other in folders) > 1 and part.label
         for name in names:
-            shown = f"{part.label}: {name}" if several else name
-            found.append(_timed(part, name, names[0], shown, stated.get(name, {})))
+            entry, of_plan, original = entries.get(name, {}), False, name == names[0]
+            loss, base = (part.value("loss", "mean", model=one) for one in (name, names[0]))
+            losses = [number(one) for one in entry.get("losses") or []]
+            if loss is None:
+                loss, base = number(entry.get("healed_loss")) or (losses or [None])[-1], (losses or [None])[0]
+                of_plan = loss is not None
+            times = {}
+            for phase in PHASES:
+                time, low, high = (part.value("time_ratio", end, phase, name) for end in ("median", "low", "high"))
+                if original and part.value(f"{phase}_time", "median", phase, name) is not None:
+                    time = low = high = 1.0
+                if time is not None:
+                    times[phase] = Spread(time, time if low is None else low, time if high is None else high)
+            found.append(
+                TimedModel(
+                    f"{part.label}: {name}" if several else name,
+                    part,
+                    original,
+                    loss,
+                    None if loss is None or base is None else loss - base,
+                    part.value("loss", "difference_stderr", model=name),
+                    of_plan,
+                    times,
+                    {size: own for size in SIZES if (own := part.value(size, "value", model=name)) is not None},
+                )
+            )
     return found
-
-
-def _timed(part: SkipPart, name: str, original: str, shown: str, entry: Mapping[str, Any]) -> TimedModel:
-    """A model with the numbers of its rows."""
-
-    def value(model: str, measure: str, statistic: str, site: str = "model") -> float | None:
-        """A number of a model over the whole grid; the median over its cells if there is none."""
-        rows = select(part.table[part.table["model"] == model], measure, statistic, site)
-        whole = rows[rows["batch"].isna()] if "batch" in rows.columns else rows
-        finite = [real for real in map(number, (whole if len(whole) else rows)["value"]) if real is not None]
-        return median(finite) if finite else None
-
-    losses = [number(loss) for loss in entry.get("losses") or []]
-    measured, base = (value(model, "loss", "mean") for model in (name, original))
-    stated = number(entry.get("healed_loss")) or (losses[-1] if losses else None)
-    times = {}
-    for phase in PHASES:
-        middle, low, high = (value(name, "time_ratio", end, phase) for end in ("median", "low", "high"))
-        if name == original and value(name, f"{phase}_time", "median", phase) is not None:
-            middle = low = high = 1.0
-        if middle is not None:
-            times[phase] = Spread(middle, middle if low is None else low, middle if high is None else high)
-    return TimedModel(
-        shown,
-        part,
-        name == original,
-        stated if measured is None else measured,
-        base if measured is not None else losses[0] if losses else None,
-        value(name, "loss", "difference_stderr"),
-        measured is None and stated is not None,
-        times,
-        {measure: bytes_ for measure in SIZES if (bytes_ := value(name, measure, "value")) is not None},
-    )
 
 
 def _removed(part: SkipPart, measure: str, name: str, index: int, form: str = ".4f") -> Drawn:
@@ -223,20 +202,15 @@ def _removed(part: SkipPart, measure: str, name: str, index: int, form: str = ".
     return Drawn(mean, name, **categorical(index), form=form, low=low, high=high)
 
 
-def _over_removed(
-    drawn: Sequence[Drawn], subtitle: str, more: Sequence[go.Scatter] = (), **settings: Any
-) -> go.Figure | None:
-    """Curves over the number of removed blocks, then further traces."""
-    traces = [*(trace for one in drawn if one for trace in one.traces()), *more]
-    if not traces:
-        return None
-    largest = max([1, *(int(x) for trace in traces for x in trace.x if x is not None)])
+def _over_removed(drawn: Sequence[Drawn], subtitle: str, **settings: Any) -> go.Figure | None:
+    """Curves over the number of removed blocks."""
+    largest = max([1, *(at for one in drawn for at in one.curve.at)])
     margin = max(0.4, largest * 0.03)
     step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000) if largest / s <= 13)
     across = axis("Blocks removed", unifiedhovertitle={"text": "%{x} removed"}, dtick=step, tick0=0)
-    subtitle += ". Band: 95 % interval over documents" * any(trace.fill for trace in traces)
+    subtitle += ". Band: 95 % interval over documents" * any(one.low for one in drawn)
     settings |= {"xaxis": {**across, "range": [-margin, largest + margin]}, "legend": {"traceorder": "normal"}}
-    return figure(traces, subtitle=subtitle, height=420, **settings)
+    return chart(drawn, subtitle=subtitle, height=420, **settings)
 
 
 def removal_loss(_: Figure, source: PageSource) -> Figures:
@@ -244,29 +218,29 @@ def removal_loss(_: Figure, source: PageSource) -> Figures:
     known = [removal for removal in removals(parts(source)) if removal.losses]
     shown = [one for one in known if one.healed is not None or not any(one.begins(other) for other in known)]
     drawn: list[Drawn] = []
-    marks: list[go.Scatter] = []
+    marks: list[Drawn] = []
+    lines: list[go.Scatter] = []
     shapes: list[dict[str, Any]] = []
     for index, removal in enumerate(shown):
         several = f" ({label(removal.name, 40)})" if len(shown) > 1 and removal.name else ""
         base, part = removal.losses[0], removal.curve
+
+        def added(losses: Sequence[float], first: int = 0, base: float = base) -> PlottedCurve:
+            at = range(first, first + len(losses))
+            return PlottedCurve([*at], [loss - base for loss in losses], ["?"] * len(losses))
+
         if not any(removal.begins(other) for other in known):  # else a longer line contains the same points
-            counts = list(range(len(removal.losses)))
-            plain = PlottedCurve(counts, [loss - base for loss in removal.losses], ["?"] * len(counts))
             own = _removed(part, "loss_added", f"Not healed{several}", index) if part else None
-            drawn.append(own or Drawn(plain, f"Not healed{several}", **categorical(index)))
+            drawn.append(own or Drawn(added(removal.losses), f"Not healed{several}", **categorical(index)))
         color = categorical(index)["color"] if several else CATEGORICAL[2]
         for name, loss, at, mark in (
             ("Healed", removal.healed, len(removal.blocks), {"symbol": "diamond"}),
             ("Control: scalars only", removal.scalars_only, 0, {"symbol": "circle-open", "line": {"width": 2}}),
         ):
             if loss is not None:
-                marks.append(
-                    points(name + several, [at], [loss - base], color, "%{y:.4f}", marker={"size": 11, **mark})
-                )
-        middle, low, high = (
-            number(next(iter(select(part.table, "break_point", end)["value"]), None)) if part else None
-            for end in ("value", "low", "high")
-        )
+                marker = {"marker": {"size": 11, "color": color, **mark}}
+                marks.append(Drawn(added([loss], at), name + several, color, plot="marks", extra=marker))
+        middle, low, high = (part and part.value("break_point", end) for end in ("value", "low", "high"))
         if middle is not None:
             across = {"xref": "x", "yref": "paper", "y0": 0, "y1": 1, "layer": "below"}
             stroke = {"color": INK, "width": 1.5, "dash": "dot"}
@@ -274,10 +248,10 @@ def removal_loss(_: Figure, source: PageSource) -> Figures:
             shapes += [{"type": "rect", "x0": low, "x1": high, **box, **across}] if low != high else []
             shapes.append({"type": "line", "x0": middle, "x1": middle, "line": stroke, **across})
             interval = "" if low is None else f" (95 %: {low:.0f} to {high:.0f})"
-            marks.append(legend_entry(f"Break point: {middle:.0f}{interval}{several}", "lines", line=stroke))
-    reading = "Above the unmodified model’s, on the same sequences"
-    result = _over_removed(drawn, reading, marks, yaxis=axis("Loss added (nats)"), shapes=shapes, showlegend=True)
-    return readings([("", result)])
+            lines.append(legend_entry(f"Break point: {middle:.0f}{interval}{several}", "lines", line=stroke))
+    reading, yaxis = "Above the unmodified model’s, on the same sequences", axis("Loss added (nats)")
+    result = _over_removed([*drawn, *marks], reading, yaxis=yaxis, shapes=shapes, showlegend=True)
+    return readings([("", result and result.add_traces(lines))])
 
 
 def by_removed(record: Figure, source: PageSource) -> Figures:
@@ -318,8 +292,15 @@ def _plane(source: PageSource, phase: str) -> go.Figure | None:
                 error_y=None if error is None else {"array": [2 * error], **bars},
             )
         )  # fmt: skip
-    title = f"{phase.capitalize()} time over the original’s"
-    return plane(traces, title, "Loss added to the original’s (nats)", form="", variant=phase.capitalize())
+    return figure(
+        traces,
+        xaxis=axis(f"{phase.capitalize()} time over the original’s", tickformat=".2f"),
+        yaxis=axis("Loss added to the original’s (nats)", rangemode="tozero"),
+        variant=phase.capitalize(),
+        height=400,
+        hovermode="closest",
+        showlegend=True,
+    )
 
 
 def model(source: PageSource) -> dict[str, Any]:
@@ -355,18 +336,17 @@ def findings(_: Meta, source: PageSource) -> list[Shown]:
 
 
 def story(source: PageSource) -> dict[str, Any] | None:
-    """The first finding as the page's first sentence; of a benchmark, the time and loss of the fastest model."""
+    """Of a benchmark, the time and loss of the model that decodes fastest; None = the first finding opens the page."""
     timed = [one for one in timed_models(parts(source)) if "decode" in one.times and not one.baseline]
-    if timed and source.meta.get("kind") == "bench":
-        best = min(timed, key=lambda one: one.times["decode"].value)
-        time, name = best.times["decode"], short(best.name, 60)
-        said = f"Decoding a token takes {name} {time.value:.2f} times the original’s time"
-        if time.low <= 1 <= time.high:
-            said = f"No model decodes measurably faster than the original; {name} comes closest"
-        cost = "" if best.added is None else f"; its loss is {minus(best.added, '+.3f')} nats"
-        return {"sentences": [f"{said} ({time.low:.2f} to {time.high:.2f}){cost}."]}
-    sentences = [shown.prefix + short(shown.entry["sentence"], 600) for shown in findings({}, source)[:1]]
-    return {"sentences": sentences} if sentences else None
+    if not timed or source.meta.get("kind") != "bench":
+        return None
+    best = min(timed, key=lambda one: one.times["decode"].value)
+    time, name = best.times["decode"], short(best.name, 60)
+    said = f"Decoding a token takes {name} {time.value:.2f} times the original’s time"
+    if time.low <= 1 <= time.high:
+        said = f"No model decodes measurably faster than the original; {name} comes closest"
+    cost = "" if best.added is None else f"; its loss is {minus(best.added, '+.3f')} nats"
+    return {"sentences": [f"{said} ({time.low:.2f} to {time.high:.2f}){cost}."]}
 
 
 def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
@@ -444,49 +424,33 @@ def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
     }
 
 
-def side_by_side(source: PageSource) -> Table | None:
+def side_by_side(source: PageSource) -> Table:
     """All timed models: loss, time and size; sizes are multiples of the original's."""
-    timed = timed_models(parts(source))
-    if not timed:
-        return None
-    originals = {id(one.part): one for one in reversed(timed) if one.baseline}
-    columns: dict[str, Callable[[TimedModel], str]] = {
-        "Held-out loss": lambda one: NOTHING if one.loss is None else minus(one.loss, ".4f"),
-        "Added": lambda one: (
-            NOTHING
-            if one.baseline or one.added is None
-            else f"{minus(one.added, '+.4f')} {plus_minus({'standard_error': one.error})}".strip()
-        ),
-        **{f"{phase.capitalize()} time": partial(_ratio, phase) for phase in PHASES},
-        **{title: partial(_multiple, originals, key) for key, title in SIZES.items()},
-    }
-    from_plans = [short(one.name, 40) for one in timed if one.stated and not one.baseline]
-    note = f"Not measured here, but stated by the plan: the loss of {', '.join(from_plans)}. " if from_plans else ""
-    note += (
-        "Times over the original’s are medians of the rounds’ ratios, in brackets the 95 % interval (from 9 rounds "
-        "on); ≈ 1×: no measurable difference. ± is the standard error over documents. Sizes are multiples of the "
-        "original’s bytes."
-    )
-    named = [(f"{short(one.name, 60)}{' (original)' * one.baseline}", one) for one in timed]
-    return by_subject("Models side by side", "Model", named, columns, note)
+    timed, rows = timed_models(parts(source)), []
+    originals: dict[int, Mapping[str, float]] = {}
+    for one in timed:
+        added = None if one.baseline or one.added is None else minus(one.added, "+.4f")
+        original = originals.setdefault(id(one.part), one.bytes if one.baseline else {})  # the first one of its folder
+        cells = {
+            "loss": one.loss,
+            "added": added and f"{added} {plus_minus({'standard_error': one.error})}".strip(),
+            **{phase: "1×" if one.baseline else _ratio(ratio) for phase, ratio in one.times.items()},
+            **{
+                name: size(own) if one.baseline else f"{own / original[name]:.2f}×"
+                for name, own in one.bytes.items()
+                if original.get(name)
+            },
+        }
+        rows.append((f"{short(one.name, 60)}{' (original)' * one.baseline}", cells))
+    table = of_record("timed", rows)
+    from_plans = ", ".join(short(one.name, 40) for one in timed if one.stated and not one.baseline)
+    note = f"Not measured here, but stated by the plan: the loss of {from_plans}. " if from_plans else ""
+    return replace(table, note=note + table.note)
 
 
-def _ratio(phase: str, timed: TimedModel) -> str:
+def _ratio(ratio: Spread) -> str:
     """The time over the original's, with its interval."""
-    if (ratio := timed.times.get(phase)) is None or timed.baseline:
-        return NOTHING if ratio is None else "1×"
     if ratio.low == ratio.high:
         return f"{ratio.value:.3f}× (no interval)"
     interval = f"({ratio.low:.3f} to {ratio.high:.3f})"
     return f"≈ 1× {interval}" if ratio.low <= 1 <= ratio.high else f"{ratio.value:.3f}× {interval}"
-
-
-def _multiple(originals: Mapping[int, TimedModel], measure: str, timed: TimedModel) -> str:
-    """Bytes as a multiple of the original's; bytes of the original."""
-    own, original = timed.bytes.get(measure), originals.get(id(timed.part))
-    base = original.bytes.get(measure) if original else None
-    if own is None or not base:
-        return NOTHING
-    if not timed.baseline:
-        return f"{own / base:.2f}×"
-    return f"{own:,.0f} B" if own < 2**14 else f"{own / 2**10:,.0f} KiB" if own < 2**20 else size(own)

@@ -1,16 +1,29 @@
-"""Tables of the page: `Table`, tables with one row per model or run, tables of settings."""
+"""Tables of the page: `Table`, those that a record of `page.yaml` describes, models side by side, settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import cache
+from importlib.resources import files
+from typing import Any
 
-from fulldepth.reporting.phrases import NOTHING, short
+import yaml
 
-Subject = TypeVar("Subject")
+from fulldepth.reporting.phrases import NOTHING, percent, short
+from fulldepth.reporting.source import number
+
 PROSE = ("about", "source")
 """Settings that are descriptions and have no effect."""
+Meta = Mapping[str, Any]
+"""A document, or an entry of one."""
+
+
+@cache
+def texts() -> dict[str, Any]:
+    """The content of `page.yaml`."""
+    found: dict[str, Any] = yaml.safe_load(files("fulldepth.reporting").joinpath("page.yaml").read_text("utf-8"))
+    return found
 
 
 @dataclass(frozen=True)
@@ -30,18 +43,45 @@ class Table:
     """Whether the cells are text rather than numbers."""
 
 
-def by_subject(
-    title: str,
-    corner: str,
-    subjects: Sequence[tuple[str, Subject]],
-    columns: Mapping[str, Callable[[Subject], str]],
-    note: str = "",
+def cell(value: Any, form: str = "") -> str:
+    """A number by a template of `str.format` or in per cent; a text as it is; "–" if unknown."""
+    if isinstance(value, str):
+        return value or NOTHING
+    real = number(value)
+    return NOTHING if real is None else percent(real) if form == "percent" else form.format(real).replace("-", "−")
+
+
+def of_record(
+    name: str, subjects: Sequence[tuple[str, Meta]], title: str = "", more: Mapping[str, Sequence[str]] | None = None
 ) -> Table:
-    """One row per (name, subject); columns that are empty for all of them are left out."""
-    cells = {name: [cell(subject) for _, subject in subjects] for name, cell in columns.items()}
-    filled = {name: column for name, column in cells.items() if set(column) != {NOTHING}}
-    rows = [[name, *row] for (name, _), *row in zip(subjects, *filled.values(), strict=True)] if filled else []
-    return Table(title, list(filled), rows, corner, note)
+    """The table of a record of `page.yaml`: one row per (name, entry); columns that are empty for all are left out.
+
+    Args:
+        name: of the record, which has `title`, `corner`, `note`, and for each column the key of an entry and a format.
+        subjects: of the rows.
+        title: instead of the record's.
+        more: columns after those of the record.
+    """
+    record = texts()["tables"][name]
+    columns = {**record["columns"], **(more or {})}
+    cells = {column: [cell(entry.get(key[0]), *key[1:]) for _, entry in subjects] for column, key in columns.items()}
+    filled = {column: values for column, values in cells.items() if set(values) - {NOTHING}}
+    rows = [[row, *values] for (row, _), *values in zip(subjects, *filled.values(), strict=True)] if filled else []
+    return Table(title or record["title"], list(filled), rows, record["corner"], record["note"])
+
+
+def across(title: str, models: Sequence[tuple[Meta, Mapping[str, str]]], corner: str = "", **about: Any) -> Table:
+    """One column per (entry of a model, its cells by name), the baseline marked; empty rows are left out."""
+    names = dict.fromkeys(name for _, cells in models for name in cells)
+    rows = [[name, *(cells.get(name) or NOTHING for _, cells in models)] for name in names]
+    filled = [row for row in rows if set(row[1:]) != {NOTHING}]
+    return Table(title, [labelled(entry) for entry, _ in models], filled, corner, **about)
+
+
+def labelled(entry: Meta) -> str:
+    """Label of one of several models; the baseline is marked."""
+    label = short(entry.get("label", "?"), 60)
+    return f"{label} (baseline)" if entry.get("baseline") and label != "baseline" else label
 
 
 def settings_table(title: str, settings: Any) -> Table:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 
-from fulldepth.reporting.measured import Meta, Shown, labelled
-from fulldepth.reporting.phrases import NOTHING, TERMS, quantity, scaled, short
-from fulldepth.reporting.source import PageSource, curve
+from fulldepth.reporting.measured import Shown
+from fulldepth.reporting.phrases import TERMS, quantity, scaled, short
+from fulldepth.reporting.source import PageSource, curve, number
 from fulldepth.reporting.style import minus
-from fulldepth.reporting.tables import PROSE, Table, by_subject, flatten, settings_table
+from fulldepth.reporting.tables import PROSE, Meta, Table, across, flatten, labelled, of_record
 
 
 def differences(entry: Meta, _: PageSource) -> list[Shown]:
-    """The findings of a comparison of runs; all but the validation losses are marked as later."""
-    headline = (entry.get("headline") or {}).items()
-    return [Shown(finding, later=not name.startswith("validation_loss")) for name, finding in headline]
+    """The findings of a comparison of runs, the validation losses first."""
+    headline = entry.get("headline") or {}
+    return [Shown(headline[name]) for name in sorted(headline, key=lambda name: not name.startswith("validation_loss"))]
 
 
 def objective_line(objective: Meta) -> str:
@@ -55,42 +56,31 @@ def tables(source: PageSource) -> dict[str, list[Table]]:
     note = "Evaluating and saving are left out of time and throughput."
     return {
         "cost": [Table("Time and memory", [""], rows, note=note)],
-        "settings": [settings_table("All settings", source.meta.get("settings"))],
     }
 
 
 def side_by_side(source: PageSource) -> Table:
     """The comparison in one table: one row per run, at the last common step."""
-    meta = source.meta
-
-    def cell(own: str, against: str, form: str) -> Callable[[Meta], str]:
-        def text(entry: Meta) -> str:
-            finding = (entry.get("headline") or {}).get(own) or {}
-            amount = quantity(finding.get("value"), str(finding.get("unit", "1"))) if own else NOTHING
-            relation = ((meta.get("headline") or {}).get(f"{against}:{entry.get('label')}") or {}).get("value")
-            if not isinstance(relation, int | float):
-                return amount
-            relative = f"{relation:.2f}×" if form == "×" else minus(relation, form)
-            return f"{amount} ({relative})" if own else relative
-
-        return text
-
-    columns = {
-        "Validation loss": cell("validation_loss", "", ""),
-        "Difference": cell("", "validation_loss", "+.3f"),
-        "Jump of the last layer": cell("zeta_L", "zeta_L", "+.1f"),
-        "Displacement": cell("", "redundancy_change", "+.2f"),
-        "Time per step": cell("time_per_step", "time_per_step", "×"),
-        "Peak memory": cell("peak_memory", "peak_memory", "×"),
-        "Parameters": cell("parameters", "parameters", "×"),
-    }
-    step = meta.get("step")
-    when = f"At step {step:,}. " if isinstance(step, int) else ""
-    note = f"""{when}In brackets the difference from the baseline, or the multiple of it (×): of time only where
-    the 95 % interval of the ratio does not hold 1, and where the machine was otherwise idle. Displacement is the
-    median change over layers, times 10⁻². One run each: how much another seed would change is not known."""
-    runs = [(labelled(entry), entry) for entry in meta.get("models") or []]
-    return by_subject("Runs side by side", "Run", runs, columns, note)
+    meta, runs = source.meta, []
+    for entry in meta.get("models") or []:
+        cells = {}
+        for name, against, form in (
+            ("validation_loss", "", ""),
+            ("difference", "validation_loss", "+.3f"),
+            ("zeta_L", "zeta_L", "+.1f"),
+            ("redundancy_change", "redundancy_change", "+.2f"),
+            ("time_per_step", "time_per_step", "×"),
+            ("peak_memory", "peak_memory", "×"),
+            ("parameters", "parameters", "×"),
+        ):
+            found = (entry.get("headline") or {}).get(name) or {}
+            relation = number(((meta.get("headline") or {}).get(f"{against}:{entry.get('label')}") or {}).get("value"))
+            relative = "" if relation is None else f"{relation:.2f}×" if form == "×" else minus(relation, form)
+            amount = quantity(found.get("value"), str(found.get("unit", "1"))) if found else ""
+            cells[name] = f"{amount} ({relative})" if amount and relative else amount or relative
+        runs.append((labelled(entry), cells))
+    table, step = of_record("runs", runs), meta.get("step")
+    return replace(table, note=f"At step {step:,}. {table.note}") if isinstance(step, int) else table
 
 
 def tables_of_runs(source: PageSource) -> dict[str, list[Table]]:
@@ -98,12 +88,7 @@ def tables_of_runs(source: PageSource) -> dict[str, list[Table]]:
     models = source.meta.get("models") or []
     flat = [flatten(entry.get("settings") or {}) for entry in models]
     keys = dict.fromkeys(key for settings in flat for key in settings if key not in PROSE)
-    rows = [
-        [short(key, 80), *(short(settings.get(key, NOTHING), 60) for settings in flat)]
-        for key in keys
-        if len({settings.get(key) for settings in flat}) > 1
-    ]
-    note = "Settings that are equal in all runs are left out."
-    return {
-        "settings": [Table("What differs", [labelled(entry) for entry in models], rows, "Setting", note, text=True)]
-    }
+    differing = [key for key in keys if len({settings.get(key) for settings in flat}) > 1]
+    cells = [{short(key, 80): short(own[key], 60) for key in differing if key in own} for own in flat]
+    note, models = "Settings that are equal in all runs are left out.", list(zip(models, cells, strict=True))
+    return {"settings": [across("What differs", models, "Setting", note=note, text=True)]}

@@ -110,7 +110,7 @@ PLAN = (
 """Entries of a plan: blocks in the order of their removal."""
 EXIT = entries(
     "Exit",
-    (str, "rule policy split timing"),
+    (str, "rule split timing"),
     (bool, "calibrated"),
     (Number, "threshold loss drop"),
     (Share, "accuracy agreement"),
@@ -120,7 +120,7 @@ EXIT = entries(
     (Counts, "exits"),
     (Whole, "tokens"),
 )
-"""Early exit with one rule, threshold and cache policy: over given sequences, or while generating."""
+"""Early exit with one rule and threshold: over given sequences, or while generating."""
 FULL = entries(
     "Full",
     (Share, "accuracy chance"),
