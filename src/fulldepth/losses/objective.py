@@ -254,10 +254,10 @@ class Objective:
                 "The model adds a balancing loss of its experts to the cross-entropy, which the objective replaces; "
                 "pass the model's output instead of its loss."
             )
+        cross_entropy = total if auxiliary is None else total - auxiliary.to(total.device)
         if not torch.is_grad_enabled():
             self._activations.clear()
-            return total, {"ce": total if auxiliary is None else total - auxiliary.to(total.device)}
-        cross_entropy = total if auxiliary is None else total - auxiliary.to(total.device)
+            return total, {"ce": cross_entropy}
         return self.combine(cross_entropy, auxiliary, batch, portion)
 
     @property
@@ -284,7 +284,6 @@ class Objective:
         portion, parts = portion or Portion(), {"ce": cross_entropy.detach()}
         loss = _times(portion.of_targets(self.task, batch), cross_entropy)
         if self._activations is not None:
-            options = (portion, self.step, self.energy_warmup, self._classifier)
             if self.terms and self._activations.repeated:
                 self._activations.clear()
                 raise FulldepthError(
@@ -293,7 +292,9 @@ class Objective:
                     "torch.no_grad()."
                 )
             try:
-                context = Context(self._activations, self.task, batch, *options)
+                context = Context(
+                    self._activations, self.task, batch, portion, self.step, self.energy_warmup, self._classifier
+                )
                 for term in self.terms.values():
                     loss, value = term.apply(loss, context)
                     if value is not None:

@@ -78,10 +78,6 @@ class Context:
             return self.portion.share
         return _share(torch.as_tensor(count, device=device), self.portion.tokens)
 
-    def target_share(self) -> Tensor | float:
-        """Scale factor of a mean over this batch's targets (see `Portion`)."""
-        return self.portion.of_targets(self.task, self.batch)
-
 
 class Term(pydantic.BaseModel, ABC):
     """Base of the penalties: the fields are its options, checked by their types. A subclass must define `value`.

@@ -88,8 +88,7 @@ class RunCallback(TrainerCallback):
         if checkpoint is not None:
             rows = pd.read_parquet(checkpoint / RECORD)
             self.table = rows[rows.step <= step_of(checkpoint)].reset_index(drop=True)
-        self.tally = trainer.tallies["record"] = Tally()
-        self.carried: dict[str, list[float]] = dict(notes.tally) if current().is_main else {}
+        self.tally = trainer.tallies["record"] = Tally(notes.tally if current().is_main else None)
         self.elapsed = self._elapsed_before = notes.elapsed
         self.other_load = OtherLoad()
         reset_peak()
@@ -150,7 +149,8 @@ class RunCallback(TrainerCallback):
     def _evaluate(self, step: int) -> None:
         """Evaluate, and add the rows to the results, the console's line and the trackers."""
         evaluation = self.evaluate(self.trainer.accelerator.unwrap_model(self.trainer.model))
-        means, self.carried = self._means(), {}
+        means = self._means()
+        self.tally.take()
         seconds, steps = self.elapsed - self._elapsed_before, step - self._evaluated
         self._elapsed_before, self._evaluated = self.elapsed, step
         line = [f"step {step}: validation {evaluation.loss:.4f}"]
@@ -182,12 +182,9 @@ class RunCallback(TrainerCallback):
 
     def _means(self) -> dict[str, list[float]]:
         """Part of the loss -> [sum, count] over all processes since the last evaluation, also before a resumption."""
-        for name, (total, count) in self.tally.take().items():
-            before = self.carried.get(name, [0.0, 0.0])
-            self.carried[name] = [before[0] + total, before[1] + count]
-        everyone = current().gather(self.carried)
-        names = list(dict.fromkeys(name for part in everyone for name in part))
-        return {n: [sum(part.get(n, [0.0, 0.0])[i] for part in everyone) for i in (0, 1)] for n in names}
+        everyone = current().gather(self.tally.read())
+        names = dict.fromkeys(name for part in everyone for name in part)
+        return {n: [sum(part.get(n, (0.0, 0.0))[i] for part in everyone) for i in (0, 1)] for n in names}
 
 
 @contextmanager

@@ -326,36 +326,32 @@ class Augmentation:
         batch = collate_images(pictures, range(len(pictures)), unnormalised)
         pixels = batch.inputs["pixel_values"]  # [B, C, H, W]
         height, width = pixels.shape[-2:]
-        before, after = self._pixel_changes((height, width))
-        rows = []
+        changes, rows = self._pixel_changes((height, width)), []
         with torch.random.fork_rng(devices=[]):
             for image, item in zip(pixels.split(1), items, strict=True):
                 torch.manual_seed(_seed(self.seed, item.epoch, item.index))
-                for change in before:
-                    image = change(image)
-                if self.processor.do_normalize:
-                    mean, deviation = (
-                        torch.tensor(values).view(-1, 1, 1)
-                        for values in (self.processor.image_mean, self.processor.image_std)
-                    )
-                    image = (image - mean) / deviation
-                for change in after:
+                for change in changes:
                     image = change(image)
                 rows.append(image)
         batch.inputs["pixel_values"] = torch.cat(rows)
         return batch
 
     @cache  # noqa: B019 (as long-lived as the run)
-    def _pixel_changes(self, edges: tuple[int, int]) -> tuple[list[Any], list[Any]]:
-        """The changes before and after normalisation, of images of one size."""
-        kornia, settings, before = _kornia(), self.settings, []
+    def _pixel_changes(self, edges: tuple[int, int]) -> list[Any]:
+        """The changes of images of one size, with their normalisation."""
+        kornia, settings, processor, changes = _kornia(), self.settings, self.processor, list[Any]()
         if settings.crop:
-            before.append(kornia.RandomCrop(edges, padding=settings.crop))
+            changes.append(kornia.RandomCrop(edges, padding=settings.crop))
         if settings.rotation:
-            before.append(kornia.RandomRotation(settings.rotation))
+            changes.append(kornia.RandomRotation(settings.rotation))
         if settings.randaugment:
-            before.append(kornia.auto.RandAugment(n=settings.randaugment, m=settings.magnitude))
-        return before, [kornia.RandomErasing(p=settings.erasing)] if settings.erasing else []
+            changes.append(kornia.auto.RandAugment(n=settings.randaugment, m=settings.magnitude))
+        if processor.do_normalize:
+            mean, deviation = (torch.tensor(v).view(-1, 1, 1) for v in (processor.image_mean, processor.image_std))
+            changes.append(lambda image: (image - mean) / deviation)
+        if settings.erasing:
+            changes.append(kornia.RandomErasing(p=settings.erasing))
+        return changes
 
 
 def _seed(*parts: int | str) -> int:

@@ -142,9 +142,10 @@ def build_config(
     kind = _kind(model, base, task)
     given = dict(model.model_extra or {})
     labels = {} if task == "causal-lm" or "num_labels" not in given else {"num_labels": given.pop("num_labels")}
+    known = _options(kind)
     for name in given:
-        if name not in _options(kind):
-            raise unknown(f"option of {kind.model_type} under `model`", name, _options(kind))
+        if name not in known:
+            raise unknown(f"option of {kind.model_type} under `model`", name, known)
     ids: dict[str, Any] = {name: value for name, value in (special_tokens or {}).items() if value is not None}
     if classes is None:
         ids |= labels
@@ -154,7 +155,6 @@ def build_config(
         ids |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     try:
         if base is None:
-            known = _options(kind)
             defaults = {"vocab_size": vocab_size, POSITIONS: positions}
             sizes = {name: size for name, size in defaults.items() if size is not None and name in known} | given
             options = _no_tokens(kind, sizes.get("vocab_size")) | sizes | ids | given

@@ -7,8 +7,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -162,14 +161,19 @@ def require_separate_documents(model: PreTrainedModel) -> None:
         raise FulldepthError(f"{name} takes no position_ids, so it cannot keep documents apart. {advice}")
     ids = torch.arange(3 * LENGTH).remainder(model.config.get_text_config().vocab_size).to(model.device)
     first, other, second = ids.split(LENGTH)
-    with evaluating(model), _without_flash(model):
-        try:
+    attention = model.config._attn_implementation
+    if attention == FLASH:
+        AttentionInterface.register(PROBE, varlen_attention)
+        AttentionMaskInterface.register(PROBE, ALL_MASK_ATTENTION_FUNCTIONS[FLASH])
+        model.config._attn_implementation = PROBE
+    try:
+        with evaluating(model):
             beside, changed = (_logits(model, torch.cat([before, second]))[LENGTH:] for before in (first, other))
             alone = _logits(model, second)
-        except Exception as error:  # from the model's code, which may need a mask or another attention
-            raise FulldepthError(
-                f"{name} cannot read two documents in a row: {one_line(error, 200)}. {advice}"
-            ) from error
+    except Exception as error:  # from the model's code, which may need a mask or another attention
+        raise FulldepthError(f"{name} cannot read two documents in a row: {one_line(error, 200)}. {advice}") from error
+    finally:
+        model.config._attn_implementation = attention
     scale = alone.abs().max()
     if (beside - changed).abs().max() > LEAK * scale:
         raise FulldepthError(f"In {name} a document sees the one before it in spite of position_ids. {advice}")
@@ -182,20 +186,6 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
     positions = torch.arange(len(ids), device=ids.device) % LENGTH
     logits: Tensor = model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
     return logits
-
-
-@contextmanager
-def _without_flash(model: PreTrainedModel) -> Iterator[None]:
-    """Replace flash attention by `varlen_attention`."""
-    before = model.config._attn_implementation
-    if before == FLASH:
-        AttentionInterface.register(PROBE, varlen_attention)
-        AttentionMaskInterface.register(PROBE, ALL_MASK_ATTENTION_FUNCTIONS[FLASH])
-        model.config._attn_implementation = PROBE
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
 
 
 def varlen_attention(

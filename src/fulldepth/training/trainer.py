@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from fulldepth import launch
 from fulldepth.data import ShuffledSampler, flatten_windows
-from fulldepth.data.labelled import LabelledRows, in_epochs
+from fulldepth.data.labelled import EpochSampler, LabelledRows
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import checkpoint_of, pick_device
@@ -299,19 +299,6 @@ class RunData:
     """Class of the trainer; None = `RunTrainer`."""
 
 
-class EpochSampler(torch.utils.data.Sampler[int]):
-    """A run's order of the items, with the epoch in the key; see `LabelledRows`."""
-
-    def __init__(self, order: Any, size: int) -> None:
-        self.order, self.size = order, size
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[int]:
-        return in_epochs(self.order, self.size)
-
-
 class RunMixin(AnyTrainer):
     """Put before a Trainer with an objective: takes objective, parameter groups, schedule and order of the items from
     the settings of a run.
@@ -354,8 +341,8 @@ class RunMixin(AnyTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         settings, data = self.settings, self.train_dataset if train_dataset is None else train_dataset
-        order = ShuffledSampler(len(data), seed=settings.seed, length=settings.steps * settings.global_batch_size)
-        return EpochSampler(order, len(data)) if isinstance(data, LabelledRows) else order
+        sampler = EpochSampler if isinstance(data, LabelledRows) else ShuffledSampler
+        return sampler(len(data), seed=settings.seed, length=settings.steps * settings.global_batch_size)
 
     def get_train_dataloader(self) -> Any:
         """The Trainer's data loader, with workers that ignore SIGTERM."""
