@@ -16,10 +16,9 @@ from typing import Annotated
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from fulldepth.errors import FulldepthError
-from fulldepth.losses.term import Context, Term, check_states, statistics_dtype
+from fulldepth.losses.term import Context, Term, check_states, recomputed, statistics_dtype
 from fulldepth.metrics import displacement
 
 
@@ -105,7 +104,7 @@ def mean_displacement(previous: Tensor, current: Tensor, mask: Tensor | None) ->
     """Mean displacement of the masked tokens that have a direction, a scalar; 0 without any. The backward pass computes
     it again and keeps references to the states only.
     """
-    mean: Tensor = checkpoint(_mean, previous, current, mask, use_reentrant=False, preserve_rng_state=False)
+    mean: Tensor = recomputed(_mean, previous, current, mask)
     return mean
 
 

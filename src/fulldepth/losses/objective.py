@@ -21,6 +21,7 @@ from fulldepth.hf import (
     exit_weights,
     has_exit_heads,
     resolve_stages,
+    text_config,
 )
 from fulldepth.hf.stages import STAGES
 from fulldepth.losses.aligned_loss import Aligned, LayerwiseLoss, MultiExit
@@ -239,16 +240,14 @@ class Objective:
             FulldepthError: if the objective is not attached, the loss or labels are missing, or a term cannot be
                 computed on this batch.
         """
-        if self._activations is None or self.task is None:
+        if self._activations is None or self.task is None or self.anatomy is None:
             raise FulldepthError("The objective watches no model; call attach(model) before the forward pass.")
         try:
             total, auxiliary = self.task.loss(outputs), self.task.auxiliary(outputs)
         except FulldepthError:
             self._activations.clear()  # of the pass that is refused
             raise
-        config: Any = getattr(self.anatomy.model, "config", None) if self.anatomy else None
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        balances = bool(getattr(text, "output_router_logits", False))
+        balances = getattr(text_config(self.anatomy.model.config), "output_router_logits", False)
         if isinstance(outputs, Tensor) and self.replaces and balances:
             raise FulldepthError(
                 "The model adds a balancing loss of its experts to the cross-entropy, which the objective replaces; "

@@ -241,12 +241,12 @@ def card_of(meta: Mapping[str, Any], findings: Mapping[str, Finding], step: int)
         f"`{one_line(data['name'], 200)}`. {one_line(settings['about'], 400)}"
     )
     items = step * settings["global_batch_size"]
-    seen = {"Tokens": items * settings["sequence_length"]} if task == "causal-lm" else {"Examples": items}
+    unit, seen = ("Tokens", items * settings["sequence_length"]) if task == "causal-lm" else ("Examples", items)
     numbers = {
         **{NAMES[name]: f"{found.value:.4g} {found.unit}" for name, found in findings.items() if name in NAMES},
         "Parameters": f"{model['parameters']:,}",
         "Optimiser steps": f"{step:,} of {settings['steps']:,}",
-        **{name: f"{count:,}" for name, count in seen.items()},
+        unit: f"{seen:,}",
         "Seed": str(settings["seed"]),
     }
     held_out = one_line(data["validation"] or f"a held-out part of {data['name']}", 200)

@@ -50,7 +50,7 @@ NOT_OURS = (
 """Patterns of files from other commands, or from runs whose settings are missing."""
 MAY_DIFFER = {
     *("about", "source", "log_every", "report_to", "workers", "device", "keep_checkpoints"),
-    *("eval_every", "save_every", "micro_batch_size", "fsdp"),
+    *("eval_every", "save_every", "micro_batch_size", "fsdp", "data.cache"),
 }
 """Settings that a resumed run may change."""
 RECORD = "record.parquet"
@@ -90,7 +90,17 @@ def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
     elif not _took_no_step(folder):
         if not resume:
             raise FulldepthError(f"{folder} already holds a run. Go on with it (--resume), or choose another --output.")
-        _compare(folder, settings)
+        saved, requested = (_flat(s.model_dump(mode="json")) for s in (saved_settings(folder), settings))
+        different = [
+            f"{one_line(key, 60)} was {one_line(repr(saved.get(key)), 60)}, is {one_line(repr(requested.get(key)), 60)}"
+            for key in sorted(saved.keys() | requested.keys())
+            if saved.get(key) != requested.get(key) and key not in MAY_DIFFER
+        ]
+        if different:
+            raise FulldepthError(
+                f"{folder} holds a run of another recipe: {'; '.join(different[:4])}"
+                f"{'; ...' if len(different) > 4 else ''}. Resume it with its own settings, or choose another --output."
+            )
         document: Any = None
         with suppress(FulldepthError):  # unreadable results are written anew
             document = read_json(folder / DOCUMENT) if (folder / DOCUMENT).exists() else None
@@ -182,20 +192,6 @@ def saved_settings(folder: Path) -> TrainSettings:
     except FulldepthError as error:
         words = "\n".join(one_line(line, 200) for line in str(error).splitlines()[:4])
         raise FulldepthError(words if str(path) in words else f"{path} holds no settings of a run. {words}") from error
-
-
-def _compare(folder: Path, settings: TrainSettings) -> None:
-    saved, requested = (_flat(s.model_dump(mode="json")) for s in (saved_settings(folder), settings))
-    different = [
-        f"{one_line(key, 60)} was {one_line(repr(saved.get(key)), 60)}, is {one_line(repr(requested.get(key)), 60)}"
-        for key in sorted(saved.keys() | requested.keys())
-        if saved.get(key) != requested.get(key) and key not in MAY_DIFFER and key != "data.cache"
-    ]
-    if different:
-        raise FulldepthError(
-            f"{folder} holds a run of another recipe: {'; '.join(different[:4])}"
-            f"{'; ...' if len(different) > 4 else ''}. Resume it with its own settings, or choose another --output."
-        )
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,7 +7,6 @@ not record them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -89,16 +88,13 @@ def _added(model: nn.Module) -> set[str]:
     return names
 
 
-def _matrices(model: nn.Module) -> Iterator[Any]:
+def _matrices(model: nn.Module) -> list[Any]:
     """Linear layers and embeddings of the stock model; of tied ones the first."""
-    done_ids: set[int] = set()
-    added = _added(model)
+    added, by_weight = _added(model), dict[int, Any]()
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear | nn.Embedding | Conv1D) or f"{name}.weight" in added:
-            continue
-        if id(module.weight) not in done_ids:
-            done_ids.add(id(module.weight))
-            yield module
+        if isinstance(module, nn.Linear | nn.Embedding | Conv1D) and f"{name}.weight" not in added:
+            by_weight.setdefault(id(module.weight), module)
+    return list(by_weight.values())
 
 
 def _outputs(model: nn.Module) -> list[Any]:
@@ -109,9 +105,8 @@ def _memory_bounds(model: PreTrainedModel, settings: InitializerSettings) -> dic
     """Name of each weight that `memory` draws -> bound of its uniform distribution."""
     if settings.memory == "model":
         return {}
-    declared = getattr(model, "memory_bounds", None)
     try:
-        bounds: dict[str, float] = declared(settings.memory) if declared is not None else {}
+        bounds: dict[str, float] = getattr(model, "memory_bounds", lambda _: {})(settings.memory)
     except ValueError as error:
         raise FulldepthError(f"initializer.memory={settings.memory}: {error}.") from error
     if not bounds:

@@ -277,12 +277,12 @@ def padding_warning(model: Any, rows: LabelledRows, collator: Collator) -> list[
 
 def _facts(data: LabelledData, described: Fingerprint) -> dict[str, Any]:
     """For the record; the rows are added to the fingerprint of what is made of them."""
-    for rows in (data.train, data.validation):
-        for digest, record in zip(rows.digests, rows.source.records, strict=True):
-            described.add(digest + str(record.label if record.objects is None else record.objects).encode())
-    counts = [len(rows.source.records) for rows in (data.train, data.validation)]
-    facts = {"hash": str(described), "train_sequences": counts[0]}
-    return {**facts, "classes": len(data.classes), "documents": sum(counts)}
+    digests = [*data.train.digests, *data.validation.digests]
+    records = [*data.train.source.records, *data.validation.source.records]
+    for digest, record in zip(digests, records, strict=True):
+        described.add(digest + str(record.label if record.objects is None else record.objects).encode())
+    facts = {"hash": str(described), "train_sequences": len(data.train.digests)}
+    return {**facts, "classes": len(data.classes), "documents": len(records)}
 
 
 class Augmentation:

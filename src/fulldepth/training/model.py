@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -157,7 +158,7 @@ def build_config(
         if base is None:
             defaults = {"vocab_size": vocab_size, POSITIONS: positions}
             sizes = {name: size for name, size in defaults.items() if size is not None and name in known} | given
-            options = _no_tokens(kind, sizes.get("vocab_size")) | sizes | ids | given
+            options = _no_tokens(kind, sizes.get("vocab_size") or math.inf) | sizes | ids | given
             config = kind(**options)
             if positions is not None and POSITIONS in options and POSITIONS not in given:
                 config = kind(**options | {POSITIONS: positions + _unused_positions(config, task)})
@@ -224,8 +225,8 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
         anatomy = find_anatomy(model)
         if anatomy.family.backbone is not None:  # transformers freezes all of its own ResNet, by names that timm has
             anatomy.body.get_submodule(anatomy.family.backbone).requires_grad_(True)
-    trained: PreTrainedModel = model.train()
-    return trained
+    model.train()
+    return model
 
 
 def built_once(model: PreTrainedModel, settings: TrainSettings) -> bool:
@@ -339,14 +340,10 @@ def _options(kind: type[PreTrainedConfig]) -> set[str]:
     return {name for name in named | set(kind.attribute_map) if not name.startswith("_")} - NOT_OPTIONS
 
 
-def _no_tokens(kind: type[PreTrainedConfig], vocab_size: int | None) -> dict[str, None]:
+def _no_tokens(kind: type[PreTrainedConfig], vocab_size: float) -> dict[str, None]:
     """None for special tokens whose ids in the class, of the original's tokenizer, lie outside the vocabulary."""
     defaults = {field.name: field.default for field in fields(kind) if field.name in TOKEN_IDS}
-    return {
-        name: None
-        for name, token in defaults.items()
-        if isinstance(token, int) and vocab_size is not None and token >= vocab_size
-    }
+    return {name: None for name, token in defaults.items() if isinstance(token, int) and token >= vocab_size}
 
 
 def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, positions: int | None) -> None:
@@ -476,7 +473,7 @@ def _is_of_head(model: PreTrainedModel, name: str) -> bool:
 
 def _reason(error: Exception) -> str:
     """The last line of an error message, where strict configurations state the cause."""
-    return " ".join(str(error).strip().splitlines()[-1:])[:300].strip() if str(error).strip() else repr(error)
+    return (str(error).strip().splitlines() or [repr(error)])[-1][:300].strip()
 
 
 def reads_later_tokens(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> bool:

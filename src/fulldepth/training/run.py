@@ -88,7 +88,7 @@ def train(
             for line in warnings:
                 watcher.say(line)
             origin = check_origin(settings, data.facts["hash"], model.config, trainer.args, notes.origin, checkpoint)
-            meta = {
+            meta: dict[str, Any] = {
                 "kind": KIND,
                 "recipe": name,
                 "settings": settings.model_dump(mode="json"),

@@ -75,9 +75,9 @@ def run_tokenizer(settings: TrainSettings, home: Path, watcher: Watcher, texts: 
     if name is None:
         raise FulldepthError("A model from scratch needs a tokenizer: tokenizer=builtin:2048, a folder or a Hub name.")
     kind, _, size = name.partition(":")
-    if kind not in ("builtin", *(() if texts is None else OWN)):
-        if kind in OWN:
-            raise FulldepthError(f"tokenizer={name} is trained on labelled texts (task: text-classification).")
+    if kind in OWN and texts is None:
+        raise FulldepthError(f"tokenizer={name} is trained on labelled texts (task: text-classification).")
+    if kind not in ("builtin", *OWN):
         tokenizer = load_tokenizer(name)
         tokenizer.init_kwargs.pop("auto_map", None)  # refers to remote code, which checkpoints must not name
         return tokenizer
@@ -87,8 +87,8 @@ def run_tokenizer(settings: TrainSettings, home: Path, watcher: Watcher, texts: 
         watcher.say(f"Training a tokenizer of {size} tokens")
         with atomic_folder(home) as part:
             train = train_wordpiece if kind == "wordpiece" else train_tokenizer
-            own = texts if kind in OWN and texts is not None else builtin_texts("train")
-            train(own, int(size)).save_pretrained(part)
+            corpus = builtin_texts("train") if kind == "builtin" or texts is None else texts
+            train(corpus, int(size)).save_pretrained(part)
     return load_tokenizer(home)
 
 
@@ -342,8 +342,8 @@ def held_out_rows(rows: Any, most: int, seed: int) -> np.ndarray | None:
 def _key(row: dict[str, Any], seed: int, whole: bool) -> int:
     """A hash of a conversation, or of its messages up to the first answer."""
     content = row["messages"] if "messages" in row else [row["prompt"], row["completion"]]
-    if not whole and "messages" not in row and isinstance(row["prompt"], list):
-        content = row["prompt"] + row["completion"]
+    if not whole and isinstance(content[0], list):
+        content = content[0] + content[1]
     if not whole and isinstance(content[0], dict):
         answers = [place for place, message in enumerate(content) if message["role"] == "assistant"]
         content = content[: answers[0] + 1] if answers else content

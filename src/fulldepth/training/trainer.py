@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -231,21 +232,16 @@ def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]
                 )
             inside = {id(p) for p in anatomy.body.get_submodule(anatomy.family.backbone).parameters()}
         embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-        parts: dict[tuple[bool, bool], list[nn.Parameter]] = {
-            (decays, of_backbone): [] for decays in (True, False) for of_backbone in (False, True)
-        }
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
-                parts[is_matrix or settings.decay == "all", id(parameter) in inside].append(parameter)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        matrices = {id(p) for p in trained if settings.decay == "all" or (p.ndim >= 2 and id(p) not in embeddings)}
         groups = [
             {
-                "params": parameters,
+                "params": [p for p in trained if (id(p) in matrices, id(p) in inside) == (decays, of_backbone)],
                 "weight_decay": settings.weight_decay if decays else 0.0,
                 "lr": settings.backbone_learning_rate if of_backbone else settings.learning_rate,
                 "name": ("backbone, " if of_backbone else "") + ("decay" if decays else "no decay"),
             }
-            for (decays, of_backbone), parameters in parts.items()
+            for decays, of_backbone in product((True, False), (False, True))
         ]
     if settings.decay == "routers" and "router_decay" not in {group["name"] for group in groups}:
         raise FulldepthError(
