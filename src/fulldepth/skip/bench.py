@@ -31,9 +31,9 @@ from transformers import PreTrainedModel
 from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.language_model import check_task
 from fulldepth.execution.latency import PHASES, Runner, check_positions, machine
 from fulldepth.execution.memory import cache_bytes, parameter_bytes, peak_bytes
+from fulldepth.execution.verify import check_task
 from fulldepth.hf import Checkpoint, anatomy_candidates, evaluating, open_model
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher

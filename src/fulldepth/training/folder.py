@@ -17,8 +17,7 @@ from transformers import PreTrainedConfig, TrainingArguments
 from fulldepth.data import ORDER
 from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError, is_disk_full, one_line
-from fulldepth.files import atomic, atomic_folder, locked, read_json, reading
-from fulldepth.fingerprint import Fingerprint
+from fulldepth.files import Fingerprint, atomic, atomic_folder, locked, read_json, reading
 from fulldepth.hf import (
     UNFINISHED,
     check_publishing,

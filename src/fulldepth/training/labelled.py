@@ -31,7 +31,7 @@ from fulldepth.data.labelled import (
 from fulldepth.data.sequences import Batch, Picture, collate_images
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.stream import is_close, relative_error
-from fulldepth.fingerprint import Fingerprint
+from fulldepth.files import Fingerprint
 from fulldepth.hf import evaluating, load_processor
 from fulldepth.progress import Watcher
 from fulldepth.settings.train import AugmentationSettings, TrainSettings
