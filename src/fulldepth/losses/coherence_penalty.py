@@ -106,11 +106,12 @@ def coherence_penalty(
     shape = (2 + layer / 2, math.sqrt(num_layers - layer), eps)
     dtype, width = statistics_dtype(h_in, h_out), h_out.shape[-1]
     size = block_size(h_out[..., 0].numel(), h_out.device)
-    parts = [
+    parts = (
         recomputed(_spectra, x, y, *shape, dtype, energy)
         for x, y in zip(h_in.to(h_out.device).split(size, -1), h_out.split(size, -1), strict=True)
-    ]
-    spectra, excess = torch.cat([part[0] for part in parts], 1), torch.stack([part[1] for part in parts]).sum()
+    )
+    sums, excesses = zip(*parts, strict=True)
+    spectra, excess = torch.cat(sums, 1), torch.stack(excesses).sum()
     sequences: Tensor | int = len(h_out)
     if reduce is not None:
         spectra = reduce(spectra)

@@ -73,8 +73,8 @@ def jump_penalty(hidden_states: Sequence[Tensor], alpha: float = 1.0, mask: Tens
     check_states(hidden_states, mask, least=2)
     weights = jump_weights(len(hidden_states) - 1, alpha).tolist()
     terms = [
-        weight * mean_displacement(previous, current, mask).to(hidden_states[-1].device)
-        for weight, previous, current in zip(weights, hidden_states[:-1], hidden_states[1:], strict=True)
+        weight * mean_displacement(*pair, mask).to(hidden_states[-1].device)
+        for weight, pair in zip(weights, pairwise(hidden_states), strict=True)
         if weight
     ]
     return torch.stack(terms).sum()

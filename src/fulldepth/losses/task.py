@@ -48,8 +48,12 @@ class Task:
         """
         with suppress(FulldepthError):
             model = unwrapped(model)
-        name = task_of(model)
-        return (Detection if name == "detection" else cls)(name, _auxiliary_weight(model), tower)
+        name, holders = task_of(model), (model, text_config(getattr(model, "config", None)))
+        factors = [
+            getattr(holder, key, None) for holder in holders for key in ("router_aux_loss_coef", "aux_loss_coef")
+        ]
+        factor = next((float(value) for value in factors if isinstance(value, int | float)), None)
+        return (Detection if name == "detection" else cls)(name, factor, tower)
 
     @property
     def shifts(self) -> bool:
@@ -248,10 +252,3 @@ def detection_loss(
 def use_detection_loss(model: Any) -> None:
     """Give a detector `detection_loss` as its `loss_function`."""
     unwrapped(model).loss_function = detection_loss
-
-
-def _auxiliary_weight(model: Any) -> float | None:
-    """The factor of the auxiliary loss that a model of transformers adds to its own, by attribute or configuration."""
-    names, holders = ("router_aux_loss_coef", "aux_loss_coef"), (model, text_config(getattr(model, "config", None)))
-    found = (getattr(holder, name, None) for holder in holders for name in names)
-    return next((float(value) for value in found if isinstance(value, int | float)), None)

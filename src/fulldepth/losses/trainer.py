@@ -254,8 +254,8 @@ class ObjectiveMixin(AnyTrainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Also logs the mean of each part since the last call (of this process)."""
         if "loss" in logs:
-            means = {name: total / count for name, (total, count) in self.tallies["log"].take().items()}
-            logs = {**logs, **{f"loss_{name}": value for name, value in means.items()}}
+            sums = self.tallies["log"].take()
+            logs = logs | {f"loss_{name}": total / count for name, (total, count) in sums.items()}
         super().log(logs, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
 
 from fulldepth.distributed import any_process, current
 from fulldepth.errors import one_line
@@ -95,9 +95,8 @@ class RunCallback(TrainerCallback):
         self.stop_asked = False
         self._notes, self._evaluated = notes, notes.evaluated
         self._rate = self._since = 0.0
-        for callback in list(trainer.callback_handler.callbacks):
-            if type(callback).__name__ in ("PrinterCallback", "ProgressCallback"):
-                trainer.remove_callback(callback)
+        for kind in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(kind)
         trainer.add_callback(self)
 
     def results(self, complete: bool = False) -> Results:
@@ -153,9 +152,8 @@ class RunCallback(TrainerCallback):
         self.tally.take()
         seconds, steps = self.elapsed - self._elapsed_before, step - self._evaluated
         self._elapsed_before, self._evaluated = self.elapsed, step
-        line = [f"step {step}: validation {evaluation.loss:.4f}"]
-        line += [f"{'train' if name == 'ce' else name} {total / n:.4f}" for name, (total, n) in means.items()]
-        line += evaluation.shown
+        parts = [f"{'train' if name == 'ce' else name} {total / n:.4f}" for name, (total, n) in means.items()]
+        line = [f"step {step}: validation {evaluation.loss:.4f}", *parts, *evaluation.shown]
         rows: list[Any] = [*evaluation.rows]
         for name, (total, count) in means.items():
             measure, site = OF_MODEL.get(name, ("penalty", name))
@@ -166,9 +164,11 @@ class RunCallback(TrainerCallback):
             speed, unit = steps * self.settings.units_per_step / seconds, f"{self.settings.unit}/s"
             facts.append(("throughput", "mean", speed, unit))
             line.append(f"{speed:,.0f} {unit}")
-        facts.append(("elapsed", "value", self.elapsed, "s"))
-        facts.append(("peak_memory", "value", run_peak() / 2**20, "MiB"))
-        facts.append(("other_load", "value", self.other_load.share(), "1"))
+        facts += [
+            ("elapsed", "value", self.elapsed, "s"),
+            ("peak_memory", "value", run_peak() / 2**20, "MiB"),
+            ("other_load", "value", self.other_load.share(), "1"),
+        ]
         rows += [(measure, "model", None, None, kind, value, None, unit) for measure, kind, value, unit in facts]
         if self.trainer.args.should_save:
             new = tabulate(rows, step=step)

@@ -264,8 +264,8 @@ def resume_notes(checkpoint: Path) -> RunNotes:
     try:
         return RunNotes.model_validate(notes_of(checkpoint), strict=True)
     except (FulldepthError, pydantic.ValidationError) as error:
-        reason = f"Cannot read the seal of {checkpoint}: {one_line(error, 200)}."
-        reason = str(error) if isinstance(error, FulldepthError) else reason
+        unread = f"Cannot read the seal of {checkpoint}: {one_line(error, 200)}."
+        reason = error if isinstance(error, FulldepthError) else unread
         raise FulldepthError(f"{reason} Remove {checkpoint} to go on from the checkpoint before.") from error
 
 

@@ -49,7 +49,17 @@ def draw_weights(model: PreTrainedModel, settings: InitializerSettings) -> None:
     check_initializer(model, settings)
     with torch.no_grad():
         for module in _matrices(model) if settings.distribution != "model" else ():
-            _fill(module, glorot=settings.distribution == "glorot")
+            weight, embeds = module.weight, isinstance(module, nn.Embedding)
+            drawn = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))  # not bfloat16
+            if settings.distribution == "glorot":
+                weight.copy_(drawn.normal_() if embeds else nn.init.xavier_uniform_(drawn))
+            else:
+                std = 1 / math.sqrt(weight.shape[0 if isinstance(module, Conv1D) else 1])
+                weight.copy_(nn.init.trunc_normal_(drawn, std=std, a=-CUT * std, b=CUT * std))
+                if embeds and module.padding_idx is not None:
+                    weight[module.padding_idx].zero_()
+            if getattr(module, "bias", None) is not None:
+                module.bias.zero_()
         if settings.output_scale != 1.0:
             for module in _outputs(model):
                 module.weight.mul_(settings.output_scale)
@@ -115,18 +125,3 @@ def _memory_bounds(model: PreTrainedModel, settings: InitializerSettings) -> dic
             f"(model.memory); this {model.config.model_type} has none."
         )
     return bounds
-
-
-def _fill(module: Any, *, glorot: bool) -> None:
-    """Draw a matrix by the rule of `glorot` or `truncated-normal`; biases and the padding token's embedding are 0."""
-    weight, embeds = module.weight, isinstance(module, nn.Embedding)
-    drawn = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))  # bfloat16 is too coarse
-    if glorot:
-        weight.copy_(drawn.normal_() if embeds else nn.init.xavier_uniform_(drawn))
-    else:
-        std = 1 / math.sqrt(weight.shape[0 if isinstance(module, Conv1D) else 1])
-        weight.copy_(nn.init.trunc_normal_(drawn, std=std, a=-CUT * std, b=CUT * std))
-        if embeds and module.padding_idx is not None:
-            weight[module.padding_idx].zero_()
-    if getattr(module, "bias", None) is not None:
-        module.bias.zero_()

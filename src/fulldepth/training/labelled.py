@@ -230,7 +230,7 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
         classes=data.classes,
     )
     described = Fingerprint(settings.task)
-    parts, warnings = [], []
+    parts = []
     for rows in (data.train, data.validation):
         prepared = prepare(
             rows.source,
@@ -245,16 +245,10 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
         for example in prepared.examples:
             described.add(example.input_ids.numpy().astype("<i8").tobytes())
         parts.append(LabelledRows(prepared.examples))
-        warnings += prepared.warnings
-    return RunData(
-        config,
-        tokenizer,
-        parts[0],
-        parts[1],
-        _facts(data, described),
-        Collator(pad_id=pad_id),
-        warnings=[*data.warnings, *warnings],
-    )
+        data.warnings.extend(prepared.warnings)
+    facts = _facts(data, described)
+    train, validation = parts
+    return RunData(config, tokenizer, train, validation, facts, Collator(pad_id=pad_id), warnings=data.warnings)
 
 
 @torch.no_grad()

@@ -135,9 +135,8 @@ def build_config(
         FulldepthError: for an unknown type or option, values that the class refuses, fewer embeddings than the
             tokenizer has tokens, fewer positions than a sequence has tokens, or a checkpoint of another type.
     """
-    base: PreTrainedConfig | None = None
     try:
-        base = None if model.checkpoint is None else load_config(model.checkpoint)
+        base: PreTrainedConfig | None = None if model.checkpoint is None else load_config(model.checkpoint)
     except FulldepthError as error:
         raise FulldepthError(f"{error} model.checkpoint=FOLDER names what training starts from.") from error
     kind = _kind(model, base, task)
@@ -421,8 +420,13 @@ def with_new_head(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -
     if find_gguf(packaged(checkpoint)) is not None:
         raise FulldepthError(f"{checkpoint} is a GGUF file; only language models are trained from one.")
     own, body = model.state_dict(), f"{model.base_model_prefix}."
+
+    def may_lack(_: PreTrainedModel, name: str) -> bool:
+        """Whether a weight belongs to the head, or the pooler before it."""
+        return not name.startswith(body) or "pooler" in name.split(".")
+
     loaded = load_checkpoint(
-        checkpoint, dtype=dtype, device="cpu", model_class=type(model), config=model.config, may_lack=_is_of_head
+        checkpoint, dtype=dtype, device="cpu", model_class=type(model), config=model.config, may_lack=may_lack
     )
     fresh = set(loaded.fresh)
     if not _same_classes(load_config(checkpoint), model.config):
@@ -464,11 +468,6 @@ def _same_classes(stored: Any, wanted: Any) -> bool:
     ]
     unnamed = (all(name.startswith("label_") for name in each) for each in names)
     return names[0] == names[1] or any(unnamed)
-
-
-def _is_of_head(model: PreTrainedModel, name: str) -> bool:
-    """Whether a weight belongs to the head (or the pooler before it) and not to the body."""
-    return not name.startswith(f"{model.base_model_prefix}.") or "pooler" in name.split(".")
 
 
 def _reason(error: Exception) -> str:

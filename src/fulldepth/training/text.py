@@ -230,8 +230,8 @@ def sft_data(settings: TrainSettings, tokenizer: Any) -> tuple[list[Any], dict[s
     data, length, warnings = settings.data, settings.sequence_length, list[str]()
     if not tokenizer.chat_template:
         tokenizer.chat_template = TEMPLATE
-    heard = Watcher(say=warnings.append)
-    rows = conversations(data.name, tokenizer, config=data.config, split=data.split, watcher=heard)
+    watcher = Watcher(say=warnings.append)
+    rows = conversations(data.name, tokenizer, config=data.config, split=data.split, watcher=watcher)
     encoded = rows.map(
         partial(_encoded, tokenizer=tokenizer, length=length, name=data.name),
         batched=True,
