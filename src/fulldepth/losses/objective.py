@@ -186,11 +186,9 @@ class Objective:
         self._activations = self._open.enter_context(capture(self.anatomy, sites, grad=True))
         self._counting = optimizer is None
         if optimizer is not None:
-            self._open.callback(optimizer.register_step_post_hook(self._count_step).remove)
+            hook = optimizer.register_step_post_hook(lambda *_: setattr(self, "step", self.step + 1))
+            self._open.callback(hook.remove)
         return self
-
-    def _count_step(self, *_: Any) -> None:
-        self.step += 1
 
     def _check_stages(self, tower: str | None, head: nn.Module | str | None) -> None:
         """Refuse what a module of one's own has no part for."""

@@ -49,9 +49,8 @@ class Task:
         with suppress(FulldepthError):
             model = unwrapped(model)
         name, holders = task_of(model), (model, text_config(getattr(model, "config", None)))
-        factors = [
-            getattr(holder, key, None) for holder in holders for key in ("router_aux_loss_coef", "aux_loss_coef")
-        ]
+        keys = ("router_aux_loss_coef", "aux_loss_coef")
+        factors = (getattr(holder, key, None) for holder in holders for key in keys)
         factor = next((float(value) for value in factors if isinstance(value, int | float)), None)
         return (Detection if name == "detection" else cls)(name, factor, tower)
 

@@ -262,15 +262,15 @@ class ObjectiveMixin(AnyTrainer):
         """As the Trainer, with the model's first `use_cache`, and the exit heads of a multi-exit model beside it."""
         passed = None if state_dict is None else dict(state_dict)  # transformers removes the heads from it
         model = self.accelerator.unwrap_model(self.model)
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         switched = getattr(config, "use_cache", None)
         if None not in (switched, self._own_use_cache):  # the Trainer switches the cache of generation off
-            config.use_cache = self._own_use_cache  # type: ignore[union-attr]
+            config.use_cache = self._own_use_cache
         try:
             super()._save(output_dir, state_dict=passed)
         finally:
             if switched is not None:
-                config.use_cache = switched  # type: ignore[union-attr]
+                config.use_cache = switched
         if self.args.should_save:
             save_exit_heads(model, output_dir or self.args.output_dir, state_dict)
 

@@ -117,7 +117,8 @@ class RunCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Evaluate and request a checkpoint when due; neither counts as time of training."""
-        step, last = state.global_step, state.global_step >= self.settings.steps
+        step = state.global_step
+        last = step >= self.settings.steps
         self.elapsed += time.perf_counter() - self._since
         self.watcher.advance(1)
         if step % self.settings.eval_every == 0 or last:

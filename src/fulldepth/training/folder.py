@@ -233,8 +233,7 @@ def check_origin(
         "model configuration": str(Fingerprint(json.dumps(counted, sort_keys=True))),
     }
     for name in per_batch_terms(settings.objective.terms):
-        sizes = f"{arguments.world_size} x {arguments.per_device_train_batch_size} sequences"
-        origin[f"batch of {name}"] = sizes
+        origin[f"batch of {name}"] = f"{arguments.world_size} x {arguments.per_device_train_batch_size} sequences"
     references = [("in process 0", current().agree(origin))]
     if checkpoint is not None:
         references.append((f"in {checkpoint}", before))

@@ -83,8 +83,9 @@ def class_names(settings: TrainSettings, source: Source | None = None) -> tuple[
                 return stated
             source = opened(skip_bad=data.skip_bad)
         except FulldepthError as error:
-            advice = "Without the data, model.num_labels=N states the number of classes."
-            raise FulldepthError(f"{error} {advice}") from error
+            raise FulldepthError(
+                f"{error} Without the data, model.num_labels=N states the number of classes."
+            ) from error
     if not detects:
         return name_classes(source, declared)
     if declared not in (None, len(source.class_names)):

@@ -139,9 +139,19 @@ def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: 
             f"{packed.name} has {packed.train.documents} training documents, fewer than the {arguments.world_size} "
             "processes. Use more text or fewer processes."
         )
-    facts = {"hash": packed.hash, "tokens": packed.tokens, "documents": packed.documents}
-    facts["train_sequences"] = len(packed.train)
-    return RunData(config, tokenizer, packed.train, packed.validation, facts, window_collator(settings))
+    return RunData(
+        config,
+        tokenizer,
+        packed.train,
+        packed.validation,
+        {
+            "hash": packed.hash,
+            "tokens": packed.tokens,
+            "documents": packed.documents,
+            "train_sequences": len(packed.train),
+        },
+        window_collator(settings),
+    )
 
 
 @torch.no_grad()
@@ -323,13 +333,10 @@ def held_out_rows(rows: Any, most: int, seed: int) -> np.ndarray | None:
         groups, group, sizes = np.unique(keys, return_inverse=True, return_counts=True)  # in the order of their hashes
         if len(groups) < 2:
             continue
-        chosen = np.zeros(len(groups), bool)
-        room = most
+        chosen, room = np.zeros(len(groups), bool), most
         for number, size in enumerate(sizes.tolist()):
             if size <= room:
                 chosen[number], room = True, room - size
-            if not room:
-                break
         if not chosen.any():
             chosen[sizes.argmin()] = True
         elif chosen.all():

@@ -64,10 +64,8 @@ def resolved(settings: TrainSettings) -> TrainSettings:
         preset = {name: options | (always if "schedule" in options else {}) for name, options in preset.items()}
     on = {name: options for name, options in {**preset, **given}.items() if options is not None}
     data = settings.data.model_copy(update={"validation_sequences": settings.most_validation})
-    changes: dict[str, Any] = {"objective": ObjectiveSettings(**on), "data": data}
-    if start is not None:
-        changes["model"] = settings.model.model_copy(update={"checkpoint": checkpoint_of(start)})
-    made = settings.model_copy(update=changes)
+    model = settings.model.model_copy(update={"checkpoint": None if start is None else checkpoint_of(start)})
+    made = settings.model_copy(update={"objective": ObjectiveSettings(**on), "data": data, "model": model})
     make_objective(made)
     return made
 
@@ -102,7 +100,7 @@ def training_arguments(settings: TrainSettings, folder: Path) -> Any:
         )
     if settings.min_learning_rate and settings.schedule != "cosine":
         raise FulldepthError(f"min_learning_rate belongs to the cosine schedule, not to {settings.schedule}.")
-    installed = get_available_reporting_integrations() if settings.report_to else []
+    installed = get_available_reporting_integrations()
     for name in settings.report_to:
         if name not in (*installed, "all", "none"):
             raise unknown("installed tracker", name, installed)
@@ -147,11 +145,10 @@ def training_arguments(settings: TrainSettings, folder: Path) -> Any:
         **more,
     )
     if settings.fsdp:
-        state = arguments.distributed_state.distributed_type
-        if state == DistributedType.MULTI_CPU or (state == DistributedType.NO and arguments.device.type == "cpu"):
-            raise FulldepthError("fsdp needs accelerators: on CPUs the processes copy the weights (fsdp=false).")
-        if state == DistributedType.NO:
-            raise FulldepthError("fsdp shards over processes; start them with torchrun, or train with fsdp=false.")
+        if arguments.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+            raise FulldepthError(
+                "fsdp needs accelerators in several processes; start them with torchrun, or train with fsdp=false."
+            )
         # Gradients are summed in float32, and outputs keep their type; accelerate's policy would use bfloat16 for both.
         gathered = torch.bfloat16 if settings.precision == "autocast" else None
         policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
@@ -349,12 +346,12 @@ class RunMixin(AnyTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, without the warnings of tokenizers in workers, which tokenise nothing."""
-        before = os.environ.get(FORKS)
+        unset = FORKS not in os.environ
         os.environ.setdefault(FORKS, "false")
         try:
             return super().train(*args, **kwargs)
         finally:
-            if before is None:
+            if unset:
                 os.environ.pop(FORKS, None)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
