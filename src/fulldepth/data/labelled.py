@@ -328,5 +328,6 @@ class EpochSampler(ShuffledSampler):
     """Yields the keys of `LabelledRows`, in the order of `ShuffledSampler`."""
 
     def __iter__(self) -> Iterator[int]:
-        numbered = enumerate(super().__iter__(), self.passes * self.length)
+        first = self.passes * self.length  # the next line counts the pass
+        numbered = enumerate(super().__iter__(), first)
         return (position // self.size * self.size + index for position, index in numbered)
