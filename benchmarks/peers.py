@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fulldepth.measurement.lens import LensReader
+from fulldepth.measurement.lens_reader import LensReader
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset

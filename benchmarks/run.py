@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from fulldepth.measurement.lens import LensReader
+from fulldepth.measurement.lens_reader import LensReader
 
 import costs
 from fulldepth.distributed import Processes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fulldepth.data import Source, open_source, train_wordpiece
-from fulldepth.data.labelled import check_rows, held_out, in_epochs, name_classes
+from fulldepth.data import ShuffledSampler, Source, open_source, train_wordpiece
+from fulldepth.data.labelled import EpochSampler, check_rows, held_out, name_classes
 from fulldepth.data.sources import DataRecord
 from fulldepth.errors import FulldepthError
 
@@ -37,7 +37,10 @@ def test_equal_rows_cannot_be_held_out():
 
 
 def test_keys_hold_the_epoch():
-    assert list(in_epochs([2, 0, 1, 1, 2, 0, 0], 3)) == [2, 0, 1, 4, 5, 3, 6]
+    order, keys = ShuffledSampler(3, seed=1).indices(0, 14).tolist(), EpochSampler(3, seed=1, length=7)
+    expected = [position // 3 * 3 + index for position, index in enumerate(order)]
+    assert [*keys, *keys] == expected
+    assert sorted(expected[:12]) == list(range(12))
 
 
 def test_builtin_digits_are_split_within_each_class():

@@ -15,7 +15,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.evaluation import evaluate
 from fulldepth.evaluation.harness import Answers, LayerReader, layered_model
 from fulldepth.evaluation.local_tasks import local_task
-from fulldepth.execution.language_model import prove
+from fulldepth.execution.verify import prove
 from fulldepth.hf.truncation import truncated
 from skip import word_tokenizer
 

@@ -10,7 +10,7 @@ import tiny_models as tm
 from execution.test_scoring import counted
 from families import zoo
 from fulldepth.execution.flops import Shape, Variant, costs_of, forward_flops, weight_products
-from fulldepth.execution.language_model import prove
+from fulldepth.execution.verify import prove
 
 BATCH, TIME = 2, 12
 

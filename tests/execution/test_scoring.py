@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import tiny_models as tm
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Variant
-from fulldepth.execution.language_model import prove
 from fulldepth.execution.layer_runner import LayerRunner
 from fulldepth.execution.scoring import BASE, Scorer
+from fulldepth.execution.verify import prove
 from fulldepth.hf import GRANULARITIES, Switches, anatomy_candidates, frozen
 from fulldepth.hf.scalars import Scalars
 from fulldepth.skip.fit import make_batches

@@ -8,8 +8,8 @@ import torch
 import transformers as tf
 
 import tiny_models
-from fulldepth.execution.weights import feed_projections, projection_names
 from fulldepth.hf import anatomy_candidates
+from fulldepth.measurement.weights import feed_projections, projection_names
 from fulldepth.metrics import Setup, SpectralNorm
 
 FEW = {"num_experts_per_tok": 2}

@@ -12,9 +12,9 @@ import tiny_models as tm
 from fulldepth.data.batches import Example
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Variant
-from fulldepth.execution.language_model import prove
 from fulldepth.execution.memory import AllocationTracker
 from fulldepth.execution.scoring import Scorer
+from fulldepth.execution.verify import prove
 from fulldepth.hf import frozen
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches

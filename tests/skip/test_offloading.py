@@ -10,9 +10,9 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 
 from fulldepth.execution.flops import Variant
-from fulldepth.execution.language_model import prove
 from fulldepth.execution.memory import AllocationTracker
 from fulldepth.execution.scoring import Scorer
+from fulldepth.execution.verify import prove
 from fulldepth.hf import Switches, frozen, load_checkpoint
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.scalars import Scalars

@@ -70,7 +70,7 @@ def test_weights_from_a_seed_are_those_of_transformers():
         ({"type": "vit"}, {}, ["vit", "no causal language model"]),
         ({**SIZES, "num_attention_heads": 5}, {}, ["hidden size (32)", "attention heads (5)"]),
         ({**SIZES, "hidden_size": "wide"}, {}, ["hidden_size", "int"]),
-        ({**SIZES, "type": "depth_llama", "residual": "tree", "tree": {"1": [2, 0]}}, {}, ["refers forward"]),
+        ({**SIZES, "type": "depth_llama", "residual": "tree", "tree": {"1": [2, 0]}}, {}, ["tree", "layer 1 reads 2"]),
         ({**SIZES, "vocab_size": 50}, {"vocab_size": 51}, ["51 tokens", "for 50"]),
         ({**SIZES, "max_position_embeddings": 8}, {"positions": 9}, ["9 tokens", "8 positions"]),
     ],

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fulldepth.data.batches import id_bytes
 from fulldepth.data.sequences import Batch, Sequences
 from fulldepth.errors import FulldepthError
-from fulldepth.fingerprint import Fingerprint
+from fulldepth.files import Fingerprint
 from fulldepth.targets import IGNORE
 from fulldepth.uncertainty import distinct, identity, sample
 

@@ -18,7 +18,7 @@ from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data, sampled_texts
 from fulldepth.data.tokens import Frame, check_positions, check_vocabulary, plain_ids
 from fulldepth.errors import FulldepthError, names_of
-from fulldepth.fingerprint import Fingerprint
+from fulldepth.files import Fingerprint
 from fulldepth.uncertainty import identity
 
 HELDOUT_SHARE = 5

@@ -15,6 +15,7 @@ import torch
 from fulldepth.data.batches import Example
 from fulldepth.data.columns import LABEL_COLUMNS
 from fulldepth.data.images import image_content
+from fulldepth.data.order import ShuffledSampler
 from fulldepth.data.sequences import Batch, Picture, collate_images, collate_texts
 from fulldepth.data.sources import SKIP, DataRecord, Source, identities
 from fulldepth.errors import FulldepthError, one_line
@@ -323,6 +324,10 @@ class Collator:
         return {**inputs, "labels": labels}
 
 
-def in_epochs(positions: Iterable[int], size: int) -> Iterator[int]:
-    """The keys of `LabelledRows` for item indices that are drawn epoch after epoch."""
-    return (index + position // size * size for position, index in enumerate(positions))
+class EpochSampler(ShuffledSampler):
+    """Yields the keys of `LabelledRows`, in the order of `ShuffledSampler`."""
+
+    def __iter__(self) -> Iterator[int]:
+        first = self.passes * self.length  # the next line counts the pass
+        numbered = enumerate(super().__iter__(), first)
+        return (position // self.size * self.size + index for position, index in numbered)

@@ -28,7 +28,7 @@ from fulldepth.data.tokens import (
     plain_ids,
 )
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.fingerprint import Fingerprint
+from fulldepth.files import Fingerprint
 from fulldepth.targets import IGNORE, next_targets
 
 SEQ2SEQ = "seq2seq-lm"

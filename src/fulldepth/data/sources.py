@@ -21,7 +21,7 @@ from fulldepth.data.images import ImageLoader, image_content, image_name, image_
 from fulldepth.data.opening import Opened, Order, open_data
 from fulldepth.data.sequences import Sequences
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.fingerprint import Fingerprint
+from fulldepth.files import Fingerprint
 from fulldepth.uncertainty import distinct, identity, sample
 
 MOST_CLASSES = 10**6

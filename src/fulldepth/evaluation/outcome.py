@@ -121,20 +121,16 @@ def findings(scored: Scored) -> dict[str, Finding]:
     """Two findings of each task: the whole model's score, and the earliest exit layer that keeps it."""
     found = {}
     for curve in curves(scored):
-        found[f"score {curve.task}"] = _score(curve, scored.chance.get(curve.task))
+        full, chance = curve.full, scored.chance.get(curve.task)
+        guess = f"; a guess gives {chance:.3f}" if chance is not None and curve.metric.startswith("acc") else ""
+        sentence = (
+            f"{curve.task}: {_shown(full)} {curve.metric} with all {curve.layers[-1]} layers ({full.count:,} "
+            f"examples{guess})."
+        )
+        found[f"score {curve.task}"] = Finding(full.value, "1", sentence, standard_error=full.error)
         if len(curve.layers) > 1:
             found[f"earliest_exit {curve.task}"] = _earliest(curve, scored.chance.get(curve.task))
     return found
-
-
-def _score(curve: TaskCurve, chance: float | None) -> Finding:
-    full = curve.full
-    guess = f"; a guess gives {chance:.3f}" if chance is not None and curve.metric.startswith("acc") else ""
-    sentence = (
-        f"{curve.task}: {_shown(full)} {curve.metric} with all {curve.layers[-1]} layers ({full.count:,} "
-        f"examples{guess})."
-    )
-    return Finding(full.value, "1", sentence, standard_error=full.error)
 
 
 def _earliest(curve: TaskCurve, chance: float | None) -> Finding:

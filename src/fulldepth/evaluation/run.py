@@ -78,7 +78,10 @@ def evaluate(
     with _held(folder, resume=resume, overwrite=overwrite), opened(model, settings, tokenizer, plan) as subject:
         quality = None if settings.generation_quality is None else Quality(subject, settings)
         content = {name: each.content for name, each in loaded.items()}, None if quality is None else quality.content
-        fingerprint = _fingerprint(subject, settings, content)
+        places = {"task_data", "include_path", "generation_quality", "tokenizer"}
+        chosen = settings.model_dump(exclude={"device", "revision", "trust_remote_code", *places})
+        chosen |= {"content": content, **subject.identity}
+        fingerprint = "sha256:" + hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
         if folder is not None and resume and not overwrite and (folder / DOCUMENT).exists():
             results = Results.load(folder)
             if results.meta.get("fingerprint") != fingerprint:
@@ -113,14 +116,6 @@ def _held(folder: Path | None, *, resume: bool, overwrite: bool) -> Iterator[Non
                 )
             shutil.rmtree(answers, ignore_errors=True)
         yield
-
-
-def _fingerprint(subject: EvaluationSubject, settings: EvaluateSettings, content: object) -> str:
-    """A hash of the model, the plan, the content of all files, and all settings but those of machine and places."""
-    places = {"task_data", "include_path", "generation_quality", "tokenizer"}
-    chosen = settings.model_dump(exclude={"device", "revision", "trust_remote_code", *places})
-    chosen |= {"content": content, **subject.identity}
-    return "sha256:" + hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
 
 
 def _evaluated(

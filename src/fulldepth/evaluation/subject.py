@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
 from fulldepth import __version__
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.execution.language_model import prove
+from fulldepth.execution.verify import prove
 from fulldepth.hf import (
     Anatomy,
     Checkpoint,

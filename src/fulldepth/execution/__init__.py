@@ -3,7 +3,6 @@
 from fulldepth.execution.hooks import COEFFICIENTS, SITES, Activations, capture
 from fulldepth.execution.lens import TopTokens, read_and_show, read_layers, top_tokens
 from fulldepth.execution.verify import Verified, find_anatomy, verify
-from fulldepth.execution.weights import feed_projections, plain_weight, projection_names
 from fulldepth.hf import body_inputs
 
 __all__ = [
@@ -14,10 +13,7 @@ __all__ = [
     "Verified",
     "body_inputs",
     "capture",
-    "feed_projections",
     "find_anatomy",
-    "plain_weight",
-    "projection_names",
     "read_and_show",
     "read_layers",
     "top_tokens",

@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fulldepth.data import Sequences
 from fulldepth.hf import Classifier
 from fulldepth.metrics.base import Readout
+from fulldepth.metrics.reservoir import priority
 from fulldepth.targets import IGNORE
 
 CPU_CHUNK = 128
@@ -31,6 +33,30 @@ class TopTokens(NamedTuple):
 
     token: Tensor
     probability: Tensor
+
+
+def position_ranks(targets: Tensor, sequence: Tensor, seed: int) -> Tensor:
+    """[B, T] int64 priority of every position in a sample of positions, from its place in the whole data.
+
+    Args:
+        targets: `[B, T]`.
+        sequence: `[B]` index of each sequence in the data.
+        seed: of the sample.
+    """
+    places = torch.arange(targets.shape[1], device=targets.device)
+    return priority((sequence.to(targets.device)[:, None] << 24) | places, seed)
+
+
+def largest_rank(sequences: Sequences, limit: int | None, seed: int) -> int | None:
+    """The largest of `position_ranks` in a sample of `limit` positions with a target; None = all are read."""
+    if limit is None or sequences.num_targets <= limit:
+        return None
+    smallest = torch.empty(0, dtype=torch.int64)
+    for batch in sequences.batches(64):
+        if batch.targets is not None:
+            ranks = position_ranks(batch.targets, batch.sequence, seed)[batch.targets != IGNORE]
+            smallest = torch.cat([smallest, ranks]).sort().values[:limit]
+    return int(smallest[-1]) if len(smallest) else None
 
 
 def read_layers(

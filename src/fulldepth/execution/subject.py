@@ -17,7 +17,15 @@ from fulldepth.data.labelled import usable_rows
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.batching import model_inputs
 from fulldepth.execution.verify import Verified, verify
-from fulldepth.hf import Anatomy, Checkpoint, load_processor, no_single_class, open_model, open_tokenizer
+from fulldepth.hf import (
+    Anatomy,
+    Checkpoint,
+    load_processor,
+    no_single_class,
+    open_model,
+    open_tokenizer,
+    text_config,
+)
 from fulldepth.settings.loading import LoadingSettings, ReadingSettings
 
 DEFAULT_LENGTH = 256
@@ -97,8 +105,7 @@ def sequences_for(
         most = positions or WHOLE
         length = settings.sequence_length or most
         truncate |= settings.sequence_length is not None and length <= most  # the length that was asked for
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    pad, processor = getattr(text_config, "pad_token_id", None), None
+    pad, processor = getattr(text_config(config), "pad_token_id", None), None
     if source.kind in IMAGES:
         trusted = settings.trust_remote_code
         processor = load_processor(

@@ -20,7 +20,7 @@ from fulldepth.execution.latency import machine
 from fulldepth.hf import Checkpoint, checkpoint_of, depth_of, device_of, open_model, open_tokenizer
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, claimed, provenance
-from fulldepth.results.finding import Finding
+from fulldepth.results.document import Finding
 from fulldepth.results.folder import finite
 from fulldepth.results.table import tabulate
 from fulldepth.settings.generate import GenerateSettings

@@ -26,13 +26,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fulldepth.data import Batch, Sequences
+from fulldepth.data import Batch
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.decoding import ExitRule, certainty
+from fulldepth.execution.lens import largest_rank, position_ranks
 from fulldepth.exit.subject import ExitSubject
 from fulldepth.metrics.jackknife import Mean
-from fulldepth.metrics.reservoir import priority
 from fulldepth.progress import Watcher
 from fulldepth.settings.exit import LayerReadingSettings, Rule
 from fulldepth.targets import IGNORE
@@ -188,7 +188,7 @@ def read(subject: ExitSubject, rules: Sequence[Rule], settings: LayerReadingSett
         FulldepthError: if states are NaN or infinite.
     """
     watcher.begin(f"Reading the layers of {Path(subject.checkpoint.name).name}", len(subject.sequences))
-    highest = None if subject.classifies else _sample_limit(subject.sequences, settings.lens_tokens, settings.seed)
+    highest = None if subject.classifies else largest_rank(subject.sequences, settings.lens_tokens, settings.seed)
     parts: list[Readings] = []
     with capture(subject.anatomy, ["residual"]) as activations:
         for batch in subject.sequences.batches(subject.batch_size):
@@ -222,7 +222,7 @@ def _read_batch(
     assert targets is not None  # there are targets in the data
     chosen = targets != IGNORE
     if highest is not None:
-        chosen &= priority(_keys(targets, batch.sequence), seed) <= highest
+        chosen &= position_ranks(targets, batch.sequence, seed) <= highest
     target, mask = targets[chosen], batch.attention_mask
     if mask is None:
         mask = torch.ones(states[0].shape[:2], dtype=torch.bool)
@@ -245,23 +245,6 @@ def _read_batch(
     clusters = subject.sequences.clusters
     cluster = torch.tensor(clusters, dtype=torch.int64)[sequence] if clusters else sequence
     return Readings(prediction, dict(zip(named, certainties, strict=True)), sequence, cluster, loss, target)
-
-
-def _sample_limit(sequences: Sequences, limit: int | None, seed: int) -> int | None:
-    """Largest priority of the sampled positions; None = all positions with a target are read."""
-    if limit is None or sequences.num_targets <= limit:
-        return None
-    smallest = torch.empty(0, dtype=torch.int64)
-    for batch in sequences.batches(64):
-        if batch.targets is not None:
-            ranks = priority(_keys(batch.targets, batch.sequence), seed)[batch.targets != IGNORE]
-            smallest = torch.cat([smallest, ranks]).sort().values[:limit]
-    return int(smallest[-1])
-
-
-def _keys(targets: Tensor, sequence: Tensor) -> Tensor:
-    """[B, T] key of every position, unique over the data."""
-    return (sequence.to(targets.device)[:, None] << 24) | torch.arange(targets.shape[1], device=targets.device)
 
 
 def calibrated(readings: Readings, rule: Rule, min_layer: int, given: Sequence[float], target: float) -> float:

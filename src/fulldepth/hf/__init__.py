@@ -10,6 +10,7 @@ from fulldepth.hf.anatomy import (
     sample_inputs,
     stacked_experts,
     task_of,
+    text_config,
     unused_positions,
 )
 from fulldepth.hf.exit_heads import (
@@ -142,6 +143,7 @@ __all__ = [
     "slice_lists",
     "stacked_experts",
     "task_of",
+    "text_config",
     "trained_steps",
     "truncated",
     "unused_positions",

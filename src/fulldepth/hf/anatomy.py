@@ -94,7 +94,7 @@ class Anatomy:
         config = getattr(self.body, "config", self.model.config)
         if self.family.modality == "images":
             return getattr(config, "vision_config", config)
-        return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        return text_config(config, decoder=True)
 
     @property
     def block_list(self) -> nn.ModuleList:
@@ -384,6 +384,13 @@ def first_broken_weight(model: nn.Module) -> str | None:
             if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
                 return f"{path}.{name}" if path else name
     return None
+
+
+def text_config(config: Any, decoder: bool = False) -> Any:
+    """A configuration's part for text (`decoder`: for its decoder); itself if it has none, as with modules that are not
+    from transformers.
+    """
+    return config.get_text_config(decoder=decoder) if hasattr(config, "get_text_config") else config
 
 
 def unused_positions(model: nn.Module) -> int:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.func import functional_call
 
 from fulldepth.errors import FulldepthError
-from fulldepth.hf.anatomy import Anatomy
+from fulldepth.hf.anatomy import Anatomy, text_config
 from fulldepth.hf.exit_heads import BOXES, layer_heads
 from fulldepth.hf.families import Pool
 
@@ -104,9 +104,7 @@ class Classifier:
             self.modules: list[Any] = [*anatomy.head_modules(self.head)]
         except AttributeError as error:
             raise FulldepthError(f"{type(anatomy.model).__name__} has no head where expected: {error}.") from error
-        config = anatomy.model.config
-        if hasattr(config, "get_text_config"):
-            config = config.get_text_config(decoder=True)
+        config = text_config(anatomy.model.config, decoder=True)
         self.softcap = getattr(config, "final_logit_softcapping", None) if self.head.capped else None
         multiplier, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
         scale = float(multiplier) if multiplier is not None else 1 / float(divisor) if divisor else 1.0
@@ -242,10 +240,8 @@ class Classifier:
             inputs: of the model.
             attention_mask: `[B, T]`, used by all other heads, and without ids or a padding id.
         """
-        config, ids = self.anatomy.model.config, inputs.get("input_ids")
-        if hasattr(config, "get_text_config"):
-            config = config.get_text_config()
-        padding = getattr(config, "pad_token_id", None)
+        ids = inputs.get("input_ids")
+        padding = getattr(text_config(self.anatomy.model.config), "pad_token_id", None)
         if self.head.pool != "last" or padding is None or not isinstance(ids, Tensor):
             return attention_mask
         return (ids != padding).to(attention_mask.device)

@@ -49,7 +49,8 @@ class LayerwiseLoss(Term):
         if not self.active(context.step):
             return loss, None
         value = self.value(context)
-        return self.weight * context.target_share() * value, value.detach()
+        share = context.portion.of_targets(context.task, context.batch)
+        return self.weight * share * value, value.detach()
 
     def active(self, step: int) -> bool:
         """Whether the loss of this 1-based optimiser step is replaced."""

@@ -8,11 +8,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from fulldepth.distributed import sum_over_processes
 from fulldepth.errors import FulldepthError
-from fulldepth.losses.term import Amount, Context, LayerTerm, block_size, check_states, statistics_dtype
+from fulldepth.losses.term import Amount, Context, LayerTerm, block_size, check_states, recomputed, statistics_dtype
 
 POWER_RATIO = 2.0
 """The energy term is 0 if the power of the output's spectrum is within this factor of the input's."""
@@ -107,11 +106,12 @@ def coherence_penalty(
     shape = (2 + layer / 2, math.sqrt(num_layers - layer), eps)
     dtype, width = statistics_dtype(h_in, h_out), h_out.shape[-1]
     size = block_size(h_out[..., 0].numel(), h_out.device)
-    parts = [
-        checkpoint(_spectra, x, y, *shape, dtype, energy, use_reentrant=False, preserve_rng_state=False)
+    parts = (
+        recomputed(_spectra, x, y, *shape, dtype, energy)
         for x, y in zip(h_in.to(h_out.device).split(size, -1), h_out.split(size, -1), strict=True)
-    ]
-    spectra, excess = torch.cat([part[0] for part in parts], 1), torch.stack([part[1] for part in parts]).sum()
+    )
+    sums, excesses = zip(*parts, strict=True)
+    spectra, excess = torch.cat(sums, 1), torch.stack(excesses).sum()
     sequences: Tensor | int = len(h_out)
     if reduce is not None:
         spectra = reduce(spectra)
@@ -119,9 +119,7 @@ def coherence_penalty(
         if len(h_out) < 2:  # otherwise the total is sufficient, and reading it would synchronise with the device
             _check_sequences(int(total))
         sequences = total.detach()
-    distance = checkpoint(
-        _squared_distance, spectra, sequences, target, eps, use_reentrant=False, preserve_rng_state=False
-    )
+    distance = recomputed(_squared_distance, spectra, sequences, target, eps)
     penalty = distance * (0.1 * (num_layers - layer))
     return penalty + excess / (sequences * width) if energy else penalty
 

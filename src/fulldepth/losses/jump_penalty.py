@@ -16,10 +16,9 @@ from typing import Annotated
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from fulldepth.errors import FulldepthError
-from fulldepth.losses.term import Context, Term, check_states, statistics_dtype
+from fulldepth.losses.term import Context, Term, check_states, recomputed, statistics_dtype
 from fulldepth.metrics import displacement
 
 
@@ -74,8 +73,8 @@ def jump_penalty(hidden_states: Sequence[Tensor], alpha: float = 1.0, mask: Tens
     check_states(hidden_states, mask, least=2)
     weights = jump_weights(len(hidden_states) - 1, alpha).tolist()
     terms = [
-        weight * mean_displacement(previous, current, mask).to(hidden_states[-1].device)
-        for weight, previous, current in zip(weights, hidden_states[:-1], hidden_states[1:], strict=True)
+        weight * mean_displacement(*pair, mask).to(hidden_states[-1].device)
+        for weight, pair in zip(weights, pairwise(hidden_states), strict=True)
         if weight
     ]
     return torch.stack(terms).sum()
@@ -105,7 +104,7 @@ def mean_displacement(previous: Tensor, current: Tensor, mask: Tensor | None) ->
     """Mean displacement of the masked tokens that have a direction, a scalar; 0 without any. The backward pass computes
     it again and keeps references to the states only.
     """
-    mean: Tensor = checkpoint(_mean, previous, current, mask, use_reentrant=False, preserve_rng_state=False)
+    mean: Tensor = recomputed(_mean, previous, current, mask)
     return mean
 
 

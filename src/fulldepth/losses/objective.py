@@ -21,6 +21,7 @@ from fulldepth.hf import (
     exit_weights,
     has_exit_heads,
     resolve_stages,
+    text_config,
 )
 from fulldepth.hf.stages import STAGES
 from fulldepth.losses.aligned_loss import Aligned, LayerwiseLoss, MultiExit
@@ -185,11 +186,9 @@ class Objective:
         self._activations = self._open.enter_context(capture(self.anatomy, sites, grad=True))
         self._counting = optimizer is None
         if optimizer is not None:
-            self._open.callback(optimizer.register_step_post_hook(self._count_step).remove)
+            hook = optimizer.register_step_post_hook(lambda *_: setattr(self, "step", self.step + 1))
+            self._open.callback(hook.remove)
         return self
-
-    def _count_step(self, *_: Any) -> None:
-        self.step += 1
 
     def _check_stages(self, tower: str | None, head: nn.Module | str | None) -> None:
         """Refuse what a module of one's own has no part for."""
@@ -239,25 +238,23 @@ class Objective:
             FulldepthError: if the objective is not attached, the loss or labels are missing, or a term cannot be
                 computed on this batch.
         """
-        if self._activations is None or self.task is None:
+        if self._activations is None or self.task is None or self.anatomy is None:
             raise FulldepthError("The objective watches no model; call attach(model) before the forward pass.")
         try:
             total, auxiliary = self.task.loss(outputs), self.task.auxiliary(outputs)
         except FulldepthError:
             self._activations.clear()  # of the pass that is refused
             raise
-        config: Any = getattr(self.anatomy.model, "config", None) if self.anatomy else None
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        balances = bool(getattr(text, "output_router_logits", False))
+        balances = getattr(text_config(self.anatomy.model.config), "output_router_logits", False)
         if isinstance(outputs, Tensor) and self.replaces and balances:
             raise FulldepthError(
                 "The model adds a balancing loss of its experts to the cross-entropy, which the objective replaces; "
                 "pass the model's output instead of its loss."
             )
+        cross_entropy = total if auxiliary is None else total - auxiliary.to(total.device)
         if not torch.is_grad_enabled():
             self._activations.clear()
-            return total, {"ce": total if auxiliary is None else total - auxiliary.to(total.device)}
-        cross_entropy = total if auxiliary is None else total - auxiliary.to(total.device)
+            return total, {"ce": cross_entropy}
         return self.combine(cross_entropy, auxiliary, batch, portion)
 
     @property
@@ -284,7 +281,6 @@ class Objective:
         portion, parts = portion or Portion(), {"ce": cross_entropy.detach()}
         loss = _times(portion.of_targets(self.task, batch), cross_entropy)
         if self._activations is not None:
-            options = (portion, self.step, self.energy_warmup, self._classifier)
             if self.terms and self._activations.repeated:
                 self._activations.clear()
                 raise FulldepthError(
@@ -293,7 +289,9 @@ class Objective:
                     "torch.no_grad()."
                 )
             try:
-                context = Context(self._activations, self.task, batch, *options)
+                context = Context(
+                    self._activations, self.task, batch, portion, self.step, self.energy_warmup, self._classifier
+                )
                 for term in self.terms.values():
                     loss, value = term.apply(loss, context)
                     if value is not None:

@@ -8,10 +8,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from fulldepth.errors import unknown
-from fulldepth.losses.term import Context, LayerTerm, block_size, check_states, statistics_dtype
+from fulldepth.losses.term import Context, LayerTerm, block_size, check_states, recomputed, statistics_dtype
 
 FORMS = ("mean", "frobenius")
 
@@ -69,7 +68,7 @@ def orthogonality_penalty(h: Tensor, *, form: str = "mean", mask: Tensor | None 
     ignored = repeat(None) if mask is None else (~mask.to(h.device, torch.bool)).split(size)
     total = h.new_zeros((), dtype=statistics_dtype(h))
     for rows, some in zip(h.split(size), ignored, strict=False):
-        total = total + checkpoint(_squared_deviation, rows, some, eps, use_reentrant=False, preserve_rng_state=False)
+        total = total + recomputed(_squared_deviation, rows, some, eps)
     return total / (sequences * width**2 if form == "mean" else sequences)
 
 

@@ -76,9 +76,9 @@ def similarity_penalty(
     Source: "Representation progression and aligned training", App. B.3 (cosine-similarity regulariser).
     """
     check_states(hidden_states, mask, least=1)
-    *earlier, last = hidden_states
+    last = hidden_states[-1]
     total = last[:0].sum(dtype=statistics_dtype(last))  # a 0 in the graph, also for a single layer
-    for weight, state in zip(layer_weights(weights, len(hidden_states)), [*earlier, None], strict=True):
-        if weight and state is not None:
+    for weight, state in zip(layer_weights(weights, len(hidden_states))[:-1], hidden_states[:-1], strict=True):
+        if weight:
             total = total + 2 * weight * mean_displacement(state, last, mask)
     return total

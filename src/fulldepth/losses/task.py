@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss
 
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import Classifier, DetectionHeads, task_of, unwrapped
+from fulldepth.hf import Classifier, DetectionHeads, task_of, text_config, unwrapped
 from fulldepth.targets import IGNORE, next_targets
 
 INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
@@ -48,8 +48,11 @@ class Task:
         """
         with suppress(FulldepthError):
             model = unwrapped(model)
-        name = task_of(model)
-        return (Detection if name == "detection" else cls)(name, _auxiliary_weight(model), tower)
+        name, holders = task_of(model), (model, text_config(getattr(model, "config", None)))
+        keys = ("router_aux_loss_coef", "aux_loss_coef")
+        factors = (getattr(holder, key, None) for holder in holders for key in keys)
+        factor = next((float(value) for value in factors if isinstance(value, int | float)), None)
+        return (Detection if name == "detection" else cls)(name, factor, tower)
 
     @property
     def shifts(self) -> bool:
@@ -248,12 +251,3 @@ def detection_loss(
 def use_detection_loss(model: Any) -> None:
     """Give a detector `detection_loss` as its `loss_function`."""
     unwrapped(model).loss_function = detection_loss
-
-
-def _auxiliary_weight(model: Any) -> float | None:
-    """The factor of the auxiliary loss that a model of transformers adds to its own, by attribute or configuration."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else None
-    names = ("router_aux_loss_coef", "aux_loss_coef")
-    found = (getattr(holder, name, None) for holder in (model, text) for name in names)
-    return next((float(value) for value in found if isinstance(value, int | float)), None)

@@ -8,11 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import pydantic
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Activations
@@ -77,10 +79,6 @@ class Context:
         if self.portion.tokens is None or count is None:
             return self.portion.share
         return _share(torch.as_tensor(count, device=device), self.portion.tokens)
-
-    def target_share(self) -> Tensor | float:
-        """Scale factor of a mean over this batch's targets (see `Portion`)."""
-        return self.portion.of_targets(self.task, self.batch)
 
 
 class Term(pydantic.BaseModel, ABC):
@@ -172,6 +170,10 @@ class LayerTerm(Term):
 def _share(count: Tensor, total: Tensor) -> Tensor:
     """`count / total`; 0 if both are 0."""
     return torch.nan_to_num(count / total.to(count.device))
+
+
+recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+"""A function's result whose backward pass computes it again, and keeps references to the arguments only."""
 
 
 def statistics_dtype(*tensors: Tensor) -> torch.dtype:

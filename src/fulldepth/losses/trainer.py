@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,23 +34,29 @@ AnyTrainer: Any = object
 
 
 class Tally:
-    """Running means of a loss's parts, kept on the device until they are read."""
+    """Running sums of a loss's parts, kept on the device until they are read.
 
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
+    Args:
+        sums: name -> (sum, count) to go on from.
+    """
+
+    def __init__(self, sums: Mapping[str, Sequence[float]] | None = None) -> None:
+        self._sums: dict[str, Sequence[Any]] = dict(sums or {})
 
     def add(self, parts: dict[str, Tensor]) -> None:
         """Add a micro-batch."""
         for name, value in parts.items():
             value = value.detach().double() if value.device.type != "mps" else value.detach()
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-            self._counts[name] = self._counts.get(name, 0) + 1
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = total + value, count + 1
 
-    def take(self) -> dict[str, tuple[float, int]]:
+    def read(self) -> dict[str, tuple[float, float]]:
+        """Return name -> (sum, count) since `take`."""
+        return {name: (float(total), count) for name, (total, count) in self._sums.items()}
+
+    def take(self) -> dict[str, tuple[float, float]]:
         """Return name -> (sum, count) since the last call, and reset."""
-        taken = {name: (float(total), self._counts[name]) for name, total in self._sums.items()}
-        self._sums, self._counts = {}, {}
+        taken, self._sums = self.read(), {}
         return taken
 
 
@@ -190,29 +196,20 @@ class ObjectiveMixin(AnyTrainer):
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Also counts this optimiser step's sequences, tokens and targets."""
-        samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._step_counts = self._count(samples, device)
-        return samples, items
-
-    def _count(self, samples: list[Any], device: torch.device) -> dict[str, Tensor]:
-        """Numbers of sequences, tokens and targets of the micro-batches, as far as they are known: means over
+        """Also counts this optimiser step's sequences, tokens and targets, as far as they are known: means over
         processes, because data parallelism averages gradients.
         """
-        counts: dict[str, list[Any]] = {
-            "sequences": [self.task.sequences(sample) for sample in samples],
-            "tokens": [self.task.tokens(sample) for sample in samples],
-            "targets": [self.task.targets(sample) for sample in samples],
-        }
-        complete = {
-            name: sum(values) for name, values in counts.items() if samples and all(v is not None for v in values)
-        }
-        totals = {name: torch.as_tensor(total, device=device) for name, total in complete.items()}
-        if not totals or not self.args.average_tokens_across_devices or self.args.world_size == 1:
-            return totals
-        stacked = torch.stack(list(totals.values()))
-        world = self.accelerator.num_processes
-        return dict(zip(totals, self.accelerator.gather(stacked).view(world, -1).sum(0) / world, strict=True))
+        samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._step_counts = totals = {}
+        for name in ("sequences", "tokens", "targets"):
+            counts: list[Any] = [getattr(self.task, name)(sample) for sample in samples]
+            if counts and all(count is not None for count in counts):
+                totals[name] = torch.as_tensor(sum(counts), device=device)
+        if totals and self.args.average_tokens_across_devices and self.args.world_size > 1:
+            stacked, world = torch.stack(list(totals.values())), self.accelerator.num_processes
+            means = self.accelerator.gather(stacked).view(world, -1).sum(0) / world
+            self._step_counts = dict(zip(totals, means, strict=True))
+        return samples, items
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -257,23 +254,23 @@ class ObjectiveMixin(AnyTrainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Also logs the mean of each part since the last call (of this process)."""
         if "loss" in logs:
-            means = {name: total / count for name, (total, count) in self.tallies["log"].take().items()}
-            logs = {**logs, **{f"loss_{name}": value for name, value in means.items()}}
+            sums = self.tallies["log"].take()
+            logs = logs | {f"loss_{name}": total / count for name, (total, count) in sums.items()}
         super().log(logs, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """As the Trainer, with the model's first `use_cache`, and the exit heads of a multi-exit model beside it."""
         passed = None if state_dict is None else dict(state_dict)  # transformers removes the heads from it
         model = self.accelerator.unwrap_model(self.model)
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         switched = getattr(config, "use_cache", None)
         if None not in (switched, self._own_use_cache):  # the Trainer switches the cache of generation off
-            config.use_cache = self._own_use_cache  # type: ignore[union-attr]
+            config.use_cache = self._own_use_cache
         try:
             super()._save(output_dir, state_dict=passed)
         finally:
             if switched is not None:
-                config.use_cache = switched  # type: ignore[union-attr]
+                config.use_cache = switched
         if self.args.should_save:
             save_exit_heads(model, output_dir or self.args.output_dir, state_dict)
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from fulldepth.data import Batch, decode_ids
 from fulldepth.distributed import Processes
 from fulldepth.execution import TopTokens, read_and_show, read_layers, top_tokens
+from fulldepth.execution.lens import largest_rank, position_ranks
 from fulldepth.hf import Classifier
 from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.metrics import Readout, saturation_layer
-from fulldepth.metrics.reservoir import priority
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.targets import IGNORE
 
@@ -35,7 +35,7 @@ class LensReader:
     def __init__(self, subject: MeasuredSubject, settings: MeasureSettings, process: Processes) -> None:
         self.subject, self.seed = subject, settings.seed
         self.top, self.positions = settings.grid_top, settings.grid_positions
-        self.threshold = _threshold(subject, settings)
+        self.threshold = largest_rank(subject.sequences, settings.lens_tokens, settings.seed)
         task = subject.anatomy.task
         has_grid = task in ("causal-lm", "masked-lm", "seq2seq-lm") and subject.sequences.task == task
         self.samples = settings.grid_samples if process.is_main and has_grid else 0
@@ -64,7 +64,7 @@ class LensReader:
         if not classifier.per_token:
             return read_layers(classifier, states, targets, classifier.sample_mask(batch.inputs, mask), inner=inner)
         if self.threshold is not None:
-            ranks = priority(_keys(targets, batch.sequence), self.seed)
+            ranks = position_ranks(targets, batch.sequence, self.seed)
             targets = targets.where(ranks <= self.threshold, IGNORE)
         shown = mask & (mask.long().cumsum(1) <= self.positions)
         shown &= (torch.arange(len(shown), device=shown.device) < self.samples)[:, None]
@@ -122,21 +122,3 @@ def show(tokenizer: Any, token: int) -> str:
         return f"#{token}"
     text = decode_ids(tokenizer, [token])
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
-
-
-def _threshold(subject: MeasuredSubject, settings: MeasureSettings) -> int | None:
-    """Largest priority of the positions that the lens reads; None = all."""
-    limit = settings.lens_tokens
-    if limit is None or subject.sequences.num_targets <= limit:
-        return None
-    smallest = torch.empty(0, dtype=torch.int64)
-    for batch in subject.sequences.batches(64):
-        if batch.targets is not None:
-            keys = _keys(batch.targets, batch.sequence)[batch.targets != IGNORE]
-            smallest = torch.cat([smallest, priority(keys, settings.seed)]).sort().values[:limit]
-    return int(smallest[-1]) if len(smallest) else None
-
-
-def _keys(targets: Tensor, sequence: Tensor) -> Tensor:
-    """[B, T] key of every position, unique over the data set."""
-    return (sequence.to(targets.device)[:, None] << 24) | torch.arange(targets.shape[1], device=targets.device)

@@ -14,13 +14,14 @@ from torch import Tensor
 from fulldepth.data import Batch
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import COEFFICIENTS, Verified, body_inputs, capture, feed_projections
+from fulldepth.execution import COEFFICIENTS, Verified, body_inputs, capture
 from fulldepth.execution.batching import model_inputs
 from fulldepth.hf import DetectionHeads
 from fulldepth.measurement import tokens
 from fulldepth.measurement.lens_reader import LensReader
 from fulldepth.measurement.plan import MeasurePlan
 from fulldepth.measurement.subject import MeasuredSubject
+from fulldepth.measurement.weights import feed_projections
 from fulldepth.metrics import Detections, Observation, Readout, SpectralNorm
 from fulldepth.settings.measure import MeasureSettings
 

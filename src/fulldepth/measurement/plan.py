@@ -9,11 +9,11 @@ import torch
 
 from fulldepth.data import Sequences
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.execution import Verified, projection_names
+from fulldepth.execution import Verified
 from fulldepth.hf import available_memory
 from fulldepth.measurement import tokens
-from fulldepth.measurement.routers import shares_of_heads
 from fulldepth.measurement.subject import MeasuredSubject
+from fulldepth.measurement.weights import projection_names, shares_of_heads
 from fulldepth.metrics import METRICS, Measure, Setup
 from fulldepth.settings.measure import MeasureSettings
 

@@ -29,7 +29,6 @@ from fulldepth.measurement.headline import Clusters, headline
 from fulldepth.measurement.passes import Clock, run_pass, weigh
 from fulldepth.measurement.plan import MeasurePlan, check_memory, make_plan, make_setup
 from fulldepth.measurement.probe import probe_rows
-from fulldepth.measurement.routers import nearest_tokens
 from fulldepth.measurement.series import (
     SeriesPoint,
     contents,
@@ -42,6 +41,7 @@ from fulldepth.measurement.series import (
 from fulldepth.measurement.stages import prepare_stages, rows_that_fit
 from fulldepth.measurement.subject import MeasuredSubject, prepare_subject
 from fulldepth.measurement.towers import Extra, measure_each, measure_towers
+from fulldepth.measurement.weights import nearest_tokens
 from fulldepth.metrics.cosine import SITE
 from fulldepth.progress import Watcher
 from fulldepth.results import (

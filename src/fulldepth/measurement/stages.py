@@ -16,7 +16,7 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import Verified
 from fulldepth.execution.batching import batched, model_inputs
 from fulldepth.execution.stream import is_close
-from fulldepth.fingerprint import Fingerprint
+from fulldepth.files import Fingerprint
 from fulldepth.hf import (
     Checkpoint,
     StagedAnatomy,

@@ -1,8 +1,7 @@
 """Reads, writes and compares result folders: tables, one JSON document, one page. Needs no torch."""
 
 from fulldepth.results.comparison import compare
-from fulldepth.results.document import SCHEMA_VERSION
-from fulldepth.results.finding import Finding
+from fulldepth.results.document import FRAMEWORKS, SCHEMA_VERSION, Finding, provenance, versions
 from fulldepth.results.folder import (
     DOCUMENT,
     GROUPS,
@@ -17,7 +16,6 @@ from fulldepth.results.folder import (
 )
 from fulldepth.results.influences import gathered, groups_entry, groups_of, joined
 from fulldepth.results.pages import Chapter, report, write_index, write_page
-from fulldepth.results.provenance import FRAMEWORKS, provenance, versions
 from fulldepth.results.table import COLUMNS, tabulate
 
 __all__ = [

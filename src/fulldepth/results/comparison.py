@@ -21,10 +21,9 @@ from fulldepth.results.differences import (
     is_paired,
     step_interval,
 )
-from fulldepth.results.document import SCHEMA_VERSION
+from fulldepth.results.document import SCHEMA_VERSION, provenance
 from fulldepth.results.folder import Results, claimed, finite
 from fulldepth.results.pages import names
-from fulldepth.results.provenance import provenance
 from fulldepth.results.table import COLUMNS
 from fulldepth.settings.compare import CompareSettings
 from fulldepth.settings.keywords import takes_settings

@@ -1,19 +1,61 @@
-"""Schema of `results.json`: types and ranges of the entries that pages, figures and comparisons read.
+"""`results.json`: its first entries, findings, and the schema: types and ranges of the entries that are read.
 
 Every entry may be missing or null, and other entries are allowed, so that documents of other versions can be read.
 """
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic
 from pydantic import AfterValidator, Field
 
+from fulldepth import __version__
 from fulldepth.errors import FulldepthError
 from fulldepth.files import read_json, validated
-from fulldepth.results.finding import Finding, Number
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+"""A number that is valid JSON."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One number of the headline, written by every verb and read by pages and comparisons.
+
+    The types are the schema of an entry of `headline` in `results.json`; they are checked when a document is read.
+    """
+
+    value: Number | None
+    """None if it is not known."""
+    unit: str = "1"
+    sentence: str | None = None
+    """Explanation of the value."""
+    standard_error: Number | None = None
+    """Standard error, in the unit of the value."""
+    no_standard_error: str | None = None
+    """Reason for a missing standard error or interval, for numbers that usually have one."""
+    interval: tuple[Number, Number] | None = None
+    """Ends of the 95 % interval of a step (a layer, a threshold), which has no standard error."""
+
+    def document(self) -> dict[str, Any]:
+        """The JSON object: `value`, `unit` and the entries that are not None.
+
+        `standard_error` is null where `no_standard_error` gives the reason.
+        """
+        entries: dict[str, Any] = {"value": self.value, "unit": self.unit}
+        if self.interval is not None:
+            entries["interval"] = list(self.interval)
+        elif self.standard_error is not None or self.no_standard_error is not None:
+            entries["standard_error"] = self.standard_error
+        texts = {"sentence": self.sentence, "no_standard_error": self.no_standard_error}
+        return entries | {name: text for name, text in texts.items() if text is not None}
+
 
 SCHEMA_VERSION = 1
 MOST_LAYERS = 1024
@@ -218,3 +260,38 @@ def read(path: Path) -> dict[str, Any]:
         raise FulldepthError(f"{path} has schema version {shown}, this fulldepth reads {SCHEMA_VERSION}.")
     validated(path, value, DOCUMENT)
     return dict(value)
+
+
+FRAMEWORKS = ("torch", "transformers")
+"""Packages whose versions may change the numbers of a model."""
+
+
+def versions(packages: Sequence[str] = FRAMEWORKS) -> dict[str, str]:
+    """Versions of fulldepth, of installed packages, and of Python.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: if a package is not installed.
+    """
+    installed = {name: metadata.version(name) for name in packages}
+    return {"fulldepth": __version__, **installed, "python": platform.python_version()}
+
+
+def provenance(
+    kind: str, settings: Mapping[str, Any], packages: Sequence[str] = FRAMEWORKS, **facts: Any
+) -> dict[str, Any]:
+    """The first entries of a finished document: `kind`, `created` (UTC), `complete`, `settings`, `versions`.
+
+    Args:
+        kind: of the results.
+        settings: the resolved settings.
+        packages: packages whose versions are recorded.
+        **facts: further entries, such as `seed` and `machine`.
+    """
+    return {
+        "kind": kind,
+        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "complete": True,
+        "settings": dict(settings),
+        "versions": versions(packages),
+        **facts,
+    }

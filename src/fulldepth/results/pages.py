@@ -140,7 +140,9 @@ def together(folders: Sequence[str | Path]) -> Results:
         "kind": TOGETHER,
         "parts": [{**results.meta, "label": label} for label, results in loaded],
     }
-    return Results(rows.reindex(columns=columns).astype(_types(tables)), document)
+    integers = (name for each in tables for name in each.columns if pd.api.types.is_integer_dtype(each[name].dtype))
+    types = {**dict.fromkeys(integers, "Int64"), "value": "float64"}  # integers also where some folders lack a column
+    return Results(rows.reindex(columns=columns).astype(types), document)
 
 
 def names(paths: Sequence[Path]) -> list[str]:
@@ -151,12 +153,6 @@ def names(paths: Sequence[Path]) -> list[str]:
             return labels
     labels = [path.name for path in paths]
     return [f"{label} ({labels[: index + 1].count(label)})" for index, label in enumerate(labels)]
-
-
-def _types(tables: Sequence[pd.DataFrame]) -> dict[str, Any]:
-    """Types that keep integer columns integer although some folders lack them."""
-    integers = (name for table in tables for name in table.columns if pd.api.types.is_integer_dtype(table[name].dtype))
-    return {**dict.fromkeys(integers, "Int64"), "value": "float64"}
 
 
 def _check(loaded: Sequence[tuple[str, Results]]) -> None:

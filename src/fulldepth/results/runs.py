@@ -13,7 +13,7 @@ import pandas as pd
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.results import verdict
 from fulldepth.results.differences import Depth, counterparts, depth_of
-from fulldepth.results.finding import Finding
+from fulldepth.results.document import Finding
 from fulldepth.results.folder import Results
 from fulldepth.results.table import COLUMNS
 from fulldepth.results.verdict import Entry

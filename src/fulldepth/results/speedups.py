@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from fulldepth.results.finding import Finding
+from fulldepth.results.document import Finding
 from fulldepth.results.folder import Results
 
 KINDS = {"exit": ("exits", "full", "generation"), "evaluation": ("tasks", "exits", "full")}

@@ -1,8 +1,8 @@
-"""The table of a result folder: its columns and types, and a reader for untrusted files."""
+"""The table of a result folder: columns and types, a reader for untrusted files, and one value per layer of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
 
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.files import reading
 from fulldepth.results.document import MOST_LAYERS
 
@@ -138,3 +138,51 @@ def _series(column: pa.ChunkedArray, name: str) -> pd.Series:
     if name in WHOLE or pa.types.is_integer(kind):
         return column.cast(pa.int64()).to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
     return column.cast(pa.float64()).to_pandas() if name in REAL else column.to_pandas()
+
+
+RESIDUAL = "residual"
+"""Site of the states between layers."""
+NOT_KEYS = {"measure", "statistic", "layer", "value", "count", "unit", "difference", "difference_error"}
+"""Columns that do not distinguish rows of one statistic; all others do."""
+
+
+def select(table: pd.DataFrame, measure: str, statistic: str, where: Mapping[str, Any]) -> pd.Series:
+    """The values of one statistic by layer; without layers by step of a training, in a removal curve by `removed`.
+
+    Args:
+        table: tidy rows.
+        measure: name in the column `measure`.
+        statistic: name in the column `statistic`.
+        where: column -> required value; None = any.
+
+    Raises:
+        FulldepthError: if there is no such row or column, or a layer has several rows.
+    """
+    rows = table[(table["measure"] == measure) & (table["statistic"] == statistic)]
+    chosen = {name: value for name, value in where.items() if value is not None}
+    for name, value in chosen.items():
+        if name not in table.columns:
+            raise unknown("column of these results", name, [c for c in table.columns if c not in NOT_KEYS])
+        rows = rows[rows[name] == value]
+    if rows.empty:
+        have = sorted({f"{m} {s}" for m, s in zip(table["measure"], table["statistic"], strict=True)})
+        stated = "".join(f", {name} {value!r}" for name, value in chosen.items())
+        raise FulldepthError(f"No rows for {measure} {statistic}{stated}. There are: {', '.join(have)}.")
+    if "removed" in rows.columns and bool(rows["removed"].notna().all()):
+        index = "removed"
+    else:
+        index = "step" if "step" in rows.columns and bool(rows["layer"].isna().all()) else "layer"
+    if rows[index].duplicated().any():
+        names = [name for name in rows.columns if name not in NOT_KEYS | {index}]
+        values = {name: rows[name].dropna().unique() for name in names if rows[name].nunique(dropna=False) > 1}
+        choices = "; ".join(
+            f"{name} is {one_line(', '.join(map(repr, found.tolist())), 200)}" for name, found in values.items()
+        )
+        # of several sites the stream before the final norm
+        one = chosen | {name: RESIDUAL if RESIDUAL in found else found.tolist()[-1] for name, found in values.items()}
+        example = ", ".join(f"{name}={value!r}" for name, value in one.items())
+        raise FulldepthError(
+            f"Several rows of {measure} {statistic} for one {index}: {choices or 'equal rows'}. Choose one, for "
+            f"example values({measure!r}, {statistic!r}, {example})."
+        )
+    return rows.set_index(index)["value"]

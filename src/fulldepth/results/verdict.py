@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from fulldepth.results.differences import Interval
-from fulldepth.results.finding import Finding
+from fulldepth.results.document import Finding
 from fulldepth.uncertainty import SIGNIFICANT, measurable
 
 

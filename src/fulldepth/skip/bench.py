@@ -40,10 +40,10 @@ from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.language_model import check_task
 from fulldepth.execution.latency import PHASES, Runner, check_positions, machine, random_tokens, time_in_rounds
 from fulldepth.execution.memory import cache_bytes, parameter_bytes, peak_bytes
 from fulldepth.execution.scoring import DEVICE_LOGITS, batch_sums
+from fulldepth.execution.verify import check_task
 from fulldepth.hf import Checkpoint, anatomy_candidates, device_of, evaluating, open_model
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.language_model import check_task
 from fulldepth.execution.scoring import BASE
+from fulldepth.execution.verify import check_task
 from fulldepth.hf import GRANULARITIES
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Finding, Results, finite, provenance, tabulate

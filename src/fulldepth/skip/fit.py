@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from fulldepth.data.batches import Example, batches, grouped
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Variant
-from fulldepth.execution.language_model import prove
 from fulldepth.execution.scoring import LOSS, ScoredBatch, Scorer
+from fulldepth.execution.verify import prove
 from fulldepth.hf import Anatomy, evaluating, frozen
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches

@@ -16,8 +16,8 @@ from fulldepth.data.examples import Examples, read_examples
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.language_model import check_task, prove
 from fulldepth.execution.scoring import SCALED, ScoredBatch, Scorer
+from fulldepth.execution.verify import check_task, prove
 from fulldepth.hf import (
     Anatomy,
     Checkpoint,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
 
 from fulldepth.distributed import any_process, current
 from fulldepth.errors import one_line
@@ -88,17 +88,15 @@ class RunCallback(TrainerCallback):
         if checkpoint is not None:
             rows = pd.read_parquet(checkpoint / RECORD)
             self.table = rows[rows.step <= step_of(checkpoint)].reset_index(drop=True)
-        self.tally = trainer.tallies["record"] = Tally()
-        self.carried: dict[str, list[float]] = dict(notes.tally) if current().is_main else {}
+        self.tally = trainer.tallies["record"] = Tally(notes.tally if current().is_main else None)
         self.elapsed = self._elapsed_before = notes.elapsed
         self.other_load = OtherLoad()
         reset_peak()
         self.stop_asked = False
         self._notes, self._evaluated = notes, notes.evaluated
         self._rate = self._since = 0.0
-        for callback in list(trainer.callback_handler.callbacks):
-            if type(callback).__name__ in ("PrinterCallback", "ProgressCallback"):
-                trainer.remove_callback(callback)
+        for kind in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(kind)
         trainer.add_callback(self)
 
     def results(self, complete: bool = False) -> Results:
@@ -119,7 +117,8 @@ class RunCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Evaluate and request a checkpoint when due; neither counts as time of training."""
-        step, last = state.global_step, state.global_step >= self.settings.steps
+        step = state.global_step
+        last = step >= self.settings.steps
         self.elapsed += time.perf_counter() - self._since
         self.watcher.advance(1)
         if step % self.settings.eval_every == 0 or last:
@@ -150,12 +149,12 @@ class RunCallback(TrainerCallback):
     def _evaluate(self, step: int) -> None:
         """Evaluate, and add the rows to the results, the console's line and the trackers."""
         evaluation = self.evaluate(self.trainer.accelerator.unwrap_model(self.trainer.model))
-        means, self.carried = self._means(), {}
+        means = self._means()
+        self.tally.take()
         seconds, steps = self.elapsed - self._elapsed_before, step - self._evaluated
         self._elapsed_before, self._evaluated = self.elapsed, step
-        line = [f"step {step}: validation {evaluation.loss:.4f}"]
-        line += [f"{'train' if name == 'ce' else name} {total / n:.4f}" for name, (total, n) in means.items()]
-        line += evaluation.shown
+        parts = [f"{'train' if name == 'ce' else name} {total / n:.4f}" for name, (total, n) in means.items()]
+        line = [f"step {step}: validation {evaluation.loss:.4f}", *parts, *evaluation.shown]
         rows: list[Any] = [*evaluation.rows]
         for name, (total, count) in means.items():
             measure, site = OF_MODEL.get(name, ("penalty", name))
@@ -166,9 +165,11 @@ class RunCallback(TrainerCallback):
             speed, unit = steps * self.settings.units_per_step / seconds, f"{self.settings.unit}/s"
             facts.append(("throughput", "mean", speed, unit))
             line.append(f"{speed:,.0f} {unit}")
-        facts.append(("elapsed", "value", self.elapsed, "s"))
-        facts.append(("peak_memory", "value", run_peak() / 2**20, "MiB"))
-        facts.append(("other_load", "value", self.other_load.share(), "1"))
+        facts += [
+            ("elapsed", "value", self.elapsed, "s"),
+            ("peak_memory", "value", run_peak() / 2**20, "MiB"),
+            ("other_load", "value", self.other_load.share(), "1"),
+        ]
         rows += [(measure, "model", None, None, kind, value, None, unit) for measure, kind, value, unit in facts]
         if self.trainer.args.should_save:
             new = tabulate(rows, step=step)
@@ -182,12 +183,9 @@ class RunCallback(TrainerCallback):
 
     def _means(self) -> dict[str, list[float]]:
         """Part of the loss -> [sum, count] over all processes since the last evaluation, also before a resumption."""
-        for name, (total, count) in self.tally.take().items():
-            before = self.carried.get(name, [0.0, 0.0])
-            self.carried[name] = [before[0] + total, before[1] + count]
-        everyone = current().gather(self.carried)
-        names = list(dict.fromkeys(name for part in everyone for name in part))
-        return {n: [sum(part.get(n, [0.0, 0.0])[i] for part in everyone) for i in (0, 1)] for n in names}
+        everyone = current().gather(self.tally.read())
+        names = dict.fromkeys(name for part in everyone for name in part)
+        return {n: [sum(part.get(n, (0.0, 0.0))[i] for part in everyone) for i in (0, 1)] for n in names}
 
 
 @contextmanager
@@ -244,12 +242,12 @@ def card_of(meta: Mapping[str, Any], findings: Mapping[str, Finding], step: int)
         f"`{one_line(data['name'], 200)}`. {one_line(settings['about'], 400)}"
     )
     items = step * settings["global_batch_size"]
-    seen = {"Tokens": items * settings["sequence_length"]} if task == "causal-lm" else {"Examples": items}
+    unit, seen = ("Tokens", items * settings["sequence_length"]) if task == "causal-lm" else ("Examples", items)
     numbers = {
         **{NAMES[name]: f"{found.value:.4g} {found.unit}" for name, found in findings.items() if name in NAMES},
         "Parameters": f"{model['parameters']:,}",
         "Optimiser steps": f"{step:,} of {settings['steps']:,}",
-        **{name: f"{count:,}" for name, count in seen.items()},
+        unit: f"{seen:,}",
         "Seed": str(settings["seed"]),
     }
     held_out = one_line(data["validation"] or f"a held-out part of {data['name']}", 200)

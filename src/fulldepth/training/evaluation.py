@@ -140,9 +140,7 @@ def _detected(anatomy: Anatomy, batch: Mapping[str, Any], states: list[Tensor], 
     heads = DetectionHeads(Classifier(anatomy)).after_forward()
     dtype = next(anatomy.model.parameters()).dtype
     read = [heads.read(state.to(dtype), layer) for layer, state in enumerate(states[1:], start=1)]
-    logits, boxes = (
-        torch.stack([each[part].float() for each in read]) for part in (0, 1)
-    )  # [L, B, Q, C], [L, B, Q, 4]
+    logits, boxes = (torch.stack(part).float() for part in zip(*read, strict=True))  # [L, B, Q, C], [L, B, Q, 4]
     mask = torch.ones(logits.shape[1:3], dtype=torch.bool)
     images = torch.arange(first, first + len(mask))
     return Observation({}, mask, mask, images, detections=Detections(logits, boxes, batch["labels"]))
@@ -164,9 +162,13 @@ def tracked(evaluation: Evaluation, means: Mapping[str, tuple[float, float] | li
     depth = sum(row.measure == "displacement" for row in evaluation.rows)
     for row in evaluation.rows:
         back = f"-{depth - (row.layer or 0)}".removesuffix("-0")
-        names = {"validation_accuracy": "accuracy", "displacement": f"displacement_layer_{row.layer}"}
-        if name := {**names, "jump_rate": f"zeta_L{back}"}.get(row.measure):
-            numbers[f"eval_{name}"] = row.value
+        names = {
+            "validation_accuracy": "accuracy",
+            "displacement": f"displacement_layer_{row.layer}",
+            "jump_rate": f"zeta_L{back}",
+        }
+        if row.measure in names:
+            numbers[f"eval_{names[row.measure]}"] = row.value
     for name, (total, count) in means.items():
         numbers["cross_entropy" if name == "ce" else f"penalty_{name}"] = total / count if count else math.nan
     return {name: value for name, value in numbers.items() if math.isfinite(value)}

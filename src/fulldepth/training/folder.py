@@ -17,8 +17,7 @@ from transformers import PreTrainedConfig, TrainingArguments
 from fulldepth.data import ORDER
 from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError, is_disk_full, one_line
-from fulldepth.files import atomic, atomic_folder, locked, read_json, reading
-from fulldepth.fingerprint import Fingerprint
+from fulldepth.files import Fingerprint, atomic, atomic_folder, locked, read_json, reading
 from fulldepth.hf import (
     UNFINISHED,
     check_publishing,
@@ -50,7 +49,7 @@ NOT_OURS = (
 """Patterns of files from other commands, or from runs whose settings are missing."""
 MAY_DIFFER = {
     *("about", "source", "log_every", "report_to", "workers", "device", "keep_checkpoints"),
-    *("eval_every", "save_every", "micro_batch_size", "fsdp"),
+    *("eval_every", "save_every", "micro_batch_size", "fsdp", "data.cache"),
 }
 """Settings that a resumed run may change."""
 RECORD = "record.parquet"
@@ -90,7 +89,17 @@ def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
     elif not _took_no_step(folder):
         if not resume:
             raise FulldepthError(f"{folder} already holds a run. Go on with it (--resume), or choose another --output.")
-        _compare(folder, settings)
+        saved, requested = (_flat(s.model_dump(mode="json")) for s in (saved_settings(folder), settings))
+        different = [
+            f"{one_line(key, 60)} was {one_line(repr(saved.get(key)), 60)}, is {one_line(repr(requested.get(key)), 60)}"
+            for key in sorted(saved.keys() | requested.keys())
+            if saved.get(key) != requested.get(key) and key not in MAY_DIFFER
+        ]
+        if different:
+            raise FulldepthError(
+                f"{folder} holds a run of another recipe: {'; '.join(different[:4])}"
+                f"{'; ...' if len(different) > 4 else ''}. Resume it with its own settings, or choose another --output."
+            )
         document: Any = None
         with suppress(FulldepthError):  # unreadable results are written anew
             document = read_json(folder / DOCUMENT) if (folder / DOCUMENT).exists() else None
@@ -184,20 +193,6 @@ def saved_settings(folder: Path) -> TrainSettings:
         raise FulldepthError(words if str(path) in words else f"{path} holds no settings of a run. {words}") from error
 
 
-def _compare(folder: Path, settings: TrainSettings) -> None:
-    saved, requested = (_flat(s.model_dump(mode="json")) for s in (saved_settings(folder), settings))
-    different = [
-        f"{one_line(key, 60)} was {one_line(repr(saved.get(key)), 60)}, is {one_line(repr(requested.get(key)), 60)}"
-        for key in sorted(saved.keys() | requested.keys())
-        if saved.get(key) != requested.get(key) and key not in MAY_DIFFER and key != "data.cache"
-    ]
-    if different:
-        raise FulldepthError(
-            f"{folder} holds a run of another recipe: {'; '.join(different[:4])}"
-            f"{'; ...' if len(different) > 4 else ''}. Resume it with its own settings, or choose another --output."
-        )
-
-
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in settings.items():
@@ -238,8 +233,7 @@ def check_origin(
         "model configuration": str(Fingerprint(json.dumps(counted, sort_keys=True))),
     }
     for name in per_batch_terms(settings.objective.terms):
-        sizes = f"{arguments.world_size} x {arguments.per_device_train_batch_size} sequences"
-        origin[f"batch of {name}"] = sizes
+        origin[f"batch of {name}"] = f"{arguments.world_size} x {arguments.per_device_train_batch_size} sequences"
     references = [("in process 0", current().agree(origin))]
     if checkpoint is not None:
         references.append((f"in {checkpoint}", before))
@@ -269,8 +263,8 @@ def resume_notes(checkpoint: Path) -> RunNotes:
     try:
         return RunNotes.model_validate(notes_of(checkpoint), strict=True)
     except (FulldepthError, pydantic.ValidationError) as error:
-        reason = f"Cannot read the seal of {checkpoint}: {one_line(error, 200)}."
-        reason = str(error) if isinstance(error, FulldepthError) else reason
+        unread = f"Cannot read the seal of {checkpoint}: {one_line(error, 200)}."
+        reason = error if isinstance(error, FulldepthError) else unread
         raise FulldepthError(f"{reason} Remove {checkpoint} to go on from the checkpoint before.") from error
 
 

@@ -7,7 +7,6 @@ not record them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,7 +49,17 @@ def draw_weights(model: PreTrainedModel, settings: InitializerSettings) -> None:
     check_initializer(model, settings)
     with torch.no_grad():
         for module in _matrices(model) if settings.distribution != "model" else ():
-            _fill(module, glorot=settings.distribution == "glorot")
+            weight, embeds = module.weight, isinstance(module, nn.Embedding)
+            drawn = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))  # not bfloat16
+            if settings.distribution == "glorot":
+                weight.copy_(drawn.normal_() if embeds else nn.init.xavier_uniform_(drawn))
+            else:
+                std = 1 / math.sqrt(weight.shape[0 if isinstance(module, Conv1D) else 1])
+                weight.copy_(nn.init.trunc_normal_(drawn, std=std, a=-CUT * std, b=CUT * std))
+                if embeds and module.padding_idx is not None:
+                    weight[module.padding_idx].zero_()
+            if getattr(module, "bias", None) is not None:
+                module.bias.zero_()
         if settings.output_scale != 1.0:
             for module in _outputs(model):
                 module.weight.mul_(settings.output_scale)
@@ -89,16 +98,13 @@ def _added(model: nn.Module) -> set[str]:
     return names
 
 
-def _matrices(model: nn.Module) -> Iterator[Any]:
+def _matrices(model: nn.Module) -> list[Any]:
     """Linear layers and embeddings of the stock model; of tied ones the first."""
-    done_ids: set[int] = set()
-    added = _added(model)
+    added, by_weight = _added(model), dict[int, Any]()
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear | nn.Embedding | Conv1D) or f"{name}.weight" in added:
-            continue
-        if id(module.weight) not in done_ids:
-            done_ids.add(id(module.weight))
-            yield module
+        if isinstance(module, nn.Linear | nn.Embedding | Conv1D) and f"{name}.weight" not in added:
+            by_weight.setdefault(id(module.weight), module)
+    return list(by_weight.values())
 
 
 def _outputs(model: nn.Module) -> list[Any]:
@@ -109,9 +115,8 @@ def _memory_bounds(model: PreTrainedModel, settings: InitializerSettings) -> dic
     """Name of each weight that `memory` draws -> bound of its uniform distribution."""
     if settings.memory == "model":
         return {}
-    declared = getattr(model, "memory_bounds", None)
     try:
-        bounds: dict[str, float] = declared(settings.memory) if declared is not None else {}
+        bounds: dict[str, float] = getattr(model, "memory_bounds", lambda _: {})(settings.memory)
     except ValueError as error:
         raise FulldepthError(f"initializer.memory={settings.memory}: {error}.") from error
     if not bounds:
@@ -120,18 +125,3 @@ def _memory_bounds(model: PreTrainedModel, settings: InitializerSettings) -> dic
             f"(model.memory); this {model.config.model_type} has none."
         )
     return bounds
-
-
-def _fill(module: Any, *, glorot: bool) -> None:
-    """Draw a matrix by the rule of `glorot` or `truncated-normal`; biases and the padding token's embedding are 0."""
-    weight, embeds = module.weight, isinstance(module, nn.Embedding)
-    drawn = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))  # bfloat16 is too coarse
-    if glorot:
-        weight.copy_(drawn.normal_() if embeds else nn.init.xavier_uniform_(drawn))
-    else:
-        std = 1 / math.sqrt(weight.shape[0 if isinstance(module, Conv1D) else 1])
-        weight.copy_(nn.init.trunc_normal_(drawn, std=std, a=-CUT * std, b=CUT * std))
-        if embeds and module.padding_idx is not None:
-            weight[module.padding_idx].zero_()
-    if getattr(module, "bias", None) is not None:
-        module.bias.zero_()

@@ -31,7 +31,7 @@ from fulldepth.data.labelled import (
 from fulldepth.data.sequences import Batch, Picture, collate_images
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.stream import is_close, relative_error
-from fulldepth.fingerprint import Fingerprint
+from fulldepth.files import Fingerprint
 from fulldepth.hf import evaluating, load_processor
 from fulldepth.progress import Watcher
 from fulldepth.settings.train import AugmentationSettings, TrainSettings
@@ -83,8 +83,9 @@ def class_names(settings: TrainSettings, source: Source | None = None) -> tuple[
                 return stated
             source = opened(skip_bad=data.skip_bad)
         except FulldepthError as error:
-            advice = "Without the data, model.num_labels=N states the number of classes."
-            raise FulldepthError(f"{error} {advice}") from error
+            raise FulldepthError(
+                f"{error} Without the data, model.num_labels=N states the number of classes."
+            ) from error
     if not detects:
         return name_classes(source, declared)
     if declared not in (None, len(source.class_names)):
@@ -230,7 +231,7 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
         classes=data.classes,
     )
     described = Fingerprint(settings.task)
-    parts, warnings = [], []
+    parts = []
     for rows in (data.train, data.validation):
         prepared = prepare(
             rows.source,
@@ -245,16 +246,10 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
         for example in prepared.examples:
             described.add(example.input_ids.numpy().astype("<i8").tobytes())
         parts.append(LabelledRows(prepared.examples))
-        warnings += prepared.warnings
-    return RunData(
-        config,
-        tokenizer,
-        parts[0],
-        parts[1],
-        _facts(data, described),
-        Collator(pad_id=pad_id),
-        warnings=[*data.warnings, *warnings],
-    )
+        data.warnings.extend(prepared.warnings)
+    facts = _facts(data, described)
+    train, validation = parts
+    return RunData(config, tokenizer, train, validation, facts, Collator(pad_id=pad_id), warnings=data.warnings)
 
 
 @torch.no_grad()
@@ -277,12 +272,12 @@ def padding_warning(model: Any, rows: LabelledRows, collator: Collator) -> list[
 
 def _facts(data: LabelledData, described: Fingerprint) -> dict[str, Any]:
     """For the record; the rows are added to the fingerprint of what is made of them."""
-    for rows in (data.train, data.validation):
-        for digest, record in zip(rows.digests, rows.source.records, strict=True):
-            described.add(digest + str(record.label if record.objects is None else record.objects).encode())
-    counts = [len(rows.source.records) for rows in (data.train, data.validation)]
-    facts = {"hash": str(described), "train_sequences": counts[0]}
-    return {**facts, "classes": len(data.classes), "documents": sum(counts)}
+    digests = [*data.train.digests, *data.validation.digests]
+    records = [*data.train.source.records, *data.validation.source.records]
+    for digest, record in zip(digests, records, strict=True):
+        described.add(digest + str(record.label if record.objects is None else record.objects).encode())
+    facts = {"hash": str(described), "train_sequences": len(data.train.digests)}
+    return {**facts, "classes": len(data.classes), "documents": len(records)}
 
 
 class Augmentation:
@@ -326,36 +321,32 @@ class Augmentation:
         batch = collate_images(pictures, range(len(pictures)), unnormalised)
         pixels = batch.inputs["pixel_values"]  # [B, C, H, W]
         height, width = pixels.shape[-2:]
-        before, after = self._pixel_changes((height, width))
-        rows = []
+        changes, rows = self._pixel_changes((height, width)), []
         with torch.random.fork_rng(devices=[]):
             for image, item in zip(pixels.split(1), items, strict=True):
                 torch.manual_seed(_seed(self.seed, item.epoch, item.index))
-                for change in before:
-                    image = change(image)
-                if self.processor.do_normalize:
-                    mean, deviation = (
-                        torch.tensor(values).view(-1, 1, 1)
-                        for values in (self.processor.image_mean, self.processor.image_std)
-                    )
-                    image = (image - mean) / deviation
-                for change in after:
+                for change in changes:
                     image = change(image)
                 rows.append(image)
         batch.inputs["pixel_values"] = torch.cat(rows)
         return batch
 
     @cache  # noqa: B019 (as long-lived as the run)
-    def _pixel_changes(self, edges: tuple[int, int]) -> tuple[list[Any], list[Any]]:
-        """The changes before and after normalisation, of images of one size."""
-        kornia, settings, before = _kornia(), self.settings, []
+    def _pixel_changes(self, edges: tuple[int, int]) -> list[Any]:
+        """The changes of images of one size, with their normalisation."""
+        kornia, settings, processor, changes = _kornia(), self.settings, self.processor, list[Any]()
         if settings.crop:
-            before.append(kornia.RandomCrop(edges, padding=settings.crop))
+            changes.append(kornia.RandomCrop(edges, padding=settings.crop))
         if settings.rotation:
-            before.append(kornia.RandomRotation(settings.rotation))
+            changes.append(kornia.RandomRotation(settings.rotation))
         if settings.randaugment:
-            before.append(kornia.auto.RandAugment(n=settings.randaugment, m=settings.magnitude))
-        return before, [kornia.RandomErasing(p=settings.erasing)] if settings.erasing else []
+            changes.append(kornia.auto.RandAugment(n=settings.randaugment, m=settings.magnitude))
+        if processor.do_normalize:
+            mean, deviation = (torch.tensor(v).view(-1, 1, 1) for v in (processor.image_mean, processor.image_std))
+            changes.append(lambda image: (image - mean) / deviation)
+        if settings.erasing:
+            changes.append(kornia.RandomErasing(p=settings.erasing))
+        return changes
 
 
 def _seed(*parts: int | str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -134,17 +135,17 @@ def build_config(
         FulldepthError: for an unknown type or option, values that the class refuses, fewer embeddings than the
             tokenizer has tokens, fewer positions than a sequence has tokens, or a checkpoint of another type.
     """
-    base: PreTrainedConfig | None = None
     try:
-        base = None if model.checkpoint is None else load_config(model.checkpoint)
+        base: PreTrainedConfig | None = None if model.checkpoint is None else load_config(model.checkpoint)
     except FulldepthError as error:
         raise FulldepthError(f"{error} model.checkpoint=FOLDER names what training starts from.") from error
     kind = _kind(model, base, task)
     given = dict(model.model_extra or {})
     labels = {} if task == "causal-lm" or "num_labels" not in given else {"num_labels": given.pop("num_labels")}
+    known = _options(kind)
     for name in given:
-        if name not in _options(kind):
-            raise unknown(f"option of {kind.model_type} under `model`", name, _options(kind))
+        if name not in known:
+            raise unknown(f"option of {kind.model_type} under `model`", name, known)
     ids: dict[str, Any] = {name: value for name, value in (special_tokens or {}).items() if value is not None}
     if classes is None:
         ids |= labels
@@ -154,10 +155,9 @@ def build_config(
         ids |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     try:
         if base is None:
-            known = _options(kind)
             defaults = {"vocab_size": vocab_size, POSITIONS: positions}
             sizes = {name: size for name, size in defaults.items() if size is not None and name in known} | given
-            options = _no_tokens(kind, sizes.get("vocab_size")) | sizes | ids | given
+            options = _no_tokens(kind, sizes.get("vocab_size") or math.inf) | sizes | ids | given
             config = kind(**options)
             if positions is not None and POSITIONS in options and POSITIONS not in given:
                 config = kind(**options | {POSITIONS: positions + _unused_positions(config, task)})
@@ -224,8 +224,8 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
         anatomy = find_anatomy(model)
         if anatomy.family.backbone is not None:  # transformers freezes all of its own ResNet, by names that timm has
             anatomy.body.get_submodule(anatomy.family.backbone).requires_grad_(True)
-    trained: PreTrainedModel = model.train()
-    return trained
+    model.train()
+    return model
 
 
 def built_once(model: PreTrainedModel, settings: TrainSettings) -> bool:
@@ -339,14 +339,10 @@ def _options(kind: type[PreTrainedConfig]) -> set[str]:
     return {name for name in named | set(kind.attribute_map) if not name.startswith("_")} - NOT_OPTIONS
 
 
-def _no_tokens(kind: type[PreTrainedConfig], vocab_size: int | None) -> dict[str, None]:
+def _no_tokens(kind: type[PreTrainedConfig], vocab_size: float) -> dict[str, None]:
     """None for special tokens whose ids in the class, of the original's tokenizer, lie outside the vocabulary."""
     defaults = {field.name: field.default for field in fields(kind) if field.name in TOKEN_IDS}
-    return {
-        name: None
-        for name, token in defaults.items()
-        if isinstance(token, int) and vocab_size is not None and token >= vocab_size
-    }
+    return {name: None for name, token in defaults.items() if isinstance(token, int) and token >= vocab_size}
 
 
 def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, positions: int | None) -> None:
@@ -424,8 +420,13 @@ def with_new_head(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -
     if find_gguf(packaged(checkpoint)) is not None:
         raise FulldepthError(f"{checkpoint} is a GGUF file; only language models are trained from one.")
     own, body = model.state_dict(), f"{model.base_model_prefix}."
+
+    def may_lack(_: PreTrainedModel, name: str) -> bool:
+        """Whether a weight belongs to the head, or the pooler before it."""
+        return not name.startswith(body) or "pooler" in name.split(".")
+
     loaded = load_checkpoint(
-        checkpoint, dtype=dtype, device="cpu", model_class=type(model), config=model.config, may_lack=_is_of_head
+        checkpoint, dtype=dtype, device="cpu", model_class=type(model), config=model.config, may_lack=may_lack
     )
     fresh = set(loaded.fresh)
     if not _same_classes(load_config(checkpoint), model.config):
@@ -469,14 +470,9 @@ def _same_classes(stored: Any, wanted: Any) -> bool:
     return names[0] == names[1] or any(unnamed)
 
 
-def _is_of_head(model: PreTrainedModel, name: str) -> bool:
-    """Whether a weight belongs to the head (or the pooler before it) and not to the body."""
-    return not name.startswith(f"{model.base_model_prefix}.") or "pooler" in name.split(".")
-
-
 def _reason(error: Exception) -> str:
     """The last line of an error message, where strict configurations state the cause."""
-    return " ".join(str(error).strip().splitlines()[-1:])[:300].strip() if str(error).strip() else repr(error)
+    return (str(error).strip().splitlines() or [repr(error)])[-1][:300].strip()
 
 
 def reads_later_tokens(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> bool:

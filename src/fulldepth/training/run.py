@@ -22,7 +22,7 @@ from fulldepth.training.folder import KIND, check_origin, explaining_full_disk, 
 from fulldepth.training.labelled import image_data, padding_warning, text_data
 from fulldepth.training.model import build_model, start_exit_heads
 from fulldepth.training.text import conversation_data, packed_data, require_separate_documents
-from fulldepth.training.trainer import RunData, RunTrainer, resolved, training_arguments
+from fulldepth.training.trainer import RunTrainer, resolved, training_arguments
 
 DATA = {
     "causal-lm": packed_data,
@@ -74,9 +74,8 @@ def train(
         with holding(folder, settings, resume) as (checkpoint, notes, renamed):
             for path in renamed:
                 watcher.say(f"A checkpoint that is not whole is now called {path.name}.")
-            data = DATA[settings.stage if settings.stage == "sft" else settings.task](
-                settings, folder, arguments, watcher
-            )
+            opened = DATA["sft" if settings.stage == "sft" else settings.task]
+            data = opened(settings, folder, arguments, watcher)
             model = build_model(data.config, settings)
             warnings = list(data.warnings)
             if settings.task == "causal-lm" and not settings.data.across_documents:
@@ -89,7 +88,21 @@ def train(
             for line in warnings:
                 watcher.say(line)
             origin = check_origin(settings, data.facts["hash"], model.config, trainer.args, notes.origin, checkpoint)
-            meta = _meta(settings, name, model, data, warnings)
+            meta: dict[str, Any] = {
+                "kind": KIND,
+                "recipe": name,
+                "settings": settings.model_dump(mode="json"),
+                "model": {
+                    "name": name,
+                    "class": type(model).__name__,
+                    "model_type": model.config.model_type,
+                    "parameters": sum(p.numel() for p in model.parameters()),
+                    "num_layers": find_anatomy(model).num_layers,
+                },
+                "data": {"name": settings.data.name, **data.facts, "validation_sequences": len(data.validation)},
+                "versions": versions(),
+                "warnings": warnings,
+            }
             collate, batch_size = data.collator or trainer.data_collator, 8 if settings.task == "causal-lm" else 32
             callback = RunCallback(
                 trainer,
@@ -112,25 +125,6 @@ def train(
             if trainer.args.should_save:
                 results.save(folder)  # the page says that the run is complete
             return results
-
-
-def _meta(settings: TrainSettings, recipe: str, model: Any, data: RunData, warnings: list[str]) -> dict[str, Any]:
-    """Metadata of the run's results."""
-    return {
-        "kind": KIND,
-        "recipe": recipe,
-        "settings": settings.model_dump(mode="json"),
-        "model": {
-            "name": recipe,
-            "class": type(model).__name__,
-            "model_type": model.config.model_type,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "num_layers": find_anatomy(model).num_layers,
-        },
-        "data": {"name": settings.data.name, **data.facts, "validation_sequences": len(data.validation)},
-        "versions": versions(),
-        "warnings": warnings,
-    }
 
 
 def _last_good(folder: Path) -> str:

@@ -7,8 +7,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,9 +75,9 @@ def run_tokenizer(settings: TrainSettings, home: Path, watcher: Watcher, texts: 
     if name is None:
         raise FulldepthError("A model from scratch needs a tokenizer: tokenizer=builtin:2048, a folder or a Hub name.")
     kind, _, size = name.partition(":")
-    if kind not in ("builtin", *(() if texts is None else OWN)):
-        if kind in OWN:
-            raise FulldepthError(f"tokenizer={name} is trained on labelled texts (task: text-classification).")
+    if kind in OWN and texts is None:
+        raise FulldepthError(f"tokenizer={name} is trained on labelled texts (task: text-classification).")
+    if kind not in ("builtin", *OWN):
         tokenizer = load_tokenizer(name)
         tokenizer.init_kwargs.pop("auto_map", None)  # refers to remote code, which checkpoints must not name
         return tokenizer
@@ -88,8 +87,8 @@ def run_tokenizer(settings: TrainSettings, home: Path, watcher: Watcher, texts: 
         watcher.say(f"Training a tokenizer of {size} tokens")
         with atomic_folder(home) as part:
             train = train_wordpiece if kind == "wordpiece" else train_tokenizer
-            own = texts if kind in OWN and texts is not None else builtin_texts("train")
-            train(own, int(size)).save_pretrained(part)
+            corpus = builtin_texts("train") if kind == "builtin" or texts is None else texts
+            train(corpus, int(size)).save_pretrained(part)
     return load_tokenizer(home)
 
 
@@ -140,9 +139,19 @@ def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: 
             f"{packed.name} has {packed.train.documents} training documents, fewer than the {arguments.world_size} "
             "processes. Use more text or fewer processes."
         )
-    facts = {"hash": packed.hash, "tokens": packed.tokens, "documents": packed.documents}
-    facts["train_sequences"] = len(packed.train)
-    return RunData(config, tokenizer, packed.train, packed.validation, facts, window_collator(settings))
+    return RunData(
+        config,
+        tokenizer,
+        packed.train,
+        packed.validation,
+        {
+            "hash": packed.hash,
+            "tokens": packed.tokens,
+            "documents": packed.documents,
+            "train_sequences": len(packed.train),
+        },
+        window_collator(settings),
+    )
 
 
 @torch.no_grad()
@@ -162,14 +171,19 @@ def require_separate_documents(model: PreTrainedModel) -> None:
         raise FulldepthError(f"{name} takes no position_ids, so it cannot keep documents apart. {advice}")
     ids = torch.arange(3 * LENGTH).remainder(model.config.get_text_config().vocab_size).to(model.device)
     first, other, second = ids.split(LENGTH)
-    with evaluating(model), _without_flash(model):
-        try:
+    attention = model.config._attn_implementation
+    if attention == FLASH:
+        AttentionInterface.register(PROBE, varlen_attention)
+        AttentionMaskInterface.register(PROBE, ALL_MASK_ATTENTION_FUNCTIONS[FLASH])
+        model.config._attn_implementation = PROBE
+    try:
+        with evaluating(model):
             beside, changed = (_logits(model, torch.cat([before, second]))[LENGTH:] for before in (first, other))
             alone = _logits(model, second)
-        except Exception as error:  # from the model's code, which may need a mask or another attention
-            raise FulldepthError(
-                f"{name} cannot read two documents in a row: {one_line(error, 200)}. {advice}"
-            ) from error
+    except Exception as error:  # from the model's code, which may need a mask or another attention
+        raise FulldepthError(f"{name} cannot read two documents in a row: {one_line(error, 200)}. {advice}") from error
+    finally:
+        model.config._attn_implementation = attention
     scale = alone.abs().max()
     if (beside - changed).abs().max() > LEAK * scale:
         raise FulldepthError(f"In {name} a document sees the one before it in spite of position_ids. {advice}")
@@ -182,20 +196,6 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
     positions = torch.arange(len(ids), device=ids.device) % LENGTH
     logits: Tensor = model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
     return logits
-
-
-@contextmanager
-def _without_flash(model: PreTrainedModel) -> Iterator[None]:
-    """Replace flash attention by `varlen_attention`."""
-    before = model.config._attn_implementation
-    if before == FLASH:
-        AttentionInterface.register(PROBE, varlen_attention)
-        AttentionMaskInterface.register(PROBE, ALL_MASK_ATTENTION_FUNCTIONS[FLASH])
-        model.config._attn_implementation = PROBE
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
 
 
 def varlen_attention(
@@ -240,8 +240,8 @@ def sft_data(settings: TrainSettings, tokenizer: Any) -> tuple[list[Any], dict[s
     data, length, warnings = settings.data, settings.sequence_length, list[str]()
     if not tokenizer.chat_template:
         tokenizer.chat_template = TEMPLATE
-    heard = Watcher(say=warnings.append)
-    rows = conversations(data.name, tokenizer, config=data.config, split=data.split, watcher=heard)
+    watcher = Watcher(say=warnings.append)
+    rows = conversations(data.name, tokenizer, config=data.config, split=data.split, watcher=watcher)
     encoded = rows.map(
         partial(_encoded, tokenizer=tokenizer, length=length, name=data.name),
         batched=True,
@@ -333,13 +333,10 @@ def held_out_rows(rows: Any, most: int, seed: int) -> np.ndarray | None:
         groups, group, sizes = np.unique(keys, return_inverse=True, return_counts=True)  # in the order of their hashes
         if len(groups) < 2:
             continue
-        chosen = np.zeros(len(groups), bool)
-        room = most
+        chosen, room = np.zeros(len(groups), bool), most
         for number, size in enumerate(sizes.tolist()):
             if size <= room:
                 chosen[number], room = True, room - size
-            if not room:
-                break
         if not chosen.any():
             chosen[sizes.argmin()] = True
         elif chosen.all():
@@ -352,8 +349,8 @@ def held_out_rows(rows: Any, most: int, seed: int) -> np.ndarray | None:
 def _key(row: dict[str, Any], seed: int, whole: bool) -> int:
     """A hash of a conversation, or of its messages up to the first answer."""
     content = row["messages"] if "messages" in row else [row["prompt"], row["completion"]]
-    if not whole and "messages" not in row and isinstance(row["prompt"], list):
-        content = row["prompt"] + row["completion"]
+    if not whole and isinstance(content[0], list):
+        content = content[0] + content[1]
     if not whole and isinstance(content[0], dict):
         answers = [place for place, message in enumerate(content) if message["role"] == "assistant"]
         content = content[: answers[0] + 1] if answers else content

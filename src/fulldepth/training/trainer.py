@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from fulldepth import launch
 from fulldepth.data import ShuffledSampler, flatten_windows
-from fulldepth.data.labelled import LabelledRows, in_epochs
+from fulldepth.data.labelled import EpochSampler, LabelledRows
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import checkpoint_of, pick_device
@@ -63,10 +64,8 @@ def resolved(settings: TrainSettings) -> TrainSettings:
         preset = {name: options | (always if "schedule" in options else {}) for name, options in preset.items()}
     on = {name: options for name, options in {**preset, **given}.items() if options is not None}
     data = settings.data.model_copy(update={"validation_sequences": settings.most_validation})
-    changes: dict[str, Any] = {"objective": ObjectiveSettings(**on), "data": data}
-    if start is not None:
-        changes["model"] = settings.model.model_copy(update={"checkpoint": checkpoint_of(start)})
-    made = settings.model_copy(update=changes)
+    model = settings.model.model_copy(update={"checkpoint": None if start is None else checkpoint_of(start)})
+    made = settings.model_copy(update={"objective": ObjectiveSettings(**on), "data": data, "model": model})
     make_objective(made)
     return made
 
@@ -101,7 +100,7 @@ def training_arguments(settings: TrainSettings, folder: Path) -> Any:
         )
     if settings.min_learning_rate and settings.schedule != "cosine":
         raise FulldepthError(f"min_learning_rate belongs to the cosine schedule, not to {settings.schedule}.")
-    installed = get_available_reporting_integrations() if settings.report_to else []
+    installed = get_available_reporting_integrations()
     for name in settings.report_to:
         if name not in (*installed, "all", "none"):
             raise unknown("installed tracker", name, installed)
@@ -146,11 +145,10 @@ def training_arguments(settings: TrainSettings, folder: Path) -> Any:
         **more,
     )
     if settings.fsdp:
-        state = arguments.distributed_state.distributed_type
-        if state == DistributedType.MULTI_CPU or (state == DistributedType.NO and arguments.device.type == "cpu"):
-            raise FulldepthError("fsdp needs accelerators: on CPUs the processes copy the weights (fsdp=false).")
-        if state == DistributedType.NO:
-            raise FulldepthError("fsdp shards over processes; start them with torchrun, or train with fsdp=false.")
+        if arguments.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+            raise FulldepthError(
+                "fsdp needs accelerators in several processes; start them with torchrun, or train with fsdp=false."
+            )
         # Gradients are summed in float32, and outputs keep their type; accelerate's policy would use bfloat16 for both.
         gathered = torch.bfloat16 if settings.precision == "autocast" else None
         policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
@@ -231,21 +229,16 @@ def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]
                 )
             inside = {id(p) for p in anatomy.body.get_submodule(anatomy.family.backbone).parameters()}
         embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-        parts: dict[tuple[bool, bool], list[nn.Parameter]] = {
-            (decays, of_backbone): [] for decays in (True, False) for of_backbone in (False, True)
-        }
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
-                parts[is_matrix or settings.decay == "all", id(parameter) in inside].append(parameter)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        matrices = {id(p) for p in trained if settings.decay == "all" or (p.ndim >= 2 and id(p) not in embeddings)}
         groups = [
             {
-                "params": parameters,
+                "params": [p for p in trained if (id(p) in matrices, id(p) in inside) == (decays, of_backbone)],
                 "weight_decay": settings.weight_decay if decays else 0.0,
                 "lr": settings.backbone_learning_rate if of_backbone else settings.learning_rate,
                 "name": ("backbone, " if of_backbone else "") + ("decay" if decays else "no decay"),
             }
-            for (decays, of_backbone), parameters in parts.items()
+            for decays, of_backbone in product((True, False), (False, True))
         ]
     if settings.decay == "routers" and "router_decay" not in {group["name"] for group in groups}:
         raise FulldepthError(
@@ -299,19 +292,6 @@ class RunData:
     """Class of the trainer; None = `RunTrainer`."""
 
 
-class EpochSampler(torch.utils.data.Sampler[int]):
-    """A run's order of the items, with the epoch in the key; see `LabelledRows`."""
-
-    def __init__(self, order: Any, size: int) -> None:
-        self.order, self.size = order, size
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[int]:
-        return in_epochs(self.order, self.size)
-
-
 class RunMixin(AnyTrainer):
     """Put before a Trainer with an objective: takes objective, parameter groups, schedule and order of the items from
     the settings of a run.
@@ -354,8 +334,8 @@ class RunMixin(AnyTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         settings, data = self.settings, self.train_dataset if train_dataset is None else train_dataset
-        order = ShuffledSampler(len(data), seed=settings.seed, length=settings.steps * settings.global_batch_size)
-        return EpochSampler(order, len(data)) if isinstance(data, LabelledRows) else order
+        sampler = EpochSampler if isinstance(data, LabelledRows) else ShuffledSampler
+        return sampler(len(data), seed=settings.seed, length=settings.steps * settings.global_batch_size)
 
     def get_train_dataloader(self) -> Any:
         """The Trainer's data loader, with workers that ignore SIGTERM."""
@@ -366,12 +346,12 @@ class RunMixin(AnyTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, without the warnings of tokenizers in workers, which tokenise nothing."""
-        before = os.environ.get(FORKS)
+        unset = FORKS not in os.environ
         os.environ.setdefault(FORKS, "false")
         try:
             return super().train(*args, **kwargs)
         finally:
-            if before is None:
+            if unset:
                 os.environ.pop(FORKS, None)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:

@@ -16,9 +16,8 @@ from fulldepth.errors import FulldepthError, names_of
 from fulldepth.execution.decoding.loops import decode
 from fulldepth.execution.decoding.options import DraftPlan, Options
 from fulldepth.execution.decoding.session import Choice, DecodingSession, Stats, TokenRows
-from fulldepth.execution.language_model import check_task
 from fulldepth.execution.layer_runner import LayerRunner, decoding_runner, positions
-from fulldepth.execution.verify import verify
+from fulldepth.execution.verify import check_task, verify
 from fulldepth.hf import Anatomy, anatomy_candidates, device_of, evaluating
 
 SHARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
