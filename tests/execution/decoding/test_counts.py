@@ -26,8 +26,8 @@ def test_positions_are_those_that_passed_through_the_blocks(mode, sampled, rows,
     """Prompts of several lengths; sequences end at different steps. A drafting model without layer 2 leaves it out."""
     model = decoders.build("llama", late=0.4)
     prompts, decoder, ran = decoders.prompts(rows), Decoder(model), [0, 0, 0]
-    wirings = surgery._wirings(decoder.anatomy)  # runs a block, to see how it is wired
-    monkeypatch.setattr(surgery, "_wirings", lambda anatomy: wirings)
+    ports = surgery._ports(decoder.anatomy)  # runs a block, to see how it is wired
+    monkeypatch.setattr(surgery, "_ports", lambda anatomy: ports)
     plain = decoder.generate(**prompts, max_new_tokens=NEW)
     model.generation_config.eos_token_id = int(plain.sequences[0, 9 + NEW // 2])
 
