@@ -1,4 +1,4 @@
-"""Hyper-Connections: one by hand, its derivatives, and what backward keeps."""
+"""Hyper-Connections: one by hand, the static limit, derivatives, and what backward keeps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from architectures import oracle
+from architectures.combinations import build, tokens
 from architectures.test_memory import saved_bytes
 from fulldepth.architectures.depth_llama.hyper_depth_llama import HyperConnection
 
@@ -24,6 +25,16 @@ def test_one_connection_by_hand():
     assert carried.tolist() == [[[[2.0, -2.0], [3.0, 0.0]]]]  # 2 (1, 0) - 1 (0, 2); 3 (1, 0)
     after = connection.add(carried, 10 * read, beta)
     assert after.tolist() == [[[[12.0, 8.0], [-17.0, -20.0]]]]
+
+
+def test_dynamic_connections_of_scale_zero_are_static():
+    dynamic, static, ids = build("hyper", num_streams=3), build("hyper-static"), tokens()
+    with torch.no_grad():
+        for connection in (module for module in dynamic.modules() if isinstance(module, HyperConnection)):
+            for name, parameter in connection.named_parameters():
+                parameter.mul_(0.0 if "scale" in name else 1.0)
+        static.load_state_dict(dynamic.state_dict(), strict=False)
+        torch.testing.assert_close(dynamic(ids).logits, static(ids).logits, **CLOSE)
 
 
 def connect(streams, width=5, dynamic=True):

@@ -97,6 +97,10 @@ def test_the_states_and_attentions_that_transformers_hands_out(name):
         total = expected.sum(2) if expected.dim() == 4 else expected * (streams if "hyper" in name else 1)
         torch.testing.assert_close(found, total, **CLOSE)
     torch.testing.assert_close(model.lm_head(output.hidden_states[-1]), trace.logits, **CLOSE)
+    with torch.no_grad():
+        some = model(ids, output_hidden_states=[1]).hidden_states
+    assert [index for index, state in enumerate(some) if state is not None] == [1]
+    assert torch.equal(some[1], output.hidden_states[1])
     for weights in output.attentions:
         assert weights.shape == (2, 4, 9, 9)
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 9, dtype=torch.float64), **CLOSE)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import fulldepth
@@ -175,6 +177,28 @@ def test_a_map_to_another_width_behind_the_last_block_is_no_norm(before):
         assert results.values("displacement", "mean", site).iloc[-1] == pytest.approx(float(expected.mean()), rel=1e-5)
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     assert results.values("lens_loss", "mean").iloc[-1] == pytest.approx(float(loss), rel=1e-5)
+
+
+@torch.no_grad()
+def test_siglip_without_a_processor_is_measured_at_its_own_size(tmp_path):
+    """Its head reads the mean of the patches, so that counts; against stock states of pictures scaled by hand."""
+    pictures = []
+    (tmp_path / "pictures").mkdir()
+    for number in range(3):
+        pixels = np.random.default_rng(number).integers(0, 255, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "pictures" / f"{number}.png")
+        pictures.append(torch.tensor(pixels).permute(2, 0, 1) / 127.5 - 1)
+    model = zoo.build("siglip", IMAGES)
+    model.save_pretrained(tmp_path / "model")
+    results = fulldepth.measure(tmp_path / "model", tmp_path / "pictures", measures=["displacement"])
+    hidden = model.vision_model(torch.stack(pictures), output_hidden_states=True).hidden_states
+    states = torch.stack(hidden).double().mean(2)
+    cosines = torch.nn.functional.cosine_similarity(states[:-1], states[1:], dim=-1)
+    expected = ((1 - cosines) / 2).mean(1)
+    assert results.values("displacement", "mean", "residual")[[1, 2]].tolist() == pytest.approx(
+        expected[:2].tolist(), rel=1e-5
+    )
+    assert results.meta["token_policy"]["name"] == "mean"
 
 
 @pytest.mark.parametrize(
