@@ -85,3 +85,14 @@ def test_the_accuracy_chooses_the_layers(labelled, tmp_path, without_fresh_proce
 def test_what_cannot_be_exported_is_refused(tmp_path, options, name):
     with pytest.raises(FulldepthError, match=name):
         exit.export_layers(tiny_models.build("llama"), **{"output": tmp_path / "x", **options})
+
+
+def test_a_damaged_tokenizer_is_not_copied(tmp_path, without_fresh_process):
+    tiny_models.build("llama").save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    content = bytearray((tmp_path / "model" / "tokenizer.json").read_bytes())
+    content[300:302] = b"\xe7 "  # no UTF-8
+    (tmp_path / "model" / "tokenizer.json").write_bytes(content)
+    with pytest.raises(FulldepthError, match="tokenizer.json"):
+        exit.export_layers(tmp_path / "model", tmp_path / "x", layers=1)
+    assert not (tmp_path / "x").exists()

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from fulldepth.architectures.skipped import older_rope
 from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic_folder, read_json, remove_leftovers
-from fulldepth.hf.file_checks import PROCESSOR_FILES, stored_file
+from fulldepth.hf.file_checks import PROCESSOR_FILES, check_tokenizer_files, stored_file
 from fulldepth.hf.gguf import find_gguf
 from fulldepth.hf.load import find_tokenizer, load_tokenizer
 
@@ -77,12 +77,11 @@ def strip_foreign_code(folder: Path, *, carries_code: bool) -> None:
         carries_code: whether `config.json` names this package's own code, which stays.
     """
     for path in folder.glob("*.json"):
-        if path.name == "config.json" and carries_code:
+        if path.name == "tokenizer.json" or (path.name == "config.json" and carries_code):
             continue
         text = path.read_text(encoding="utf-8")
-        if "auto_map" not in text or path.name == "tokenizer.json":
-            continue
-        path.write_text(json.dumps(_without_code(json.loads(text)), indent=2, ensure_ascii=False) + "\n", "utf-8")
+        if "auto_map" in text:
+            path.write_text(json.dumps(_without_code(json.loads(text)), indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _without_code(value: Any) -> Any:
@@ -123,7 +122,7 @@ def save_tokenizer(
     """Save the tokenizer, or copy the files of the first place that has one; returns notes.
 
     Raises:
-        FulldepthError: if `tokenizer` is a name under which there is none.
+        FulldepthError: if `tokenizer` is a name under which there is none, or its files are damaged.
     """
     if tokenizer is not None and not isinstance(tokenizer, str | Path):
         tokenizer.save_pretrained(folder)
@@ -134,8 +133,10 @@ def save_tokenizer(
             with suppress(FulldepthError):  # the GGUF file may hold none
                 load_tokenizer(name).save_pretrained(folder)
                 return []
-        elif name and copy_tokenizer(name, folder, revision):
-            return []
+        elif name:
+            check_tokenizer_files(name, revision)  # damaged files are refused, not copied
+            if copy_tokenizer(name, folder, revision):
+                return []
     if tokenizer is not None:
         load_tokenizer(tokenizer, revision=revision, trust_remote_code=trust_remote_code).save_pretrained(folder)
         return []
