@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fulldepth.measurement.lens_reader import LensReader
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -33,6 +32,7 @@ from fulldepth.distributed import Processes
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.batching import model_inputs
 from fulldepth.measurement import MeasureSettings
+from fulldepth.measurement.lens_reader import LensReader
 from fulldepth.measurement.passes import Clock, feed, observe
 from fulldepth.measurement.plan import make_plan, make_setup
 from fulldepth.measurement.subject import MeasuredSubject, prepare_subject

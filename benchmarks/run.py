@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from fulldepth.measurement.lens_reader import LensReader
 
 import costs
 from fulldepth.distributed import Processes
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.batching import model_inputs
+from fulldepth.measurement.lens_reader import LensReader
 from fulldepth.measurement.passes import Clock, feed, observe, run_pass, weigh
 from fulldepth.measurement.plan import make_plan, make_setup
 from fulldepth.metrics import cka_matrix, linear_cka, separability
