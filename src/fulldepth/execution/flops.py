@@ -87,11 +87,6 @@ def head_channels(config: PreTrainedConfig, attention: nn.Module | None = None) 
     return getattr(config, "hidden_size", 0) // heads if heads else 0
 
 
-def key_value_heads(config: PreTrainedConfig) -> int:
-    """H_kv: number of key/value heads; the number of attention heads if the configuration has no other."""
-    return getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None) or 0
-
-
 @dataclass(frozen=True)
 class TokenFlops:
     """Operations of one token in a forward pass, averaged over the positions of a sequence."""
