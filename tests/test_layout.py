@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -128,6 +129,8 @@ def test_rooms_import_only_along_the_arrows(path: Path) -> None:
         if here in COMPOSITIONS and there in VERBS:
             source = getattr(node, "module", None)  # `fulldepth.skip.bench` is a function and the module that holds it
             assert source == f"fulldepth.{there}", f"{path}:{node.lineno}: only what {there} shows in its __init__"
+            shown = importlib.import_module(source).__all__
+            assert {alias.name for alias in node.names} <= {*shown}, f"{path}:{node.lineno}: {there} does not show it"
 
 
 def test_every_room_with_public_names_is_an_attribute_of_the_package() -> None:
