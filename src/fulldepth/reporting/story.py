@@ -261,7 +261,7 @@ def profile(facts: Facts, removed: Sequence[int] = ()) -> dict[str, Any] | None:
             lambda _, share: f"{100 * share:.0f} % of predictions settled",
         ),
         _row(
-            ("Removed", "dark = its block was removed", "displacement"),
+            ("Removed", "strong = its block was removed", "displacement"),
             facts,
             {layer: float(layer in removed) for layer in range(1, facts.layers + 1) if removed},
             lambda _, gone: "removed" * bool(gone),
