@@ -222,7 +222,7 @@ def test_few_rounds_and_a_busy_machine_give_no_verdict() -> None:
     assert not ratios(busy)
     ((name, finding),) = _headline([SimpleNamespace(label=name) for name in busy.labels], busy, None)
     assert (name, finding.value) == ("times", None)
-    assert "35%" in finding.sentence
+    assert "35 %" in finding.sentence
 
 
 @pytest.mark.parametrize(
