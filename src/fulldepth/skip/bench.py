@@ -291,7 +291,8 @@ class Measured:
         other = max(self.other_load[cell] for cell in cells or self.other_load)
         if other <= BUSY:
             return None
-        text = f"The machine was busy: other programs used {100 * other:.0f} % of its processor. Times are not compared."
+        used = f"other programs used {100 * other:.0f} % of its processor"
+        text = f"The machine was busy: {used}. Times are not compared."
         return Finding(None, "1", text)
 
     def ratio(self, label: str, phase: str, *cells: Cell) -> Ratio:
