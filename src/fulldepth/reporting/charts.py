@@ -82,25 +82,20 @@ class Line:
 
     def expanded(self, table: pd.DataFrame) -> Iterator[Line]:
         """The lines that the table has for the patterns; they differ in colour, or in dash in figures with variants."""
-        if "(?P" not in f"{self.statistic}{self.site}":
+        pattern = f"({self.statistic})@({self.site or '.*'})"
+        if "(?P" not in pattern:
             yield self
             return
         pairs = select(table, self.measure)[["statistic", "site"]].dropna().drop_duplicates().to_numpy()
-        found = 0
-        for statistic, site in pairs:
-            matches = [
-                re.fullmatch(str(p or ".*"), text) for p, text in ((self.statistic, statistic), (self.site, site))
-            ]
-            if None in matches:
-                continue
-            groups = {name: text for match in matches if match for name, text in match.groupdict().items()}
+        matches = [match for pair in pairs if (match := re.fullmatch(pattern, "@".join(pair)))]
+        for index, match in enumerate(matches):
+            groups, (statistic, site) = match.groupdict(), match.string.split("@")
             shown = {name: TERMS.get(text) or label(text) for name, text in groups.items()}
-            style = {"dash": DASHES[found % 4]} if "(?P" in self.statistic else {"color": self.color + found}
+            style = {"dash": DASHES[index % 4]} if "(?P" in self.statistic else {"color": self.color + index}
             yield replace(
                 self, statistic=statistic, site=site, name=self.name.format(**shown), key=self.key.format(**groups),
                 variant=self.variant.format(**shown), **style,
             )  # fmt: skip
-            found += 1
 
 
 @dataclass(frozen=True)
@@ -264,11 +259,9 @@ def overlay(record: Figure, line: Line, source: PageSource, several: bool = Fals
     difference, steps = record.column == "difference", record.over != "layer"
     relative = source.meta.get("depth") == "relative" and not steps
     drawn = []
-    for run in source.runs:
-        if difference and (run.baseline or "difference" not in run.table.columns):
-            continue
+    for run in source.with_column(record.column):
         errors = NO_CURVE
-        if difference and "difference_error" in run.table.columns:
+        if difference:
             errors = record.values(line, run.table, run.layers, column="difference_error")
             errors = replace(errors, values=[None if error is None else 2 * error for error in errors.values])
         elif not difference and line.errors.endswith(("stderr", "standard_error")):
@@ -311,8 +304,7 @@ def maps(record: Figure, source: PageSource) -> Figures:
             for reading, cells, names in every
         )
     difference, first = record.column == "difference", record.maps[0]
-    runs = [run for run in source.runs if not (difference and (run.baseline or "difference" not in run.table.columns))]
-    cells = {run.name: _cells(record, first, run.table)[0] for run in runs}
+    cells = {run.name: _cells(record, first, run.table)[0] for run in source.with_column(record.column)}
     settings: dict[str, Any] = {}
     if difference:  # one colour scale for all
         largest = max((float(np.nanmax(np.abs(one))) for one in cells.values() if len(one)), default=0.0)

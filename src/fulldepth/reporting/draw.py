@@ -89,9 +89,6 @@ class Drawn:
 
     def traces(self) -> list[go.Scatter | go.Bar]:
         """The band, and the curve with its error bars."""
-        return [*self._band(), self._trace()]
-
-    def _trace(self) -> go.Scatter | go.Bar:
         curve, errors = self.curve, self.errors.points
         observed = "" if set(curve.counts) <= {"1", "?"} else "  (n = %{customdata[1]})"
         custom: list[list[Any]] = [[layer_name(at), count] for at, count in zip(curve.at, curve.counts, strict=True)]
@@ -103,18 +100,15 @@ class Drawn:
         shared = {"x": list(self.across) or curve.at, "y": curve.values, "name": self.name, "customdata": custom}
         shared |= {"hovertemplate": f"{self.hover}%{{y:{self.form}}}{observed}", **settings, **self.extra}
         if self.plot == "bars":
-            return go.Bar(marker={"color": self.color, "line": {"width": 0}}, **shared)
+            return [go.Bar(marker={"color": self.color, "line": {"width": 0}}, **shared)]
         marker: dict[str, Any] = {"color": self.color, "size": 5}
         if self.plot == "marks":
             marker |= {"symbol": "diamond-open", "size": 10, "line": {"width": 2}}
         line = {"color": self.color, "dash": self.dash, "width": 2}
         mode = "markers" if self.plot == "marks" else "lines+markers" if len(curve.at) <= 126 else "lines"
-        return go.Scatter(**{"mode": mode, "line": line, "marker": marker, "connectgaps": False, **shared})
-
-    def _band(self) -> list[go.Scatter]:
-        """Two traces, the upper one first, the lower one filled up to it."""
+        shown = go.Scatter(**{"mode": mode, "line": line, "marker": marker, "connectgaps": False, **shared})
         if not (self.low and self.high):
-            return []
+            return [shown]
         edge: dict[str, Any] = {"mode": "lines", "line": {"width": 0, "color": self.color}, "name": self.band}
         edge |= {"legendgroup": self.band} if self.band else {"name": f"{self.name}, 95 %"}
         hover = f"%{{y:{self.form}}} to %{{customdata[0]:{self.form}}}"
@@ -123,6 +117,7 @@ class Drawn:
         return [
             go.Scatter(x=self.high.at, y=self.high.values, showlegend=False, hoverinfo="skip", **edge),
             go.Scatter(x=self.low.at, y=self.low.values, customdata=ends, hovertemplate=hover, **fill, **edge),
+            shown,
         ]
 
 

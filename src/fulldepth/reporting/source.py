@@ -95,7 +95,7 @@ def curve(
         column: of the values.
     """
     rows = select(table, measure, statistic, site)
-    if by not in rows:
+    if not {by, column} <= {*rows}:
         return NO_CURVE
     if layer is not None:
         rows = rows[(rows["layer"] == layer).fillna(False).astype(bool)]
@@ -174,6 +174,10 @@ class PageSource:
             layers = num_layers(rows, entry.get("model"))
             runs.append(Run(unique, rows, layers, categorical(index), bool(entry.get("baseline"))))
         return runs
+
+    def with_column(self, column: str) -> list[Run]:
+        """The models whose rows have values in a column; differences are those of all but the baseline."""
+        return [run for run in self.runs if column in run.table and not (column == "difference" and run.baseline)]
 
     @cached_property
     def baseline(self) -> str:
