@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-import yaml
+from pydantic.dataclasses import dataclass
 
 from fulldepth.reporting.draw import (
     NO_CURVE,
@@ -41,6 +40,7 @@ from fulldepth.reporting.style import (
     label,
     layer_axis,
     layer_name,
+    read_yaml,
 )
 
 STEP_AXIS = axis("Training step", tickformat=",d", nticks=7, unifiedhovertitle={"text": "Step %{x:,}"})
@@ -55,7 +55,7 @@ DIFFERENCES = {"percent": "percent", "share": "percent", "rate": "rate"}
 BRANCHES = {"attention": "Attention", "mlp": "MLP"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"extra": "forbid"})
 class Line:
     """A curve of a figure. `statistic` and `site` may be patterns, whose groups fill `name`, `variant` and `key`."""
 
@@ -98,7 +98,7 @@ class Line:
             )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"extra": "forbid"})
 class Reading:
     """A map: one statistic over pairs of layers."""
 
@@ -110,7 +110,7 @@ class Reading:
     low: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"extra": "forbid"})
 class Figure:
     """A figure. Records of other kinds of results may have the same name."""
 
@@ -162,17 +162,6 @@ class Figure:
     """Whether variants stand side by side, not behind a switch."""
     notes: tuple[Note, ...] = ()
 
-    @classmethod
-    def read(cls, entry: Mapping[str, Any]) -> Figure:
-        """The record of an entry of `figures.yaml`."""
-        parts: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
-        }
-        parts["lines"] = tuple(Line(**one) for one in entry.get("lines", []))
-        parts["maps"] = tuple(Reading(**one) for one in entry.get("maps", []))
-        parts["notes"] = tuple(map(Note.read, entry.get("notes", [])))
-        return cls(**parts)
-
     def values(
         self, line: Line, table: pd.DataFrame, layers: int, statistic: str = "", column: str = ""
     ) -> PlottedCurve:
@@ -200,8 +189,7 @@ class Figure:
 @cache
 def every_record() -> tuple[Figure, ...]:
     """All records, in reading order."""
-    text = files("fulldepth.reporting").joinpath("figures.yaml").read_text(encoding="utf-8")
-    return tuple(map(Figure.read, yaml.safe_load(text)))
+    return tuple(Figure(**entry) for entry in read_yaml("figures.yaml"))
 
 
 def readings(drawings: Iterable[tuple[str, go.Figure | None]]) -> Figures:

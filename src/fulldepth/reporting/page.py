@@ -172,7 +172,7 @@ def arrange(
 def notes(source: PageSource, sections: str) -> list[Note]:
     """The notes on how to read the figures of these results: those on one of its measures, or that name none."""
     measures = {str(name) for name in source.table["measure"].unique()}
-    general = [Note.read(texts()["standard_errors"])] if sections in ("models", "training") else []
+    general = [Note(**texts()["standard_errors"])] if sections in ("models", "training") else []
     every = [*general, *(note for record, _ in figures.records(source.kind) for note in record.notes)]
     return [note for note in dict.fromkeys(every) if not note.measures or measures & {*note.measures}]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -102,13 +102,9 @@ def story(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     if not facts.displacement:
         return None
-    limit = f"{IDLE:g} ({degrees(IDLE):.0f} degrees)"
-    first = f"Displacement is clearly below {limit} in no layer."
-    if facts.idle:
-        first = (
-            f"Displacement is clearly below {limit} in {len(facts.idle)} of {facts.layers} layers: {spans(facts.idle)}."
-        )
-    elif not facts.errors:
+    idle = f"{len(facts.idle)} of {facts.layers} layers: {spans(facts.idle)}" if facts.idle else "no layer"
+    first = f"Displacement is clearly below {IDLE:g} ({degrees(IDLE):.0f} degrees) in {idle}."
+    if not facts.errors:
         first = "Displacement has no standard error, so it is not concluded which layers do little."
     findings = [_last(facts), _late(facts), _early(facts)]
     return {"sentences": [first, *list(filter(None, findings))[:MOST]], "next": _next(meta, facts)}
@@ -127,25 +123,19 @@ def opening(source: PageSource) -> dict[str, Any] | None:
     stacks = by_stack(source.table, source.meta)
     if "" in stacks:
         return story(stacks[""], source.meta)
-    told = {name: story(facts, {}) for name, facts in stacks.items()}
-    sentences = [
-        f"{name}: {sentence}" if first == 0 else sentence
-        for name, part in told.items()
-        if part
-        for first, sentence in enumerate(part["sentences"][:2])
-    ]
+    told = [(name, part["sentences"]) for name, facts in stacks.items() if (part := story(facts, {}))]
+    sentences = [text for name, (first, *others) in told for text in (f"{name}: {first}", *others[:1])]
     return {"sentences": sentences, "next": COMPARE} if sentences else None
 
 
 def spans(layers: list[int]) -> str:
     """Ascending layers as text: `layers 4 to 8, 13`."""
-    runs: list[list[int]] = []
-    for layer in sorted(layers):
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]} {'and' if len(run) == 2 else 'to'} {run[-1]}" for run in runs]
+    firsts = [layer for layer in layers if layer - 1 not in layers]
+    lasts = [layer for layer in layers if layer + 1 not in layers]
+    texts = [
+        str(first) if first == last else f"{first} {'and' if last == first + 1 else 'to'} {last}"
+        for first, last in zip(firsts, lasts, strict=True)
+    ]
     return ("layer " if len(layers) == 1 else "layers ") + ", ".join(texts)
 
 
@@ -170,9 +160,8 @@ def _last(facts: Facts) -> str:
     if not (jump > 0 and measurable(jump, jump_error)[0]):
         return sentence
     size = ": large" if jump > LARGE_JUMP else ": not large"
-    return f"{sentence} Its jump rate is {jump:.1f} ± {jump_error:.2g} %" + (
-        f"{size}." if measurable(jump - LARGE_JUMP, jump_error)[0] else "."
-    )
+    size *= bool(measurable(jump - LARGE_JUMP, jump_error)[0])
+    return f"{sentence} Its jump rate is {jump:.1f} ± {jump_error:.2g} %{size}."
 
 
 def _late(facts: Facts) -> str:
@@ -240,49 +229,30 @@ def profile(facts: Facts, removed: Sequence[int] = ()) -> dict[str, Any] | None:
     if not facts.displacement:
         return None
     errors = {layer: plus_minus({"standard_error": error}) for layer, error in facts.errors.items()}
-    scale = math.log(HIGHEST / LOWEST)
-    rows = [
-        _row(
-            ("Displacement", "strong = turns far", "displacement"),
-            facts,
+    scale, depths, most = math.log(HIGHEST / LOWEST), range(1, facts.layers + 1), len(SEQUENTIAL) - 1
+    rows: list[dict[str, Any]] = []
+    for name, hint, figure, shares, text in (
+        (
+            "Displacement", "strong = turns far", "displacement",
             {layer: math.log(max(mean, LOWEST) / LOWEST) / scale for layer, mean in facts.displacement.items()},
             lambda at, _: f"displacement {facts.displacement[at]:.3f} {errors.get(at, '')}".strip(),
         ),
-        _row(
-            ("Coherence", "strong = copies", "coherence"),
-            facts,
-            facts.values("coherence", "mean_corrected", "mean"),
+        (
+            "Coherence", "strong = copies", "coherence", facts.values("coherence", "mean_corrected", "mean"),
             lambda _, value: f"coherence {value:.2f}",
         ),
-        _row(
-            ("Settled", "strong = predictions final", "saturation"),
-            facts,
-            facts.settled,
+        (
+            "Settled", "strong = predictions final", "saturation", facts.settled,
             lambda _, share: f"{100 * share:.0f} % of predictions settled",
         ),
-        _row(
-            ("Removed", "strong = its block was removed", "displacement"),
-            facts,
-            {layer: float(layer in removed) for layer in range(1, facts.layers + 1) if removed},
-            lambda _, gone: "removed" * bool(gone),
+        (
+            "Removed", "strong = its block was removed", "displacement",
+            {layer: float(layer in removed) for layer in depths if removed}, lambda _, gone: "removed" * bool(gone),
         ),
-    ]
-    return {
-        "layers": facts.layers,
-        "named": layer_axis(facts.layers)["tickvals"],
-        "idle": facts.idle,
-        "limit": f"displacement clearly below {IDLE:g}",
-        "rows": [row for row in rows if any(row["texts"])],
-    }
-
-
-def _row(
-    about: tuple[str, str, str], facts: Facts, shares: Values, text: Callable[[int, float], str]
-) -> dict[str, Any]:
-    """One row; `shares` are limited to [0, 1]."""
-    depths, most = range(1, facts.layers + 1), len(SEQUENTIAL) - 1
-    return {
-        **dict(zip(("name", "hint", "figure"), about, strict=True)),
-        "shades": [round(most * min(max(shares[at], 0.0), 1.0)) if at in shares else None for at in depths],
-        "texts": [text(at, shares[at]) if at in shares else "" for at in depths],
-    }
+    ):  # fmt: skip
+        shades = [round(most * min(max(shares[at], 0.0), 1.0)) if at in shares else None for at in depths]
+        texts = [text(at, shares[at]) if at in shares else "" for at in depths]
+        if any(texts):
+            rows.append({"name": name, "hint": hint, "figure": figure, "shades": shades, "texts": texts})
+    limit, named = f"displacement clearly below {IDLE:g}", layer_axis(facts.layers)["tickvals"]
+    return {"layers": facts.layers, "named": named, "idle": facts.idle, "limit": limit, "rows": rows}
