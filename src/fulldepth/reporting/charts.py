@@ -178,11 +178,11 @@ class Figure:
     def finished(self, drawn: Mapping[str, go.Figure]) -> Figures:
         """Name -> figure, with the record's title and reading where the drawing has none."""
         for one in drawn.values():
-            meta = dict(one.layout.meta)
-            title = meta["title"] or self.title or f"{self.quantity} per layer"
-            meta |= {"title": title, "subtitle": meta["subtitle"] or self.reading}
-            meta["beside"] = meta["beside"] or self.beside
-            one.update_layout(meta=meta, title={"text": title, "subtitle": {"text": meta["subtitle"]}})
+            about = one.layout.meta
+            about["title"] = about["title"] or self.title or f"{self.quantity} per layer"
+            about["subtitle"] = about["subtitle"] or self.reading
+            about["beside"] = about["beside"] or self.beside
+            one.update_layout(title={"text": about["title"], "subtitle": {"text": about["subtitle"]}})
         return {f"{self.name}:{key}" if key else self.name: one for key, one in drawn.items()}
 
 

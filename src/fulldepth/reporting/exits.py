@@ -131,8 +131,9 @@ def histogram(record: Figure, source: PageSource) -> Figures:
 
 
 def _histogram(rule: str, every: list[dict[str, Any]]) -> go.Figure | None:
-    """Share that leaves after each layer, one colour for each threshold; one at which nothing leaves hides the others."""
-    drawn = [one for one in every if one["early"]] or [one for one in every if one["early"] is not None]
+    """Share that leaves after each layer, one colour for each threshold."""
+    drawn = [one for one in every if one["early"] is not None]
+    drawn = [one for one in drawn if one["early"]] or drawn  # bars of one at which nothing leaves hide the others
     last = len(drawn) - 1
     kept = {round(at * last / (MOST_BARS - 1)) for at in range(MOST_BARS)}
     drawn = [one for index, one in enumerate(drawn) if index in kept or one.get("calibrated")]
@@ -208,8 +209,8 @@ def tables_of_generation(source: PageSource) -> dict[str, list[Any]]:
     stats = {name: one for name, one in (generation.get("stats") or {}).items() if not isinstance(one, list | Mapping)}
     rows = [[short(name, 60).replace("_", " ").capitalize(), short(text, 200)] for name, text in flatten(stats).items()]
     prompts, texts = generation.get("prompts") or [], generation.get("texts") or []
-    items = []
-    for prompt, text in zip_longest(prompts[: len(texts)], texts[:MOST_TEXTS], fillvalue=""):
+    items, shown = [], texts[:MOST_TEXTS]
+    for prompt, text in zip_longest(prompts[: len(shown)], shown):
         pair = (prompt or "", (text or "").removeprefix(prompt or ""))
         cuts = (one if len(one) <= MOST_CHARACTERS else one[: MOST_CHARACTERS - 1] + "…" for one in pair)
         items.append([visible(one, keep=" \n\t") for one in cuts])

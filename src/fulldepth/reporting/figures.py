@@ -103,16 +103,14 @@ def build(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
 def _of_stacks(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
     """The figures of every stack as variants of one another, `name:Stack`, and those across stacks."""
     rest = {key: value for key, value in meta.items() if key != "stacks"}
-    drawn: dict[str, dict[str, go.Figure]] = {}
+    (cross,) = [record for record, _ in records(SINGLE) if record.name == "cross"]
+    drawn = {"": cross.finished(charts.maps(cross, PageSource(table, rest)))}
     for stack in meta["stacks"]:
         title = str(stack["name"]).capitalize()
         model = {**(rest.get("model") or {}), "num_layers": stack.get("num_layers")}
         for name, figure in build(stack_rows(table, str(stack["name"])), {**rest, "model": model}).items():
-            about = dict(figure.layout.meta)
-            about["variant"] = f"{title}, {about['variant']}" if about.get("variant") else title
+            about = figure.layout.meta
+            about["variant"] = ", ".join(filter(None, (title, about["variant"])))
             base, _, variant = name.partition(":")
-            own = f"{base}:{title}" + (f" {variant}" if variant else "")
-            drawn.setdefault(base, {})[own] = figure.update_layout(meta=about)
-    source = PageSource(table, rest)
-    (across,) = [record.finished(draw(record, source)) for record, draw in records(SINGLE) if record.name == "cross"]
-    return {**across, **{name: figure for variants in drawn.values() for name, figure in variants.items()}}
+            drawn.setdefault(base, {})[f"{base}:{title} {variant}".strip()] = figure
+    return {name: figure for variants in drawn.values() for name, figure in variants.items()}

@@ -139,7 +139,7 @@ def arrange(
 ) -> list[dict[str, Any]]:
     """Sections with their slots; a slot is a figure with all its variants. Secondary slots are folded.
 
-    Curves over steps whose section is not on the page get a section of their own, and so do figures without a record.
+    Curves over steps whose section is not on the page get a section of their own, and so do other figures.
 
     Args:
         names: of the figures.
@@ -152,7 +152,7 @@ def arrange(
     placed: dict[str, dict[str, list[str]]] = {section["id"]: {} for section in every}
     for name in names:
         base = name.partition(":")[0]
-        home = records[base].section if base in records else ""
+        home = records[base].section
         if home not in placed:
             home = "training" if base.startswith("steps_") else "further"
         placed[home].setdefault(base, []).append(name)
@@ -161,10 +161,10 @@ def arrange(
         slots = placed[section["id"]]
         shown = [one for one in tables.get(section["id"], []) if not isinstance(one, Table) or one.rows]
         if slots or shown:
-            folded = [slot for base, slot in slots.items() if base in records and records[base].secondary]
-            primary = [slot for slot in slots.values() if slot not in folded]
-            first = section["id"] == about.get("first")
-            parts = {"slots": primary, "folded": folded, "tables": shown, "first": first}
+            primary, folded = (
+                [slots[base] for base in slots if records[base].secondary == way] for way in (False, True)
+            )
+            parts = {"slots": primary, "folded": folded, "tables": shown, "first": section["id"] == about.get("first")}
             arranged.append({"intro": "", "after": False, **section, **parts})
     return arranged
 
