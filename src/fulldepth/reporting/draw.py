@@ -24,10 +24,6 @@ from fulldepth.reporting.style import (
     translucent,
 )
 
-COLOR_BAR = {
-    "thickness": 10, "len": 1, "outlinewidth": 0, "xpad": 8, "ticklen": 3, "nticks": 6,
-    "tickfont": {"size": 11, "color": MUTED},
-}  # fmt: skip
 APART = 2.0
 """Ratio to the largest value of the other layers from which the first layer is beyond the scale."""
 BARE = {"ticks": "", "showgrid": False, "showline": False}
@@ -104,9 +100,9 @@ class Drawn:
         marker: dict[str, Any] = {"color": self.color, "size": 5}
         if self.plot == "marks":
             marker |= {"symbol": "diamond-open", "size": 10, "line": {"width": 2}}
-        line = {"color": self.color, "dash": self.dash, "width": 2}
+        line = {"color": self.color, "dash": self.dash}
         mode = "markers" if self.plot == "marks" else "lines+markers" if len(curve.at) <= 126 else "lines"
-        shown = go.Scatter(**{"mode": mode, "line": line, "marker": marker, "connectgaps": False, **shared})
+        shown = go.Scatter(**{"mode": mode, "line": line, "marker": marker, **shared})
         if not (self.low and self.high):
             return [shown]
         edge: dict[str, Any] = {"mode": "lines", "line": {"width": 0, "color": self.color}, "name": self.band}
@@ -217,7 +213,7 @@ def heat(
     shown = go.Heatmap(
         x=columns, y=names or rows, z=[[*map(number, row)] for row in cells.to_numpy()], zmin=low, zmax=high,
         colorscale=DIFFERENCE_SCALE if difference else SIGNED_SCALE if low < 0 else UNIT_SCALE,
-        xgap=gap, ygap=gap, hoverongaps=False, colorbar=COLOR_BAR,
+        xgap=gap, ygap=gap,
         hovertemplate=f"{axes[1]} %{{y}}, {axes[0].lower()} %{{x}}<br>{quantity} <b>%{{z:.4f}}</b><extra></extra>",
     )  # fmt: skip
     across, down = (
@@ -234,9 +230,8 @@ def heat(
 def shade_key(title: str, shades: Sequence[str], low: float, high: float) -> go.Scatter:
     """An invisible trace with a colour bar from `low` to `high`, for traces that differ in shade."""
     scale = [[i / (len(shades) - 1), shade] for i, shade in enumerate(shades)]
-    bar = {"title": {"text": title, "font": {"size": 11, "color": MUTED}}, **COLOR_BAR}
-    marker = {"color": [low], "cmin": low, "cmax": high, "colorscale": scale, "colorbar": bar, "showscale": True}
-    return legend_entry(None, marker=marker, showlegend=False)
+    marker = {"color": [low], "cmin": low, "cmax": high, "colorscale": scale, "showscale": True}
+    return legend_entry(None, marker={**marker, "colorbar": {"title": {"text": title}}}, showlegend=False)
 
 
 def legend_entry(name: str | None, mode: str = "markers", **settings: Any) -> go.Scatter:
@@ -250,5 +245,5 @@ def points(
     """Marks in a plane, joined by `lines`; without `hover` they have no hover box."""
     marker = {"color": color, "size": 9, **extra.pop("marker", {})}
     told = {"hovertemplate": f"{hover}<extra>%{{fullData.name}}</extra>"} if hover else {"hoverinfo": "skip"}
-    mode, line = "lines+markers" if lines else "markers", {"color": color, "width": 2}
-    return go.Scatter(x=x, y=y, name=name, mode=mode, line=line, marker=marker, **told, **extra)
+    mode = "lines+markers" if lines else "markers"
+    return go.Scatter(x=x, y=y, name=name, mode=mode, line={"color": color}, marker=marker, **told, **extra)

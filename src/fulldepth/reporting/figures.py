@@ -49,25 +49,21 @@ def records(kind: str) -> list[tuple[Figure, Draw]]:
     drawn: list[tuple[Figure, Draw]] = []
     for record in every_record():
         generic = charts.maps if record.maps else charts.lines
+        own = DRAWINGS.get(record.draw, generic)
         if kind in record.kinds:
-            moved = replace(record, section="training") if kind == SERIES else record
-            drawn.append((moved, DRAWINGS.get(record.draw, generic)))
-        single = SINGLE in record.kinds
+            drawn.append((replace(record, section="training") if kind == SERIES else record, own))
         if kind in (EXIT, EXITS) and record.name in STOPPING:
             drawn.append((replace(record, section="stopping", secondary=False), generic))
-        if kind == COMPARISON and single and (record.maps or any(line.compared for line in record.lines)):
-            drawn.append((record, generic))
-        if (kind == COMPARISON and drawn and drawn[-1][0] is record) or (
-            kind == TRAININGS and record.draw == "profiles"
-        ):
-            difference = replace(record, name=f"difference_{record.name}", column="difference")
-            drawn.append((difference, DRAWINGS.get(record.draw, generic) if kind == TRAININGS else generic))
+        difference = replace(record, name=f"difference_{record.name}", column="difference")
+        compared = SINGLE in record.kinds and (record.maps or any(line.compared for line in record.lines))
+        if kind == COMPARISON and compared:
+            drawn += [(record, generic), (difference, generic)]
+        if kind == TRAININGS and record.draw == "profiles":
+            drawn.append((difference, own))
         if kind in (SERIES, TRAINING) and record.followed:
             folded = record.secondary or record.section != "displacement"
-            steps = replace(record, name=f"steps_{record.name}")
-            drawn.append(
-                (replace(steps, section="training", secondary=folded) if kind == SERIES else steps, charts.followed)
-            )
+            moved = {"section": "training", "secondary": folded} if kind == SERIES else {}
+            drawn.append((replace(record, name=f"steps_{record.name}", **moved), charts.followed))
     return [*records(SINGLE), *drawn] if kind == SERIES else drawn
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 import plotly.graph_objects as go
+from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from fulldepth.reporting import evaluation, exits, figures, measured, skip, story, training
@@ -206,16 +206,15 @@ def pack(grid: Mapping[str, Any] | None, words: dict[str, int]) -> list[dict[str
 
 
 def packed(drawn: go.Figure) -> dict[str, Any]:
-    """`data`, `layout` and `about` (title, subtitle, alt, variant, beside) of a figure, without the shared layout."""
+    """`data`, `layout` and `about` (title, subtitle, alt, variant, beside) of a figure, without the shared layout.
+
+    The texts of `about` are not escaped, unlike plotly's labels.
+    """
     raw = drawn.to_plotly_json()
     layout = {key: value for key, value in raw["layout"].items() if key not in ("template", "title", "meta")}
-    about = {name: as_text(text) if isinstance(text, str) else text for name, text in raw["layout"]["meta"].items()}
+    about = dict(raw["layout"]["meta"])
+    about |= {name: unescape(text.replace("<br>", " ")) for name, text in about.items() if isinstance(text, str)}
     return {"data": compact(list(raw["data"])), "layout": compact(layout), "about": about}
-
-
-def as_text(label: str) -> str:
-    """A label that was made safe for plotly, as text."""
-    return unescape(label.replace("<br>", " "))
 
 
 def compact(value: Any) -> Any:
@@ -289,5 +288,4 @@ def plotly() -> str:
 
 def embed(document: Any) -> str:
     """JSON that is safe inside a script element: ASCII only, without characters that are special in HTML."""
-    text = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return htmlsafe_json_dumps(document, allow_nan=False, separators=(",", ":"))

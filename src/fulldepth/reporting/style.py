@@ -46,8 +46,8 @@ DIFFERENCE_SCALE = [[i / 20, colour] for i, colour in enumerate((*BELOW[:0:-1], 
 
 TOLD = 4
 """Maximum number of curves that an alternative text describes."""
-TEMPLATE = go.layout.Template(layout=read_yaml("template.yaml"))
-"""Layout of all figures."""
+TEMPLATE = go.layout.Template(read_yaml("template.yaml"))
+"""Layout and defaults of all figures."""
 
 
 def label(text: object, limit: int = 48) -> str:
