@@ -236,10 +236,9 @@ def alone(record: Figure, source: PageSource, group: list[Line], **about: Any) -
         xaxis=layer_axis(layers, record.first) if record.over == "layer" else STEP_AXIS,
         yaxis=value_axis(record.axis + nats, record.scale, values), **about,
     )  # fmt: skip
-    first_lines = [line.name for line in group if line.site == "residual"]
     if result is None or record.scale != "zero" or record.over != "layer":
         return result
-    return set_first_apart(result, first_lines)
+    return set_first_apart(result, [line.name for line in group if line.site == "residual"])
 
 
 def overlay(record: Figure, line: Line, source: PageSource, several: bool = False) -> go.Figure | None:
@@ -275,11 +274,9 @@ def overlay(record: Figure, line: Line, source: PageSource, several: bool = Fals
         height=record.height,
         hovermode="closest" if relative else "x unified",
     )  # fmt: skip
-    if result is None:
-        return None
-    if not (relative or steps):
-        set_first_apart(result, [run.name for run in source.runs])
-    return add_level(result, 0) if difference else result
+    if result is not None and not (relative or steps):
+        set_first_apart(result)
+    return add_level(result, 0) if result is not None and difference else result
 
 
 def maps(record: Figure, source: PageSource) -> Figures:
@@ -404,8 +401,6 @@ def profiles(record: Figure, source: PageSource) -> Figures:
     every = [
         Drawn(curves[step], f"Step {step:,}", by_depth(index, len(shown))) for index, step in enumerate(shown, start=1)
     ]
-    drawn = chart(
-        every, xaxis=layer_axis(source.layers), yaxis=value_axis(record.axis, record.scale),
-        showlegend=True,
-    )  # fmt: skip
-    return readings([("", drawn and set_first_apart(drawn, [one.name for one in every]))])
+    yaxis = value_axis(record.axis, record.scale)
+    drawn = chart(every, xaxis=layer_axis(source.layers), yaxis=yaxis, showlegend=True)
+    return readings([("", drawn and set_first_apart(drawn))])

@@ -126,7 +126,7 @@ def chart(drawn: Iterable[Drawn], *, level: float | None = None, **settings: Any
     return result if level is None else add_level(result, level, "dot")
 
 
-def set_first_apart(drawn: go.Figure, names: Collection[str]) -> go.Figure:
+def set_first_apart(drawn: go.Figure, names: Collection[str] | None = None) -> go.Figure:
     """Let the value axis cover all layers but the first one drawn, if that one would flatten the others.
 
     The first layer's value is written at the top. Nothing changes if it is at most `APART` times the largest of the
@@ -134,9 +134,9 @@ def set_first_apart(drawn: go.Figure, names: Collection[str]) -> go.Figure:
 
     Args:
         drawn: a figure over layers.
-        names: the lines that the axis is made for.
+        names: the lines that the axis is made for; None = all.
     """
-    lines = [trace for trace in drawn.data if trace.name in names]
+    lines = [trace for trace in drawn.data if names is None or trace.name in names]
     points = [(at, y) for trace in lines for at, y in zip(trace.x, trace.y, strict=True) if y is not None]
     layer = min((at for at, _ in points), default=0)
     first = [value for at, value in points if at == layer]

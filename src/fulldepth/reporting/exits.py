@@ -94,7 +94,7 @@ def _tradeoff(groups: Mapping[str, list[dict[str, Any]]], full: Sequence[Meta], 
         hover = f"%{{customdata[0]}}: {title.lower()} <b>%{{y:{form}}}</b><br>%{{x:.2f}}× %{{customdata[1]}}<br>"
         hover += "%{customdata[2]:.1%} leave early"
         errors = {"array": [one.get(f"{key}_stderr") or 0 for one in drawn], "color": color}
-        across, up = ([one[name] for one in drawn] for name in ("speed", key))
+        across, up = zip(*((one["speed"], one[key]) for one in drawn), strict=True)
         traces.append(points(name, across, up, color, hover, lines=True, error_y=errors, customdata=told))
     if not traces:
         return None
@@ -104,7 +104,8 @@ def _tradeoff(groups: Mapping[str, list[dict[str, Any]]], full: Sequence[Meta], 
         ("chosen on the other half", chosen, "circle-open", 17),
     ):
         if at:
-            traces.append(points(name, *zip(*at, strict=True), INK, marker={"symbol": symbol, "size": size}))
+            across, up = zip(*at, strict=True)
+            traces.append(points(name, across, up, INK, marker={"symbol": symbol, "size": size}))
     timed = any(one.get("measured_speedup") is not None for every in groups.values() for one in every)
     variant = title.removesuffix(" (nats)")
     drawn_figure = figure(

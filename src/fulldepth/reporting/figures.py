@@ -62,7 +62,7 @@ def records(kind: str) -> list[tuple[Figure, Draw]]:
             drawn.append((difference, own))
         if kind in (SERIES, TRAINING) and record.followed:
             folded = record.secondary or record.section != "displacement"
-            moved = {"section": "training", "secondary": folded} if kind == SERIES else {}
+            moved: dict[str, Any] = {"section": "training", "secondary": folded} if kind == SERIES else {}
             drawn.append((replace(record, name=f"steps_{record.name}", **moved), charts.followed))
     return [*records(SINGLE), *drawn] if kind == SERIES else drawn
 
