@@ -111,20 +111,6 @@ def test_activations_that_overflow(wrong, overflowing):
     wrong(model=overflowing, few=few[:-2], says=["Error: GPT2LMHeadModel gives", "infinite", "first sequences"])
 
 
-def test_outputs_that_cannot_be_taken(main, refused, model, checkpoint, text_file, output, tmp_path):
-    data = ("--data", text_file)
-    (tmp_path / "file").write_text("mine")
-    refused("measure", model, *data, "--output", tmp_path / "file" / "out", *FEW, says=["file"])
-    (tmp_path / "half").mkdir()
-    (tmp_path / "half" / "results.json").write_text("{half")
-    refused("measure", model, *data, "--output", tmp_path / "half", *FEW, says=["half"])
-    assert (tmp_path / "half" / "results.json").read_text() == "{half"
-    assert main("measure", model, *data, "--output", output, *FEW)[0] == 0
-    before = {path: path.read_bytes() for path in output.iterdir()}
-    refused("measure", checkpoint("gpt2"), *data, "--output", output, *FEW, says=["--overwrite"])
-    assert {path: path.read_bytes() for path in output.iterdir()} == before
-
-
 @pytest.mark.parametrize(
     ("where", "error", "says"),
     [

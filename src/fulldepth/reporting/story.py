@@ -130,8 +130,7 @@ def opening(source: PageSource) -> dict[str, Any] | None:
 
 def spans(layers: list[int]) -> str:
     """Ascending layers as text: `layers 4 to 8, 13`."""
-    firsts = [layer for layer in layers if layer - 1 not in layers]
-    lasts = [layer for layer in layers if layer + 1 not in layers]
+    firsts, lasts = (sorted(layer for layer in layers if layer + step not in layers) for step in (-1, 1))
     texts = [
         str(first) if first == last else f"{first} {'and' if last == first + 1 else 'to'} {last}"
         for first, last in zip(firsts, lasts, strict=True)
