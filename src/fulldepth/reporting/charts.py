@@ -282,11 +282,11 @@ def overlay(record: Figure, line: Line, source: PageSource, several: bool = Fals
 def maps(record: Figure, source: PageSource) -> Figures:
     """Maps of one model in all variants; of several models the first reading, or its differences, side by side."""
     if source.kind != COMPARISON:
-        every = [(reading, *_cells(record, reading, source.table)) for reading in record.maps]
-        every = [one for one in every if len(one[1])]
         return readings(
             (reading.statistic, _heat(record, reading, cells, names, variant=reading.variant))
-            for reading, cells, names in every
+            for reading in record.maps
+            for cells, names in [_cells(record, reading, source.table)]
+            if len(cells)
         )
     difference, first = record.column == "difference", record.maps[0]
     cells = {run.name: _cells(record, first, run.table)[0] for run in source.with_column(record.column)}

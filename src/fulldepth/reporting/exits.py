@@ -70,13 +70,12 @@ def points_of(entries: object) -> dict[str, list[dict[str, Any]]]:
 def tradeoff(record: Figure, source: PageSource) -> Figures:
     """A number against speed-up of each rule; of several models, of each model and rule."""
     entries = [source.meta] if source.kind == EXIT else source.meta.get("models") or []
-    models = [(label(one.get("label", ""), 40), one) for one in entries]
     groups = {
-        ", ".join(filter(None, (name, rule))): every
-        for name, entry in models
+        ", ".join(filter(None, (label(entry.get("label", ""), 40), rule))): every
+        for entry in entries
         for rule, every in points_of(entry.get("generation" if record.section == "generating" else "exits")).items()
     }
-    full = [{"agreement": 1.0, **(entry.get("full") or {})} for _, entry in models]
+    full = [{"agreement": 1.0, **(entry.get("full") or {})} for entry in entries]
     return readings((key, _tradeoff(groups, full, key)) for key in SCALES)
 
 

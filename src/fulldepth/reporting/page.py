@@ -269,8 +269,8 @@ def _environment() -> jinja2.Environment:
     night = [(DARK[shade], DARK[INK if at < 5 else PAPER]) for at, shade in enumerate(SEQUENTIAL)]
     part = {"part": lambda name: Markup(loader.get_source(environment, name)[0])}
     environment.globals |= {**part, "ramp": {"light": shades, "dark": night}, "names": texts()}
-    environment.filters |= {one.__name__: one for one in (dotted, percent, plain, scaled, seconds, short, size)}
-    environment.filters |= {"objective": training.objective_line, "schedule": training.schedule_line}
+    lines = (training.objective_line, training.schedule_line)
+    environment.filters |= {one.__name__: one for one in (dotted, percent, plain, scaled, seconds, short, size, *lines)}
     environment.tests["table"] = lambda one: isinstance(one, Table)
     return environment
 

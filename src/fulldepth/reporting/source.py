@@ -57,11 +57,6 @@ def number(value: Any) -> float | None:
     return real if math.isfinite(real) else None
 
 
-def counted(value: Any) -> str:
-    """A count with thousands separators; "?" if missing."""
-    return "?" if pd.isna(value) else f"{int(value):,}"
-
-
 def select(table: pd.DataFrame, measure: str, statistic: str | None = None, site: str | None = None) -> pd.DataFrame:
     """The rows of one measure, and of one statistic and site if given; of `a|b`, the first that the rows have."""
     rows = table[table["measure"] == measure]
@@ -103,9 +98,8 @@ def curve(
     unit = str(next(iter(rows["unit"].dropna()), "1"))
     if layer is not None:
         rows = rows.reindex(sorted(table[by].unique()))
-    return PlottedCurve(
-        [int(at) for at in rows.index], [*map(number, rows[column])], [*map(counted, rows["count"])], unit
-    )
+    counts = ["?" if pd.isna(count) else f"{int(count):,}" for count in rows["count"]]
+    return PlottedCurve([int(at) for at in rows.index], [*map(number, rows[column])], counts, unit)
 
 
 def num_layers(table: pd.DataFrame, model: Mapping[str, Any] | None) -> int:

@@ -39,8 +39,12 @@ BLOCKS = 4
 LOWEST, HIGHEST = 0.005, 0.5
 """Displacements of the lightest and the darkest shade; the shades between them are a logarithmic scale."""
 
-Values = dict[int, float]
-"""Layer -> finite value."""
+
+class Values(dict[int, float]):
+    """Layer -> finite value; NaN of other layers."""
+
+    def __missing__(self, _: int) -> float:
+        return math.nan
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Facts:
 
     def values(self, measure: str, *statistics: str) -> Values:
         """The values of the first statistic that the table has, by layer, at the residual stream."""
-        return curve(self.table, measure, "|".join(statistics)).points
+        return Values(curve(self.table, measure, "|".join(statistics)).points)
 
     @cached_property
     def displacement(self) -> Values:
@@ -83,13 +87,13 @@ class Facts:
         middle = before[(len(before) - 1) // 2 : len(before) // 2 + 1]
         if not middle:
             return math.nan, math.nan
-        means, errors = zip(*((mean, self.errors.get(layer, math.nan)) for mean, layer in middle), strict=True)
+        means, errors = zip(*((mean, self.errors[layer]) for mean, layer in middle), strict=True)
         return sum(means) / len(means), max(errors)
 
     def beyond(self, value: float, error: float = 0.0, layers: Collection[int] | None = None) -> list[int]:
         """Those of some layers (None = all) whose mean displacement differs measurably from a value with its error."""
         chosen = [layer for layer in self.displacement if layers is None or layer in layers]
-        errors = [math.hypot(self.errors.get(layer, math.nan), error) for layer in chosen]
+        errors = [math.hypot(self.errors[layer], error) for layer in chosen]
         differs = measurable([self.displacement[layer] - value for layer in chosen], errors)
         return [layer for layer, yes in zip(chosen, differs, strict=True) if yes]
 
@@ -140,9 +144,9 @@ def spans(layers: list[int]) -> str:
 
 def _last(facts: Facts) -> str:
     """The last layer against the median layer, and its jump; empty without an error."""
-    last, error = facts.displacement.get(facts.layers), facts.errors.get(facts.layers)
+    last, error = facts.displacement[facts.layers], facts.errors[facts.layers]
     median, median_error = facts.median
-    if last is None or error is None or not median > 0:
+    if math.isnan(last + error) or not median > 0:
         return ""
     amount = f"{last:.3f} {plus_minus({'standard_error': error})} ({degrees(last):.0f} degrees)"
     middle = f"the median layer ({median:.3f}, {degrees(median):.0f} degrees)"
@@ -153,9 +157,7 @@ def _last(facts: Facts) -> str:
         sentence = f"The last layer’s displacement is {amount}: {ratio:.1f} times the angle of {middle}."
     else:
         sentence = f"The last layer’s displacement is {amount}, {'below' if ratio < 1 else 'above'} that of {middle}."
-    jump, jump_error = (
-        facts.values("jump_rate", name).get(facts.layers, math.nan) for name in ("value", "standard_error")
-    )
+    jump, jump_error = (facts.values("jump_rate", name)[facts.layers] for name in ("value", "standard_error"))
     if not (jump > 0 and measurable(jump, jump_error)[0]):
         return sentence
     size = ": large" if jump > LARGE_JUMP else ": not large"
@@ -166,8 +168,7 @@ def _last(facts: Facts) -> str:
 def _late(facts: Facts) -> str:
     """The share of predictions that settle in the last two layers."""
     layer = facts.layers - 2
-    share = 1 - facts.settled.get(layer, math.nan)
-    error = facts.values("saturation", "standard_error_of_cumulative").get(layer, math.nan)
+    share, error = 1 - facts.settled[layer], facts.values("saturation", "standard_error_of_cumulative")[layer]
     if layer < 1 or not (share > 0 and measurable(share, error)[0]):
         return ""
     return f"{100 * share:.0f} ± {100 * error:.1f} % of all predictions change in the last two layers."
@@ -176,10 +177,10 @@ def _late(facts: Facts) -> str:
 def _early(facts: Facts) -> str:
     """The first layer that measurably has 95 % of the last layer's accuracy, if it is an early one."""
     right, errors = (facts.values("lens_accuracy", name) for name in ("mean", "standard_error"))
-    target, error = (0.95 * values.get(facts.layers, math.nan) for values in (right, errors))
+    target, error = (0.95 * values[facts.layers] for values in (right, errors))
     depths = range(1, facts.layers)
-    above = np.array([right.get(layer, math.nan) - target for layer in depths])
-    enough = measurable(above, [math.hypot(errors.get(layer, math.nan), error) for layer in depths]) & (above > 0)
+    above = np.array([right[layer] - target for layer in depths])
+    enough = measurable(above, [math.hypot(errors[layer], error) for layer in depths]) & (above > 0)
     depth = int(enough.argmax()) + 1 if enough.any() else facts.layers
     return f"Layer {depth} already has 95 % of the last layer’s accuracy." if depth <= EARLY * facts.layers else ""
 
@@ -190,10 +191,9 @@ def _predicts(facts: Facts, classes: int | None) -> bool:
         [facts.values(measure, statistic) for statistic in ("mean", "standard_error")]
         for measure in ("lens_accuracy", "lens_loss")
     )
-    last, nan = facts.layers, math.nan
-    better = right.get(last, nan) - (1 / classes if classes else 0.0)
-    gain = loss.get(0, nan) - loss.get(last, nan)
-    errors = [right_error.get(last, nan), math.hypot(loss_error.get(0, nan), loss_error.get(last, nan))]
+    last = facts.layers
+    better, gain = right[last] - (1 / classes if classes else 0.0), loss[0] - loss[last]
+    errors = [right_error[last], math.hypot(loss_error[0], loss_error[last])]
     return better > 0 and gain > 0 and bool(measurable([better, gain], errors).all())
 
 

@@ -50,6 +50,11 @@ TEMPLATE = go.layout.Template(read_yaml("template.yaml"))
 """Layout and defaults of all figures."""
 
 
+def is_invisible(character: str) -> bool:
+    """Whether a character draws nothing, or changes how others are drawn."""
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
 def label(text: object, limit: int = 48) -> str:
     """`text` made safe for plotly: shortened, without control or direction characters, markup shown literally.
 
@@ -57,7 +62,7 @@ def label(text: object, limit: int = 48) -> str:
     """
     raw = str(text)
     short = raw if len(raw) <= limit else raw[: limit - 1] + "…"
-    plain = "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c for c in short)
+    plain = "".join("\ufffd" if is_invisible(c) else c for c in short)
     return escape(plain, quote=False).replace("{", "&#123;")
 
 
