@@ -163,14 +163,8 @@ def tables(source: PageSource) -> dict[str, list[Table]]:
     rows = select(source.table, QUALITY)
     rows = rows[(rows["layer"] == source.layers).fillna(False).astype(bool)].assign(site=rows["site"].fillna(""))
     values = rows.pivot_table("value", "site", "statistic", "last", sort=False)
-    columns = {title: name for name, (title, *_) in QUALITIES.items() if name in values}
-    quality = [
-        [short(site, 60), *(cell(own[name], "{:.4g}") for name in columns.values())] for site, own in values.iterrows()
-    ]
-    return {
-        "tasks": [of_record("tasks", named)],
-        "text": [Table("Text of the whole model", list(columns), quality, "Judge")],
-    }
+    quality = [(short(site, 60), dict(own)) for site, own in values.iterrows()]
+    return {"tasks": [of_record("tasks", named)], "text": [of_record("text", quality)]}
 
 
 def story(source: PageSource) -> dict[str, Any] | None:

@@ -90,9 +90,8 @@ def build(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
         last = PageSource(table[table["step"] == table["step"].max()].drop(columns="step"), meta)
     drawn: dict[str, go.Figure] = {}
     for record, draw in records(source.kind):
-        drawn |= record.finished(
-            draw(record, last if SINGLE in record.kinds and draw is not charts.followed else source)
-        )
+        of_last = SINGLE in record.kinds and draw is not charts.followed
+        drawn |= record.finished(draw(record, last if of_last else source))
     return drawn
 
 
