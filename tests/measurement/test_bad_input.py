@@ -6,7 +6,6 @@ import json
 import shutil
 
 import pytest
-import torch
 import transformers as tf
 
 from fulldepth.data import train_tokenizer
@@ -35,34 +34,6 @@ def wrong(refused, model, text_file, output):
         assert not list(output.rglob("[!.]*")), "a refused run leaves nothing behind"
 
     return run
-
-
-def infinite(model):
-    broken = tf.LlamaForCausalLM.from_pretrained(model)
-    with torch.no_grad():
-        broken.model.layers[1].mlp.up_proj.weight[3, 4] = float("inf")
-    broken.save_pretrained(model)
-
-
-BROKEN_MODELS = {
-    "config.json": lambda model: (model / "config.json").unlink(),
-    "model.safetensors": lambda model: (model / "model.safetensors").write_bytes(b"noise"),
-    "layers.1.mlp.up_proj": infinite,
-    "--tokenizer": lambda model: [path.unlink() for path in model.glob("tokenizer*")],
-}
-
-
-@pytest.mark.parametrize("name", BROKEN_MODELS)
-def test_broken_models(wrong, model, name):
-    BROKEN_MODELS[name](model)
-    wrong(says=[name])
-
-
-def test_broken_data(wrong, tmp_path):
-    for name, content in {"empty.txt": "", "number.jsonl": '{"text": "a"}\n{"text": 3}\n'}.items():
-        (tmp_path / name).write_text(content)
-        wrong(data=tmp_path / name, says=[name])
-    wrong(data=tmp_path / "absent.txt", says=["absent.txt"])
 
 
 @pytest.mark.parametrize(
@@ -109,22 +80,6 @@ def test_activations_that_overflow(wrong, overflowing):
     few = ["--batch-size", "1", "--max-sequences", "6", "--sequence-length", "16", "--set", "order=first"]
     wrong(model=overflowing, few=few, says=["sequences 5..5"])
     wrong(model=overflowing, few=few[:-2], says=["Error: GPT2LMHeadModel gives", "infinite", "first sequences"])
-
-
-@pytest.mark.parametrize(
-    ("where", "error", "says"),
-    [
-        ("fulldepth.measurement.run.run_pass", torch.OutOfMemoryError("Tried to allocate 20.00 GiB"), "Out of memory"),
-        ("fulldepth.measurement.run.run_pass", RuntimeError("DefaultCPUAllocator: not enough memory"), "Out of memory"),
-        ("pandas.DataFrame.to_parquet", OSError(28, "No space left on device"), "No space left"),
-    ],
-)
-def test_no_memory_or_disk(wrong, monkeypatch, where, error, says):
-    def full(*_, **__):
-        raise error
-
-    monkeypatch.setattr(where, full)
-    wrong(says=[says])
 
 
 def test_more_memory_than_there_is_is_refused_before_the_start(wrong, monkeypatch):
