@@ -16,7 +16,7 @@ from fulldepth.reporting.charts import Figure, Line, every_record
 from fulldepth.reporting.figures import records
 from fulldepth.reporting.notes import Note, mathml
 from fulldepth.reporting.source import VERBS
-from fulldepth.results import Results, tabulate
+from fulldepth.results import tabulate
 from reporting import plotted, synthetic
 
 WRITTEN = json.loads(gzip.decompress(plotted.FILE.read_bytes()))
@@ -214,10 +214,3 @@ def test_formulas(formula, expected):
     for note in {note for record in every_record() for note in record.notes if note.formula}:
         root = ElementTree.fromstring(note.mathml)
         assert {"_", "^", "\\"}.isdisjoint("".join(root.itertext())), note.title
-
-
-def test_results_of_nothing_have_no_figures_but_a_page():
-    empty = Results(synthetic.minimal().table.iloc[:0], {"kind": "measure"})
-    assert empty.figures() == {}
-    made = page.payload(empty.table, empty.meta)
-    assert (made["sections"], made["title"]) == ([], "Unnamed model")
