@@ -1,0 +1,16 @@
+"""Settings of `fulldepth skip heal`."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from fulldepth.settings.search import HeldoutSettings
+
+
+class HealSettings(HeldoutSettings):
+    """How a plan's model is healed, and on which data; how these are read is by default as in the search."""
+
+    options: ClassVar = {
+        "Data": ("max_sequences", "sequence_length", "batch_size", "seed"),
+        "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
+    }
