@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import tiny_models
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
+from fulldepth.healing import heal as heal_into
+from fulldepth.results import Results
 from fulldepth.skip import heal
 from fulldepth.skip.plan import rows_of
 from skip import plain, planned
@@ -138,5 +143,114 @@ def test_a_healed_model_computes_the_least_squares_maps(family, granularity, blo
     got = healing.model(input_ids=ids[None]).logits[0]
     assert torch.allclose(got, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
     assert (got - removed).abs().max() > 1e-3 * removed.abs().max()
-    assert [(m.host, m.end) for m in healing.maps] == [tuple(f"{r} of layer {l}" for l, r in run) for run in runs]
+    assert [(m.host, m.end) for m in healing.maps] == [
+        tuple(f"{role} of layer {layer}" for layer, role in run) for run in runs
+    ]
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+@torch.no_grad()
+def test_an_infinite_ridge_changes_nothing(always):
+    model = tiny_models.build("llama", dtype=torch.float64)
+    always("squares", 1e15)
+    healed = heal.merge_maps(planned.plan(model, [2], "attention", None), model, data(), progress=False).model
+    changed = [n for n, w in model.named_parameters() if (healed.get_parameter(n) - w).abs().max() > 1e-12]
+    assert changed == ["model.layers.1.self_attn.o_proj.weight"]  # zero: removed
+
+
+@torch.no_grad()
+def test_a_removed_layer_that_is_linear_in_its_host_is_healed_exactly(monkeypatch):
+    """Layer 1 writes its MLP into channels that are empty before it; layer 2 adds a linear map of them."""
+    model, half = tiny_models.build("llama", dtype=torch.float64), tiny_models.WIDTH // 2
+    first, second = model.model.layers[:2]
+    model.model.embed_tokens.weight[:, half:] = 0
+    for zero in (first.self_attn.o_proj.weight, first.mlp.down_proj.weight[:half], second.self_attn.o_proj.weight):
+        zero.zero_()
+    second.post_attention_layernorm = torch.nn.Identity()
+    second.mlp = torch.nn.Linear(tiny_models.WIDTH, tiny_models.WIDTH, bias=False).double()
+    second.mlp.weight[:, :half] = 0
+    monkeypatch.setattr(heal, "OBJECTIVES", ("squares",))
+    monkeypatch.setattr(heal, "STRENGTHS", (1e-10,))
+    healing = heal.merge_maps(planned.plan(model, [2], "layer", None), model, data(), progress=False)
+    ids = texts(1, 3)[0].input_ids[None]
+    expected = model(input_ids=ids).logits
+    assert torch.allclose(healing.model(input_ids=ids).logits, expected, rtol=0, atol=1e-6)
+    assert healing.readings["kl"].mean("removed") > 1e-3
+    assert healing.readings["kl"].mean("maps") < 1e-9
+    assert healing.readings["greedy_agreement"].mean("maps") == 1
+
+
+@torch.no_grad()
+def test_the_choice_is_by_the_loss_of_rows_that_no_map_was_fitted_on():
+    model = plain.trained(5)
+    plan, examples = planned.plan(model, [2, 3], "layer"), plain.examples(train=60)
+    healing = heal.merge_maps(plan, model, examples, progress=False)
+    (taken,) = healing.maps
+    assert taken.after == pytest.approx(plain.loss(healing.model, examples.heldout, (), "layer"), abs=1e-5)
+    assert taken.before == pytest.approx(
+        plain.loss(planned.scaled(model, plan), examples.heldout, (), "layer"), abs=1e-4
+    )
+    assert taken.after < taken.before
+    unseen = healing.examples.heldout
+    for label, own in {"original": model, "removed": planned.scaled(model, plan), "maps": healing.model}.items():
+        assert healing.readings["loss"].mean(label) == pytest.approx(plain.loss(own, unseen, (), "layer"), abs=1e-4)
+    parts = heal.split_rows(plan, examples, False, 0)
+    numbers = [{id(example) for example in part} for part in parts]
+    assert len(set.union(*numbers)) == sum(map(len, numbers)) == len(examples.train) + len(examples.heldout)
+
+
+def test_a_branch_behind_a_norm_stays_as_it_is():
+    model = tiny_models.build("gemma3")
+    healing = heal.merge_maps(planned.plan(model, [2], "layer", None), model, data(), progress=False)
+    assert [(m.objective, m.reason) for m in healing.maps] == [
+        (None, "its output is not that of one linear layer of its own")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("granularity", "family"), [("layer", "LlamaForCausalLM"), ("attention", "SkippedLlamaForCausalLM")]
+)
+def test_the_folder_is_a_checkpoint_with_results(granularity, family, tmp_path, unproven):
+    model = tiny_models.build("llama")
+    plan = planned.plan(model, [2], granularity, None)
+    results = heal_into(plan, model, data(), tmp_path / "healed", progress=False)
+    config = json.loads((tmp_path / "healed" / "config.json").read_text())
+    assert config["architectures"] == [family]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "healed")
+    healed = heal.merge_maps(plan, model, data(), progress=False).model
+    ids = texts(1, 3)[0].input_ids[None]
+    with torch.no_grad():
+        assert torch.allclose(loaded(input_ids=ids).logits, healed(input_ids=ids).logits, atol=1e-4)
+    saved = Results.load(tmp_path / "healed")
+    assert saved.headline == results.headline
+    assert list(saved.values("loss", "mean", "model", model="maps")) == [
+        results.values("loss", "mean", "model", model="maps").item()
+    ]
+    page = (tmp_path / "healed" / "report.html").read_text()
+    assert "What healing brings" in page
+    assert "mlp of layer 1" in page
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"data": Examples(texts(1, 1), texts(4, 2), {"hash": "sha256:" + "1" * 64})}, "no rows to fit maps on"),
+        ({"model": tiny_models.build("llama", seed=1)}, "another LlamaForCausalLM"),
+        ({"data": None}, "data"),
+        ({"heldout": "seen"}, "chose the blocks"),
+    ],
+)
+def test_bad_input_is_refused(change, named, tmp_path, monkeypatch):
+    model, examples = tiny_models.build("llama"), data()
+    plan = planned.plan(model, [2], "layer", None, search="greedy")
+    plan = plan.changed(data={**plan.data, "heldout_rows": rows_of(examples.heldout)})
+    with pytest.raises(FulldepthError, match=named):
+        heal_into(
+            plan,
+            change.get("model", model),
+            change.get("data", examples),
+            tmp_path / "healed",
+            heldout=change.get("heldout"),
+            progress=False,
+        )
+    assert not list(tmp_path.iterdir())

@@ -13,4 +13,8 @@ class HealSettings(HeldoutSettings):
     options: ClassVar = {
         "Data": ("max_sequences", "sequence_length", "batch_size", "seed"),
         "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
+        "Writing": ("format",),
     }
+
+    format: str | None = None
+    """folded, fast, decilm or layer; None = the one without the removed parts, if there is one for the family."""

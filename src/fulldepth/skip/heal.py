@@ -9,9 +9,9 @@ identity,
 over all tokens of the calibration text replaces `M` by `M T`: it is multiplied into the host's last projection, so the
 model gets no new weights. Two objectives are tried. `squares`: `w = 1`, `X' = X`. `cosine`, which large tokens do not
 dominate: `w = 1 / |S|^2` and `X' = S + |S| (X / |X| - cos(S, X) S / |S|)`, one step from `T = I` along the gradient of
-the sum of `cos(Y + M T, X)`. `lambda` is a multiple of the mean eigenvalue of `M' w M`. Objective and multiple are those
-of the lowest next-token loss on rows that no map was fitted on; where none is below that of `T = I`, the block stays as
-it is. Runs of removed blocks are healed from the first to the last, each in the model as healed so far.
+the sum of `cos(Y + M T, X)`. `lambda` is a multiple of the mean eigenvalue of `M' w M`. Objective and multiple have the
+lowest next-token loss on rows that no map was fitted on; where none is below that of `T = I`, the host stays as it is.
+Runs of removed blocks are healed from the first to the last, each in the model as healed so far.
 
 Source: ReplaceMe (arXiv 2505.02819), for contiguous layers; here for any removed attention and MLP, with a choice of
 lambda by the model's loss.
@@ -24,7 +24,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -173,7 +172,7 @@ def merge_maps(
 
 
 def settings_of(plan: Plan, given: HealSettings) -> HealSettings:
-    """The given settings, with the search's as defaults for how data are read: the same seed holds out the same rows."""
+    """The given settings; the search's are the defaults of how data are read, so that the same rows are held out."""
     noted = plan.cost.get("settings")
     known = HeldoutSettings.model_fields.keys() - PLACES
     stored = {name: value for name, value in (noted if isinstance(noted, dict) else {}).items() if name in known}
@@ -318,17 +317,18 @@ class Gap:
             tokens += len(rows)
         return total / tokens
 
-    def best(self) -> tuple[tuple[str | None, float | None, float, float], Tensor | None]:
-        """Objective, strength, loss without and with the best map, and its `T - I`; None where none lowers the loss."""
+    def best(self, unhealed: HealingMap) -> tuple[HealingMap, Tensor | None]:
+        """The best map, and its `T - I`; None where none lowers the loss."""
         before = self.loss()
-        found: tuple[str | None, float | None, float, float] = None, None, before, before
-        best = None
+        found = unhealed._replace(before=before, after=before, reason="no map lowers the loss")
+        best, least = None, before
         for objective in OBJECTIVES:
             last = math.inf
             for strength, change in self.changes(objective):
                 loss = self.loss(change)
-                if loss < found[3]:
-                    found, best = (objective, strength, before, loss), change
+                if loss < least:
+                    least, best = loss, change
+                    found = found._replace(objective=objective, strength=strength, after=loss, reason="")
                 if loss > last:
                     break
                 last = loss
@@ -371,23 +371,23 @@ def _heal(
     watcher.begin("Maps", len(runs))
     for host, end in runs.items():
         watcher.advance(1)
-        made = partial(HealingMap, *(f"{role} of layer {layer}" for layer, role in (host, end)))
+        unhealed = HealingMap(f"{host[1]} of layer {host[0]}", f"{end[1]} of layer {end[0]}")
         branch, projection = anatomy.part(host[0], f"{host[1]}_branch"), _projection(healed, weights[host])
         middle = end[1] == "attention" and anatomy.family.design != "parallel"
         outputs = here.advance(end[0] - middle, *([branch, projection] if branch and projection else []))
         if projection is None or not all(torch.equal(*both) for both in outputs):
-            maps.append(made(reason="its output is not that of one linear layer of its own"))
+            maps.append(unhealed._replace(reason="its output is not that of one linear layer of its own"))
             continue
         there.advance(end[0] - middle)
         wanted = there.states
-        if middle:  # the original's stream between the attention and the MLP of the layer
-            attention = source.part(end[0], "attention_branch")
+        attention = source.part(end[0], "attention_branch")
+        if middle and attention:  # the original's stream between the attention and the MLP of the layer
             passed = [there.run(batch, own, end[0], attention) for batch, own in zip(fitted, wanted, strict=True)]
             wanted = [own + source.branch_scale * out for own, (_, (out,)) in zip(wanted, passed, strict=True)]
         scale = scales[2 * end[0] - middle]
         added = [anatomy.branch_scale * out for out, _ in outputs]
-        found, change = Gap(here, added, [own / scale for own in wanted], classifier).best()
-        maps.append(made(*found) if change is not None else made(*found, reason="no map lowers the loss"))
+        found, change = Gap(here, added, [own / scale for own in wanted], classifier).best(unhealed)
+        maps.append(found)
         if change is not None:
             merged[projection] = change
             here.states = [own + out @ change.to(out) for own, out in zip(here.states, added, strict=True)]
