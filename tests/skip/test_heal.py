@@ -159,7 +159,7 @@ def test_an_infinite_ridge_changes_nothing(always):
 
 
 @torch.no_grad()
-def test_a_removed_layer_that_is_linear_in_its_host_is_healed_exactly(monkeypatch):
+def test_a_removed_layer_that_is_linear_in_its_host_is_healed_exactly(always):
     """Layer 1 writes its MLP into channels that are empty before it; layer 2 adds a linear map of them."""
     model, half = tiny_models.build("llama", dtype=torch.float64), tiny_models.WIDTH // 2
     first, second = model.model.layers[:2]
@@ -169,8 +169,7 @@ def test_a_removed_layer_that_is_linear_in_its_host_is_healed_exactly(monkeypatc
     second.post_attention_layernorm = torch.nn.Identity()
     second.mlp = torch.nn.Linear(tiny_models.WIDTH, tiny_models.WIDTH, bias=False).double()
     second.mlp.weight[:, :half] = 0
-    monkeypatch.setattr(heal, "OBJECTIVES", ("squares",))
-    monkeypatch.setattr(heal, "STRENGTHS", (1e-10,))
+    always("squares", 1e-12)
     healing = heal.merge_maps(planned.plan(model, [2], "layer", None), model, data(), progress=False)
     ids = texts(1, 3)[0].input_ids[None]
     expected = model(input_ids=ids).logits
@@ -180,7 +179,6 @@ def test_a_removed_layer_that_is_linear_in_its_host_is_healed_exactly(monkeypatc
     assert healing.readings["greedy_agreement"].mean("maps") == 1
 
 
-@torch.no_grad()
 def test_the_choice_is_by_the_loss_of_rows_that_no_map_was_fitted_on():
     model = plain.trained(5)
     plan, examples = planned.plan(model, [2, 3], "layer"), plain.examples(train=60)
