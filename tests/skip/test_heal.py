@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
 from transformers import AutoModelForCausalLM
 
 import tiny_models
@@ -180,7 +181,7 @@ def test_a_removed_layer_that_is_linear_in_its_host_is_healed_exactly(always):
 
 
 def test_the_choice_is_by_the_loss_of_rows_that_no_map_was_fitted_on():
-    model = plain.trained(5)
+    model = plain.trained(5, steps=200)
     plan, examples = planned.plan(model, [2, 3], "layer"), plain.examples(train=60)
     healing = heal.merge_maps(plan, model, examples, progress=False)
     (taken,) = healing.maps
@@ -229,26 +230,25 @@ def test_the_folder_is_a_checkpoint_with_results(granularity, family, tmp_path, 
     assert "mlp of layer 1" in page
 
 
+def few() -> Examples:
+    return Examples(texts(1, 1), texts(4, 2), {"hash": "sha256:" + "1" * 64})
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"data": Examples(texts(1, 1), texts(4, 2), {"hash": "sha256:" + "1" * 64})}, "no rows to fit maps on"),
+        ({"data": few()}, "no rows to fit maps on"),
         ({"model": tiny_models.build("llama", seed=1)}, "another LlamaForCausalLM"),
-        ({"data": None}, "data"),
-        ({"heldout": "seen"}, "chose the blocks"),
+        ({"model": cpu_offload(tiny_models.build("llama"))}, "Offloaded"),
+        ({"output": "."}, "exists already"),
+        ({"heldout": "the rows of the search"}, "12 of 12 held-out rows also chose the blocks"),
     ],
 )
-def test_bad_input_is_refused(change, named, tmp_path, monkeypatch):
-    model, examples = tiny_models.build("llama"), data()
-    plan = planned.plan(model, [2], "layer", None, search="greedy")
+def test_bad_input_is_refused(change, named, tmp_path):
+    examples = data()
+    given = {"model": tiny_models.build("llama"), "data": examples, "output": "healed", "heldout": None} | change
+    plan = planned.plan(tiny_models.build("llama"), [2], "layer", None, search="greedy")
     plan = plan.changed(data={**plan.data, "heldout_rows": rows_of(examples.heldout)})
     with pytest.raises(FulldepthError, match=named):
-        heal_into(
-            plan,
-            change.get("model", model),
-            change.get("data", examples),
-            tmp_path / "healed",
-            heldout=change.get("heldout"),
-            progress=False,
-        )
+        heal_into(plan, output=tmp_path / given.pop("output"), progress=False, **given)
     assert not list(tmp_path.iterdir())

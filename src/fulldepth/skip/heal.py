@@ -65,7 +65,7 @@ from fulldepth.skip.problem import read_data
 
 ROLES = ("attention", "mlp")
 OBJECTIVES = ("squares", "cosine")
-STRENGTHS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.001)
+STRENGTHS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.001, 1e-4)
 """Multiples for lambda, tried from the strongest until the loss rises."""
 READINGS = (LOSS, DIVERGENCE, AGREEMENT)
 FIFTH = 5
@@ -361,7 +361,7 @@ def _heal(
     anatomy, classifier = prove(healed, fitted[0].inputs)
     if anatomy.family.design == "post":
         raise FulldepthError(f"A {type(healed).__name__} cannot be healed by maps: its norms come after the sums.")
-    removed = removed_branches(plan)
+    removed = frozenset((layer, role) for role in ROLES for layer in plan.lacking(role))
     runs = hosts(anatomy, removed)
     weights = find_output_weights(anatomy, runs, probes(anatomy))
     gone = [layer for layer in range(1, anatomy.num_layers + 1) if {(layer, role) for role in ROLES} <= removed]
@@ -408,9 +408,3 @@ def _projection(model: PreTrainedModel, weights: OutputWeights) -> nn.Module | N
         return None
     uses = sum(weight is module.weight for _, weight in model.named_parameters(remove_duplicate=False))
     return module if uses == 1 else None
-
-
-def removed_branches(plan: Plan) -> frozenset[Branch]:
-    """The attentions and MLPs that a plan removes."""
-    roles = ROLES if plan.granularity == "layer" else (plan.granularity,)
-    return frozenset((layer, role) for layer in plan.blocks for role in roles)

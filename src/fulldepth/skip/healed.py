@@ -43,7 +43,7 @@ WITHOUT_FILES = ("optimizer.pt", "scheduler.pt", "training_args.bin", "trainer_s
 
 def format_for(plan: Plan, model: PreTrainedModel) -> str:
     """The format that holds a plan's model without its removed parts, or else `folded`."""
-    if plan.granularity == "layer":
+    if plan.kind == "layer":
         return "layer"
     return "fast" if model.config.get_text_config(decoder=True).model_type in SKIPPED else "folded"
 
