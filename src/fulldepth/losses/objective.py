@@ -79,9 +79,7 @@ def make_term(name: str, setting: float | Mapping[str, Any]) -> Term:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         given = "" if problem["type"] == "missing" else f" is {problem['input']!r}"
-        raise FulldepthError(
-            f"{name}.{problem['loc'][0]}{given}: {problem['msg'].replace('Input', 'it')}."
-        ) from error
+        raise FulldepthError(f"{name}.{problem['loc'][0]}{given}: {problem['msg'].replace('Input', 'it')}.") from error
 
 
 def per_batch_terms(names: Iterable[str]) -> list[str]:
@@ -95,7 +93,7 @@ class Objective:
         L = L_ce + sum_i weight_i * penalty_i
 
     `aligned` and `multi_exit` replace `L_ce` on the steps on which they are active: `L = weight * L_aligned + ...`.
-    `distillation` mixes it with the divergence from a teacher: `L = (1 - weight) * L_ce + weight * L_distillation + ...`.
+    `distillation` mixes it with the divergence from a teacher: `L = (1 - weight) * L_ce + weight * L_kl + ...`.
     Auxiliary losses of the model (balance of experts) stay in every step.
     CR's energy penalty is active while the 1-based optimiser step is at most `energy_warmup`.
 
@@ -108,8 +106,9 @@ class Objective:
     In a Trainer: `DepthTrainer(..., objective=objective)`.
 
     Args:
-        terms: name of a term in `TERMS` (`jump`, `coherence`, `orthogonality`, `aligned`, `multi_exit`, `distillation`, `similarity`)
-            = its weight, or a mapping of its options (the fields of its class, such as `weight`); None = off.
+        terms: name of a term in `TERMS` (`jump`, `coherence`, `orthogonality`, `aligned`, `multi_exit`, `similarity`,
+            `distillation`) = its weight, or a mapping of its options (the fields of its class, such as `weight`); None
+            = off.
         energy_warmup: optimiser steps with CR's energy penalty.
 
     Raises:

@@ -38,6 +38,7 @@ from fulldepth.results import DOCUMENT, PAGE, TABLE, Results
 from fulldepth.settings import Settings, layer, read
 from fulldepth.settings.keywords import with_progress
 from fulldepth.settings.train import TrainSettings
+from fulldepth.training.lora import ADAPTERS
 
 SETTINGS, TOKENIZER = "settings.yaml", "tokenizer"
 KIND = "training"
@@ -57,7 +58,7 @@ RECORD = "record.parquet"
 NO_NUMBERS = {"transformers_version", "_name_or_path", "use_cache", "architectures", "auto_map", "dtype"}
 NO_NUMBERS |= {"pad_token_id", "bos_token_id", "eos_token_id"}
 """Entries of `config.json` without effect on training, or that the Trainer sets from the tokenizer."""
-NOT_THE_MODEL = ("complete.json", "unfinished", "record.parquet", "scheduler.pt", "optimizer.pt", "training_args.bin")
+NOT_THE_MODEL = ("complete.json", "unfinished", RECORD, ADAPTERS, "scheduler.pt", "optimizer.pt", "training_args.bin")
 """Files of a checkpoint that only resuming needs, beside the random states."""
 
 

@@ -51,6 +51,7 @@ from fulldepth.hf import (
 from fulldepth.losses import use_detection_loss
 from fulldepth.settings.train import ModelSettings, TrainSettings
 from fulldepth.training.initial import draw_weights
+from fulldepth.training.lora import add_adapters
 
 WEIGHTS = {"float32": torch.float32, "autocast": torch.float32, "bfloat16": torch.bfloat16}
 """Precision of a run -> type of its weights, gradients and optimiser states."""
@@ -219,6 +220,9 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
             source = with_new_head(model, settings.model.checkpoint, dtype)
     if settings.model.checkpoint is not None:
         _take_weights(model, settings.model.checkpoint, dtype, source)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        add_adapters(model, settings.lora)
     if settings.task == "detection":
         use_detection_loss(model)
         anatomy = find_anatomy(model)
@@ -232,7 +236,7 @@ def built_once(model: PreTrainedModel, settings: TrainSettings) -> bool:
     """Whether only the first process needs the values of a model's weights before they are sharded.
 
     All do where the model runs before that (to separate documents, or to prove an anatomy that is not in the table),
-    for exit heads, which start as copies, and for saved buffers, which accelerate does not hand out.
+    for exit heads, which start as copies, for adapters, and for saved buffers, which accelerate does not hand out.
     """
     try:
         anatomy = anatomy_candidates(model)[0]
@@ -241,6 +245,7 @@ def built_once(model: PreTrainedModel, settings: TrainSettings) -> bool:
     runs = rows_of(model.config.model_type) is None or anatomy.searches_head or not settings.data.across_documents
     weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     others = bool(model.state_dict().keys() - weights) or "multi_exit" in settings.objective.terms
+    others = others or settings.lora.rank is not None
     return settings.fsdp and settings.task == "causal-lm" and not runs and not others
 
 

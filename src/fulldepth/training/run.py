@@ -96,7 +96,7 @@ def train(
                     "name": name,
                     "class": type(model).__name__,
                     "model_type": model.config.model_type,
-                    "parameters": sum(p.numel() for p in model.parameters()),
+                    "parameters": sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name),
                     "num_layers": find_anatomy(model).num_layers,
                 },
                 "data": {"name": settings.data.name, **data.facts, "validation_sequences": len(data.validation)},
