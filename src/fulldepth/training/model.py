@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,17 +36,20 @@ import fulldepth.architectures  # noqa: F401  # registers this package's models 
 from fulldepth import launch
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
+from fulldepth.files import read_json
 from fulldepth.hf import (
     anatomy_candidates,
     copy_to_exit_heads,
     find_exit_heads,
     find_gguf,
+    find_output_weights,
     has_exit_heads,
     load_checkpoint,
     load_config,
     packaged,
     restore_exit_heads,
     rows_of,
+    sample_inputs,
     task_of,
     unused_positions,
 )
@@ -220,6 +225,7 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
             source = with_new_head(model, settings.model.checkpoint, dtype)
     if settings.model.checkpoint is not None:
         _take_weights(model, settings.model.checkpoint, dtype, source)
+        _keep_removed(model, settings.model.checkpoint)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         add_adapters(model, settings.lora)
@@ -408,6 +414,23 @@ def _take_weights(
         )
 
 
+def _keep_removed(model: PreTrainedModel, checkpoint: str) -> None:
+    """Freeze the output weights of removed branches, which `skip apply --format folded` sets to zero: trained, they
+    would bring the branches back.
+    """
+    notes = Path(checkpoint) / "fulldepth_skip.json"
+    document = read_json(notes) if notes.is_file() else None
+    if not isinstance(document, dict) or document.get("format") != "folded":
+        return
+    anatomy = find_anatomy(model)
+    branches = product(range(1, anatomy.num_layers + 1), ("attention", "mlp"))
+    for weights in find_output_weights(anatomy, branches, sample_inputs(anatomy)["input_ids"]).values():
+        own = [weights.branch.get_parameter(name) for name in weights.names]
+        if all(bool((weight == -weights.offset).all()) for weight in own):
+            for weight in own:
+                weight.requires_grad_(False)
+
+
 def with_new_head(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -> dict[str, Any]:
     """A checkpoint's weights for `model`: its body and, if it has one of the same classes, its head.
 
@@ -491,6 +514,6 @@ def reads_later_tokens(config: PreTrainedConfig, model_class: type[PreTrainedMod
         model_class: its class.
     """
     code = inspect.getsource(sys.modules[model_class.__module__])
-    reads = re.search(r"config\.is_decoder\b(?! = )", code) is not None
-    sets = re.search(r"^ +(self\.)?config\.is_decoder = True", inspect.getsource(model_class), re.MULTILINE) is not None
-    return getattr(config, "is_decoder", True) is False and reads and not sets
+    if getattr(config, "is_decoder", True) is not False or not re.search(r"config\.is_decoder\b(?! = )", code):
+        return False
+    return re.search(r"^ +(self\.)?config\.is_decoder = True", inspect.getsource(model_class), re.MULTILINE) is None
