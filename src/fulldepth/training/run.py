@@ -87,7 +87,7 @@ def train(
                 warnings += start_exit_heads(trainer.plain_model, settings.model.checkpoint)
             for line in warnings:
                 watcher.say(line)
-            origin = check_origin(settings, data.facts["hash"], model.config, trainer.args, notes.origin, checkpoint)
+            origin = check_origin(settings, data.facts["hash"], model, trainer.args, notes.origin, checkpoint)
             meta: dict[str, Any] = {
                 "kind": KIND,
                 "recipe": name,
