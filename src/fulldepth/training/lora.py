@@ -66,7 +66,7 @@ def save_adapters(model: torch.nn.Module, weights: Mapping[str, Tensor], folder:
     for name, layer in model.named_modules():
         if f"{name}.lora_A.{NAME}.weight" in adapters:
             a, b = (weights[f"{name}.lora_{part}.{NAME}.weight"].float() for part in "AB")
-            change: Any = layer.scaling[NAME] * (b @ a)  # type: ignore[index, operator]
+            change: Any = layer.scaling[NAME] * (b @ a)
             own = merged[f"{name}.weight"]
             merged[f"{name}.weight"] = (own + (change.T if layer.fan_in_fan_out else change)).to(own.dtype)
     return merged
