@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
 import sys
 
@@ -21,7 +19,7 @@ from fulldepth.training import dry_run_lines, export_run, train
 from skip import planned
 from training.conftest import GPT2, MODEL, settings
 
-TOKENS, RANK = 400, 4
+TOKENS, RANK, VALIDATION = 400, 4, ("validation_loss", "mean")
 RUN = {"steps": 4, "eval_every": 4, "save_every": 2, "learning_rate": 1e-2, "tokenizer": None}
 
 
@@ -52,28 +50,26 @@ def of(folder):
 def test_a_checkpoint_holds_the_start_and_the_product_of_its_adapters(kind, start, recipe, tmp_path):
     """GPT-2's matrices are transposed."""
     base, run = start(kind), tmp_path / "run"
-    train(settings(recipe(**RUN, model={"checkpoint": str(base)}, lora={"rank": RANK})), run)
+    losses = train(settings(recipe(**RUN, model={"checkpoint": str(base)}, lora={"rank": RANK})), run).values(
+        *VALIDATION
+    )
+    after = train(settings(recipe(**RUN, model={"checkpoint": str(run)})), tmp_path / "after").values(*VALIDATION)
+    assert losses[4] == pytest.approx(after[0], rel=1e-6)  # with adapters and merged
     last = run / "checkpoint-4"
-    adapters, expected, layers = load_file(last / "lora.safetensors"), of(base), set()
+    adapters, expected = load_file(last / "lora.safetensors"), of(base)
     for name in [name for name in adapters if "lora_A" in name]:
         a, b = adapters[name].double(), adapters[name.replace("lora_A", "lora_B")].double()
         weight = name.replace("lora_A.default.", "")
         change = 2 * b @ a  # alpha is twice the rank
         assert change.any()
         expected[weight] = (expected[weight].double() + (change.T if kind == "gpt2" else change)).float()
-        layers.add(weight)
-    assert layers == {name for name, weight in expected.items() if weight.ndim == 2 and re.search(r"\.\d\.", name)}
-    found = of(last)
-    assert found.keys() == expected.keys()
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    assert of(last).keys() == expected.keys()
     ids = torch.arange(40).view(2, 20)
     reference = tf.AutoModelForCausalLM.from_pretrained(base)
     reference.load_state_dict(expected, strict=False)
     loaded = load_checkpoint(export_run(run, tmp_path / "alone")).model
     torch.testing.assert_close(loaded(ids).logits, reference(ids).logits, rtol=0, atol=1e-5)
     assert not (tmp_path / "alone" / "lora.safetensors").exists()
-    trained = torch.load(last / "optimizer.pt", weights_only=True)["state"]
-    assert len(trained) == len(adapters)
 
 
 def test_a_run_with_adapters_and_a_teacher_resumes_to_the_same_bytes(start, recipe, tmp_path):
@@ -120,12 +116,6 @@ def test_a_run_from_an_export_keeps_its_class_and_what_was_removed(
     assert len(removed) == 2 * (format == "folded")
     assert removed == {name for name, weight in after.items() if not weight.any()}
     assert not any(torch.equal(after[name], before[name]) for name in after if ".0." in name and "proj" in name)
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (small, run / "checkpoint-4")]
-    assert (
-        configs[0].get("skipped_attention")
-        == configs[1].get("skipped_attention")
-        == ([2, 3] if format == "fast" else None)
-    )
     loaded = load_checkpoint(run / "checkpoint-4").model
     assert type(loaded).__name__ == kind
     assert loaded.config.num_hidden_layers == (2 if format == "layer" else 4)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture, find_anatomy
-from fulldepth.hf import Anatomy, Classifier, evaluating, open_model
+from fulldepth.hf import Anatomy, Classifier, device_of, evaluating, open_model
 from fulldepth.losses.aligned_loss import Reader, labelled_chunks
 from fulldepth.losses.term import Context, Term, check_states, recomputed, statistics_dtype
 from fulldepth.targets import IGNORE
@@ -51,14 +51,14 @@ class Distillation(Term):
         """Load the teacher, and check that it predicts the model's tokens."""
         if anatomy.task not in ("causal-lm", "masked-lm"):
             kind = type(anatomy.model).__name__
-            raise FulldepthError(f"distillation is for models that predict tokens; {kind} does not.")
-        opened = open_model(self.teacher, device="cpu")
+            raise FulldepthError(f"distillation is for causal and masked language models; {kind} is neither.")
+        opened = open_model(self.teacher, device=device_of(anatomy.model))
         self._teacher = teacher = Classifier(find_anatomy(opened.model))
         ours, theirs = anatomy.vocab_size, teacher.anatomy.vocab_size
         if ours != theirs or teacher.anatomy.task != anatomy.task:
             raise FulldepthError(
-                f"The teacher {opened.name} predicts one of {theirs:,} tokens ({teacher.anatomy.task}), the model one "
-                f"of {ours:,} ({anatomy.task}). Distillation needs a teacher with the same vocabulary."
+                f"The teacher {opened.name} predicts one of {theirs} tokens ({teacher.anatomy.task}), the model one of "
+                f"{ours} ({anatomy.task}). Distillation needs a teacher with the same vocabulary."
             )
 
     def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor]:
