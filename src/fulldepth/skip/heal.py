@@ -60,7 +60,7 @@ from fulldepth.settings.search import PLACES, HeldoutSettings
 from fulldepth.skip.bench import HeldoutLosses, heldout_losses
 from fulldepth.skip.exports.fold import fold, probes
 from fulldepth.skip.fit import make_batches
-from fulldepth.skip.plan import Plan, listed_rows, overlap, row_of
+from fulldepth.skip.plan import Plan, decided, listed_rows, row_of
 from fulldepth.skip.problem import read_data
 
 ROLES = ("attention", "mlp")
@@ -199,8 +199,12 @@ def split_rows(
     rest, fifth = ([e for e in examples.train if (e.document in drawn) == part] for part in (False, True))
     choosing, unseen = (fifth, examples.heldout) if separate else (examples.heldout, fifth)
     known = listed_rows(plan) or set()
-    if separate and (remark := overlap(plan, Examples([], unseen))) and known:
-        raise FulldepthError(f"{remark} Healing is measured on rows that chose nothing: give other held-out data.")
+    shared, decision = sum(row_of(example) in known for example in unseen), decided(plan)
+    if separate and shared and decision:
+        raise FulldepthError(
+            f"{shared} of {len(unseen)} held-out rows also {decision}; healing is measured on others. Give other "
+            "held-out data, or none: rows of the data are kept apart then."
+        )
     unseen = [example for example in unseen if row_of(example) not in known]
     for rows, use in ((rest, "fit maps on"), (choosing, "choose maps by"), (unseen, "measure healing on")):
         if not any(example.predicted for example in rows):
