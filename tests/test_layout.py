@@ -21,7 +21,7 @@ SOURCE = ROOT / "src" / "fulldepth"
 
 NOUNS = {"architectures", "losses", "execution", "data", "results", "hf", "metrics"}
 VERBS = {"measurement", "training", "skip", "exit", "evaluation"}
-COMPOSITIONS = {"demonstration", "reproduction"}
+COMPOSITIONS = {"demonstration", "healing", "reproduction"}
 """Verbs made of verbs: they see only what other verbs show in their `__init__`."""
 
 ARROWS: dict[str, set[str]] = {

@@ -31,7 +31,12 @@ from fulldepth.reporting.tables import Meta, Table, of_record, settings_table
 PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
 """Granularity -> what is removed, in the singular."""
 PHASES = ("prefill", "decode")
-CARDS = {"loss_added": "Loss added", "loss_healed": "Held-out loss, healed", "break_point": "Break point"}
+CARDS = {
+    "loss_added": "Loss added",
+    "healing": "Change by healing",
+    "loss_healed": "Held-out loss, healed",
+    "break_point": "Break point",
+}
 """Name in `results.json` (for benchmarks, followed by the model) -> title of the card; the table has the times."""
 SIZES = ("parameter_bytes", "kv_bytes_per_token", "peak_memory")
 
@@ -334,7 +339,7 @@ def findings(_: Meta, source: PageSource) -> list[Shown]:
         several = sum(other.kind == part.kind for other in folders) > 1
         label = short(part.label, 40) if several else ""
         for key, entry in (part.meta.get("headline") or {}).items():
-            name, of = str(key).partition(" ")[::2] if part.kind == "bench" else (str(key), "")
+            name, of = str(key).partition(" ")[::2] if part.kind in ("bench", "heal") else (str(key), "")
             card = None
             if name in CARDS and entry.get("value") is not None:
                 card = (CARDS[name], dotted([of, label]), *figure_of(entry, layers_of(folders)))
@@ -408,12 +413,28 @@ def tables(source: PageSource) -> dict[str, Sequence[Any]]:
     layers = layers_of(folders)
     return {
         "blocks": [_block_map(removal, layers) for removal in removals(folders)],
+        "healing": [table for part in folders if part.kind == "heal" for table in _healing(part)],
         "settings": [
             settings_table(f"Settings of {short(part.label, 60)}" if part.label else "All settings", settings)
             for part in folders
             if (settings := part.meta.get("settings"))
         ],
     }
+
+
+def _healing(part: SkipPart) -> list[Table]:
+    """The losses before and after healing, and the maps."""
+    rows, losses = [], {}
+    for name in map(str, part.table["model"].dropna().unique()):
+        cells: dict[str, Any] = {key: part.value(key, "mean", model=name) for key in ("loss", "kl", "greedy_agreement")}
+        losses[name] = cells["loss"]
+        base, error = losses.get("original"), part.value("loss", "difference_stderr", model=name)
+        if name != "original" and None not in (base, losses[name]):
+            added = minus(losses[name] - base, "+.4f")
+            cells["added"] = f"{added} {plus_minus({'standard_error': error})}".strip()
+        rows.append((short(name, 40), cells))
+    maps = [(short(str(one.get("host")), 40), one) for one in part.meta.get("maps") or []]
+    return [of_record("healed", rows), of_record("maps", maps)]
 
 
 def _block_map(removal: Removal, layers: int) -> dict[str, Any]:

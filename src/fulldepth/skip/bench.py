@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from torch.nn import functional
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from fulldepth.data.batches import Example
@@ -42,7 +42,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.latency import PHASES, Runner, check_positions, machine, random_tokens, time_in_rounds
 from fulldepth.execution.memory import cache_bytes, parameter_bytes, peak_bytes
-from fulldepth.execution.scoring import DEVICE_LOGITS, batch_sums
+from fulldepth.execution.scoring import DEVICE_LOGITS, LOSS, batch_sums, read
 from fulldepth.execution.verify import check_task
 from fulldepth.hf import Checkpoint, anatomy_candidates, device_of, evaluating, open_model
 from fulldepth.hf.model_hash import model_hash
@@ -120,7 +120,7 @@ def bench(
         if data is not None or heldout is not None:
             checkpoint = Checkpoint(entries[0].model, entries[0].name)
             examples = read_data(checkpoint, anatomy, data, settings, tokenizer=tokenizer, heldout=heldout)
-            measured.losses = heldout_losses(models, examples.heldout, settings.batch_size, watcher)
+            measured.losses = heldout_losses(models, examples.heldout, settings.batch_size, watcher)[LOSS]
         runs = {label: Runner(model) for label, model in models.items()}
         cells = [Cell(batch, context) for batch in settings.batches for context in settings.contexts]
         watcher.begin("Benchmark", len(cells) * len(runs) * (settings.repeats + settings.warmup))
@@ -223,8 +223,12 @@ class HeldoutLosses:
 
 @torch.no_grad()
 def heldout_losses(
-    models: Mapping[str, PreTrainedModel], examples: Sequence[Example], batch_size: int, watcher: Watcher
-) -> HeldoutLosses:
+    models: Mapping[str, PreTrainedModel],
+    examples: Sequence[Example],
+    batch_size: int,
+    watcher: Watcher,
+    kinds: Sequence[str] = (LOSS,),
+) -> dict[str, HeldoutLosses]:
     """Compute the loss of every model on every sequence, by ordinary forward passes.
 
     Args:
@@ -232,6 +236,11 @@ def heldout_losses(
         examples: held-out examples.
         batch_size: sequences per batch; fewer if their logits would take more than about half a GiB.
         watcher: receives progress after every batch.
+        kinds: `loss`; `kl`, the divergence KL(first model || model); `greedy_agreement`, the number of tokens for which
+            both predict the same next token.
+
+    Returns:
+        Kind -> its sums.
 
     Raises:
         FulldepthError: if no token of the examples counts, or a loss is NaN or infinite.
@@ -240,21 +249,27 @@ def heldout_losses(
     largest = max(vocabulary(model) for model in models.values())
     batches = make_batches(examples, min(batch_size, max(1, DEVICE_LOGITS // (longest * largest))))
     watcher.begin("Held-out loss", len(batches) * len(models))
-    sums: dict[str, list[float]] = {label: [] for label in models}
+    sums: dict[str, dict[str, list[float]]] = {kind: {label: [] for label in models} for kind in kinds}
     for batch in batches:
+        base: Tensor | None = None
         for label, model in models.items():
             placed = batch.to(device_of(model))
             logits = model(**placed.inputs, use_cache=False).logits  # [B, T, V]
             rows = logits[placed.where.to(logits.device)]  # [R, V]
-            rows = rows.float() if rows.dtype.itemsize < 4 else rows
-            losses = functional.cross_entropy(rows, placed.targets.to(rows.device), reduction="none")
-            sums[label] += batch_sums(losses, placed)
+            rows = (rows.float() if rows.dtype.itemsize < 4 else rows).log_softmax(-1)
+            base = rows if base is None and len(kinds) > 1 else base
+            for kind in kinds:
+                values = read(kind, rows, placed.targets, None if base is None else base.to(rows.device))
+                sums[kind][label] += batch_sums(values, placed)
             watcher.advance(1)
-    if broken := [label for label, values in sums.items() if not np.isfinite(values).all()]:
+    if broken := [label for label, values in sums[LOSS].items() if not np.isfinite(values).all()]:
         raise FulldepthError(f"The held-out loss of {broken[0]} is NaN or infinite.")
     tokens = np.array([count for batch in batches for count in batch.tokens], dtype=np.float64)
     documents = np.array([document for batch in batches for document in batch.documents])
-    return HeldoutLosses({label: np.array(values) for label, values in sums.items()}, tokens, documents)
+    return {
+        kind: HeldoutLosses({label: np.array(values) for label, values in own.items()}, tokens, documents)
+        for kind, own in sums.items()
+    }
 
 
 def vocabulary(model: PreTrainedModel) -> int:
