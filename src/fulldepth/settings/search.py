@@ -134,7 +134,7 @@ class ExportSettings(LoadingSettings):
 
     options: ClassVar = {
         "Loading the model": ("dtype", "device", "device_map", "tokenizer", "revision", "trust_remote_code"),
-        "Writing": ("shard_size",),
+        "Writing": ("shard_size", "gguf_type"),
     }
 
     dtype: str | None = None  # type: ignore[assignment]
@@ -145,3 +145,5 @@ class ExportSettings(LoadingSettings):
     """Folder or name; None = the search's."""
     shard_size: str = "5GB"
     """Maximum size of one weight file, such as 2GB."""
+    gguf_type: Literal["f16", "bf16", "q8_0"] | None = None
+    """Type of changed matrices in a GGUF; None = q8_0 for quantised ones, else the source's."""

@@ -1,0 +1,116 @@
+"""GGUF files without blocks: computed by llama.cpp, against the stock model that computes the plan's definition."""
+
+from __future__ import annotations
+
+import copy
+import resource
+import signal
+from importlib.util import find_spec
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import gguf_files
+import tiny_models
+from fulldepth.errors import FulldepthError
+from fulldepth.execution.readers import with_llama_cpp
+from fulldepth.hf import load_checkpoint
+from fulldepth.skip import export
+from fulldepth.skip.exports import export as exporting
+from fulldepth.skip.exports.formats.checkpoint import Weight
+from fulldepth.skip.exports.formats.gguf import encoded, write_gguf
+from skip import planned
+
+PARTS = {"attention": ("att",), "mlp": ("mlp",), "layer": ("att", "mlp")}
+KINDS = gguf.GGMLQuantizationType
+IDS = torch.tensor([[5, 9, 20, 77, 31, 8, 100, 64]])
+
+
+def tiny(kind="llama", **options):
+    """A tiny model with a vocabulary that GGUF files can hold, and rows that q8_0 can."""
+    options = tiny_models.DECODER | {"vocab_size": 300, "intermediate_size": 64, "num_hidden_layers": 4} | options
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.add_(0.3 * torch.randn_like(weight)) if weight.ndim == 1 else weight.mul_(4.0)
+    return model
+
+
+def source(tmp_path, kind="llama", quantise=None, **options):
+    """A GGUF file and the model that transformers reads from it."""
+    path = gguf_files.write(tmp_path / "source.gguf", tiny(kind, **options), quantise=quantise)
+    return path, load_checkpoint(path).model
+
+
+def without(model, removed, scalars=None):
+    """[V] log-probabilities after `IDS` in float64, by hooks on the stock model."""
+    model, scalars = copy.deepcopy(model).double(), scalars or {}
+    layers = range(1, model.config.num_hidden_layers + 1)
+    factors = {layer: dict.fromkeys(planned.NAMES, 1.0) | scalars.get(str(layer), {}) for layer in layers}
+    for part, numbers in removed.items():
+        for layer in numbers:
+            factors[layer] |= {f"b_{name}": 0.0 for name in PARTS[part]}
+    planned.scale(model, factors)
+    with torch.no_grad():
+        return model(input_ids=IDS).logits[0, -1].log_softmax(-1)
+
+
+def by_llama_cpp(path):
+    """[V] log-probabilities after `IDS`, in this process."""
+    files = [str(path.with_name(name)) for name in ("inputs.pt", "logits.pt")]
+    torch.save(IDS, files[0])
+    with_llama_cpp.main(str(path), *files, "llama.cpp")
+    return torch.load(files[1])[0].double()
+
+
+def stored(path):
+    """Name -> (type, bytes) of a file's tensors; key -> (types, value) of its metadata."""
+    reader = gguf.GGUFReader(path)
+    fields = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    entries = {key: (field.types[:1], field.contents()) for key, field in fields.items()}
+    return {t.name: (t.tensor_type, t.data.tobytes()) for t in reader.tensors}, entries
+
+
+REMOVED = [
+    ({"attention": [2, 4]}, "deci", [(1, 1), (0, 2), (3, 3), (0, 4)]),
+    ({"attention": [1], "layer": [3]}, "deci", [(0, 1), (2, 2), (4, 4)]),
+    ({"mlp": [2, 4]}, "deci", [(1, 1), (2, 0), (3, 3), (4, 0)]),
+    ({"layer": [1, 3]}, "llama", [(2, 2), (4, 4)]),
+    ({"mlp": [1], "attention": [2], "layer": [4]}, "llama", [(1, 2), (3, 3)]),
+]
+"""What is removed, and the layers of the file that each layer's attention and MLP are from (0 = none)."""
+
+
+@pytest.mark.parametrize(("removed", "architecture", "layers"), REMOVED)
+def test_llama_cpp_computes_what_is_left_from_the_sources_bytes(removed, architecture, layers, tmp_path):
+    path, model = source(tmp_path)
+    lacking = [[n for part in (own, "layer") for n in removed.get(part, [])] for own in ("attention", "mlp")]
+    write_gguf(path, tmp_path / "small.gguf", *lacking)
+    expected = without(model, removed)
+    assert (by_llama_cpp(tmp_path / "small.gguf") - expected).abs().max() < 1e-5
+    assert (expected - without(model, {})).abs().max() > 1
+
+    (tensors, entries), (before, old) = stored(tmp_path / "small.gguf"), stored(path)
+    for name, value in before.items():
+        if not name.startswith("blk."):
+            assert tensors.pop(name) == value
+    for index, pair in enumerate(layers):
+        for part, number in zip(("attn", "ffn"), pair, strict=True):
+            for name, value in before.items():
+                if number and name.startswith(f"blk.{number - 1}.{part}_"):
+                    assert tensors.pop(f"blk.{index}.{name.split('.', 2)[2]}") == value
+    assert not any(np.frombuffer(data, np.float32).any() for name, (_, data) in tensors.items() if "norm" not in name)
+
+    heads, neurons = [4 * bool(a or not n) for n, (a, _) in enumerate(layers)], [64 if m else 1 for _, m in layers]
+    changed = {"general.architecture": architecture, f"{architecture}.block_count": len(layers)}
+    if architecture == "deci":
+        changed |= {"deci.attention.head_count": heads, "deci.feed_forward_length": neurons}
+        changed["deci.attention.head_count_kv"] = [2 * bool(attention) for attention, _ in layers]
+    for key, (kind, value) in old.items():
+        new = key.replace("llama.", f"{architecture}.", 1)
+        assert entries.pop(new) == (kind, value) if new not in changed else entries.pop(new)[1] == changed[new]
+    assert not entries
