@@ -137,13 +137,13 @@ def export(
             format does not hold, folding is refused, the disk is full, the export computes other logits than the plan's model, both
             `device` and `device_map` are set, or the upload fails.
     """
-    check_publishing(push_to_hub)
     file_format, target = FORMATS[known_format(format)], Path(output)
-    most_bytes = shard_size if isinstance(shard_size, int) else file_size(shard_size)
     single = file_format.suffix is not None
-    check_target(target, file_format.suffix)
     if single and push_to_hub is not None:
         raise FulldepthError(f"--push-to-hub uploads folders. Upload the file with `hf upload {push_to_hub} {target}`.")
+    check_publishing(push_to_hub)
+    most_bytes = shard_size if isinstance(shard_size, int) else file_size(shard_size)
+    check_target(target, file_format.suffix)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if device is not None and device_map is not None:
