@@ -9,25 +9,29 @@ from typing import Annotated
 
 import torch
 from pydantic import Field, FiniteFloat
+from torch import Tensor
 from torch.nn import functional
 
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import BASE, Scorer
-from fulldepth.hf import frozen
-from fulldepth.hf.scalars import Scalars
+from fulldepth.hf import Block, Scalars, frozen
+from fulldepth.skip.goal import Goal
 from fulldepth.skip.loss_cache import Chunk, LossCache
+from fulldepth.skip.plan import pick_of
 
-STREAMS = {"attention": ("attention_carried", "attention_branch"), "mlp": ("mlp_input", "mlp_branch")}
-"""Granularity -> the sites of the stream that a branch is added to, and of the branch."""
+SITES = {"attention": ("attention_carried", "attention_branch"), "mlp": ("mlp_input", "mlp_branch")} | {
+    "layer": ("residual",)
+}
+"""Part -> the sites of the stream that a branch is added to, and of the branch."""
 GATES = {"attention": ("b_att",), "mlp": ("b_mlp",), "layer": ("b_att", "b_mlp")}
-"""Granularity -> the factors that switch it off at 0."""
+"""Part -> the factors that switch it off at 0."""
 
 
 def rank(
-    loss_cache: LossCache, search: str, blocks: int, *, seed: int = 0, given: Sequence[int] | None = None
-) -> list[int]:
-    """The layers that a baseline removes, in its order.
+    loss_cache: LossCache, search: str, goal: Goal, *, seed: int = 0, given: Sequence[int | str] | None = None
+) -> list[Variant]:
+    """The blocks that a baseline removes, in its order; of granularity `any`, attentions and MLPs in one ranking.
 
     - `one-shot`: lowest loss when it alone is skipped.
     - `cosine`: block influence, mean over tokens of `1 - cos(x, x + A)` with the branch A (a layer: of its input and
@@ -39,21 +43,33 @@ def rank(
     Args:
         loss_cache: computes losses; its criterion is the loss of `one-shot`.
         search: one of the names above.
-        blocks: k.
+        goal: the ranking is cut where it is reached.
         seed: of `random`.
-        given: layers of `given`.
+        given: blocks of `given`, as in `Plan.blocks`.
     """
-    able = list(loss_cache.costs.able)
-    if search == "given":
-        return list(given or ())
-    if search == "last":
-        return able[::-1][:blocks]
-    if search == "random":
-        return random.Random(seed).sample(able, blocks)
     costs = loss_cache.costs
+    if search == "given":
+        return [pick_of(block, costs.granularity) for block in given or ()]
+    count = int(goal.needed) if goal.target == "blocks" else len(costs.able)
+    ranked = _ranked(loss_cache, search, count, seed)
+    removed, picks = BASE, list[Variant]()
+    while goal.left(removed) and len(picks) < len(ranked):
+        picks.append(Variant({ranked[len(picks)]}))
+        removed |= picks[-1]
+    return picks
+
+
+def _ranked(loss_cache: LossCache, search: str, count: int, seed: int) -> list[Block]:
+    """At least `count` candidates, those to remove first."""
+    costs = loss_cache.costs
+    able = list(costs.able)
+    if search == "last":
+        return able[::-1]
+    if search == "random":
+        return random.Random(seed).sample(able, count)
     if search == "one-shot":
-        loss_cache.need_everywhere("One-shot", loss_cache.candidates(()))
-        scores = {layer: loss_cache.mean(Variant({layer})) for layer in able}
+        loss_cache.need_everywhere("One-shot", [Variant({block}) for block in able])
+        scores = {block: loss_cache.mean(Variant({block})) for block in able}
     else:
         measure, price = (influence, costs.whole) if search == "cosine" else (sensitivity, costs.training)
 
@@ -61,28 +77,38 @@ def rank(
             return measure(loss_cache.scorer, chunk), len(chunk), sum(price(BASE, batch.shape) for batch in chunk)
 
         loss_cache.begin(search.capitalize(), len(loss_cache.chunks))
-        kind = Annotated[list[FiniteFloat], Field(min_length=costs.num_layers, max_length=costs.num_layers)]
+        blocks = _measured_blocks(loss_cache.scorer)
+        kind = Annotated[list[FiniteFloat], Field(min_length=len(blocks), max_length=len(blocks))]
         work = {f"{search} {number}": partial(on, chunk) for number, chunk in enumerate(loss_cache.chunks)}
         parts = loss_cache.task(work, kind)
         loss_cache.finish()
-        scores = {layer: abs(sum(sums[layer - 1] for sums in parts)) for layer in able}
-    return sorted(able, key=lambda layer: (scores[layer], layer))[:blocks]
+        scores = {block: abs(sum(sums)) for block, sums in zip(blocks, zip(*parts, strict=True), strict=True)}
+    return sorted(able, key=lambda block: (scores[block], block))
+
+
+def _measured_blocks(scorer: Scorer) -> list[Block]:
+    """Every block of the granularity, by part and layer, also of layers that lack the part."""
+    parts = ("attention", "mlp") if scorer.granularity == "any" else (scorer.granularity,)
+    return [Block(layer, part) for part in parts for layer in range(1, scorer.costs.num_layers + 1)]
 
 
 @torch.no_grad()
 def influence(scorer: Scorer, chunk: Chunk) -> list[float]:
-    """For every layer, the sum over a chunk's tokens of `1 - cos(x, x + branch)`."""
+    """For every block, the sum over a chunk's tokens of `1 - cos(x, x + branch)`."""
     scorer.plain()
-    sites = STREAMS.get(scorer.granularity, ("residual",))
-    totals = [0.0] * scorer.costs.num_layers
+    blocks = _measured_blocks(scorer)
+    parts = {part: SITES[part] for _, part in blocks}
+    totals = [0.0] * len(blocks)
     for batch in chunk:
         inputs = batch.to(scorer.device).inputs
-        with capture(scorer.anatomy, sites) as activations:
+        with capture(scorer.anatomy, [site for sites in parts.values() for site in sites]) as activations:
             scorer.anatomy.body(**body_inputs(scorer.anatomy, inputs))
-        if scorer.granularity == "layer":
-            pairs = list(zip(activations["residual"][:-1], activations["residual"][1:], strict=True))
-        else:
-            pairs = [(x, x + a) for x, a in zip(*(activations[site] for site in sites), strict=True)]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for part, sites in parts.items():
+            if part == "layer":
+                pairs += zip(activations["residual"][:-1], activations["residual"][1:], strict=True)
+            else:
+                pairs += [(x, x + a) for x, a in zip(*(activations[site] for site in sites), strict=True)]
         for index, (before, after) in enumerate(pairs):
             mask = inputs["attention_mask"].to(before.device).bool()
             cosine = functional.cosine_similarity(before[mask].double(), after[mask].double(), dim=-1)
@@ -91,19 +117,18 @@ def influence(scorer: Scorer, chunk: Chunk) -> list[float]:
 
 
 def sensitivity(scorer: Scorer, chunk: Chunk) -> list[float]:
-    """For every layer, the gradient of a chunk's summed loss with respect to a gate on the branch."""
-    anatomy = scorer.anatomy
+    """For every block, the gradient of a chunk's summed loss with respect to a gate on the branch."""
+    anatomy, blocks = scorer.anatomy, _measured_blocks(scorer)
     gates = Scalars(anatomy.num_layers, (), scorer.granularity).to(scorer.device)
-    factors = [
-        [gates.get(layer)[name] for name in GATES[scorer.granularity]] for layer in range(1, anatomy.num_layers + 1)
-    ]
-    totals = [0.0] * len(factors)
+    factors = [[gates.get(layer)[name] for name in GATES[part]] for layer, part in blocks]
+    flat = list(dict.fromkeys(factor for of in factors for factor in of))
+    totals = [0.0] * len(blocks)
     for batch in chunk:
         batch = batch.to(scorer.device)
         with torch.enable_grad(), frozen(anatomy.model):
             loss = scorer.objective(scorer.states(batch, BASE, gates), batch.targets)
-            flat = torch.autograd.grad(loss, [factor for of in factors for factor in of])
-        per_layer = torch.stack(flat).double().view(len(factors), -1).sum(1).tolist()
-        totals = [total + more for total, more in zip(totals, per_layer, strict=True)]
+            gradients = dict(zip(flat, torch.autograd.grad(loss, flat), strict=True))
+        own = [sum(float(gradients[factor]) for factor in of) for of in factors]
+        totals = [total + more for total, more in zip(totals, own, strict=True)]
     scorer.plain()
     return totals
