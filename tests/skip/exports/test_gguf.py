@@ -6,23 +6,25 @@ import copy
 import re
 import resource
 import signal
-from importlib.util import find_spec
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
 import gguf_files
 import tiny_models
+from fulldepth.cli import app
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.readers import with_llama_cpp
 from fulldepth.hf import load_checkpoint
 from fulldepth.skip import export
 from fulldepth.skip.exports import export as exporting
+from fulldepth.skip.exports.formats import gguf as writer
 from fulldepth.skip.exports.formats.checkpoint import Weight
-from fulldepth.skip.exports.formats.gguf import encoded, write_gguf
+from fulldepth.skip.exports.formats.gguf import write_gguf
 from skip import planned
 
 PARTS = {"attention": ("att",), "mlp": ("mlp",), "layer": ("att", "mlp")}
@@ -155,3 +157,98 @@ def test_folded_scalars_change_the_output_projections_alone(quantise, gguf_type,
     }
     assert {tensors[name][0].name for name in other} == {kind}
     assert report.bytes == report.path.stat().st_size
+
+
+GEMMA = {"num_hidden_layers": 12, "sliding_window": 4}
+
+
+def test_whole_periods_of_sliding_windows_can_be_removed(tmp_path):
+    path, model = source(tmp_path, "gemma3_text", **GEMMA)
+    layers = list(range(3, 9))
+    write_gguf(path, tmp_path / "small.gguf", layers, layers)
+    assert (by_llama_cpp(tmp_path / "small.gguf") - without(model, {"layer": layers})).abs().max() < 1e-4
+
+
+def planned_file(tmp_path, blocks=("attention 2", "mlp 3"), granularity="any", **options):
+    """A GGUF file and a plan for it, in a folder of their own."""
+    (tmp_path / "in").mkdir()
+    path, model = source(tmp_path / "in", **options)
+    return path, model, planned.plan(model, blocks, granularity, values=None)
+
+
+@pytest.mark.slow
+def test_the_command_writes_what_a_fresh_process_has_computed(tmp_path):
+    path, _, plan = planned_file(tmp_path, quantise=KINDS.Q8_0)
+    files = [plan.save(tmp_path / "in" / "plan.json"), path, "--format", "gguf", "--output", tmp_path / "a" / "s.gguf"]
+    result = CliRunner().invoke(app, ["skip", "apply", *map(str, files)])
+    assert result.exit_code == 0, result.output
+    assert "deci" in result.output
+    assert "UNVERIFIED" not in result.output
+    assert [file.name for file in (tmp_path / "a").iterdir()] == ["s.gguf"]
+
+
+@pytest.mark.slow
+def test_a_file_that_computes_something_else_is_dropped(tmp_path, monkeypatch):
+    path, _, plan = planned_file(tmp_path)
+    monkeypatch.setattr(writer, "packed", lambda *_: [(1, 1), (2, 2), (4, 4)])
+    with pytest.raises(FulldepthError, match="miss the plan's"):
+        export(plan, path, "gguf", tmp_path / "out" / "small.gguf")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("blocks", "granularity", "error"), [([2], "layer", 1e-6), (["attention 2"], "any", None)])
+def test_without_llama_cpp_transformers_computes_what_it_can_and_the_export_says_so(
+    blocks, granularity, error, tmp_path, monkeypatch
+):
+    path, _, plan = planned_file(tmp_path, blocks, granularity)
+    monkeypatch.setattr(exporting, "find_spec", lambda _: None)
+    report = export(plan, path, "gguf", tmp_path / "small.gguf")
+    assert not report.verified
+    assert "UNVERIFIED" in report.notes[-1]
+    assert report.logit_error is None if error is None else report.logit_error < error
+
+
+REFUSED = [
+    ("safetensors", ["attention 2"], {}, {}, "convert_hf_to_gguf"),
+    ("gemma3_text", ["attention 2"], GEMMA, {}, "gemma3"),
+    ("gemma3_text", ["layer 2"], GEMMA, {}, "any 6 neighbours"),
+    ("llama", ["layer 1", "layer 2", "layer 3", "layer 4"], {}, {}, "all 4 layers"),
+    ("llama", ["attention 2"], {}, {"output": "out"}, r"\.gguf"),
+    ("llama", ["attention 2"], {}, {"output": "in/source.gguf"}, "exists already"),
+    ("llama", ["attention 2"], {}, {"push_to_hub": "user/model"}, "hf upload user/model"),
+    ("llama", ["attention 2"], {}, {"gguf_type": "q4_k"}, "q4_k"),
+]
+
+
+@pytest.mark.parametrize(("kind", "blocks", "fields", "options", "words"), REFUSED)
+def test_what_cannot_be_is_refused(kind, blocks, fields, options, words, tmp_path):
+    path, model, plan = planned_file(tmp_path, blocks, kind="llama" if kind == "safetensors" else kind, **fields)
+    if kind == "safetensors":
+        path = tmp_path / "in" / "folder"
+        model.save_pretrained(path)
+    options = {"output": "new/out.gguf"} | options
+    target = tmp_path / options.pop("output")
+    with pytest.raises(FulldepthError, match=words):
+        export(plan, path, "gguf", target, **options)
+    assert [file.name for file in tmp_path.iterdir()] == ["in"]
+
+
+def test_what_deci_does_not_compute_is_refused_by_name(tmp_path):
+    extra = {"blk.1.attn_q_norm.weight": np.ones(8, np.float32)}
+    path = gguf_files.write(tmp_path / "source.gguf", tiny(), extra=extra)
+    with pytest.raises(FulldepthError, match="attn_q_norm"):
+        write_gguf(path, tmp_path / "small.gguf", [2], [])
+
+
+def test_a_full_disk_leaves_nothing_and_is_said(tmp_path):
+    """The system refuses to write more than 20,000 bytes into any file."""
+    path, _, plan = planned_file(tmp_path)
+    limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(FulldepthError, match="Cannot write"):
+            export(plan, path, "gguf", tmp_path / "new" / "small.gguf")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert [file.name for file in tmp_path.iterdir()] == ["in"]

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import pydantic
 import torch
@@ -17,7 +17,7 @@ from pydantic import AfterValidator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.readers import LOWEST, prove
 from fulldepth.execution.stream import relative_error
@@ -44,6 +44,7 @@ from fulldepth.hf.gguf import load_gguf_config, load_gguf_model, read_header
 from fulldepth.results import versions
 from fulldepth.settings import Settings
 from fulldepth.settings.exit import file_size
+from fulldepth.settings.search import GgufType
 from fulldepth.skip.exports.fold import logits, probes, rounding_error, scaled_logits
 from fulldepth.skip.exports.formats import FORMATS, SHARD_SIZE, Draft, Format, check_format, known_format
 from fulldepth.skip.plan import MOST_BYTES, Plan, in_sample
@@ -51,6 +52,7 @@ from fulldepth.skip.plan import MOST_BYTES, Plan, in_sample
 NOTES = "fulldepth_skip.json"
 """File of an export with its format, error, notes and plan."""
 SCHEMA_VERSION = 1
+GGUF_TYPES: tuple[str, ...] = get_args(GgufType)
 ALLOWANCE, MOST_NOISE = 1.5, 0.2
 """Multiple of the error of rounding in half precision that an export may have, and an upper limit."""
 STOCK = """\
@@ -134,14 +136,16 @@ def export(
 
     Raises:
         FulldepthError: if `output` exists or is misnamed, the plan is for another model or of a granularity that the
-            format does not hold, folding is refused, the disk is full, the export computes other logits than the plan's model, both
-            `device` and `device_map` are set, or the upload fails.
+            format does not hold, folding is refused, the disk is full, the export computes other logits than the plan's
+            model, both `device` and `device_map` are set, or the upload fails.
     """
     file_format, target = FORMATS[known_format(format)], Path(output)
     single = file_format.suffix is not None
     if single and push_to_hub is not None:
         raise FulldepthError(f"--push-to-hub uploads folders. Upload the file with `hf upload {push_to_hub} {target}`.")
     check_publishing(push_to_hub)
+    if gguf_type not in (None, *GGUF_TYPES):
+        raise unknown("GGUF type", str(gguf_type), GGUF_TYPES)
     most_bytes = shard_size if isinstance(shard_size, int) else file_size(shard_size)
     check_target(target, file_format.suffix)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)

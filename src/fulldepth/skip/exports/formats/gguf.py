@@ -27,10 +27,12 @@ from transformers.integrations.gguf.utils import is_gguf_arch_supported
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from fulldepth.errors import FulldepthError, names_of
+from fulldepth.hf import Anatomy
 from fulldepth.hf.gguf import SCALED_BY_WIDTH, Header, find_gguf, load_gguf_config, read_header
 from fulldepth.skip.exports.fold import Folding, heals, prepare
 from fulldepth.skip.exports.formats.checkpoint import Draft, Weight
 from fulldepth.skip.exports.formats.format import Format
+from fulldepth.skip.plan import Plan
 
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 DECI_TENSORS = re.compile(r"(attn_(norm|q|k|v|output)|ffn_(norm|gate|up|down))\.(weight|bias)")
@@ -57,20 +59,16 @@ class Gguf(Format):
         """
         source_of(model)
 
-    def folding(self, anatomy: Any, plan: Any) -> Folding:
+    def folding(self, anatomy: Anatomy, plan: Plan) -> Folding:
         """The folding; a plan without scalars needs none."""
         return prepare(anatomy, plan) if heals(plan) else Folding.unscaled(anatomy, "There are no scalars to fold.")
 
     def write(self, draft: Draft) -> list[str]:
         """Write the file."""
-        attention, mlp = (lacking(draft.plan, part) for part in ("attention", "mlp"))
+        attention, mlp = (draft.plan.lacking(part) for part in ("attention", "mlp"))
         source = source_of(draft.model)
         notes = write_gguf(source, draft.folder, attention, mlp, draft.weights(), draft.gguf_type)
         return [draft.folding.note, *notes]
-
-
-def lacking(plan: Any, part: str) -> list[int]:
-    return sorted(plan.blocks) if plan.granularity in (part, "layer") else []
 
 
 def source_of(model: PreTrainedModel) -> Path:
