@@ -38,7 +38,7 @@ def tiny(kind="llama", **options):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for weight in model.parameters():
             weight.add_(0.3 * torch.randn_like(weight)) if weight.ndim == 1 else weight.mul_(4.0)
     return model
 
@@ -143,8 +143,13 @@ def test_changed_weights_are_stored_as_transformers_reads_them_and_equal_ones_as
 @pytest.mark.usefixtures("unproven")
 @pytest.mark.parametrize(
     ("quantise", "gguf_type", "kind", "allowed"),
-    [(None, None, "F32", 1e-4), (None, "bf16", "BF16", 0.03), (KINDS.Q4_1, None, "Q8_0", 0.3), (KINDS.Q8_0, "f16", "F16", 0.1)],
-)  # fmt: skip
+    [
+        (None, None, "F32", 1e-4),
+        (None, "bf16", "BF16", 0.03),
+        (KINDS.Q4_1, None, "Q8_0", 0.3),
+        (KINDS.Q8_0, "f16", "F16", 0.1),
+    ],
+)
 def test_folded_scalars_change_the_output_projections_alone(quantise, gguf_type, kind, allowed, tmp_path):
     path, model = source(tmp_path, quantise=quantise)
     scalars = planned.scalars([2], 4, low=0.9, high=1.1)
@@ -159,14 +164,15 @@ def test_folded_scalars_change_the_output_projections_alone(quantise, gguf_type,
     assert report.bytes == report.path.stat().st_size
 
 
-GEMMA = {"num_hidden_layers": 12, "sliding_window": 4}
+GEMMA = {"num_hidden_layers": 12, "sliding_window": 4, "head_dim": 256}
+"""llama.cpp scales by the width of a head, GGUF files state no other."""
 
 
 def test_whole_periods_of_sliding_windows_can_be_removed(tmp_path):
     path, model = source(tmp_path, "gemma3_text", **GEMMA)
     layers = list(range(3, 9))
     write_gguf(path, tmp_path / "small.gguf", layers, layers)
-    assert (by_llama_cpp(tmp_path / "small.gguf") - without(model, {"layer": layers})).abs().max() < 1e-4
+    assert (by_llama_cpp(tmp_path / "small.gguf") - without(model, {"layer": layers})).abs().max() < 2e-3  # float16 table of GELU
 
 
 def planned_file(tmp_path, blocks=("attention 2", "mlp 3"), granularity="any", **options):

@@ -28,7 +28,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from fulldepth.errors import FulldepthError, names_of
 from fulldepth.hf import Anatomy
-from fulldepth.hf.gguf import SCALED_BY_WIDTH, Header, find_gguf, load_gguf_config, read_header
+from fulldepth.hf.gguf import SCALED_BY_WIDTH, Header, find_gguf, load_gguf_config, packaged, read_header
 from fulldepth.skip.exports.fold import Folding, heals, prepare
 from fulldepth.skip.exports.formats.checkpoint import Draft, Weight
 from fulldepth.skip.exports.formats.format import Format
@@ -77,7 +77,7 @@ def source_of(model: PreTrainedModel) -> Path:
     Raises:
         FulldepthError: if it was loaded from something else.
     """
-    source = find_gguf(model.name_or_path) if model.name_or_path else None
+    source = find_gguf(packaged(model.name_or_path)) if model.name_or_path else None
     if source is None:
         raise FulldepthError(
             f"--format gguf changes a GGUF file, and {model.name_or_path or 'this model'} is none. Convert it once "
