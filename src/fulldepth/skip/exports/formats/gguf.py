@@ -299,14 +299,14 @@ def tensors(
             yield name, *replaced.get(tensor.name, (tensor.data, tensor.tensor_type))
     of, width = {tensor.name: tensor for tensor in stored}, header.entries["embedding_length"]
     for index, (attention, mlp) in enumerate(layers):
-        shapes: dict[str, tuple[int, int]] = {}
         if mlp is None:
-            shapes = {"ffn_gate": (1, width), "ffn_up": (1, width), "ffn_down": (width, 1)}
-        elif attention is None and not index:
-            shapes = {"attn_output": (width, width)}
-        for name, shape in shapes.items():
-            kind = of[f"blk.{(attention or mlp) - 1}.{name}.weight"].tensor_type
-            yield f"blk.{index}.{name}.weight", *encoded(np.zeros(shape, np.float32), kind)
-        if shapes:
-            norm = of[f"blk.{(attention or mlp) - 1}.{'ffn' if mlp is None else 'attn'}_norm.weight"]
-            yield f"blk.{index}.{name.partition('_')[0]}_norm.weight", norm.data, norm.tensor_type
+            norm, zeros = "ffn_norm", {"ffn_gate": (1, width), "ffn_up": (1, width), "ffn_down": (width, 1)}
+        elif attention is None and index == 0:
+            norm, zeros = "attn_norm", {"attn_output": (width, width)}
+        else:
+            continue
+        new, old = f"blk.{index}", f"blk.{(attention or mlp or 0) - 1}"
+        yield f"{new}.{norm}.weight", of[f"{old}.{norm}.weight"].data, of[f"{old}.{norm}.weight"].tensor_type
+        for name, shape in zeros.items():
+            kind = of[f"{old}.{name}.weight"].tensor_type
+            yield f"{new}.{name}.weight", *encoded(np.zeros(shape, np.float32), kind)
