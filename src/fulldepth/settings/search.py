@@ -13,6 +13,7 @@ from fulldepth.settings.loading import Length, LoadingSettings, Rate, Seed
 Criterion = Literal["loss", "scaled", "kl"]
 Method = Literal["greedy", "exact", "one-shot", "cosine", "taylor", "random", "last", "given"]
 Granularity = Literal["attention", "mlp", "layer", "any"]
+GgufType = Literal["f16", "bf16", "q8_0"]
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 TARGETS = ("target_speedup", "target_bytes", "target_cache", "max_loss")
@@ -171,7 +172,7 @@ class ExportSettings(LoadingSettings):
 
     options: ClassVar = {
         "Loading the model": ("dtype", "device", "device_map", "tokenizer", "revision", "trust_remote_code"),
-        "Writing": ("shard_size",),
+        "Writing": ("shard_size", "gguf_type"),
     }
 
     dtype: str | None = None  # type: ignore[assignment]
@@ -182,3 +183,5 @@ class ExportSettings(LoadingSettings):
     """Folder or name; None = the search's."""
     shard_size: str = "5GB"
     """Maximum size of one weight file, such as 2GB."""
+    gguf_type: GgufType | None = None
+    """Type of changed matrices in a GGUF; None = q8_0 for quantised ones, else the source's."""
