@@ -202,6 +202,8 @@ def _num_blocks(settings: SearchSettings, depth: int) -> int:
         )
     if settings.budget is not None and settings.search != "greedy":
         raise FulldepthError(f"A budget ends rounds of the search `greedy`; `{settings.search}` takes its time.")
+    if settings.search == "groups" and settings.granularity != "layer":
+        raise FulldepthError(f"`groups` removes a run of layers, not of {settings.granularity}; use granularity layer.")
     blocks = settings.blocks if given is None else len(given)
     if not blocks:
         raise FulldepthError("How many blocks to remove? Set blocks, or name the layers in given.")

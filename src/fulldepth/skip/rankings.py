@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -31,7 +32,12 @@ def rank(
 
     - `one-shot`: lowest loss when it alone is skipped.
     - `cosine`: block influence, mean over tokens of `1 - cos(x, x + A)` with the branch A (a layer: of its input and
-      output); lowest first. Padding does not count. Source: ShortGPT (arXiv 2403.03853), eq. 1, there for layers.
+      output); lowest first. Padding does not count. Source: ShortGPT (arXiv 2403.03853), eq. 1, for layers; LLM-Drop
+      (arXiv 2406.15786) for attention and MLPs.
+    - `groups`: the run of k neighbouring layers with the smallest angular distance between its input x and its output
+      y, mean over tokens of `arccos(cos(x, y)) / pi`; from its last layer on. Granularity `layer`. Source: Gromov et
+      al. (arXiv 2403.17887), eq. 7, there of the last token of each sequence; all tokens give the same run from fewer
+      sequences. ReplaceMe (arXiv 2505.02819) takes the mean of `cos(x, y)` for its choice.
     - `taylor`: first-order change of the mean loss, `|dL/dg|` of a gate g = 1 on the branch (a layer: one gate on both
       its branches), from one backward pass; lowest first. Source: Molchanov et al. 2019 (arXiv 1906.10771), eq. 8.
     - `random`: a seeded permutation. `last`: from the last layer on. `given`: as given.
@@ -55,38 +61,49 @@ def rank(
         loss_cache.need_everywhere("One-shot", loss_cache.candidates(()))
         scores = {layer: loss_cache.mean(Variant({layer})) for layer in able}
     else:
-        measure, price = (influence, costs.whole) if search == "cosine" else (sensitivity, costs.training)
+        run = blocks if search == "groups" else None
+        angles = partial(influence, run=run)
+        measure, price = (sensitivity, costs.training) if search == "taylor" else (angles, costs.whole)
 
         def on(chunk: Chunk) -> tuple[list[float], int, float]:
             return measure(loss_cache.scorer, chunk), len(chunk), sum(price(BASE, batch.shape) for batch in chunk)
 
         loss_cache.begin(search.capitalize(), len(loss_cache.chunks))
-        kind = Annotated[list[FiniteFloat], Field(min_length=costs.num_layers, max_length=costs.num_layers)]
+        count = costs.num_layers - (run or 1) + 1
+        kind = Annotated[list[FiniteFloat], Field(min_length=count, max_length=count)]
         work = {f"{search} {number}": partial(on, chunk) for number, chunk in enumerate(loss_cache.chunks)}
-        parts = loss_cache.task(work, kind)
+        sums = [sum(column) for column in zip(*loss_cache.task(work, kind), strict=True)]
         loss_cache.finish()
-        scores = {layer: abs(sum(sums[layer - 1] for sums in parts)) for layer in able}
+        if run is not None:
+            first = min(range(count), key=lambda start: sums[start]) + 1
+            return list(range(first + run - 1, first - 1, -1))
+        scores = {layer: abs(sums[layer - 1]) for layer in able}
     return sorted(able, key=lambda layer: (scores[layer], layer))[:blocks]
 
 
 @torch.no_grad()
-def influence(scorer: Scorer, chunk: Chunk) -> list[float]:
-    """For every layer, the sum over a chunk's tokens of `1 - cos(x, x + branch)`."""
+def influence(scorer: Scorer, chunk: Chunk, run: int | None = None) -> list[float]:
+    """Sums over a chunk's tokens of how far a part turns the stream.
+
+    For every layer `1 - cos(x, x + branch)`; with `run`, for every run of that many layers `arccos(cos(x, y)) / pi` of
+    its input x and its output y.
+    """
     scorer.plain()
-    sites = STREAMS.get(scorer.granularity, ("residual",))
-    totals = [0.0] * scorer.costs.num_layers
+    sites, span = STREAMS.get(scorer.granularity, ("residual",)), run or 1
+    totals = [0.0] * (scorer.costs.num_layers - span + 1)
     for batch in chunk:
         inputs = batch.to(scorer.device).inputs
         with capture(scorer.anatomy, sites) as activations:
             scorer.anatomy.body(**body_inputs(scorer.anatomy, inputs))
         if scorer.granularity == "layer":
-            pairs = list(zip(activations["residual"][:-1], activations["residual"][1:], strict=True))
+            pairs = list(zip(activations["residual"][:-span], activations["residual"][span:], strict=True))
         else:
             pairs = [(x, x + a) for x, a in zip(*(activations[site] for site in sites), strict=True)]
         for index, (before, after) in enumerate(pairs):
             mask = inputs["attention_mask"].to(before.device).bool()
-            cosine = functional.cosine_similarity(before[mask].double(), after[mask].double(), dim=-1)
-            totals[index] += float((1 - cosine.clamp(-1, 1)).sum())
+            after = after.to(before.device)
+            cosine = functional.cosine_similarity(before[mask].double(), after[mask].double(), dim=-1).clamp(-1, 1)
+            totals[index] += float((1 - cosine if run is None else cosine.arccos() / math.pi).sum())
     return totals
 
 
