@@ -35,6 +35,7 @@ from fulldepth.hf import Scalars, Switches, anatomy_candidates, load_checkpoint,
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip import Example, Examples, Plan, batches, fit_scales, read_examples, search
 from fulldepth.skip.curve import find_breakpoint
+from fulldepth.skip.goal import count_goal
 from fulldepth.skip.loss_cache import LossCache
 from fulldepth.skip.problem import prepared
 from fulldepth.skip.rankings import rank
@@ -167,7 +168,8 @@ class Subject:
         opened = {"tokenizer": None, "heldout": None}
         with processes() as process, prepared(self.model, chosen, settings, process, **opened) as problem:
             loss_cache = LossCache(problem.scorer, problem.chunks, process, criterion=settings.criterion)
-            return rank(loss_cache, search_by, blocks, seed=seed)
+            picks = rank(loss_cache, search_by, count_goal(loss_cache.costs, blocks), seed=seed)
+            return [layer for pick in picks for layer, _ in pick]
 
     def loss(self, kind: str, rows: Sequence[Example], skipped: Sequence[int]) -> dict[str, list[float]]:
         """Losses of every reading row without these blocks."""

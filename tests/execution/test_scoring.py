@@ -15,14 +15,19 @@ from fulldepth.execution.layer_runner import LayerRunner
 from fulldepth.execution.scoring import BASE, Scorer
 from fulldepth.execution.verify import prove
 from fulldepth.hf import GRANULARITIES, Switches, anatomy_candidates, frozen
-from fulldepth.hf.scalars import Scalars
+from fulldepth.hf.scalars import Block, Scalars, blocks_of
 from fulldepth.skip.fit import make_batches
 from fulldepth.skip.search import plain_flops
 from skip import plain, planned
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_neox-serial", "depth_llama"]
 SETS = [set(), {1}, {1, 3}, {2, 3}, {1, 2, 3}]
-VARIANTS = list(map(Variant, SETS))
+MIXED = [{(1, "attention")}, {(1, "attention"), (3, "mlp")}, {(2, "attention"), (2, "mlp"), (3, "mlp")}]
+
+
+def variants_of(granularity):
+    """Sets of blocks of a three-layer model, the empty one first."""
+    return [blocks_of(of, granularity, 3) for of in ([set(), *MIXED] if granularity == "any" else SETS)]
 
 
 @contextmanager
@@ -30,23 +35,24 @@ def scorer_of(model, examples, granularity="attention", batch_size=4):
     batches = make_batches(examples, batch_size)
     anatomy, classifier = prove(anatomy_candidates(model)[0], batches[0].inputs)
     with Switches(anatomy, granularity) as switches:
-        yield Scorer(anatomy, classifier, switches, granularity, batches[0]), batches
+        yield Scorer(anatomy, classifier, switches, batches[0]), batches
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_losses_are_those_of_stock_passes_with_zeroed_branches(name, granularity):
     model, examples = tm.build(name, dtype=torch.float64), plain.sentences(4, seed=3)
+    variants = variants_of(granularity)
     with scorer_of(model, examples, granularity) as (scorer, batches):
-        found = [scorer.sums(batch, VARIANTS, divergence=True) for batch in batches]
-    for variant in VARIANTS:
+        found = [scorer.sums(batch, variants, divergence=True) for batch in batches]
+    for variant in variants:
         for kind, oracle in (("loss", plain.loss), ("kl", plain.divergence)):
             expected = sorted(
                 oracle(model, [example], variant, granularity) * example.predicted for example in examples
             )
             sums = sorted(value for of in found for value in of[variant][kind])
             assert sums == pytest.approx(expected, rel=1e-6, abs=1e-6), (variant, kind)
-    assert len({sum(found[0][variant]["loss"]) for variant in VARIANTS}) == len(SETS)
+    assert len({sum(found[0][variant]["loss"]) for variant in variants}) == len(variants)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_neox"])
@@ -55,10 +61,10 @@ def test_scaled_losses_are_those_of_the_definition(name):
     plan = planned.plan(model, [2])
     scaled = planned.scaled(model, plan)
     with scorer_of(model, examples, batch_size=5) as (scorer, (batch,)):
-        states = scorer.states(batch, Variant({2}), Scalars.from_dict(plan.scalars, 3))
+        states = scorer.states(batch, Variant({Block(2, "attention")}), Scalars.from_dict(plan.scalars, 3))
         base = scorer.states(batch, BASE)
         found = scorer.state_sums(states, batch, base, ("loss", "kl"))
-        assert scorer.healed_sums(batch, Variant({2}), plan.scalars)["loss"] == found["loss"]
+        assert scorer.healed_sums(batch, Variant({Block(2, "attention")}), plan.scalars)["loss"] == found["loss"]
     # Factors are float32 in the plan and in the oracle; products are float64.
     expected = plain.loss(scaled, examples, (), "attention")
     assert sum(found["loss"]) / len(batch.targets) == pytest.approx(expected, rel=1e-6)
@@ -79,18 +85,21 @@ def counted(run):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("llama", "attention"), ("gpt2", "mlp"), ("gpt_neox", "attention"), ("gemma2", "mlp")]
+    ("name", "kind"),
+    [("llama", "attention"), ("gpt2", "mlp"), ("gpt_neox", "any"), ("gemma2", "mlp")],
 )
 def test_operations_are_those_that_pytorch_counts(name, kind):
     model, examples = tm.build(name), plain.sentences(4, seed=6)
     model.set_attn_implementation("eager")
     with scorer_of(model, examples, kind) as (scorer, (batch,)):
         costs, shape = scorer.costs, batch.shape
-        for variants in ([BASE], VARIANTS, VARIANTS[2:]):
+        for variants in ([BASE], variants_of(kind), variants_of(kind)[2:]):
             assert counted(lambda of=variants: scorer.sums(batch, of)) == costs.shared(variants, shape)
+    if kind == "any":
+        return
     rounds = [(), (1,), (2,), (3,), (2, 1), (2, 3)]  # two rounds of the plain loop; layer 2 goes first
-    expected = sum(costs.whole(Variant(skipped), shape, every_position=True) for skipped in rounds)
-    assert plain_flops(costs, [2, 1], [shape]) == expected
+    expected = sum(costs.whole(blocks_of(skipped, kind, 3), shape, every_position=True) for skipped in rounds)
+    assert plain_flops(costs, [blocks_of([n], kind, 3) for n in (2, 1)], [shape]) == expected
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -101,10 +110,13 @@ def test_operations_of_a_training_step_are_those_that_pytorch_counts(again):
         scalars = Scalars(3, {2})
 
         def step():
-            states = scorer.states(batch, Variant({2}), scalars, checkpointing=again)
+            states = scorer.states(batch, Variant({Block(2, "attention")}), scalars, checkpointing=again)
             scorer.objective(states, batch.targets).backward()
 
-        found, expected = counted(step), scorer.costs.training(Variant({2}), batch.shape, checkpointing=again)
+        found, expected = (
+            counted(step),
+            scorer.costs.training(Variant({Block(2, "attention")}), batch.shape, checkpointing=again),
+        )
     # The first layer's projections have nothing to train below them.
     assert found <= expected <= 1.15 * found
 

@@ -105,14 +105,15 @@ def test_scalars_for_another_set_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("granularity", "left"), [("attention", planned.NAMES[2:]), ("mlp", planned.NAMES[:2]), ("layer", ())]
+    ("granularity", "left"), [("attention", planned.NAMES[2:]), ("mlp", planned.NAMES[:2]), ("layer", ()), ("any", ())]
 )
 def test_a_dictionary_gives_the_same_scalars_back(granularity, left):
     scalars = random_scalars({2}, granularity)
     assert (tuple(scalars.get(1)), tuple(scalars.get(2))) == (planned.NAMES, left)
     assert {factor.dtype for factor in scalars.parameters()} == {torch.float32}
     again = Scalars.from_dict(scalars.as_dict(), 3, granularity)
-    assert (again.as_dict(), again.skipped) == (scalars.as_dict(), {2})
+    assert (again.as_dict(), again.skipped) == (scalars.as_dict(), scalars.skipped)
+    assert {layer for layer, _ in again.skipped} == {2}
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,13 @@ def branches_of(model: tf.PreTrainedModel) -> tuple[str, str]:
 
 
 @contextmanager
-def zeroed(model: tf.PreTrainedModel, layers: Iterable[int], granularity: str) -> Iterator[None]:
-    """Branches of 1-based layers that add nothing."""
+def zeroed(model: tf.PreTrainedModel, removed: Iterable[Any], granularity: str) -> Iterator[None]:
+    """Branches of 1-based layers, or of pairs of a layer and a part, that add nothing."""
     attention, mlp = branches_of(model)
-    names = {"attention": (attention,), "mlp": (mlp,), "layer": (attention, mlp)}[granularity]
+    names = {"attention": (attention,), "mlp": (mlp,), "layer": (attention, mlp)}
+    pairs = [one if isinstance(one, tuple) else (one, granularity) for one in removed]
     with ExitStack() as hooks:
-        for module in (blocks_of(model)[layer - 1].get_submodule(name) for layer in layers for name in names):
+        for module in (blocks_of(model)[layer - 1].get_submodule(n) for layer, part in pairs for n in names[part]):
             hooks.callback(module.register_forward_hook(_zeros).remove)
         yield
 
@@ -60,7 +61,7 @@ def log_probabilities(model: tf.PreTrainedModel, example: Example) -> torch.Tens
     return logits[:-1][example.labels[1:] != -100].log_softmax(-1)
 
 
-def loss(model: tf.PreTrainedModel, examples: Sequence[Example], layers: Iterable[int], granularity: str) -> float:
+def loss(model: tf.PreTrainedModel, examples: Sequence[Example], layers: Iterable[Any], granularity: str) -> float:
     """Mean nats over labelled tokens."""
     total, tokens = 0.0, 0
     with zeroed(model, layers, granularity):
@@ -72,7 +73,7 @@ def loss(model: tf.PreTrainedModel, examples: Sequence[Example], layers: Iterabl
 
 
 def divergence(
-    model: tf.PreTrainedModel, examples: Sequence[Example], layers: Iterable[int], granularity: str
+    model: tf.PreTrainedModel, examples: Sequence[Example], layers: Iterable[Any], granularity: str
 ) -> float:
     """Mean KL(base || variant) in nats over labelled positions."""
     total, tokens = 0.0, 0

@@ -24,10 +24,11 @@ NAMES = ("b_att", "s_att", "b_mlp", "s_mlp")
 def scalars(blocks, num_layers=3, granularity="attention", seed=0, low=0.7, high=1.4) -> dict[str, dict[str, float]]:
     """Scalars as a fit could leave them."""
     generator = random.Random(seed)
-    left = {"attention": NAMES[2:], "mlp": NAMES[:2], "layer": ()}[granularity]
+    pairs = [(b.split()[0], int(b.split()[1])) if isinstance(b, str) else (granularity, b) for b in blocks]
+    gone = {"attention": NAMES[:2], "mlp": NAMES[2:], "layer": NAMES}
     found = {}
     for layer in range(1, num_layers + 1):
-        names = left if layer in blocks else NAMES
+        names = [name for name in NAMES if not any(own == layer and name in gone[part] for part, own in pairs)]
         if names:
             # A fit leaves float32.
             found[str(layer)] = {name: torch.tensor(generator.uniform(low, high)).item() for name in names}
@@ -63,9 +64,8 @@ def scaled(model, plan: Plan) -> Any:
     model, factors = copy.deepcopy(model).double(), {}
     for layer in range(1, len(layers(model)) + 1):
         factors[layer] = dict.fromkeys(NAMES, 1.0) | plan.scalars.get(str(layer), {})
-        if layer in plan.blocks:
-            removed = {"attention": ("att",), "mlp": ("mlp",), "layer": ("att", "mlp")}[plan.granularity]
-            factors[layer] |= {f"b_{part}": 0.0 for part in removed}
+        for part, name in (("attention", "b_att"), ("mlp", "b_mlp")):
+            factors[layer] |= {name: 0.0} if layer in plan.lacking(part) else {}
     scale(model, factors)
     return model
 

@@ -15,7 +15,7 @@ from fulldepth.execution.flops import Variant
 from fulldepth.execution.memory import AllocationTracker
 from fulldepth.execution.scoring import Scorer
 from fulldepth.execution.verify import prove
-from fulldepth.hf import frozen
+from fulldepth.hf import Block, frozen
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.progress import Watcher
@@ -134,9 +134,9 @@ def kept_bytes(layers, checkpointing):
     anatomy, classifier = prove(model, batch.inputs)
     scalars = Scalars(layers, {2})
     with Switches(anatomy) as switches, frozen(model):
-        scorer = Scorer(anatomy, classifier, switches, "attention", batch)
+        scorer = Scorer(anatomy, classifier, switches, batch)
         with AllocationTracker([*model.parameters(), *model.buffers(), *scalars.parameters()]) as tracker:
-            states = scorer.states(batch, Variant({2}), scalars, checkpointing=checkpointing)
+            states = scorer.states(batch, Variant({Block(2, "attention")}), scalars, checkpointing=checkpointing)
             before = tracker.now
             states.sum().backward()
     return before, tracker.peak, batch.where.numel() * anatomy.width * 4

@@ -72,7 +72,7 @@ def test_a_training_step_holds_the_weights_of_one_block_at_a_time(tmp_path):
     scalars = Scalars(layers, ())
     block = sum(parameter.nbytes for parameter in anatomy.blocks[0].parameters())
     with Switches(anatomy) as switches, frozen(split):
-        scorer = Scorer(anatomy, classifier, switches, "attention", batch)
+        scorer = Scorer(anatomy, classifier, switches, batch)
         for again in (None, False):
             scorer.states(batch, Variant(), scalars, checkpointing=again).sum().backward()
             with AllocationTracker([*split.buffers(), *scalars.parameters()]) as tracker:

@@ -12,7 +12,9 @@ from scipy import stats
 from fulldepth.distributed import Processes
 from fulldepth.execution.flops import Costs, Variant
 from fulldepth.execution.scoring import ScoredBatch
+from fulldepth.hf import Block
 from fulldepth.skip.elimination import Round, eliminate
+from fulldepth.skip.goal import count_goal
 from fulldepth.skip.loss_cache import LossCache
 
 CANDIDATES, RISK = 12, 0.05
@@ -24,12 +26,12 @@ class Table:
     def __init__(self, losses: np.ndarray) -> None:
         layers = len(losses)
         self.losses = np.concatenate([np.full((1, losses.shape[1]), 1.0), losses])
-        able = tuple(range(1, layers + 1))
+        able = tuple(Block(layer, "attention") for layer in range(1, layers + 1))
         self.costs = Costs("attention", (1.0,) * layers, (0.0,) * layers, (1.0,) * layers, 1.0, able=able)
 
     def sums(self, batch: Any, variants: Any, *, divergence: bool, advance: Any) -> Any:
         rows = batch.inputs["rows"]
-        return {v: {"loss": list(self.losses[max(v, default=0), rows])} for v in variants}
+        return {v: {"loss": list(self.losses[max(v, default=Block(0, "")).layer, rows])} for v in variants}
 
 
 def race(losses: np.ndarray, documents: np.ndarray, generator: np.random.Generator) -> tuple[bool, float, Round]:
@@ -44,10 +46,10 @@ def race(losses: np.ndarray, documents: np.ndarray, generator: np.random.Generat
         for p, d in ((part, documents[part]) for part in parts)
     ]
     loss_cache = LossCache(Table(losses), chunks, Processes())
-    (pick,), (how,) = eliminate(loss_cache, 1, confidence=1 - RISK)
-    known = (loss_cache.known_chunks(Variant({layer})) for layer in range(1, len(losses) + 1))
+    (pick,), (how,) = eliminate(loss_cache, count_goal(loss_cache.costs, 1), confidence=1 - RISK)
+    known = (loss_cache.known_chunks(Variant({Block(layer, "attention")})) for layer in range(1, len(losses) + 1))
     scored = sum(len(parts[chunk]) for chunks in known for chunk in chunks)
-    return pick - 1 == losses.sum(1).argmin(), scored / losses.size, how
+    return min(pick).layer - 1 == losses.sum(1).argmin(), scored / losses.size, how
 
 
 def drawn(kind: str, rows: int, noise: float, spread: float, generator: np.random.Generator) -> Any:

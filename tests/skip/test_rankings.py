@@ -16,9 +16,9 @@ EXAMPLES = plain.examples(heldout=22)
 """12 to 28 tokens, so that batches of four are padded."""
 
 
-def picked(model, name, blocks, granularity):
+def picked(model, name, granularity, **goal):
     options = {"search": name, "granularity": granularity, "fit": False, "batch_size": 4}
-    return search(model, EXAMPLES, blocks, **options).blocks
+    return search(model, EXAMPLES, **goal, **options).blocks
 
 
 @torch.no_grad()
@@ -46,30 +46,46 @@ def model(request):
     return plain.trained(5, 32, 200) if request.param == "llama" else tm.build("gemma3").eval()
 
 
-PARTS = {"attention": (slice(0, -1, 2), slice(1, None, 2)), "mlp": (slice(1, -1, 2), slice(2, None, 2))}
-PARTS["layer"] = slice(0, -1, 2), slice(2, None, 2)
-
-
-@pytest.mark.parametrize("granularity", PARTS)
+@pytest.mark.parametrize("granularity", ["attention", "mlp", "layer", "any"])
 def test_block_influence(model, granularity):
-    """ShortGPT (arXiv 2403.03853), eq. 1, for layers; LLM-Drop (arXiv 2406.15786) for attention and MLPs."""
-    before, after = PARTS[granularity]
-    scores = sum((1 - cosine(h[before], h[after])).sum(-1) for h in streams(model)).tolist()
-    expected = sorted(range(1, len(scores) + 1), key=lambda layer: scores[layer - 1])
-    assert picked(model, "cosine", len(scores), granularity) == expected
+    """ShortGPT (arXiv 2403.03853), eq. 1: layers. LLM-Drop (arXiv 2406.15786): attention, MLPs, both in one ranking."""
+    half, whole = (sum((1 - cosine(h[:-n], h[n:])).sum(-1) for h in streams(model)).tolist() for n in (1, 2))
+    scores = {"attention": half[::2], "mlp": half[1::2], "layer": whole[::2]}
+    parts = ["attention", "mlp"] if granularity == "any" else [granularity]
+    names = {part: f"{part} " if granularity == "any" else "" for part in parts}
+    scored = {f"{names[part]}{n}": score for part in parts for n, score in enumerate(scores[part], start=1)}
+    got = picked(model, "cosine", granularity, blocks=len(scored))
+    assert list(map(str, got)) == sorted(scored, key=scored.__getitem__)
+
+
+def run_of(states, length, without=()):
+    """The run of this many layers with the smallest angle: Gromov et al. (arXiv 2403.17887), eq. 7, of all tokens."""
+    angles = sum(cosine(h[:-length], h[length:]).arccos().sum(-1) for h in states)
+    runs = [range(first, first + length) for first in range(1, len(angles) + 1)]
+    return list(min((run for run in runs if not {*run} & {*without}), key=lambda run: angles[run[0] - 1]))[::-1]
 
 
 def test_groups_are_the_runs_of_smallest_angle(model):
-    """Gromov et al. (arXiv 2403.17887), eq. 7, over all tokens."""
-    states, firsts = [h[::2] for h in streams(model)], []
-    for run in range(1, model.config.num_hidden_layers + 1):
-        angles = sum(cosine(h[:-run], h[run:]).arccos().sum(-1) for h in states)
-        firsts.append(int(angles.argmin()) + 1)
-        assert picked(model, "groups", run, "layer") == [*range(firsts[-1] + run - 1, firsts[-1] - 1, -1)]
-    assert len(set(firsts)) > 1
+    states, depth = [h[::2] for h in streams(model)], model.config.num_hidden_layers
+    runs = [run_of(states, length) for length in range(1, depth + 1)]
+    assert [picked(model, "groups", "layer", blocks=length) for length in range(1, depth + 1)] == runs
+    assert len({run[-1] for run in runs}) > 1
+    closest = runs[0][0]
+    assert picked(model, "groups", "layer", blocks=1, keep=[closest]) == run_of(states, 1, [closest])
+
+    weights = [sum(w.numel() for w in block.parameters()) for block in plain.blocks_of(model)]
+    share = 1 - 1.5 * weights[0] / sum(w.numel() for w in model.parameters())  # two equal layers reach it, one does not
+    assert picked(model, "groups", "layer", target_bytes=share) == runs[1]
 
 
-@pytest.mark.parametrize("granularity", ["attention", "mlp"])
-def test_groups_are_of_layers(model, granularity):
-    with pytest.raises(FulldepthError, match=f"layers, not of {granularity}"):
-        picked(model, "groups", 2, granularity)
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("layers, not of attention", {"granularity": "attention", "blocks": 2}),
+        ("layers, not of any", {"granularity": "any", "blocks": 2}),
+        ("No run of neighbouring", {"granularity": "layer", "blocks": 2, "keep": [2, 4]}),
+    ],
+)
+def test_groups_that_cannot_be_chosen(words, options):
+    with pytest.raises(FulldepthError, match=words):
+        picked(plain.fresh(5, 32).eval(), "groups", **options)

@@ -133,7 +133,7 @@ def _evaluated(
     plan = subject.plan
     skipped = plan and {
         "granularity": plan.granularity,
-        "blocks": sorted(plan.blocks),
+        "blocks": sorted(plan.blocks, key=str),
         "healed": plan.healed_loss is not None,
     }
     document = {

@@ -20,6 +20,7 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.verify import prove
 from fulldepth.hf import (
     Anatomy,
+    Block,
     Checkpoint,
     Classifier,
     Scalars,
@@ -39,13 +40,17 @@ from fulldepth.settings.evaluate import EvaluateSettings
 class SkipPlan(Protocol):
     """What is used of a plan of `fulldepth skip search` (`fulldepth.skip.Plan`)."""
 
-    blocks: list[int]
+    blocks: list[Any]
     scalars: dict[str, Any]
     healed_loss: float | None
 
     @property
     def granularity(self) -> str:
-        """Skipped part of a layer."""
+        """Skipped part of a layer, or `any`."""
+
+    @property
+    def removed(self) -> frozenset[Block]:
+        """The blocks that it removes."""
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Refuse a model that the plan was not made for."""
@@ -146,7 +151,7 @@ def opened(
             scalars = None
             if plan.healed_loss is not None:
                 scalars = Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity).to(device_of(owner))
-            skipped = skipping(anatomy, plan.blocks, plan.granularity, scalars)
+            skipped = skipping(anatomy, plan.removed, plan.granularity, scalars)
         with skipped:
             digest = hash_tokenizer(tokens)
             yield EvaluationSubject(checkpoint, anatomy, classifier, copy.deepcopy(tokens), hashed, plan, digest)

@@ -11,7 +11,6 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from inspect import signature
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -19,7 +18,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import Anatomy, Classifier, anatomy_candidates, exit_heads_of, is_offloaded, stacked_experts, task_of
+from fulldepth.hf import (
+    Anatomy,
+    Block,
+    Classifier,
+    anatomy_candidates,
+    exit_heads_of,
+    is_offloaded,
+    stacked_experts,
+    task_of,
+)
 
 TRAINING = 3
 """Cost of a training step relative to a forward pass; the backward pass costs twice as much as the forward pass."""
@@ -29,8 +37,8 @@ of 3.5 times the width, 82 in a float32 one, without the scores of eager attenti
 MAX_KEPT_BYTES = 4 << 30
 """Bytes that autograd may keep for all blocks; above this, gradient checkpointing is used."""
 
-Variant = frozenset[int]
-"""A variant of a model: the 1-based layers whose part is skipped."""
+Variant = frozenset[Block]
+"""A variant of a model: its blocks that are removed."""
 
 
 def weight_products(module: nn.Module | None) -> float:
@@ -175,6 +183,11 @@ class Shape(NamedTuple):
     labelled: int
 
 
+def parts_of(variant: Variant, layer: int) -> tuple[str, ...]:
+    """The removed parts of a 1-based layer, in a fixed order; empty if it is whole."""
+    return tuple(part for part in ("attention", "layer", "mlp") if Block(layer, part) in variant)
+
+
 @dataclass(frozen=True)
 class Costs:
     """Operations of a model's parts, by 1-based layer."""
@@ -191,44 +204,40 @@ class Costs:
     kept: float = 0.0
     """Approximate bytes that autograd keeps per token in all blocks; infinite for a model with offloaded weights,
     because autograd would also keep the weights of every block."""
-    able: tuple[int, ...] = ()
-    """Layers that have the part that `granularity` skips."""
+    able: tuple[Block, ...] = ()
+    """Blocks that `granularity` can remove, sorted; a whole layer of `any` is its attention and its MLP."""
+    global_layers: frozenset[int] = frozenset()
+    """Layers whose attention sees all tokens, of a model that also has sliding windows: one keeps its attention."""
 
     @property
     def num_layers(self) -> int:
         """L, number of layers."""
         return len(self.mlp)
 
-    def block(self, layer: int, shape: Shape, skipped: bool = False) -> float:
-        """One block over a batch, with its part (by granularity) skipped or not."""
-        if skipped and self.granularity == "layer":
-            return 0.0
-        tokens = shape.batch * shape.length
+    def block(self, layer: int, shape: Shape, removed: Collection[str] = ()) -> float:
+        """One layer over a batch, without the removed parts."""
         attention = self.attention[layer - 1] + self.keys[layer - 1] * shape.length
-        mlp = self.mlp[layer - 1]
-        if skipped:
-            attention, mlp = (0.0, mlp) if self.granularity == "attention" else (attention, 0.0)
-        return tokens * (attention + mlp)
+        left = {"attention": attention, "mlp": self.mlp[layer - 1]}
+        tokens = shape.batch * shape.length
+        return tokens * sum(cost for part, cost in left.items() if not {part, "layer"} & set(removed))
 
     def whole(self, variant: Variant, shape: Shape, *, every_position: bool = False) -> float:
         """A forward pass of a variant; the head runs at labelled positions, or at all as in a stock model."""
         rows = shape.batch * shape.length if every_position else shape.labelled
-        blocks = sum(self.block(layer, shape, layer in variant) for layer in range(1, self.num_layers + 1))
-        return blocks + rows * self.head
+        layers = range(1, self.num_layers + 1)
+        return sum(self.block(layer, shape, parts_of(variant, layer)) for layer in layers) + rows * self.head
 
     def shared(self, variants: Collection[Variant], shape: Shape) -> float:
-        """A pass of several variants that share each block's output as long as they skip the same earlier layers."""
-        layers = range(1, self.num_layers + 1)
-        full = [self.block(layer, shape) for layer in layers]
-        saved = [self.block(layer, shape, skipped=True) - cost for layer, cost in zip(layers, full, strict=True)]
-        above = [*reversed(list(accumulate(reversed(full)))), 0.0]
+        """A pass of several variants that share each block's output as long as they skip the same earlier blocks."""
+        layers = range(self.num_layers)
+        # Sorted by the removed parts of each layer, neighbours share the longest prefix of layers.
+        ordered = sorted({tuple(parts_of(variant, layer + 1) for layer in layers) for variant in variants})
         total, before = 0.0, None
-        for variant in sorted(set(variants), key=lambda v: sum(1 << (self.num_layers - layer) for layer in v)):
-            # Sorted by skipped layers as binary digits, neighbours share the longest prefix of blocks.
-            start = 1 if before is None else min(variant ^ before)
-            total += above[start - 1] + sum(saved[layer - 1] for layer in variant if layer >= start)
-            total += shape.labelled * self.head
-            before = variant
+        cost = {key: self.block(key[0] + 1, shape, key[1]) for own in ordered for key in enumerate(own)}
+        for own in ordered:
+            start = 0 if before is None else next(layer for layer in layers if own[layer] != before[layer])
+            total += sum(cost[layer, own[layer]] for layer in layers[start:]) + shape.labelled * self.head
+            before = own
         return total
 
     def checkpoints(self, shape: Shape, checkpointing: bool | None = None) -> bool:
@@ -243,18 +252,28 @@ class Costs:
         gradient checkpointing, the forward pass of the blocks counts once more.
         """
         head = shape.labelled * self.head
-        read = (k for layer, k in enumerate(self.keys, start=1) if self.granularity == "mlp" or layer not in variant)
+        read = (k for n, k in enumerate(self.keys, start=1) if not {"attention", "layer"} & set(parts_of(variant, n)))
         scores = shape.batch * shape.length**2 * sum(read)
         passes = 3 if self.checkpoints(shape, checkpointing) else 2
         return passes * (self.whole(variant, shape) - head) + scores + 3 * head
 
-    def candidates(self, skipped: Collection[int]) -> list[Variant]:
-        """The variants that skip one more layer."""
-        return [Variant(skipped) | {layer} for layer in self.able if layer not in skipped]
+    def candidates(self, removed: Variant) -> list[Variant]:
+        """The variants that lack one more block, or with granularity `any` one more whole layer."""
+        more = [{block} for block in self.able if block not in removed]
+        if self.granularity == "any":
+            layers = [layer for layer, part in self.able if part == "attention"]
+            pairs = [{Block(layer, "attention"), Block(layer, "mlp")} for layer in layers]
+            more += [pair for pair in pairs if pair <= set(self.able) - removed]
+        variants = [removed | one for one in sorted(more, key=sorted)]
+        return [v for v in variants if not self.global_layers or any(self._attends(v, n) for n in self.global_layers)]
+
+    @staticmethod
+    def _attends(variant: Variant, layer: int) -> bool:
+        return not {"attention", "layer"} & set(parts_of(variant, layer))
 
 
-def costs_of(anatomy: Anatomy, classifier: Classifier, granularity: str) -> Costs:
-    """Costs of a model, which may be on the meta device."""
+def costs_of(anatomy: Anatomy, classifier: Classifier, granularity: str, keep: Collection[int] = ()) -> Costs:
+    """Costs of a model, which may be on the meta device; no block of the layers `keep` can be removed."""
     attention, keys, mlp = [], [], []
     heads = getattr(anatomy.config, "num_attention_heads", None) or 0
     for layer in range(1, anatomy.num_layers + 1):
@@ -265,5 +284,10 @@ def costs_of(anatomy: Anatomy, classifier: Classifier, granularity: str) -> Cost
         mlp.append(token_products(anatomy.blocks[layer - 1]) - inside)
     head = sum(weight_products(module) for path in classifier.modules for module in path.modules())
     kept = math.inf if is_offloaded(anatomy.body) else float(KEPT_BYTES * anatomy.width * anatomy.num_layers)
-    able = range(1, anatomy.num_layers + 1) if granularity == "layer" else anatomy.layers_with(granularity)
-    return Costs(granularity, tuple(attention), tuple(keys), tuple(mlp), head, kept, tuple(able))
+    layers: dict[str, Any] = {"layer": range(1, anatomy.num_layers + 1)}
+    parts = ("attention", "mlp") if granularity == "any" else (granularity,)
+    able = [Block(n, part) for part in parts for n in layers.get(part) or anatomy.layers_with(part) if n not in keep]
+    kinds = getattr(anatomy.config, "layer_types", None) or []
+    full = frozenset(n for n, kind in enumerate(kinds, start=1) if kind == "full_attention")
+    costs = tuple(attention), tuple(keys), tuple(mlp), head, kept
+    return Costs(granularity, *costs, tuple(sorted(able)), full if len(full) < len(kinds) else frozenset())

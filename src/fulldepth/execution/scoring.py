@@ -14,9 +14,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.flops import Costs, Shape, Variant, costs_of
+from fulldepth.execution.flops import Costs, Shape, Variant, costs_of, parts_of
 from fulldepth.execution.layer_runner import LayerRunner
-from fulldepth.hf import Anatomy, Classifier, device_of
+from fulldepth.hf import Anatomy, Block, Classifier, device_of
 from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.targets import IGNORE, next_targets
@@ -82,19 +82,25 @@ class Scorer:
         anatomy: a decoder with a language-model head.
         classifier: final norm and head.
         switches: skip parts of the model; entered by the caller.
-        granularity: the part that a skipped layer lacks.
         batch: a small batch on which running the blocks one by one is verified (see `LayerRunner`).
+        keep: 1-based layers of which no block is a candidate.
 
     Raises:
         FulldepthError: if the model's layers cannot be run one by one, or it has several residual streams.
     """
 
     def __init__(
-        self, anatomy: Anatomy, classifier: Classifier, switches: Switches, granularity: str, batch: ScoredBatch
+        self,
+        anatomy: Anatomy,
+        classifier: Classifier,
+        switches: Switches,
+        batch: ScoredBatch,
+        *,
+        keep: Collection[int] = (),
     ) -> None:
         self.anatomy, self.classifier, self.switches = anatomy, classifier, switches
-        self.granularity = granularity
-        self.costs: Costs = costs_of(anatomy, classifier, granularity)
+        self.granularity = switches.granularity
+        self.costs: Costs = costs_of(anatomy, classifier, switches.granularity, keep)
         self.device = device_of(anatomy.model)
         if anatomy.has_streams:
             raise FulldepthError(f"{type(anatomy.model).__name__} has several residual streams; none can be searched.")
@@ -196,7 +202,7 @@ class Scorer:
         if again:  # the rerun is complete, so that hooks that unload its weights run too
             run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False, early_stop=False)
         for layer in range(1, self.costs.num_layers + 1):
-            if self.granularity != "layer" or layer not in variant:
+            if parts_of(variant, layer) != ("layer",):
                 states = run(layer, states)
         return states[batch.where.to(states.device)]
 
@@ -236,20 +242,21 @@ class Scorer:
         """Each variant with its last states, depth first; only the states at branching points are kept."""
         group = list(variants)
         while layer <= self.costs.num_layers:
-            unskipped = [variant for variant in group if layer not in variant]
-            skipped = [variant for variant in group if layer in variant]
-            if unskipped and skipped:
-                yield from self._leaves(layer + 1, self._block(layer, states, skipped=False), unskipped)
-                group = skipped
-            states = self._block(layer, states, skipped=bool(skipped))
+            branches: dict[tuple[str, ...], list[Variant]] = {}
+            for variant in group:
+                branches.setdefault(parts_of(variant, layer), []).append(variant)
+            *others, last = sorted(branches)  # nothing skipped comes first
+            for parts in others:
+                yield from self._leaves(layer + 1, self._block(layer, states, parts), branches[parts])
+            states, group = self._block(layer, states, last), branches[last]
             layer += 1
         yield group[0], states
 
-    def _block(self, layer: int, states: Tensor, skipped: bool) -> Tensor:
-        """One block with its part skipped or not."""
-        if skipped and self.granularity == "layer":
+    def _block(self, layer: int, states: Tensor, removed: tuple[str, ...]) -> Tensor:
+        """One block without these parts."""
+        if removed == ("layer",):
             return states
-        variant = Variant({layer} if skipped else ())
+        variant = Variant(Block(layer, part) for part in removed)
         if self.switches.skipped != variant:
             self.switches.skip(variant)
         return self.runner.run(layer, states)

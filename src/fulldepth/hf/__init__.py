@@ -62,7 +62,7 @@ from fulldepth.hf.run_checkpoints import (
     settle_checkpoints,
     trained_steps,
 )
-from fulldepth.hf.scalars import GRANULARITIES, Scalars
+from fulldepth.hf.scalars import GRANULARITIES, Block, Scalars
 from fulldepth.hf.stages import StagedAnatomy, StagedModel, StageHead, resolve_stages
 from fulldepth.hf.surgery import Switches, skipping
 from fulldepth.hf.truncation import renumber_layers, slice_lists, truncated
@@ -73,6 +73,7 @@ __all__ = [
     "GRANULARITIES",
     "UNFINISHED",
     "Anatomy",
+    "Block",
     "Checkpoint",
     "Classifier",
     "DetectionHeads",

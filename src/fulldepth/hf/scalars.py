@@ -4,43 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fulldepth.errors import FulldepthError, one_line, unknown
 
-GRANULARITIES = ("attention", "mlp", "layer")
-"""Skipped part of a layer: its attention (with norm and cache), its MLP (with norm), or all of it."""
+GRANULARITIES = ("attention", "mlp", "layer", "any")
+"""Removed part of a layer: its attention (with norm and cache), its MLP (with norm), all of it, or `any` of these."""
 FACTORS = ("b_att", "s_att", "b_mlp", "s_mlp")
 """Factors of a layer: of the attention branch, of the stream that it is added to, and the same for the MLP."""
-REMAINING = {"attention": FACTORS[2:], "mlp": FACTORS[:2], "layer": ()}
-"""Granularity -> factors that a skipped layer keeps."""
+GONE = {"attention": FACTORS[:2], "mlp": FACTORS[2:], "layer": FACTORS}
+"""Removed part -> factors that its layer no longer has."""
 
 
-def factor_names(granularity: str, skipped: bool) -> tuple[str, ...]:
-    """The factors that a layer has.
+class Block(NamedTuple):
+    """A part of a layer that can be removed."""
+
+    layer: int
+    """1-based."""
+    part: str
+    """`attention`, `mlp`, or `layer` for all of it."""
+
+
+def blocks_of(removed: Iterable[int | Block], granularity: str, num_layers: int) -> frozenset[Block]:
+    """Blocks from 1-based layers or from blocks; of granularity `any`, a whole layer is its attention and its MLP.
 
     Raises:
-        FulldepthError: for an unknown granularity.
+        FulldepthError: for an unknown granularity, a block of another one, and anything but layers 1 to `num_layers`.
     """
     if granularity not in GRANULARITIES:
         raise unknown("granularity", str(granularity), GRANULARITIES)
-    return REMAINING[granularity] if skipped else FACTORS
-
-
-def check_layers(layers: Iterable[int], num_layers: int) -> frozenset[int]:
-    """1-based layers as a set.
-
-    Raises:
-        FulldepthError: for anything but whole numbers from 1 to `num_layers`.
-    """
-    numbers = list(layers) if isinstance(layers, Iterable) else [layers]
-    for layer in numbers:
+    blocks: set[Block] = set()
+    for one in removed if isinstance(removed, Iterable) else [removed]:
+        layer, part = one if isinstance(one, tuple) else (one, "layer" if granularity == "any" else granularity)
         if isinstance(layer, bool) or not isinstance(layer, Integral) or not 1 <= layer <= num_layers:
             raise FulldepthError(f"There is no layer {layer!r}; this model has the layers 1 to {num_layers}.")
-    return frozenset(map(int, numbers))
+        if part not in (GONE if granularity == "any" else (granularity,)):
+            raise FulldepthError(f"The {part} of layer {layer} is no block of the granularity {granularity}.")
+        parts = ("attention", "mlp") if (granularity, part) == ("any", "layer") else (part,)
+        blocks |= {Block(int(layer), each) for each in parts}
+    return frozenset(blocks)
+
+
+def factor_names(removed: Iterable[Block], layer: int) -> tuple[str, ...]:
+    """The factors that a 1-based layer has without these blocks."""
+    gone = {name for block in removed if block.layer == layer for name in GONE[block.part]}
+    return tuple(name for name in FACTORS if name not in gone)
 
 
 class Scalars(nn.Module):
@@ -54,8 +65,8 @@ class Scalars(nn.Module):
 
     Args:
         num_layers: L.
-        skipped: 1-based layers whose part is skipped.
-        granularity: which part: `attention`, `mlp` or `layer`.
+        skipped: 1-based layers whose part is skipped; for `any`, blocks.
+        granularity: which part: `attention`, `mlp`, `layer` or `any`.
 
     Raises:
         FulldepthError: for layers out of range, or an unknown granularity.
@@ -63,17 +74,17 @@ class Scalars(nn.Module):
     Source: Hopscotch (arXiv 2506.03303); skipped layers as in its public code.
     """
 
-    def __init__(self, num_layers: int, skipped: Iterable[int] = (), granularity: str = "attention") -> None:
+    def __init__(self, num_layers: int, skipped: Iterable[int | Block] = (), granularity: str = "attention") -> None:
         super().__init__()
         self.num_layers = num_layers
-        self.skipped = check_layers(skipped, num_layers)
+        self.skipped = blocks_of(skipped, granularity, num_layers)
         self.granularity = granularity
         self.layers = nn.ModuleDict(
             {
                 str(layer): nn.ParameterDict(
                     {
                         name: nn.Parameter(torch.ones((), dtype=torch.float32))
-                        for name in factor_names(granularity, layer in self.skipped)
+                        for name in factor_names(self.skipped, layer)
                     }
                 )
                 for layer in range(1, num_layers + 1)
@@ -107,8 +118,9 @@ class Scalars(nn.Module):
                 for layer, values in mapping.items()
                 for name, value in values.items()
             }
-            layers, first = range(1, num_layers + 1), "b_mlp" if granularity == "mlp" else "b_att"
-            skipped = [layer for layer in layers if (layer, first) not in tensors]
+            layers, parts = range(1, num_layers + 1), ("attention", "mlp") if granularity == "any" else (granularity,)
+            blocks = [Block(layer, part) for layer in layers for part in parts]
+            skipped = [block for block in blocks if (block.layer, GONE[block.part][0]) not in tensors]
             scalars = cls(num_layers, skipped, granularity)
             factors = {(layer, name): factor for layer in layers for name, factor in scalars.get(layer).items()}
             finite = all(tensor.ndim == 0 and bool(tensor.isfinite()) for tensor in tensors.values())

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
-from fulldepth.hf.scalars import Scalars, check_layers, factor_names
+from fulldepth.hf.scalars import Block, Scalars, blocks_of, factor_names
 
 _SWITCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Lists of blocks with switches in use."""
@@ -53,7 +53,7 @@ class Switches:
 
     Args:
         anatomy: the model; its design must have been checked (`execution.find_anatomy`).
-        granularity: the part that a skipped layer does not compute: `attention`, `mlp` or `layer`.
+        granularity: the part that a skipped layer does not compute: `attention`, `mlp` or `layer`; `any` = blocks.
 
     Raises:
         FulldepthError: for an unknown granularity, and a model that cannot skip: encoders, post-norm blocks, blocks
@@ -61,7 +61,7 @@ class Switches:
     """
 
     def __init__(self, anatomy: Anatomy, granularity: str = "attention") -> None:
-        factor_names(granularity, skipped=True)
+        blocks_of((), granularity, anatomy.num_layers)
         family, config = anatomy.family, anatomy.model.config
         attentions = filter(None, (anatomy.part(layer, "attention") for layer in range(1, anatomy.num_layers + 1)))
         causal = all(getattr(m, "is_causal", True) is not False for part in attentions for m in part.modules())
@@ -91,15 +91,15 @@ class Switches:
                 raise FulldepthError(f"{type(anatomy.model).__name__} cannot skip: {reason}.")
         self.anatomy = anatomy
         self.granularity = granularity
-        self._skipped: frozenset[int] = frozenset()
+        self._skipped: frozenset[Block] = frozenset()
         self._scalars: Scalars | None = None
         self._ports: dict[int, dict[str, Port]] = {}
         self._replaced: dict[int, ExitStack] = {}
         """1-based layer (0 for the model) -> what restores its functions."""
 
     @property
-    def skipped(self) -> frozenset[int]:
-        """The 1-based layers that are skipped at present."""
+    def skipped(self) -> frozenset[Block]:
+        """The blocks that are skipped at present."""
         return self._skipped
 
     @property
@@ -145,20 +145,20 @@ class Switches:
         self._skipped, self._scalars, self._ports = frozenset(), None, {}
         _SWITCHED.discard(self.anatomy.block_list)
 
-    def skip(self, layers: Iterable[int]) -> None:
-        """Skip exactly these 1-based layers; nothing is loaded or copied.
+    def skip(self, removed: Iterable[int | Block]) -> None:
+        """Skip exactly these 1-based layers (granularity `any`: blocks); nothing is loaded or copied.
 
         Raises:
             FulldepthError: outside `with`, for layers out of range, and for a layer that has no such part.
         """
         self._check_entered()
-        skipped = check_layers(layers, self.anatomy.num_layers)
-        for layer in sorted(skipped):
-            if self.granularity != "layer" and self.anatomy.part(layer, self.granularity) is None:
-                raise FulldepthError(f"Layer {layer} has no {self.granularity} to skip.")
+        skipped = blocks_of(removed, self.granularity, self.anatomy.num_layers)
+        for layer, part in sorted(skipped):
+            if part != "layer" and self.anatomy.part(layer, part) is None:
+                raise FulldepthError(f"Layer {layer} has no {part} to skip.")
         changed = self._skipped ^ skipped
         self._skipped = skipped
-        for layer in sorted(changed):
+        for layer in sorted({block.layer for block in changed}):
             self._apply(layer)
 
     def _save(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -177,20 +177,20 @@ class Switches:
     def _apply(self, layer: int) -> None:
         """Replace the functions of one layer according to skipped layers and scalars."""
         self._replaced.pop(layer, ExitStack()).close()
-        block, skipped = self.anatomy.blocks[layer - 1], layer in self._skipped
+        block, skipped = self.anatomy.blocks[layer - 1], sorted(b.part for b in self._skipped if b.layer == layer)
         factors = None if self._scalars is None else self._scalars.get(layer)
-        if factors is not None and set(factors) != set(factor_names(self.granularity, skipped)):
+        if factors is not None and set(factors) != set(factor_names(self._skipped, layer)):
             # An error only when the layer runs: skipped layers and scalars are set one after the other.
-            self._replace(layer, block, partial(_refuse, layer, skipped, tuple(factors)))
+            self._replace(layer, block, partial(_refuse, layer, bool(skipped), tuple(factors)))
             return
-        if skipped:
-            port = self._ports[layer][self.granularity]
+        for part in skipped:
+            port = self._ports[layer][part]
             if port.norm is not None and not port.shared:
                 self._replace(layer, port.norm, partial(_without, 0, None, True))
             attention = self.anatomy.part(layer, "attention") or nn.Identity()
             indices = (i for part in attention.modules() if isinstance(i := getattr(part, "layer_idx", None), int))
-            index = None if self.granularity == "mlp" else next(indices, layer - 1)
-            self._replace(layer, port.part, partial(_without, port.outputs, index, self.granularity == "layer"))
+            index = None if part == "mlp" else next(indices, layer - 1)
+            self._replace(layer, port.part, partial(_without, port.outputs, index, part == "layer"))
             if port.branch is not port.part:
                 self._replace(layer, port.branch, partial(_without, 0, None, False))
         mixer, parallel = _Mixer(self.anatomy, block, factors or {}), self.anatomy.family.design == "parallel"
@@ -213,15 +213,15 @@ class Switches:
 
 @contextmanager
 def skipping(
-    anatomy: Anatomy, layers: Iterable[int], granularity: str = "attention", scalars: Scalars | None = None
+    anatomy: Anatomy, removed: Iterable[int | Block], granularity: str = "attention", scalars: Scalars | None = None
 ) -> Iterator[Switches]:
-    """Skip these 1-based layers inside `with`, with optional scalars; on leaving, the model is restored.
+    """Skip these 1-based layers (granularity `any`: blocks) inside `with`, with optional scalars; restored on leaving.
 
     Raises:
         FulldepthError: as `Switches`.
     """
     with Switches(anatomy, granularity) as switches:
-        switches.skip(layers)
+        switches.skip(removed)
         switches.scalars = scalars
         yield switches
 

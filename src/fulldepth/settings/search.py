@@ -12,10 +12,15 @@ from fulldepth.settings.loading import Length, LoadingSettings, Rate, Seed
 
 Criterion = Literal["loss", "scaled", "kl"]
 Method = Literal["greedy", "exact", "one-shot", "cosine", "groups", "taylor", "random", "last", "given"]
-Granularity = Literal["attention", "mlp", "layer"]
+Granularity = Literal["attention", "mlp", "layer", "any"]
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
+TARGETS = ("target_speedup", "target_bytes", "target_cache", "max_loss")
+"""Settings that state what a search is for, in place of a number of blocks."""
+
 Layer = Annotated[int, Field(ge=1, le=10_000)]
+BlockName = Annotated[str, Field(pattern=r"^(attention|mlp|layer) [1-9][0-9]{0,8}$")]
+"""A block of a plan with granularity `any`: `attention 7`, `mlp 12`, `layer 3`."""
 Batch = Annotated[int, Field(ge=1, le=1_000_000)]
 Rows = Annotated[int, Field(ge=1, le=10**12)]
 Epochs = Annotated[int, Field(ge=1, le=100_000)]
@@ -56,14 +61,34 @@ class SearchSettings(HeldoutSettings):
     """Everything that determines the plan that a search returns."""
 
     options: ClassVar = {
-        "The search": ("blocks", "search", "criterion", "granularity", "given", "budget", "seed"),
+        "The target": ("blocks", *TARGETS, "decode_share", "keep"),
+        "The search": ("search", "criterion", "granularity", "given", "budget", "seed"),
         "Data": ("max_sequences", "sequence_length", "batch_size"),
         "Healing": ("fit",),
         "Loading the model": ("dtype", "device", "device_map", "tokenizer", "revision", "trust_remote_code"),
     }
 
     blocks: Layer | None = None
-    """How many blocks to remove; None = the number of `given` layers."""
+    """How many blocks to remove; None = until the target, or the number of `given` blocks."""
+    target_speedup: Annotated[float, Field(gt=1, le=1000)] | None = None
+    """Remove until the model is this many times as fast, by the time of each part measured here; such as 1.2."""
+    target_bytes: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Remove until this share of the weights' bytes is left, such as 0.8."""
+    target_cache: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Remove until this share of the cache of keys and values is left."""
+    max_loss: Annotated[float, Field(gt=0, le=1000)] | None = None
+    """Remove what takes most time for its loss until this many nats are added to the held-out loss."""
+    decode_share: float = Field(default=1.0, ge=0, le=1)
+    """Share of the time that a served model spends decoding; the rest reads prompts. Weighs the parts' times."""
+    context: Length = 512
+    """Tokens of the prompt with which parts are timed, and caches counted."""
+    batch: Batch = 1
+    """Sequences with which parts are timed."""
+    keep: Annotated[list[Layer], Field(max_length=10_000)] = Field(default=[])
+    """Layers of which nothing is removed: 1,2,30."""
+    exchanges: Annotated[float, Field(ge=0, le=100)] | None = None
+    """Most FLOPs of the exchanges after a greedy or exact search (one block comes back, another goes), relative to the
+    search; None = 0.25 with a target, else 0."""
     criterion: Criterion = "loss"
     """What candidates are ranked by on held-out data: loss (of the untrained candidate), scaled (the loss after one
     epoch of training the scalars on the other data), kl (divergence from the unmodified model)."""
@@ -72,9 +97,9 @@ class SearchSettings(HeldoutSettings):
     cosine, taylor, random, last: ranked once; groups: the run of neighbouring layers that turns the stream least (of
     granularity layer); given: the layers of `given`."""
     granularity: Granularity = "attention"
-    """What a removed block is: attention, mlp or layer."""
-    given: Annotated[list[Layer], Field(max_length=10_000)] | None = None
-    """The layers to remove, 1-based, in order: 3,7; implies `search: given`."""
+    """What a removed block is: attention, mlp, layer, or any of these (the default with a target)."""
+    given: Annotated[list[Layer | BlockName], Field(max_length=10_000)] | None = None
+    """The layers to remove, 1-based, in order: 3,7 (granularity any: attention 3,mlp 7); implies `search: given`."""
     chunks: Batch = 32
     """Chunks of the held-out data, after each of which greedy may drop candidates; at most one for each sequence. Other
     searches read few data in chunks of four sequences, or of a batch if that is smaller."""
@@ -103,10 +128,19 @@ class SearchSettings(HeldoutSettings):
     @model_validator(mode="before")
     @classmethod
     def _given_layers_are_a_search(cls, values: Any) -> Any:
-        """Setting `given` implies `search: given`."""
-        if isinstance(values, dict) and values.get("given") and "search" not in values:
-            return {**values, "search": "given"}
+        """Setting `given` implies `search: given`, and a target the granularity `any`."""
+        if not isinstance(values, dict):
+            return values
+        if values.get("given") and "search" not in values:
+            values = {**values, "search": "given"}
+        if "granularity" not in values and any(values.get(name) for name in TARGETS):
+            values = {**values, "granularity": "any"}
         return values
+
+    @property
+    def target(self) -> str | None:
+        """The setting of `TARGETS` that is set."""
+        return next((name for name in TARGETS if getattr(self, name) is not None), None)
 
 
 class CurveSettings(SearchSettings):

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
+from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import BASE
 from fulldepth.execution.verify import check_task
-from fulldepth.hf import GRANULARITIES
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Finding, Results, finite, provenance, tabulate
 from fulldepth.settings.keywords import takes_settings
@@ -100,14 +100,16 @@ def curve(
             settings = settings.model_copy(update={"blocks": len(settings.given or ())})
         else:
             anatomy = check_task(find_anatomy(owner))
-            whole = settings.granularity == GRANULARITIES[-1]
-            most = anatomy.num_layers if whole else len(anatomy.layers_with(settings.granularity)) or settings.blocks
+            parts = ("attention", "mlp") if settings.granularity == "any" else (settings.granularity,)
+            whole = settings.granularity == "layer"
+            most = anatomy.num_layers if whole else sum(len(anatomy.layers_with(part)) for part in parts)
+            most = most or settings.blocks
             if most < settings.blocks:
                 watcher.say(f"The model has {most} blocks: the curve ends there, not at blocks = {settings.blocks}.")
                 settings = settings.model_copy(update={"blocks": most})
         with prepared(owner, data, settings, process, tokenizer=tokenizer, heldout=heldout) as problem:
             plan = search_with(problem, process, watcher, output=output, resume=resume)
-            read = _read(problem, plan.blocks, process, watcher)
+            read = _read(problem, plan.picks, process, watcher)
         end = find_breakpoint(read.sums["loss"] / read.tokens[:, None], read.tokens, read.documents, seed=settings.seed)
         table = _table(plan, read, end)
         document = {
@@ -147,9 +149,9 @@ class CurveSums(NamedTuple):
 
 
 @torch.no_grad()
-def _read(problem: SearchProblem, blocks: Sequence[int], process: Processes, watcher: Watcher) -> CurveSums:
+def _read(problem: SearchProblem, picks: Sequence[Variant], process: Processes, watcher: Watcher) -> CurveSums:
     """The measures; processes share the batches."""
-    scorer, batches, variants = problem.scorer, problem.batches, chain(blocks)
+    scorer, batches, variants = problem.scorer, problem.batches, chain(picks)
     sums: dict[int, list[dict[str, list[float]]]] = {}
     watcher.begin("Curve", len(batches) * len(variants))
     for number, batch in enumerate(batches):
@@ -180,7 +182,7 @@ def _table(plan: Plan, read: CurveSums, end: Breakpoint) -> pd.DataFrame:
     sums["loss_added"] = sums["loss"] - sums["loss"][:, :1]
     reach = quantile(len(documents)) if len(documents) >= FEWEST else math.nan
     tables = []
-    for number, layer in enumerate([None, *plan.blocks]):
+    for number, layer in enumerate([None, *(min(pick).layer for pick in plan.picks)]):
         rows: list[tuple[Any, ...]] = []
         for name, values in sums.items():
             lowest, highest, unit = MEASURES.get(name, (-math.inf, math.inf, "nats"))

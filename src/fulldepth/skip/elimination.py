@@ -28,15 +28,18 @@ Rare sequences that add far more, of which the search has seen none, can still c
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fulldepth.execution.flops import Variant
-from fulldepth.execution.scoring import SCALED
+from fulldepth.execution.scoring import BASE, SCALED
+from fulldepth.skip.goal import REACHED, Goal
 from fulldepth.skip.loss_cache import LossCache
+from fulldepth.skip.plan import name_of
 from fulldepth.uncertainty import SIGNIFICANT, quantile, ratio_error
 
 BUDGET = "budget"
@@ -44,6 +47,8 @@ LEAST = 8
 """Fewest documents before a candidate may be dropped, or a pick called sure."""
 RARE = 0.02
 """q, the largest share of rare sequences that is allowed for."""
+EXCHANGES = 8
+"""Exchanges that are scored in one pass."""
 HEAVY = 1.2
 """Least nats by which a rare sequence may be worse, divided by log(1 / risk)."""
 
@@ -85,10 +90,25 @@ class Difference(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Contest:
+    """The candidates of a round."""
+
+    before: Variant
+    """The blocks removed before the round."""
+    gains: Mapping[Variant, float]
+    """Candidate -> its gain."""
+
+    @property
+    def weighs(self) -> bool:
+        """Whether gains differ, so that what counts is the loss added since `before`, per gain."""
+        return len(set(self.gains.values())) > 1
+
+
+@dataclass(frozen=True)
 class Round:
     """How one block was chosen."""
 
-    pick: int
+    pick: int | str
     """1-based layer."""
     decided_by: str
     """`bounds`: all others were significantly worse; `data`: the best of those compared on all data; `budget`: the best
@@ -96,7 +116,7 @@ class Round:
     sure: bool
     """Whether the pick has the lowest mean loss over all data of this kind, not only the held-out ones, at the
     confidence of the search; False if the budget decided, or for fewer than `LEAST` documents."""
-    closest: int | None
+    closest: int | str | None
     """The second-best candidate, in standard errors; None if there was no other."""
     margin: float | None
     """Loss of `closest` minus that of the pick, in nats per token, on the sequences on which both were scored."""
@@ -117,11 +137,14 @@ class Round:
         return f"stopped by budget after {self.scored} of {self.heldout} sequences"
 
 
-def difference(loss_cache: LossCache, worse: Variant, better: Variant) -> Difference:
-    """Loss of `worse` minus that of `better` on the chunks on which both are known."""
+def difference(loss_cache: LossCache, contest: Contest, worse: Variant, better: Variant) -> Difference:
+    """Loss of `worse` minus that of `better` on the chunks on which both are known, at the gain of `better`."""
     shared = set(loss_cache.known_chunks(better))
     chunks = [chunk for chunk in loss_cache.known_chunks(worse) if chunk in shared]
-    gap = loss_cache.rows(worse, chunks) - loss_cache.rows(better, chunks)
+    scale = contest.gains[better] / contest.gains[worse]
+    gap = scale * loss_cache.rows(worse, chunks) - loss_cache.rows(better, chunks)
+    if scale != 1:
+        gap += (1 - scale) * loss_cache.rows(contest.before, chunks)
     return compare(gap, loss_cache.counts(chunks), loss_cache.owners(chunks), loss_cache.sequences)
 
 
@@ -178,28 +201,24 @@ def reserve(loss_cache: LossCache, gaps: Collection[Difference], confidence: flo
     return max(HEAVY * math.log(1 / risk) * population, largest) / total * (alone + rare)
 
 
-def best(loss_cache: LossCache, variants: Sequence[Variant], chunks: Sequence[int]) -> Variant:
-    """The variant of the lowest loss on some chunks; ties go to the one whose layers come first."""
-    return min(variants, key=lambda variant: (loss_cache.total(variant, chunks), sorted(variant)))
+def best(loss_cache: LossCache, contest: Contest, variants: Sequence[Variant], chunks: Sequence[int]) -> Variant:
+    """The variant of the lowest added loss per gain on some chunks; ties go to the one whose blocks come first."""
+    start = loss_cache.total(contest.before, chunks) if contest.weighs else 0.0
+    added = {variant: loss_cache.total(variant, chunks) - start for variant in variants}
+    return min(variants, key=lambda variant: (added[variant] / contest.gains[variant], sorted(variant)))
 
 
 def judge(
-    loss_cache: LossCache,
-    picks: Sequence[int],
-    winner: Variant,
-    decided_by: str,
-    confidence: float,
-    chunks: int | None = None,
+    loss_cache: LossCache, contest: Contest, winner: Variant, decided_by: str, confidence: float, scored: int
 ) -> Round:
-    """The record of the round after some picks, decided after `chunks` chunks (None = all)."""
-    (pick,) = winner.difference(picks)
-    scored, population = sum(map(len, loss_cache.tokens[:chunks])), loss_cache.sequences
-    losers = [variant for variant in loss_cache.candidates(picks) if variant != winner]
+    """The record of a round, in which the winner was scored on `scored` sequences."""
+    pick, population = _name(loss_cache, winner - contest.before), loss_cache.sequences
+    losers = [variant for variant in contest.gains if variant != winner]
     if not losers:
         return Round(pick, decided_by, True, None, None, None, population, scored, population)
-    gaps = {variant: difference(loss_cache, variant, winner) for variant in losers}
+    gaps = {variant: difference(loss_cache, contest, variant, winner) for variant in losers}
     near = min(gaps, key=lambda variant: (gaps[variant].in_errors, sorted(variant)))
-    (closest,), gap = near - winner, gaps[near]
+    gap = gaps[near]
     sure = decided_by != BUDGET and all(
         is_worse(
             gap,
@@ -210,72 +229,172 @@ def judge(
         for gap in gaps.values()
     )
     error = gap.free_error if math.isfinite(gap.free_error) else None
+    closest = _name(loss_cache, near - contest.before)
     return Round(pick, decided_by, sure, closest, gap.mean, error, gap.sequences, scored, population)
 
 
-def eliminate(
-    loss_cache: LossCache, blocks: int, *, drop: bool = True, confidence: float = 0.95, seconds: float = math.inf
-) -> tuple[list[int], list[Round]]:
-    """Remove blocks one by one, each time the one that costs least given those removed before.
+def _name(loss_cache: LossCache, blocks: Variant) -> int | str:
+    return name_of(blocks, loss_cache.costs.granularity)
 
-    A round scores all candidates on the first chunk, the remaining ones on the next, and so on. A candidate is dropped
-    when it is worse than the best so far, by more than the reserve, at an error probability of
+
+def race(
+    loss_cache: LossCache, contest: Contest, *, also: Collection[Variant], drop: bool, confidence: float, end: float
+) -> tuple[Variant, str, int]:
+    """Score all candidates on the first chunk, the remaining ones on the next, and so on.
+
+    A candidate is dropped when it is worse than the best so far, by more than the reserve, at an error probability of
     `(1 - confidence) / (candidates x tests)`, where `tests` counts the chunks after which one can be dropped: at least
     `LEAST` documents were read, and not all data.
 
     Args:
         loss_cache: computes losses of its criterion.
-        blocks: k.
+        contest: the candidates.
+        also: other variants that are needed on the same chunks.
+        drop: False = score all on all data.
+        confidence: probability that the best candidate is kept.
+        end: seconds of the search at which the race ends with the best candidate so far.
+
+    Returns:
+        The winner; `data` (all were read), `bounds` (only the winner was left) or `budget`; and how many chunks it was
+        scored on.
+    """
+    alive, chunks = list(contest.gains), range(len(loss_cache.chunks))
+    also = [*also, *([contest.before] if contest.weighs else [])]
+    risk = (1 - confidence) / len(alive) / max(1, num_tests(loss_cache.documents))
+    for chunk in chunks[:-1]:
+        loss_cache.need([*also, *alive], chunk)
+        if not drop:
+            continue
+        leader = best(loss_cache, contest, alive, range(chunk + 1))
+        gaps = {v: difference(loss_cache, contest, v, leader) for v in alive if v != leader}
+        least = reserve(loss_cache, gaps.values(), confidence) if gaps else 0.0
+        alive = [v for v in alive if v == leader or not is_worse(gaps[v], risk, least)]
+        if len(alive) == 1:
+            return leader, "bounds" if len(contest.gains) > 1 else "data", chunk + 1
+        if loss_cache.spent["seconds"] >= end:
+            return leader, BUDGET, chunk + 1
+    loss_cache.need([*also, *alive], chunks[-1])
+    return best(loss_cache, contest, alive, chunks), "data", len(chunks)
+
+
+def eliminate(
+    loss_cache: LossCache, goal: Goal, *, drop: bool = True, confidence: float = 0.95, seconds: float = math.inf
+) -> tuple[list[Variant], list[Round]]:
+    """Remove blocks one by one until the goal, each time the one that costs least per gain, given those before.
+
+    Args:
+        loss_cache: computes losses of its criterion.
+        goal: when to end, and the gain of every block.
         drop: drop candidates early; False = score all on all data (the search `exact`).
-        confidence: probability that a round keeps its best candidate, the one of the lowest loss on all held-out data,
-            for the losses that the module's docstring names.
+        confidence: probability that a round keeps its best candidate, the one of the lowest added loss per gain on all
+            held-out data, for the losses that the module's docstring names.
         seconds: of all rounds. A round that has spent its share of them, by the number of candidates, ends with the
             best candidate so far, and a message to the watcher.
 
     Returns:
-        Layers in the order of removal, and how each was chosen.
+        The blocks of each removal, in order, and how each was chosen.
     """
-    picks: list[int] = []
+    picks: list[Variant] = []
     rounds: list[Round] = []
-    chunks = range(len(loss_cache.chunks))
-    for number in range(blocks):
-        variants = loss_cache.candidates(picks)
-        # The plan needs the losses of the chain, which shares most of the work with the candidates.
-        removed = [] if loss_cache.criterion == SCALED else chain(picks)
-        title = f"Block {number + 1} of {blocks}"
-        loss_cache.begin(title, len(variants) * loss_cache.num_batches)
-        left = [len(variants) - later for later in range(blocks - number)]
+    removed = BASE
+    while goal.left(removed) and (gains := goal.round_of(loss_cache.costs, removed)):
+        contest = Contest(removed, gains)
+        title = f"Round {len(picks) + 1}, {goal.progress(removed)}"
+        loss_cache.begin(title, len(gains) * loss_cache.num_batches)
+        to_come = min(goal.left(removed) / max(gains.values()), len(gains))
+        left = [len(gains) - later for later in range(math.ceil(to_come))]
         spent = loss_cache.spent["seconds"]
         end = spent + (seconds - spent) * min(1.0, 2 * left[0] / sum(left))  # most rounds need less than their share
-        risk = (1 - confidence) / len(variants) / max(1, num_tests(loss_cache.documents))
-        alive, decided_by = variants, "data"
-        for chunk in chunks:
-            loss_cache.need([*removed, *alive], chunk)
-            leader = best(loss_cache, alive, range(chunk + 1))
-            if chunk == chunks[-1]:
-                break
-            if not drop:
-                continue
-            gaps = {variant: difference(loss_cache, variant, leader) for variant in alive if variant != leader}
-            least = reserve(loss_cache, gaps.values(), confidence) if gaps else 0.0
-            alive = [v for v in alive if v == leader or not is_worse(gaps[v], risk, least)]
-            if len(alive) == 1:
-                decided_by = "bounds" if len(variants) > 1 else "data"
-                break
-            if loss_cache.spent["seconds"] >= end:
-                decided_by = BUDGET
-                break
+        # The plan needs the losses of the chain, which shares most of the work with the candidates.
+        also = [] if loss_cache.criterion == SCALED else chain(picks)
+        winner, decided_by, count = race(loss_cache, contest, also=also, drop=drop, confidence=confidence, end=end)
         loss_cache.finish()
-        rounds.append(judge(loss_cache, picks, leader, decided_by, confidence, chunk + 1))
+        if math.isfinite(goal.most_loss):
+            loss_cache.need_everywhere("Loss so far", [BASE, winner])
+            if loss_cache.mean(winner) - loss_cache.mean(BASE) > goal.most_loss:
+                break
+        scored = sum(map(len, loss_cache.tokens[:count]))
+        rounds.append(judge(loss_cache, contest, winner, decided_by, confidence, scored))
         if stopped := rounds[-1].stopped:
             loss_cache.watcher.say(f"{title}: {stopped}.")
-        picks.append(rounds[-1].pick)
+        picks.append(winner - removed)
+        removed = winner
     return picks, rounds
 
 
-def chain(picks: Sequence[int]) -> list[Variant]:
+def exchange(
+    loss_cache: LossCache, goal: Goal, picks: Sequence[Variant], *, confidence: float, flops: float
+) -> tuple[list[Variant], list[dict[str, Any]]]:
+    """Put one removal back and remove another block in its place, as long as that lowers the loss.
+
+    A pass estimates the loss of every exchange whose gain still suffices: that without the removal (measured), plus
+    what the other block added when it was last scored. The `EXCHANGES` of the lowest estimates race against the
+    present blocks, on the losses themselves. A pass starts only if its FLOPs are left.
+
+    Args:
+        loss_cache: after `eliminate`.
+        goal: of the search.
+        picks: the blocks of each removal.
+        confidence: of each race.
+        flops: most FLOPs of all passes.
+
+    Returns:
+        The removals, and for each exchange `back`, `out` and the `loss` after it, in nats.
+    """
+    added = _last_added(loss_cache, picks)
+    picks, done, shapes = list(picks), list[dict[str, Any]](), [b.shape for chunk in loss_cache.chunks for b in chunk]
+
+    def price(variants: Collection[Variant]) -> float:
+        return sum(loss_cache.costs.shared(variants, shape) for shape in shapes)
+
+    end, everywhere = loss_cache.spent["flops"] + flops, range(len(loss_cache.chunks))
+    while picks:
+        removed = chain(picks)[-1]
+        back = {pick: removed - pick for pick in picks}
+        if loss_cache.spent["flops"] + price([removed, *back.values()]) > end:
+            break
+        loss_cache.need_everywhere(f"Exchanges, pass {len(done) + 1}", [removed, *back.values()])
+        least = min(goal.gain(removed), goal.needed)
+        estimates: dict[Variant, float] = {}
+        pairs: dict[Variant, tuple[Variant, Variant]] = {}
+        for pick, variant in back.items():
+            for other in loss_cache.costs.candidates(variant):
+                more = other - variant
+                if more in added and not more & pick and goal.gain(other) >= least - REACHED:
+                    estimates[other] = loss_cache.mean(variant) + added[more]
+                    pairs[other] = pick, more
+        likely = sorted(estimates, key=lambda variant: (estimates[variant], sorted(variant)))[:EXCHANGES]
+        while likely and loss_cache.spent["flops"] + price(likely) > end:
+            likely.pop()
+        if not likely:
+            break
+        contest = Contest(removed, dict.fromkeys([removed, *likely], 1.0))
+        loss_cache.begin(f"Exchanges, pass {len(done) + 1}", len(likely) * loss_cache.num_batches)
+        winner, _, _ = race(loss_cache, contest, also=(), drop=True, confidence=confidence, end=math.inf)
+        loss_cache.finish()
+        if winner == removed or loss_cache.total(winner, everywhere) >= loss_cache.total(removed, everywhere):
+            break
+        pick, more = pairs[winner]
+        picks[picks.index(pick)] = more
+        names = {"back": _name(loss_cache, pick), "out": _name(loss_cache, more)}
+        done.append({**names, "loss": loss_cache.mean(winner)})
+    return picks, done
+
+
+def _last_added(loss_cache: LossCache, picks: Sequence[Variant]) -> dict[Variant, float]:
+    """Blocks of one removal -> the nats per token that they added in the last round that scored them."""
+    added = {}
+    for before in chain(picks)[:-1]:
+        for variant in loss_cache.costs.candidates(before):
+            if chunks := loss_cache.known_chunks(variant):
+                change = loss_cache.total(variant, chunks) - loss_cache.total(before, chunks)
+                added[variant - before] = change / float(loss_cache.counts(chunks).sum())
+    return added
+
+
+def chain(picks: Sequence[Variant]) -> list[Variant]:
     """The unmodified model and the model after each removal: the variants whose losses a plan holds."""
-    return [Variant(picks[:number]) for number in range(len(picks) + 1)]
+    return list(accumulate(picks, Variant.union, initial=BASE))
 
 
 def num_tests(documents: Sequence[Sequence[int]]) -> int:

@@ -17,7 +17,7 @@ from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import LOSS, ScoredBatch, Scorer
 from fulldepth.execution.verify import prove
 from fulldepth.hf import Anatomy, evaluating, frozen
-from fulldepth.hf.scalars import Scalars
+from fulldepth.hf.scalars import Block, Scalars, blocks_of
 from fulldepth.hf.surgery import Switches
 from fulldepth.progress import Watcher
 from fulldepth.settings import Settings, layer
@@ -82,7 +82,7 @@ def fit_options(settings: SearchSettings, *, candidate: bool = False) -> FitOpti
 
 def fit_scales(
     model: PreTrainedModel | Anatomy,
-    blocks: Iterable[int],
+    blocks: Iterable[int | Block],
     train: Sequence[Example],
     heldout: Sequence[Example],
     *,
@@ -101,7 +101,7 @@ def fit_scales(
         blocks: 1-based layers to skip; empty = the control "scalars only".
         train: examples to train on.
         heldout: examples for early stopping.
-        granularity: skipped part of a layer: `attention`, `mlp` or `layer`.
+        granularity: skipped part of a layer: `attention`, `mlp`, `layer`, or `any` (`blocks` are of type `Block`).
         watcher: receives progress after every step.
         **options: fields of `FitOptions`: `learning_rate`, `epochs`, `batch_size`, `micro_batch_size`, `patience`,
             `seed`, `checkpointing`.
@@ -118,8 +118,10 @@ def fit_scales(
     with evaluating(model.model if isinstance(model, Anatomy) else model):
         anatomy, classifier = prove(model, evaluation[0].inputs)
         with Switches(anatomy, granularity) as switches:
-            scorer = Scorer(anatomy, classifier, switches, granularity, evaluation[0])
-            return fit(scorer, Variant(blocks), train, evaluation, fit_options, watcher)
+            scorer = Scorer(anatomy, classifier, switches, evaluation[0])
+            return fit(
+                scorer, blocks_of(blocks, granularity, anatomy.num_layers), train, evaluation, fit_options, watcher
+            )
 
 
 def check_fit(train: Sequence[Example]) -> None:

@@ -29,7 +29,7 @@ from fulldepth.skip.plan import Factors, differences, write_text
 
 PROGRESS = "progress.json"
 """File with the progress of a search."""
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MOST_BYTES = 1 << 30
 """Largest file. It holds a number for each sequence, variant and chunk."""
 SPENT = ("forwards", "flops", "seconds")
@@ -41,8 +41,8 @@ Work = Callable[[], Result]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Summed = Annotated[float, Field(ge=-1e30, le=1e30)]
 """Nats; far above any loss, and small enough to be squared."""
-Layers = Annotated[str, Field(pattern=r"^([1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*)?$", max_length=100_000)]
-"""Skipped layers of a variant, such as `3,7`; empty for the unmodified model."""
+Removed = Annotated[str, Field(pattern=r"^([a-z]+ [1-9][0-9]{0,5}(,[a-z]+ [1-9][0-9]{0,5})*)?$", max_length=100_000)]
+"""Blocks that a variant lacks, such as `attention 3,mlp 7`; empty for the unmodified model."""
 
 
 class StoredStep(Settings):
@@ -52,14 +52,14 @@ class StoredStep(Settings):
     """Forwards, FLOPs and seconds of the search by its end."""
     tasks: dict[str, JsonValue] = Field(default_factory=dict)
     """Name of a task -> its result."""
-    sums: dict[Literal["loss", "kl", "scaled"], dict[Layers, list[Summed]]] = Field(default_factory=dict)
+    sums: dict[Literal["loss", "kl", "scaled"], dict[Removed, list[Summed]]] = Field(default_factory=dict)
     """Kind -> variant -> summed loss of each sequence of a chunk, in nats."""
 
 
 class StoredProgress(Settings):
     """The entries of `progress.json`."""
 
-    schema_version: Literal[2]
+    schema_version: Literal[3]
     of: dict[str, JsonValue]
     """Model, data and settings that the progress belongs to."""
     steps: list[StoredStep]
@@ -123,10 +123,6 @@ class LossCache:
         """The kind of the losses in the plan, which are without scalars."""
         return LOSS if self.criterion == SCALED else self.criterion
 
-    def candidates(self, picks: Collection[int]) -> list[Variant]:
-        """The candidates of the round after these picks."""
-        return self.costs.candidates(picks)
-
     def known_chunks(self, variant: Variant) -> list[int]:
         """The chunks on which a variant's losses are known, in order."""
         return sorted(self._chunks(variant, self.criterion))
@@ -164,7 +160,7 @@ class LossCache:
         if self._number == len(self._steps):
             self._record(partial(self._evaluate, kind, missing, chunk))
         sums = self._next()["sums"]
-        keys = {_layers(variant): variant for variant in missing}
+        keys = {_key(variant): variant for variant in missing}
         for name in (LOSS, DIVERGENCE) if kind == DIVERGENCE else (kind,):
             by_variant = sums.get(name, {})
             if by_variant.keys() != keys.keys() or {*map(len, by_variant.values())} - {len(self.tokens[chunk])}:
@@ -272,10 +268,10 @@ class LossCache:
             for name, values in by_name.items():
                 if not all(map(math.isfinite, values)):
                     raise FulldepthError(
-                        f"With the blocks {sorted(variant)} skipped the loss is not finite in "
+                        f"Without {_key(variant) or 'any change'} the loss is not finite in "
                         f"{self.scorer.anatomy.model.dtype}; use another precision (dtype float32 or bfloat16)."
                     )
-                gathered.setdefault(name, {}).setdefault(_layers(variant), []).extend(values)
+                gathered.setdefault(name, {}).setdefault(_key(variant), []).extend(values)
         shapes, costs = [batch.shape for batch in batches], self.costs
         if kind == SCALED:
             flops = sum(costs.whole(variant, shape) for variant in variants for shape in shapes)
@@ -308,11 +304,11 @@ class LossCache:
         )
 
 
-def _layers(variant: Variant) -> str:
-    """The key of a variant in the file: `3,7`."""
-    return ",".join(map(str, sorted(variant)))
+def _key(variant: Variant) -> str:
+    """The key of a variant in the file."""
+    return ",".join(f"{part} {layer}" for layer, part in sorted(variant))
 
 
 def _fit_of(variant: Variant) -> str:
     """Name of the task that fits a variant's scalars."""
-    return f"scaled {_layers(variant)}"
+    return f"scaled {_key(variant)}"

@@ -28,7 +28,7 @@ from fulldepth.progress import Watcher
 from fulldepth.results import COLUMNS, DOCUMENT, Finding, Results, finite, provenance, tabulate
 from fulldepth.settings import layer as layered
 from fulldepth.settings.keywords import takes_settings
-from fulldepth.settings.search import PLACES, RENAMED, SearchSettings
+from fulldepth.settings.search import PLACES, RENAMED, TARGETS, SearchSettings
 from fulldepth.skip.fit import make_batches
 from fulldepth.skip.plan import Plan, in_sample, plan_scalars, stopped_rounds
 from fulldepth.skip.problem import SearchProblem, open_for, prepared
@@ -37,7 +37,9 @@ KIND = "skip"
 RESERVOIR_TOKENS = 2048
 """Most tokens that the discrepancy is computed from; exact if the data have no more."""
 UNKNOWN = "A plan keeps no losses of single documents; fulldepth skip bench --heldout states the error."
-KINDS = {"attention": ("attention block", "attention blocks"), "mlp": ("MLP", "MLPs"), "layer": ("layer", "layers")}
+KINDS = {"attention": ("attention block", "attention blocks"), "mlp": ("MLP", "MLPs"), "layer": ("layer", "layers")} | {
+    "any": ("block", "blocks")
+}
 """Granularity -> a removed block, and several."""
 
 
@@ -93,7 +95,7 @@ def settings_of(plan: Plan, given: SearchSettings) -> SearchSettings:
     settings = {RENAMED.get(name, name): value for name, value in stored.items() if value is not None}
     settings = {name: value for name, value in settings.items() if name in known}
     if settings.get("given") is None:
-        settings["blocks"] = len(plan.blocks)
+        settings |= {} if any(settings.get(name) for name in TARGETS) else {"blocks": len(plan.blocks)}
     stated = given.model_dump(mode="json", exclude_unset=True)
     return layered(SearchSettings, {"granularity": plan.granularity, **settings}, stated)
 
@@ -115,8 +117,8 @@ def outcome(plan: Plan, problem: SearchProblem, *, watcher: Watcher) -> Results:
     kept = plan.control_loss
     losses: list[tuple[int | None, float | None, int, str]] = [
         (None, plan.losses[0], 0, "original"),
-        *((layer, plan.losses[at], at, "skipped") for at, layer in enumerate(plan.blocks, start=1)),
-        (plan.blocks[-1], plan.healed_loss, count, "healed"),
+        *((min(pick).layer, plan.losses[at], at, "skipped") for at, pick in enumerate(plan.picks, start=1)),
+        (min(plan.picks[-1]).layer, plan.healed_loss, count, "healed"),
         (None, None if kept is None else kept.scalars_only, 0, "scalars_only"),
     ]
     tables = [
@@ -126,7 +128,7 @@ def outcome(plan: Plan, problem: SearchProblem, *, watcher: Watcher) -> Results:
     ]
     for state, factors in states.items():
         options: dict[str, Any] = {"seed": problem.settings.seed, "watcher": watcher}
-        rows = discrepancies(scorer, batches, Variant(plan.blocks), factors, **options)
+        rows = discrepancies(scorer, batches, plan.removed, factors, **options)
         tables.append(tabulate(rows, removed=count, state=state))
     table, noted = joined(tables, removed="Int64", state="str"), plan.document()
     document = {
@@ -272,7 +274,7 @@ def loss_added(plan: Plan, depth: int) -> Finding:
     base, last, count = plan.losses[0], plan.losses[-1], len(plan.blocks)
     order = ", ".join(map(str, plan.blocks))
     which = f"of layer {order}" if count == 1 else f"of layers {order}, in this order"
-    if plan.granularity == "layer":
+    if plan.granularity in ("layer", "any"):
         which = f"{order}" if count == 1 else f"{order}, in this order"
     change = f"adds {nats(last - base)} to" if last >= base else f"takes {nats(base - last)} off"
     sentence = (

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -22,9 +22,9 @@ from fulldepth.execution.decoding import DraftPlan
 from fulldepth.files import atomic, read_json
 from fulldepth.hf import Anatomy, Scalars, device_of
 from fulldepth.hf.model_hash import model_hash
-from fulldepth.hf.scalars import FACTORS, factor_names
+from fulldepth.hf.scalars import FACTORS, Block, blocks_of, factor_names
 from fulldepth.settings import Settings, layer
-from fulldepth.settings.search import Criterion, Granularity, Method
+from fulldepth.settings.search import BlockName, Criterion, Granularity, Method
 from fulldepth.uncertainty import identity
 
 FILE = "plan.json"
@@ -71,9 +71,9 @@ class Plan(Settings):
     """The entries of `plan.json`, checked for consistency. `of` and `load` raise readable errors."""
 
     def __repr__(self) -> str:
-        blocks, change = ", ".join(map(str, self.blocks)), f"{self.losses[0]:.4f} to {self.losses[-1]:.4f} nats"
+        change = f"{self.losses[0]:.4f} to {self.losses[-1]:.4f} nats"
         healed = "" if self.healed_loss is None else f", healed {self.healed_loss:.4f}"
-        return f"Plan({self.granularity} of layers {blocks} removed from {self.model.name}; loss {change}{healed})"
+        return f"Plan({self.model.name} without {self.what}; loss {change}{healed})"
 
     __str__ = __repr__
 
@@ -82,8 +82,8 @@ class Plan(Settings):
     granularity: Granularity
     criterion: Criterion
     search: Method
-    blocks: Annotated[list[PositiveInt], Field(min_length=1)]
-    """1-based layers in the order of their removal."""
+    blocks: Annotated[list[PositiveInt | BlockName], Field(min_length=1)]
+    """1-based layers in the order of their removal; of granularity `any`, `attention 7`, `mlp 12` or `layer 3`."""
     losses: list[Loss]
     """Mean held-out loss in nats of the original model and after each removal, without scalars for every criterion."""
     healed_loss: Loss | None
@@ -100,8 +100,11 @@ class Plan(Settings):
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Plan:
-        if twice := sorted(block for block, times in Counter(self.blocks).items() if times > 1):
-            raise FulldepthError(f"blocks names {_listed(twice)} more than once; a block can be removed once.")
+        if wrong := [block for block in self.blocks if isinstance(block, str) is not (self.granularity == "any")]:
+            raise FulldepthError(f"blocks names {wrong[0]!r}, which is no block of the granularity {self.granularity}.")
+        if twice := [block for block, times in Counter(b for pick in self.picks for b in pick).items() if times > 1]:
+            where = one_line(", ".join(f"the {part} of layer {layer}" for layer, part in sorted(twice)), 200)
+            raise FulldepthError(f"blocks names {where} more than once; a block can be removed once.")
         if len(self.losses) != len(self.blocks) + 1:
             raise FulldepthError(
                 f"losses has {len(self.losses)} numbers for {len(self.blocks)} blocks; expected "
@@ -121,14 +124,14 @@ class Plan(Settings):
 
     @pydantic.model_validator(mode="after")
     def _scalars_of_every_layer(self) -> Plan:
-        removed, fitted = set(self.blocks), self.healed_loss is not None
+        removed, fitted = self.removed, self.healed_loss is not None
         if fitted != (self.control_loss is not None):
             raise FulldepthError("Of healed_loss and control_loss one is null: scalars are fitted with their control.")
         if not fitted and any(value != 1 for factors in self.scalars.values() for value in factors.values()):
             raise FulldepthError("Some scalars are not 1, but healed_loss is null: it is not known what they do.")
         if self.scalars or fitted:
-            for number in range(1, max({*map(int, self.scalars)} | removed) + 1):
-                got, expected = self.scalars.get(str(number), {}), factor_names(self.granularity, number in removed)
+            for number in range(1, max({*map(int, self.scalars), *(block.layer for block in removed)}) + 1):
+                got, expected = self.scalars.get(str(number), {}), factor_names(removed, number)
                 if set(got) != set(expected):
                     raise FulldepthError(
                         f"scalars of layer {number}: got {', '.join(got) or 'none'}, expected "
@@ -161,6 +164,34 @@ class Plan(Settings):
             FulldepthError: if they are not valid.
         """
         return Plan.of({**self.document(), **entries})
+
+    @property
+    def picks(self) -> list[frozenset[Block]]:
+        """The blocks of each removal, in order."""
+        return [pick_of(block, self.granularity) for block in self.blocks]
+
+    @property
+    def removed(self) -> frozenset[Block]:
+        """All removed blocks; of granularity `any`, a whole layer is its attention and its MLP."""
+        return frozenset().union(*self.picks)
+
+    @property
+    def kind(self) -> str:
+        """The granularity, or for `any` the single one that would remove the same blocks, if there is one."""
+        attention, mlp = self.lacking("attention"), self.lacking("mlp")
+        kinds = {"layer": attention == mlp, "attention": not mlp, "mlp": not attention}
+        return next((kind for kind, fits in kinds.items() if fits), "any")
+
+    @property
+    def what(self) -> str:
+        """What is removed, in words: `the attention of layers 3, 7 and the mlp of layer 12`."""
+        attention, mlp = ({*self.lacking(part)} for part in ("attention", "mlp"))
+        groups = {"": attention & mlp, "the attention of ": attention - mlp, "the mlp of ": mlp - attention}
+        return " and ".join(f"{part}{_all_of(sorted(layers))}" for part, layers in groups.items() if layers)
+
+    def lacking(self, part: str) -> list[int]:
+        """Sorted 1-based layers without their `attention` or `mlp`; whole layers lack both."""
+        return sorted({layer for layer, own in self.removed if own in (part, "layer")})
 
     @property
     def dtype(self) -> str:
@@ -233,12 +264,13 @@ class Plan(Settings):
             raise FulldepthError(
                 f"The plan is for a {one_line(self.model.class_name, 100)} ({name}), this is a {kind}."
             )
-        if beyond := sorted(block for block in self.blocks if block > depth):
+        if beyond := sorted({layer for layer, _ in self.removed if layer > depth}):
             raise FulldepthError(f"The plan removes {_listed(beyond)}, but this {kind} has {depth} layers.")
-        part = self.granularity
-        if part != "layer" and (bare := sorted(set(self.blocks) - set(anatomy.layers_with(part)))):
-            raise FulldepthError(f"The plan removes the {part} of {_listed(bare)}, which this {kind} does not have.")
-        planned = max({int(key) for key in self.scalars} | set(self.blocks))
+        for part in () if self.granularity == "layer" else ("attention", "mlp"):
+            if bare := sorted(set(self.lacking(part)) - set(anatomy.layers_with(part))):
+                where = f"the {part} of {_listed(bare)}"
+                raise FulldepthError(f"The plan removes {where}, which this {kind} does not have.")
+        planned = max({int(key) for key in self.scalars} | {layer for layer, _ in self.removed})
         if self.scalars and planned != depth:
             raise FulldepthError(f"The plan has scalars for {planned} layers, but this {kind} has {depth}.")
         if model_hash(anatomy.model) != self.model.hash:
@@ -263,6 +295,18 @@ def write_text(target: Path, text: str) -> Path:
     return target
 
 
+def pick_of(block: int | str, granularity: str) -> frozenset[Block]:
+    """The blocks that an entry of `Plan.blocks` removes."""
+    part, layer = block.split() if isinstance(block, str) else (granularity, block)
+    return blocks_of([Block(int(layer), part)], granularity, int(layer))
+
+
+def name_of(pick: Collection[Block], granularity: str) -> int | str:
+    """The entry of `Plan.blocks` for the blocks of one removal."""
+    layer, part = min(pick)
+    return layer if granularity != "any" else f"{part if len(pick) == 1 else 'layer'} {layer}"
+
+
 def plan_scalars(plan: Plan, anatomy: Anatomy) -> Scalars | None:
     """A plan's scalars, float32, on the device of the model; None if none were fitted."""
     if plan.healed_loss is None:
@@ -280,7 +324,7 @@ def draft_plan(path: str | Path) -> Callable[[PreTrainedModel], DraftPlan]:
 
     def drafts(model: PreTrainedModel) -> DraftPlan:
         plan.check_model(model)
-        return DraftPlan(tuple(plan.blocks), plan.granularity, plan_scalars(plan, find_anatomy(model)))
+        return DraftPlan(plan.removed, plan.granularity, plan_scalars(plan, find_anatomy(model)))
 
     return drafts
 
@@ -292,6 +336,10 @@ def differences(before: Mapping[str, Any], current: Mapping[str, Any]) -> str:
         f"{one_line(name, 60)} was {one_line(repr(before.get(name)), 80)}, is {one_line(repr(current.get(name)), 80)}"
         for name in sorted(name for name in {*before, *current} if before.get(name) != current.get(name))[:4]
     )
+
+
+def _all_of(layers: Sequence[int]) -> str:
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
 
 
 def _listed(layers: Iterable[int]) -> str:
@@ -311,7 +359,7 @@ def lines(plan: Plan) -> list[tuple[str, str, str]]:
 
     rows = [("unmodified", f"{plan.losses[0]:.4f} nats", "")]
     for number, (block, loss) in enumerate(zip(plan.blocks, plan.losses[1:], strict=True), start=1):
-        rows.append((f"{number}. layer {block}", f"{loss:.4f} nats", ""))
+        rows.append((f"{number}. {block if isinstance(block, str) else f'layer {block}'}", f"{loss:.4f} nats", ""))
     if plan.healed_loss is not None:
         rows.append(("healing: scalars fitted", f"{plan.healed_loss:.4f} nats", kept("healed")))
     if plan.control_loss is not None:

@@ -29,9 +29,10 @@ from fulldepth.hf import (
 )
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.surgery import Switches
-from fulldepth.settings.search import PLACES, HeldoutSettings, SearchSettings
+from fulldepth.settings.search import PLACES, TARGETS, HeldoutSettings, SearchSettings
 from fulldepth.skip.fit import check_fit, make_batches
 from fulldepth.skip.loss_cache import Chunk
+from fulldepth.skip.plan import pick_of
 
 SMALL_CHUNK = 4
 """Chunks of few held-out sequences are of this size, also where batches are larger, so that progress is stored often.
@@ -48,7 +49,8 @@ class SearchProblem:
     examples: Examples
     chunks: list[Chunk]
     settings: SearchSettings
-    blocks: int
+    blocks: int | None
+    """To remove; None = until the target."""
 
     @property
     def batches(self) -> list[ScoredBatch]:
@@ -132,12 +134,13 @@ def prepared(
         anatomy, classifier = prove(owner, chunks[0][0].inputs)
         hashed = hashed or model_hash(owner)
         with Switches(anatomy, settings.granularity) as switches:
-            scorer = Scorer(anatomy, classifier, switches, settings.granularity, chunks[0][0])
+            scorer = Scorer(anatomy, classifier, switches, chunks[0][0], keep=settings.keep)
             able, kind = scorer.costs.able, settings.granularity
-            if lacking := [layer for layer in settings.given or () if layer not in able]:
-                raise FulldepthError(f"Layer {lacking[0]} has no {kind} to remove.")
-            if blocks > len(able):
-                raise FulldepthError(f"Cannot remove {blocks} blocks: {len(able)} layers have a {kind} to remove.")
+            given = sorted({block for name in settings.given or () for block in pick_of(name, kind)} - set(able))
+            if given:
+                raise FulldepthError(f"Layer {given[0].layer} has no {given[0].part} to remove.")
+            if blocks is not None and blocks > len(able):
+                raise FulldepthError(f"Cannot remove {blocks} blocks: {len(able)} can be removed ({kind}).")
             if settings.fit or settings.criterion == SCALED:
                 check_fit(data.train)
             yield SearchProblem(checkpoint, hashed, scorer, data, chunks, settings, blocks)
@@ -188,8 +191,8 @@ def split(examples: Examples, settings: SearchSettings) -> list[Chunk]:
     return [make_batches([heldout[i] for i in part], settings.batch_size) for part in np.array_split(order, count)]
 
 
-def _num_blocks(settings: SearchSettings, depth: int) -> int:
-    """k, checked before data are read.
+def _num_blocks(settings: SearchSettings, depth: int) -> int | None:
+    """k, checked before data are read; None with a target.
 
     Raises:
         FulldepthError: if the settings do not say how many, or the model has no such layers.
@@ -205,15 +208,26 @@ def _num_blocks(settings: SearchSettings, depth: int) -> int:
     if settings.search == "groups" and settings.granularity != "layer":
         raise FulldepthError(f"`groups` removes a run of layers, not of {settings.granularity}; use granularity layer.")
     blocks = settings.blocks if given is None else len(given)
-    if not blocks:
-        raise FulldepthError("How many blocks to remove? Set blocks, or name the layers in given.")
+    if beyond := [layer for layer in settings.keep if layer > depth]:
+        raise FulldepthError(f"There is no layer {beyond[0]} to keep; this model has the layers 1 to {depth}.")
+    stated = [name for name in TARGETS if getattr(settings, name) is not None] + ["blocks"] * bool(blocks)
+    if len(stated) > 1:
+        raise FulldepthError(f"{' and '.join(stated)} are set; a search has one target.")
+    if not stated:
+        raise FulldepthError(
+            "How much to remove? Set blocks, a target (target_speedup, target_bytes, target_cache, max_loss), or name "
+            "the layers in given."
+        )
     if given is not None:
+        if wrong := [block for block in given if isinstance(block, str) is not (settings.granularity == "any")]:
+            raise FulldepthError(f"{wrong[0]!r} is no block of the granularity {settings.granularity}.")
         if settings.blocks not in (None, blocks):
             raise FulldepthError(f"{blocks} layers are given, but blocks is {settings.blocks}.")
         if twice := [layer for layer in given if given.count(layer) > 1]:
             raise FulldepthError(f"The given layers name {twice[0]} twice.")
-        if max(given) > depth:
-            raise FulldepthError(f"There is no layer {max(given)}; this model has the layers 1 to {depth}.")
-    if blocks > depth:
+        last = max(block.layer for name in given for block in pick_of(name, settings.granularity))
+        if last > depth:
+            raise FulldepthError(f"There is no layer {last}; this model has the layers 1 to {depth}.")
+    if blocks is not None and blocks > depth * (1 + (settings.granularity == "any")):
         raise FulldepthError(f"Cannot remove {blocks} blocks: the model has {depth} layers.")
     return blocks

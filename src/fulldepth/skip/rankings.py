@@ -4,40 +4,45 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated
 
 import torch
 from pydantic import Field, FiniteFloat
+from torch import Tensor
 from torch.nn import functional
 
+from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import BASE, Scorer
-from fulldepth.hf import frozen
-from fulldepth.hf.scalars import Scalars
+from fulldepth.hf import Block, Scalars, frozen
+from fulldepth.skip.goal import Goal
 from fulldepth.skip.loss_cache import Chunk, LossCache
+from fulldepth.skip.plan import pick_of
 
-STREAMS = {"attention": ("attention_carried", "attention_branch"), "mlp": ("mlp_input", "mlp_branch")}
-"""Granularity -> the sites of the stream that a branch is added to, and of the branch."""
+SITES = {"attention": ("attention_carried", "attention_branch"), "mlp": ("mlp_input", "mlp_branch")} | {
+    "layer": ("residual",)
+}
+"""Part -> the sites of the stream that a branch is added to, and of the branch."""
 GATES = {"attention": ("b_att",), "mlp": ("b_mlp",), "layer": ("b_att", "b_mlp")}
-"""Granularity -> the factors that switch it off at 0."""
+"""Part -> the factors that switch it off at 0."""
 
 
 def rank(
-    loss_cache: LossCache, search: str, blocks: int, *, seed: int = 0, given: Sequence[int] | None = None
-) -> list[int]:
-    """The layers that a baseline removes, in its order.
+    loss_cache: LossCache, search: str, goal: Goal, *, seed: int = 0, given: Sequence[int | str] | None = None
+) -> list[Variant]:
+    """The blocks that a baseline removes, in its order; of granularity `any`, attentions and MLPs in one ranking.
 
     - `one-shot`: lowest loss when it alone is skipped.
     - `cosine`: block influence, mean over tokens of `1 - cos(x, x + A)` with the branch A (a layer: of its input and
       output); lowest first. Padding does not count. Source: ShortGPT (arXiv 2403.03853), eq. 1, for layers; LLM-Drop
-      (arXiv 2406.15786) for attention and MLPs.
-    - `groups`: the run of k neighbouring layers with the smallest angular distance between its input x and its output
-      y, mean over tokens of `arccos(cos(x, y)) / pi`; from its last layer on. Granularity `layer`. Source: Gromov et
-      al. (arXiv 2403.17887), eq. 7, there of the last token of each sequence; all tokens give the same run from fewer
-      sequences. ReplaceMe (arXiv 2505.02819) takes the mean of `cos(x, y)` for its choice.
+      (arXiv 2406.15786) for attention, for MLPs, and for both in one ranking ("joint layer drop").
+    - `groups`: the run of neighbouring layers, just long enough for the goal, with the smallest angular distance of
+      its input x and its output y, mean over tokens of `arccos(cos(x, y)) / pi`; from its last layer on. Source: Gromov
+      et al. (arXiv 2403.17887), eq. 7, there of the last token of each sequence: all tokens take fewer sequences for
+      the same choice. ReplaceMe (arXiv 2505.02819) chooses its layers by the mean of `1 - cos(x, y)` of such a run.
     - `taylor`: first-order change of the mean loss, `|dL/dg|` of a gate g = 1 on the branch (a layer: one gate on both
       its branches), from one backward pass; lowest first. Source: Molchanov et al. 2019 (arXiv 1906.10771), eq. 8.
     - `random`: a seeded permutation. `last`: from the last layer on. `given`: as given.
@@ -45,82 +50,131 @@ def rank(
     Args:
         loss_cache: computes losses; its criterion is the loss of `one-shot`.
         search: one of the names above.
-        blocks: k.
+        goal: the ranking is cut where it is reached.
         seed: of `random`.
-        given: layers of `given`.
+        given: blocks of `given`, as in `Plan.blocks`.
     """
-    able = list(loss_cache.costs.able)
-    if search == "given":
-        return list(given or ())
-    if search == "last":
-        return able[::-1][:blocks]
-    if search == "random":
-        return random.Random(seed).sample(able, blocks)
     costs = loss_cache.costs
+    if search == "given":
+        return [pick_of(block, costs.granularity) for block in given or ()]
+    count = int(goal.needed) if goal.target == "blocks" else len(costs.able)
+    ranked = _closest_run(loss_cache, goal) if search == "groups" else _ranked(loss_cache, search, count, seed)
+    removed, picks = BASE, list[Variant]()
+    while goal.left(removed) and len(picks) < len(ranked):
+        picks.append(Variant({ranked[len(picks)]}))
+        removed |= picks[-1]
+    return picks
+
+
+def _ranked(loss_cache: LossCache, search: str, count: int, seed: int) -> list[Block]:
+    """At least `count` candidates, those to remove first."""
+    costs = loss_cache.costs
+    able = list(costs.able)
+    if search == "last":
+        return able[::-1]
+    if search == "random":
+        return random.Random(seed).sample(able, count)
     if search == "one-shot":
-        loss_cache.need_everywhere("One-shot", loss_cache.candidates(()))
-        scores = {layer: loss_cache.mean(Variant({layer})) for layer in able}
+        loss_cache.need_everywhere("One-shot", [Variant({block}) for block in able])
+        scores = {block: loss_cache.mean(Variant({block})) for block in able}
     else:
-        run = blocks if search == "groups" else None
-        angles = partial(influence, run=run)
-        measure, price = (sensitivity, costs.training) if search == "taylor" else (angles, costs.whole)
+        blocks, costly = _measured_blocks(loss_cache.scorer), search == "taylor"
+        sums = _summed(loss_cache, search, sensitivity if costly else influence, len(blocks), training=costly)
+        scores = dict(zip(blocks, map(abs, sums), strict=True))
+    return sorted(able, key=lambda block: (scores[block], block))
 
-        def on(chunk: Chunk) -> tuple[list[float], int, float]:
-            return measure(loss_cache.scorer, chunk), len(chunk), sum(price(BASE, batch.shape) for batch in chunk)
 
-        loss_cache.begin(search.capitalize(), len(loss_cache.chunks))
-        count = costs.num_layers - (run or 1) + 1
-        kind = Annotated[list[FiniteFloat], Field(min_length=count, max_length=count)]
-        work = {f"{search} {number}": partial(on, chunk) for number, chunk in enumerate(loss_cache.chunks)}
-        sums = [sum(column) for column in zip(*loss_cache.task(work, kind), strict=True)]
-        loss_cache.finish()
-        if run is not None:
-            first = min(range(count), key=lambda start: sums[start]) + 1
-            return list(range(first + run - 1, first - 1, -1))
-        scores = {layer: abs(sums[layer - 1]) for layer in able}
-    return sorted(able, key=lambda layer: (scores[layer], layer))[:blocks]
+def _closest_run(loss_cache: LossCache, goal: Goal) -> list[Block]:
+    """The run of layers that turns the stream least, of those that just reach the goal; its last layer first.
+
+    Raises:
+        FulldepthError: if none reaches it.
+    """
+    able, runs = loss_cache.costs.able, list[list[Block]]()
+    for start in range(len(able)):
+        run: list[Block] = []
+        for block in able[start:]:
+            if run and block.layer > run[-1].layer + 1:  # a layer between is kept
+                break
+            run.append(block)
+            if not goal.left(Variant(run)):
+                runs.append(run)
+                break
+    if not runs:
+        raise FulldepthError(
+            "No run of neighbouring layers reaches the target. Give `groups` a nearer one, in blocks, time or bytes."
+        )
+    angles = _summed(loss_cache, "groups", partial(influence, runs=runs), len(runs))
+    return runs[angles.index(min(angles))][::-1]
+
+
+def _summed(
+    loss_cache: LossCache,
+    search: str,
+    measure: Callable[[Scorer, Chunk], list[float]],
+    length: int,
+    *,
+    training: bool = False,
+) -> list[float]:
+    """Sums over all chunks of the `length` numbers that a function gives for each, as tasks of the loss cache."""
+    price = loss_cache.costs.training if training else loss_cache.costs.whole
+
+    def on(chunk: Chunk) -> tuple[list[float], int, float]:
+        return measure(loss_cache.scorer, chunk), len(chunk), sum(price(BASE, batch.shape) for batch in chunk)
+
+    loss_cache.begin(search.capitalize(), len(loss_cache.chunks))
+    kind = Annotated[list[FiniteFloat], Field(min_length=length, max_length=length)]
+    work = {f"{search} {number}": partial(on, chunk) for number, chunk in enumerate(loss_cache.chunks)}
+    parts = loss_cache.task(work, kind)
+    loss_cache.finish()
+    return [sum(sums) for sums in zip(*parts, strict=True)]
+
+
+def _measured_blocks(scorer: Scorer) -> list[Block]:
+    """Every block of the granularity, by part and layer, also of layers that lack the part."""
+    parts = ("attention", "mlp") if scorer.granularity == "any" else (scorer.granularity,)
+    return [Block(layer, part) for part in parts for layer in range(1, scorer.costs.num_layers + 1)]
 
 
 @torch.no_grad()
-def influence(scorer: Scorer, chunk: Chunk, run: int | None = None) -> list[float]:
-    """Sums over a chunk's tokens of how far a part turns the stream.
-
-    For every layer `1 - cos(x, x + branch)`; with `run`, for every run of that many layers `arccos(cos(x, y)) / pi` of
-    its input x and its output y.
-    """
+def influence(scorer: Scorer, chunk: Chunk, runs: Sequence[Sequence[Block]] | None = None) -> list[float]:
+    """Sums over a chunk's tokens: for every block `1 - cos(x, x + branch)`, or for every run of layers its angle."""
     scorer.plain()
-    sites, span = STREAMS.get(scorer.granularity, ("residual",)), run or 1
-    totals = [0.0] * (scorer.costs.num_layers - span + 1)
+    blocks = _measured_blocks(scorer)
+    parts = {part: SITES[part] for _, part in blocks}
+    totals = [0.0] * len(runs or blocks)
     for batch in chunk:
         inputs = batch.to(scorer.device).inputs
-        with capture(scorer.anatomy, sites) as activations:
+        with capture(scorer.anatomy, [site for sites in parts.values() for site in sites]) as activations:
             scorer.anatomy.body(**body_inputs(scorer.anatomy, inputs))
-        if scorer.granularity == "layer":
-            pairs = list(zip(activations["residual"][:-span], activations["residual"][span:], strict=True))
-        else:
-            pairs = [(x, x + a) for x, a in zip(*(activations[site] for site in sites), strict=True)]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for part, sites in parts.items():
+            if part == "layer":
+                states = activations["residual"]
+                pairs += [(states[run[0].layer - 1], states[run[-1].layer]) for run in runs or [[b] for b in blocks]]
+            else:
+                pairs += [(x, x + a) for x, a in zip(*(activations[site] for site in sites), strict=True)]
         for index, (before, after) in enumerate(pairs):
             mask = inputs["attention_mask"].to(before.device).bool()
             after = after.to(before.device)
             cosine = functional.cosine_similarity(before[mask].double(), after[mask].double(), dim=-1).clamp(-1, 1)
-            totals[index] += float((1 - cosine if run is None else cosine.arccos() / math.pi).sum())
+            totals[index] += float((1 - cosine if runs is None else cosine.arccos() / math.pi).sum())
     return totals
 
 
 def sensitivity(scorer: Scorer, chunk: Chunk) -> list[float]:
-    """For every layer, the gradient of a chunk's summed loss with respect to a gate on the branch."""
-    anatomy = scorer.anatomy
+    """For every block, the gradient of a chunk's summed loss with respect to a gate on the branch."""
+    anatomy, blocks = scorer.anatomy, _measured_blocks(scorer)
     gates = Scalars(anatomy.num_layers, (), scorer.granularity).to(scorer.device)
-    factors = [
-        [gates.get(layer)[name] for name in GATES[scorer.granularity]] for layer in range(1, anatomy.num_layers + 1)
-    ]
-    totals = [0.0] * len(factors)
+    factors = [[gates.get(layer)[name] for name in GATES[part]] for layer, part in blocks]
+    flat = list(dict.fromkeys(factor for of in factors for factor in of))
+    totals = [0.0] * len(blocks)
     for batch in chunk:
         batch = batch.to(scorer.device)
         with torch.enable_grad(), frozen(anatomy.model):
             loss = scorer.objective(scorer.states(batch, BASE, gates), batch.targets)
-            flat = torch.autograd.grad(loss, [factor for of in factors for factor in of])
-        per_layer = torch.stack(flat).double().view(len(factors), -1).sum(1).tolist()
-        totals = [total + more for total, more in zip(totals, per_layer, strict=True)]
+            gradients = dict(zip(flat, torch.autograd.grad(loss, flat), strict=True))
+        own = [sum(float(gradients[factor]) for factor in of) for of in factors]
+        totals = [total + more for total, more in zip(totals, own, strict=True)]
     scorer.plain()
     return totals

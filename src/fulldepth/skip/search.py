@@ -8,32 +8,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import FiniteFloat, NonNegativeInt
+from pydantic import Field, FiniteFloat, NonNegativeInt
 from transformers import PreTrainedModel
 
 from fulldepth.data.examples import Examples
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Costs, Shape, Variant
-from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS
+from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Results, versions
 from fulldepth.settings import Settings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import SearchSettings, seconds_of
-from fulldepth.skip.elimination import Round, chain, eliminate
+from fulldepth.skip.elimination import Round, chain, eliminate, exchange
 from fulldepth.skip.fit import fit, fit_options
+from fulldepth.skip.goal import Goal, goal_of, measured
 from fulldepth.skip.loss_cache import PROGRESS, LossCache
 from fulldepth.skip.outcome import KIND, outcome
-from fulldepth.skip.plan import ENTRY, FILE, SCHEMA_VERSION, Factors, Loss, Plan, rows_of
+from fulldepth.skip.plan import ENTRY, FILE, SCHEMA_VERSION, Factors, Loss, Plan, name_of, rows_of
 from fulldepth.skip.problem import SearchProblem, open_for, prepared, tokenizer_of
 from fulldepth.skip.rankings import rank
 from fulldepth.skip.responses import FILE as RESPONSES
 from fulldepth.skip.responses import respond
 
+SHARE = 0.25
+"""Most FLOPs of the exchanges of a search with a target, relative to the search."""
 RUN_SETTINGS = "settings.yaml"
 """File of a training run's folder, in which results have the same names."""
 
@@ -160,16 +163,30 @@ def search_with(
         watcher=watcher,
         refit=partial(fitted, candidate=True),
     )
-    rounds: list[Round] = []
+
+    def timed() -> dict[str, float]:
+        kind = Annotated[dict[str, FiniteFloat], Field(min_length=1)]
+        return loss_cache.task({"time shares": lambda: (measured(scorer, settings, watcher), 0, 0.0)}, kind)[0]
+
+    goal = goal_of(scorer, settings, problem.blocks, timed)
+    rounds, exchanges = list[Round](), list[dict[str, Any]]()
     if settings.search in ("greedy", "exact"):
         seconds = math.inf if settings.budget is None else seconds_of(settings.budget)
-        options: dict[str, Any] = {"confidence": settings.confidence, "seconds": seconds}
-        picks, rounds = eliminate(loss_cache, problem.blocks, drop=settings.search == "greedy", **options)
+        options: dict[str, Any] = {"confidence": settings.confidence}
+        picks, rounds = eliminate(loss_cache, goal, drop=settings.search == "greedy", seconds=seconds, **options)
+        share = settings.exchanges if settings.exchanges is not None else SHARE if settings.target else 0.0
+        if share and settings.criterion != SCALED:
+            most = share * loss_cache.spent["flops"]
+            picks, exchanges = exchange(loss_cache, goal, picks, flops=most, **options)
     else:
-        picks = rank(loss_cache, settings.search, problem.blocks, seed=settings.seed, given=settings.given)
+        picks = rank(loss_cache, settings.search, goal, seed=settings.seed, given=settings.given)
+    if not picks:
+        raise FulldepthError(f"No block can be removed within {settings.max_loss:g} nats.")
+    if left := goal.left(removed := chain(picks)[-1]) if settings.target != "max_loss" else 0.0:
+        watcher.say(f"The search ended at {goal.progress(removed)}: {left:.3f} short, and no candidate is left.")
     loss_cache.need_everywhere("Losses on all data", chain(picks), loss_cache.unhealed)
     searched = dict(loss_cache.spent)
-    work = {"fit healed": partial(fitted, Variant(picks)), "fit control": partial(fitted, BASE)}
+    work = {"fit healed": partial(fitted, removed), "fit control": partial(fitted, BASE)}
     fits = loss_cache.task(work, StoredFit) if settings.fit else []
     healed, control = fits or (None, None)
     scorer.plain()
@@ -184,7 +201,7 @@ def search_with(
             "granularity": settings.granularity,
             "criterion": settings.criterion,
             "search": settings.search,
-            "blocks": picks,
+            "blocks": [name_of(pick, settings.granularity) for pick in picks],
             "losses": [loss_cache.mean(variant, LOSS) for variant in chain(picks)],
             "healed_loss": healed and healed["heldout_loss"],
             "control_loss": control and {"scalars_only": control["heldout_loss"]},
@@ -197,7 +214,7 @@ def search_with(
             },
             "seed": settings.seed,
             "versions": versions(),
-            "cost": _cost(problem, loss_cache, picks, rounds, searched, fits),
+            "cost": _cost(problem, loss_cache, picks, rounds, searched, fits) | _reached(goal, picks, exchanges),
         }
     )
     if folder is not None and process.is_main:
@@ -223,7 +240,7 @@ def _finished(folder: Path, problem: SearchProblem, resume: bool, process: Proce
 def _cost(
     problem: SearchProblem,
     loss_cache: LossCache,
-    picks: Sequence[int],
+    picks: Sequence[Variant],
     rounds: Sequence[Round],
     searched: Mapping[str, float],
     fits: Sequence[Mapping[str, Any]],
@@ -253,15 +270,25 @@ def _cost(
     return {**cost, "settings": problem.noted_settings}
 
 
-def plain_flops(costs: Costs, picks: Sequence[int], shapes: Sequence[Shape]) -> float:
+def _reached(goal: Goal, picks: Sequence[Variant], exchanges: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The entry `target` of `cost`: what was asked and reached, the gain of every block, and the exchanges."""
+    if goal.target == "blocks":
+        return {"exchanges": list(exchanges)} if exchanges else {}
+    gains = [goal.gain(pick) for pick in picks]
+    needed = None if math.isinf(goal.needed) else goal.needed
+    stated = {"of": goal.target, "needed": needed, "reached": sum(gains), "gains": gains, **goal.notes}
+    return {"target": stated, "exchanges": list(exchanges)}
+
+
+def plain_flops(costs: Costs, picks: Sequence[Variant], shapes: Sequence[Shape]) -> float:
     """FLOPs of the loop that runs the model once for every candidate of every round, and once unmodified.
 
     Args:
         costs: of the model.
-        picks: layers in the order of removal; the plain loop does not compute skipped blocks either.
+        picks: blocks in the order of removal; the plain loop does not compute skipped blocks either.
         shapes: of all batches.
     """
-    variants = [BASE, *(v for number in range(len(picks)) for v in costs.candidates(picks[:number]))]
+    variants = [BASE, *(v for before in chain(picks)[:-1] for v in costs.candidates(before))]
     return sum(costs.whole(variant, shape, every_position=True) for shape in shapes for variant in variants)
 
 

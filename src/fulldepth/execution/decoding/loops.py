@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fulldepth.execution.decoding.options import AUTO, DraftPlan, ExitRule, Options
 from fulldepth.execution.decoding.session import DecodingSession
-from fulldepth.hf import Switches
+from fulldepth.hf import Block, Switches
+from fulldepth.hf.scalars import blocks_of
 
 DRAFTS = 4
 """K for `draft_length="auto"`."""
@@ -114,8 +115,10 @@ def _decode_with_drafts(session: DecodingSession, options: Options) -> None:
     """Draft and confirm until every sequence has ended, or a trial shows that plain decoding is faster."""
     stats, plan = session.stats, options.plan
     if plan is not None:
-        early = min(plan.layers, default=stats.num_layers) - 1
-        drafter = f"the model without {len(set(plan.layers))} {plan.granularity} blocks"
+        removed = blocks_of(plan.layers, plan.granularity, stats.num_layers)
+        early = min(removed, default=Block(stats.num_layers, "")).layer - 1
+        kind = "" if plan.granularity == "any" else f"{plan.granularity} "
+        drafter = f"the model without {len(removed)} {kind}blocks"
     else:
         given = options.speculate_from
         early = given if isinstance(given, int) else max(1, round(SHARE * stats.num_layers))
@@ -175,7 +178,7 @@ def _drafting(switches: Switches, plan: DraftPlan) -> Iterator[Collection[int]]:
     switches.skip(plan.layers)
     switches.scalars = plan.scalars
     try:
-        yield plan.layers if plan.granularity == "layer" else ()
+        yield [layer for layer, part in switches.skipped if part == "layer"]
     finally:
         switches.scalars = None
         switches.skip(())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.hf import Scalars
+from fulldepth.hf import Block, Scalars
 
 RULES = ("confidence", "margin", "entropy", "patience")
 AUTO = "auto"
@@ -21,10 +21,10 @@ MOST_DRAFTS = 64
 class DraftPlan(NamedTuple):
     """Parts of layers that the drafting model skips."""
 
-    layers: Collection[int]
-    """1-based."""
+    layers: Collection[int | Block]
+    """1-based; of granularity `any`, blocks."""
     granularity: str = "attention"
-    """`attention`, `mlp` or `layer`."""
+    """`attention`, `mlp`, `layer` or `any`."""
     scalars: Scalars | None = None
     """Factors of what remains, see `hf.Switches`."""
 

@@ -145,7 +145,7 @@ def export(
         loaded = load_checkpoint(model, **places, **hub).model
     source = model.name_or_path if isinstance(model, PreTrainedModel) else str(model)
     plan.check_model(loaded)
-    stock = check_format(loaded, plan.granularity, len(plan.blocks), file_format)
+    stock = check_format(loaded, plan.kind, len(plan.blocks), file_format)
     reader_map = "auto" if device_map is not None or is_offloaded(loaded) else None
     with folder_to_be(target) as folder:
         anatomy = stock if stock.model is loaded else find_anatomy(loaded)
@@ -184,8 +184,8 @@ def export(
 
 def card_of(plan: Plan, format: Format, logit_error: float, parameters: int, notes: Sequence[str]) -> ModelCard:
     """The card of an export: what was removed, held-out losses, how far the logits are from the plan's."""
-    name, blocks = one_line(plan.model.name, 200), ", ".join(map(str, sorted(plan.blocks)))
-    title = f"{name} without the {plan.granularity} of layer{'s' * (len(plan.blocks) > 1)} {blocks}"
+    name = one_line(plan.model.name, 200)
+    title = f"{name} without {plan.what}"
     scalars = "" if plan.healed_loss is None else ", and scalars fitted on the remaining blocks compensate for them"
     losses = {"Held-out loss of the original": plan.losses[0], "without the blocks": plan.losses[-1]}
     if plan.healed_loss is not None:

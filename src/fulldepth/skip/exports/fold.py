@@ -234,9 +234,9 @@ def branch_factors(
     factors, scales, scale = {}, [], 1.0
     for layer in range(1, num_layers + 1):
         own = dict.fromkeys(FACTORS, 1.0) | plan.scalars.get(str(layer), {})
-        if layer in plan.blocks:  # a skipped branch adds 0 to the stream as it is
-            skipped = {"attention": ("att",), "mlp": ("mlp",), "layer": ("att", "mlp")}[plan.granularity]
-            own |= {f"{kind}_{part}": value for part in skipped for kind, value in (("b", 0.0), ("s", 1.0))}
+        for part, name in (("attention", "att"), ("mlp", "mlp")):
+            if layer in plan.lacking(part):  # a skipped branch adds 0 to the stream as it is
+                own |= {f"b_{name}": 0.0, f"s_{name}": 1.0}
         between, after = scale * own["s_att"], scale * own["s_att"] * own["s_mlp"]
         factors[layer, "attention"] = own["b_att"] * own["s_mlp"] / after if parallel else own["b_att"] / between
         factors[layer, "mlp"] = own["b_mlp"] / after
@@ -319,7 +319,7 @@ def scaled_logits(anatomy: Anatomy, plan: Plan, ids: Tensor) -> Tensor:
     scalars = Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity) if plan.scalars else None
     if scalars is not None:
         scalars.to(device_of(anatomy.model))
-    with skipping(anatomy, plan.blocks, plan.granularity, scalars=scalars):
+    with skipping(anatomy, plan.removed, plan.granularity, scalars=scalars):
         return logits(anatomy, ids)
 
 

@@ -81,7 +81,7 @@ class DeciLM(Format):
     def write(self, draft: Draft) -> list[str]:
         """Write the checkpoint, its configuration with the published names, and modelling code for transformers."""
         config, state = draft.model.config, draft.weights()
-        skipped = set(draft.plan.blocks) - {1}  # readers need its attention
+        skipped = set(draft.plan.lacking("attention")) - {1}  # readers need its attention
         size = -(-config.intermediate_size // MULTIPLE) * MULTIPLE
         missing, biased = size - config.intermediate_size, any(name.endswith("q_proj.bias") for name in state)
         llama_values = {name: value for name, value in plain_values(config).items() if name not in NOT_OF_LLAMA}
@@ -115,7 +115,7 @@ class DeciLM(Format):
             )
         if biased and not any(name.endswith("o_proj.bias") for name in state):
             notes.append("The output projections have biases of zeros: readers need biases on all projections or none.")
-        if 1 in draft.plan.blocks:
+        if 1 in draft.plan.lacking("attention"):
             notes.append("Layer 1 keeps its attention, with an output of zeros: vLLM and llama.cpp need a first one.")
         if (config.model_type, config.vocab_size) != ("llama", 128256):
             notes.append("llama.cpp's converter for this layout knows the tokenizers of Llama 2 and 3 only.")

@@ -23,7 +23,7 @@ class Fast(Format):
     """A checkpoint of a class without the skipped parts, and the code that transformers needs to load it."""
 
     name = "fast"
-    granularities = ("attention", "mlp")
+    granularities = ("attention", "mlp", "any")
     reader = "carried"
     text_only = True
 
@@ -64,18 +64,17 @@ class Fast(Format):
         family = draft.model.config.model_type
         kind: Any = SKIPPED[family]
         in_config = self.keeps_scalars(draft.model) and heals(draft.plan)
-        attention = draft.plan.granularity == "attention"
-        layers = sorted(draft.plan.blocks)
+        attention, mlp = (draft.plan.lacking(part) for part in ("attention", "mlp"))
         config = kind.config_class(
             **plain_values(draft.model.config),
-            skipped_attention=layers if attention else [],
-            skipped_mlp=[] if attention else layers,
+            skipped_attention=attention,
+            skipped_mlp=mlp,
             stream_scale=None if in_config else list(draft.folding.stream_scale),
             scalars=draft.plan.scalars if in_config else None,
         )
         with torch.device("meta"):
             own_names = kind(config).state_dict().keys()
-        skipped = tuple(f"{draft.blocks_name}.{layer - 1}." for layer in layers)
+        skipped = tuple(f"{draft.blocks_name}.{layer - 1}." for layer in {*attention, *mlp})
         state = draft.weights()
         weights = {name: weight for name, weight in state.items() if name in own_names or not name.startswith(skipped)}
         save(draft, kind, config, weights)

@@ -83,7 +83,7 @@ class Folded(Format):
     """All weights after folding; skipped branches have output weights of zero."""
 
     name = "folded"
-    granularities = ("attention", "mlp", "layer")
+    granularities = ("attention", "mlp", "layer", "any")
 
     def write(self, draft: Draft) -> list[str]:
         """Write all weights."""
@@ -121,7 +121,7 @@ class Layer(Format):
     def write(self, draft: Draft) -> list[str]:
         """Write the remaining layers, and their entries of every list of the configuration with one entry per layer."""
         num_layers = draft.anatomy.num_layers
-        remaining = [layer for layer in range(1, num_layers + 1) if layer not in draft.plan.blocks]
+        remaining = [layer for layer in range(1, num_layers + 1) if layer not in draft.plan.lacking("mlp")]
         config = copy.deepcopy(draft.model.config)
         inner, original = (own.get_text_config(decoder=True) for own in (config, draft.model.config))
         cut = slice_lists(inner, remaining, num_layers)

@@ -1,0 +1,207 @@
+"""`Goal`: what blocks are removed for, and how much of it each one gives.
+
+The gain of a block is its share of the quantity that the target counts, so that gains add up:
+
+- `target_speedup` s: time. With D and P the seconds of a decoded token and of the prompt in the unmodified model, and w
+  the `decode_share`, a model without the blocks R takes the share `1 - sum_R g` of the time,
+  `g = w d / D + (1 - w) p / P`, where d and p are the seconds that the block costs. Needed: `1 - 1 / s`.
+- `target_bytes` r, `target_cache` r: bytes of weights, or of keys and values at the named context. Needed: `1 - r`.
+- `max_loss`: time, as much as the added loss allows.
+- `blocks` k: every block counts 1. Needed: k.
+
+Times are measured with the blocks of one kind (the same part, parameters and window) removed in all layers, in rounds
+that alternate with the unmodified model; a block has an equal share of what its kind saves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from torch import Tensor
+
+from fulldepth.errors import FulldepthError
+from fulldepth.execution.flops import Costs, Variant
+from fulldepth.execution.latency import OtherLoad, Runner, Trial, order, random_tokens
+from fulldepth.execution.scoring import Scorer
+from fulldepth.hf import Anatomy, Block
+from fulldepth.progress import Watcher
+from fulldepth.settings.search import SearchSettings
+from fulldepth.thresholds import BUSY
+
+REACHED = 1e-9
+"""Rounding below which nothing is left to gain."""
+TIMED_TOKENS, ROUNDS = 16, 9
+"""Tokens decoded in each round of a timing, and its rounds."""
+QUANTITIES = {"blocks": "blocks", "max_loss": "of the time", "target_speedup": "of the time"} | {
+    "target_bytes": "of the weights' bytes",
+    "target_cache": "of the cache's bytes",
+}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """When a search ends, and what a candidate brings it nearer."""
+
+    target: str
+    """The setting that states it."""
+    gains: Mapping[Block, float]
+    """Block -> its gain, above 0."""
+    needed: float
+    """Sum of gains; infinite for `max_loss`."""
+    most_loss: float = math.inf
+    """Nats that may be added to the loss."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """For the plan: how gains were measured."""
+
+    def gain(self, variant: Variant) -> float:
+        """Sum over the removed blocks."""
+        return sum(self.gains.get(block, 0.0) for block in sorted(variant))
+
+    def left(self, variant: Variant) -> float:
+        """What is still needed; at most 0 once the goal is reached."""
+        left = self.needed - self.gain(variant)
+        return left if left > REACHED else 0.0
+
+    def round_of(self, costs: Costs, removed: Variant) -> dict[Variant, float]:
+        """The candidates of a round with their gains, of which no more counts than is left; blocks are counted out."""
+        left = self.left(removed)
+        own = {variant: self.gain(variant - removed) for variant in costs.candidates(removed)}
+        exact = self.target == "blocks"
+        return {variant: min(gain, left) for variant, gain in own.items() if gain > 0 and not (exact and gain > left)}
+
+    def progress(self, variant: Variant) -> str:
+        """Such as `12 of 17 % of the time`."""
+        if self.target == "blocks":
+            return f"{len(variant)} of {self.needed:g} blocks"
+        needed = "" if math.isinf(self.needed) else f" of {100 * self.needed:.1f}"
+        return f"{100 * self.gain(variant):.1f}{needed} % {QUANTITIES[self.target]}"
+
+
+def count_goal(costs: Costs, blocks: int) -> Goal:
+    """The goal to remove this many blocks."""
+    return Goal("blocks", dict.fromkeys(costs.able, 1.0), float(blocks))
+
+
+def goal_of(
+    scorer: Scorer, settings: SearchSettings, blocks: int | None, timed: Callable[[], Mapping[str, float]]
+) -> Goal:
+    """The goal that the settings state.
+
+    Args:
+        scorer: of the model.
+        settings: with one target, or none and a number of blocks.
+        blocks: that number.
+        timed: gives the gain of each kind of block in time, by `measured`.
+
+    Raises:
+        FulldepthError: for a target that removing every candidate would not reach.
+    """
+    costs, anatomy, target = scorer.costs, scorer.anatomy, settings.target
+    if target is None:
+        return count_goal(costs, blocks or 0)
+    notes: dict[str, Any] = {}
+    if target == "target_bytes":
+        total = sum(weight.nbytes for weight in dict.fromkeys(anatomy.model.parameters()))
+        gains = {block: sum(weight.nbytes for weight in weights_of(anatomy, block)) / total for block in costs.able}
+    elif target == "target_cache":
+        gains = cache_shares(anatomy, costs, settings.context)
+    else:
+        shares = dict(timed())
+        notes = {
+            "time_shares": shares,
+            "context": settings.context,
+            "batch": settings.batch,
+            "decode_share": settings.decode_share,
+        }
+        gains = {block: shares[kind_of(anatomy, block)] for block in costs.able}
+    gains = {block: gain for block, gain in gains.items() if gain > 0}
+    if target == "max_loss":
+        return Goal(target, gains, math.inf, float(settings.max_loss or 0), notes)
+    stated = float(getattr(settings, target))
+    needed = 1 - 1 / stated if target == "target_speedup" else 1 - stated
+    most = sum(gains.values())
+    if most < needed:
+        reach = f"{1 / max(1 - most, 1e-3):.2f} times as fast" if target == "target_speedup" else f"{1 - most:.2f}"
+        raise FulldepthError(
+            f"{target} {stated:g} is out of reach: without any of its {len(gains)} candidates the model would be at "
+            f"{reach}. Set a nearer target, another granularity, or keep fewer layers."
+        )
+    return Goal(target, gains, needed, notes=notes)
+
+
+def weights_of(anatomy: Anatomy, block: Block) -> list[Tensor]:
+    """The weights that are gone without a block, except those of the norm before it."""
+    module = anatomy.blocks[block.layer - 1] if block.part == "layer" else anatomy.part(block.layer, block.part)
+    return [] if module is None else list(module.parameters())
+
+
+def kind_of(anatomy: Anatomy, block: Block) -> str:
+    """Such as `attention, 885312 weights, sliding_attention`: blocks of one kind take the same time."""
+    weights = sum(weight.numel() for weight in weights_of(anatomy, block))
+    kinds = getattr(anatomy.config, "layer_types", None) or []
+    window = f", {kinds[block.layer - 1]}" if kinds and block.part != "mlp" else ""
+    return f"{block.part}, {weights} weights{window}"
+
+
+def cache_shares(anatomy: Anatomy, costs: Costs, context: int) -> dict[Block, float]:
+    """Share of each block in the keys and values of `context` tokens; windows hold no more than their length."""
+    kinds = getattr(anatomy.config, "layer_types", None) or []
+    window = getattr(anatomy.config, "sliding_window", None) or context
+    held = {
+        layer: min(context, window) if kinds and "sliding" in kinds[layer - 1] else context
+        for layer in anatomy.layers_with("attention")
+    }
+    total = sum(held.values())
+    return {b: 0.0 if b.part == "mlp" else held.get(b.layer, 0) / total for b in costs.able}
+
+
+class SwitchedRunner(Runner):
+    """Runs a model without some of its blocks."""
+
+    def __init__(self, scorer: Scorer, removed: Variant) -> None:
+        super().__init__(scorer.anatomy.model)
+        self.scorer, self.removed = scorer, removed
+
+    def run(self, ids: Tensor, context: int) -> Trial:
+        """As `Runner.run`; nothing is skipped on return."""
+        self.scorer.switches.skip(self.removed)
+        try:
+            return super().run(ids, context)
+        finally:
+            self.scorer.plain()
+
+
+def measured(scorer: Scorer, settings: SearchSettings, watcher: Watcher) -> dict[str, float]:
+    """Kind of block -> the gain of one block in time, see the docstring of this module.
+
+    The context is shortened to the model's positions.
+    """
+    anatomy, kinds = scorer.anatomy, dict[str, list[Block]]()
+    longest = (anatomy.max_positions or settings.context + TIMED_TOKENS) - TIMED_TOKENS
+    context = max(1, min(settings.context, longest))
+    for block in scorer.costs.able:
+        kinds.setdefault(kind_of(anatomy, block), []).append(block)
+    runs = [SwitchedRunner(scorer, Variant(removed)) for removed in ((), *kinds.values())]
+    ids = random_tokens(anatomy, settings.batch, context + TIMED_TOKENS, settings.seed)
+    watcher.begin("Time of each part", len(runs) * (ROUNDS + 1))
+    rounds: list[list[float]] = []
+    load = OtherLoad()
+    for number in range(-1, ROUNDS):
+        trials: dict[int, Trial] = {}
+        for index in order(len(runs), number, settings.seed):
+            trials[index] = runs[index].run(ids, context)
+            watcher.advance(1)
+        weights = {"decode": settings.decode_share, "prefill": 1 - settings.decode_share}
+        saved = [
+            sum(w * (1 - getattr(trials[n], phase) / getattr(trials[0], phase)) for phase, w in weights.items())
+            for n in range(1, len(runs))
+        ]
+        rounds += [saved] if number >= 0 else []
+    if (other := load.share()) > BUSY:
+        watcher.say(f"Other programs used {other:.0%} of the processor while the parts were timed.")
+    shares = zip(kinds.items(), zip(*rounds, strict=True), strict=True)
+    return {kind: median(saved) / len(blocks) for (kind, blocks), saved in shares}
