@@ -253,7 +253,7 @@ def index(title: str, chapters: Sequence[Mapping[str, Any]]) -> str:
     measurement, *others = [PageSource(one["table"], one["meta"]) for one in chapters]
     facts = story.Facts(measurement.table, measurement.layers)
     folders = [part for source in others for part in skip.parts(source)]
-    removed = [block for removal in skip.removals(folders)[:1] for block in removal.blocks]
+    removed = [layer for removal in skip.removals(folders)[:1] for layer, _ in removal.places]
     strip = story.profile(facts, removed)
     told = story.story(facts, measurement.meta) or {"sentences": []}
     return _environment().get_template("index.html").render(

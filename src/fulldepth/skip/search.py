@@ -182,8 +182,9 @@ def search_with(
         picks = rank(loss_cache, settings.search, goal, seed=settings.seed, given=settings.given)
     if not picks:
         raise FulldepthError(f"No block can be removed within {settings.max_loss:g} nats.")
-    if left := goal.left(removed := chain(picks)[-1]) if settings.target != "max_loss" else 0.0:
-        watcher.say(f"The search ended at {goal.progress(removed)}: {left:.3f} short, and no candidate is left.")
+    removed = chain(picks)[-1]
+    if settings.target != "max_loss" and goal.left(removed):
+        watcher.say(f"The search ended at {goal.progress(removed)}: no candidate is left.")
     loss_cache.need_everywhere("Losses on all data", chain(picks), loss_cache.unhealed)
     searched = dict(loss_cache.spent)
     work = {"fit healed": partial(fitted, removed), "fit control": partial(fitted, BASE)}
