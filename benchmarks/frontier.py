@@ -146,7 +146,7 @@ class Subject:
             seconds = {f"{name} {phase}": values for (name, phase), values in timed.seconds.items()}
             return {**seconds, "other_load": timed.other_load}
 
-        return self.points.get(f"{key}, context {context}", measure)  # type: ignore[no-any-return]
+        return self.points.get(f"{key}, context {context}", measure)
 
     def shares(self, context: int, phase: str) -> dict[str, float]:
         """Part -> the mean share of the model's time that one of them takes."""
@@ -186,10 +186,8 @@ class Subject:
         """The blocks of a search that ranks once, without the losses that `search` adds for its plan."""
         options = {"tokenizer": None, "heldout": None}
         with processes() as process, prepared(self.model, self.choose, settings, process, **options) as problem:
-            goal, loss_cache = (
-                count_goal(problem.scorer.costs, settings.blocks),
-                LossCache(problem.scorer, problem.chunks, process),
-            )
+            goal = count_goal(problem.scorer.costs, settings.blocks or 0)
+            loss_cache = LossCache(problem.scorer, problem.chunks, process)
             return [block for pick in rank(loss_cache, settings.search, goal, seed=settings.seed) for block in pick]
 
     def losses(self, removed: Lacking, rows: str) -> dict[str, list[float]]:
@@ -198,13 +196,10 @@ class Subject:
         def measure() -> dict[str, list[float]]:
             with skipping(self.anatomy, blocks_of(removed), "any"):
                 read = heldout_losses({"": self.model}, self.read[rows].heldout, BATCH, Watcher())
-            return {
-                "sums": read.sums[""].tolist(),
-                "tokens": read.tokens.tolist(),
-                "documents": read.documents.tolist(),
-            }
+            values = {"sums": read.sums[""], "tokens": read.tokens, "documents": read.documents}
+            return {name: array.tolist() for name, array in values.items()}
 
-        return self.points.get(f"losses on {rows} without {json.dumps(removed)}", measure)  # type: ignore[no-any-return]
+        return self.points.get(f"losses on {rows} without {json.dumps(removed)}", measure)
 
     def added(self, removed: Lacking, rows: str) -> tuple[float, float]:
         """Nats per token that these removals add, and the standard error over documents."""
