@@ -170,7 +170,7 @@ REFUSED = [
     ("layer 6", {"blocks": None, "search": "given", "given": [6]}),
     ("budget", {"budget": "soon"}),
     ("budget", {"budget": "10m", "search": "exact"}),
-    ("max_loss ends", {"blocks": None, "max_loss": 0.1, "search": "cosine"}),
+    ("max_loss needs", {"blocks": None, "max_loss": 0.1, "search": "cosine"}),
     ("'chunks'", {"chunk": 4}),
     ("device", {"device": "cpu", "device_map": "auto"}),
     ("BertForMaskedLM", {"model": tm.build("bert")}),
