@@ -173,7 +173,9 @@ def search_with(
     if settings.search in ("greedy", "exact"):
         seconds = math.inf if settings.budget is None else seconds_of(settings.budget)
         options: dict[str, Any] = {"confidence": settings.confidence}
-        picks, rounds = eliminate(loss_cache, goal, drop=settings.search == "greedy", seconds=seconds, **options)
+        pool = settings.pool if settings.search == "greedy" and settings.criterion != SCALED else None
+        drop = settings.search == "greedy"
+        picks, rounds = eliminate(loss_cache, goal, drop=drop, seconds=seconds, pool=pool, **options)
         share = settings.exchanges if settings.exchanges is not None else SHARE if settings.target else 0.0
         if share and settings.criterion != SCALED:
             most = share * loss_cache.spent["flops"]
