@@ -11,7 +11,7 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.settings.loading import Length, LoadingSettings, Rate, Seed
 
 Criterion = Literal["loss", "scaled", "kl"]
-Method = Literal["greedy", "exact", "one-shot", "cosine", "taylor", "random", "last", "given"]
+Method = Literal["greedy", "exact", "one-shot", "cosine", "groups", "taylor", "random", "last", "given"]
 Granularity = Literal["attention", "mlp", "layer", "any"]
 GgufType = Literal["f16", "bf16", "q8_0"]
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -98,7 +98,8 @@ class SearchSettings(HeldoutSettings):
     epoch of training the scalars on the other data), kl (divergence from the unmodified model)."""
     search: Method = "greedy"
     """greedy: one by one, dropping clearly worse candidates early; exact: one by one, all on all data; one-shot,
-    cosine, taylor, random, last: ranked once; given: the layers of `given`."""
+    cosine, taylor, random, last: ranked once; groups: the run of neighbouring layers that turns the stream least (of
+    granularity layer); given: the layers of `given`."""
     granularity: Granularity = "attention"
     """What a removed block is: attention, mlp, layer, or any of these (the default with a target)."""
     given: Annotated[list[Layer | BlockName], Field(max_length=10_000)] | None = None
