@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
 
 MOST_NAMES = 100
 """Largest number of names that an error lists."""
@@ -21,6 +23,24 @@ class FulldepthError(ValueError):
 
 class StoppedError(FulldepthError):
     """A run that SIGTERM ended after it saved what it had. The command line exits with the status of that signal."""
+
+
+def optional(module: str, extra: str, purpose: str) -> Any:
+    """A module of a package that is not always installed.
+
+    Args:
+        module: to import.
+        extra: of fulldepth, that installs it.
+        purpose: what needs it, as the subject of a sentence.
+
+    Raises:
+        FulldepthError: if it is absent.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise FulldepthError(f"{purpose} needs {package}: pip install 'fulldepth[{extra}]'.") from error
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> FulldepthError:

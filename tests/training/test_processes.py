@@ -49,6 +49,7 @@ RECIPES = {
     "tied": {**LANGUAGE, **TIED, "micro_batch_size": 1, "gradient_checkpointing": True},
     "autocast": {**LANGUAGE, **TIED, "precision": "autocast"},
     "bfloat16": {**LANGUAGE, **TIED, "precision": "bfloat16"},
+    "lora": {**LANGUAGE, "model": LLAMA, "lora": {"rank": 4}, "micro_batch_size": 1},
     "multi-exit": {**OTHERS, "sequence_length": 24, "model": GPT2, "method": "multi-exit", "micro_batch_size": 2},
     "vit": {
         **OTHERS,
@@ -139,6 +140,10 @@ def trained(made_once, sources, two_processes):
             elif "data" not in recipe:
                 recipe["data"] = {"name": str(sources[0]), "validation_share": 0.2, "validation_sequences": 9}
                 recipe["tokenizer"] = str(sources[1])
+            if "lora" in recipe:
+                train(layer(TrainSettings, {**recipe, "lora": {}}), folder / "start")
+                recipe["model"] = {"checkpoint": str(folder / "start")}
+                recipe["objective"] = {"distillation": {"teacher": str(folder / "start"), "temperature": 2.0}}
             path = folder / "recipe.yaml"
             path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
             types = two_processes(by_two, path, folder / "two", kind == "sharded")
@@ -178,7 +183,14 @@ def assert_same(one, two):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *(("tied", "sharded"), ("tree", "sharded"), ("multi-exit", "sharded"), ("vit", "copied"), ("bert", "copied")),
+        *(
+            ("tied", "sharded"),
+            ("tree", "sharded"),
+            ("multi-exit", "sharded"),
+            ("vit", "copied"),
+            ("lora", "sharded"),
+            ("bert", "copied"),
+        ),
         *(pytest.param(*each, marks=pytest.mark.thorough) for each in (("lime", "sharded"), ("multi-exit", "copied"))),
     ],
 )

@@ -2,6 +2,7 @@
 
 from fulldepth.losses.aligned_loss import add_exit_heads, aligned_loss
 from fulldepth.losses.coherence_penalty import coherence_penalty
+from fulldepth.losses.distillation import distillation_loss
 from fulldepth.losses.jump_penalty import jump_penalty, jump_weights
 from fulldepth.losses.objective import METHODS, TERMS, Objective, per_batch_terms
 from fulldepth.losses.orthogonality_penalty import orthogonality_penalty
@@ -26,6 +27,7 @@ __all__ = [
     "add_exit_heads",
     "aligned_loss",
     "coherence_penalty",
+    "distillation_loss",
     "jump_penalty",
     "jump_weights",
     "orthogonality_penalty",

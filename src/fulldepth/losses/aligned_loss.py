@@ -18,7 +18,7 @@ from fulldepth import hf
 from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
-from fulldepth.hf import Classifier, exit_weights, uses_fsdp
+from fulldepth.hf import Anatomy, Classifier, exit_weights, uses_fsdp
 from fulldepth.losses.task import Detection
 from fulldepth.losses.term import Context, Term, check_states, statistics_dtype
 from fulldepth.targets import IGNORE
@@ -40,9 +40,9 @@ class LayerwiseLoss(Term):
     schedule: Literal["alternate", "always"] = "alternate"
     """alternate: even steps only, odd steps take the last layer's (training from scratch, App. B.3); always."""
 
-    def check(self, num_layers: int) -> None:
+    def check(self, anatomy: Anatomy) -> None:
         """Check that there is one weight per layer."""
-        layer_weights(self.weights, num_layers)
+        layer_weights(self.weights, anatomy.num_layers)
 
     def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Replace the loss on the steps of the schedule; return it unchanged on the others."""
@@ -243,7 +243,7 @@ def aligned_loss(
     labelled = (labels != ignore_index).nonzero()[:, 0]
     number = math.ceil(positions * len(labelled))
     size = math.ceil(chunk / positions)  # of a chunk of positions, of which `chunk` are read
-    everything = _chunks(labels, ignore_index, size)
+    everything = labelled_chunks(labels, ignore_index, size)
 
     total = torch.zeros((), dtype=dtype, device=device)
     read = [each for each in zip(shares, hidden_states, heads, strict=True) if each[0]]
@@ -253,7 +253,7 @@ def aligned_loss(
         chunks = everything
         if number < len(labelled):
             drawn = labelled[torch.randperm(len(labelled), device=device)[:number]]
-            chunks = _chunks(
+            chunks = labelled_chunks(
                 torch.full_like(labels, ignore_index).index_copy(0, drawn, labels[drawn]), ignore_index, size
             )
         for rows, (index, targets) in zip(state.flatten(0, -2).split(size), chunks, strict=True):
@@ -263,7 +263,7 @@ def aligned_loss(
     return total / number
 
 
-def _chunks(labels: Tensor, ignore_index: int, size: int) -> list[tuple[Tensor, Tensor]]:
+def labelled_chunks(labels: Tensor, ignore_index: int, size: int) -> list[tuple[Tensor, Tensor]]:
     """Of each chunk of positions the labelled ones and their labels."""
     indices = ((part, (part != ignore_index).nonzero()[:, 0]) for part in labels.split(size))
     return [(index, part[index]) for part, index in indices]

@@ -20,12 +20,14 @@ from fulldepth.hf import (
     StageHead,
     exit_weights,
     has_exit_heads,
+    logits_of,
     resolve_stages,
     text_config,
 )
 from fulldepth.hf.stages import STAGES
 from fulldepth.losses.aligned_loss import Aligned, LayerwiseLoss, MultiExit
 from fulldepth.losses.coherence_penalty import CoherencePenalty
+from fulldepth.losses.distillation import Distillation
 from fulldepth.losses.jump_penalty import JumpPenalty
 from fulldepth.losses.orthogonality_penalty import OrthogonalityPenalty
 from fulldepth.losses.similarity_penalty import SimilarityPenalty
@@ -37,6 +39,7 @@ TERMS: dict[str, type[Term]] = {
     for term in (
         Aligned,  # first, because it replaces the cross-entropy
         MultiExit,  # so does this one
+        Distillation,  # before the penalties, because it scales the loss so far
         JumpPenalty,
         CoherencePenalty,
         OrthogonalityPenalty,
@@ -75,9 +78,8 @@ def make_term(name: str, setting: float | Mapping[str, Any]) -> Term:
         return TERMS[name](**options)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        raise FulldepthError(
-            f"{name}.{problem['loc'][0]} is {problem['input']!r}: {problem['msg'].replace('Input', 'it')}."
-        ) from error
+        given = "" if problem["type"] == "missing" else f" is {problem['input']!r}"
+        raise FulldepthError(f"{name}.{problem['loc'][0]}{given}: {problem['msg'].replace('Input', 'it')}.") from error
 
 
 def per_batch_terms(names: Iterable[str]) -> list[str]:
@@ -91,6 +93,7 @@ class Objective:
         L = L_ce + sum_i weight_i * penalty_i
 
     `aligned` and `multi_exit` replace `L_ce` on the steps on which they are active: `L = weight * L_aligned + ...`.
+    `distillation` mixes it with the divergence from a teacher: `L = (1 - weight) * L_ce + weight * L_kl + ...`.
     Auxiliary losses of the model (balance of experts) stay in every step.
     CR's energy penalty is active while the 1-based optimiser step is at most `energy_warmup`.
 
@@ -103,8 +106,9 @@ class Objective:
     In a Trainer: `DepthTrainer(..., objective=objective)`.
 
     Args:
-        terms: name of a term in `TERMS` (`jump`, `coherence`, `orthogonality`, `aligned`, `multi_exit`, `similarity`)
-            = its weight, or a mapping of its options (the fields of its class, such as `weight`); None = off.
+        terms: name of a term in `TERMS` (`jump`, `coherence`, `orthogonality`, `aligned`, `multi_exit`, `similarity`,
+            `distillation`) = its weight, or a mapping of its options (the fields of its class, such as `weight`); None
+            = off.
         energy_warmup: optimiser steps with CR's energy penalty.
 
     Raises:
@@ -124,6 +128,7 @@ class Objective:
         self._open = ExitStack()
         self._activations: Activations | None = None
         self._classifier: Classifier | None = None
+        self._logits: Tensor | None = None
         self._counting = False
 
     @property
@@ -171,7 +176,7 @@ class Objective:
             self.anatomy = find_anatomy(model, tower)  # type: ignore[arg-type]
             self.task = Task.of(self.anatomy.model, tower)
         for term in self.terms.values():
-            term.check(self.anatomy.num_layers)
+            term.check(self.anatomy)
         if self.needs_exit_heads and not has_exit_heads(self.anatomy.model):
             raise FulldepthError(
                 "The objective needs a head for every layer; call add_exit_heads(model) before making the optimiser."
@@ -184,11 +189,18 @@ class Objective:
             self._classifier = Classifier(self.anatomy)
         sites = sorted({site for term in self.terms.values() for site in term.sites})
         self._activations = self._open.enter_context(capture(self.anatomy, sites, grad=True))
+        if any(term.needs_logits for term in self.terms.values()):
+            self._open.callback(self.anatomy.model.register_forward_hook(self._keep_logits).remove)
         self._counting = optimizer is None
         if optimizer is not None:
             hook = optimizer.register_step_post_hook(lambda *_: setattr(self, "step", self.step + 1))
             self._open.callback(hook.remove)
         return self
+
+    @torch.compiler.disable
+    def _keep_logits(self, model: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._logits = logits_of(output)
 
     def _check_stages(self, tower: str | None, head: nn.Module | str | None) -> None:
         """Refuse what a module of one's own has no part for."""
@@ -290,7 +302,9 @@ class Objective:
                 )
             try:
                 context = Context(
-                    self._activations, self.task, batch, portion, self.step, self.energy_warmup, self._classifier
+                    *(self._activations, self.task, batch, portion, self.step, self.energy_warmup),
+                    classifier=self._classifier,
+                    logits=self._logits,
                 )
                 for term in self.terms.values():
                     loss, value = term.apply(loss, context)
@@ -298,6 +312,7 @@ class Objective:
                         parts[term.name] = value
             finally:
                 self._activations.clear()
+                self._logits = None
         if auxiliary is not None:
             parts["auxiliary"] = auxiliary.detach()
             loss = loss + _times(portion.share, auxiliary).to(loss.device)

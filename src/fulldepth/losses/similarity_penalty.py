@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from fulldepth.hf import Anatomy
 from fulldepth.losses.aligned_loss import layer_weights
 from fulldepth.losses.jump_penalty import mean_displacement
 from fulldepth.losses.term import Context, Term, check_states, statistics_dtype
@@ -24,9 +25,9 @@ class SimilarityPenalty(Term):
     weights: Literal["linear", "uniform"] | list[float] | tuple[float, ...] = "linear"
     """linear (2l / (L (L+1))), uniform (1/L), or one number a layer."""
 
-    def check(self, num_layers: int) -> None:
+    def check(self, anatomy: Anatomy) -> None:
         """Check that there is one weight per layer."""
-        layer_weights(self.weights, num_layers)
+        layer_weights(self.weights, anatomy.num_layers)
 
     def value(self, context: Context) -> Tensor:
         """`similarity_penalty` of the residual stream."""

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import Activations
-from fulldepth.hf import Classifier
+from fulldepth.hf import Anatomy, Classifier
 from fulldepth.losses.task import Task
 
 Amount = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
@@ -67,6 +67,8 @@ class Context:
     """Number of steps with CR's energy penalty."""
     classifier: Classifier | None = None
     """The model's head, for terms with `needs_head` and for classifiers of samples."""
+    logits: Tensor | None = None
+    """`[B, T, V]` the model's own output, for terms with `needs_logits`."""
 
     @property
     def mask(self) -> Tensor | None:
@@ -98,13 +100,15 @@ class Term(pydantic.BaseModel, ABC):
     """Whether the value is a function of the whole batch rather than a mean over tokens."""
     needs_head: ClassVar[bool] = False
     """Whether it reads `Context.classifier`."""
+    needs_logits: ClassVar[bool] = False
+    """Whether it reads `Context.logits`."""
     needs_exit_heads: ClassVar[bool] = False
     """Whether each layer needs a head of its own (`hf.add_exit_heads`)."""
 
     weight: Amount = 1.0
 
-    def check(self, num_layers: int) -> None:
-        """Raise a `FulldepthError` if the options do not fit a model with `num_layers` layers."""
+    def check(self, anatomy: Anatomy) -> None:
+        """Raise a `FulldepthError` if the options do not fit a model; called when the objective is attached."""
 
     @abstractmethod
     def value(self, context: Context) -> Tensor:
@@ -156,9 +160,9 @@ class LayerTerm(Term):
             )
         return chosen
 
-    def check(self, num_layers: int) -> None:
+    def check(self, anatomy: Anatomy) -> None:
         """Check that the model has the chosen layers."""
-        self.chosen_layers(num_layers)
+        self.chosen_layers(anatomy.num_layers)
 
     def value(self, context: Context) -> Tensor:
         """Sum over the chosen layers, on the device of the last one."""

@@ -17,6 +17,7 @@ TERMS = {
     "coherence": "Coherence penalty",
     "orthogonality": "Orthogonality penalty",
     "aligned": "Aligned loss",
+    "distillation": "Divergence from the teacher",
     "similarity": "Similarity penalty",
 }
 """Term of the objective -> its name."""

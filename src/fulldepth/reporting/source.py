@@ -16,7 +16,7 @@ SINGLE, SERIES, COMPARISON = "single", "series", "comparison"
 TRAINING, TRAININGS, SKIP = "training", "trainings", "skip"
 EXIT, GENERATION, EVALUATION = "exit", "generation", "evaluation"
 EXITS, EVALUATIONS = "exits", "evaluations"
-SKIPS = ("skip", "curve", "bench")
+SKIPS = ("skip", "heal", "curve", "bench")
 """Kinds of result folders that one page can show together, in reading order."""
 TOGETHER = "skips"
 """Kind of several of them combined: `meta["parts"]` holds their documents with a `label`, the column `folder` the label

@@ -237,6 +237,7 @@ DOCUMENT = entries(
         "models",
     ),
     (entries("Plan", *PLAN), "plan"),
+    (many(entries("HealingMap", (str, "host end objective reason"), (Number, "strength before after"))), "maps"),
     (GENERATED | many(EXIT), "generation"),
     (
         named(entries("Speed", (Number, "full"), (Ratio, "speedup speedup_at_baseline"), (Numbers, "at"))),

@@ -110,9 +110,9 @@ class AugmentationSettings(Settings):
 class ObjectiveSettings(Settings):
     """Penalties added to the cross-entropy.
 
-    Other keys are the names of terms (`fulldepth.losses.TERMS`: `aligned`, `jump`, `coherence`, `orthogonality`,
-    `similarity`), each a weight, or a mapping of options: the fields of the term's class, such as `weight`. None
-    switches off a term of the method. `fulldepth.training` checks names and options.
+    Other keys are the names of terms (`fulldepth.losses.TERMS`: `aligned`, `distillation`, `jump`, `coherence`,
+    `orthogonality`, `similarity`), each a weight, or a mapping of options: the fields of the term's class, such as
+    `weight`. None switches off a term of the method. `fulldepth.training` checks names and options.
     """
 
     model_config = pydantic.ConfigDict(extra="allow", frozen=True)
@@ -142,6 +142,19 @@ class InitializerSettings(Settings):
     memory: Literal["model", "fan-in", "pseudocode"] = "model"
     """Initialisation of key and value projections that read a memory. model: as other matrices; fan-in: uniform within
     D**-0.5 (LIME's later code); pseudocode: uniform within (H_kv D d_h)**-0.5, kaiming_uniform of LIME App. E."""
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters (LoRA, arXiv 2106.09685): a linear layer becomes `W + alpha / rank B A`, and only A and B are
+    trained. Every checkpoint holds the merged weights. Needs peft: `fulldepth[lora]`.
+    """
+
+    rank: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    """Rows of A and columns of B; None = no adapters, all weights are trained."""
+    alpha: Rate | None = None
+    """Scale of the adapters; None = twice the rank."""
+    target_modules: list[str] | None = None
+    """Ends of the names of the linear layers with adapters, such as q_proj; None = all in the blocks."""
 
 
 class TrainSettings(Settings):
@@ -177,6 +190,7 @@ class TrainSettings(Settings):
     model: ModelSettings = ModelSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
     initializer: InitializerSettings = InitializerSettings()
+    lora: LoraSettings = LoraSettings()
     data: DataSettings = DataSettings()
     augmentation: AugmentationSettings = AugmentationSettings()
     tokenizer: str | None = None
@@ -255,6 +269,10 @@ class TrainSettings(Settings):
     def _stage_fits(self) -> Self:
         if self.stage != "pretrain" and self.task != "causal-lm":
             raise FulldepthError(f"stage: {self.stage} belongs to task: causal-lm, not to {self.task}.")
+        if self.lora.rank is None and self.lora != LoraSettings():
+            raise FulldepthError("lora.alpha and lora.target_modules belong to lora.rank, which is not set.")
+        if self.lora.rank is not None and (self.model.checkpoint is None or self.task != "causal-lm"):
+            raise FulldepthError("lora.rank needs a language model to start from: model.checkpoint=FOLDER.")
         for name in self.augmentation.changes:
             if self.task == "detection" and name in NO_BOXES:
                 raise FulldepthError(

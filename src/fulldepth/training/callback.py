@@ -49,7 +49,7 @@ from transformers import {auto}, {processing}
 {registering}
 model = {auto}.from_pretrained("PATH")
 processing = {processing}.from_pretrained("PATH")"""
-REGISTERING = "\nimport fulldepth.architectures  # registers depth_llama\n"
+REGISTERING = "\nimport fulldepth.architectures  # registers this class\n"
 NAMES = {
     "validation_loss": "Validation loss",
     "validation_accuracy": "Validation accuracy",
@@ -256,7 +256,7 @@ def card_of(meta: Mapping[str, Any], findings: Mapping[str, Finding], step: int)
         method=method.strip(),
         numbers=numbers,
         loading=LOADING.format(
-            registering=REGISTERING if "Depth" in model["class"] else "",
+            registering=REGISTERING if model["class"].startswith(("Depth", "Skipped")) else "",
             auto=HEADS[task].auto.__name__,
             processing="AutoTokenizer" if task in ("causal-lm", "text-classification") else "AutoImageProcessor",
         ),

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import pydantic
 import yaml
 from pydantic import Field, FiniteFloat, NonNegativeInt
-from transformers import PreTrainedConfig, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from fulldepth.data import ORDER
 from fulldepth.distributed import current
@@ -32,12 +32,14 @@ from fulldepth.hf import (
     sealed_checkpoints,
     settle_checkpoints,
 )
+from fulldepth.hf.model_hash import model_hash
 from fulldepth.losses import per_batch_terms
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, PAGE, TABLE, Results
 from fulldepth.settings import Settings, layer, read
 from fulldepth.settings.keywords import with_progress
 from fulldepth.settings.train import TrainSettings
+from fulldepth.training.lora import ADAPTERS
 
 SETTINGS, TOKENIZER = "settings.yaml", "tokenizer"
 KIND = "training"
@@ -57,7 +59,7 @@ RECORD = "record.parquet"
 NO_NUMBERS = {"transformers_version", "_name_or_path", "use_cache", "architectures", "auto_map", "dtype"}
 NO_NUMBERS |= {"pad_token_id", "bos_token_id", "eos_token_id"}
 """Entries of `config.json` without effect on training, or that the Trainer sets from the tokenizer."""
-NOT_THE_MODEL = ("complete.json", "unfinished", "record.parquet", "scheduler.pt", "optimizer.pt", "training_args.bin")
+NOT_THE_MODEL = ("complete.json", "unfinished", RECORD, ADAPTERS, "scheduler.pt", "optimizer.pt", "training_args.bin")
 """Files of a checkpoint that only resuming needs, beside the random states."""
 
 
@@ -204,19 +206,19 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def check_origin(
     settings: TrainSettings,
     data: str,
-    config: PreTrainedConfig,
+    model: PreTrainedModel,
     arguments: TrainingArguments,
     before: dict[str, str],
     checkpoint: Path | None,
 ) -> dict[str, str]:
     """What determines a run's numbers besides its settings: hashes of data and configuration, the order of the items,
-    and the size of the batches if a penalty is a function of it. Refuse to resume where numbers would differ; every
-    process must call this.
+    the model that adapters are added to, and the size of the batches if a penalty is a function of it. Refuse to resume
+    where numbers would differ; every process must call this.
 
     Args:
         settings: the run's settings.
         data: hash of the training data.
-        config: the model's configuration.
+        model: the model, before training.
         arguments: the Trainer's arguments.
         before: origin in the checkpoint.
         checkpoint: the checkpoint to resume from; None at the start.
@@ -225,13 +227,15 @@ def check_origin(
         FulldepthError: in every process, if the data or the configuration are not those of the checkpoint or of another
             process.
     """
-    entries = json.loads(config.to_json_string(use_diff=True)).items()
+    entries = json.loads(model.config.to_json_string(use_diff=True)).items()
     counted = {name: value for name, value in entries if name not in NO_NUMBERS}
     origin = {
         "training data": data,
         "order of the data": f"{ORDER} {settings.seed}",
         "model configuration": str(Fingerprint(json.dumps(counted, sort_keys=True))),
     }
+    if settings.lora.rank is not None:  # a checkpoint does not hold them
+        origin["model to start from"] = model_hash(model)
     for name in per_batch_terms(settings.objective.terms):
         origin[f"batch of {name}"] = f"{arguments.world_size} x {arguments.per_device_train_batch_size} sequences"
     references = [("in process 0", current().agree(origin))]

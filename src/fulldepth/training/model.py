@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,23 +36,27 @@ import fulldepth.architectures  # noqa: F401  # registers this package's models 
 from fulldepth import launch
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
+from fulldepth.files import read_json
 from fulldepth.hf import (
     anatomy_candidates,
     copy_to_exit_heads,
     find_exit_heads,
     find_gguf,
+    find_output_weights,
     has_exit_heads,
     load_checkpoint,
     load_config,
     packaged,
     restore_exit_heads,
     rows_of,
+    sample_inputs,
     task_of,
     unused_positions,
 )
 from fulldepth.losses import use_detection_loss
 from fulldepth.settings.train import ModelSettings, TrainSettings
 from fulldepth.training.initial import draw_weights
+from fulldepth.training.lora import add_adapters
 
 WEIGHTS = {"float32": torch.float32, "autocast": torch.float32, "bfloat16": torch.bfloat16}
 """Precision of a run -> type of its weights, gradients and optimiser states."""
@@ -219,6 +225,10 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
             source = with_new_head(model, settings.model.checkpoint, dtype)
     if settings.model.checkpoint is not None:
         _take_weights(model, settings.model.checkpoint, dtype, source)
+        _keep_removed(model, settings.model.checkpoint)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        add_adapters(model, settings.lora)
     if settings.task == "detection":
         use_detection_loss(model)
         anatomy = find_anatomy(model)
@@ -232,7 +242,7 @@ def built_once(model: PreTrainedModel, settings: TrainSettings) -> bool:
     """Whether only the first process needs the values of a model's weights before they are sharded.
 
     All do where the model runs before that (to separate documents, or to prove an anatomy that is not in the table),
-    for exit heads, which start as copies, and for saved buffers, which accelerate does not hand out.
+    for exit heads, which start as copies, for adapters, and for saved buffers, which accelerate does not hand out.
     """
     try:
         anatomy = anatomy_candidates(model)[0]
@@ -241,6 +251,7 @@ def built_once(model: PreTrainedModel, settings: TrainSettings) -> bool:
     runs = rows_of(model.config.model_type) is None or anatomy.searches_head or not settings.data.across_documents
     weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     others = bool(model.state_dict().keys() - weights) or "multi_exit" in settings.objective.terms
+    others = others or settings.lora.rank is not None
     return settings.fsdp and settings.task == "causal-lm" and not runs and not others
 
 
@@ -403,6 +414,23 @@ def _take_weights(
         )
 
 
+def _keep_removed(model: PreTrainedModel, checkpoint: str) -> None:
+    """Freeze the output weights of removed branches, which `skip apply --format folded` sets to zero: trained, they
+    would bring the branches back.
+    """
+    notes = Path(checkpoint) / "fulldepth_skip.json"
+    document = read_json(notes) if notes.is_file() else None
+    if not isinstance(document, dict) or document.get("format") != "folded":
+        return
+    anatomy = find_anatomy(model)
+    branches = product(range(1, anatomy.num_layers + 1), ("attention", "mlp"))
+    for weights in find_output_weights(anatomy, branches, sample_inputs(anatomy)["input_ids"]).values():
+        own = [weights.branch.get_parameter(name) for name in weights.names]
+        if all(bool((weight == -weights.offset).all()) for weight in own):
+            for weight in own:
+                weight.requires_grad_(False)
+
+
 def with_new_head(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -> dict[str, Any]:
     """A checkpoint's weights for `model`: its body and, if it has one of the same classes, its head.
 
@@ -486,6 +514,6 @@ def reads_later_tokens(config: PreTrainedConfig, model_class: type[PreTrainedMod
         model_class: its class.
     """
     code = inspect.getsource(sys.modules[model_class.__module__])
-    reads = re.search(r"config\.is_decoder\b(?! = )", code) is not None
-    sets = re.search(r"^ +(self\.)?config\.is_decoder = True", inspect.getsource(model_class), re.MULTILINE) is not None
-    return getattr(config, "is_decoder", True) is False and reads and not sets
+    if getattr(config, "is_decoder", True) is not False or not re.search(r"config\.is_decoder\b(?! = )", code):
+        return False
+    return re.search(r"^ +(self\.)?config\.is_decoder = True", inspect.getsource(model_class), re.MULTILINE) is None

@@ -15,6 +15,7 @@ from fulldepth.losses import add_exit_heads
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.initial import check_initializer
 from fulldepth.training.labelled import class_names
+from fulldepth.training.lora import add_adapters
 from fulldepth.training.model import WEIGHTS, build_config, meta_model, tokens_of_an_image
 from fulldepth.training.trainer import batch_split, make_objective, parameter_groups, resolved
 
@@ -72,6 +73,7 @@ def plan(settings: TrainSettings, config: PreTrainedConfig, *, processes: int = 
     model = meta_model(config, settings.task)
     if make_objective(settings).needs_exit_heads:
         add_exit_heads(model)
+    add_adapters(model, settings.lora)
     if settings.task == "image-classification":
         settings = settings.model_copy(update={"sequence_length": tokens_of_an_image(model)})
     check_initializer(model, settings.initializer)

@@ -87,7 +87,7 @@ def train(
                 warnings += start_exit_heads(trainer.plain_model, settings.model.checkpoint)
             for line in warnings:
                 watcher.say(line)
-            origin = check_origin(settings, data.facts["hash"], model.config, trainer.args, notes.origin, checkpoint)
+            origin = check_origin(settings, data.facts["hash"], model, trainer.args, notes.origin, checkpoint)
             meta: dict[str, Any] = {
                 "kind": KIND,
                 "recipe": name,
@@ -96,7 +96,7 @@ def train(
                     "name": name,
                     "class": type(model).__name__,
                     "model_type": model.config.model_type,
-                    "parameters": sum(p.numel() for p in model.parameters()),
+                    "parameters": sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name),
                     "num_layers": find_anatomy(model).num_layers,
                 },
                 "data": {"name": settings.data.name, **data.facts, "validation_sequences": len(data.validation)},

@@ -23,14 +23,14 @@ from fulldepth.data import builtin_texts, conversations, open_documents, pack, t
 from fulldepth.data.conversations import encode_pair
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import atomic_folder
-from fulldepth.hf import evaluating, load_tokenizer
+from fulldepth.hf import checkpoint_of, evaluating, find_tokenizer, load_tokenizer
 from fulldepth.losses import ObjectiveMixin
 from fulldepth.progress import Watcher
 from fulldepth.settings.train import TrainSettings
 from fulldepth.targets import IGNORE
 from fulldepth.training.folder import TOKENIZER
 from fulldepth.training.model import build_config, special_tokens
-from fulldepth.training.trainer import RunData, RunMixin, trl_module, window_collator
+from fulldepth.training.trainer import RunData, RunMixin, make_objective, trl_module, window_collator
 
 MOST_TOKENS = 1 << 20
 """Largest vocabulary of `builtin:N`."""
@@ -93,7 +93,18 @@ def run_tokenizer(settings: TrainSettings, home: Path, watcher: Watcher, texts: 
 
 
 def language_model(settings: TrainSettings, tokenizer: Any) -> PreTrainedConfig:
-    """The configuration of a language model for a tokenizer."""
+    """The configuration of a language model for a tokenizer.
+
+    Raises:
+        FulldepthError: if a teacher has other tokens, and as `build_config`.
+    """
+    distillation: Any = make_objective(settings).terms.get("distillation")
+    source = distillation and find_tokenizer(checkpoint_of(distillation.teacher))
+    if source and load_tokenizer(source).get_vocab() != tokenizer.get_vocab():
+        raise FulldepthError(
+            f"The teacher {distillation.teacher} has another vocabulary than the tokenizer of this run. Distillation "
+            "compares predictions token by token: name a teacher with the same tokenizer."
+        )
     return build_config(
         settings.model,
         vocab_size=len(tokenizer),

@@ -24,13 +24,14 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from fulldepth import launch
 from fulldepth.data import ShuffledSampler, flatten_windows
 from fulldepth.data.labelled import EpochSampler, LabelledRows
-from fulldepth.errors import FulldepthError, unknown
+from fulldepth.errors import FulldepthError, optional, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import checkpoint_of, pick_device
 from fulldepth.losses import METHODS, TERMS, DepthTrainer, Objective, per_batch_terms
 from fulldepth.losses.trainer import AnyTrainer, load_weights
 from fulldepth.processor import check_bfloat16
 from fulldepth.settings.train import ObjectiveSettings, TrainSettings
+from fulldepth.training.lora import load_adapters, save_adapters
 from fulldepth.training.model import built_once
 
 FORKS = "TOKENIZERS_PARALLELISM"
@@ -190,16 +191,8 @@ def worker_count(settings: TrainSettings, processes: int) -> int:
 
 
 def trl_module() -> Any:
-    """The package trl.
-
-    Raises:
-        FulldepthError: if it is not installed.
-    """
-    try:
-        import trl  # noqa: PLC0415
-    except ImportError as error:
-        raise FulldepthError("Fine-tuning on conversations needs trl: pip install 'fulldepth[sft]'.") from error
-    return trl
+    """The package trl, or a `FulldepthError` where it is not installed."""
+    return optional("trl", "sft", "Fine-tuning on conversations")
 
 
 def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]]:
@@ -360,7 +353,7 @@ class RunMixin(AnyTrainer):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         plugin.cpu_ram_efficient_loading = built_once(self.plain_model, self.settings)
         if resume_from_checkpoint and (self.args.process_index == 0 or not plugin.cpu_ram_efficient_loading):
-            load_weights(self.plain_model, resume_from_checkpoint)  # before they are sharded
+            self._load_weights(resume_from_checkpoint)  # before they are sharded
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         stepped = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self.model.named_parameters():
@@ -371,11 +364,17 @@ class RunMixin(AnyTrainer):
         return prepared
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """As the Trainer; a sharded model is saved as one of its own class, with its code, and a tied weight once."""
+        """As the Trainer, with adapters merged; a sharded model is saved as one of its own class, with its code, and a
+        tied weight once.
+        """
+        model = self.plain_model
+        if self.settings.lora.rank is not None and self.args.should_save:
+            state_dict = save_adapters(
+                model, state_dict or model.state_dict(), Path(output_dir or self.args.output_dir)
+            )
         if not (self.is_fsdp_enabled and self.args.should_save):
             super()._save(output_dir, state_dict=state_dict)
             return
-        model = self.plain_model
         every, first = (dict(model.named_parameters(remove_duplicate=once)) for once in (False, True))
         kept = {name: tensor for name, tensor in state_dict.items() if name in first or name not in every}
         sharded = type(model)
@@ -400,9 +399,17 @@ class RunMixin(AnyTrainer):
             torch.save({**states, "state": whole}, Path(output_dir) / OPTIMIZER_NAME)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        if not self.is_fsdp_enabled:  # else they were loaded before they were sharded
-            super()._load_from_checkpoint(*args, **kwargs)
+    def _load_weights(self, checkpoint: str) -> None:
+        """Copy the trained weights of a checkpoint into a model that is not sharded."""
+        (load_weights if self.settings.lora.rank is None else load_adapters)(self.plain_model, checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        if self.is_fsdp_enabled:  # they were loaded before they were sharded
+            return
+        if self.settings.lora.rank is not None:
+            self._load_weights(resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As the Trainer; of the states of sharded weights each process keeps its shards."""

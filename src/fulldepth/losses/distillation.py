@@ -1,0 +1,141 @@
+"""Distillation: the model learns from labels and from the predictions of a teacher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import pydantic
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fulldepth.errors import FulldepthError
+from fulldepth.execution import body_inputs, capture, find_anatomy
+from fulldepth.hf import Anatomy, Classifier, device_of, evaluating, open_model
+from fulldepth.losses.aligned_loss import Reader, labelled_chunks
+from fulldepth.losses.term import Context, Term, check_states, recomputed, statistics_dtype
+from fulldepth.targets import IGNORE
+
+CHUNK = 256
+"""Number of positions whose teacher logits exist at a time."""
+
+
+class Distillation(Term):
+    r"""Mixture of the model's cross-entropy and its divergence from a teacher (`distillation_loss`).
+
+    .. math:: L = (1 - w) \, L_{ce} + w \, L_{distillation}
+
+    The teacher is loaded once, when the objective is attached, in its own precision; it moves to the device of the
+    model's logits and runs in evaluation mode without gradients. It is no part of the model or its checkpoints.
+
+    Source: Hinton et al. 2015 (arXiv 1503.02531), Sec. 2.
+    """
+
+    model_config = pydantic.ConfigDict(arbitrary_types_allowed=True)
+
+    name = "distillation"
+    sites = ("residual",)
+    unit = "nats"
+    needs_logits = True
+    teacher: str | Path | PreTrainedModel
+    """Folder, Hub name, GGUF file, `package:NAME` or run folder of the teacher; in Python also a loaded model."""
+    weight: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.5
+    """w above: 0 = cross-entropy alone, 1 = teacher alone."""
+    temperature: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Divisor of both models' logits."""
+    _teacher: Classifier | None = None
+
+    def check(self, anatomy: Anatomy) -> None:
+        """Load the teacher, and check that it predicts the model's tokens."""
+        if anatomy.task not in ("causal-lm", "masked-lm"):
+            kind = type(anatomy.model).__name__
+            raise FulldepthError(f"distillation is for causal and masked language models; {kind} is neither.")
+        opened = open_model(self.teacher, device=device_of(anatomy.model))
+        self._teacher = teacher = Classifier(find_anatomy(opened.model))
+        ours, theirs = anatomy.vocab_size, teacher.anatomy.vocab_size
+        if ours != theirs or teacher.anatomy.task != anatomy.task:
+            raise FulldepthError(
+                f"The teacher {opened.name} predicts one of {theirs} tokens ({teacher.anatomy.task}), the model one of "
+                f"{ours} ({anatomy.task}). Distillation needs a teacher with the same vocabulary."
+            )
+
+    def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Mix the divergence into the loss so far, which is the cross-entropy or the losses of all layers."""
+        value = self.value(context)
+        share = context.portion.of_targets(context.task, context.batch)
+        return (1 - self.weight) * loss + self.weight * share * value.to(loss.device), value.detach()
+
+    def value(self, context: Context) -> Tensor:
+        """Mean divergence over the labelled positions.
+
+        Raises:
+            FulldepthError: if the batch has no labels.
+        """
+        labels, logits, teacher = context.task.labels(context.batch), context.logits, self._teacher
+        if labels is None or logits is None or teacher is None:
+            raise FulldepthError("distillation needs `labels` in the batch, and a model that returns logits.")
+        model = teacher.anatomy.model.to(logits.device)  # type: ignore[arg-type]
+        inputs = {name: entry for name, entry in context.batch.items() if not name.endswith("labels")}
+        with torch.no_grad(), evaluating(model), capture(teacher.anatomy, ["residual"]) as activations:
+            teacher.anatomy.body(**body_inputs(teacher.anatomy, inputs))
+            states = activations["residual"][-1]
+        return distillation_loss(logits, states, teacher.tokens, labels, self.temperature)
+
+
+def distillation_loss(
+    logits: Tensor,
+    states: Tensor,
+    head: Reader,
+    labels: Tensor,
+    temperature: float = 1.0,
+    ignore_index: int = IGNORE,
+    chunk: int = CHUNK,
+) -> Tensor:
+    r"""Mean Kullback-Leibler divergence of a model's predictions `q` from those of a teacher `p`, in nats.
+
+    .. math:: L_{distillation} = T^2 \, \mathrm{mean}_{n: y_n \ne ignored} \sum_v p_{nv} \log \frac{p_{nv}}{q_{nv}},
+        \quad p_n = \mathrm{softmax}(t_n / T), \; q_n = \mathrm{softmax}(s_n / T)
+
+    The factor `T^2` keeps the size of the gradient. The teacher's logits `t` exist for `chunk` positions at a time, and
+    are computed again in the backward pass.
+
+    Args:
+        logits: `s`, `[..., V]`; receives gradients.
+        states: `[..., D]`, what `head` reads `t` from; no gradients.
+        head: `[N, D] -> [N, V]`.
+        labels: `[...]`, aligned with the positions; only `ignore_index` matters.
+        temperature: T, above 0.
+        ignore_index: label of positions that do not count.
+        chunk: positions at a time.
+
+    Returns:
+        Scalar of at least 0, float32 (float64 for float64 logits), on the device of the logits; 0 if no position
+        counts.
+
+    Raises:
+        FulldepthError: for labels of another shape, or a head that reads another vocabulary.
+
+    Source: Hinton et al. 2015 (arXiv 1503.02531), Sec. 2 and 2.1.
+    """
+    check_states([logits], labels != ignore_index, least=1)
+    labels, dtype = labels.to(logits.device).flatten(), statistics_dtype(logits)
+    total = torch.zeros((), dtype=dtype, device=logits.device)
+    parts = (logits.flatten(0, -2).split(chunk), states.flatten(0, -2).split(chunk))
+    for own, read, (index, _) in zip(*parts, labelled_chunks(labels, ignore_index, chunk), strict=True):
+        if len(index):
+            total = total + recomputed(_divergence, own, read, index, head, temperature, dtype)
+    return temperature**2 * total / (labels != ignore_index).sum().clamp(min=1)
+
+
+def _divergence(
+    logits: Tensor, states: Tensor, index: Tensor, head: Reader, temperature: float, dtype: torch.dtype
+) -> Tensor:
+    """Summed divergence of the chosen rows of one chunk."""
+    with torch.no_grad():
+        expected = head(states[index]).to(dtype)
+    if expected.shape[-1] != logits.shape[-1]:
+        raise FulldepthError(f"The teacher predicts {expected.shape[-1]:,} tokens, the model {logits.shape[-1]:,}.")
+    predicted, target = ((each / temperature).log_softmax(-1) for each in (logits[index].to(dtype), expected))
+    return F.kl_div(predicted, target, reduction="sum", log_target=True)

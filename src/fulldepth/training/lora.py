@@ -1,0 +1,77 @@
+"""Low-rank adapters (LoRA): added to a model, written merged and apart, and restored when a run resumes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fulldepth.errors import FulldepthError, optional
+from fulldepth.settings.train import LoraSettings
+
+ADAPTERS = "lora.safetensors"
+"""File beside the merged weights of a checkpoint, from which a run resumes."""
+NAME = "default"
+"""Of PEFT's adapters."""
+
+
+def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
+    r"""Freeze a model and add adapters to its linear layers, in place: `W x + s B (A x)` with `s = alpha / rank`.
+
+    A is drawn from torch's global generator and B is zero. Frozen matrices, the output weights of removed branches,
+    get none. Nothing happens without a rank.
+
+    Raises:
+        FulldepthError: if peft is not installed, or no layer has one of the names in `target_modules`.
+
+    Source: LoRA (arXiv 2106.09685), Eq. 3.
+    """
+    if settings.rank is None:
+        return
+    peft = optional("peft", "lora", "Training with lora.rank")
+    frozen = [name.removesuffix(".weight") for name, weight in model.named_parameters() if not weight.requires_grad]
+    config = peft.LoraConfig(
+        r=settings.rank,
+        lora_alpha=2 * settings.rank if settings.alpha is None else settings.alpha,
+        target_modules=settings.target_modules or "all-linear",
+        exclude_modules=frozen or None,
+    )
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the transposed matrices of GPT-2
+            peft.inject_adapter_in_model(config, model, NAME)
+    except ValueError as error:
+        raise FulldepthError(f"lora.target_modules={settings.target_modules} fit no linear layer: {error}") from error
+
+
+def save_adapters(model: torch.nn.Module, weights: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Write the adapters into a checkpoint's folder.
+
+    Args:
+        model: with adapters.
+        weights: its state dict, of whole tensors.
+        folder: of the checkpoint.
+
+    Returns:
+        The state dict of the model without adapters: `W + s B A` in place of W, in W's precision.
+    """
+    adapters = {name: weight.cpu().contiguous() for name, weight in weights.items() if ".lora_" in name}
+    save_file(adapters, folder / ADAPTERS, metadata={"format": "pt"})
+    merged = {name.replace(".base_layer.", "."): weight for name, weight in weights.items() if name not in adapters}
+    for name, layer in model.named_modules():
+        if f"{name}.lora_A.{NAME}.weight" in adapters:
+            a, b = (weights[f"{name}.lora_{part}.{NAME}.weight"].float() for part in "AB")
+            change: Any = layer.scaling[NAME] * (b @ a)
+            own = merged[f"{name}.weight"]
+            merged[f"{name}.weight"] = (own + (change.T if layer.fan_in_fan_out else change)).to(own.dtype)
+    return merged
+
+
+def load_adapters(model: torch.nn.Module, folder: str | Path) -> None:
+    """Restore the adapters of a checkpoint in a model that has the same."""
+    model.load_state_dict(load_file(Path(folder) / ADAPTERS), strict=False)

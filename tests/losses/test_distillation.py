@@ -1,0 +1,133 @@
+"""Distillation against scipy and the plain formula; its teacher, which nothing changes and no checkpoint holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import rel_entr, softmax
+from torch import Tensor
+
+from fulldepth.errors import FulldepthError
+from fulldepth.losses import Objective, distillation_loss
+from losses.trained_step import build, close, collate, examples, gradient, gradients, kept, same_step
+from tiny_models import BUILDERS
+
+VOCAB, TEMPERATURE = 50, 1.7
+
+
+def drawn(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Any, Tensor]:
+    """Logits, states of a teacher, its head and labels; states without a label are not finite."""
+    generator = torch.Generator().manual_seed(2)
+    labels = torch.randint(0, VOCAB, (3, 7), generator=generator)
+    labels[0, 3:], labels[1] = -100, -100
+    states = torch.randn(3, 7, 6, generator=generator, dtype=dtype)
+    states[labels == -100] = torch.nan
+    weight = torch.randn(VOCAB, 6, generator=generator, dtype=dtype)
+    logits = 2 * torch.randn(3, 7, VOCAB, generator=generator, dtype=dtype)
+    return logits.requires_grad_(), states, lambda rows: rows @ weight.T, labels
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 256])
+def test_value_and_gradient_are_those_of_the_formula(chunk):
+    logits, states, head, labels = drawn()
+    value = distillation_loss(logits, states, head, labels, TEMPERATURE, chunk=chunk)
+    value.backward()
+    counted = (labels != -100).numpy()
+    q = softmax(logits.detach().numpy() / TEMPERATURE, axis=-1)
+    p = softmax(head(states).numpy() / TEMPERATURE, axis=-1)
+    expected = TEMPERATURE**2 * rel_entr(p, q).sum(-1)[counted].mean()
+    assert value.item() == pytest.approx(expected, rel=1e-12)
+    slope = TEMPERATURE * np.where(counted[..., None], q - p, 0) / counted.sum()
+    np.testing.assert_allclose(logits.grad.numpy(), slope, atol=1e-15)
+
+
+def test_only_the_logits_themselves_are_kept_whole():
+    logits, states, head, labels = drawn(torch.float32)
+    _, saved = kept(lambda: distillation_loss(logits, states, head, labels, chunk=4))
+    assert {tensor.data_ptr() for tensor in saved if tensor.numel() >= logits.numel()} <= {logits.data_ptr()}
+    assert sum(t.numel() for t in saved if t.untyped_storage().data_ptr() != logits.data_ptr()) < logits.numel() / 2
+    nothing = distillation_loss(logits, states, head, torch.full_like(labels, -100))
+    assert nothing.item() == 0.0
+
+
+def other(name: str = "llama") -> Any:
+    """A teacher that is not the model."""
+    torch.manual_seed(9)
+    model = BUILDERS[name]().double().train()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    return model
+
+
+def plain(model: Any, teacher: Any, batch: dict[str, Tensor], weight: float) -> Tensor:
+    """The mixed loss with whole logits."""
+    output, labels = model(**batch), batch["labels"][:, 1:]
+    with torch.no_grad():
+        expected = teacher(**batch).logits
+    p, q = (each[:, :-1][labels != -100].softmax(-1) for each in (expected, output.logits))
+    return (1 - weight) * output.loss + weight * (p * (p / q).log()).sum(-1).mean()
+
+
+@pytest.mark.parametrize(("student", "teacher"), [("llama", "gemma2"), ("gpt2", "llama")])
+def test_a_model_learns_from_labels_and_teacher(student, teacher):
+    """Gemma 2 caps its logits; the batch is padded."""
+    model, source, batch = build(student), other(teacher), collate(examples("llama"))
+    parts = same_step(
+        model, plain(model, source, batch, 0.3), Objective(distillation={"teacher": source, "weight": 0.3}), batch
+    )
+    assert parts["distillation"] > 0.1
+    assert source.training
+    assert all(weight.requires_grad and weight.grad is None for weight in source.parameters())
+    assert model.state_dict().keys() == build(student).state_dict().keys()
+
+
+def test_a_teacher_with_the_models_weights_teaches_nothing(tmp_path):
+    model, batch = build("llama"), collate(examples("llama"))
+    model.save_pretrained(tmp_path)
+    with Objective(distillation={"teacher": tmp_path, "weight": 1.0}).attach(model) as objective:
+        loss, parts = objective(model(**batch), batch)
+    loss.backward()
+    assert abs(float(parts["distillation"])) < 1e-14
+    assert max(float(slope.abs().max()) for slope in gradients(model).values()) < 1e-12
+
+
+def trained_step(folder: str) -> dict[str, Any]:
+    """What a step of `DepthTrainer` takes away from the weights, in micro-batches of two rows with unlike labels."""
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    terms = {"distillation": {"teacher": other(), "weight": 0.7}}
+    return {n: g.numpy() for n, g in gradient(build("llama"), examples("llama"), terms, folder, **options)[0].items()}
+
+
+def test_two_processes_that_accumulate_are_one_large_batch(two_processes, tmp_path):
+    model = build("llama")
+    plain(model, other(), collate(examples("llama")), 0.7).backward()
+    for found in two_processes(trained_step, str(tmp_path)):
+        close({name: torch.as_tensor(value) for name, value in found.items()}, gradients(model), 1e-6)
+
+
+def smaller() -> Any:
+    model = BUILDERS["llama"]()
+    model.resize_token_embeddings(40)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("student", "options", "words"),
+    [
+        ("llama", lambda: {"teacher": smaller()}, "LlamaForCausalLM predicts one of 40 tokens .* same vocabulary"),
+        ("llama", lambda: {"teacher": BUILDERS["bert"]()}, "BertForMaskedLM .*masked-lm"),
+        ("llama", lambda: {"teacher": "no/such/folder"}, "no/such/folder"),
+        ("llama", lambda: {"teacher": 3}, "distillation.teacher is 3"),
+        ("llama", lambda: {"weight": 0.5}, "distillation.teacher: Field required"),
+        ("llama", lambda: {"teacher": "x", "weight": 1.5}, "distillation.weight is 1.5"),
+        ("llama", lambda: {"teacher": "x", "temperature": 0.0}, "distillation.temperature is 0.0"),
+        ("bert", lambda: {"teacher": "x"}, "BertForSequenceClassification"),
+    ],
+)
+def test_what_cannot_teach_is_refused(student, options, words):
+    with pytest.raises(FulldepthError, match=words):
+        Objective(distillation=options()).attach(build(student))
