@@ -330,40 +330,37 @@ def _heat(record: Figure, reading: Reading, cells: pd.DataFrame, names: list[str
 def followed(record: Figure, source: PageSource) -> Figures:
     """The compared lines over training steps, a figure for each, in which every layer has a line."""
     every = [line for line in record.expanded(source.table) if line.compared]
-    return readings((line.key, _by_depth(record, line, source, len(every) > 1)) for line in every)
-
-
-def _by_depth(record: Figure, line: Line, source: PageSource, several: bool) -> go.Figure | None:
-    steps, layers = list(source.steps), source.layers
-    by_layer = [record.values(line, rows, layers) for rows in source.steps.values()]
-    depths = sorted({layer for values in by_layer for layer in values.at})
-    hover = "%{fullData.name}, step %{x:,}<br>"
-    tracks = [
-        Drawn(
-            PlottedCurve(steps, [values.points.get(layer) for values in by_layer], ["?"] * len(steps)),
-            layer_name(layer),
-            by_depth(layer, layers), form=line.form, hover=hover, extra={"showlegend": False},
+    steps, layers, found = list(source.steps), source.layers, []
+    for line in every:
+        by_layer = [record.values(line, rows, layers) for rows in source.steps.values()]
+        depths = sorted({layer for values in by_layer for layer in values.at})
+        tracks = [
+            Drawn(
+                PlottedCurve(steps, [values.points.get(layer) for values in by_layer], ["?"] * len(steps)),
+                layer_name(layer), by_depth(layer, layers), form=line.form,
+                hover="%{fullData.name}, step %{x:,}<br>", extra={"showlegend": False},
+            )
+            for layer in depths
+        ]  # fmt: skip
+        drawn = chart(
+            tracks,
+            title=f"{record.quantity} of every layer over training",
+            subtitle="One line a layer, stronger = deeper",
+            xaxis=STEP_AXIS,
+            yaxis=value_axis(record.axis, record.scale, [value for one in tracks for value in one.curve.values]),
+            variant=", ".join(filter(None, (line.name, line.variant))) * (len(every) > 1),
+            hovermode="closest",
+            showlegend=False,
         )
-        for layer in depths
-    ]  # fmt: skip
-    drawn = chart(
-        tracks,
-        title=f"{record.quantity} of every layer over training",
-        subtitle="One line a layer, stronger = deeper",
-        xaxis=STEP_AXIS,
-        yaxis=value_axis(record.axis, record.scale, [value for one in tracks for value in one.curve.values]),
-        variant=", ".join(filter(None, (line.name, line.variant))) if several else "",
-        hovermode="closest",
-        showlegend=False,
-    )
-    if drawn is None:
-        return None
-    first, *others = [list(track.curve.points.values()) for track in tracks if track]
-    ends = scale_without(first, [value for values in others for value in values])
-    if ends is not None:
-        drawn.layout.meta["subtitle"] += f"; {tracks[0].name.lower()} is beyond the scale"
-        drawn.update_layout(yaxis_range=ends)
-    return drawn.add_trace(shade_key("Layer", SEQUENTIAL[2:], depths[0], layers))
+        if drawn is None:
+            continue
+        first, *others = [list(track.curve.points.values()) for track in tracks if track]
+        ends = scale_without(first, [value for values in others for value in values])
+        if ends is not None:
+            drawn.layout.meta["subtitle"] += f"; {tracks[0].name.lower()} is beyond the scale"
+            drawn.update_layout(yaxis_range=ends)
+        found.append((line.key, drawn.add_trace(shade_key("Layer", SEQUENTIAL[2:], depths[0], layers))))
+    return readings(found)
 
 
 def displacement(record: Figure, source: PageSource) -> Figures:

@@ -269,8 +269,8 @@ def _environment() -> jinja2.Environment:
     night = [(DARK[shade], DARK[INK if at < 5 else PAPER]) for at, shade in enumerate(SEQUENTIAL)]
     part = {"part": lambda name: Markup(loader.get_source(environment, name)[0])}
     environment.globals |= {**part, "ramp": {"light": shades, "dark": night}, "names": texts()}
-    lines = (training.objective_line, training.schedule_line)
-    environment.filters |= {one.__name__: one for one in (dotted, percent, plain, scaled, seconds, short, size, *lines)}
+    own = (dotted, percent, plain, scaled, seconds, short, size, training.objective_line)
+    environment.filters |= {one.__name__: one for one in own}
     environment.tests["table"] = lambda one: isinstance(one, Table)
     return environment
 

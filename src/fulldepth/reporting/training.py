@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fulldepth.reporting.measured import Shown
-from fulldepth.reporting.phrases import TERMS, quantity, scaled, short
+from fulldepth.reporting.phrases import TERMS, quantity, short
 from fulldepth.reporting.source import PageSource, curve, number
 from fulldepth.reporting.style import minus
 from fulldepth.reporting.tables import PROSE, Meta, Table, across, flatten, labelled, of_record, texts
@@ -27,17 +27,6 @@ def objective_line(objective: Meta) -> str:
             told = ", ".join(f"{short(name, 40)} {option}" for name, option in options.items())
             parts.append(f"{TERMS.get(term, term).lower()} ({told})")
     return " + ".join(short(part, 200) for part in parts)
-
-
-def schedule_line(settings: Meta) -> str:
-    """Steps, batches and tokens."""
-    steps, batch, length = (settings.get(key) for key in ("steps", "global_batch_size", "sequence_length"))
-    if not (steps and batch and length):
-        return ""
-    if settings.get("task", "causal-lm") != "causal-lm":
-        return f"{steps:,} steps × {batch:,} {'texts' if settings['task'] == 'text-classification' else 'images'}"
-    total = scaled(steps * batch * length)
-    return f"{steps:,} steps × {batch:,} sequences × {length:,} tokens = {total} tokens"
 
 
 def tables(source: PageSource) -> dict[str, list[Table]]:
