@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fulldepth.demonstration import demo as demo
     from fulldepth.errors import FulldepthError as FulldepthError
     from fulldepth.evaluation import evaluate as evaluate
+    from fulldepth.healing import heal as heal
     from fulldepth.measurement import lens as lens
     from fulldepth.measurement import measure as measure
     from fulldepth.results import Results as Results
@@ -27,6 +28,7 @@ _HOME = {
     "compare": "results",
     "demo": "demonstration",
     "evaluate": "evaluation",
+    "heal": "healing",
     "lens": "measurement",
     "measure": "measurement",
     "report": "results",

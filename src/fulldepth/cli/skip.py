@@ -11,6 +11,7 @@ from fulldepth import console
 from fulldepth.cli.options import Model, NewFolder, Output, Overwrite, PushToHub, command
 from fulldepth.cli.program import app
 from fulldepth.settings.bench import BenchSettings
+from fulldepth.settings.heal import HealSettings
 from fulldepth.settings.search import CurveSettings, ExportSettings, SearchSettings
 
 skip = typer.Typer(
@@ -102,7 +103,8 @@ def apply_command(
         typer.Option(
             help="folded: an ordinary checkpoint of the same class, loads anywhere, no faster. fast: the blocks are "
             "gone from disk, memory and cache; carries its code. decilm: the same in the layout of vLLM and llama.cpp. "
-            "layer: whole layers gone, for plans of that granularity."
+            "layer: whole layers gone, for plans of that granularity. gguf: one file that llama.cpp runs, from a MODEL "
+            "that is one; --output names it (small.gguf)."
         ),
     ] = "folded",
     push_to_hub: PushToHub = None,
@@ -116,6 +118,36 @@ def apply_command(
 
     exported = export(plan, model, format, output, push_to_hub=push_to_hub, **settings.model_dump())
     console.checkpoint(exported, output, [("format", exported.format)])
+
+
+@command(skip, "heal", HealSettings, headline=True)
+def heal_command(
+    plan: PlanFile,
+    model: Planned,
+    data: Data,
+    output: NewFolder,
+    settings: HealSettings,
+    heldout: Annotated[
+        str | None,
+        typer.Option(
+            help="Data to measure healing on. [default: rows of --data that did not choose the blocks]",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+) -> None:
+    """Heal a plan's model, and write an ordinary checkpoint with a page that says what healing brought.
+
+    Maps in closed form: for each run of removed blocks, the linear map of what the last block before it adds that best
+    gives the original's states behind it, merged into that block's own weights (ReplaceMe).
+
+    Example: `fulldepth skip heal out/plan.json MODEL --data text.jsonl --output healed/`
+    """
+    console.loading()
+    from fulldepth.healing import heal
+    from fulldepth.results import PAGE
+
+    results = heal(plan, model, data, output, settings=settings, heldout=heldout, progress=True)
+    console.finish(results, output / PAGE)
 
 
 @command(skip, "curve", CurveSettings, headline=True)

@@ -215,7 +215,7 @@ class Scorer:
         """Summed loss of last states `[R, D]`; logits are computed in parts, and recomputed in the backward pass."""
 
         def loss(part: Tensor, targets: Tensor) -> Tensor:
-            return _read(LOSS, self.predictions(part), targets, None).sum().to(self.device)
+            return read(LOSS, self.predictions(part), targets, None).sum().to(self.device)
 
         total: Tensor = torch.zeros((), dtype=torch.float32, device=self.device)
         for at, part in self._parts(rows):
@@ -231,7 +231,7 @@ class Scorer:
         for (at, part), reference in zip(self._parts(rows), bases, strict=False):
             own = self.predictions(part)
             for kind in kinds:
-                columns[kind].append(_read(kind, own, batch.targets[at], reference))
+                columns[kind].append(read(kind, own, batch.targets[at], reference))
         return {kind: batch_sums(torch.cat(parts or [rows.new_zeros(0)]), batch) for kind, parts in columns.items()}
 
     def _predicted(self, rows: Tensor) -> Iterator[Tensor]:
@@ -267,7 +267,7 @@ class Scorer:
         return ((slice(start, start + step), rows[start : start + step]) for start in range(0, len(rows), step))
 
 
-def _read(kind: str, own: Tensor, targets: Tensor, base: Tensor | None) -> Tensor:
+def read(kind: str, own: Tensor, targets: Tensor, base: Tensor | None) -> Tensor:
     """[R] losses, or comparisons with the base, of log-probabilities `[R, V]`."""
     if base is None or kind == LOSS:
         return functional.nll_loss(own, targets.to(own.device), reduction="none")

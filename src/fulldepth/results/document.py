@@ -143,7 +143,7 @@ PLAN = (
     (MODEL, "model"),
     (DATA, "data"),
     (str, "granularity criterion search"),
-    (list[Layer], "blocks"),
+    (list[Layer | Annotated[str, Field(pattern=r"^(attention|mlp|layer) [1-9][0-9]{0,4}$")]], "blocks"),
     (list[Number | None], "losses"),
     (Number, "healed_loss"),
     (Numbers, "control_loss"),
@@ -237,6 +237,7 @@ DOCUMENT = entries(
         "models",
     ),
     (entries("Plan", *PLAN), "plan"),
+    (many(entries("HealingMap", (str, "host end objective reason"), (Number, "strength before after"))), "maps"),
     (GENERATED | many(EXIT), "generation"),
     (
         named(entries("Speed", (Number, "full"), (Ratio, "speedup speedup_at_baseline"), (Numbers, "at"))),

@@ -11,6 +11,8 @@ from fulldepth.skip.curve import Curve, curve
 from fulldepth.skip.exports.export import Export, export, load
 from fulldepth.skip.exports.fold import fold
 from fulldepth.skip.fit import FitResult, fit_scales
+from fulldepth.skip.heal import Healing, merge_maps
+from fulldepth.skip.healed import save_healed, with_model, write_start
 from fulldepth.skip.outcome import analyse
 from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan, draft_plan, lines
 from fulldepth.skip.responses import generate_responses, read_prompts
@@ -26,6 +28,7 @@ __all__ = [
     "Examples",
     "Export",
     "FitResult",
+    "Healing",
     "Plan",
     "Scalars",
     "SearchSettings",
@@ -41,9 +44,13 @@ __all__ = [
     "generate_responses",
     "lines",
     "load",
+    "merge_maps",
     "model_hash",
     "read_examples",
     "read_prompts",
+    "save_healed",
     "search",
     "skipping",
+    "with_model",
+    "write_start",
 ]

@@ -398,23 +398,31 @@ def in_sample(plan: Plan) -> str | None:
 
 def overlap(plan: Plan, examples: Examples) -> str | None:
     """The sentence for losses of a plan's model on the held-out rows of `examples`; None if none of them decided it."""
-    decision, sentence, rows = decided(plan), in_sample(plan), [_row(example) for example in examples.heldout]
+    decision, sentence, rows = decided(plan), in_sample(plan), [row_of(example) for example in examples.heldout]
     if decision is None or plan.data["hash"] == examples.meta.get("hash"):
         return sentence
-    listed = plan.data.get(ENTRY)
-    if not isinstance(listed, str) or not re.fullmatch(r"[0-9a-f]*", listed):
+    known = listed_rows(plan)
+    if known is None:
         return f"It is not known whether the held-out rows also {decision}: the plan does not list its rows."
-    known = {listed[start : start + DIGITS] for start in range(0, len(listed), DIGITS)}
     shared = sum(row in known for row in rows)
     if shared == len(rows):
         return sentence
     return f"{shared} of {len(rows)} held-out rows also {decision}." if shared else None
 
 
+def listed_rows(plan: Plan) -> set[str] | None:
+    """Hashes of the rows that a plan was made with (`row_of`); None if it does not list them."""
+    listed = plan.data.get(ENTRY)
+    if not isinstance(listed, str) or not re.fullmatch(r"[0-9a-f]*", listed):
+        return None
+    return {listed[start : start + DIGITS] for start in range(0, len(listed), DIGITS)}
+
+
 def rows_of(examples: Iterable[Example]) -> str:
     """The entry `heldout_rows` of a plan: sorted hashes of the distinct rows, without separators."""
-    return "".join(sorted({_row(example) for example in examples}))
+    return "".join(sorted({row_of(example) for example in examples}))
 
 
-def _row(example: Example) -> str:
+def row_of(example: Example) -> str:
+    """Hash of a row's token ids."""
     return f"{identity(example.input_ids.numpy().astype('<i8').tobytes()):0{DIGITS}x}"
