@@ -103,7 +103,11 @@ class Healing:
     """Of `model`, for `export`."""
     settings: HealSettings
     examples: Examples
-    """`train`: rows to train on; `heldout`: rows that neither choice nor healing has seen."""
+    """`heldout`: rows that neither choice nor healing has seen; `train`: all others."""
+    fitting: list[Example]
+    """Rows that maps were fitted on."""
+    choosing: list[Example]
+    """Rows that chose them."""
     maps: list[HealingMap]
     readings: dict[str, HeldoutLosses]
     """`loss`, `kl` to the original and `greedy_agreement` with it -> sums of the models `original`, `removed` (scalars
@@ -166,6 +170,8 @@ def merge_maps(
         plan.changed(model=planned, scalars={}, healed_loss=None, control_loss=None),
         settings,
         Examples([*fitting, *choosing], unseen, examples.meta),
+        fitting,
+        choosing,
         maps,
         {kind: replace(own, sums={**own.sums, **after[kind].sums}) for kind, own in before.items()},
     )

@@ -19,16 +19,17 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fulldepth.architectures import SKIPPED
+from fulldepth.errors import FulldepthError
 from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS
-from fulldepth.files import read_json
+from fulldepth.hf import load_tokenizer, open_model
 from fulldepth.hf.checkpoint_folder import folder_to_be
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding, Results, finite, provenance, tabulate
 from fulldepth.skip.bench import gap_finding, heldout_losses, in_words
-from fulldepth.skip.exports.export import NOTES, export
+from fulldepth.skip.exports.export import NOTES, export, read_notes
 from fulldepth.skip.heal import READINGS, Healing
 from fulldepth.skip.outcome import joined
-from fulldepth.skip.plan import Plan, in_sample
+from fulldepth.skip.plan import Plan, in_sample, write_text
 
 KIND = "heal"
 NAMES = {
@@ -38,7 +39,8 @@ NAMES = {
     "control": "control: the original, trained on the same tokens",
 }
 """Model -> its name in sentences."""
-WITHOUT_FILES = ("optimizer.pt", "scheduler.pt", "training_args.bin", "trainer_state.json")
+TRAIN, VALIDATION = "train.jsonl", "validation.jsonl"
+"""Files of the text that a healed model is trained on."""
 
 
 def format_for(plan: Plan, model: PreTrainedModel) -> str:
@@ -48,8 +50,9 @@ def format_for(plan: Plan, model: PreTrainedModel) -> str:
     return "fast" if model.config.get_text_config(decoder=True).model_type in SKIPPED else "folded"
 
 
-def with_model(healing: Healing, label: str, model: PreTrainedModel, watcher: Watcher) -> Healing:
-    """The healing with the losses of a further model, in evaluation mode, on the held-out rows."""
+def with_model(healing: Healing, label: str, checkpoint: Path, watcher: Watcher) -> Healing:
+    """The healing with the losses of a further checkpoint on the held-out rows."""
+    model = open_model(checkpoint, device=healing.original.device).model
     models, rows = {"original": healing.original, label: model}, healing.examples.heldout
     own = heldout_losses(models, rows, healing.settings.batch_size, watcher, READINGS)
     known = healing.readings.items()
@@ -57,39 +60,63 @@ def with_model(healing: Healing, label: str, model: PreTrainedModel, watcher: Wa
     return replace(healing, readings=readings)
 
 
-def save_healed(healing: Healing, plan: Plan, target: Path, checkpoint: Path | None = None, **options: Any) -> Results:
+def write_start(healing: Healing, folder: Path, **options: Any) -> Path:
+    """Export the model with its maps, or take an export of the same model that is there.
+
+    Args:
+        healing: of the model.
+        folder: of the export; created if absent.
+        options: of `export`: `format` (None = `format_for`) and `tokenizer`.
+
+    Raises:
+        FulldepthError: as `export`; if the folder holds another model.
+    """
+    if folder.exists():
+        if read_notes(folder)["plan"] != json.loads(json.dumps(healing.plan.document())):
+            raise FulldepthError(
+                f"{folder} belongs to another healing. Delete {folder.parent}, or name another output."
+            )
+        return folder
+    options["format"] = options.get("format") or format_for(healing.plan, healing.model)
+    export(healing.plan, healing.model, output=folder, **options)
+    return folder
+
+
+def write_texts(healing: Healing, start: Path, folder: Path) -> None:
+    """Write the rows that maps were fitted on and those that chose them, as texts to train on and to validate with.
+
+    Raises:
+        FulldepthError: if the export in `start` has no tokenizer.
+    """
+    tokenizer = load_tokenizer(start)
+    for name, rows in {TRAIN: healing.fitting, VALIDATION: healing.choosing}.items():
+        texts: dict[int, str] = {}
+        for row in rows:
+            texts[row.document] = texts.get(row.document, "") + tokenizer.decode(row.input_ids)
+        write_text(folder / name, "".join(json.dumps({"text": text}) + "\n" for text in texts.values()))
+
+
+def save_healed(healing: Healing, plan: Plan, target: Path, start: Path, trained: Path | None = None) -> Results:
     """Write the healed model's folder: the checkpoint, `results.json`, `results.parquet` and `report.html`.
 
     Args:
         healing: with the losses of all models.
         plan: as given by the user, which the folder names.
         target: folder to create.
-        checkpoint: folder of the trained model; None = the model in memory is exported.
-        options: of `export`: `format` (None = `format_for`), `tokenizer`, `shard_size`.
+        start: from `write_start`.
+        trained: checkpoint that was trained from there; None = the export itself.
 
     Raises:
-        FulldepthError: as `export`.
+        FulldepthError: if the folder cannot be written.
     """
     results = outcome(healing, plan)
     with folder_to_be(target) as folder:
-        if checkpoint is None:
-            checkpoint = folder / "export"
-            write_start(healing, checkpoint, **options)
-        for path in sorted(checkpoint.iterdir()):
-            if path.is_file() and path.name not in WITHOUT_FILES and not path.name.startswith("rng_state"):
-                shutil.copy2(path, folder / path.name)
-        shutil.rmtree(folder / "export", ignore_errors=True)
-        if (folder / NOTES).exists():
-            notes = read_json(folder / NOTES)
-            notes |= {"plan": plan.document(), "notes": [*notes["notes"], "Healed: report.html in this folder."]}
-            (folder / NOTES).write_text(json.dumps(notes, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        shutil.copytree(trained or start, folder, dirs_exist_ok=True)
+        notes = read_notes(start)
+        notes |= {"plan": plan.document(), "notes": [*notes["notes"], "Healed: see report.html in this folder."]}
+        write_text(folder / NOTES, json.dumps(notes, indent=1, ensure_ascii=False) + "\n")
         results.save(folder)
     return results
-
-
-def write_start(healing: Healing, folder: Path, *, format: str | None = None, **options: Any) -> None:
-    """Export the model with its maps; arguments as for `save_healed`."""
-    export(healing.plan, healing.model, format or format_for(healing.plan, healing.model), folder, **options)
 
 
 def outcome(healing: Healing, plan: Plan) -> Results:
