@@ -123,15 +123,16 @@ def checkpoint(exported: Any, path: Path, rows: Sequence[Sequence[str]]) -> None
 
     Args:
         exported: with `parameters`, `bytes`, `logit_error`, `notes` and `published`.
-        path: its folder.
+        path: its folder or file.
         rows: printed first.
     """
+    error = exported.logit_error
     table(
         [
             *rows,
             ("parameters", f"{exported.parameters:,}"),
             ("size", f"{exported.bytes / 2**20:.1f} MiB"),
-            ("logit error", f"{exported.logit_error:.1e} (relative, loaded again in a fresh process)"),
+            ("logit error", "unknown" if error is None else f"{error:.1e} (relative, loaded again in a fresh process)"),
         ]
     )
     for text in exported.notes:

@@ -103,7 +103,8 @@ def apply_command(
         typer.Option(
             help="folded: an ordinary checkpoint of the same class, loads anywhere, no faster. fast: the blocks are "
             "gone from disk, memory and cache; carries its code. decilm: the same in the layout of vLLM and llama.cpp. "
-            "layer: whole layers gone, for plans of that granularity."
+            "layer: whole layers gone, for plans of that granularity. gguf: one file that llama.cpp runs, from a MODEL "
+            "that is one; --output names it (small.gguf)."
         ),
     ] = "folded",
     push_to_hub: PushToHub = None,

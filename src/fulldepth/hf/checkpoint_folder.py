@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from fulldepth.architectures.skipped import older_rope
 from fulldepth.errors import FulldepthError
-from fulldepth.files import atomic_folder, read_json, remove_leftovers
+from fulldepth.files import atomic, atomic_folder, read_json, remove_leftovers
 from fulldepth.hf.file_checks import PROCESSOR_FILES, check_tokenizer_files, stored_file
 from fulldepth.hf.gguf import find_gguf
 from fulldepth.hf.load import find_tokenizer, load_tokenizer
@@ -37,19 +37,21 @@ TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 """Class of transformers 5 -> its earlier name, which transformers 5 also accepts."""
 
 
-def check_target(target: Path) -> None:
-    """Refuse an existing file or folder.
+def check_target(target: Path, suffix: str | None = None) -> None:
+    """Refuse an existing file or folder, and a name without the ending of a format that is one file.
 
     Raises:
-        FulldepthError: if `target` exists.
+        FulldepthError: if `target` exists, or ends otherwise.
     """
+    if suffix is not None and target.suffix != suffix:
+        raise FulldepthError(f"This export is one file: name it with {suffix} at the end, not {target}.")
     if target.exists() or target.is_symlink():
         raise FulldepthError(f"{target} exists already; an export is never written over anything. Choose another name.")
 
 
 @contextmanager
-def folder_to_be(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that is renamed to it at the end, and removed on an error.
+def folder_to_be(target: Path, *, file: bool = False) -> Iterator[Path]:
+    """A folder (or the name of a file) beside `target` that is renamed to it at the end, and removed on an error.
 
     Raises:
         FulldepthError: if it cannot be written (disk full, no permission).
@@ -57,7 +59,8 @@ def folder_to_be(target: Path) -> Iterator[Path]:
     new = [parent for parent in target.absolute().parents if not parent.exists()]
     try:
         remove_leftovers(target.absolute().parent)
-        with atomic_folder(target) as part:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with (atomic if file else atomic_folder)(target) as part:
             yield part
             check_target(target)
     except (OSError, SafetensorError) as error:

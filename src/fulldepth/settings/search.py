@@ -11,8 +11,9 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.settings.loading import Length, LoadingSettings, Rate, Seed
 
 Criterion = Literal["loss", "scaled", "kl"]
-Method = Literal["greedy", "exact", "one-shot", "cosine", "taylor", "random", "last", "given"]
+Method = Literal["greedy", "exact", "one-shot", "cosine", "groups", "taylor", "random", "last", "given"]
 Granularity = Literal["attention", "mlp", "layer", "any"]
+GgufType = Literal["f16", "bf16", "q8_0"]
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 TARGETS = ("target_speedup", "target_bytes", "target_cache", "max_loss")
@@ -86,6 +87,9 @@ class SearchSettings(HeldoutSettings):
     """Sequences with which parts are timed."""
     keep: Annotated[list[Layer], Field(max_length=10_000)] = Field(default=[])
     """Layers of which nothing is removed: 1,2,30."""
+    pool: Batch | None = None
+    """Candidates of every round after the first of a greedy search: those that added least per gain when last scored.
+    None = all. What `confidence` promises then holds among these."""
     exchanges: Annotated[float, Field(ge=0, le=100)] | None = None
     """Most FLOPs of the exchanges after a greedy or exact search (one block comes back, another goes), relative to the
     search; None = 0.25 with a target, else 0."""
@@ -94,7 +98,8 @@ class SearchSettings(HeldoutSettings):
     epoch of training the scalars on the other data), kl (divergence from the unmodified model)."""
     search: Method = "greedy"
     """greedy: one by one, dropping clearly worse candidates early; exact: one by one, all on all data; one-shot,
-    cosine, taylor, random, last: ranked once; given: the layers of `given`."""
+    cosine, taylor, random, last: ranked once; groups: the run of neighbouring layers that turns the stream least (of
+    granularity layer); given: the layers of `given`."""
     granularity: Granularity = "attention"
     """What a removed block is: attention, mlp, layer, or any of these (the default with a target)."""
     given: Annotated[list[Layer | BlockName], Field(max_length=10_000)] | None = None
@@ -168,7 +173,7 @@ class ExportSettings(LoadingSettings):
 
     options: ClassVar = {
         "Loading the model": ("dtype", "device", "device_map", "tokenizer", "revision", "trust_remote_code"),
-        "Writing": ("shard_size",),
+        "Writing": ("shard_size", "gguf_type"),
     }
 
     dtype: str | None = None  # type: ignore[assignment]
@@ -179,3 +184,5 @@ class ExportSettings(LoadingSettings):
     """Folder or name; None = the search's."""
     shard_size: str = "5GB"
     """Maximum size of one weight file, such as 2GB."""
+    gguf_type: GgufType | None = None
+    """Type of changed matrices in a GGUF; None = q8_0 for quantised ones, else the source's."""

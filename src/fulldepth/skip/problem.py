@@ -205,6 +205,10 @@ def _num_blocks(settings: SearchSettings, depth: int) -> int | None:
         )
     if settings.budget is not None and settings.search != "greedy":
         raise FulldepthError(f"A budget ends rounds of the search `greedy`; `{settings.search}` takes its time.")
+    if settings.max_loss is not None and settings.search not in ("greedy", "exact"):
+        raise FulldepthError(f"max_loss needs the search greedy or exact; `{settings.search}` ranks once.")
+    if settings.search == "groups" and settings.granularity != "layer":
+        raise FulldepthError(f"`groups` removes a run of layers, not of {settings.granularity}; use granularity layer.")
     blocks = settings.blocks if given is None else len(given)
     if beyond := [layer for layer in settings.keep if layer > depth]:
         raise FulldepthError(f"There is no layer {beyond[0]} to keep; this model has the layers 1 to {depth}.")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from pydantic import Field, FiniteFloat
 from torch import Tensor
 from torch.nn import functional
 
+from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import BASE, Scorer
@@ -35,7 +37,12 @@ def rank(
 
     - `one-shot`: lowest loss when it alone is skipped.
     - `cosine`: block influence, mean over tokens of `1 - cos(x, x + A)` with the branch A (a layer: of its input and
-      output); lowest first. Padding does not count. Source: ShortGPT (arXiv 2403.03853), eq. 1, there for layers.
+      output); lowest first. Padding does not count. Source: ShortGPT (arXiv 2403.03853), eq. 1, for layers; LLM-Drop
+      (arXiv 2406.15786) for attention, for MLPs, and for both in one ranking ("joint layer drop").
+    - `groups`: the run of neighbouring layers, just long enough for the goal, with the smallest angular distance of
+      its input x and its output y, mean over tokens of `arccos(cos(x, y)) / pi`; from its last layer on. Source: Gromov
+      et al. (arXiv 2403.17887), eq. 7, there of the last token of each sequence: all tokens take fewer sequences for
+      the same choice. ReplaceMe (arXiv 2505.02819) chooses its layers by the mean of `1 - cos(x, y)` of such a run.
     - `taylor`: first-order change of the mean loss, `|dL/dg|` of a gate g = 1 on the branch (a layer: one gate on both
       its branches), from one backward pass; lowest first. Source: Molchanov et al. 2019 (arXiv 1906.10771), eq. 8.
     - `random`: a seeded permutation. `last`: from the last layer on. `given`: as given.
@@ -51,7 +58,7 @@ def rank(
     if search == "given":
         return [pick_of(block, costs.granularity) for block in given or ()]
     count = int(goal.needed) if goal.target == "blocks" else len(costs.able)
-    ranked = _ranked(loss_cache, search, count, seed)
+    ranked = _closest_run(loss_cache, goal) if search == "groups" else _ranked(loss_cache, search, count, seed)
     removed, picks = BASE, list[Variant]()
     while goal.left(removed) and len(picks) < len(ranked):
         picks.append(Variant({ranked[len(picks)]}))
@@ -71,19 +78,56 @@ def _ranked(loss_cache: LossCache, search: str, count: int, seed: int) -> list[B
         loss_cache.need_everywhere("One-shot", [Variant({block}) for block in able])
         scores = {block: loss_cache.mean(Variant({block})) for block in able}
     else:
-        measure, price = (influence, costs.whole) if search == "cosine" else (sensitivity, costs.training)
-
-        def on(chunk: Chunk) -> tuple[list[float], int, float]:
-            return measure(loss_cache.scorer, chunk), len(chunk), sum(price(BASE, batch.shape) for batch in chunk)
-
-        loss_cache.begin(search.capitalize(), len(loss_cache.chunks))
-        blocks = _measured_blocks(loss_cache.scorer)
-        kind = Annotated[list[FiniteFloat], Field(min_length=len(blocks), max_length=len(blocks))]
-        work = {f"{search} {number}": partial(on, chunk) for number, chunk in enumerate(loss_cache.chunks)}
-        parts = loss_cache.task(work, kind)
-        loss_cache.finish()
-        scores = {block: abs(sum(sums)) for block, sums in zip(blocks, zip(*parts, strict=True), strict=True)}
+        blocks, costly = _measured_blocks(loss_cache.scorer), search == "taylor"
+        sums = _summed(loss_cache, search, sensitivity if costly else influence, len(blocks), training=costly)
+        scores = dict(zip(blocks, map(abs, sums), strict=True))
     return sorted(able, key=lambda block: (scores[block], block))
+
+
+def _closest_run(loss_cache: LossCache, goal: Goal) -> list[Block]:
+    """The run of layers that turns the stream least, of those that just reach the goal; its last layer first.
+
+    Raises:
+        FulldepthError: if none reaches it.
+    """
+    able, runs = loss_cache.costs.able, list[list[Block]]()
+    for start in range(len(able)):
+        run: list[Block] = []
+        for block in able[start:]:
+            if run and block.layer > run[-1].layer + 1:  # a layer between is kept
+                break
+            run.append(block)
+            if not goal.left(Variant(run)):
+                runs.append(run)
+                break
+    if not runs:
+        raise FulldepthError(
+            "No run of neighbouring layers reaches the target. Give `groups` a nearer one, in blocks, time or bytes."
+        )
+    angles = _summed(loss_cache, "groups", partial(influence, runs=runs), len(runs))
+    return runs[angles.index(min(angles))][::-1]
+
+
+def _summed(
+    loss_cache: LossCache,
+    search: str,
+    measure: Callable[[Scorer, Chunk], list[float]],
+    length: int,
+    *,
+    training: bool = False,
+) -> list[float]:
+    """Sums over all chunks of the `length` numbers that a function gives for each, as tasks of the loss cache."""
+    price = loss_cache.costs.training if training else loss_cache.costs.whole
+
+    def on(chunk: Chunk) -> tuple[list[float], int, float]:
+        return measure(loss_cache.scorer, chunk), len(chunk), sum(price(BASE, batch.shape) for batch in chunk)
+
+    loss_cache.begin(search.capitalize(), len(loss_cache.chunks))
+    kind = Annotated[list[FiniteFloat], Field(min_length=length, max_length=length)]
+    work = {f"{search} {number}": partial(on, chunk) for number, chunk in enumerate(loss_cache.chunks)}
+    parts = loss_cache.task(work, kind)
+    loss_cache.finish()
+    return [sum(sums) for sums in zip(*parts, strict=True)]
 
 
 def _measured_blocks(scorer: Scorer) -> list[Block]:
@@ -93,12 +137,12 @@ def _measured_blocks(scorer: Scorer) -> list[Block]:
 
 
 @torch.no_grad()
-def influence(scorer: Scorer, chunk: Chunk) -> list[float]:
-    """For every block, the sum over a chunk's tokens of `1 - cos(x, x + branch)`."""
+def influence(scorer: Scorer, chunk: Chunk, runs: Sequence[Sequence[Block]] | None = None) -> list[float]:
+    """Sums over a chunk's tokens: for every block `1 - cos(x, x + branch)`, or for every run of layers its angle."""
     scorer.plain()
     blocks = _measured_blocks(scorer)
     parts = {part: SITES[part] for _, part in blocks}
-    totals = [0.0] * len(blocks)
+    totals = [0.0] * len(runs or blocks)
     for batch in chunk:
         inputs = batch.to(scorer.device).inputs
         with capture(scorer.anatomy, [site for sites in parts.values() for site in sites]) as activations:
@@ -106,13 +150,15 @@ def influence(scorer: Scorer, chunk: Chunk) -> list[float]:
         pairs: list[tuple[Tensor, Tensor]] = []
         for part, sites in parts.items():
             if part == "layer":
-                pairs += zip(activations["residual"][:-1], activations["residual"][1:], strict=True)
+                states = activations["residual"]
+                pairs += [(states[run[0].layer - 1], states[run[-1].layer]) for run in runs or [[b] for b in blocks]]
             else:
                 pairs += [(x, x + a) for x, a in zip(*(activations[site] for site in sites), strict=True)]
         for index, (before, after) in enumerate(pairs):
             mask = inputs["attention_mask"].to(before.device).bool()
-            cosine = functional.cosine_similarity(before[mask].double(), after[mask].double(), dim=-1)
-            totals[index] += float((1 - cosine.clamp(-1, 1)).sum())
+            after = after.to(before.device)
+            cosine = functional.cosine_similarity(before[mask].double(), after[mask].double(), dim=-1).clamp(-1, 1)
+            totals[index] += float((1 - cosine if runs is None else cosine.arccos() / math.pi).sum())
     return totals
 
 

@@ -1,6 +1,6 @@
 """Loads a checkpoint in a fresh process without this package, and compares its logits.
 
-The program beside this file imports nothing of this package.
+The programs beside this file import nothing of this package.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution.stream import TOLERANCE, relative_error
 from fulldepth.files import reading
 
-READERS = ("stock", "carried")
-"""`stock`: transformers alone; `carried`: transformers with the folder's code, without which loading must fail."""
-PROGRAM = Path(__file__).with_name("with_transformers.py")
+READERS = {"stock": "with_transformers", "carried": "with_transformers", "llama.cpp": "with_llama_cpp"}
+"""Reader -> its program. `stock`: transformers alone; `carried`: transformers with the folder's code, without which
+loading must fail; `llama.cpp`: that of the package xllamacpp."""
+LOWEST = -60.0
+"""llama.cpp's log-probabilities are cut here: it takes logarithms of float32 numbers, which end near exp(-87)."""
 
 
 class ReaderReport(pydantic.BaseModel):
@@ -44,14 +46,15 @@ def read(
     """Load a checkpoint in a fresh process, without this package.
 
     Args:
-        folder: the checkpoint.
+        folder: the checkpoint; for `llama.cpp` a GGUF file.
         inputs: `[B, T]` tokens of a causal language model; for the class that the configuration names, whatever it is,
             its keyword arguments.
         reader: one of `READERS`.
         device_map: of transformers; None = one device.
 
     Returns:
-        `[B, T, V]` logits (of a detector joined with the boxes; without a head the last hidden state), and the report.
+        `[B, T, V]` logits (of a detector joined with the boxes; without a head the last hidden state; from `llama.cpp`
+        `[B, V]` log-probabilities after the last token), and the report.
 
     Raises:
         NotLoadedError: if it does not load.
@@ -61,7 +64,16 @@ def read(
         saved = inputs.cpu() if isinstance(inputs, Tensor) else {name: value.cpu() for name, value in inputs.items()}
         torch.save(saved, files[0])
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(work) / "modules")}
-        command = [sys.executable, "-W", "ignore", "-P", str(PROGRAM), str(folder.absolute()), *files, reader]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-P",
+            str(Path(__file__).with_name(f"{READERS[reader]}.py")),
+            str(folder.absolute()),
+            *files,
+            reader,
+        ]
         command += [] if device_map is None else [device_map]
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
         process = subprocess.run(command, env=environment, check=False, cwd=work, **streams)
@@ -94,7 +106,7 @@ def prove(
         FulldepthError: if the logits differ by more than `allowed`, or differ with a cache.
     """
     logits, report = read(folder, ids, reader, device_map)
-    error = relative_error(logits, expected)
+    error = relative_error(logits.clamp(min=LOWEST) if reader == "llama.cpp" else logits, expected)
     if not error <= allowed:
         raise FulldepthError(
             f"The export is dropped: loaded again as {report.class_name}, its logits miss the plan's by {error:.1e} of "

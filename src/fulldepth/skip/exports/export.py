@@ -5,18 +5,22 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import pydantic
 import torch
 from pydantic import AfterValidator
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fulldepth.errors import FulldepthError, one_line
+from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.readers import prove
+from fulldepth.execution.readers import LOWEST, prove
+from fulldepth.execution.stream import relative_error
 from fulldepth.files import read_document, read_json
 from fulldepth.hf import (
     ModelCard,
@@ -36,16 +40,19 @@ from fulldepth.hf.checkpoint_folder import (
     save_tokenizer,
     strip_foreign_code,
 )
+from fulldepth.hf.gguf import load_gguf_config, load_gguf_model, read_header
 from fulldepth.results import versions
 from fulldepth.settings import Settings
 from fulldepth.settings.exit import file_size
-from fulldepth.skip.exports.fold import probes, rounding_error, scaled_logits
+from fulldepth.settings.search import GgufType
+from fulldepth.skip.exports.fold import logits, probes, rounding_error, scaled_logits
 from fulldepth.skip.exports.formats import FORMATS, SHARD_SIZE, Draft, Format, check_format, known_format
 from fulldepth.skip.plan import MOST_BYTES, Plan, in_sample
 
 NOTES = "fulldepth_skip.json"
 """File of an export with its format, error, notes and plan."""
 SCHEMA_VERSION = 1
+GGUF_TYPES: tuple[str, ...] = get_args(GgufType)
 ALLOWANCE, MOST_NOISE = 1.5, 0.2
 """Multiple of the error of rounding in half precision that an export may have, and an upper limit."""
 STOCK = """\
@@ -69,12 +76,13 @@ class Export:
 
     format: str
     path: Path
-    logit_error: float
-    """Largest difference of a logit from the healed model's, relative to the largest, after loading it again."""
+    logit_error: float | None
+    """Largest difference of a logit from the healed model's, relative to the largest, after loading it again; for a
+    GGUF file of a log-probability, None if no program to load it is installed."""
     parameters: int
     """Numbers in the weights on disk."""
     bytes: int
-    """Size of the folder."""
+    """Size of the folder or file."""
     verified: bool
     """Whether the program that the format targets has loaded it and computed these logits."""
     notes: tuple[str, ...]
@@ -82,7 +90,8 @@ class Export:
     """Address on the Hub, if it was uploaded."""
 
     def __repr__(self) -> str:
-        return f"Export({self.path}: {self.format}, {self.bytes / 2**20:.1f} MiB, logit error {self.logit_error:.1e})"
+        error = "unknown" if self.logit_error is None else f"{self.logit_error:.1e}"
+        return f"Export({self.path}: {self.format}, {self.bytes / 2**20:.1f} MiB, logit error {error})"
 
 
 def export(
@@ -98,6 +107,7 @@ def export(
     revision: str | None = None,
     trust_remote_code: bool = False,
     shard_size: int | str = SHARD_SIZE,
+    gguf_type: str | None = None,
     push_to_hub: str | None = None,
 ) -> Export:
     """Write a plan's model as a checkpoint, and verify its logits in a fresh process.
@@ -110,8 +120,9 @@ def export(
         plan: the plan, or its file.
         model: the checkpoint that the plan was made for, or the model as loaded from it, which does not change.
         format: `folded` (an ordinary checkpoint, skipped blocks zero), `fast` (without the skipped blocks; carries its
-            code), `decilm` (without them, in the layout of vLLM and llama.cpp), or `layer` (without whole layers).
-        output: folder to create.
+            code), `decilm` (without them, in the layout of vLLM and llama.cpp), `layer` (without whole layers), or
+            `gguf` (one file for llama.cpp, of a model loaded from one; see `formats.gguf`).
+        output: folder to create; for `gguf` the file.
         tokenizer: tokenizer to save, or its folder or Hub name; None = the one that the search used.
         dtype: precision to load the model in; None = that of the search.
         device: device to load the model on; None = the first accelerator, else the CPU. A loaded model is not moved.
@@ -119,17 +130,24 @@ def export(
         revision: branch, tag or commit of a Hub model and its tokenizer.
         trust_remote_code: run code that the checkpoint or its tokenizer carries.
         shard_size: largest size of a weight file in bytes, or as `2GB`.
+        gguf_type: type of changed matrices in a GGUF (`f16`, `bf16`, `q8_0`); None = `q8_0` for quantised ones, else
+            the source's.
         push_to_hub: name (`user/model`) to upload the folder to; a new repository is private.
 
     Raises:
-        FulldepthError: if `output` exists, the plan is for another model or of a granularity that the format does not
-            hold, folding is refused, the disk is full, the export computes other logits than the plan's model, both
-            `device` and `device_map` are set, or the upload fails.
+        FulldepthError: if `output` exists or is misnamed, the plan is for another model or of a granularity that the
+            format does not hold, folding is refused, the disk is full, the export computes other logits than the plan's
+            model, both `device` and `device_map` are set, or the upload fails.
     """
-    check_publishing(push_to_hub)
     file_format, target = FORMATS[known_format(format)], Path(output)
+    single = file_format.suffix is not None
+    if single and push_to_hub is not None:
+        raise FulldepthError(f"--push-to-hub uploads folders. Upload the file with `hf upload {push_to_hub} {target}`.")
+    check_publishing(push_to_hub)
+    if gguf_type not in (None, *GGUF_TYPES):
+        raise unknown("GGUF type", str(gguf_type), GGUF_TYPES)
     most_bytes = shard_size if isinstance(shard_size, int) else file_size(shard_size)
-    check_target(target)
+    check_target(target, file_format.suffix)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if device is not None and device_map is not None:
@@ -147,39 +165,80 @@ def export(
     plan.check_model(loaded)
     stock = check_format(loaded, plan.kind, len(plan.blocks), file_format)
     reader_map = "auto" if device_map is not None or is_offloaded(loaded) else None
-    with folder_to_be(target) as folder:
+    with folder_to_be(target, file=single) as part:
         anatomy = stock if stock.model is loaded else find_anatomy(loaded)
         folding, ids = file_format.folding(stock, plan), probes(anatomy)
         expected = scaled_logits(anatomy, plan, ids)
-        noise = min(ALLOWANCE * rounding_error(anatomy, plan, ids, expected), MOST_NOISE)
+        noise = min(ALLOWANCE * rounding_error(anatomy, plan, ids, expected, file_format.precision), MOST_NOISE)
         allowed = max(file_format.tolerance(folding, expected.dtype), noise)
-        with generation_settings(stock.model, folder), silent():
-            notes = file_format.write(Draft(stock, plan, folding, folder, most_bytes))
+        draft = Draft(stock, plan, folding, part, most_bytes, gguf_type)
+        with nullcontext() if single else generation_settings(stock.model, part), silent():
+            notes = file_format.write(draft)
         if anatomy.config is not anatomy.model.config and stock.config is stock.model.config:
             notes.append(f"This is the language model of a {type(anatomy.model).__name__} alone; it reads no images.")
-        publish_older_names(folder)
-        del loaded, anatomy, stock, folding
+        del loaded, anatomy, stock, folding, draft
         gc.collect()  # a model that was passed in is held by its owner
-        notes += save_tokenizer(tokenizer, (plan.data.get("tokenizer"), source, plan.model.name), folder, **hub)
-        publish_older_tokenizer(folder)
-        strip_foreign_code(folder, carries_code=file_format.reader == "carried")
-        logit_error = prove(folder, ids, expected, allowed, file_format.reader, reader_map)
-        parameters = count_parameters(folder)
-        document = {
-            "schema_version": SCHEMA_VERSION,
-            "format": format,
-            "logit_error": logit_error,
-            "parameters": parameters,
-            "verified": file_format.verified,
-            "notes": notes,
-            "versions": versions(),
-            "plan": plan.document(),
-        }
-        (folder / NOTES).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        card_of(plan, file_format, logit_error, parameters, notes).write(folder)
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        if single:
+            logit_error, verified = prove_file(part, ids, expected, allowed)
+            parameters, size = read_header(part).weights.elements, part.stat().st_size
+            if not verified:
+                notes.append("UNVERIFIED: llama.cpp has not loaded it, which needs `pip install xllamacpp`.")
+            return Export(format, target, logit_error, parameters, size, verified, tuple(notes))
+        publish_older_names(part)
+        notes += save_tokenizer(tokenizer, (plan.data.get("tokenizer"), source, plan.model.name), part, **hub)
+        publish_older_tokenizer(part)
+        strip_foreign_code(part, carries_code=file_format.reader == "carried")
+        logit_error = prove(part, ids, expected, allowed, file_format.reader, reader_map)
+        parameters = count_parameters(part)
+        describe(part, plan, file_format, logit_error, parameters, notes)
+        size = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
     published = publish(target, push_to_hub)
     return Export(format, target, logit_error, parameters, size, file_format.verified, tuple(notes), published)
+
+
+def prove_file(path: Path, ids: Tensor, expected: Tensor, allowed: float) -> tuple[float | None, bool]:
+    """Compare what llama.cpp computes from a GGUF file; where it is not installed, what transformers computes.
+
+    Args:
+        path: of the file.
+        ids: `[B, T]` tokens.
+        expected: `[B, T, V]` logits of the healed model.
+        allowed: largest error, relative to the largest log-probability or logit.
+
+    Returns:
+        The error, None if neither can read the file, and whether llama.cpp did.
+
+    Raises:
+        FulldepthError: if the error is larger, or the file does not load.
+    """
+    if find_spec("xllamacpp") is not None:
+        after = expected[:, -1].float().log_softmax(-1).clamp(min=LOWEST)
+        return prove(path, ids, after, allowed, "llama.cpp"), True
+    if read_header(path).architecture == "deci":
+        return None, False
+    model, _ = load_gguf_model(path, load_gguf_config(path), AutoModelForCausalLM, dtype=expected.dtype)
+    error = relative_error(logits(find_anatomy(model), ids), expected)
+    if not error <= allowed:
+        raise FulldepthError(f"The export is dropped: read again, its logits miss the plan's by {error:.1e}.")
+    return error, False
+
+
+def describe(
+    folder: Path, plan: Plan, format: Format, logit_error: float, parameters: int, notes: Sequence[str]
+) -> None:
+    """Write `fulldepth_skip.json` and the model card."""
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "format": format.name,
+        "logit_error": logit_error,
+        "parameters": parameters,
+        "verified": format.verified,
+        "notes": notes,
+        "versions": versions(),
+        "plan": plan.document(),
+    }
+    (folder / NOTES).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    card_of(plan, format, logit_error, parameters, notes).write(folder)
 
 
 def card_of(plan: Plan, format: Format, logit_error: float, parameters: int, notes: Sequence[str]) -> ModelCard:

@@ -323,7 +323,9 @@ def scaled_logits(anatomy: Anatomy, plan: Plan, ids: Tensor) -> Tensor:
         return logits(anatomy, ids)
 
 
-def rounding_error(anatomy: Anatomy, plan: Plan, ids: Tensor, expected: Tensor) -> float:
+def rounding_error(
+    anatomy: Anatomy, plan: Plan, ids: Tensor, expected: Tensor, dtype: torch.dtype | None = None
+) -> float:
     """Change of the healed model's logits under different rounding of the blocks' outputs, relative to the largest.
 
     It estimates the difference between two correct computations in half precision: every block's output is multiplied
@@ -334,10 +336,12 @@ def rounding_error(anatomy: Anatomy, plan: Plan, ids: Tensor, expected: Tensor) 
         plan: skipped blocks and scalars.
         ids: `[B, T]` tokens.
         expected: `[B, T, V]`, from `scaled_logits`.
+        dtype: precision of the other computation; None = the model's.
     """
-    if expected.dtype not in (torch.bfloat16, torch.float16):
+    dtype = dtype or expected.dtype
+    if dtype not in (torch.bfloat16, torch.float16):
         return 0.0
-    unit, generator = torch.finfo(expected.dtype).eps, torch.Generator().manual_seed(0)
+    unit, generator = torch.finfo(dtype).eps, torch.Generator().manual_seed(0)
 
     def reround(module: nn.Module, args: Any, output: Any) -> Any:
         state = output[0] if isinstance(output, tuple) else output

@@ -9,8 +9,9 @@ from fulldepth.skip.exports.formats.checkpoint import SHARD_SIZE, Draft, as_stoc
 from fulldepth.skip.exports.formats.decilm import DeciLM
 from fulldepth.skip.exports.formats.fast import Fast
 from fulldepth.skip.exports.formats.format import Folded, Format, Layer
+from fulldepth.skip.exports.formats.gguf import Gguf
 
-FORMATS: dict[str, Format] = {format.name: format for format in (Folded(), Fast(), DeciLM(), Layer())}
+FORMATS: dict[str, Format] = {format.name: format for format in (Folded(), Fast(), DeciLM(), Layer(), Gguf())}
 """Name -> format."""
 
 

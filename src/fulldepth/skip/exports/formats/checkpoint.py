@@ -51,6 +51,8 @@ class Draft:
     folder: Path
     shard_size: int = SHARD_SIZE
     """Largest weight file in bytes."""
+    gguf_type: str | None = None
+    """Type of changed tensors of a GGUF file."""
 
     @property
     def model(self) -> PreTrainedModel:

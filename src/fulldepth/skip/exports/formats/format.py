@@ -34,6 +34,10 @@ class Format(ABC):
     """Whether that program is the one that the format is meant for."""
     text_only: ClassVar[bool] = False
     """Whether it holds only the language model of a model that also reads images."""
+    precision: ClassVar[torch.dtype | None] = None
+    """Precision that the program rounds to when it computes; None = that of the model."""
+    suffix: ClassVar[str | None] = None
+    """Ending of an export that is one file; None for folders."""
 
     def check(self, model: PreTrainedModel, skipped: int) -> None:  # noqa: B027 (most models fit most formats)
         """Refuse a stock model that the format cannot hold; refuses none unless overridden.

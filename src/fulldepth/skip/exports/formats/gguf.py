@@ -1,0 +1,312 @@
+"""`gguf`: the source's GGUF file without the removed layers, attention or MLPs, for llama.cpp.
+
+Metadata, tokenizer and chat template are copied, and so are the bytes of every tensor whose weights did not change.
+Removed branches leave a sequence of attentions and MLPs, which is packed into layers again. If every layer has both,
+the file keeps its architecture. Otherwise it becomes `deci`, whose graph in llama.cpp is that of `llama` with a number
+of heads and a width of the MLP for each layer. Two of its shapes do not compute what they seem to:
+
+- A layer with an MLP of width 0 is left out with its attention: it gets one neuron of zeros instead.
+- The first layer must have heads, because the width of all heads is read from it: without attention it gets the linear
+  one of that architecture (a matrix after the norm, no cache), of zeros.
+
+Source: llama.cpp, `models/deci.cpp`; both shown by its log-probabilities in `tests/skip/exports/test_gguf.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.gguf.utils import is_gguf_arch_supported
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+from fulldepth.errors import FulldepthError, names_of
+from fulldepth.hf import Anatomy
+from fulldepth.hf.gguf import SCALED_BY_WIDTH, Header, find_gguf, load_gguf_config, packaged, read_header
+from fulldepth.skip.exports.fold import Folding, heals, prepare
+from fulldepth.skip.exports.formats.checkpoint import Draft, Weight
+from fulldepth.skip.exports.formats.format import Format
+from fulldepth.skip.plan import Plan
+
+BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+DECI_TENSORS = re.compile(r"(attn_(norm|q|k|v|output)|ffn_(norm|gate|up|down))\.(weight|bias)")
+"""Tensors of a layer that llama.cpp reads for `deci`."""
+HEADS, KV_HEADS, WIDTH = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
+Layers = list[tuple[int | None, int | None]]
+"""For each layer of the new file the 1-based layers of the source that its attention and its MLP are from."""
+
+
+class Gguf(Format):
+    """A GGUF file made from the one that the model was loaded from."""
+
+    name = "gguf"
+    granularities = ("attention", "mlp", "layer", "any")
+    precision = torch.bfloat16
+    """llama.cpp rounds the inputs of products with quantised weights to 8 bits."""
+    suffix = ".gguf"
+
+    def check(self, model: PreTrainedModel, skipped: int) -> None:
+        """Refuse a model that was not loaded from a GGUF file.
+
+        Raises:
+            FulldepthError: with the way to get one.
+        """
+        source_of(model)
+
+    def folding(self, anatomy: Anatomy, plan: Plan) -> Folding:
+        """The folding; a plan without scalars needs none."""
+        return prepare(anatomy, plan) if heals(plan) else Folding.unscaled(anatomy, "There are no scalars to fold.")
+
+    def write(self, draft: Draft) -> list[str]:
+        """Write the file."""
+        attention, mlp = (draft.plan.lacking(part) for part in ("attention", "mlp"))
+        source = source_of(draft.model)
+        notes = write_gguf(source, draft.folder, attention, mlp, draft.weights(), draft.gguf_type)
+        return [draft.folding.note, *notes]
+
+
+def source_of(model: PreTrainedModel) -> Path:
+    """The GGUF file that a model was loaded from.
+
+    Raises:
+        FulldepthError: if it was loaded from something else.
+    """
+    source = find_gguf(packaged(model.name_or_path)) if model.name_or_path else None
+    if source is None:
+        raise FulldepthError(
+            f"--format gguf changes a GGUF file, and {model.name_or_path or 'this model'} is none. Convert it once "
+            "with llama.cpp (`python convert_hf_to_gguf.py MODEL --outtype auto`) and give the file as MODEL. The plan "
+            "holds for it too if no weight was rounded; otherwise search again with the file. Quantise the result "
+            "(`llama-quantize`)."
+        )
+    return source
+
+
+def write_gguf(
+    source: Path,
+    output: Path,
+    without_attention: Collection[int],
+    without_mlp: Collection[int],
+    weights: Mapping[str, Weight] | None = None,
+    gguf_type: str | None = None,
+) -> list[str]:
+    """Write a GGUF file without some attentions and MLPs.
+
+    Args:
+        source: the GGUF file of the whole model.
+        output: the file to write.
+        without_attention: 1-based layers whose attention is removed; a whole layer is in both lists.
+        without_mlp: 1-based layers whose MLP is removed.
+        weights: name in transformers, with the source's layer numbers -> weight to store. Where it equals the source's
+            dequantised weight in its own precision, the source's bytes are copied. None = no weight changed.
+        gguf_type: `f16`, `bf16` or `q8_0`, of changed matrices; None = `q8_0` for quantised ones (`f16` where a row is
+            no multiple of 32), else the source's type.
+
+    Returns:
+        Notes on what was written.
+
+    Raises:
+        FulldepthError: if llama.cpp has no architecture for the result, or a changed weight cannot be stored.
+    """
+    from gguf import GGUFReader, GGUFValueType, GGUFWriter  # noqa: PLC0415
+
+    header, reader = read_header(source), GGUFReader(source)
+    layers = packed(header.entries["block_count"], without_attention, without_mlp)
+    (check_whole if all(attention == mlp for attention, mlp in layers) else check_deci)(header, layers)
+    architecture = "deci" if any(None in layer for layer in layers) else header.architecture
+    replaced = changes(header, reader.tensors, layers, weights, gguf_type) if weights else {}
+    with closing(GGUFWriter(output, architecture)) as writer:
+        writer.data_alignment = reader.alignment
+        for key, value in metadata(header, layers, architecture).items():
+            field = reader.fields.get(key.replace(f"{architecture}.", f"{header.architecture}.", 1))
+            kind = field.types[-1] if field else GGUFValueType.UINT32  # of the entries of a list
+            array = isinstance(value, list | tuple)
+            writer.add_key_value(key, value, GGUFValueType.ARRAY if array else kind, kind if array else None)
+        written = {name: (data, kind) for name, data, kind in tensors(header, reader.tensors, layers, replaced)}
+        for name, (data, kind) in written.items():
+            writer.add_tensor(name, data, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    again = {tensor.name: tensor for tensor in GGUFReader(output).tensors}
+    if again.keys() != written.keys() or not all(
+        np.array_equal(again[n].data, data) for n, (data, _) in written.items()
+    ):
+        raise FulldepthError(f"The export is dropped: {output} does not hold the tensors that were written.")
+    anew = f"written anew: {names_of(replaced)}" if replaced else "no tensor changed"
+    return [f"{len(layers)} layers in llama.cpp's architecture {architecture}; {anew}. Other bytes are the source's."]
+
+
+def packed(num_layers: int, without_attention: Collection[int], without_mlp: Collection[int]) -> Layers:
+    """The layers of the new file: branches in their order, an MLP in the layer of the attention before it."""
+    layers: Layers = []
+    for number in range(1, num_layers + 1):
+        attention, mlp = (None if number in without else number for without in (without_attention, without_mlp))
+        if attention is None and layers and layers[-1][1] is None:
+            layers[-1] = (layers[-1][0], mlp)
+        elif (attention, mlp) != (None, None):
+            layers.append((attention, mlp))
+    if not layers:
+        raise FulldepthError(f"The plan removes all {num_layers} layers; a model needs at least one.")
+    return layers
+
+
+def check_deci(header: Header, _: Layers) -> None:
+    """Refuse a file whose layers `deci` does not compute.
+
+    Raises:
+        FulldepthError: with the reason.
+    """
+    blocks = (BLOCK.fullmatch(name) for name in header.shapes)
+    others = sorted({block[2] for block in blocks if block and not DECI_TENSORS.fullmatch(block[2])})
+    if header.architecture != "llama" or others:
+        also = f" with {names_of(others)}" if header.architecture == "llama" else ""
+        raise FulldepthError(
+            "llama.cpp computes layers without attention or MLP for a plain llama only (its architecture deci). This "
+            f"is a {header.architecture}{also}. Use --format fast or folded, or a plan of whole layers."
+        )
+
+
+def check_whole(header: Header, layers: Layers) -> None:
+    """Refuse to remove layers where llama.cpp concludes from a layer's number, or from their count, what it computes.
+
+    Raises:
+        FulldepthError: with what can be removed.
+    """
+    kinds = getattr(load_gguf_config(header.path), "layer_types", None) or []
+    kept, listed = [kinds[number - 1] for number, _ in layers if number and kinds], per_layer(header)
+    if not listed and kept != kinds[: len(kept)]:
+        period = next(step for step in range(1, len(kinds) + 1) if kinds[step:] == kinds[:-step])
+        raise FulldepthError(
+            f"llama.cpp takes from the number of a {header.architecture} layer whether its attention has a window: "
+            f"{', '.join(kinds[:period])}, and so on. The layers that are left do not follow that. The last layers can "
+            f"be removed, and any {period} neighbours."
+        )
+    counts = (len(layers), header.entries["block_count"])
+    if any((header.architecture, count) in SCALED_BY_WIDTH for count in counts):
+        raise FulldepthError(
+            f"llama.cpp takes the scale of the attention of a {header.architecture} from its number of layers; with "
+            f"{counts[0]} instead of {counts[1]} it would be another."
+        )
+
+
+def per_layer(header: Header) -> set[str]:
+    """The architecture's entries that hold a value for each layer."""
+    entries = header.entries
+    return {
+        name
+        for name, value in entries.items()
+        if isinstance(value, tuple) and len(value) == entries["block_count"] and not name.startswith("rope.")
+    }
+
+
+def metadata(header: Header, layers: Layers, architecture: str) -> dict[str, Any]:
+    """Key -> value of the new file's metadata, in the source's order, without the architecture."""
+    entries, listed = header.entries, per_layer(header)
+    values: dict[str, Any] = {"block_count": len(layers)}
+    values |= {name: [entries[name][(a or m or 0) - 1] for a, m in layers] for name in listed}
+    if architecture == "deci":
+        heads, width = entries[HEADS], entries[WIDTH]
+        # In the first layer heads without keys and values are the linear attention.
+        values[HEADS] = [heads if attention or not index else 0 for index, (attention, _) in enumerate(layers)]
+        values[KV_HEADS] = [entries.get(KV_HEADS, heads) if attention else 0 for attention, _ in layers]
+        values[WIDTH] = [width if mlp else 1 for _, mlp in layers]
+    own = f"{header.architecture}."
+    renamed = {
+        f"{architecture}.{key.removeprefix(own)}" if key.startswith(own) else key: value
+        for key, value in header.metadata.items()
+        if key != "general.architecture" and value != ()
+    }
+    return renamed | {f"{architecture}.{name}": value for name, value in values.items()}
+
+
+def changes(
+    header: Header, stored: list[Any], layers: Layers, weights: Mapping[str, Weight], gguf_type: str | None
+) -> dict[str, tuple[np.ndarray, Any]]:
+    """Name of a tensor of the source whose weights are to be others -> its new bytes and their type.
+
+    Raises:
+        FulldepthError: if transformers converts such a tensor in a way that has no inverse here.
+    """
+    from gguf import dequantize  # noqa: PLC0415
+
+    config, architecture = load_gguf_config(header.path), header.architecture
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+    names, replaced = get_gguf_hf_weights_map(model, processor), {}
+    for tensor in stored:
+        name = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
+        if name not in weights or place(layers, tensor.name) is None:
+            continue
+        joined: dict[str, Any] = {"tensors": {}}  # where a stored tensor is a part of a weight
+
+        def process(values: np.ndarray, stored_name: str = tensor.name, joined: Any = joined) -> Any:
+            return processor.process(values, name=stored_name, tensor_key_mapping=names, parsed_parameters=joined)
+
+        weight, values = weights[name].read().cpu(), dequantize(tensor.data, tensor.tensor_type)
+        read = process(values)
+        known = joined["tensors"][name] if read.name is None else torch.from_numpy(np.array(read.weights))
+        known = known.to(weight.dtype)
+        if torch.equal(known, weight if read.name else weight.where(known != 0, known)):
+            continue
+        if read.name is None or (is_gguf_arch_supported(architecture) and architecture not in TENSOR_PROCESSORS):
+            raise FulldepthError(f"{name} changed, and --format gguf does not store such a weight of a {architecture}.")
+        # transformers moves the entries and, for some norms, adds a constant.
+        index = np.arange(values.size).reshape(values.shape)
+        added = process(np.zeros_like(index)).weights.flat[0]
+        moved = process(index).weights - added
+        values = np.empty(values.size, np.float32)
+        values[moved.ravel()] = weight.float().numpy().ravel() - added
+        replaced[tensor.name] = encoded(values.reshape(index.shape), tensor.tensor_type, gguf_type)
+    return replaced
+
+
+def encoded(values: np.ndarray, source_type: Any, gguf_type: str | None = None) -> tuple[np.ndarray, Any]:
+    """The bytes of new values and their type, as explained for `write_gguf`; vectors keep the source's type."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quantize  # noqa: PLC0415
+
+    kind = source_type
+    if values.ndim > 1 and (gguf_type or GGML_QUANT_SIZES[kind][0] > 1):
+        kind = GGMLQuantizationType[(gguf_type or "q8_0").upper()]
+    if values.shape[-1] % GGML_QUANT_SIZES[kind][0]:
+        kind = GGMLQuantizationType.F16
+    return quantize(values, kind), kind
+
+
+def place(layers: Layers, name: str) -> str | None:
+    """The new name of a tensor; None if it is removed."""
+    block = BLOCK.fullmatch(name)
+    if block is None:
+        return name
+    part, number = int(block[2].startswith("ffn_")), int(block[1]) + 1
+    index = next((index for index, layer in enumerate(layers) if layer[part] == number), None)
+    return None if index is None else f"blk.{index}.{block[2]}"
+
+
+def tensors(
+    header: Header, stored: list[Any], layers: Layers, replaced: Mapping[str, tuple[np.ndarray, Any]]
+) -> Iterator[tuple[str, np.ndarray, Any]]:
+    """(name, bytes, type) of every tensor of the new file."""
+    for tensor in stored:
+        if (name := place(layers, tensor.name)) is not None:
+            yield name, *replaced.get(tensor.name, (tensor.data, tensor.tensor_type))
+    of, width = {tensor.name: tensor for tensor in stored}, header.entries["embedding_length"]
+    for index, (attention, mlp) in enumerate(layers):
+        if mlp is None:
+            norm, zeros = "ffn_norm", {"ffn_gate": (1, width), "ffn_up": (1, width), "ffn_down": (width, 1)}
+        elif attention is None and index == 0:
+            norm, zeros = "attn_norm", {"attn_output": (width, width)}
+        else:
+            continue
+        new, old = f"blk.{index}", f"blk.{(attention or mlp or 0) - 1}"
+        yield f"{new}.{norm}.weight", of[f"{old}.{norm}.weight"].data, of[f"{old}.{norm}.weight"].tensor_type
+        for name, shape in zeros.items():
+            kind = of[f"{old}.{name}.weight"].tensor_type
+            yield f"{new}.{name}.weight", *encoded(np.zeros(shape, np.float32), kind)

@@ -1,0 +1,261 @@
+"""GGUF files without blocks: computed by llama.cpp, against the stock model that computes the plan's definition."""
+
+from __future__ import annotations
+
+import copy
+import re
+import resource
+import signal
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import gguf_files
+import tiny_models
+from fulldepth.cli import app
+from fulldepth.errors import FulldepthError
+from fulldepth.execution.readers import with_llama_cpp
+from fulldepth.hf import load_checkpoint
+from fulldepth.skip import export
+from fulldepth.skip.exports import export as exporting
+from fulldepth.skip.exports.formats import gguf as writer
+from fulldepth.skip.exports.formats.checkpoint import Weight
+from fulldepth.skip.exports.formats.gguf import write_gguf
+from skip import planned
+
+PARTS = {"attention": ("att",), "mlp": ("mlp",), "layer": ("att", "mlp")}
+KINDS = gguf.GGMLQuantizationType
+IDS = torch.tensor([[5, 9, 20, 77, 31, 8, 100, 64]])
+
+
+def tiny(kind="llama", **options):
+    """A tiny model with a vocabulary that GGUF files can hold, and rows that q8_0 can."""
+    options = tiny_models.DECODER | {"vocab_size": 300, "intermediate_size": 64, "num_hidden_layers": 4} | options
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.3 * torch.randn_like(weight)) if weight.ndim == 1 else weight.mul_(4.0)
+    return model
+
+
+def source(tmp_path, kind="llama", quantise=None, **options):
+    """A GGUF file and the model that transformers reads from it."""
+    path = gguf_files.write(tmp_path / "source.gguf", tiny(kind, **options), quantise=quantise)
+    return path, load_checkpoint(path).model
+
+
+def without(model, removed, scalars=None):
+    """[V] log-probabilities after `IDS` in float64, by hooks on the stock model."""
+    model, scalars = copy.deepcopy(model).double(), scalars or {}
+    layers = range(1, model.config.num_hidden_layers + 1)
+    factors = {layer: dict.fromkeys(planned.NAMES, 1.0) | scalars.get(str(layer), {}) for layer in layers}
+    for part, numbers in removed.items():
+        for layer in numbers:
+            factors[layer] |= {f"b_{name}": 0.0 for name in PARTS[part]}
+    planned.scale(model, factors)
+    with torch.no_grad():
+        return model(input_ids=IDS).logits[0, -1].log_softmax(-1)
+
+
+def by_llama_cpp(path):
+    """[V] log-probabilities after `IDS`, in this process."""
+    files = [str(path.with_name(name)) for name in ("inputs.pt", "logits.pt")]
+    torch.save(IDS, files[0])
+    with_llama_cpp.main(str(path), *files, "llama.cpp")
+    return torch.load(files[1])[0].double()
+
+
+def stored(path):
+    """Name -> (type, bytes) of a file's tensors; key -> (types, value) of its metadata."""
+    reader = gguf.GGUFReader(path)
+    fields = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    entries = {key: (field.types[:1], field.contents()) for key, field in fields.items()}
+    return {t.name: (t.tensor_type, t.data.tobytes()) for t in reader.tensors}, entries
+
+
+REMOVED = [
+    ({"attention": [2, 4]}, "deci", [(1, 1), (0, 2), (3, 3), (0, 4)]),
+    ({"attention": [1], "layer": [3]}, "deci", [(0, 1), (2, 2), (4, 4)]),
+    ({"mlp": [2, 4]}, "deci", [(1, 1), (2, 0), (3, 3), (4, 0)]),
+    ({"layer": [1, 3]}, "llama", [(2, 2), (4, 4)]),
+    ({"mlp": [1], "attention": [2], "layer": [4]}, "llama", [(1, 2), (3, 3)]),
+]
+"""What is removed, and the layers of the file that each layer's attention and MLP are from (0 = none)."""
+
+
+@pytest.mark.parametrize(("removed", "architecture", "layers"), REMOVED)
+def test_llama_cpp_computes_what_is_left_from_the_sources_bytes(removed, architecture, layers, tmp_path):
+    path, model = source(tmp_path)
+    lacking = [[n for part in (own, "layer") for n in removed.get(part, [])] for own in ("attention", "mlp")]
+    write_gguf(path, tmp_path / "small.gguf", *lacking)
+    expected = without(model, removed)
+    assert (by_llama_cpp(tmp_path / "small.gguf") - expected).abs().max() < 1e-5
+    assert (expected - without(model, {})).abs().max() > 0.1
+
+    (tensors, entries), (before, old) = stored(tmp_path / "small.gguf"), stored(path)
+    for name, value in before.items():
+        if not name.startswith("blk."):
+            assert tensors.pop(name) == value
+    for index, pair in enumerate(layers):
+        for part, number in zip(("attn", "ffn"), pair, strict=True):
+            for name, value in before.items():
+                if number and name.startswith(f"blk.{number - 1}.{part}_"):
+                    assert tensors.pop(f"blk.{index}.{name.split('.', 2)[2]}") == value
+    assert not any(np.frombuffer(data, np.float32).any() for name, (_, data) in tensors.items() if "norm" not in name)
+
+    heads, neurons = [4 * bool(a or not n) for n, (a, _) in enumerate(layers)], [64 if m else 1 for _, m in layers]
+    changed = {"general.architecture": architecture, f"{architecture}.block_count": len(layers)}
+    if architecture == "deci":
+        changed |= {"deci.attention.head_count": heads, "deci.feed_forward_length": neurons}
+        changed["deci.attention.head_count_kv"] = [2 * bool(attention) for attention, _ in layers]
+    for key, (kind, value) in old.items():
+        new = key.replace("llama.", f"{architecture}.", 1)
+        assert entries.pop(new) == (kind, value) if new not in changed else entries.pop(new)[1] == changed[new]
+    assert not entries
+
+
+def changed(model, factor=1.01):
+    """Name -> weight, all of them other than the model's."""
+    state = {name: weight * factor for name, weight in model.state_dict().items()}
+    return {name: Weight(weight.to("meta"), lambda weight=weight: weight) for name, weight in state.items()}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3_text", "gpt2"])
+def test_changed_weights_are_stored_as_transformers_reads_them_and_equal_ones_as_they_were(kind, tmp_path):
+    """Queries and keys in pairs, norms with 1 added, transposed matrices."""
+    fields = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64} if kind == "gpt2" else {}
+    path, model = source(tmp_path, kind, quantise=KINDS.F16, **fields)
+    write_gguf(path, tmp_path / "same.gguf", [], [], changed(model, 1))
+    assert (tmp_path / "same.gguf").read_bytes() == path.read_bytes()
+    write_gguf(path, tmp_path / "small.gguf", [2], [2], changed(model))
+    again = load_checkpoint(tmp_path / "small.gguf").model.state_dict()
+    numbers = {0: 0, 1: 2, 2: 3}
+    for name, weight in again.items():
+        origin = re.sub(r"(layers|h)\.(\d)\.", lambda found: f"{found[1]}.{numbers[int(found[2])]}.", name)
+        assert torch.allclose(weight, 1.01 * model.state_dict()[origin], rtol=2**-11, atol=1e-6)
+
+
+@pytest.mark.usefixtures("unproven")
+@pytest.mark.parametrize(
+    ("quantise", "gguf_type", "kind", "allowed"),
+    [
+        (None, None, "F32", 1e-4),
+        (None, "bf16", "BF16", 0.03),
+        (KINDS.Q4_1, None, "Q8_0", 0.3),
+        (KINDS.Q8_0, "f16", "F16", 0.1),
+    ],
+)
+def test_folded_scalars_change_the_output_projections_alone(quantise, gguf_type, kind, allowed, tmp_path):
+    path, model = source(tmp_path, quantise=quantise)
+    scalars = planned.scalars([2], 4, low=0.9, high=1.1)
+    report = export(planned.plan(model, [2], values=scalars), path, "gguf", tmp_path / "o.gguf", gguf_type=gguf_type)
+    assert (by_llama_cpp(report.path) - without(model, {"attention": [2]}, scalars)).abs().max() < allowed
+    tensors, before = stored(report.path)[0], stored(path)[0]
+    other = {name for name, value in tensors.items() if value != before.get(name)}
+    assert other == {f"blk.{n}.{name}.weight" for n in range(4) for name in ("attn_output", "ffn_down")} - {
+        "blk.1.attn_output.weight"
+    }
+    assert {tensors[name][0].name for name in other} == {kind}
+    assert report.bytes == report.path.stat().st_size
+
+
+GEMMA = {"num_hidden_layers": 12, "sliding_window": 4, "head_dim": 256}
+"""llama.cpp scales by the width of a head, GGUF files state no other."""
+
+
+def test_whole_periods_of_sliding_windows_can_be_removed(tmp_path):
+    path, model = source(tmp_path, "gemma3_text", **GEMMA)
+    layers = list(range(3, 9))
+    write_gguf(path, tmp_path / "small.gguf", layers, layers)
+    difference = (by_llama_cpp(tmp_path / "small.gguf") - without(model, {"layer": layers})).abs().max()
+    assert difference < 2e-3  # llama.cpp has a float16 table of GELU
+
+
+def planned_file(tmp_path, blocks=("attention 2", "mlp 3"), granularity="any", **options):
+    """A GGUF file and a plan for it, in a folder of their own."""
+    (tmp_path / "in").mkdir()
+    path, model = source(tmp_path / "in", **options)
+    return path, model, planned.plan(model, blocks, granularity, values=None)
+
+
+@pytest.mark.slow
+def test_the_command_writes_what_a_fresh_process_has_computed(tmp_path):
+    path, _, plan = planned_file(tmp_path, quantise=KINDS.Q8_0)
+    files = [plan.save(tmp_path / "in" / "plan.json"), path, "--format", "gguf", "--output", tmp_path / "a" / "s.gguf"]
+    result = CliRunner().invoke(app, ["skip", "apply", *map(str, files)])
+    assert result.exit_code == 0, result.output
+    assert "deci" in result.output
+    assert "UNVERIFIED" not in result.output
+    assert [file.name for file in (tmp_path / "a").iterdir()] == ["s.gguf"]
+
+
+@pytest.mark.slow
+def test_a_file_that_computes_something_else_is_dropped(tmp_path, monkeypatch):
+    path, _, plan = planned_file(tmp_path)
+    monkeypatch.setattr(writer, "packed", lambda *_: [(1, 1), (2, 2), (4, 4)])
+    with pytest.raises(FulldepthError, match="miss the plan's"):
+        export(plan, path, "gguf", tmp_path / "out" / "small.gguf")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("blocks", "granularity", "error"), [([2], "layer", 1e-6), (["attention 2"], "any", None)])
+def test_without_llama_cpp_transformers_computes_what_it_can_and_the_export_says_so(
+    blocks, granularity, error, tmp_path, monkeypatch
+):
+    path, _, plan = planned_file(tmp_path, blocks, granularity)
+    monkeypatch.setattr(exporting, "find_spec", lambda _: None)
+    report = export(plan, path, "gguf", tmp_path / "small.gguf")
+    assert not report.verified
+    assert "UNVERIFIED" in report.notes[-1]
+    assert report.logit_error is None if error is None else report.logit_error < error
+
+
+REFUSED = [
+    ("safetensors", ["attention 2"], {}, {}, "convert_hf_to_gguf"),
+    ("gemma3_text", ["attention 2"], GEMMA, {}, "gemma3"),
+    ("gemma3_text", ["layer 2"], GEMMA, {}, "any 6 neighbours"),
+    ("llama", ["layer 1", "layer 2", "layer 3", "layer 4"], {}, {}, "all 4 layers"),
+    ("llama", ["attention 2"], {}, {"output": "out"}, r"\.gguf"),
+    ("llama", ["attention 2"], {}, {"output": "in/source.gguf"}, "exists already"),
+    ("llama", ["attention 2"], {}, {"push_to_hub": "user/model"}, "hf upload user/model"),
+    ("llama", ["attention 2"], {}, {"gguf_type": "q4_k"}, "q4_k"),
+]
+
+
+@pytest.mark.parametrize(("kind", "blocks", "fields", "options", "words"), REFUSED)
+def test_what_cannot_be_is_refused(kind, blocks, fields, options, words, tmp_path):
+    path, model, plan = planned_file(tmp_path, blocks, kind="llama" if kind == "safetensors" else kind, **fields)
+    if kind == "safetensors":
+        path = tmp_path / "in" / "folder"
+        model.save_pretrained(path)
+    options = {"output": "new/out.gguf"} | options
+    target = tmp_path / options.pop("output")
+    with pytest.raises(FulldepthError, match=words):
+        export(plan, path, "gguf", target, **options)
+    assert [file.name for file in tmp_path.iterdir()] == ["in"]
+
+
+def test_what_deci_does_not_compute_is_refused_by_name(tmp_path):
+    extra = {"blk.1.attn_q_norm.weight": np.ones(8, np.float32)}
+    path = gguf_files.write(tmp_path / "source.gguf", tiny(), extra=extra)
+    with pytest.raises(FulldepthError, match="attn_q_norm"):
+        write_gguf(path, tmp_path / "small.gguf", [2], [])
+
+
+def test_a_full_disk_leaves_nothing_and_is_said(tmp_path):
+    """The system refuses to write more than 20,000 bytes into any file."""
+    path, _, plan = planned_file(tmp_path)
+    limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(FulldepthError, match="Cannot write"):
+            export(plan, path, "gguf", tmp_path / "new" / "small.gguf")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert [file.name for file in tmp_path.iterdir()] == ["in"]
