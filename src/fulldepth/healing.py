@@ -13,8 +13,18 @@ from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.settings.heal import HealSettings
 from fulldepth.settings.keywords import takes_settings
-from fulldepth.skip import TRAIN, VALIDATION, Plan, merge_maps, save_healed, with_model, write_start, write_texts
-from fulldepth.training import export_run, train
+from fulldepth.skip import (
+    TRAIN,
+    VALIDATION,
+    Plan,
+    merge_maps,
+    save_healed,
+    with_model,
+    with_weights,
+    write_start,
+    write_texts,
+)
+from fulldepth.training import train
 
 
 @takes_settings(HealSettings)
@@ -59,20 +69,18 @@ def heal(
     opened = {"tokenizer": tokenizer, "heldout": heldout, "watcher": watcher}
     with locked(work):
         healing = merge_maps(plan, model, data, settings=settings, **opened)
-        chosen = {"format": settings.format, "tokenizer": tokenizer or settings.tokenizer}
-        start, trained = write_start(healing, work / "start", **chosen), None
+        chosen = tokenizer or settings.tokenizer
         if settings.steps:
+            start = write_start(healing, work / "start", chosen)
             write_texts(healing, start, work)
             for label, source in (("trained", start), ("control", model)):
                 run = _training(healing.settings, healing.examples.meta, source, model, work)
                 train(run, work / label, resume=(work / label).exists(), watcher=watcher)
-                if not (work / f"{label}-model").exists():
-                    dtype = str(healing.original.dtype).removeprefix("torch.")
-                    export_run(work / label, work / f"{label}-model", dtype=dtype, watcher=watcher)
-                healing = with_model(healing, label, work / f"{label}-model", watcher)
-            trained = work / "trained-model"
-        results = save_healed(healing, plan, target, start, trained)
-    shutil.rmtree(work)
+            healing = with_weights(healing, work / "trained")
+            healing = with_model(healing, "trained", healing.model, watcher)
+            healing = with_model(healing, "control", work / "control", watcher)
+        results = save_healed(healing, plan, target, chosen)
+    shutil.rmtree(work, ignore_errors=True)
     return results
 
 

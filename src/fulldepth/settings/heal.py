@@ -19,7 +19,7 @@ class HealSettings(HeldoutSettings):
     options: ClassVar = {
         "Data": ("max_sequences", "sequence_length", "batch_size", "seed"),
         "Training": ("steps", "global_batch_size", "learning_rate", "rank"),
-        "Writing": ("format",),
+        "Writing": ("format", "gguf"),
         "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
     }
 
@@ -33,3 +33,5 @@ class HealSettings(HeldoutSettings):
     """Rank of the adapters (LoRA) that are trained and merged; 0 = all weights are trained."""
     format: str | None = None
     """folded, fast, decilm or layer; None = the one without the removed parts, if there is one for the family."""
+    gguf: str | None = None
+    """Also write the healed model as this file for llama.cpp (OUT.gguf), if MODEL is a GGUF."""

@@ -59,6 +59,7 @@ from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import PLACES, HeldoutSettings
 from fulldepth.skip.bench import HeldoutLosses, heldout_losses
 from fulldepth.skip.exports.fold import fold, probes
+from fulldepth.skip.exports.formats import FORMATS, check_format, known_format
 from fulldepth.skip.fit import make_batches
 from fulldepth.skip.plan import Plan, decided, listed_rows, row_of
 from fulldepth.skip.problem import read_data
@@ -152,6 +153,8 @@ def merge_maps(
     if is_offloaded(original):
         raise FulldepthError("Offloaded weights cannot be healed. Load the model without a device map.")
     plan.check_model(original)
+    for format in filter(None, (settings.format, settings.gguf and "gguf")):
+        check_format(original, plan.kind, len(plan.blocks), FORMATS[known_format(format)])
     with evaluating(original):
         anatomy = check_task(find_anatomy(original))
         examples = read_data(checkpoint, anatomy, data, settings, tokenizer=tokenizer, heldout=heldout)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,9 +21,11 @@ from transformers import PreTrainedModel
 
 from fulldepth.architectures import SKIPPED
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import find_anatomy
 from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS
 from fulldepth.hf import load_tokenizer, open_model
 from fulldepth.hf.checkpoint_folder import folder_to_be
+from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding, Results, finite, provenance, tabulate
 from fulldepth.skip.bench import gap_finding, heldout_losses, in_words
@@ -50,35 +53,41 @@ def format_for(plan: Plan, model: PreTrainedModel) -> str:
     return "fast" if model.config.get_text_config(decoder=True).model_type in SKIPPED else "folded"
 
 
-def with_model(healing: Healing, label: str, checkpoint: Path, watcher: Watcher) -> Healing:
-    """The healing with the losses of a further checkpoint on the held-out rows."""
-    model = open_model(checkpoint, device=healing.original.device).model
-    models, rows = {"original": healing.original, label: model}, healing.examples.heldout
-    own = heldout_losses(models, rows, healing.settings.batch_size, watcher, READINGS)
+def with_model(healing: Healing, label: str, model: PreTrainedModel | Path, watcher: Watcher) -> Healing:
+    """The healing with the losses of a further model or checkpoint on the held-out rows."""
+    own = open_model(model, device=healing.original.device).model.eval()
+    models, rows = {"original": healing.original, label: own}, healing.examples.heldout
+    losses = heldout_losses(models, rows, healing.settings.batch_size, watcher, READINGS)
     known = healing.readings.items()
-    readings = {kind: replace(losses, sums={**losses.sums, **own[kind].sums}) for kind, losses in known}
+    readings = {kind: replace(before, sums={**before.sums, **losses[kind].sums}) for kind, before in known}
     return replace(healing, readings=readings)
 
 
-def write_start(healing: Healing, folder: Path, **options: Any) -> Path:
-    """Export the model with its maps, or take an export of the same model that is there.
+def with_weights(healing: Healing, checkpoint: Path) -> Healing:
+    """The healing whose model has the weights of a checkpoint that was trained from its export (`write_start`)."""
+    trained = open_model(checkpoint, device="cpu").model
+    state, model = trained.state_dict(), healing.model
+    prefix = next(name for name, part in model.named_modules() if part is find_anatomy(model).block_list)
+    if find_anatomy(trained).num_layers < find_anatomy(model).num_layers:  # those that stay, renumbered
+        gone = {*healing.plan.lacking("attention")} & {*healing.plan.lacking("mlp")}
+        kept = [n for n in range(find_anatomy(model).num_layers) if n + 1 not in gone]
+        parts = {f"{prefix}.{new}.": f"{prefix}.{old}." for new, old in enumerate(kept)}
+        state = {re.sub(rf"^{re.escape(prefix)}\.\d+\.", lambda own: parts[own[0]], n): w for n, w in state.items()}
+    model.load_state_dict(state, strict=False)
+    planned = {**healing.plan.document()["model"], "hash": model_hash(model)}
+    return replace(healing, plan=healing.plan.changed(model=planned))
 
-    Args:
-        healing: of the model.
-        folder: of the export; created if absent.
-        options: of `export`: `format` (None = `format_for`) and `tokenizer`.
+
+def write_start(healing: Healing, folder: Path, tokenizer: Any = None) -> Path:
+    """Export the model with its maps to train from, or take the export of the same model that is there.
 
     Raises:
         FulldepthError: as `export`; if the folder holds another model.
     """
-    if folder.exists():
-        if read_notes(folder)["plan"] != json.loads(json.dumps(healing.plan.document())):
-            raise FulldepthError(
-                f"{folder} belongs to another healing. Delete {folder.parent}, or name another output."
-            )
-        return folder
-    options["format"] = options.get("format") or format_for(healing.plan, healing.model)
-    export(healing.plan, healing.model, output=folder, **options)
+    if not folder.exists():
+        export(healing.plan, healing.model, format_for(healing.plan, healing.model), folder, tokenizer=tokenizer)
+    elif read_notes(folder)["plan"] != json.loads(json.dumps(healing.plan.document())):
+        raise FulldepthError(f"{folder} belongs to another healing. Delete {folder.parent}, or name another output.")
     return folder
 
 
@@ -96,26 +105,30 @@ def write_texts(healing: Healing, start: Path, folder: Path) -> None:
         write_text(folder / name, "".join(json.dumps({"text": text}) + "\n" for text in texts.values()))
 
 
-def save_healed(healing: Healing, plan: Plan, target: Path, start: Path, trained: Path | None = None) -> Results:
+def save_healed(healing: Healing, plan: Plan, target: Path, tokenizer: Any = None) -> Results:
     """Write the healed model's folder: the checkpoint, `results.json`, `results.parquet` and `report.html`.
 
     Args:
         healing: with the losses of all models.
         plan: as given by the user, which the folder names.
         target: folder to create.
-        start: from `write_start`.
-        trained: checkpoint that was trained from there; None = the export itself.
+        tokenizer: as for `export`.
 
     Raises:
-        FulldepthError: if the folder cannot be written.
+        FulldepthError: as `export`.
     """
-    results = outcome(healing, plan)
+    results, settings = outcome(healing, plan), healing.settings
     with folder_to_be(target) as folder:
-        shutil.copytree(trained or start, folder, dirs_exist_ok=True)
-        notes = read_notes(start)
+        format = settings.format or format_for(healing.plan, healing.model)
+        export(healing.plan, healing.model, format, folder / "export", tokenizer=tokenizer)
+        shutil.copytree(folder / "export", folder, dirs_exist_ok=True)
+        shutil.rmtree(folder / "export")
+        notes = read_notes(folder)
         notes |= {"plan": plan.document(), "notes": [*notes["notes"], "Healed: see report.html in this folder."]}
         write_text(folder / NOTES, json.dumps(notes, indent=1, ensure_ascii=False) + "\n")
         results.save(folder)
+        if settings.gguf is not None:
+            export(healing.plan, healing.model, "gguf", settings.gguf)
     return results
 
 
