@@ -96,6 +96,31 @@ def write(path: Path, model: PreTrainedModel, *, rule: str | None = "smollm", qu
     return path
 
 
+def without_attention(source: Path, target: Path, layers: set[int]) -> Path:
+    """Copy a file of the architecture `llama` as `deci`, without the attention of some layers (1-based)."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "deci")
+    count = reader.fields["llama.block_count"].contents()
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        key, value, kinds = name.replace("llama.", "deci.", 1), field.contents(), field.types
+        if key in ("deci.attention.head_count", "deci.attention.head_count_kv", "deci.feed_forward_length"):
+            gone = layers if "attention" in key else set()
+            writer.add_array(key, [0 if layer in gone else value for layer in range(1, count + 1)])
+        else:
+            writer.add_key_value(key, value, kinds[0], kinds[-1] if len(kinds) > 1 else None)
+    for tensor in reader.tensors:
+        block, _, rest = tensor.name.removeprefix("blk.").partition(".")
+        if not (block.isdigit() and int(block) + 1 in layers and rest.startswith("attn_")):
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
 def _entries(config: Any) -> dict[str, Any]:
     found = {}
     for name, options in OPTIONS.items():

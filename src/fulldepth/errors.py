@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
-from importlib import import_module
-from typing import Any
 
 MOST_NAMES = 100
 """Largest number of names that an error lists."""
@@ -25,11 +24,12 @@ class StoppedError(FulldepthError):
     """A run that SIGTERM ended after it saved what it had. The command line exits with the status of that signal."""
 
 
-def optional(module: str, extra: str, purpose: str) -> Any:
-    """A module of a package that is not always installed.
+@contextmanager
+def needing(package: str, extra: str, purpose: str) -> Iterator[None]:
+    """Explain a failed import inside `with`, of a package that is not always installed.
 
     Args:
-        module: to import.
+        package: its name.
         extra: of fulldepth, that installs it.
         purpose: what needs it, as the subject of a sentence.
 
@@ -37,9 +37,8 @@ def optional(module: str, extra: str, purpose: str) -> Any:
         FulldepthError: if it is absent.
     """
     try:
-        return import_module(module)
+        yield
     except ImportError as error:
-        package = module.partition(".")[0]
         raise FulldepthError(f"{purpose} needs {package}: pip install 'fulldepth[{extra}]'.") from error
 
 

@@ -10,7 +10,7 @@ import inspect
 import platform
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import psutil
@@ -32,10 +32,17 @@ class Trial(NamedTuple):
     """Seconds for the prompt."""
     decode: float
     """Seconds for one token after it, the mean over all steps."""
-    cache: Any
-    """The model's cache after all tokens."""
-    logits: Tensor
-    """[B, V] of the last step."""
+    cache: Any = None
+    """The model's cache after all tokens; None if another program holds it."""
+    logits: Tensor | None = None
+    """[B, V] of the last step; None as for the cache."""
+
+
+class Runs(Protocol):
+    """What is timed: `Runner`, or a model in another program."""
+
+    def run(self, ids: Tensor, context: int) -> Trial:
+        """As `Runner.run`."""
 
 
 class Rounds(NamedTuple):
@@ -122,7 +129,7 @@ def random_tokens(anatomy: Anatomy, batch: int, length: int, seed: int) -> Tenso
 
 
 def time_in_rounds(
-    runs: Mapping[str, Runner],
+    runs: Mapping[str, Runs],
     ids: Tensor,
     context: int,
     *,
@@ -134,7 +141,7 @@ def time_in_rounds(
     """Time every model once per round, in changing order, so that background load affects all of them equally.
 
     Args:
-        runs: name -> the runner of a model.
+        runs: name -> what runs a model.
         ids: as for `Runner.run`.
         context: as for `Runner.run`.
         repeats: number of timed rounds.

@@ -144,6 +144,11 @@ class Spread(NamedTuple):
     low: float
     high: float
 
+    @property
+    def speed_up(self) -> Spread:
+        """The original's time over this one's."""
+        return Spread(1 / self.value, 1 / self.high, 1 / self.low)
+
 
 @dataclass(frozen=True)
 class TimedModel:
@@ -151,7 +156,12 @@ class TimedModel:
 
     name: str
     part: SkipPart
+    program: str
+    base: str
+    """The model that its times and sizes are compared with: the first of its program, the original's if it runs it."""
+    original: bool
     baseline: bool
+    """Whether it is the first of its program."""
     loss: float | None
     """Held-out loss in nats: measured, or else of the plan of the export."""
     added: float | None
@@ -161,23 +171,28 @@ class TimedModel:
     stated: bool
     """Whether the loss is the plan's instead of being measured with the times."""
     times: Mapping[str, Spread]
-    """Phase -> time over the original's, over the whole grid."""
+    """Phase -> time over that of `base`, over the whole grid."""
+    decoding: float | None
+    """Milliseconds for a token of one sequence, the median over contexts."""
     bytes: Mapping[str, float]
     """Measure -> bytes, the median over the grid."""
 
 
 def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
-    """The models of all benchmarks; the original of each folder first."""
+    """The models of all benchmarks; the original of each folder first, then by program."""
     found = []
     for part in folders:
         if part.kind != "bench" or "model" not in part.table.columns:
             continue
         entries = {str(entry.get("label", "?")): entry for entry in part.meta.get("models") or []}
         names = [str(name) for name in part.table["model"].dropna().unique()]
-        names.sort(key=lambda name: not (entries.get(name, {}).get("baseline") or name == "original"))
+        programs = {name: str(entries.get(name, {}).get("program") or "transformers") for name in names}
         several = sum(other.kind == "bench" for other in folders) > 1 and part.label
         for name in names:
-            entry, of_plan, original = entries.get(name, {}), False, name == names[0]
+            entry, of_plan = entries.get(name, {}), False
+            base_name = next(other for other in names if programs[other] == programs[name])
+            single = part.table[(part.table["model"] == name) & (part.table["batch"] == 1)]
+            decoding = select(single, "decode_time", "median", "decode")["value"].median()
             loss, base = (part.value("loss", "mean", model=one) for one in (name, names[0]))
             losses = [number(one) for one in entry.get("losses") or []]
             if loss is None:
@@ -186,7 +201,7 @@ def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
             times = {}
             for phase in PHASES:
                 time, low, high = (part.value("time_ratio", end, phase, name) for end in ("median", "low", "high"))
-                if original and part.value(f"{phase}_time", "median", phase, name) is not None:
+                if name == base_name and part.value(f"{phase}_time", "median", phase, name) is not None:
                     time = low = high = 1.0
                 if time is not None:
                     times[phase] = Spread(time, time if low is None else low, time if high is None else high)
@@ -194,12 +209,16 @@ def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
                 TimedModel(
                     f"{part.label}: {name}" if several else name,
                     part,
-                    original,
+                    programs[name],
+                    base_name,
+                    name == names[0],
+                    name == base_name,
                     loss,
                     None if loss is None or base is None else loss - base,
                     part.value("loss", "difference_stderr", model=name),
                     of_plan,
                     times,
+                    None if pd.isna(decoding) else 1000 * float(decoding),
                     {size: own for size in SIZES if (own := part.value(size, "value", model=name)) is not None},
                 )
             )
@@ -285,15 +304,15 @@ def pareto(_: Figure, source: PageSource) -> Figures:
 
 def _plane(source: PageSource, phase: str) -> go.Figure | None:
     known = [one for one in timed_models(parts(source)) if phase in one.times and one.added is not None]
-    originals = [one for one in known if one.baseline][:1]
-    shown = [*originals, *(one for one in known if not one.baseline)]
-    if len(shown) == len(originals):
+    originals = [one for one in known if one.original][:1]
+    shown = [*originals, *(one for one in known if not one.original)]
+    if all(one.baseline for one in shown):
         return None
     traces = []
     for index, model in enumerate(shown):
-        color = INK if model.baseline else categorical(index - len(originals))["color"]
+        color = INK if model.original else categorical(index - len(originals))["color"]
         (time, low, high), added, error = model.times[phase], model.added or 0.0, model.error
-        name = label(model.name, 40) + " (original)" * (model.baseline and model.name != "original")
+        name = label(model.name, 40) + " (original)" * (model.original and model.name != "original")
         bars: dict[str, Any] = {"color": color, "thickness": 1.2}
         across = {"array": [high - time], "arrayminus": [time - low], "symmetric": False, "width": 4, **bars}
         traces.append(
@@ -348,17 +367,22 @@ def findings(_: Meta, source: PageSource) -> list[Shown]:
 
 
 def story(source: PageSource) -> dict[str, Any] | None:
-    """Of a benchmark, the time and loss of the model that decodes fastest; None = the first finding opens the page."""
+    """Of a benchmark, speed and loss of the model that decodes fastest in each program; None = the first finding opens."""
     timed = [one for one in timed_models(parts(source)) if "decode" in one.times and not one.baseline]
     if not timed or source.meta.get("kind") != "bench":
         return None
-    best = min(timed, key=lambda one: one.times["decode"].value)
-    time, name = best.times["decode"], short(best.name, 60)
-    said = f"Decoding a token takes {name} {time.value:.2f} times the original’s time"
-    if time.low <= 1 <= time.high:
-        said = f"No model decodes measurably faster than the original; {name} comes closest"
-    cost = "" if best.added is None else f"; its loss is {minus(best.added, '+.3f')} nats"
-    return {"sentences": [f"{said} ({time.low:.2f} to {time.high:.2f}){cost}."]}
+    fastest: dict[str, TimedModel] = {}
+    for one in sorted(timed, key=lambda one: one.times["decode"].value, reverse=True):
+        fastest[one.program] = one
+    sentences = []
+    for program, best in sorted(fastest.items(), reverse=True):
+        speed, name, base = best.times["decode"].speed_up, short(best.name, 60), short(best.base, 60)
+        said = f"In {program}, {name} decodes {speed.value:.2f} times as fast as {base}"
+        if speed.low <= 1 <= speed.high:
+            said = f"In {program}, no model decodes measurably faster than {base}; {name} comes closest"
+        cost = "" if best.added is None else f"; its loss is {minus(best.added, '+.3f')} nats"
+        sentences.append(f"{said} ({speed.low:.2f} to {speed.high:.2f}){cost}.")
+    return {"sentences": sentences}
 
 
 def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
@@ -461,32 +485,35 @@ def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
 
 
 def side_by_side(source: PageSource) -> Table:
-    """All timed models: loss, time and size; sizes are multiples of the original's."""
+    """All timed models: speed, size and loss; sizes are multiples of those of the first model of the program."""
     timed, rows = timed_models(parts(source)), []
-    originals: dict[int, Mapping[str, float]] = {}
+    several = len({one.program for one in timed}) > 1
+    bases: dict[tuple[int, str], Mapping[str, float]] = {}
     for one in timed:
-        added = None if one.baseline or one.added is None else minus(one.added, "+.4f")
-        original = originals.setdefault(id(one.part), one.bytes if one.baseline else {})  # the first one of its folder
+        added = None if one.original or one.added is None else minus(one.added, "+.4f")
+        base = bases.setdefault((id(one.part), one.program), one.bytes)
         cells = {
+            "program": one.program if several else None,
+            "decoding": one.decoding,
             "loss": one.loss,
             "added": added and f"{added} {plus_minus({'standard_error': one.error})}".strip(),
-            **{phase: "1×" if one.baseline else _ratio(ratio) for phase, ratio in one.times.items()},
+            **{phase: "1×" if one.baseline else _ratio(ratio.speed_up) for phase, ratio in one.times.items()},
             **{
-                name: size(own) if one.baseline else f"{own / original[name]:.2f}×"
+                name: size(own) if one.baseline else f"{own / base[name]:.2f}×"
                 for name, own in one.bytes.items()
-                if original.get(name)
+                if base.get(name)
             },
         }
-        rows.append((f"{short(one.name, 60)}{' (original)' * one.baseline}", cells))
+        rows.append((f"{short(one.name, 60)}{' (original)' * one.original}", cells))
     table = of_record("timed", rows)
-    from_plans = ", ".join(short(one.name, 40) for one in timed if one.stated and not one.baseline)
+    from_plans = ", ".join(short(one.name, 40) for one in timed if one.stated and not one.original)
     note = f"Not measured here, but stated by the plan: the loss of {from_plans}. " if from_plans else ""
     return replace(table, note=note + table.note)
 
 
 def _ratio(ratio: Spread) -> str:
-    """The time over the original's, with its interval."""
+    """A speed-up with its interval."""
     if ratio.low == ratio.high:
-        return f"{ratio.value:.3f}× (no interval)"
-    interval = f"({ratio.low:.3f} to {ratio.high:.3f})"
-    return f"≈ 1× {interval}" if ratio.low <= 1 <= ratio.high else f"{ratio.value:.3f}× {interval}"
+        return f"{ratio.value:.2f}× (no interval)"
+    interval = f"({ratio.low:.2f} to {ratio.high:.2f})"
+    return f"≈ 1× {interval}" if ratio.low <= 1 <= ratio.high else f"{ratio.value:.2f}× {interval}"

@@ -1,5 +1,8 @@
 r"""`bench`: time, memory and cache of exports compared with the original model.
 
+transformers runs all models but exports to GGUF files, which llama.cpp runs. Ratios of times are made within a program:
+of a GGUF file, the original is the original's own GGUF file under llama.cpp, or the first GGUF file if it has none.
+
 All models are in memory at once. After a warm-up they run in rounds, each once a round, in an order that changes from
 round to round, so that other load on the machine affects all of them. The time of an export over the original's is
 
@@ -7,15 +10,16 @@ round to round, so that other load on the machine affects all of them. The time 
 
 over the rounds i, with a 95 % interval from the order statistics (`uncertainty.median_ratio`; none for fewer than 9
 rounds). An interval that holds 1 is no measurable difference. Over the whole grid, t is the geometric mean over its
-cells. If other programs used more than 10 % of the processor, times are not compared.
+cells; llama.cpp runs those of one sequence. If other programs used more than 10 % of the processor, times are not
+compared.
 
 Rows, by `model`, `batch` and `context`: `prefill_time`, `decode_time` (of one token; median, s), `time_ratio` (sites
 `prefill` and `decode`; median, low, high; without batch and context: over the grid), `other_load` (share of the
-processor that other programs used), `peak_memory` (weights and all other live tensors), `parameter_bytes`,
-`kv_bytes_per_token` (of the cache after the last token), and with data `loss` (`mean`: nats per token on the same
-held-out sequences for every model, `count` tokens; `difference_stderr`: standard error of the difference to the
-original over `count` documents). The loss of a model is the mean of `-log q(token)` over all labelled tokens.
-Differences are paired, on the same tokens; the cluster of their standard error is the document
+processor that other programs used), `peak_memory` (weights and all other live tensors; not of llama.cpp),
+`parameter_bytes`, `kv_bytes_per_token` (of the cache after the last token), and with data `loss` (`mean`: nats per
+token on the same held-out sequences for every model, `count` tokens; `difference_stderr`: standard error of the
+difference to the original over `count` documents). The loss of a model is the mean of `-log q(token)` over all labelled
+tokens. Differences are paired, on the same tokens; the cluster of their standard error is the document
 (`uncertainty.ratio_error`).
 """
 
@@ -40,11 +44,12 @@ from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.latency import PHASES, Runner, check_positions, machine, random_tokens, time_in_rounds
+from fulldepth.execution.latency import PHASES, Runner, Runs, check_positions, machine, random_tokens, time_in_rounds
+from fulldepth.execution.llama_cpp import LlamaCpp
 from fulldepth.execution.memory import cache_bytes, parameter_bytes, peak_bytes
 from fulldepth.execution.scoring import DEVICE_LOGITS, LOSS, batch_sums, read
 from fulldepth.execution.verify import check_task
-from fulldepth.hf import Checkpoint, anatomy_candidates, device_of, evaluating, open_model
+from fulldepth.hf import Checkpoint, anatomy_candidates, device_of, evaluating, find_gguf, open_model, packaged
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding, Results, claimed, finite, provenance, tabulate
@@ -77,7 +82,7 @@ def bench(
 
     Args:
         original: the checkpoint (folder, Hub name) or the loaded model; a loaded model is not moved or changed.
-        exports: folders that `export` wrote, other checkpoints, loaded models.
+        exports: folders that `export` wrote, other checkpoints, loaded models; GGUF files, which llama.cpp runs.
         output: result folder, which also gets the page; None = not saved.
         settings: fields of `BenchSettings` as keywords, or an instance.
         watcher: receives progress.
@@ -90,54 +95,71 @@ def bench(
     Raises:
         FulldepthError: if there are no exports, a model cannot be loaded or is no language model, models are on
             different devices or have different vocabularies, a context with its new tokens exceeds their positions, or
-            the data cannot be read (as `search`), or the folder holds other results.
+            the data cannot be read (as `search`), or the folder holds other results; for GGUF files, if llama.cpp is
+            missing or cannot run one, or no batch is of one sequence.
     """
     if isinstance(exports, str | Path | PreTrainedModel) or not exports:
         raise FulldepthError("Expected one export or more to compare with the original.")
     with ExitStack() as stack:
         stack.enter_context(claimed(output, overwrite))
-        entries = _opened([original, *exports], settings)
+        entries = _opened(original, exports, settings)
         for entry in entries:
-            stack.enter_context(evaluating(entry.model))
-        anatomy = check_task(anatomy_candidates(entries[0].model)[0])
+            if isinstance(entry.model, PreTrainedModel):
+                stack.enter_context(evaluating(entry.model))
+        first: Any = entries[0].model
+        anatomy = check_task(anatomy_candidates(first)[0])
         if "contexts" not in settings.model_fields_set and anatomy.max_positions is not None:
             longest = max(1, anatomy.max_positions - settings.max_new_tokens)
             shortened = list(dict.fromkeys(min(context, longest) for context in settings.contexts))
             settings = settings.model_copy(update={"contexts": shortened})
         check_positions(anatomy, max(settings.contexts), settings.max_new_tokens)
-        for entry in entries[1:]:
-            if entry.model.device != entries[0].model.device:
-                raise FulldepthError(
-                    f"{entry.label} is on {entry.model.device}, the original on {entries[0].model.device}."
-                )
-            if (size := vocabulary(entry.model)) != anatomy.vocab_size:
-                raise FulldepthError(
-                    f"{entry.label} has a vocabulary of {size}, the original of {anatomy.vocab_size}: not the same "
-                    "model."
-                )
-        models, examples = {entry.label: entry.model for entry in entries}, None
-        measured = Measured(list(models), {label: parameter_bytes(model) for label, model in models.items()})
+        _check_fit(entries, settings)
+        examples = None
         if data is not None or heldout is not None:
-            checkpoint = Checkpoint(entries[0].model, entries[0].name)
+            checkpoint = Checkpoint(first, entries[0].name)
             examples = read_data(checkpoint, anatomy, data, settings, tokenizer=tokenizer, heldout=heldout)
+        positions = max(settings.contexts) + settings.max_new_tokens + 1
+        positions = max([positions, *map(len, examples.heldout if examples else ())])
+        models, runs = {entry.label: entry.model for entry in entries}, dict[str, Runs]()
+        for label, model in models.items():
+            runs[label] = Runner(model) if isinstance(model, PreTrainedModel) else model
+            if isinstance(model, LlamaCpp):
+                stack.enter_context(model.serving(positions, first.device))
+        measured = Measured(
+            {entry.label: entry.program for entry in entries},
+            {label: model.parameter_bytes if isinstance(model, LlamaCpp) else parameter_bytes(model)
+             for label, model in models.items()},
+        )  # fmt: skip
+        if examples is not None:
             measured.losses = heldout_losses(models, examples.heldout, settings.batch_size, watcher)[LOSS]
-        runs = {label: Runner(model) for label, model in models.items()}
         cells = [Cell(batch, context) for batch in settings.batches for context in settings.contexts]
-        watcher.begin("Benchmark", len(cells) * len(runs) * (settings.repeats + settings.warmup))
+        timed = {
+            cell: {label: run for label, run in runs.items() if cell.batch == 1 or isinstance(run, Runner)}
+            for cell in cells
+        }
+        watcher.begin("Benchmark", sum(map(len, timed.values())) * (settings.repeats + settings.warmup))
         for cell in cells:
             ids = random_tokens(anatomy, cell.batch, cell.context + settings.max_new_tokens, settings.seed)
             options = settings.model_dump(include={"repeats", "warmup", "seed"})
-            rounds = time_in_rounds(runs, ids, cell.context, **options, advance=watcher.advance)
+            rounds = time_in_rounds(timed[cell], ids, cell.context, **options, advance=watcher.advance)
             measured.other_load[cell] = rounds.other_load
             measured.times |= {(label, cell, phase): seconds for (label, phase), seconds in rounds.seconds.items()}
-            for label, runner in runs.items():
-                run = partial(runner.run, ids, cell.context)
-                peak, cache = peak_bytes(runner.model, ids, run), cache_bytes(run().cache)
-                measured.memory[label, cell] = peak, cache / ids.numel()
+            for label, runner in timed[cell].items():
+                measured.memory[label, cell] = memory(runner, ids, cell.context)
         results = Results(measured.table(), _document(entries, measured, settings, examples))
         if output is not None:
             results.save(output)
     return results
+
+
+def memory(runner: Runs, ids: Tensor, context: int) -> dict[str, float]:
+    """Measure -> bytes: peak memory (of transformers' models), and the cache of one token."""
+    if isinstance(runner, LlamaCpp):
+        return {"kv_bytes_per_token": runner.kv_bytes_per_token}
+    assert isinstance(runner, Runner)
+    run = partial(runner.run, ids, context)
+    peak = peak_bytes(runner.model, ids, run)
+    return {"peak_memory": peak, "kv_bytes_per_token": cache_bytes(run().cache) / ids.numel()}
 
 
 @dataclass(frozen=True)
@@ -145,10 +167,16 @@ class BenchedModel:
     """A model of the benchmark."""
 
     label: str
-    model: PreTrainedModel
+    model: PreTrainedModel | LlamaCpp
     name: str
     notes: dict[str, Any]
     """Notes of an export: `format`, `plan`, ...; empty for other models."""
+    original: bool = False
+
+    @property
+    def program(self) -> str:
+        """What runs it."""
+        return "llama.cpp" if isinstance(self.model, LlamaCpp) else "transformers"
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -156,23 +184,60 @@ class BenchedModel:
         return self.notes.get("plan") or {}
 
 
-def _opened(models: Sequence[str | Path | PreTrainedModel], settings: BenchSettings) -> list[BenchedModel]:
-    """Every model loaded, with distinct labels: the last parts of the names if they differ, else numbered names."""
-    opened: list[tuple[PreTrainedModel, str, dict[str, Any]]] = []
+def _opened(
+    original: str | Path | PreTrainedModel, exports: Sequence[str | Path | PreTrainedModel], settings: BenchSettings
+) -> list[BenchedModel]:
+    """Every model, those of transformers first, with distinct labels: the last parts of the names if they differ.
+
+    If the original is a GGUF file, and llama.cpp runs an export, it also runs the original, before its exports.
+    """
+    opened: list[tuple[PreTrainedModel | LlamaCpp, str, dict[str, Any], bool]] = []
     options = settings.model_dump(include={"dtype", "device", "revision", "trust_remote_code"})
-    for model in models:
-        if isinstance(model, str | Path) and (Path(model) / NOTES).is_file():
+    files = [
+        None if isinstance(one, PreTrainedModel) else find_gguf(packaged(str(one))) for one in (original, *exports)
+    ]
+    for model, file in zip((original, *exports), files, strict=True):
+        if file is not None and opened:
+            opened.append((LlamaCpp(file), str(model), {}, False))
+        elif isinstance(model, str | Path) and (Path(model) / NOTES).is_file():
             exported = load(model, dtype=settings.dtype, device=settings.device)
-            opened.append((exported, str(model), read_notes(Path(model))))
+            opened.append((exported, str(model), read_notes(Path(model)), not opened))
         else:
             checkpoint = open_model(model, **options)
-            opened.append((checkpoint.model, checkpoint.name, {}))
-    labels = [Path(name).name or name for _, name, _ in opened]
+            opened.append((checkpoint.model, checkpoint.name, {}, not opened))
+    if files[0] is not None and any(files[1:]):
+        opened.insert(1, (LlamaCpp(files[0]), f"{opened[0][1]} (llama.cpp)", {}, True))
+    opened.sort(key=lambda each: isinstance(each[0], LlamaCpp))
+    labels = [Path(name).name or name for _, name, *_ in opened]
     if len(set(labels)) < len(labels):
-        labels = [name for _, name, _ in opened]
+        labels = [name for _, name, *_ in opened]
     if len(set(labels)) < len(labels):
         labels = [f"{label} ({labels[: at + 1].count(label)})" for at, label in enumerate(labels)]
     return [BenchedModel(label, *each) for label, each in zip(labels, opened, strict=True)]
+
+
+def _check_fit(entries: Sequence[BenchedModel], settings: BenchSettings) -> None:
+    """Check devices and vocabularies of all models against the original's, and that llama.cpp has something to time.
+
+    Raises:
+        FulldepthError: see `bench`.
+    """
+    first: Any = entries[0].model
+    for entry in entries[1:]:
+        model = entry.model
+        if isinstance(model, PreTrainedModel) and model.device != first.device:
+            raise FulldepthError(f"{entry.label} is on {model.device}, the original on {first.device}.")
+        if vocabulary(model) != vocabulary(first):
+            raise FulldepthError(
+                f"{entry.label} has a vocabulary of {vocabulary(model)}, the original of {vocabulary(first)}: not the "
+                "same model."
+            )
+    files = [entry for entry in entries if isinstance(entry.model, LlamaCpp)]
+    tokens = [entry.model.header.metadata.get("tokenizer.ggml.tokens") for entry in files]
+    if differing := [entry.label for entry, own in zip(files, tokens, strict=True) if own != tokens[0]]:
+        raise FulldepthError(f"{differing[0]} has other tokens than {files[0].label}: not the same model.")
+    if files and 1 not in settings.batches:
+        raise FulldepthError(f"llama.cpp runs {files[0].label} with one sequence at a time: add 1 to the batches.")
 
 
 def in_words(gap: Difference, other: str) -> str:
@@ -223,16 +288,17 @@ class HeldoutLosses:
 
 @torch.no_grad()
 def heldout_losses(
-    models: Mapping[str, PreTrainedModel],
+    models: Mapping[str, PreTrainedModel | LlamaCpp],
     examples: Sequence[Example],
     batch_size: int,
     watcher: Watcher,
     kinds: Sequence[str] = (LOSS,),
 ) -> dict[str, HeldoutLosses]:
-    """Compute the loss of every model on every sequence, by ordinary forward passes.
+    """Compute the loss of every model on every sequence, by ordinary forward passes, or by llama.cpp.
 
     Args:
-        models: label -> a causal language model in evaluation mode; all have the same vocabulary.
+        models: label -> a causal language model in evaluation mode, or one that llama.cpp serves; all have the same
+            vocabulary.
         examples: held-out examples.
         batch_size: sequences per batch; fewer if their logits would take more than about half a GiB.
         watcher: receives progress after every batch.
@@ -253,14 +319,17 @@ def heldout_losses(
     for batch in batches:
         base: Tensor | None = None
         for label, model in models.items():
-            placed = batch.to(device_of(model))
-            logits = model(**placed.inputs, use_cache=False).logits  # [B, T, V]
-            rows = logits[placed.where.to(logits.device)]  # [R, V]
-            rows = (rows.float() if rows.dtype.itemsize < 4 else rows).log_softmax(-1)
-            base = rows if base is None and len(kinds) > 1 else base
-            for kind in kinds:
-                values = read(kind, rows, placed.targets, None if base is None else base.to(rows.device))
-                sums[kind][label] += batch_sums(values, placed)
+            if isinstance(model, LlamaCpp):
+                sums[LOSS][label] += batch_sums(model.losses(batch), batch)
+            else:
+                placed = batch.to(device_of(model))
+                logits = model(**placed.inputs, use_cache=False).logits  # [B, T, V]
+                rows = logits[placed.where.to(logits.device)]  # [R, V]
+                rows = (rows.float() if rows.dtype.itemsize < 4 else rows).log_softmax(-1)
+                base = rows if base is None and len(kinds) > 1 else base
+                for kind in kinds:
+                    values = read(kind, rows, placed.targets, None if base is None else base.to(rows.device))
+                    sums[kind][label] += batch_sums(values, placed)
             watcher.advance(1)
     if broken := [label for label, values in sums[LOSS].items() if not np.isfinite(values).all()]:
         raise FulldepthError(f"The held-out loss of {broken[0]} is NaN or infinite.")
@@ -272,8 +341,10 @@ def heldout_losses(
     }
 
 
-def vocabulary(model: PreTrainedModel) -> int:
+def vocabulary(model: PreTrainedModel | LlamaCpp) -> int:
     """V, size of a model's vocabulary."""
+    if isinstance(model, LlamaCpp):
+        return model.vocab_size
     embeddings: Any = model.get_input_embeddings()
     return int(embeddings.weight.shape[0])
 
@@ -289,8 +360,9 @@ class Cell(NamedTuple):
 class Measured:
     """Measurements of all models."""
 
-    labels: list[str]
-    """The original first."""
+    programs: dict[str, str]
+    """Label -> the program that runs the model; the original first. The first of a program is what times of the
+    program's other models are compared with."""
     parameter_bytes: dict[str, int]
     losses: HeldoutLosses | None = None
     """None without data."""
@@ -298,8 +370,16 @@ class Measured:
     """(label, cell, phase) -> seconds of each round."""
     other_load: dict[Cell, float] = field(default_factory=dict)
     """Share of the processor that other programs used during the rounds, by cell."""
-    memory: dict[tuple[str, Cell], tuple[int, float]] = field(default_factory=dict)
-    """(label, cell) -> peak memory, and bytes of the cache for one token; empty if not measured."""
+    memory: dict[tuple[str, Cell], dict[str, float]] = field(default_factory=dict)
+    """(label, cell) -> measure -> bytes."""
+
+    def baseline(self, label: str) -> str:
+        """The model that times of this one are compared with; itself, if it is the first of its program."""
+        return next(other for other, program in self.programs.items() if program == self.programs[label])
+
+    def cells(self, label: str) -> list[Cell]:
+        """Where a model was timed."""
+        return [cell for cell in self.other_load if (label, cell, PHASES[0]) in self.times]
 
     def busy(self, *cells: Cell) -> Finding | None:
         """The finding in place of comparisons of times, if other programs used more than `BUSY` of the processor."""
@@ -311,54 +391,56 @@ class Measured:
         return Finding(None, "1", text)
 
     def ratio(self, label: str, phase: str, *cells: Cell) -> Ratio:
-        """Time over the original's; in several cells (none = all), a round's time is the geometric mean of theirs."""
+        """Time over the baseline's; in several cells (none = all), a round's time is the geometric mean of theirs."""
         own, base = (
-            np.exp(np.mean([np.log(self.times[name, cell, phase]) for cell in cells or self.other_load], axis=0))
-            for name in (label, self.labels[0])
+            np.exp(np.mean([np.log(self.times[name, cell, phase]) for cell in cells or self.cells(label)], axis=0))
+            for name in (label, self.baseline(label))
         )  # [rounds] each
         return median_ratio(own, base)
 
     def ratio_text(self, label: str, phase: str) -> str:
-        """The time over the original's over all cells, as the end of a sentence."""
-        ratio = self.ratio(label, phase)
+        """The time over the baseline's over all cells, as the end of a sentence."""
+        ratio, base = self.ratio(label, phase), self.baseline(label)
+        other = "the original" if base == next(iter(self.programs)) else base
         if not math.isfinite(ratio.low):
             rounds = len(next(iter(self.times.values())))
             enough = f"an interval takes {FEWEST_ROUNDS} rounds, this is {rounds}"
-            return f"{ratio.value:.3f} times the original's ({enough})"
+            return f"{ratio.value:.3f} times that of {other} ({enough})"
         if not ratio.differs:
-            return f"no measurable difference from the original's (at most {max(ratio.high - 1, 1 - ratio.low):.1%})"
-        return f"{ratio.value:.3f} times the original's (95 % interval {ratio.low:.3f} to {ratio.high:.3f})"
+            return f"no measurable difference from {other} (at most {max(ratio.high - 1, 1 - ratio.low):.1%})"
+        return f"{ratio.value:.3f} times that of {other} (95 % interval {ratio.low:.3f} to {ratio.high:.3f})"
 
     def table(self) -> pd.DataFrame:
         """Rows with the columns `model`, `batch` and `context`."""
         tables = []
-        for label in self.labels:
+        original = next(iter(self.programs))
+        for label in self.programs:
             rows: list[tuple[Any, ...]] = [
                 ("parameter_bytes", "model", None, None, "value", self.parameter_bytes[label], None, "bytes")
             ]
             if self.losses is not None:
                 rows.append(("loss", "model", None, None, "mean", self.losses.mean(label), self.losses.count, "nats"))
                 added = self.losses.added(label)
-                if label != self.labels[0] and math.isfinite(added.free_error):
+                if label != original and math.isfinite(added.free_error):
                     error = added.free_error, added.documents
                     rows.append(("loss", "model", None, None, "difference_stderr", *error, "nats"))
-            rows += self._ratios(label, *self.other_load)
+            rows += self._ratios(label, *self.cells(label))
             tables.append(tabulate(rows, model=label, batch=None, context=None))
-            for cell, share in self.other_load.items():
-                sizes = zip(("peak_memory", "kv_bytes_per_token"), self.memory.get((label, cell), ()), strict=False)
-                rows = [(measure, "model", None, None, "value", size, None, "bytes") for measure, size in sizes]
+            for cell in self.cells(label):
+                sizes = self.memory.get((label, cell), {})
+                rows = [(measure, "model", None, None, "value", size, None, "bytes") for measure, size in sizes.items()]
                 for phase in PHASES:
                     seconds = self.times[label, cell, phase]
                     rows.append((f"{phase}_time", phase, None, None, "median", median(seconds), len(seconds), "s"))
-                if label == self.labels[0]:
-                    rows.append(("other_load", "model", None, None, "value", share, None, "1"))
+                if label == original:
+                    rows.append(("other_load", "model", None, None, "value", self.other_load[cell], None, "1"))
                 rows += self._ratios(label, cell)
                 tables.append(tabulate(rows, model=label, batch=cell.batch, context=cell.context))
         return joined(tables, model="str", batch="Int64", context="Int64")
 
     def _ratios(self, label: str, *cells: Cell) -> Iterator[tuple[Any, ...]]:
-        """Times over the original's: median over the rounds and the ends of its interval; none on a busy machine."""
-        if label == self.labels[0] or self.busy(*cells) is not None:
+        """Times over the baseline's: median over the rounds and the ends of its interval; none on a busy machine."""
+        if label == self.baseline(label) or self.busy(*cells) is not None:
             return
         for phase in PHASES:
             rounds = len(self.times[label, cells[0], phase])
@@ -371,24 +453,17 @@ def _document(
     entries: Sequence[BenchedModel], measured: Measured, settings: BenchSettings, examples: Examples | None
 ) -> dict[str, Any]:
     """The entries of `results.json`."""
-    first, data, digest = entries[0], {} if examples is None else examples.meta, model_hash(entries[0].model)
+    first: Any = entries[0].model
+    data, digest = {} if examples is None else examples.meta, model_hash(first)
     described, warnings = [], []
     for entry in entries:
-        model, plan, original = entry.model, entry.plan, entry is first
-        layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-        depth = find_anatomy(model).num_layers if original else layers if isinstance(layers, int) else None
+        plan = entry.plan
         described.append(
             {
                 "label": entry.label,
-                "baseline": original,
-                "model": {
-                    "name": entry.name,
-                    "class": type(model).__name__,
-                    "num_layers": depth,
-                    "parameters": sum(parameter.numel() for parameter in model.parameters()),
-                    "dtype": str(model.dtype).removeprefix("torch."),
-                    "hash": digest if original else None,
-                },
+                "program": entry.program,
+                "baseline": entry.original,
+                "model": _about(entry) | {"hash": digest if entry is entries[0] else None},
                 "format": entry.notes.get("format"),
                 "granularity": plan.get("granularity"),
                 "blocks": plan.get("blocks"),
@@ -396,15 +471,23 @@ def _document(
                 "healed_loss": plan.get("healed_loss"),
             }
         )
-        if original:
+        if entry.original or isinstance(entry.model, LlamaCpp):
             continue
-        if model.dtype != first.model.dtype:
-            warnings.append(f"{entry.label} computes in {model.dtype}, the original in {first.model.dtype}.")
+        if entry.model.dtype != first.dtype:
+            warnings.append(f"{entry.label} computes in {entry.model.dtype}, the original in {first.dtype}.")
         elif settings.dtype == "auto" and plan.get("model", {}).get("hash", digest) != digest:
-            warnings.append(f"{entry.label} was made from other weights than those of {first.label}.")
+            warnings.append(f"{entry.label} was made from other weights than those of {entries[0].label}.")
+    if files := [entry for entry in entries if isinstance(entry.model, LlamaCpp)]:
+        if not files[0].original:
+            warnings.append(
+                f"{entries[0].label} is no GGUF file, so llama.cpp does not run it: times and sizes under llama.cpp "
+                f"are compared with those of {files[0].label}, the first GGUF file."
+            )
+        if settings.batches != [1]:
+            warnings.append("llama.cpp was timed with one sequence at a time, transformers with every batch size.")
     document = {
-        **provenance("bench", settings.model_dump(), seed=settings.seed, machine=machine(first.model.device)),
-        "baseline": first.label,
+        **provenance("bench", settings.model_dump(), seed=settings.seed, machine=machine(first.device)),
+        "baseline": entries[0].label,
         "model": described[0]["model"],
         "models": described,
         "data": data or None,
@@ -414,14 +497,31 @@ def _document(
     return dict(finite(document))
 
 
+def _about(entry: BenchedModel) -> dict[str, Any]:
+    """Name, class, depth, size and type of a model."""
+    model = entry.model
+    if isinstance(model, LlamaCpp):
+        size, depth = model.header.weights.elements, model.header.entries.get("block_count")
+        return {"name": entry.name, "class": model.header.architecture, "num_layers": depth, "parameters": size}
+    layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    return {
+        "name": entry.name,
+        "class": type(model).__name__,
+        "num_layers": find_anatomy(model).num_layers if entry.original else layers if isinstance(layers, int) else None,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
 def _headline(
     entries: Sequence[BenchedModel], measured: Measured, examples: Examples | None
 ) -> Iterator[tuple[str, Finding]]:
     """Findings by name for each export: the added loss, and for each phase the ratio of times."""
-    not_compared, cells = measured.busy(), len(measured.other_load)
-    where = f" over {cells} combinations of batch and context" if cells > 1 else ""
+    not_compared = measured.busy()
     for entry in entries[1:]:
         label = entry.label
+        cells, baseline = len(measured.cells(label)), measured.baseline(label)
+        where = f" over {cells} combinations of batch and context" if cells > 1 else ""
         if measured.losses is not None:
             losses, added = measured.losses, measured.losses.added(label)
             loss = f"held-out loss {losses.mean(label):.4f} nats, {in_words(added, entries[0].label)}"
@@ -429,7 +529,7 @@ def _headline(
             if examples is not None and entry.plan and (remark := overlap(Plan.of(entry.plan), examples)):
                 sentence += f" {remark}"
             yield f"loss_added {label}", gap_finding(added, sentence)
-        for phase in PHASES if not_compared is None else ():
+        for phase in PHASES if not_compared is None and label != baseline else ():
             sentence = f"{label}, {phase} time{where}: {measured.ratio_text(label, phase)}."
             yield f"{phase}_time_ratio {label}", Finding(measured.ratio(label, phase).value, "1", sentence)
     if not_compared is not None:

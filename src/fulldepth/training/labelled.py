@@ -29,7 +29,7 @@ from fulldepth.data.labelled import (
     name_classes,
 )
 from fulldepth.data.sequences import Batch, Picture, collate_images
-from fulldepth.errors import FulldepthError, one_line, optional
+from fulldepth.errors import FulldepthError, needing, one_line
 from fulldepth.execution.stream import is_close, relative_error
 from fulldepth.files import Fingerprint
 from fulldepth.hf import evaluating, load_processor
@@ -340,7 +340,7 @@ class Augmentation:
         if settings.rotation:
             changes.append(kornia.RandomRotation(settings.rotation))
         if settings.randaugment:
-            changes.append(_kornia(".auto").RandAugment(n=settings.randaugment, m=settings.magnitude))
+            changes.append(kornia.auto.RandAugment(n=settings.randaugment, m=settings.magnitude))
         if processor.do_normalize:
             mean, deviation = (torch.tensor(v).view(-1, 1, 1) for v in (processor.image_mean, processor.image_std))
             changes.append(lambda image: (image - mean) / deviation)
@@ -355,5 +355,8 @@ def _seed(*parts: int | str) -> int:
     return int.from_bytes(digest[:8]) >> 1
 
 
-def _kornia(part: str = "") -> Any:
-    return optional(f"kornia.augmentation{part}", "vision", "Augmentation other than flip")
+def _kornia() -> Any:
+    with needing("kornia", "vision", "Augmentation other than flip"):
+        import kornia.augmentation  # noqa: PLC0415
+        import kornia.augmentation.auto  # noqa: PLC0415
+    return kornia.augmentation

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fulldepth.errors import FulldepthError, optional
+from fulldepth.errors import FulldepthError, needing
 from fulldepth.settings.train import LoraSettings
 
 ADAPTERS = "lora.safetensors"
@@ -34,11 +34,12 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
     """
     if settings.rank is None:
         return
-    peft = optional("peft", "lora", "Training with lora.rank")
+    with needing("peft", "lora", "Training with lora.rank"):
+        import peft  # noqa: PLC0415
     frozen = [name.removesuffix(".weight") for name, weight in model.named_parameters() if not weight.requires_grad]
     config = peft.LoraConfig(
         r=settings.rank,
-        lora_alpha=2 * settings.rank if settings.alpha is None else settings.alpha,
+        lora_alpha=2 * settings.rank if settings.alpha is None else settings.alpha,  # type: ignore[arg-type]
         target_modules=settings.target_modules or "all-linear",
         exclude_modules=frozen or None,
     )

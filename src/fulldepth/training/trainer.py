@@ -24,7 +24,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from fulldepth import launch
 from fulldepth.data import ShuffledSampler, flatten_windows
 from fulldepth.data.labelled import EpochSampler, LabelledRows
-from fulldepth.errors import FulldepthError, optional, unknown
+from fulldepth.errors import FulldepthError, needing, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import checkpoint_of, pick_device
 from fulldepth.losses import METHODS, TERMS, DepthTrainer, Objective, per_batch_terms
@@ -192,7 +192,9 @@ def worker_count(settings: TrainSettings, processes: int) -> int:
 
 def trl_module() -> Any:
     """The package trl, or a `FulldepthError` where it is not installed."""
-    return optional("trl", "sft", "Fine-tuning on conversations")
+    with needing("trl", "sft", "Fine-tuning on conversations"):
+        import trl  # noqa: PLC0415
+    return trl
 
 
 def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]]:
