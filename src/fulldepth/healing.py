@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fulldepth.errors import FulldepthError
+from fulldepth.files import locked
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.settings.heal import HealSettings
 from fulldepth.settings.keywords import takes_settings
-from fulldepth.skip import Plan, merge_maps, save_healed
+from fulldepth.skip import (
+    TRAIN,
+    VALIDATION,
+    Plan,
+    merge_maps,
+    save_healed,
+    with_model,
+    with_weights,
+    write_start,
+    write_texts,
+)
+from fulldepth.training import train
 
 
 @takes_settings(HealSettings)
@@ -28,10 +42,13 @@ def heal(
     """Heal the model of a plan, and write an ordinary checkpoint with the results of healing.
 
     Args:
-        plan: the plan, its file, or its folder.
+        plan: the plan, its file, or its folder. Maps in closed form come first; then the model without the removed
+            parts learns from its text and from the original's predictions (distillation), in adapters that are merged.
+            The control is the original, trained in the same way on the same tokens.
         model: the checkpoint that the plan was made for, or the loaded model, which does not change.
         data: as for `fulldepth.skip.search`.
-        output: folder to create: the checkpoint, and `results.json`, `results.parquet` and `report.html`.
+        output: folder to create: the checkpoint, and `results.json`, `results.parquet` and `report.html`. Until it is
+            complete, `OUTPUT-work` beside it holds what an interrupted healing goes on from when it is called again.
         settings: fields of `HealSettings` as keywords, or an instance.
         watcher: receives progress.
         tokenizer: as for `search`.
@@ -46,6 +63,41 @@ def heal(
     target = Path(output)
     if target.exists():
         raise FulldepthError(f"{target} exists already; a checkpoint is never written over anything.")
-    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    healing = merge_maps(plan, model, data, settings=settings, watcher=watcher, tokenizer=tokenizer, heldout=heldout)
-    return save_healed(healing, plan, target, format=settings.format, tokenizer=tokenizer or settings.tokenizer)
+    if settings.steps and (settings.revision is not None or not isinstance(model, str | Path)):
+        raise FulldepthError("Training reads the original from its folder or by its name; give that, or steps=0.")
+    plan, work = plan if isinstance(plan, Plan) else Plan.load(plan), target.with_name(f"{target.name}-work")
+    opened = {"tokenizer": tokenizer, "heldout": heldout, "watcher": watcher}
+    with locked(work):
+        healing = merge_maps(plan, model, data, settings=settings, **opened)
+        chosen = tokenizer or settings.tokenizer
+        if settings.steps:
+            start = write_start(healing, work / "start", chosen)
+            write_texts(healing, start, work)
+            for label, source in (("trained", start), ("control", model)):
+                run = _training(healing.settings, healing.examples.meta, source, model, work)
+                train(run, work / label, resume=(work / label).exists(), watcher=watcher)
+            healing = with_weights(healing, work / "trained")
+            healing = with_model(healing, "trained", healing.model, watcher)
+            healing = with_model(healing, "control", work / "control", watcher)
+        results = save_healed(healing, plan, target, chosen)
+    shutil.rmtree(work, ignore_errors=True)
+    return results
+
+
+def _training(
+    settings: HealSettings, data: Mapping[str, Any], source: str | Path, teacher: str | Path, work: Path
+) -> dict[str, Any]:
+    """Settings of `fulldepth train` for the healed model or its control."""
+    return {
+        "model": {"checkpoint": str(source)},
+        "tokenizer": str(work / "start"),
+        "data": {"name": str(work / TRAIN), "validation": str(work / VALIDATION), "cache": str(work / "tokens")},
+        "objective": {"distillation": {"teacher": str(teacher)}},
+        "lora": {"rank": settings.rank or None},
+        "sequence_length": settings.sequence_length or data.get("sequence_length") or 256,
+        "eval_every": settings.steps,
+        "save_every": max(1, settings.steps // 4),
+        "keep_checkpoints": 1,
+        "device": settings.device,
+        **settings.model_dump(include={"steps", "global_batch_size", "learning_rate", "seed"}),
+    }

@@ -212,7 +212,7 @@ def test_a_branch_behind_a_norm_stays_as_it_is():
 def test_the_folder_is_a_checkpoint_with_results(granularity, family, tmp_path, unproven):
     model = tiny_models.build("llama")
     plan = planned.plan(model, [2], granularity, None)
-    results = heal_into(plan, model, data(), tmp_path / "healed", progress=False)
+    results = heal_into(plan, model, data(), tmp_path / "healed", steps=0, progress=False)
     config = json.loads((tmp_path / "healed" / "config.json").read_text())
     assert config["architectures"] == [family]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "healed")
@@ -250,5 +250,5 @@ def test_bad_input_is_refused(change, named, tmp_path):
     plan = planned.plan(tiny_models.build("llama"), [2], "layer", None, search="greedy")
     plan = plan.changed(data={**plan.data, "heldout_rows": rows_of(examples.heldout)})
     with pytest.raises(FulldepthError, match=named):
-        heal_into(plan, output=tmp_path / given.pop("output"), progress=False, **given)
+        heal_into(plan, output=tmp_path / given.pop("output"), steps=0, progress=False, **given)
     assert not list(tmp_path.iterdir())

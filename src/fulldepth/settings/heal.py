@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from fulldepth.settings.search import HeldoutSettings
+from pydantic import Field
+
+from fulldepth.settings.loading import Rate
+from fulldepth.settings.search import Batch, HeldoutSettings
 
 
 class HealSettings(HeldoutSettings):
-    """How a plan's model is healed, and on which data; how these are read is by default as in the search."""
+    """How a plan's model is healed, and on which data.
+
+    Where `sequence_length`, `max_sequences`, `seed` and `dtype` are not given, they are those of the search.
+    """
 
     options: ClassVar = {
         "Data": ("max_sequences", "sequence_length", "batch_size", "seed"),
+        "Training": ("steps", "global_batch_size", "learning_rate", "rank"),
+        "Writing": ("format", "gguf"),
         "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
-        "Writing": ("format",),
     }
 
+    steps: Annotated[int, Field(ge=0, le=10**9)] = 100
+    """Steps of distillation from the original after the maps, and of its control; 0 = maps only."""
+    global_batch_size: Batch = 8
+    """Sequences in a step."""
+    learning_rate: Rate = 5e-4
+    """Peak learning rate of the training."""
+    rank: Annotated[int, Field(ge=0, le=65_536)] = 16
+    """Rank of the adapters (LoRA) that are trained and merged; 0 = all weights are trained."""
     format: str | None = None
     """folded, fast, decilm or layer; None = the one without the removed parts, if there is one for the family."""
+    gguf: str | None = None
+    """Also write the healed model as this file for llama.cpp (OUT.gguf), if MODEL is a GGUF."""

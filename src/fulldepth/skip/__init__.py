@@ -12,7 +12,7 @@ from fulldepth.skip.exports.export import Export, export, load
 from fulldepth.skip.exports.fold import fold
 from fulldepth.skip.fit import FitResult, fit_scales
 from fulldepth.skip.heal import Healing, merge_maps
-from fulldepth.skip.healed import save_healed, with_model, write_start
+from fulldepth.skip.healed import TRAIN, VALIDATION, save_healed, with_model, with_weights, write_start, write_texts
 from fulldepth.skip.outcome import analyse
 from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan, draft_plan, lines
 from fulldepth.skip.responses import generate_responses, read_prompts
@@ -22,6 +22,8 @@ __all__ = [
     "CRITERIA",
     "GRANULARITIES",
     "SEARCHES",
+    "TRAIN",
+    "VALIDATION",
     "BenchSettings",
     "Curve",
     "Example",
@@ -52,5 +54,7 @@ __all__ = [
     "search",
     "skipping",
     "with_model",
+    "with_weights",
     "write_start",
+    "write_texts",
 ]

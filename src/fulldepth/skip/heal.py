@@ -59,6 +59,7 @@ from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import PLACES, HeldoutSettings
 from fulldepth.skip.bench import HeldoutLosses, heldout_losses
 from fulldepth.skip.exports.fold import fold, probes
+from fulldepth.skip.exports.formats import FORMATS, check_format, known_format
 from fulldepth.skip.fit import make_batches
 from fulldepth.skip.plan import Plan, decided, listed_rows, row_of
 from fulldepth.skip.problem import read_data
@@ -103,7 +104,11 @@ class Healing:
     """Of `model`, for `export`."""
     settings: HealSettings
     examples: Examples
-    """`train`: rows to train on; `heldout`: rows that neither choice nor healing has seen."""
+    """`heldout`: rows that neither choice nor healing has seen; `train`: all others."""
+    fitting: list[Example]
+    """Rows that maps were fitted on."""
+    choosing: list[Example]
+    """Rows that chose them."""
     maps: list[HealingMap]
     readings: dict[str, HeldoutLosses]
     """`loss`, `kl` to the original and `greedy_agreement` with it -> sums of the models `original`, `removed` (scalars
@@ -148,6 +153,8 @@ def merge_maps(
     if is_offloaded(original):
         raise FulldepthError("Offloaded weights cannot be healed. Load the model without a device map.")
     plan.check_model(original)
+    for format in filter(None, (settings.format, settings.gguf and "gguf")):
+        check_format(original, plan.kind, len(plan.blocks), FORMATS[known_format(format)])
     with evaluating(original):
         anatomy = check_task(find_anatomy(original))
         examples = read_data(checkpoint, anatomy, data, settings, tokenizer=tokenizer, heldout=heldout)
@@ -166,6 +173,8 @@ def merge_maps(
         plan.changed(model=planned, scalars={}, healed_loss=None, control_loss=None),
         settings,
         Examples([*fitting, *choosing], unseen, examples.meta),
+        fitting,
+        choosing,
         maps,
         {kind: replace(own, sums={**own.sums, **after[kind].sums}) for kind, own in before.items()},
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,16 +20,19 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fulldepth.architectures import SKIPPED
+from fulldepth.errors import FulldepthError
+from fulldepth.execution import find_anatomy
 from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS
-from fulldepth.files import read_json
+from fulldepth.hf import load_tokenizer, open_model
 from fulldepth.hf.checkpoint_folder import folder_to_be
+from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding, Results, finite, provenance, tabulate
 from fulldepth.skip.bench import gap_finding, heldout_losses, in_words
-from fulldepth.skip.exports.export import NOTES, export
+from fulldepth.skip.exports.export import NOTES, export, read_notes
 from fulldepth.skip.heal import READINGS, Healing
 from fulldepth.skip.outcome import joined
-from fulldepth.skip.plan import Plan, in_sample
+from fulldepth.skip.plan import Plan, in_sample, write_text
 
 KIND = "heal"
 NAMES = {
@@ -38,7 +42,8 @@ NAMES = {
     "control": "control: the original, trained on the same tokens",
 }
 """Model -> its name in sentences."""
-WITHOUT_FILES = ("optimizer.pt", "scheduler.pt", "training_args.bin", "trainer_state.json")
+TRAIN, VALIDATION = "train.jsonl", "validation.jsonl"
+"""Files of the text that a healed model is trained on."""
 
 
 def format_for(plan: Plan, model: PreTrainedModel) -> str:
@@ -48,48 +53,83 @@ def format_for(plan: Plan, model: PreTrainedModel) -> str:
     return "fast" if model.config.get_text_config(decoder=True).model_type in SKIPPED else "folded"
 
 
-def with_model(healing: Healing, label: str, model: PreTrainedModel, watcher: Watcher) -> Healing:
-    """The healing with the losses of a further model, in evaluation mode, on the held-out rows."""
-    models, rows = {"original": healing.original, label: model}, healing.examples.heldout
-    own = heldout_losses(models, rows, healing.settings.batch_size, watcher, READINGS)
+def with_model(healing: Healing, label: str, model: PreTrainedModel | Path, watcher: Watcher) -> Healing:
+    """The healing with the losses of a further model or checkpoint on the held-out rows."""
+    own = open_model(model, device=healing.original.device).model.eval()
+    models, rows = {"original": healing.original, label: own}, healing.examples.heldout
+    losses = heldout_losses(models, rows, healing.settings.batch_size, watcher, READINGS)
     known = healing.readings.items()
-    readings = {kind: replace(losses, sums={**losses.sums, **own[kind].sums}) for kind, losses in known}
+    readings = {kind: replace(before, sums={**before.sums, **losses[kind].sums}) for kind, before in known}
     return replace(healing, readings=readings)
 
 
-def save_healed(healing: Healing, plan: Plan, target: Path, checkpoint: Path | None = None, **options: Any) -> Results:
+def with_weights(healing: Healing, checkpoint: Path) -> Healing:
+    """The healing whose model has the weights of a checkpoint that was trained from its export (`write_start`)."""
+    trained = open_model(checkpoint, device="cpu").model
+    state, model = trained.state_dict(), healing.model
+    prefix = next(name for name, part in model.named_modules() if part is find_anatomy(model).block_list)
+    if find_anatomy(trained).num_layers < find_anatomy(model).num_layers:  # those that stay, renumbered
+        gone = {*healing.plan.lacking("attention")} & {*healing.plan.lacking("mlp")}
+        kept = [n for n in range(find_anatomy(model).num_layers) if n + 1 not in gone]
+        parts = {f"{prefix}.{new}.": f"{prefix}.{old}." for new, old in enumerate(kept)}
+        state = {re.sub(rf"^{re.escape(prefix)}\.\d+\.", lambda own: parts[own[0]], n): w for n, w in state.items()}
+    model.load_state_dict(state, strict=False)
+    planned = {**healing.plan.document()["model"], "hash": model_hash(model)}
+    return replace(healing, plan=healing.plan.changed(model=planned))
+
+
+def write_start(healing: Healing, folder: Path, tokenizer: Any = None) -> Path:
+    """Export the model with its maps to train from, or take the export of the same model that is there.
+
+    Raises:
+        FulldepthError: as `export`; if the folder holds another model.
+    """
+    if not folder.exists():
+        export(healing.plan, healing.model, format_for(healing.plan, healing.model), folder, tokenizer=tokenizer)
+    elif read_notes(folder)["plan"] != json.loads(json.dumps(healing.plan.document())):
+        raise FulldepthError(f"{folder} belongs to another healing. Delete {folder.parent}, or name another output.")
+    return folder
+
+
+def write_texts(healing: Healing, start: Path, folder: Path) -> None:
+    """Write the rows that maps were fitted on and those that chose them, as texts to train on and to validate with.
+
+    Raises:
+        FulldepthError: if the export in `start` has no tokenizer.
+    """
+    tokenizer = load_tokenizer(start)
+    for name, rows in {TRAIN: healing.fitting, VALIDATION: healing.choosing}.items():
+        texts: dict[int, str] = {}
+        for row in rows:
+            texts[row.document] = texts.get(row.document, "") + tokenizer.decode(row.input_ids)
+        write_text(folder / name, "".join(json.dumps({"text": text}) + "\n" for text in texts.values()))
+
+
+def save_healed(healing: Healing, plan: Plan, target: Path, tokenizer: Any = None) -> Results:
     """Write the healed model's folder: the checkpoint, `results.json`, `results.parquet` and `report.html`.
 
     Args:
         healing: with the losses of all models.
         plan: as given by the user, which the folder names.
         target: folder to create.
-        checkpoint: folder of the trained model; None = the model in memory is exported.
-        options: of `export`: `format` (None = `format_for`), `tokenizer`, `shard_size`.
+        tokenizer: as for `export`.
 
     Raises:
         FulldepthError: as `export`.
     """
-    results = outcome(healing, plan)
+    results, settings = outcome(healing, plan), healing.settings
     with folder_to_be(target) as folder:
-        if checkpoint is None:
-            checkpoint = folder / "export"
-            write_start(healing, checkpoint, **options)
-        for path in sorted(checkpoint.iterdir()):
-            if path.is_file() and path.name not in WITHOUT_FILES and not path.name.startswith("rng_state"):
-                shutil.copy2(path, folder / path.name)
-        shutil.rmtree(folder / "export", ignore_errors=True)
-        if (folder / NOTES).exists():
-            notes = read_json(folder / NOTES)
-            notes |= {"plan": plan.document(), "notes": [*notes["notes"], "Healed: report.html in this folder."]}
-            (folder / NOTES).write_text(json.dumps(notes, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        format = settings.format or format_for(healing.plan, healing.model)
+        export(healing.plan, healing.model, format, folder / "export", tokenizer=tokenizer)
+        shutil.copytree(folder / "export", folder, dirs_exist_ok=True)
+        shutil.rmtree(folder / "export")
+        notes = read_notes(folder)
+        notes |= {"plan": plan.document(), "notes": [*notes["notes"], "Healed: see report.html in this folder."]}
+        write_text(folder / NOTES, json.dumps(notes, indent=1, ensure_ascii=False) + "\n")
         results.save(folder)
+        if settings.gguf is not None:
+            export(healing.plan, healing.model, "gguf", settings.gguf)
     return results
-
-
-def write_start(healing: Healing, folder: Path, *, format: str | None = None, **options: Any) -> None:
-    """Export the model with its maps; arguments as for `save_healed`."""
-    export(healing.plan, healing.model, format or format_for(healing.plan, healing.model), folder, **options)
 
 
 def outcome(healing: Healing, plan: Plan) -> Results:

@@ -1,0 +1,48 @@
+"""`fulldepth skip heal`: a healed checkpoint, and what healing brought beside its control."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import tiny_models
+from fulldepth.data.examples import read_examples
+from fulldepth.hf.model_hash import model_hash
+from fulldepth.results import Results
+from fulldepth.skip.heal import split_rows
+from fulldepth.skip.plan import Plan
+from skip import plain, planned
+from skip.word_tokenizer import tokenizer, words
+
+
+def test_the_command_heals_trains_and_compares_with_its_control(tmp_path, main, monkeypatch):
+    """The removed attention stays away in the trained checkpoint, whose own forward pass gives the stated loss."""
+    monkeypatch.setattr("fulldepth.skip.exports.export.prove", lambda *_: 0.0)  # tested with exports
+    model, texts_file = tiny_models.build("llama"), tmp_path / "text.jsonl"
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    rows = [words(*((7 * n + i * i) % 80 for i in range(24))) for n in range(40)]
+    texts_file.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    planned.plan(loaded, [2], "attention", None).changed(
+        model={"name": str(tmp_path / "model"), "class": "LlamaForCausalLM", "hash": model_hash(loaded)}
+    ).save(tmp_path / "plan.json")
+    out = tmp_path / "healed"
+    options = ["--data", str(texts_file), "--sequence-length", "16", "--steps", "6", "--rank", "2"]
+    options += ["--learning-rate", "0.01", "--output", str(out)]
+    code, shown, said = main("skip", "heal", tmp_path / "plan.json", tmp_path / "model", *options)
+    assert code == 0, said
+    results = Results.load(out)
+    states = ["original", "removed", "maps", "trained", "control"]
+    losses = {state: results.values("loss", "mean", "model", model=state).item() for state in states}
+    assert losses["trained"] < losses["maps"]
+    assert losses["control"] < losses["original"]
+    healed = AutoModelForCausalLM.from_pretrained(out)
+    assert sum("self_attn" in name for name in healed.state_dict()) == 4 * 2
+    examples = read_examples(str(texts_file), tokenizer(), 64, sequence_length=16)
+    unseen = split_rows(Plan.load(tmp_path), examples, False, 0)[2]
+    assert losses["trained"] == pytest.approx(plain.loss(healed, unseen, (), "layer"), abs=1e-4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["healed", "model", "plan.json", "text.jsonl"]
+    assert "Net cost of removal" in shown
