@@ -1,20 +1,16 @@
-"""The functions at the top level take what the commands take, show progress and write pages."""
+"""`fulldepth.train` takes a recipe and keywords, and writes a page."""
 
 from __future__ import annotations
 
 import json
 
-import pandas as pd
 import pytest
 
 import fulldepth
 from fulldepth import reporting
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.errors import FulldepthError
-from fulldepth.progress import Watcher
 from fulldepth.results import PAGE, Results
-
-FEW = {"max_sequences": 4, "sequence_length": 16, "measures": ["displacement", "jump_rate"]}
 
 
 @pytest.fixture(scope="module")
@@ -54,24 +50,3 @@ def test_training_writes_the_page_and_refuses_a_second_run(trained):
         fulldepth.train(trained / "mine.yaml", trained / "run")
     with pytest.raises(FulldepthError, match="Unknown setting 'stepz'"):
         fulldepth.train("tiny-llama", trained / "other", stepz=3)
-
-
-@pytest.mark.slow
-def test_measure_compare_and_report_take_paths_and_results(trained, tmp_path):
-    data = trained / "text.jsonl"
-    folder = fulldepth.measure(trained / "run" / "checkpoint-2", data, **FEW).save(tmp_path / "two")
-    four = fulldepth.measure(trained / "run" / "checkpoint-4", data, **FEW)
-    both = fulldepth.compare([folder, four], names=["two", "four"], output=tmp_path / "cmp")
-    assert "four" in set(both.table.model)
-    page = (tmp_path / "cmp" / PAGE).read_bytes()
-    (tmp_path / "cmp" / PAGE).unlink()
-    assert fulldepth.report(tmp_path / "cmp").read_bytes() == page
-    assert fulldepth.report(str(tmp_path / "cmp"), tmp_path / "elsewhere") == tmp_path / "elsewhere" / PAGE
-    with pytest.raises(FulldepthError, match="already holds results"):
-        fulldepth.compare([folder, four], output=tmp_path / "cmp")
-    lines = []
-    series = fulldepth.measure(trained / "run", data, watcher=Watcher(say=lines.append), **FEW)
-    assert len([line for line in lines if line.startswith("Memory")]) == 1, "said once for all checkpoints"
-    pd.testing.assert_frame_equal(
-        series.table.query("step == 4").drop(columns="step").reset_index(drop=True), four.table, check_dtype=False
-    )

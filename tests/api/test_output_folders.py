@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import fulldepth
+from fulldepth.demonstration import demo
 from fulldepth.errors import FulldepthError
 from fulldepth.exit import generate_texts, sweep
 from fulldepth.results import DOCUMENT, Results, tabulate
@@ -40,7 +41,8 @@ def test_a_folder_that_another_process_holds_is_refused_before_any_work(tmp_path
     try:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        for call in VERBS.values():
+        page = small(1.0).save(tmp_path / "measured")
+        for call in (*VERBS.values(), demo, lambda output: fulldepth.report(page, output)):
             with pytest.raises(FulldepthError, match="Another fulldepth process is writing into"):
                 call(tmp_path)
     finally:

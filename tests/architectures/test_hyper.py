@@ -1,4 +1,4 @@
-"""Hyper-Connections: one by hand, the static limit, derivatives, and what backward keeps."""
+"""Hyper-Connections: the static limit, derivatives, and what backward keeps."""
 
 from __future__ import annotations
 
@@ -11,20 +11,6 @@ from architectures.test_memory import saved_bytes
 from fulldepth.architectures.depth_llama.hyper_depth_llama import HyperConnection
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
-
-
-def test_one_connection_by_hand():
-    """Two streams of two channels, one token, f(x) = 10 x."""
-    connection = HyperConnection(2, 2, start=0, dynamic=False).double()
-    with torch.no_grad():
-        connection.static_alpha.copy_(torch.tensor([[1.0, 2.0, 3.0], [0.5, -1.0, 0.0]]))
-        connection.static_beta.copy_(torch.tensor([1.0, -2.0]))
-    streams = torch.tensor([[[[1.0, 0.0], [0.0, 2.0]]]], dtype=torch.float64)
-    read, carried, beta = connection(streams)
-    assert read.tolist() == [[[1.0, 1.0]]]  # 1 (1, 0) + 0.5 (0, 2)
-    assert carried.tolist() == [[[[2.0, -2.0], [3.0, 0.0]]]]  # 2 (1, 0) - 1 (0, 2); 3 (1, 0)
-    after = connection.add(carried, 10 * read, beta)
-    assert after.tolist() == [[[[12.0, 8.0], [-17.0, -20.0]]]]
 
 
 def test_dynamic_connections_of_scale_zero_are_static():

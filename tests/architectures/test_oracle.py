@@ -76,15 +76,6 @@ def test_documents_packed_in_one_row_do_not_see_each_other(name):
 
 
 @KINDS
-def test_eager_attention_equals_sdpa(name):
-    ids, mask, positions = padded()
-    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-    with torch.no_grad():
-        eager, sdpa = (build(name, attention=attention)(**batch).logits for attention in ("eager", "sdpa"))
-    torch.testing.assert_close(eager[mask.bool()], sdpa[mask.bool()], **CLOSE)
-
-
-@KINDS
 def test_the_states_and_attentions_that_transformers_hands_out(name):
     """h_0..h_{L-1} as layers pass them on (streams: their sum), then the final norm's output, as for every decoder."""
     model, ids = build(name, attention="eager"), tokens()

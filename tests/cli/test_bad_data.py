@@ -1,11 +1,10 @@
-"""A bad image: train, measure and exit name the file and end with exit code 2; `--skip-bad` continues."""
+"""A bad image: measure and exit name the file and end with exit code 2; `--skip-bad` continues."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import yaml
 
 from fulldepth.data.corpus import digit_rows
 from fulldepth.results import Results
@@ -35,9 +34,7 @@ def test_a_bad_image_is_named_or_skipped_and_a_run_stands_for_its_last_checkpoin
     recipe, run = RECIPE | {"data": {"name": str(data), "validation_share": 0.4}}, tmp_path / "good"
     train(layer(TrainSettings, recipe), run)
     (data / "0" / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n no image")
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     commands = {
-        "train": ("train", tmp_path / "recipe.yaml"),
         "measure": ("measure", run / "checkpoint-1", "--data", data),
         "exit": ("exit", run, "--data", data, "--repeats", 1, "--threshold", "0.5"),
     }
@@ -46,8 +43,7 @@ def test_a_bad_image_is_named_or_skipped_and_a_run_stands_for_its_last_checkpoin
         assert code == 2, (name, out, err)
         assert "0/1.png" in " ".join(err.split()), (name, err)
         assert "Traceback" not in err
-        skip = "data.skip_bad=true" if name == "train" else "--skip-bad"
-        code, out, err = main(*command, skip, "--output", tmp_path / f"{name}-skipped")
+        code, out, err = main(*command, "--skip-bad", "--output", tmp_path / f"{name}-skipped")
         assert code == 0, (name, err)
         meta = Results.load(tmp_path / f"{name}-skipped").meta
         (warning,) = [line for line in meta["warnings"] if "left out of" in line or "skipped" in line]

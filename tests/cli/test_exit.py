@@ -20,21 +20,9 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def test_a_sweep_and_a_checkpoint(main, checkpoint, tmp_path, monkeypatch):
+def test_a_checkpoint(main, checkpoint, tmp_path, monkeypatch):
+    """A sweep: `cli.test_tiny_recipes`."""
     monkeypatch.setattr("fulldepth.exit.elastic._prove", lambda *_: 0.0)  # see `exit.test_elastic`
-    data = ["--data", checkpoint / "text.txt", "--sequence-length", 16, "--max-new-tokens", 2]
-    arguments = ["exit", checkpoint, *data, "--output", tmp_path / "out", "--threshold", "0.5,1"]
-    code, out, _ = main(*arguments, "--rule", "confidence,patience", "--target-accuracy-drop", "0.1", "--json")
-    assert code == 0
-    assert json.loads(out)["accuracy"]["sentence"].endswith("nothing is advised.")  # random weights
-    stored = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert {row["threshold"] for row in stored["exits"] if not row["calibrated"]} == {0.5, 1.0}
-    assert {row["split"] for row in stored["exits"] if row["calibrated"]} == {"calibration", "report"}
-    assert (tmp_path / "out" / "report.html").is_file()
-    code, _, err = main(*arguments)
-    assert code == 2
-    assert "already holds results" in err
-    assert main(*arguments, "--overwrite")[0] == 0
     code, out, _ = main("exit", "export", checkpoint, "--layers", 2, "--output", tmp_path / "short")
     assert code == 0
     assert "2 of 3" in out

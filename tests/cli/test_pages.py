@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from filelock import FileLock
 
 from api.test_output_folders import small
-from fulldepth.demonstration import demo
-from fulldepth.errors import FulldepthError
-from fulldepth.files import locked
 from fulldepth.results import PAGE
 
 
@@ -49,18 +45,3 @@ def test_a_comparison_does_not_go_where_another_command_keeps_its_results(main, 
         assert code == 2
         assert "which needs its own results there" in err
     assert list(files(out)) == [name]
-
-
-def test_report_and_demo_do_not_write_where_another_process_does(main, tmp_path):
-    """Another object stands for the lock of another process; that of the other commands: `api.test_output_folders`."""
-    folder = small(0.1).save(tmp_path / "a")
-    before = files(folder)
-    with FileLock(folder / ".lock", is_singleton=False):
-        code, _, err = main("report", folder, "--overwrite")
-        assert code == 2
-        assert "Another fulldepth process is writing into" in err
-        with pytest.raises(FulldepthError, match="Another fulldepth process"):
-            demo(folder)
-    assert files(folder) == before
-    with locked(folder):
-        assert main("report", folder, "--overwrite")[0] == 0, "the same process may"

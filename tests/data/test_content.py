@@ -27,6 +27,12 @@ def test_python_objects(one, other):
     assert of(one) != of(other)
 
 
+def test_a_column_that_is_not_read_does_not_count():
+    rows = [{"text": "a", "id": 1}], [{"text": "a", "id": 8}], [{"text": "b", "id": 1}]
+    one, same, other = (of(datasets.Dataset.from_list(each)) for each in rows)
+    assert one == same != other
+
+
 def dataset(*values, feature=None):
     rows = {"image": [picture(value) for value in values], "label": list(range(len(values)))}
     features = datasets.Features({"image": feature or datasets.Image(), "label": datasets.Value("int64")})

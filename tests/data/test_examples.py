@@ -1,14 +1,15 @@
-"""Examples against ids written down by hand, transformers' own assistant masks, and the loss of stock models."""
+"""Examples against ids written down by hand and transformers' own assistant masks.
+
+Their losses in batches: `execution.test_scoring`.
+"""
 
 import json
-import math
 import re
 
 import pytest
 
 from data.conftest import jsonl
 from fulldepth.data import builtin_texts, train_tokenizer
-from fulldepth.data.batches import batches
 from fulldepth.data.conversations import encode_prompt
 from fulldepth.data.examples import read_examples
 from fulldepth.errors import FulldepthError
@@ -29,7 +30,6 @@ from skip.word_tokenizer import (
     tokenizer,
     words,
 )
-from tiny_models import build
 
 NO = -100
 
@@ -226,23 +226,3 @@ def test_seeds_and_contents_have_their_own_hash():
     seen.append(read_examples(rows, tokenizer(bos=True), 64).meta["hash"])
     assert len(set(seen)) == len(seen)
     json.dumps(first.meta, allow_nan=False)
-
-
-# --- batches ----------------------------------------------------------------------------------------------------------
-
-
-def test_loss_of_a_stock_model_in_batches_is_that_of_each_example_alone():
-    """Oracle: -log p of every labelled token, one example at a time, in float64, no padding."""
-    model = build("gpt2").double()
-    rows = [pair(range(i + 1), range(2, 4 + 2 * i)) for i in range(9)]
-    found = read_examples(rows, tokenizer(), 64, vocab_size=96).train
-    total = 0.0
-    for example in found:
-        log_p = model(example.input_ids[None]).logits[0].log_softmax(-1)
-        for position in (example.labels != NO).nonzero()[:, 0].tolist():
-            total -= log_p[position - 1, example.labels[position]].item()
-    for batch_size in (3, 20):
-        weighed = [(model(**batch).loss, (batch["labels"] != NO).sum()) for batch in batches(found, batch_size)]
-        assert sum(n for _, n in weighed) == sum(example.predicted for example in found)
-        mean = float(sum(loss * n for loss, n in weighed))
-        assert math.isclose(mean, total, rel_tol=1e-6)  # transformers takes the loss in float32

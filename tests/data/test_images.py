@@ -101,13 +101,9 @@ def test_hash_and_sample_of_images(folder):
     def data(**settings):
         return prepare(open_source(folder), task="representation", processor=Processor(), **settings)
 
-    assert data().hash == data().hash
     assert data(max_sequences=6).hash != data(max_sequences=6, seed=1).hash
     labels = next(data(max_sequences=6, balanced=True).batches(6)).labels
     assert labels.bincount().tolist() == [2, 2, 2]
-    before = data().hash
-    save(folder / "test" / "cat" / "0.png", 161)
-    assert data().hash != before
 
 
 JPEG = io.BytesIO()

@@ -1,4 +1,7 @@
-"""A constant classifier on data of which 90 % are its class: every command reports about 0.9, not balanced accuracy."""
+"""A constant classifier on data of which 90 % are its class: commands report about 0.9, not balanced accuracy.
+
+Rows held out for training: `data.test_labelled`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,6 @@ from transformers import BertConfig, BertForSequenceClassification
 import fulldepth
 from fulldepth.data import train_wordpiece
 from fulldepth.exit import sweep
-from fulldepth.settings.train import DataSettings, TrainSettings
-from fulldepth.training.labelled import labelled_data
 
 ROWS = [{"text": f"film {i} number {i * 7 % 1000}", "label": int(i % 10 == 0)} for i in range(3000)]
 SAMPLE = 512
@@ -56,16 +57,3 @@ def test_measure_exit_and_the_balanced_option(constant, tokenizer):
     )
     assert accuracy_of(balanced.table, "lens_accuracy") == 0.5
     assert any("mean over classes" in warning for warning in balanced.meta["warnings"])
-
-
-@pytest.mark.parametrize("separate", [False, True])
-def test_validation_rows_of_training(tmp_path, separate):
-    path = tmp_path / "rows.tsv"
-    path.write_text("\n".join(["text\tlabel", *(f"{row['text']}\t{row['label']}" for row in ROWS)]))
-    data = DataSettings(
-        name=str(path), validation=str(path) if separate else None, validation_share=0.3, validation_sequences=SAMPLE
-    )
-    settings = TrainSettings.model_construct(task="text-classification", data=data, seed=0)
-    labels = labelled_data(settings).validation.labels
-    assert len(labels) == SAMPLE
-    assert is_about_nine_tenths(labels.count(0) / SAMPLE)

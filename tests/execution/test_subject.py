@@ -55,17 +55,3 @@ def test_batches_without_any_label_change_nothing(name, make, tmp_path):
     partly, alone = (fulldepth.measure(tmp_path, data, **options).table for data in (some, rows[1::2]))
     means = [table[~table.statistic.str.contains("error")] for table in (partly, alone)]
     pd.testing.assert_frame_equal(*means, rtol=1e-5)
-
-
-def test_labels_follow_the_names_that_agree():
-    model, settings = tiny_models.build("bert-classifier"), ExitSettings(skip_bad=True)
-    model.config.id2label = {0: "cat", 1: "dog", 2: "owl"}
-    model.config.label2id = {"cat": 0, "dog": 1, "owl": 2}
-    rows = [{"text": words(3, 4), "label": label} for label in ("ant", "Dog", "cat", "owl")]
-    checkpoint = early_exit.open_checkpoint(model, settings)
-    subject = early_exit.prepare_subject(checkpoint, rows, settings, tokenizer())
-    assert [example.class_index for example in subject.sequences.examples] == [1, 0, 2]
-    assert len(subject.warnings) == 1
-    assert "1 bad row is left out" in subject.warnings[0]
-    with pytest.raises(FulldepthError, match=r"row 1: its label \(ant\) is none of the 3 classes \(cat, dog, owl\)"):
-        early_exit.prepare_subject(checkpoint, rows, ExitSettings(), tokenizer())

@@ -41,7 +41,6 @@ def test_a_class_token_counts_where_there_is_one(checkpoint, picture_folder, rag
     tf.ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
     for model, data, policy, expected, words in (
         (checkpoint("vit"), picture_folder, "auto", ("cls", 12), "first token ([CLS]) of each image"),
-        (checkpoint("deit"), picture_folder, "auto", ("cls", 12), "first token ([CLS]) of each image"),
         (checkpoint("bert-classifier"), ragged_tsv, "auto", ("cls", 12), "first token ([CLS]) of each sequence"),
         (checkpoint("llama"), ragged_tsv, "cls", ("cls", 12), "first token of each sequence"),
         (tmp_path, picture_folder, "auto", ("all", 12 * 16), "Every token"),

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 
-import datasets
 import pytest
 
 from fulldepth.errors import FulldepthError
@@ -68,14 +67,3 @@ def test_text_weights_and_tokenizer_replaced_at_equal_size_and_time(is_known, ch
     assert is_known(model, str(text))
     tokenizer.write_text(json.dumps(words))
     assert not is_known(model, str(text))
-
-
-def test_python_objects_of_one_look_are_told_apart(is_known, checkpoint, corpus):
-    texts = [corpus[n * 300 : n * 300 + 300] for n in range(6)]
-    first, other = (datasets.Dataset.from_dict({"text": half, "id": [1, 2, 3]}) for half in (texts[:3], texts[3:]))
-    model = checkpoint("llama")
-    assert not is_known(model, first)  # and measures it
-    assert not is_known(model, other)
-    same = first.map(lambda row: {"id": row["id"] + 7})
-    assert same._fingerprint != first._fingerprint
-    assert is_known(model, same), "a column that is not read does not count"

@@ -30,6 +30,11 @@ def test_table_is_what_stopping_at_each_layer_predicts(family, checkpoint, token
     ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
     blocks = "model.layers" if family == "llama" else "transformer.h"
     (logits,) = map(torch.tensor, oracle.exits(model, blocks, {"input_ids": ids}))
+    (sample,), best = results.meta["lens_grid"]["samples"], logits[:, 0].argmax(-1)  # [L+1, T]
+    assert sample["targets"] == [*sample["tokens"][1:], ""]
+    depth = len(best) - 1
+    settled = [next(n for n in range(1, depth + 1) if len(set(column[n:])) == 1) for column in best.T.tolist()]
+    assert sample["saturation"] == settled
     assert len(table) == len(logits) * ids.shape[1] * K
     for layer, of_layer in enumerate(logits):
         chances, tokens = of_layer[0].softmax(-1).topk(K)

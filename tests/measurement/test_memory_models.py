@@ -1,4 +1,7 @@
-"""Models with a tree, streams or a memory, measured from a checkpoint folder, against the model in plain loops."""
+"""Models with a tree or a memory, measured from a checkpoint folder, against the model in plain loops.
+
+Their states and values: `execution.test_depth_llama`.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,13 @@ import torch
 from architectures import combinations
 from architectures import oracle as plain
 from fulldepth.measurement import measure
-from metrics.oracle import cosines, plain_coherence, psi, ratio, renyi
+from metrics.oracle import cosines, plain_coherence
 
 T, N, LAYERS = 12, 6, 5
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
 PRUNED = "static-pruned"
 """A model that lost most weights of its routers by top-p pruning: their logits are -inf."""
 MEMORY = [PRUNED, "dynamic", "kv-public", "tree-kv"]
-KINDS = ["serial", "tree-skipping", "hyper", "hyper-static", *MEMORY]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def measured(tmp_path_factory, tokenizer, text_file, ids):
             folder = tmp_path_factory.mktemp("depth_llama") / name
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            asked = ["displacement", "norm_ratio", "renyi_entropy", "lens_loss", "coherence"]
+            asked = ["coherence"]
             asked += ["retrieval_weight", "expected_retrieval"] if model.config.memory != "none" else []
             sizes = {"max_sequences": N, "sequence_length": T, "batch_size": 4}
             results = measure(folder, text_file, measures=asked, seed=3, order="first", **sizes)
@@ -46,26 +48,6 @@ def measured(tmp_path_factory, tokenizer, text_file, ids):
         return made[name]
 
     return get
-
-
-def streams(trace, config):
-    """[L+1, N, T, D] the residual stream, several of them summed; the embedding stands in each."""
-    if config.residual != "hyper":
-        return torch.stack(trace.states).numpy()
-    return torch.stack([config.num_streams * trace.states[0], *(h.sum(2) for h in trace.states[1:])]).numpy()
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_states_and_routed_values(measured, name, ids):
-    results, model, trace, _ = measured(name)
-    states = streams(trace, model.config)
-    pair = states[:-1], states[1:]
-    np.testing.assert_allclose(results.values("displacement", "mean", "residual"), psi(*pair).mean((1, 2)), **EXACT)
-    np.testing.assert_allclose(results.values("norm_ratio", "mean"), ratio(*pair).mean((1, 2)), **EXACT)
-    entropies = [np.mean([renyi(z, 1) for z in value.flatten(2).numpy()]) for value in trace.values]
-    np.testing.assert_allclose(results.values("renyi_entropy", "mean:plain:1", "value"), entropies, rtol=1e-8)
-    loss = float(plain.loss(trace.logits, ids))
-    assert results.values("lens_loss", "mean")[LAYERS] == pytest.approx(loss, rel=1e-6)
 
 
 def distributions(weights):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from scipy.special import log_softmax
 
 from fulldepth.measurement import measure
 from measurement import oracle
@@ -99,20 +98,6 @@ def test_lens(results, logits, ids):
     depths = results.table.query("measure == 'effective_depth'").set_index("statistic").value
     assert depths["eps=0.05"] == next((n for n in (1, 2, 3) if accuracy[n] >= 0.95), 3)
     assert depths["relative_eps=0.05"] == next(n for n in (1, 2, 3) if accuracy[n] >= 0.95 * accuracy[3])
-
-
-def test_lens_grid_shows_what_stopping_at_each_layer_predicts(results, logits, ids, tokenizer):
-    samples = results.meta["lens_grid"]["samples"]
-    assert len(samples) == 3
-    best, chances = logits.argmax(-1), np.exp(log_softmax(logits, axis=-1)).max(-1)  # [L+1, N, T]
-    for index, sample in enumerate(samples):
-        assert sample["tokens"] == [tokenizer.decode([i]) for i in ids[index].tolist()]
-        assert sample["targets"] == [*sample["tokens"][1:], ""]
-        tokens, shown = (np.array([[cell[part] for cell in row] for row in sample["grid"]]) for part in (0, 1))
-        assert tokens.tolist() == [[tokenizer.decode([i]) for i in row.tolist()] for row in best[:, index]]
-        np.testing.assert_allclose(shown.astype(float), chances[:, index], atol=5.1e-5)
-        settled = [next(n for n in (1, 2, 3) if len(set(best[n:, index, t])) == 1) for t in range(T)]
-        assert sample["saturation"] == settled
 
 
 def test_mmd_between_two_models_and_to_itself(trained, model, checkpoint, text_file, ids):

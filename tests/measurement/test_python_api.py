@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from contextlib import nullcontext
 
 import pandas as pd
@@ -75,14 +73,3 @@ def test_headline_is_the_tables(trained, text_file):
     assert {name: (entry["value"], entry["unit"]) for name, entry in results.headline.items()} == {
         name: (pytest.approx(value, rel=1e-12), unit) for name, (value, unit) in expected.items()
     }
-
-
-@pytest.mark.thorough
-def test_the_public_function_is_the_same_however_it_was_imported():
-    program = (
-        "import fulldepth, types; first = fulldepth.measure; import fulldepth.measurement.run; "
-        "from fulldepth import measure; from fulldepth.measurement import measure as function; "
-        "assert first is measure is fulldepth.measure is function and isinstance(measure, types.FunctionType); "
-        "import fulldepth.reporting; assert isinstance(fulldepth.report, types.FunctionType)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)

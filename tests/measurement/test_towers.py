@@ -30,13 +30,13 @@ def drawing(pixels):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Drawings of digits with captions in metadata.jsonl."""
+    """Drawings of digits, and `pairs.jsonl` with their captions."""
     path = tmp_path_factory.mktemp("drawings")
     rows = []
     for index in range(1200, 1240):
         drawing(DIGITS.images[index]).save(path / f"{index}.png")
-        rows.append({"file_name": f"{index}.png", "text": CAPTIONS[DIGITS.target[index]]})
-    (path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        rows.append({"image": str(path / f"{index}.png"), "text": CAPTIONS[DIGITS.target[index]]})
+    (path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return path
 
 
@@ -87,8 +87,10 @@ def projected(clip, source):
 
 
 def test_across_modalities(clip, folder, tmp_path):
-    results = fulldepth.measure(str(clip), folder, output=tmp_path / "out", batch_size=16, progress=False)
-    source = open_source(folder)
+    results = fulldepth.measure(
+        str(clip), folder / "pairs.jsonl", output=tmp_path / "out", batch_size=16, progress=False
+    )
+    source = open_source(folder / "pairs.jsonl")
     images, texts, scores = projected(clip, source)
     names = np.array([record.text for record in source.records])
     equal = names[:, None] == names[None]
@@ -128,7 +130,7 @@ def test_towers_that_pool_in_a_way_of_their_own_are_not_compared(clip, folder, t
     text = {**TEXT, "vocab_size": len(tokenizer), "pad_token_id": 0}
     tf.SiglipModel(tf.SiglipConfig(text_config=text, vision_config=VISION)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    found = fulldepth.measure(str(tmp_path), folder, batch_size=16, progress=False)
+    found = fulldepth.measure(str(tmp_path), folder / "pairs.jsonl", batch_size=16, progress=False)
     assert {site.split(":")[0] for site in found.table.site} == {"image", "text"}
     assert not any("projected" in site for site in found.table.site)
     assert any("cross" in each["measure"] and "SiglipModel" in each["reason"] for each in found.meta["left_out"])

@@ -40,10 +40,3 @@ REFUSED = [
 def test_refused(named, call):
     with pytest.raises(ValueError, match=named):
         call()
-
-
-@pytest.mark.parametrize("shape", [(2, 4), (3, 3), (2, 4, 2), (12, 9, 2, 2)])
-def test_a_router_of_other_sources_or_heads_is_refused(world, shape):
-    world = world.replace(coefficients={"routing": {3: torch.ones(shape)}})
-    with pytest.raises(ValueError, match="router of layer 3"):
-        world.rows(metrics.RetrievalWeight)

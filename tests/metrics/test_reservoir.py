@@ -36,16 +36,6 @@ def test_batches_and_order_do_not_change_the_sample(capacity, split, seed, rando
     assert (len(expected), sample.seen) == (min(capacity, 60), 60)
 
 
-@pytest.mark.parametrize("cut", [0, 7, 45, 60])
-def test_two_processes_keep_what_one_keeps(cut):
-    keys = torch.arange(60)
-    one, two = offer(keys[:cut], 10, split=3), offer(keys[cut:], 10, split=11)
-    one.merge_state(two)
-    sample = one.compute()
-    assert intact(sample) == intact(offer(keys, 10).compute())
-    assert sample.seen == 60
-
-
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1])
 def test_priorities_are_uniform_for_every_seed(seed):
     sequences, positions = torch.arange(300)[:, None], torch.arange(100)

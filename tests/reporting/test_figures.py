@@ -16,7 +16,7 @@ from fulldepth.reporting.charts import Figure, Line, every_record
 from fulldepth.reporting.figures import records
 from fulldepth.reporting.notes import Note, mathml
 from fulldepth.reporting.source import VERBS
-from fulldepth.results import Results, tabulate
+from fulldepth.results import tabulate
 from reporting import plotted, synthetic
 
 WRITTEN = json.loads(gzip.decompress(plotted.FILE.read_bytes()))
@@ -88,78 +88,39 @@ def test_a_line_is_the_table(results):
     assert proven >= 13
 
 
-def test_maps_bands_and_error_bars(results, comparison):
-    drawn = results.figures()
-    rows = results.table[(results.table.measure == "cosine") & (results.table.statistic == "mean_raw")]
-    cells = rows.pivot(index="layer", columns="other", values="value")
-    np.testing.assert_array_equal(np.array(drawn["cosine:mean_raw"].data[0].z), cells)
-    low, high = (results.values("displacement", name, "residual").tolist() for name in ("p05", "p95"))
-    upper, lower = drawn["displacement"].data[:2]
-    assert (list(lower.y), list(upper.y), lower.fill) == (low, high, "tonexty")
-    spread = results.values("separability", "std", "residual")
-    assert list(drawn["separability"].data[0].error_y.array) == spread.tolist()
+def test_maps(results, comparison):
     drawn = comparison.figures()
-    own, base = (np.array(drawn[f"cka:{name}"].data[0].z) for name in ("jump-penalty", "baseline"))
-    (cells,) = drawn["difference_cka:jump-penalty"].data
-    np.testing.assert_allclose(np.array(cells.z), own - base, atol=1e-12)
-    assert (cells.zmin, drawn["difference_cka:half-depth"].data[0].zmax) == (-cells.zmax, cells.zmax)
+    cells, other = (drawn[f"difference_cka:{name}"].data[0] for name in ("jump-penalty", "half-depth"))
+    assert (cells.zmin, other.zmax) == (-cells.zmax, cells.zmax)
     once = results.table[~((results.table.measure == "cka") & (results.table.layer > results.table.other))]
     cells = np.array(build(once, results.meta)["cka"].data[0].z, dtype=float)
     np.testing.assert_array_equal(cells, cells.T)  # a pair that is given once holds for both orders
 
 
-def test_one_line_a_model_and_its_difference_from_the_baseline(comparison):
+def test_one_line_a_model(comparison):
     drawn, table = comparison.figures(), comparison.table
     lines = drawn["displacement"].data
     assert [line.name for line in lines] == ["baseline", "jump-penalty", "half-depth"]
-    own = {line.name: values(table, Line("displacement"), model=line.name) for line in lines}
     for line in lines:
-        is_drawn(line, own[line.name])
-    for line in drawn["difference_displacement"].data:
-        np.testing.assert_allclose(line.y, (own[line.name] - own["baseline"]).dropna())
+        is_drawn(line, values(table, Line("displacement"), model=line.name))
     assert drawn["difference_displacement"].layout.shapes[0].y0 == 0
     without = build(table.assign(difference=math.nan), comparison.meta)
     assert not [name for name in without if name.startswith("difference_")]
-    relative = {line.name: line for line in synthetic.comparison("relative").figures()["displacement"].data}
-    np.testing.assert_allclose(relative["half-depth"].x, np.arange(1, 7) / 6)
 
 
 def test_a_series_and_a_run_over_their_steps():
     series, run = synthetic.series(), synthetic.training(terms={"jump": 0.09, "aligned": 4.0})
-    for one in (series, run):
-        drawn = one.figures()
-        for back, trace in enumerate(drawn["steps_jump_rate"].data):
-            is_drawn(trace, values(one.table, Line("jump_rate", "value"), "step", layer=12 - back))
-        lines = [trace for trace in drawn["steps_displacement"].data if trace.name]
-        for layer, trace in enumerate(lines, start=1):
-            is_drawn(trace, values(one.table, Line("displacement"), "step", layer=layer))
-    last = next(trace for trace in series.figures()["displacement"].data if trace.name == "Mean")
-    is_drawn(last, values(series.table, Line("displacement"), step=3000))
+    drawn = run.figures()
+    for layer, trace in enumerate([trace for trace in drawn["steps_displacement"].data if trace.name], start=1):
+        is_drawn(trace, values(run.table, Line("displacement"), "step", layer=layer))
     broken = series.table[~((series.table.measure == "jump_rate") & (series.table.step == 1000))]
     assert build(broken, series.meta)["steps_jump_rate"].data[0].y[2] is None
-    for trace, measure in zip(drawn["loss"].data, ("validation_loss", "train_loss"), strict=True):
-        is_drawn(trace, values(run.table, Line(measure, site="model"), "step"))
-    for name, term, unit in (("penalty", "jump", "Penalty"), ("penalty:aligned", "aligned", "Penalty (nats)")):
-        is_drawn(drawn[name].data[0], values(run.table, Line("penalty", site=term), "step"))
+    for name, unit in (("penalty", "Penalty"), ("penalty:aligned", "Penalty (nats)")):
         assert drawn[name].layout.yaxis.title.text == unit
     long = synthetic.training(steps=tuple(range(0, 20_001, 100)))
     profiles = [trace.name for trace in long.figures()["displacement"].data]
     assert (len(profiles), profiles[0], profiles[-1]) == (charts.PROFILES, "Step 0", "Step 20,000")
     assert build(run.table.iloc[:0], run.meta) == {}
-
-
-def test_runs_side_by_side():
-    runs, every = synthetic.training_comparison(), synthetic.trainings()
-    drawn = runs.figures()
-    loss = Line("validation_loss", site="model")
-    base, *others = (values(one.table, loss, "step") for one in every)
-    for line, own in zip(drawn["difference_loss"].data, others, strict=True):
-        np.testing.assert_allclose(list(line.y), (own - base).dropna(), atol=1e-12)
-    first = values(runs.table, Line("displacement"), model="tiny-llama", step=200)
-    for line in drawn["difference_displacement"].data:
-        own = values(runs.table, Line("displacement"), model=line.name, step=200)
-        expected = own - np.interp(np.array(line.x), np.arange(1, 13) / 12, first)
-        np.testing.assert_allclose(list(line.y), expected, atol=1e-12)
 
 
 def test_layer_one_does_not_flatten_the_rest():
@@ -232,11 +193,10 @@ def test_every_figure_of_a_kind_has_a_name_of_its_own_and_a_section_that_is_ther
     assert len(set(names)) == len(names)
     for own in [kind] if kind != "skip" else [one for one, verb in VERBS.items() if verb == kind]:
         about = page.texts()["kinds"][own]
-        arranged = page.arrange([*names, "new"], kind, about, {})
+        arranged = page.arrange(names, kind, about, {})
         placed = [slot[0] for section in arranged for slot in (*section["slots"], *section["folded"])]
-        assert sorted(placed) == sorted([*names, "new"])
-        assert arranged[-1]["id"] == "further"
-        assert arranged[-1]["slots"] == [["new"]]
+        assert sorted(placed) == sorted(names)
+        assert "further" not in {section["id"] for section in arranged}
 
 
 @pytest.mark.parametrize(
@@ -254,10 +214,3 @@ def test_formulas(formula, expected):
     for note in {note for record in every_record() for note in record.notes if note.formula}:
         root = ElementTree.fromstring(note.mathml)
         assert {"_", "^", "\\"}.isdisjoint("".join(root.itertext())), note.title
-
-
-def test_results_of_nothing_have_no_figures_but_a_page():
-    empty = Results(synthetic.minimal().table.iloc[:0], {"kind": "measure"})
-    assert empty.figures() == {}
-    made = page.payload(empty.table, empty.meta)
-    assert (made["sections"], made["title"]) == ([], "Unnamed model")

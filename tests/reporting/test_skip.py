@@ -174,7 +174,7 @@ def test_a_block_map_says_which_block_went_when_and_what_it_added(every):
     maps, losses = section["tables"], folders.losses_of(8)
     for shown, blocks in zip(maps, (folders.BLOCKS, (7, 8, 4, 11), folders.FARTHER), strict=True):
         assert [layer for layer, *_ in shown["cells"]] == list(range(1, 13))
-        gone = sorted((order, layer, number(added)) for layer, order, added in shown["cells"] if order)
+        gone = sorted((order, n, number(added)) for n, own in shown["cells"] for order, added in own.values())
         assert [layer for _, layer, _ in gone] == list(blocks)
         np.testing.assert_allclose([added for *_, added in gone], np.diff(losses)[: len(blocks)], atol=6e-4)
     assert "2.962 nats healed" in maps[0]["note"]
@@ -264,7 +264,7 @@ def test_real_folders_fill_their_page(real):
     made = payload(results.table, results.meta)
     assert {"removal_loss", "kl", "greedy_agreement", "pareto", "pareto:prefill"} == set(made["figures"])
     (section,) = [one for one in made["sections"] if one["id"] == "blocks"]
-    gone = [layer for layer, order, _ in section["tables"][0]["cells"] if order]
+    gone = [layer for layer, own in section["tables"][0]["cells"] if own]
     assert gone == real.plan.blocks
     loss = next(row for row in made["models"].rows if row[0].endswith("fast"))[1]
     assert number(loss) == pytest.approx(real.plan.healed_loss, abs=6e-5)

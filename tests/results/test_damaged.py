@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import random
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fulldepth.errors import FulldepthError
 from fulldepth.reporting import render
-from fulldepth.results import DOCUMENT, TABLE, Results, compare, write_page
+from fulldepth.results import DOCUMENT, TABLE, Results, compare
 from fulldepth.results.pages import together
 from fuzz.mutations import change_content
-from reporting import exit_folders as exits
-from reporting import skip_folders as folders
-from reporting import synthetic
+from reporting import plotted
 
 SLICES, CASES = 2, 20
 """Seeds in this test."""
@@ -27,29 +24,8 @@ def page(results: Results) -> str:
     return render(results.table, results.meta)
 
 
-def comparison(runs: list[Results]) -> Results:
-    return compare(runs, names=[chr(ord("a") + index) for index in range(len(runs))])
-
-
-KINDS: dict[str, Callable[[], Results]] = {
-    "measurement": lambda: synthetic.language_model(2),
-    "series": lambda: synthetic.series(2, (100, 500)),
-    "classifier": lambda: synthetic.classifier(2),
-    "comparison": lambda: comparison([synthetic.language_model(2), synthetic.language_model(3, 0.1, "b")]),
-    "training": lambda: synthetic.training(layers=3, steps=(0, 50, 100)),
-    "trainings": lambda: comparison([synthetic.training(layers=3), synthetic.training("b", layers=3, jump=0.2)]),
-    "minimal": synthetic.minimal,
-    "search": lambda: folders.search(6, (2, 3)),
-    "curve": lambda: folders.curve((2, 3, 5), at=2),
-    "bench": lambda: folders.bench(folders.plan((2, 3), 6), cells=((1, 128), (4, 128))),
-    "exit": lambda: exits.classifier_exit(layers=4),
-    "decoder": lambda: exits.decoder_exit(layers=4),
-    "generation": lambda: exits.generation(layers=10, steps=4),
-    "evaluation": lambda: exits.evaluation(layers=4),
-    "exits": lambda: comparison([exits.classifier_exit(layers=4), exits.classifier_exit("b", layers=5)]),
-    "evaluations": lambda: comparison([exits.evaluation(layers=4), exits.evaluation("b", layers=4)]),
-}
-"""Kind -> small results of it."""
+KINDS = {name: make for name, make in plotted.KINDS.items() if name != "skips"}
+"""Kind -> results of it; pages of several folders are not stored."""
 PARTNERS = {
     "training": "training", "trainings": "training", "exit": "exit", "decoder": "exit", "evaluation": "evaluation",
 }  # fmt: skip
@@ -64,7 +40,7 @@ class Ground:
         self.made = {kind: make() for kind, make in KINDS.items()}
         self.whole = {
             kind: self.made[kind].save(root / kind, page=False)
-            for kind in ("measurement", "search", *set(PARTNERS.values()))
+            for kind in ("language_model", "search", *set(PARTNERS.values()))
         }
 
     def case(self, seed: int) -> str:
@@ -85,7 +61,7 @@ class Ground:
             elif verb == "together":
                 page(together([folder, self.whole["search"]]))
             else:
-                pair = [folder, self.whole[PARTNERS.get(kind, "measurement")]]
+                pair = [folder, self.whole[PARTNERS.get(kind, "language_model")]]
                 made = compare(draw.sample(pair, 2)).save(self.root / f"made-{seed}", page=False)
                 page(Results.load(made))
         except FulldepthError as error:
@@ -115,11 +91,3 @@ def test_damaged_folders_end_in_a_page_or_a_clear_error(ground: Ground, piece: i
     errors = [message for message in ended if message]
     assert 0 < len(errors) < CASES
     assert all(10 < len(message) < 1000 for message in errors)
-
-
-def test_a_damaged_folder_gets_no_page(ground: Ground, tmp_path: Path) -> None:
-    folder = ground.made["measurement"].save(tmp_path / "out", page=False)
-    (folder / "results.json").write_text('{"schema_version": 1, "headline": {"a": 3}}', encoding="utf-8")
-    with pytest.raises(FulldepthError, match=r"results\.json"):
-        write_page(folder)
-    assert not (folder / "report.html").exists()

@@ -186,7 +186,7 @@ def test_the_model_is_whole_after_a_search_that_breaks_off(model):
 BLANK = Example(torch.arange(3, 9), torch.full((6,), -100), 0)
 REFUSED = [
     ("6 blocks", {"blocks": 6}),
-    ("How many blocks", {"blocks": None}),
+    ("How much to remove", {"blocks": None}),
     ("criterion", {"criterion": "nll"}),
     ("given", {"blocks": 2, "given": [1, 2], "search": "greedy"}),
     ("blocks is 1", {"search": "given", "given": [1, 2]}),

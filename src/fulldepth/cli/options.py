@@ -153,7 +153,8 @@ def at_home(value: Any) -> Any:
 
 def _option(name: str, field: FieldInfo, panel: str, negatable: bool) -> Any:
     """Annotation of a Typer option; `negatable` if a recipe may set the default, so that `--no-...` is needed."""
-    kind, flag = _kind(field), f"--{name.replace('_', '-')}"
+    found, flag = kinds(field.annotation), f"--{name.replace('_', '-')}"
+    kind = found.pop() if len(found) == 1 and found <= {bool, int, float} else str  # lists and unions are text
     flags = [f"{flag}/--no-{flag[2:]}" if kind is bool and (negatable or field.default is not False) else flag]
     chosen = _choices(field.annotation)
     complete = starting(chosen) if chosen else None
@@ -171,12 +172,6 @@ def _choices(annotation: Any) -> list[str]:
     """The texts that a setting accepts; none if it accepts any."""
     literals = [part for part in _parts(annotation) if get_origin(part) is Literal]
     return [str(choice) for literal in literals for choice in get_args(literal)]
-
-
-def _kind(field: FieldInfo) -> Any:
-    """The type on the command line: lists and unions are given as text."""
-    found = kinds(field.annotation)
-    return found.pop() if len(found) == 1 and found <= {bool, int, float} else str
 
 
 def _help(field: FieldInfo) -> str:

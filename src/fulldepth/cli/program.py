@@ -121,7 +121,15 @@ def main() -> None:
     except BaseException as error:  # libraries in Rust panic with a BaseException
         if _is_interrupted(error):
             _end(130, ENDINGS[130])
-        _fail(_message(error), error)
+        if DEBUG["on"]:
+            raise
+        message = _message(error)
+        if not console.is_main():
+            # The first process reports errors that all share; torchrun ends this one as soon as the first exits.
+            time.sleep(PATIENCE)
+            message = f"process {launch.rank()}: {message}"
+        console.error(brief(message))
+        sys.exit(2)
 
 
 def _is_interrupted(error: BaseException | None) -> bool:
@@ -182,15 +190,3 @@ def _message(error: BaseException) -> str:
         f"This is a bug in fulldepth: {type(error).__name__}{f': {detail}' if detail else ''}. Run the command again "
         "with --debug for the traceback, and please report it."
     )
-
-
-def _fail(message: str, error: BaseException) -> None:
-    """Print one message and exit with status 2; with `--debug`, raise the error with its traceback."""
-    if DEBUG["on"]:
-        raise error
-    if not console.is_main():
-        # The first process reports errors that all processes share; torchrun ends this one as soon as the first exits.
-        time.sleep(PATIENCE)
-        message = f"process {launch.rank()}: {message}"
-    console.error(brief(message))
-    sys.exit(2)

@@ -81,8 +81,12 @@ def conversations(
                 else:
                     yield example
 
-    examples = whole()
-    chunks = [_table(chunk, opened.name) for chunk in iter(lambda: list(islice(examples, CHUNK)), [])]
+    examples, chunks, text = whole(), [], datasets.Value("string")
+    messages = [{"role": text, "content": text}]
+    for chunk in iter(lambda: list(islice(examples, CHUNK)), []):
+        features = {key: text if isinstance(value, str) else messages for key, value in chunk[0].items()}
+        with reading(opened.name):  # rows of different kinds
+            chunks.append(datasets.Dataset.from_list(chunk, features=datasets.Features(features)))
     if not chunks:
         raise FulldepthError(f"{opened.name} has no row with a response. Expected rows with the columns {EXPECTED}.")
     for what, number in left_out.items():
@@ -198,14 +202,6 @@ def _messages(row: Mapping[str, Any], where: str, column: str) -> list[Message]:
             raise unknown(f"role of {place}", role, ROLES)
         messages.append({"role": ROLES[role], "content": content})
     return messages
-
-
-def _table(examples: list[dict[str, Any]], name: str) -> datasets.Dataset:
-    text = datasets.Value("string")
-    messages = [{"role": text, "content": text}]
-    features = {key: text if isinstance(value, str) else messages for key, value in examples[0].items()}
-    with reading(name):  # rows of different kinds
-        return datasets.Dataset.from_list(examples, features=datasets.Features(features))
 
 
 def as_prompt(tokenizer: Any, prompt: Prompt) -> Prompt:

@@ -15,8 +15,8 @@ from typing import Any
 
 from PIL import Image
 
-from fulldepth.data.columns import CAPTION_COLUMNS, kind_of, require_columns, text_value
-from fulldepth.data.files import folder_files, read_rows
+from fulldepth.data.columns import kind_of
+from fulldepth.data.files import folder_files
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import read_bytes, reading
 
@@ -29,8 +29,6 @@ MOST_PIXELS = 64 * 10**6
 MOST_RATIO = 200
 """Long edge over short edge."""
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
-METADATA = "metadata.jsonl"
-"""File of a folder of images that gives their captions, as Hugging Face's `imagefolder` reads it."""
 SPLITS = ("validation", "valid", "val", "dev", "test", "train")
 """Names of splits, in order of preference if none is requested; the labels of `test` may be hidden."""
 
@@ -138,39 +136,21 @@ def folder_images(
     Without `split`, the first of `SPLITS` that exists (if not `held_out`, `train` before all others).
 
     Returns:
-        Name, images, a function that makes a row of an image, with `image` (a loader), `label` (class index, or None)
-        and, in a folder with captions, `text` (None without one); and names of the classes.
+        Name, images, a function that makes a row of an image, with `image` (a loader) and `label` (class index, or
+        None); and names of the classes.
 
     Raises:
         FulldepthError: if there are no images, or not the split.
     """
     files = [PurePosixPath(file.relative_to(path).as_posix()) for file in folder_files(path)]
-    captions = _captions(path, files)
     images, chosen = _arrange(path.name, files, split, held_out)
     classes = tuple(sorted({label for _, label in images if label is not None}))
 
     def row_of(image: tuple[PurePosixPath, str | None]) -> dict[str, Any]:
         file, label = image
-        row = {"image": stored_image(path / file, str(file)), "label": None if label is None else classes.index(label)}
-        return {**row, "text": captions.get(file)} if captions else row
+        return {"image": stored_image(path / file, str(file)), "label": None if label is None else classes.index(label)}
 
     return f"{path.name}/{chosen}" if chosen else path.name, images, row_of, classes
-
-
-def _captions(path: Path, files: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
-    """Image -> text, from every `metadata.jsonl` of a folder: rows with `file_name`, relative to it, and a caption."""
-    captions: dict[PurePosixPath, str] = {}
-    for file in sorted(file for file in files if file.name == METADATA):
-        for where, row in read_rows(path / file):
-            column = next((name for name in CAPTION_COLUMNS if name in row), None)
-            if column is None:
-                continue
-            require_columns(row, ["file_name"], where)
-            image = file.parent / text_value(row["file_name"], f"{where}, 'file_name'")
-            captions[image] = text_value(row[column], f"{where}, {column!r}")
-    if missing := sorted(map(str, captions.keys() - set(files))):
-        raise FulldepthError(f"{METADATA} of {path.name} names {missing[0]}, which is not there.")
-    return captions
 
 
 def _arrange(

@@ -209,12 +209,6 @@ def name_classes(source: Source, declared: int | None = None) -> tuple[str, ...]
     return (*names, *(f"LABEL_{number}" for number in range(len(names), count)))
 
 
-def check_kind(source: Source, task: str) -> None:
-    """Refuse a source of another kind than the task trains on."""
-    if source.kind != KINDS[task]:
-        raise FulldepthError(f"task: {task} trains on {KINDS[task]}; {source.name} holds {source.kind}.")
-
-
 def check_rows(
     source: Source, task: str, classes: Sequence[str], *, skip_bad: bool = False, read: bool | None = None
 ) -> Rows:
@@ -230,7 +224,8 @@ def check_rows(
     Raises:
         FulldepthError: for data of another kind, and as `number_labels`.
     """
-    check_kind(source, task)
+    if source.kind != KINDS[task]:
+        raise FulldepthError(f"task: {task} trains on {KINDS[task]}; {source.name} holds {source.kind}.")
     read = (skip_bad or len(source) <= MOST_READ) if read is None else read
     numbered, digests = number_labels(source, classes, required=True, read=read, skip_bad=skip_bad)
     return Rows(replace(numbered, class_names=tuple(classes)), digests)

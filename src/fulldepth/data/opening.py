@@ -426,17 +426,14 @@ def open_documents(
 
 def document_texts(opened: Opened, column: str | None = None) -> Iterator[str]:
     """The documents of opened data; see `open_documents`."""
-
-    def choose(names: Iterable[str], where: str) -> Sequence[str]:
-        return [text_column(names, column, where)]
-
     for part in [replace(opened, files=(file,)) for file in opened.files] or [opened]:
         if opened.files and part.is_plain:
             yield from text_pieces(text_lines(part.files[0]))
         elif opened.name.startswith(CORPUS):
             yield from (piece for text in opened.items for piece in text_pieces(io.StringIO(text)))
         else:
-            yield from column_texts(part.rows(choose), None if part.is_plain else column)
+            rows = part.rows(lambda names, where: [text_column(names, column, where)])
+            yield from column_texts(rows, None if part.is_plain else column)
 
 
 def text_pieces(lines: Iterable[str], piece: int = PIECE) -> Iterator[str]:

@@ -443,13 +443,10 @@ def pack(
         )
     encoder, share = Encoder(tokenizer, vocab_size), validation_share if validation is None else 0.0
     needed = None if max_tokens is None else round(max_tokens / max(share, 1 - share))
-
-    def read(text: Documents) -> TokenFiles:
-        return tokenised(text, encoder, cache, needed, watcher or Watcher())
-
+    stored = (encoder, cache, needed, watcher or Watcher())
     if tokens is None:
         text = open_documents(documents)
-        name, files = text.name, read(text)
+        name, files = text.name, tokenised(text, *stored)
     else:
         name, files = tokens.name, TokenFiles.of(tokens)
         end = int(files.ends[files.ends > 0][0])
@@ -469,7 +466,7 @@ def pack(
     highest, content = files.scan()
     hashes = [content]
     if validation is not None:
-        other = read(open_documents(validation))
+        other = tokenised(open_documents(validation), *stored)
         held = split_tokens(other, 1.0, seed, max_tokens)[1]
         highest, hashes = max(highest, other.scan()[0]), [content, other.scan()[1]]
     cut = partial(Windows, sequence_length=sequence_length, across_documents=across_documents)

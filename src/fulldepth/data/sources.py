@@ -226,11 +226,10 @@ def _class_indices(
     Numbers stay as they are, negative ones (a hidden test label) become None; names are numbered in sorted order of
     `everything`, the labels of all rows. Space around a label does not count, and an empty one is None.
     """
-
-    def stripped(label: Any) -> Any:
-        return (clean_text(label).strip() or None) if isinstance(label, str) else label
-
-    labels, everything = ([(at, stripped(label)) for at, label in given] for given in (labels, everything))
+    labels, everything = (
+        [(at, (clean_text(label).strip() or None) if isinstance(label, str) else label) for at, label in given]
+        for given in (labels, everything)
+    )
     present = [label for _, label in everything if label is not None]
     if all(isinstance(label, str) for label in present) and not all(DIGITS.fullmatch(label) for label in present):
         names = tuple(sorted(set(present)))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulldepth.data.drawing import Text, block_clusters, draw_windows
+from fulldepth.data.drawing import block_clusters, draw_windows
 from fulldepth.data.opening import open_data, sampled_texts
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation.harness import Answers, LayerReader
@@ -116,11 +116,14 @@ class Quality:
         texts = sampled_texts(open_data(name, streaming=True), length, count, seed)
         documents = [(identity(text), text) for text in texts]
         tokenizer = self.subject.tokenizer
-
-        def tokenise(text: Text) -> list[int]:
-            return list(tokenizer(text.text, add_special_tokens=text.starts)["input_ids"])
-
-        windows = draw_windows(documents, tokenise, window=length, count=count, seed=seed, least=length).windows
+        windows = draw_windows(
+            documents,
+            lambda text: tokenizer(text.text, add_special_tokens=text.starts)["input_ids"],
+            window=length,
+            count=count,
+            seed=seed,
+            least=length,
+        ).windows
         if not windows:
             raise FulldepthError(f"{name} has no text of {length} tokens; lower prefix_tokens or max_new_tokens.")
         clusters, _, no_error = block_clusters(windows, [identity for identity, _ in documents])

@@ -311,16 +311,13 @@ def _stream_points(anatomy: Anatomy, sites: set[str], layer: int, block: nn.Modu
 def _branch_points(anatomy: Anatomy, sites: set[str], layer: int) -> Iterator[HookPoint]:
     """Points of the branches and, with several streams, of their connections."""
     scale = anatomy.branch_scale
-
-    def scaled(value: Any) -> Tensor:
-        return _tensor(value) * scale  # a new tensor: some families add to a branch in place
-
     for kind in ("attention", "mlp"):
         site = f"{kind}_branch"
         if site in sites or (kind == "attention" and _needs_sum(anatomy, sites)):
             module = anatomy.part(layer, site) if anatomy.family.sparse else _required(anatomy, layer, site)
             if module is not None:
-                yield HookPoint(module, False, site, scaled)
+                # a new tensor: some families add to a branch in place
+                yield HookPoint(module, False, site, lambda value: _tensor(value) * scale)
         if not anatomy.has_streams:
             continue
         # a connection returns: the branch's input, the streams without the branch, the branch's weight in each

@@ -80,19 +80,15 @@ class AllocationTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor):
-                for part in _plain(tensor):
-                    self._count(part.untyped_storage())
+            for part in _plain(tensor) if isinstance(tensor, Tensor) else ():
+                storage = part.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self._storages and storage.device.type != "meta":
+                    self._storages.add(key)
+                    self.now += size
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._forget, key, size)
         return output
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._storages or storage.device.type == "meta":
-            return
-        self._storages.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:
         self._storages.discard(key)

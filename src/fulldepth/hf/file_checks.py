@@ -347,13 +347,10 @@ def bounded_construction(where: str, weights: Weights) -> Iterator[None]:
             sizes[id(owner), name] = value.numel()
             grow("elements", value.numel())
 
-    def submodule(owner: Any, name: str, value: Any) -> None:
-        grow("modules", 1)
-
     handles = [
         torch_module.register_module_parameter_registration_hook(tensor),
         torch_module.register_module_buffer_registration_hook(tensor),
-        torch_module.register_module_module_registration_hook(submodule),
+        torch_module.register_module_module_registration_hook(lambda *_: grow("modules", 1)),
     ]
     try:
         yield

@@ -108,17 +108,14 @@ def _percentile(histogram: Tensor, share: float) -> Tensor:
     cumulative = histogram.cumsum(-1)
     total = cumulative[..., -1:]
     rank = share * (total - 1).clamp(min=0).double()
-    below, above = (_order_statistic(histogram, cumulative, r.long()) for r in (rank.floor(), rank.ceil()))
+    ends = []  # [..., 1] the values at the ranks below and above, with values spread evenly over their bin
+    for whole in (rank.floor().long(), rank.ceil().long()):
+        index = (cumulative <= whole).sum(-1, keepdim=True).clamp(max=BINS - 1)
+        count = histogram.gather(-1, index)
+        inside = (whole - cumulative.gather(-1, index) + count + 0.5).double() / count
+        ends.append(((index + inside.clamp(0, 1)) / BINS).square())
+    below, above = ends
     return torch.lerp(below, above, rank - rank.floor()).where(total > 0, torch.nan)[..., 0]
-
-
-def _order_statistic(histogram: Tensor, cumulative: Tensor, rank: Tensor) -> Tensor:
-    """[..., 1] the value at a 0-based rank, with values spread evenly over their bin."""
-    index = (cumulative <= rank).sum(-1, keepdim=True).clamp(max=BINS - 1)
-    count = histogram.gather(-1, index)
-    before = cumulative.gather(-1, index) - count
-    inside = (rank - before + 0.5).double() / count
-    return ((index + inside.clamp(0, 1)) / BINS).square()
 
 
 def norm_ratio(h_in: Tensor, h_out: Tensor) -> Tensor:

@@ -198,8 +198,7 @@ class RetrievalWeight(Measure):
         for layer, routing in observation.coefficients[SITE].items() if tokens else ():
             for total, shares in ((self.masses, False), (self.shares, True)):
                 weights = _by_head(routing, counted, shares)
-                if weights.shape[1:] != (self.setup.routed_heads, layer):
-                    raise ValueError(f"the router of layer {layer} gives {tuple(weights.shape[1:])} heads and sources")
+                assert weights.shape[1:] == (self.setup.routed_heads, layer)  # as `execution.verify` has checked
                 total[layer - 1, :, :layer] += (weights.sum(0) * (tokens / len(weights))).to(total)
             self.counts[layer - 1] += tokens
 

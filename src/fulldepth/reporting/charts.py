@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-import yaml
+from pydantic.dataclasses import dataclass
 
 from fulldepth.reporting.draw import (
     NO_CURVE,
@@ -41,6 +40,7 @@ from fulldepth.reporting.style import (
     label,
     layer_axis,
     layer_name,
+    read_yaml,
 )
 
 STEP_AXIS = axis("Training step", tickformat=",d", nticks=7, unifiedhovertitle={"text": "Step %{x:,}"})
@@ -55,7 +55,7 @@ DIFFERENCES = {"percent": "percent", "share": "percent", "rate": "rate"}
 BRANCHES = {"attention": "Attention", "mlp": "MLP"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"extra": "forbid"})
 class Line:
     """A curve of a figure. `statistic` and `site` may be patterns, whose groups fill `name`, `variant` and `key`."""
 
@@ -82,28 +82,23 @@ class Line:
 
     def expanded(self, table: pd.DataFrame) -> Iterator[Line]:
         """The lines that the table has for the patterns; they differ in colour, or in dash in figures with variants."""
-        if "(?P" not in f"{self.statistic}{self.site}":
+        pattern = f"({self.statistic})@({self.site or '.*'})"
+        if "(?P" not in pattern:
             yield self
             return
         pairs = select(table, self.measure)[["statistic", "site"]].dropna().drop_duplicates().to_numpy()
-        found = 0
-        for statistic, site in pairs:
-            matches = [
-                re.fullmatch(str(p or ".*"), text) for p, text in ((self.statistic, statistic), (self.site, site))
-            ]
-            if None in matches:
-                continue
-            groups = {name: text for match in matches if match for name, text in match.groupdict().items()}
+        matches = [match for pair in pairs if (match := re.fullmatch(pattern, "@".join(pair)))]
+        for index, match in enumerate(matches):
+            groups, (statistic, site) = match.groupdict(), match.string.split("@")
             shown = {name: TERMS.get(text) or label(text) for name, text in groups.items()}
-            style = {"dash": DASHES[found % 4]} if "(?P" in self.statistic else {"color": self.color + found}
+            style = {"dash": DASHES[index % 4]} if "(?P" in self.statistic else {"color": self.color + index}
             yield replace(
                 self, statistic=statistic, site=site, name=self.name.format(**shown), key=self.key.format(**groups),
                 variant=self.variant.format(**shown), **style,
             )  # fmt: skip
-            found += 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"extra": "forbid"})
 class Reading:
     """A map: one statistic over pairs of layers."""
 
@@ -115,7 +110,7 @@ class Reading:
     low: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"extra": "forbid"})
 class Figure:
     """A figure. Records of other kinds of results may have the same name."""
 
@@ -167,17 +162,6 @@ class Figure:
     """Whether variants stand side by side, not behind a switch."""
     notes: tuple[Note, ...] = ()
 
-    @classmethod
-    def read(cls, entry: Mapping[str, Any]) -> Figure:
-        """The record of an entry of `figures.yaml`."""
-        parts: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
-        }
-        parts["lines"] = tuple(Line(**one) for one in entry.get("lines", []))
-        parts["maps"] = tuple(Reading(**one) for one in entry.get("maps", []))
-        parts["notes"] = tuple(map(Note.read, entry.get("notes", [])))
-        return cls(**parts)
-
     def values(
         self, line: Line, table: pd.DataFrame, layers: int, statistic: str = "", column: str = ""
     ) -> PlottedCurve:
@@ -194,19 +178,18 @@ class Figure:
     def finished(self, drawn: Mapping[str, go.Figure]) -> Figures:
         """Name -> figure, with the record's title and reading where the drawing has none."""
         for one in drawn.values():
-            meta = dict(one.layout.meta)
-            title = meta["title"] or self.title or f"{self.quantity} per layer"
-            meta |= {"title": title, "subtitle": meta["subtitle"] or self.reading}
-            meta["beside"] = meta["beside"] or self.beside
-            one.update_layout(meta=meta, title={"text": title, "subtitle": {"text": meta["subtitle"]}})
+            about = one.layout.meta
+            about["title"] = about["title"] or self.title or f"{self.quantity} per layer"
+            about["subtitle"] = about["subtitle"] or self.reading
+            about["beside"] = about["beside"] or self.beside
+            one.update_layout(title={"text": about["title"], "subtitle": {"text": about["subtitle"]}})
         return {f"{self.name}:{key}" if key else self.name: one for key, one in drawn.items()}
 
 
 @cache
 def every_record() -> tuple[Figure, ...]:
     """All records, in reading order."""
-    text = files("fulldepth.reporting").joinpath("figures.yaml").read_text(encoding="utf-8")
-    return tuple(map(Figure.read, yaml.safe_load(text)))
+    return tuple(Figure(**entry) for entry in read_yaml("figures.yaml"))
 
 
 def readings(drawings: Iterable[tuple[str, go.Figure | None]]) -> Figures:
@@ -253,10 +236,9 @@ def alone(record: Figure, source: PageSource, group: list[Line], **about: Any) -
         xaxis=layer_axis(layers, record.first) if record.over == "layer" else STEP_AXIS,
         yaxis=value_axis(record.axis + nats, record.scale, values), **about,
     )  # fmt: skip
-    first_lines = [line.name for line in group if line.site == "residual"]
     if result is None or record.scale != "zero" or record.over != "layer":
         return result
-    return set_first_apart(result, first_lines)
+    return set_first_apart(result, [line.name for line in group if line.site == "residual"])
 
 
 def overlay(record: Figure, line: Line, source: PageSource, several: bool = False) -> go.Figure | None:
@@ -264,11 +246,9 @@ def overlay(record: Figure, line: Line, source: PageSource, several: bool = Fals
     difference, steps = record.column == "difference", record.over != "layer"
     relative = source.meta.get("depth") == "relative" and not steps
     drawn = []
-    for run in source.runs:
-        if difference and (run.baseline or "difference" not in run.table.columns):
-            continue
+    for run in source.with_column(record.column):
         errors = NO_CURVE
-        if difference and "difference_error" in run.table.columns:
+        if difference:
             errors = record.values(line, run.table, run.layers, column="difference_error")
             errors = replace(errors, values=[None if error is None else 2 * error for error in errors.values])
         elif not difference and line.errors.endswith(("stderr", "standard_error")):
@@ -294,25 +274,22 @@ def overlay(record: Figure, line: Line, source: PageSource, several: bool = Fals
         height=record.height,
         hovermode="closest" if relative else "x unified",
     )  # fmt: skip
-    if result is None:
-        return None
-    if not (relative or steps):
-        set_first_apart(result, [run.name for run in source.runs])
-    return add_level(result, 0) if difference else result
+    if result is not None and not (relative or steps):
+        set_first_apart(result)
+    return add_level(result, 0) if result is not None and difference else result
 
 
 def maps(record: Figure, source: PageSource) -> Figures:
     """Maps of one model in all variants; of several models the first reading, or its differences, side by side."""
     if source.kind != COMPARISON:
-        every = [(reading, *_cells(record, reading, source.table)) for reading in record.maps]
-        every = [one for one in every if len(one[1])]
         return readings(
             (reading.statistic, _heat(record, reading, cells, names, variant=reading.variant))
-            for reading, cells, names in every
+            for reading in record.maps
+            for cells, names in [_cells(record, reading, source.table)]
+            if len(cells)
         )
     difference, first = record.column == "difference", record.maps[0]
-    runs = [run for run in source.runs if not (difference and (run.baseline or "difference" not in run.table.columns))]
-    cells = {run.name: _cells(record, first, run.table)[0] for run in runs}
+    cells = {run.name: _cells(record, first, run.table)[0] for run in source.with_column(record.column)}
     settings: dict[str, Any] = {}
     if difference:  # one colour scale for all
         largest = max((float(np.nanmax(np.abs(one))) for one in cells.values() if len(one)), default=0.0)
@@ -424,8 +401,6 @@ def profiles(record: Figure, source: PageSource) -> Figures:
     every = [
         Drawn(curves[step], f"Step {step:,}", by_depth(index, len(shown))) for index, step in enumerate(shown, start=1)
     ]
-    drawn = chart(
-        every, xaxis=layer_axis(source.layers), yaxis=value_axis(record.axis, record.scale),
-        showlegend=True,
-    )  # fmt: skip
-    return readings([("", drawn and set_first_apart(drawn, [one.name for one in every]))])
+    yaxis = value_axis(record.axis, record.scale)
+    drawn = chart(every, xaxis=layer_axis(source.layers), yaxis=yaxis, showlegend=True)
+    return readings([("", drawn and set_first_apart(drawn))])

@@ -24,10 +24,6 @@ from fulldepth.reporting.style import (
     translucent,
 )
 
-COLOR_BAR = {
-    "thickness": 10, "len": 1, "outlinewidth": 0, "xpad": 8, "ticklen": 3, "nticks": 6,
-    "tickfont": {"size": 11, "color": MUTED},
-}  # fmt: skip
 APART = 2.0
 """Ratio to the largest value of the other layers from which the first layer is beyond the scale."""
 BARE = {"ticks": "", "showgrid": False, "showline": False}
@@ -89,9 +85,6 @@ class Drawn:
 
     def traces(self) -> list[go.Scatter | go.Bar]:
         """The band, and the curve with its error bars."""
-        return [*self._band(), self._trace()]
-
-    def _trace(self) -> go.Scatter | go.Bar:
         curve, errors = self.curve, self.errors.points
         observed = "" if set(curve.counts) <= {"1", "?"} else "  (n = %{customdata[1]})"
         custom: list[list[Any]] = [[layer_name(at), count] for at, count in zip(curve.at, curve.counts, strict=True)]
@@ -103,18 +96,15 @@ class Drawn:
         shared = {"x": list(self.across) or curve.at, "y": curve.values, "name": self.name, "customdata": custom}
         shared |= {"hovertemplate": f"{self.hover}%{{y:{self.form}}}{observed}", **settings, **self.extra}
         if self.plot == "bars":
-            return go.Bar(marker={"color": self.color, "line": {"width": 0}}, **shared)
+            return [go.Bar(marker={"color": self.color, "line": {"width": 0}}, **shared)]
         marker: dict[str, Any] = {"color": self.color, "size": 5}
         if self.plot == "marks":
             marker |= {"symbol": "diamond-open", "size": 10, "line": {"width": 2}}
-        line = {"color": self.color, "dash": self.dash, "width": 2}
+        line = {"color": self.color, "dash": self.dash}
         mode = "markers" if self.plot == "marks" else "lines+markers" if len(curve.at) <= 126 else "lines"
-        return go.Scatter(**{"mode": mode, "line": line, "marker": marker, "connectgaps": False, **shared})
-
-    def _band(self) -> list[go.Scatter]:
-        """Two traces, the upper one first, the lower one filled up to it."""
+        shown = go.Scatter(**{"mode": mode, "line": line, "marker": marker, **shared})
         if not (self.low and self.high):
-            return []
+            return [shown]
         edge: dict[str, Any] = {"mode": "lines", "line": {"width": 0, "color": self.color}, "name": self.band}
         edge |= {"legendgroup": self.band} if self.band else {"name": f"{self.name}, 95 %"}
         hover = f"%{{y:{self.form}}} to %{{customdata[0]:{self.form}}}"
@@ -123,6 +113,7 @@ class Drawn:
         return [
             go.Scatter(x=self.high.at, y=self.high.values, showlegend=False, hoverinfo="skip", **edge),
             go.Scatter(x=self.low.at, y=self.low.values, customdata=ends, hovertemplate=hover, **fill, **edge),
+            shown,
         ]
 
 
@@ -135,7 +126,7 @@ def chart(drawn: Iterable[Drawn], *, level: float | None = None, **settings: Any
     return result if level is None else add_level(result, level, "dot")
 
 
-def set_first_apart(drawn: go.Figure, names: Collection[str]) -> go.Figure:
+def set_first_apart(drawn: go.Figure, names: Collection[str] | None = None) -> go.Figure:
     """Let the value axis cover all layers but the first one drawn, if that one would flatten the others.
 
     The first layer's value is written at the top. Nothing changes if it is at most `APART` times the largest of the
@@ -143,9 +134,9 @@ def set_first_apart(drawn: go.Figure, names: Collection[str]) -> go.Figure:
 
     Args:
         drawn: a figure over layers.
-        names: the lines that the axis is made for.
+        names: the lines that the axis is made for; None = all.
     """
-    lines = [trace for trace in drawn.data if trace.name in names]
+    lines = [trace for trace in drawn.data if names is None or trace.name in names]
     points = [(at, y) for trace in lines for at, y in zip(trace.x, trace.y, strict=True) if y is not None]
     layer = min((at for at, _ in points), default=0)
     first = [value for at, value in points if at == layer]
@@ -222,7 +213,7 @@ def heat(
     shown = go.Heatmap(
         x=columns, y=names or rows, z=[[*map(number, row)] for row in cells.to_numpy()], zmin=low, zmax=high,
         colorscale=DIFFERENCE_SCALE if difference else SIGNED_SCALE if low < 0 else UNIT_SCALE,
-        xgap=gap, ygap=gap, hoverongaps=False, colorbar=COLOR_BAR,
+        xgap=gap, ygap=gap,
         hovertemplate=f"{axes[1]} %{{y}}, {axes[0].lower()} %{{x}}<br>{quantity} <b>%{{z:.4f}}</b><extra></extra>",
     )  # fmt: skip
     across, down = (
@@ -239,9 +230,8 @@ def heat(
 def shade_key(title: str, shades: Sequence[str], low: float, high: float) -> go.Scatter:
     """An invisible trace with a colour bar from `low` to `high`, for traces that differ in shade."""
     scale = [[i / (len(shades) - 1), shade] for i, shade in enumerate(shades)]
-    bar = {"title": {"text": title, "font": {"size": 11, "color": MUTED}}, **COLOR_BAR}
-    marker = {"color": [low], "cmin": low, "cmax": high, "colorscale": scale, "colorbar": bar, "showscale": True}
-    return legend_entry(None, marker=marker, showlegend=False)
+    marker = {"color": [low], "cmin": low, "cmax": high, "colorscale": scale, "showscale": True}
+    return legend_entry(None, marker={**marker, "colorbar": {"title": {"text": title}}}, showlegend=False)
 
 
 def legend_entry(name: str | None, mode: str = "markers", **settings: Any) -> go.Scatter:
@@ -255,5 +245,5 @@ def points(
     """Marks in a plane, joined by `lines`; without `hover` they have no hover box."""
     marker = {"color": color, "size": 9, **extra.pop("marker", {})}
     told = {"hovertemplate": f"{hover}<extra>%{{fullData.name}}</extra>"} if hover else {"hoverinfo": "skip"}
-    mode, line = "lines+markers" if lines else "markers", {"color": color, "width": 2}
-    return go.Scatter(x=x, y=y, name=name, mode=mode, line=line, marker=marker, **told, **extra)
+    mode = "lines+markers" if lines else "markers"
+    return go.Scatter(x=x, y=y, name=name, mode=mode, line={"color": color}, marker=marker, **told, **extra)

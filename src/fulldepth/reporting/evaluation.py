@@ -99,38 +99,23 @@ def of_models(source: PageSource) -> list[tuple[Meta, list[TaskScores]]]:
 
 def scores(record: Figure, source: PageSource) -> Figures:
     """The score of each task by exit layer: of one model, or a line for each of several."""
-    if source.kind != EVALUATION:
-        every = {task.name: task for _, found in of_models(source) for task in found}
-        return readings((task.name, _scored(record, task, source, True)) for task in every.values())
-    several = [task for task in tasks(source) if len(task.scores.points) > 1]  # a table shows those of one layer
-    return readings((task.name, _scored(record, task, source, len(several) > 1)) for task in several)
+    if source.kind == EVALUATION:
+        every = [task for task in tasks(source) if len(task.scores.points) > 1]  # a table shows those of one layer
+    else:
+        every = list({task.name: task for _, found in of_models(source) for task in found}.values())
+    return readings((task.name, _scored(record, task, source, len(every) > 1)) for task in every)
 
 
 def _scored(record: Figure, task: TaskScores, source: PageSource, several: bool) -> go.Figure | None:
     name, metric, guess = label(task.name, 60), label(task.metric, 40), task.entry.get("chance")
     form, one = ".1%" if task.is_share else ".4~g", source.kind == EVALUATION
     line = Line(SCORE, task.metric, task.name, metric if one else "", name, form=form, errors=task.metric + ERROR)
-    settings = replace(
-        record,
-        axis=metric,
-        scale="percent" if task.is_share else "",
-        first=min([1, *task.scores.at]),
-        height=290,
-        quantity="Score",
-    )
-    if one:
-        drawn = alone(
-            settings,
-            source,
-            [line],
-            title="Score by exit layer" if several else f"Score on {name} by exit layer",
-            subtitle="Bars: one standard error; shaded: the whole model’s" + "; dotted: chance" * (guess is not None),
-            variant=name * several,
-            beside=several,
-            showlegend=False,
-        )
-    else:
-        drawn = overlay(settings, line, source, True)
+    scale, first = "percent" if task.is_share else "", min([1, *task.scores.at])
+    record = replace(record, axis=metric, scale=scale, first=first)
+    title = "Score by exit layer" if several else f"Score on {name} by exit layer"
+    reading = "Bars: one standard error; shaded: the whole model’s" + "; dotted: chance" * (guess is not None)
+    about = {"title": title, "subtitle": reading, "variant": name * several, "beside": several, "showlegend": False}
+    drawn = alone(record, source, [line], **about) if one else overlay(record, line, source, True)
     if drawn and guess is not None:
         add_level(drawn, guess, "dot")
     whole, error = (points.get(task.layers) for points in (task.scores.points, task.errors.points))
@@ -147,17 +132,17 @@ def quality(record: Figure, source: PageSource) -> Figures:
         return {}
     rows = rows.assign(site=rows["site"].fillna(""))
 
-    def drawn(statistic: str) -> go.Figure | None:
-        title, form, scale = QUALITIES[statistic]
+    found, source = {}, replace(source, table=rows)
+    for statistic, (title, form, scale) in QUALITIES.items():
         sites = [site for site in rows["site"].unique() if curve(rows, QUALITY, statistic, site)]
         lines = [
             Line(QUALITY, statistic, site, label(site or title, 40), color=index, form=form, errors=statistic + ERROR)
             for index, site in enumerate(sites)
         ]
-        settings, now = replace(record, axis=title, scale=scale), replace(source, table=rows)
-        return alone(settings, now, lines, variant=title, showlegend=sites != [""]) if lines else None
-
-    return readings((statistic, drawn(statistic)) for statistic in QUALITIES)
+        if lines:
+            own = replace(record, axis=title, scale=scale)
+            found[statistic] = alone(own, source, lines, variant=title, showlegend=sites != [""])
+    return readings(found.items())
 
 
 def tables(source: PageSource) -> dict[str, list[Table]]:
@@ -178,14 +163,8 @@ def tables(source: PageSource) -> dict[str, list[Table]]:
     rows = select(source.table, QUALITY)
     rows = rows[(rows["layer"] == source.layers).fillna(False).astype(bool)].assign(site=rows["site"].fillna(""))
     values = rows.pivot_table("value", "site", "statistic", "last", sort=False)
-    columns = {title: name for name, (title, *_) in QUALITIES.items() if name in values}
-    quality = [
-        [short(site, 60), *(cell(own[name], "{:.4g}") for name in columns.values())] for site, own in values.iterrows()
-    ]
-    return {
-        "tasks": [of_record("tasks", named)],
-        "text": [Table("Text of the whole model", list(columns), quality, "Judge")],
-    }
+    quality = [(short(site, 60), dict(own)) for site, own in values.iterrows()]
+    return {"tasks": [of_record("tasks", named)], "text": [of_record("text", quality)]}
 
 
 def story(source: PageSource) -> dict[str, Any] | None:

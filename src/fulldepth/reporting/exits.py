@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from html import unescape
+from itertools import zip_longest
 from typing import Any
 
 import plotly.graph_objects as go
@@ -68,14 +69,13 @@ def points_of(entries: object) -> dict[str, list[dict[str, Any]]]:
 
 def tradeoff(record: Figure, source: PageSource) -> Figures:
     """A number against speed-up of each rule; of several models, of each model and rule."""
-    models = [("", source.meta)] if source.kind == EXIT else []
-    models += [(label(one.get("label", "?"), 40), one) for one in source.meta.get("models") or []]
+    entries = [source.meta] if source.kind == EXIT else source.meta.get("models") or []
     groups = {
-        ", ".join(filter(None, (name, rule))): every
-        for name, entry in models
+        ", ".join(filter(None, (label(entry.get("label", ""), 40), rule))): every
+        for entry in entries
         for rule, every in points_of(entry.get("generation" if record.section == "generating" else "exits")).items()
     }
-    full = [{"agreement": 1.0, **(entry.get("full") or {})} for _, entry in models]
+    full = [{"agreement": 1.0, **(entry.get("full") or {})} for entry in entries]
     return readings((key, _tradeoff(groups, full, key)) for key in SCALES)
 
 
@@ -85,20 +85,16 @@ def _tradeoff(groups: Mapping[str, list[dict[str, Any]]], full: Sequence[Meta], 
     traces, chosen = [], []
     for index, (name, every) in enumerate(groups.items()):
         drawn = [one for one in every if None not in (one["speed"], number(one.get(key)))]
+        if not drawn:
+            continue
         chosen += [(one["speed"], one[key]) for one in drawn if one.get("calibrated")]
-        color = categorical(index)["color"]
-        line = points(
-            name, [one["speed"] for one in drawn], [one[key] for one in drawn], color,
-            f"%{{customdata[0]}}: {title.lower()} <b>%{{y:{form}}}</b><br>%{{x:.2f}}× %{{customdata[1]}}<br>"
-            "%{customdata[2]:.1%} leave early",
-            lines=True,
-            error_y={"array": [one.get(f"{key}_stderr") or 0 for one in drawn], "color": color},
-            customdata=[
-                [one["name"], "in theory" if one.get("measured_speedup") is None else "measured", one["early"] or 0]
-                for one in drawn
-            ],
-        )  # fmt: skip
-        traces += [line] if drawn else []
+        color, how = categorical(index)["color"], {None: "in theory"}
+        told = [[one["name"], how.get(one.get("measured_speedup"), "measured"), one["early"] or 0] for one in drawn]
+        hover = f"%{{customdata[0]}}: {title.lower()} <b>%{{y:{form}}}</b><br>%{{x:.2f}}× %{{customdata[1]}}<br>"
+        hover += "%{customdata[2]:.1%} leave early"
+        errors = {"array": [one.get(f"{key}_stderr") or 0 for one in drawn], "color": color}
+        across, up = zip(*((one["speed"], one[key]) for one in drawn), strict=True)
+        traces.append(points(name, across, up, color, hover, lines=True, error_y=errors, customdata=told))
     if not traces:
         return None
     whole = [(1.0, value) for one in full if (value := number(one.get(key))) is not None]
@@ -106,8 +102,9 @@ def _tradeoff(groups: Mapping[str, list[dict[str, Any]]], full: Sequence[Meta], 
         ("full model", whole, "square", 10),
         ("chosen on the other half", chosen, "circle-open", 17),
     ):
-        marker = {"symbol": symbol, "size": size}
-        traces += [points(name, [x for x, _ in at], [y for _, y in at], INK, marker=marker)] if at else []
+        if at:
+            across, up = zip(*at, strict=True)
+            traces.append(points(name, across, up, INK, marker={"symbol": symbol, "size": size}))
     timed = any(one.get("measured_speedup") is not None for every in groups.values() for one in every)
     variant = title.removesuffix(" (nats)")
     drawn_figure = figure(
@@ -135,26 +132,20 @@ def histogram(record: Figure, source: PageSource) -> Figures:
 
 def _histogram(rule: str, every: list[dict[str, Any]]) -> go.Figure | None:
     """Share that leaves after each layer, one colour for each threshold."""
-    drawn = [one for one in every if one["early"]] or [one for one in every if one["early"] is not None]
-    if not drawn:  # one at which nothing leaves hides the others
-        return None
-    kept = {round(at * (len(drawn) - 1) / (MOST_BARS - 1)) for at in range(MOST_BARS)}
+    drawn = [one for one in every if one["early"] is not None]
+    drawn = [one for one in drawn if one["early"]] or drawn  # bars of one at which nothing leaves hide the others
+    last = len(drawn) - 1
+    kept = {round(at * last / (MOST_BARS - 1)) for at in range(MOST_BARS)}
     drawn = [one for index, one in enumerate(drawn) if index in kept or one.get("calibrated")]
-    bars, last, layers = [], len(drawn) - 1, len(drawn[0]["exits"])
+    bars, last, layers = [], len(drawn) - 1, 0
     for index, one in enumerate(drawn):
-        total, color = sum(one["exits"]), SEQUENTIAL[3 + round(7 * index / last)] if last else CATEGORICAL[0]
-        shares, told = zip(*((count / total, f"{count:,} of {total:,}") for count in one["exits"]), strict=True)
-        left = PlottedCurve([*range(1, layers + 1)], [*shares], [*told])
+        counts, color = one["exits"], SEQUENTIAL[3 + round(7 * index / last)] if last else CATEGORICAL[0]
+        total, layers = sum(counts), len(counts)
+        told = [f"{count:,} of {total:,}" for count in counts]
+        left = PlottedCurve([*range(1, layers + 1)], [count / total for count in counts], told)
         bars.append(Drawn(left, one["name"], color, form=".1%", plot="bars"))
-    return chart(
-        bars,
-        xaxis=layer_axis(layers),
-        yaxis=value_axis("Share", "percent"),
-        variant=rule,
-        barmode="group",
-        bargap=0.25,
-        showlegend=True,
-    )
+    settings: dict[str, Any] = {"variant": rule, "barmode": "group", "bargap": 0.25, "showlegend": True}
+    return chart(bars, xaxis=layer_axis(layers), yaxis=value_axis("Share", "percent"), **settings)
 
 
 def story(source: PageSource) -> dict[str, Any] | None:
@@ -179,25 +170,24 @@ def export_of(meta: Mapping[str, Any], layers: int) -> dict[str, str] | None:
 
 def tables(source: PageSource) -> dict[str, list[Table]]:
     """Id of a section -> its tables: one row for each threshold."""
-    return {
-        "thresholds": [_thresholds("Every threshold", source.meta.get("exits"))],
-        "generating": [_thresholds("Every run", source.meta.get("generation"))],
-    }
-
-
-def _thresholds(title: str, entries: object) -> Table:
-    named = []
-    for one in (one for every in points_of(entries).values() for one in every):
-        timing, factor, drop = one.get("timing"), one.get("measured_speedup"), one.get("drop")
-        if timing in ("busy", "few-rounds"):
-            one["timed"] = timing.replace("-", " ")
-        elif factor is not None:
-            one["timed"] = f"{'≈ ' * (timing == 'no-difference')}{factor:.2f}×"
-        if drop is not None:
-            low, high = (minus(-100 * end, "+.1f") for end in one.get("drop_interval") or (drop, drop))
-            one["change"] = minus(-100 * drop, "+.1f") + f" ({high} to {low})" * bool(one.get("drop_interval"))
-        named.append((unescape(one["name"]) + " · chosen" * bool(one.get("calibrated")), one))
-    return of_record("thresholds", named, title)
+    found = {}
+    for section, title, entries in (
+        ("thresholds", "Every threshold", source.meta.get("exits")),
+        ("generating", "Every run", source.meta.get("generation")),
+    ):
+        named = []
+        for one in (one for every in points_of(entries).values() for one in every):
+            timing, factor, drop = one.get("timing"), one.get("measured_speedup"), one.get("drop")
+            if timing in ("busy", "few-rounds"):
+                one["timed"] = timing.replace("-", " ")
+            elif factor is not None:
+                one["timed"] = f"{'≈ ' * (timing == 'no-difference')}{factor:.2f}×"
+            if drop is not None:
+                change, *ends = (minus(-100 * end, "+.1f") for end in (drop, *(one.get("drop_interval") or ())[::-1]))
+                one["change"] = change + f" ({' to '.join(ends)})" * bool(ends)
+            named.append((unescape(one["name"]) + " · chosen" * bool(one.get("calibrated")), one))
+        found[section] = [of_record("thresholds", named, title)]
+    return found
 
 
 def tables_of_models(source: PageSource) -> dict[str, list[Table]]:
@@ -219,17 +209,13 @@ def tables_of_generation(source: PageSource) -> dict[str, list[Any]]:
     stats = {name: one for name, one in (generation.get("stats") or {}).items() if not isinstance(one, list | Mapping)}
     rows = [[short(name, 60).replace("_", " ").capitalize(), short(text, 200)] for name, text in flatten(stats).items()]
     prompts, texts = generation.get("prompts") or [], generation.get("texts") or []
-    items = []
-    for index, text in enumerate(texts[:MOST_TEXTS]):
-        prompt = str(prompts[index] or "") if index < len(prompts) else ""
-        items.append([_shown(prompt), _shown(str(text or "").removeprefix(prompt))])
+    items, shown = [], texts[:MOST_TEXTS]
+    for prompt, text in zip_longest(prompts[: len(shown)], shown):
+        pair = (prompt or "", (text or "").removeprefix(prompt or ""))
+        cuts = (one if len(one) <= MOST_CHARACTERS else one[: MOST_CHARACTERS - 1] + "…" for one in pair)
+        items.append([visible(one, keep=" \n\t") for one in cuts])
     cut = f"The first {MOST_TEXTS} of {len(texts):,}; results.json has all." if len(texts) > MOST_TEXTS else ""
     return {
         "texts": [{"template": "texts", "items": items, "note": cut}] if items else [],
         "statistics": [Table("Counts and times", [""], rows, text=True)],
     }
-
-
-def _shown(text: str) -> str:
-    cut = text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 1] + "…"
-    return visible(cut, keep=" \n\t")

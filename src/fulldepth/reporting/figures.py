@@ -49,25 +49,21 @@ def records(kind: str) -> list[tuple[Figure, Draw]]:
     drawn: list[tuple[Figure, Draw]] = []
     for record in every_record():
         generic = charts.maps if record.maps else charts.lines
+        own = DRAWINGS.get(record.draw, generic)
         if kind in record.kinds:
-            moved = replace(record, section="training") if kind == SERIES else record
-            drawn.append((moved, DRAWINGS.get(record.draw, generic)))
-        single = SINGLE in record.kinds
+            drawn.append((replace(record, section="training") if kind == SERIES else record, own))
         if kind in (EXIT, EXITS) and record.name in STOPPING:
             drawn.append((replace(record, section="stopping", secondary=False), generic))
-        if kind == COMPARISON and single and (record.maps or any(line.compared for line in record.lines)):
-            drawn.append((record, generic))
-        if (kind == COMPARISON and drawn and drawn[-1][0] is record) or (
-            kind == TRAININGS and record.draw == "profiles"
-        ):
-            difference = replace(record, name=f"difference_{record.name}", column="difference")
-            drawn.append((difference, DRAWINGS.get(record.draw, generic) if kind == TRAININGS else generic))
+        difference = replace(record, name=f"difference_{record.name}", column="difference")
+        compared = SINGLE in record.kinds and (record.maps or any(line.compared for line in record.lines))
+        if kind == COMPARISON and compared:
+            drawn += [(record, generic), (difference, generic)]
+        if kind == TRAININGS and record.draw == "profiles":
+            drawn.append((difference, own))
         if kind in (SERIES, TRAINING) and record.followed:
             folded = record.secondary or record.section != "displacement"
-            steps = replace(record, name=f"steps_{record.name}")
-            drawn.append(
-                (replace(steps, section="training", secondary=folded) if kind == SERIES else steps, charts.followed)
-            )
+            moved: dict[str, Any] = {"section": "training", "secondary": folded} if kind == SERIES else {}
+            drawn.append((replace(record, name=f"steps_{record.name}", **moved), charts.followed))
     return [*records(SINGLE), *drawn] if kind == SERIES else drawn
 
 
@@ -94,25 +90,22 @@ def build(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
         last = PageSource(table[table["step"] == table["step"].max()].drop(columns="step"), meta)
     drawn: dict[str, go.Figure] = {}
     for record, draw in records(source.kind):
-        drawn |= record.finished(
-            draw(record, last if SINGLE in record.kinds and draw is not charts.followed else source)
-        )
+        of_last = SINGLE in record.kinds and draw is not charts.followed
+        drawn |= record.finished(draw(record, last if of_last else source))
     return drawn
 
 
 def _of_stacks(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, go.Figure]:
     """The figures of every stack as variants of one another, `name:Stack`, and those across stacks."""
     rest = {key: value for key, value in meta.items() if key != "stacks"}
-    drawn: dict[str, dict[str, go.Figure]] = {}
+    (cross,) = [record for record, _ in records(SINGLE) if record.name == "cross"]
+    drawn = {"": cross.finished(charts.maps(cross, PageSource(table, rest)))}
     for stack in meta["stacks"]:
         title = str(stack["name"]).capitalize()
         model = {**(rest.get("model") or {}), "num_layers": stack.get("num_layers")}
         for name, figure in build(stack_rows(table, str(stack["name"])), {**rest, "model": model}).items():
-            about = dict(figure.layout.meta)
-            about["variant"] = f"{title}, {about['variant']}" if about.get("variant") else title
+            about = figure.layout.meta
+            about["variant"] = ", ".join(filter(None, (title, about["variant"])))
             base, _, variant = name.partition(":")
-            own = f"{base}:{title}" + (f" {variant}" if variant else "")
-            drawn.setdefault(base, {})[own] = figure.update_layout(meta=about)
-    source = PageSource(table, rest)
-    (across,) = [record.finished(draw(record, source)) for record, draw in records(SINGLE) if record.name == "cross"]
-    return {**across, **{name: figure for variants in drawn.values() for name, figure in variants.items()}}
+            drawn.setdefault(base, {})[f"{base}:{title} {variant}".strip()] = figure
+    return {name: figure for variants in drawn.values() for name, figure in variants.items()}

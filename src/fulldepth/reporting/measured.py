@@ -90,8 +90,9 @@ def side_by_side(source: PageSource) -> Table:
         found, depth = entry.get("headline") or {}, (entry.get("model") or {}).get("num_layers")
         cells = {}
         for name, (title, _) in texts()["headlines"].items():
-            digits, unit = figure_of(found.get(name, {}), depth)
-            cells[title] = " ".join(filter(None, (digits, plus_minus(found.get(name, {})), unit)))
+            number = found.get(name, {})
+            digits, unit = figure_of(number, depth)
+            cells[title] = " ".join(filter(None, (digits, plus_minus(number), unit)))
         models.append((entry, cells))
     return across("Models side by side", models)
 

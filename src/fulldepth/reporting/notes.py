@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from html import escape
-from typing import Any
+
+from pydantic.dataclasses import dataclass
 
 TOKEN = re.compile(r'\\[a-z]+|\\[{}]|"[^"]*"|[^\W\d_][^\W_]*|\d+|\S')
 SPACES = {r"\thin": "0.1em", r"\space": "0.2em", r"\quad": "0.8em"}
@@ -57,7 +56,7 @@ def _element(tokens: list[str]) -> str:
     return f"<{tag}>{text}</{tag}>"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"extra": "forbid"})
 class Note:
     """A note under “How to read the numbers”; shown if the table has one of its measures, or if it names none."""
 
@@ -70,11 +69,6 @@ class Note:
     """See `mathml`."""
     source: str = ""
     """HTML: the source of the formula."""
-
-    @classmethod
-    def read(cls, entry: Mapping[str, Any]) -> Note:
-        """The note of an entry of a YAML file."""
-        return cls(**{**entry, "measures": tuple(entry.get("measures", ()))})
 
     @property
     def mathml(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 import plotly.graph_objects as go
+from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from fulldepth.reporting import evaluation, exits, figures, measured, skip, story, training
@@ -139,7 +139,7 @@ def arrange(
 ) -> list[dict[str, Any]]:
     """Sections with their slots; a slot is a figure with all its variants. Secondary slots are folded.
 
-    Curves over steps whose section is not on the page get a section of their own, and so do figures without a record.
+    Curves over steps whose section is not on the page get a section of their own, and so do other figures.
 
     Args:
         names: of the figures.
@@ -152,7 +152,7 @@ def arrange(
     placed: dict[str, dict[str, list[str]]] = {section["id"]: {} for section in every}
     for name in names:
         base = name.partition(":")[0]
-        home = records[base].section if base in records else ""
+        home = records[base].section
         if home not in placed:
             home = "training" if base.startswith("steps_") else "further"
         placed[home].setdefault(base, []).append(name)
@@ -161,10 +161,10 @@ def arrange(
         slots = placed[section["id"]]
         shown = [one for one in tables.get(section["id"], []) if not isinstance(one, Table) or one.rows]
         if slots or shown:
-            folded = [slot for base, slot in slots.items() if base in records and records[base].secondary]
-            primary = [slot for slot in slots.values() if slot not in folded]
-            first = section["id"] == about.get("first")
-            parts = {"slots": primary, "folded": folded, "tables": shown, "first": first}
+            primary, folded = (
+                [slots[base] for base in slots if records[base].secondary == way] for way in (False, True)
+            )
+            parts = {"slots": primary, "folded": folded, "tables": shown, "first": section["id"] == about.get("first")}
             arranged.append({"intro": "", "after": False, **section, **parts})
     return arranged
 
@@ -172,7 +172,7 @@ def arrange(
 def notes(source: PageSource, sections: str) -> list[Note]:
     """The notes on how to read the figures of these results: those on one of its measures, or that name none."""
     measures = {str(name) for name in source.table["measure"].unique()}
-    general = [Note.read(texts()["standard_errors"])] if sections in ("models", "training") else []
+    general = [Note(**texts()["standard_errors"])] if sections in ("models", "training") else []
     every = [*general, *(note for record, _ in figures.records(source.kind) for note in record.notes)]
     return [note for note in dict.fromkeys(every) if not note.measures or measures & {*note.measures}]
 
@@ -206,16 +206,15 @@ def pack(grid: Mapping[str, Any] | None, words: dict[str, int]) -> list[dict[str
 
 
 def packed(drawn: go.Figure) -> dict[str, Any]:
-    """`data`, `layout` and `about` (title, subtitle, alt, variant, beside) of a figure, without the shared layout."""
+    """`data`, `layout` and `about` (title, subtitle, alt, variant, beside) of a figure, without the shared layout.
+
+    The texts of `about` are not escaped, unlike plotly's labels.
+    """
     raw = drawn.to_plotly_json()
     layout = {key: value for key, value in raw["layout"].items() if key not in ("template", "title", "meta")}
-    about = {name: as_text(text) if isinstance(text, str) else text for name, text in raw["layout"]["meta"].items()}
+    about = dict(raw["layout"]["meta"])
+    about |= {name: unescape(text.replace("<br>", " ")) for name, text in about.items() if isinstance(text, str)}
     return {"data": compact(list(raw["data"])), "layout": compact(layout), "about": about}
-
-
-def as_text(label: str) -> str:
-    """A label that was made safe for plotly, as text."""
-    return unescape(label.replace("<br>", " "))
 
 
 def compact(value: Any) -> Any:
@@ -253,7 +252,7 @@ def index(title: str, chapters: Sequence[Mapping[str, Any]]) -> str:
     measurement, *others = [PageSource(one["table"], one["meta"]) for one in chapters]
     facts = story.Facts(measurement.table, measurement.layers)
     folders = [part for source in others for part in skip.parts(source)]
-    removed = [block for removal in skip.removals(folders)[:1] for block in removal.blocks]
+    removed = [layer for removal in skip.removals(folders)[:1] for layer, _ in removal.places]
     strip = story.profile(facts, removed)
     told = story.story(facts, measurement.meta) or {"sentences": []}
     return _environment().get_template("index.html").render(
@@ -270,8 +269,8 @@ def _environment() -> jinja2.Environment:
     night = [(DARK[shade], DARK[INK if at < 5 else PAPER]) for at, shade in enumerate(SEQUENTIAL)]
     part = {"part": lambda name: Markup(loader.get_source(environment, name)[0])}
     environment.globals |= {**part, "ramp": {"light": shades, "dark": night}, "names": texts()}
-    environment.filters |= {one.__name__: one for one in (dotted, percent, plain, scaled, seconds, short, size)}
-    environment.filters |= {"objective": training.objective_line, "schedule": training.schedule_line}
+    lines = (training.objective_line, training.schedule_line)
+    environment.filters |= {one.__name__: one for one in (dotted, percent, plain, scaled, seconds, short, size, *lines)}
     environment.tests["table"] = lambda one: isinstance(one, Table)
     return environment
 
@@ -289,5 +288,4 @@ def plotly() -> str:
 
 def embed(document: Any) -> str:
     """JSON that is safe inside a script element: ASCII only, without characters that are special in HTML."""
-    text = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return htmlsafe_json_dumps(document, allow_nan=False, separators=(",", ":"))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from markupsafe import Markup
 
-from fulldepth.reporting.style import minus
+from fulldepth.reporting.style import is_invisible, minus
 
 NOTHING = "–"
 """Shown instead of an unknown number."""
@@ -21,7 +20,7 @@ TERMS = {
     "similarity": "Similarity penalty",
 }
 """Term of the objective -> its name."""
-_VISIBLE = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
+_VISIBLE = {chr(code): chr(0x2400 + code) for code in range(32)} | {" ": "·", "\n": "⏎", "\t": "⇥", "\x7f": "␡"}
 
 
 def short(text: object, limit: int = 200) -> str:
@@ -32,17 +31,8 @@ def short(text: object, limit: int = 200) -> str:
 
 def visible(text: str, keep: str = "") -> str:
     """`text` with whitespace and invisible characters written as marks, except those in `keep`."""
-    return "".join(c if c in keep else _mark(c) for c in text)
-
-
-def _mark(char: str) -> str:
-    if char in _VISIBLE:
-        return _VISIBLE[char]
-    if ord(char) < 32:
-        return chr(0x2400 + ord(char))
-    if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
-        return f"⟨U+{ord(char):04X}⟩"
-    return char
+    marks = {c: f"⟨U+{ord(c):04X}⟩" for c in set(text) if is_invisible(c)} | _VISIBLE
+    return "".join(c if c in keep else marks.get(c, c) for c in text)
 
 
 def figure_of(entry: Mapping[str, Any], layers: object = None) -> tuple[str, str]:

@@ -72,7 +72,8 @@ class Removal:
     names: dict[str, None]
     """Names of the folders and models that it comes from; may be empty."""
     granularity: str
-    blocks: tuple[int, ...]
+    blocks: tuple[int | str, ...]
+    """As in a plan: layers, or of granularity `any` texts such as `mlp 12`."""
     losses: tuple[float, ...]
     """Held-out losses of the unmodified model and after each removal, not healed; empty if unknown."""
     healed: float | None = None
@@ -85,6 +86,12 @@ class Removal:
         """All its names."""
         return ", ".join(self.names)
 
+    @property
+    def places(self) -> list[tuple[int, str]]:
+        """1-based layer and part of every block."""
+        pairs = [(str(b).partition(" ")) if isinstance(b, str) else (self.granularity, "", b) for b in self.blocks]
+        return [(int(layer), part) for part, _, layer in pairs]
+
     def begins(self, other: Removal) -> bool:
         """Whether a longer removal has begun with the same blocks at the same losses."""
         size = len(self.blocks)
@@ -96,7 +103,7 @@ def removals(folders: Iterable[SkipPart]) -> list[Removal]:
     """All sequences of removed blocks in the folders, without repetition."""
     merged: dict[object, Removal] = {}
     for part, name, plan in ((one, *named) for one in folders for named in plans(one)):
-        blocks = tuple(int(block) for block in plan.get("blocks") or [])
+        blocks = tuple(block if isinstance(block, str) else int(block) for block in plan.get("blocks") or [])
         losses = tuple(loss for loss in map(number, plan.get("losses") or []) if loss is not None)
         losses *= len(losses) == len(blocks) + 1
         granularity = str(plan.get("granularity") or "attention")
@@ -121,7 +128,7 @@ def layers_of(folders: Sequence[SkipPart]) -> int:
     """L, as a document states, or else the deepest known layer."""
     stated = [(part.meta.get("model") or {}).get("num_layers") for part in folders]
     deepest = [layer for part in folders if (layer := number(part.table["layer"].max())) is not None]
-    deepest += [block for removal in removals(folders) for block in removal.blocks]
+    deepest += [layer for removal in removals(folders) for layer, _ in removal.places]
     return next((layers for layers in stated if isinstance(layers, int) and layers > 0), int(max([1, *deepest])))
 
 
@@ -354,9 +361,14 @@ def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
     sentences = []
     timed = next((one for one in timed_models(folders) if not one.baseline), None)
     for removal in removals(folders)[:1]:
-        count, blocks = len(removal.blocks), ", ".join(map(str, sorted(removal.blocks)))
-        layers = f"layer{'s' * (count > 1)} {blocks} of {layers_of(folders)}"
-        part = PARTS.get(removal.granularity, "block") + "s" * (count > 1)
+        named = []
+        for part, name in PARTS.items():
+            layers, plural = sorted(layer for layer, own in removal.places if own == part), ""
+            if layers:
+                plural = "s" * (len(layers) > 1)
+                of = "" if part == "layer" else f"the {name}{plural} of "
+                named.append(f"{of}layer{plural} {', '.join(map(str, layers))}")
+        what = " and ".join(named)
         added = removal.losses[-1] - removal.losses[0] if removal.losses else None
         error = None
         if timed is not None and timed.added is not None:
@@ -366,7 +378,7 @@ def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
         amount = f"{minus(added, '+.4f')} {plus_minus({'standard_error': error})}".rstrip()
         unsure = " (no measurable difference)" * bool(error and abs(added) < 2 * error)
         change = f"changes the held-out loss by {amount} nats{unsure}, not healed"
-        sentences.append(f"Removing the {part} of {layers} {change}.")
+        sentences.append(f"Removing {what} of {layers_of(folders)} {change}.")
     if timed is not None and "decode" in timed.times:
         time, low, high = timed.times["decode"]
         said = f"Decoding a token then takes {time:.2f} times as long ({low:.2f} to {high:.2f}) on this machine."
@@ -408,7 +420,11 @@ def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
     """A map of the blocks of every layer: which were removed, in what order, and the loss that each added."""
     losses = removal.losses
     steps = [minus(after - before, "+.3f") for before, after in pairwise(losses)] or [""] * len(removal.blocks)
-    removed = {block: (at, step) for at, (block, step) in enumerate(zip(removal.blocks, steps, strict=True), start=1)}
+    order = enumerate(zip(removal.places, steps, strict=True), start=1)
+    removed: dict[int, dict[str, tuple[int, str]]] = {}
+    for at, ((layer, part), step) in order:
+        whole = removal.granularity == "any" and part == "layer"
+        removed.setdefault(layer, {}).update(dict.fromkeys(("attention", "mlp") if whole else (part,), (at, step)))
     count = f"{len(removal.blocks)} {PARTS.get(removal.granularity, 'block')}{'s' * (len(removal.blocks) > 1)} removed"
     loss = ""
     if losses:
@@ -419,8 +435,7 @@ def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
         "title": f"{short(removal.name, 60)}: {count}" if removal.name else count,
         "note": dotted([f"of {layers} layers", loss]),
         "branches": [removal.granularity] if removal.granularity == "layer" else ["attention", "mlp"],
-        "granularity": removal.granularity,
-        "cells": [(layer, *removed.get(layer, ("", ""))) for layer in range(1, layers + 1)],
+        "cells": [(layer, removed.get(layer, {})) for layer in range(1, layers + 1)],
     }
 
 

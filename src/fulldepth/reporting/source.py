@@ -57,11 +57,6 @@ def number(value: Any) -> float | None:
     return real if math.isfinite(real) else None
 
 
-def counted(value: Any) -> str:
-    """A count with thousands separators; "?" if missing."""
-    return "?" if pd.isna(value) else f"{int(value):,}"
-
-
 def select(table: pd.DataFrame, measure: str, statistic: str | None = None, site: str | None = None) -> pd.DataFrame:
     """The rows of one measure, and of one statistic and site if given; of `a|b`, the first that the rows have."""
     rows = table[table["measure"] == measure]
@@ -95,7 +90,7 @@ def curve(
         column: of the values.
     """
     rows = select(table, measure, statistic, site)
-    if by not in rows:
+    if not {by, column} <= {*rows}:
         return NO_CURVE
     if layer is not None:
         rows = rows[(rows["layer"] == layer).fillna(False).astype(bool)]
@@ -103,9 +98,8 @@ def curve(
     unit = str(next(iter(rows["unit"].dropna()), "1"))
     if layer is not None:
         rows = rows.reindex(sorted(table[by].unique()))
-    return PlottedCurve(
-        [int(at) for at in rows.index], [*map(number, rows[column])], [*map(counted, rows["count"])], unit
-    )
+    counts = ["?" if pd.isna(count) else f"{int(count):,}" for count in rows["count"]]
+    return PlottedCurve([int(at) for at in rows.index], [*map(number, rows[column])], counts, unit)
 
 
 def num_layers(table: pd.DataFrame, model: Mapping[str, Any] | None) -> int:
@@ -174,6 +168,10 @@ class PageSource:
             layers = num_layers(rows, entry.get("model"))
             runs.append(Run(unique, rows, layers, categorical(index), bool(entry.get("baseline"))))
         return runs
+
+    def with_column(self, column: str) -> list[Run]:
+        """The models whose rows have values in a column; differences are those of all but the baseline."""
+        return [run for run in self.runs if column in run.table and not (column == "difference" and run.baseline)]
 
     @cached_property
     def baseline(self) -> str:

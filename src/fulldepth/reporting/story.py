@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -39,8 +39,12 @@ BLOCKS = 4
 LOWEST, HIGHEST = 0.005, 0.5
 """Displacements of the lightest and the darkest shade; the shades between them are a logarithmic scale."""
 
-Values = dict[int, float]
-"""Layer -> finite value."""
+
+class Values(dict[int, float]):
+    """Layer -> finite value; NaN of other layers."""
+
+    def __missing__(self, _: int) -> float:
+        return math.nan
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Facts:
 
     def values(self, measure: str, *statistics: str) -> Values:
         """The values of the first statistic that the table has, by layer, at the residual stream."""
-        return curve(self.table, measure, "|".join(statistics)).points
+        return Values(curve(self.table, measure, "|".join(statistics)).points)
 
     @cached_property
     def displacement(self) -> Values:
@@ -83,13 +87,13 @@ class Facts:
         middle = before[(len(before) - 1) // 2 : len(before) // 2 + 1]
         if not middle:
             return math.nan, math.nan
-        means, errors = zip(*((mean, self.errors.get(layer, math.nan)) for mean, layer in middle), strict=True)
+        means, errors = zip(*((mean, self.errors[layer]) for mean, layer in middle), strict=True)
         return sum(means) / len(means), max(errors)
 
     def beyond(self, value: float, error: float = 0.0, layers: Collection[int] | None = None) -> list[int]:
         """Those of some layers (None = all) whose mean displacement differs measurably from a value with its error."""
         chosen = [layer for layer in self.displacement if layers is None or layer in layers]
-        errors = [math.hypot(self.errors.get(layer, math.nan), error) for layer in chosen]
+        errors = [math.hypot(self.errors[layer], error) for layer in chosen]
         differs = measurable([self.displacement[layer] - value for layer in chosen], errors)
         return [layer for layer, yes in zip(chosen, differs, strict=True) if yes]
 
@@ -102,13 +106,9 @@ def story(facts: Facts, meta: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     if not facts.displacement:
         return None
-    limit = f"{IDLE:g} ({degrees(IDLE):.0f} degrees)"
-    first = f"Displacement is clearly below {limit} in no layer."
-    if facts.idle:
-        first = (
-            f"Displacement is clearly below {limit} in {len(facts.idle)} of {facts.layers} layers: {spans(facts.idle)}."
-        )
-    elif not facts.errors:
+    idle = f"{len(facts.idle)} of {facts.layers} layers: {spans(facts.idle)}" if facts.idle else "no layer"
+    first = f"Displacement is clearly below {IDLE:g} ({degrees(IDLE):.0f} degrees) in {idle}."
+    if not facts.errors:
         first = "Displacement has no standard error, so it is not concluded which layers do little."
     findings = [_last(facts), _late(facts), _early(facts)]
     return {"sentences": [first, *list(filter(None, findings))[:MOST]], "next": _next(meta, facts)}
@@ -127,33 +127,26 @@ def opening(source: PageSource) -> dict[str, Any] | None:
     stacks = by_stack(source.table, source.meta)
     if "" in stacks:
         return story(stacks[""], source.meta)
-    told = {name: story(facts, {}) for name, facts in stacks.items()}
-    sentences = [
-        f"{name}: {sentence}" if first == 0 else sentence
-        for name, part in told.items()
-        if part
-        for first, sentence in enumerate(part["sentences"][:2])
-    ]
+    told = [(name, part["sentences"]) for name, facts in stacks.items() if (part := story(facts, {}))]
+    sentences = [text for name, (first, *others) in told for text in (f"{name}: {first}", *others[:1])]
     return {"sentences": sentences, "next": COMPARE} if sentences else None
 
 
 def spans(layers: list[int]) -> str:
     """Ascending layers as text: `layers 4 to 8, 13`."""
-    runs: list[list[int]] = []
-    for layer in sorted(layers):
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]} {'and' if len(run) == 2 else 'to'} {run[-1]}" for run in runs]
+    firsts, lasts = (sorted(layer for layer in layers if layer + step not in layers) for step in (-1, 1))
+    texts = [
+        str(first) if first == last else f"{first} {'and' if last == first + 1 else 'to'} {last}"
+        for first, last in zip(firsts, lasts, strict=True)
+    ]
     return ("layer " if len(layers) == 1 else "layers ") + ", ".join(texts)
 
 
 def _last(facts: Facts) -> str:
     """The last layer against the median layer, and its jump; empty without an error."""
-    last, error = facts.displacement.get(facts.layers), facts.errors.get(facts.layers)
+    last, error = facts.displacement[facts.layers], facts.errors[facts.layers]
     median, median_error = facts.median
-    if last is None or error is None or not median > 0:
+    if math.isnan(last + error) or not median > 0:
         return ""
     amount = f"{last:.3f} {plus_minus({'standard_error': error})} ({degrees(last):.0f} degrees)"
     middle = f"the median layer ({median:.3f}, {degrees(median):.0f} degrees)"
@@ -164,22 +157,18 @@ def _last(facts: Facts) -> str:
         sentence = f"The last layer’s displacement is {amount}: {ratio:.1f} times the angle of {middle}."
     else:
         sentence = f"The last layer’s displacement is {amount}, {'below' if ratio < 1 else 'above'} that of {middle}."
-    jump, jump_error = (
-        facts.values("jump_rate", name).get(facts.layers, math.nan) for name in ("value", "standard_error")
-    )
+    jump, jump_error = (facts.values("jump_rate", name)[facts.layers] for name in ("value", "standard_error"))
     if not (jump > 0 and measurable(jump, jump_error)[0]):
         return sentence
     size = ": large" if jump > LARGE_JUMP else ": not large"
-    return f"{sentence} Its jump rate is {jump:.1f} ± {jump_error:.2g} %" + (
-        f"{size}." if measurable(jump - LARGE_JUMP, jump_error)[0] else "."
-    )
+    size *= bool(measurable(jump - LARGE_JUMP, jump_error)[0])
+    return f"{sentence} Its jump rate is {jump:.1f} ± {jump_error:.2g} %{size}."
 
 
 def _late(facts: Facts) -> str:
     """The share of predictions that settle in the last two layers."""
     layer = facts.layers - 2
-    share = 1 - facts.settled.get(layer, math.nan)
-    error = facts.values("saturation", "standard_error_of_cumulative").get(layer, math.nan)
+    share, error = 1 - facts.settled[layer], facts.values("saturation", "standard_error_of_cumulative")[layer]
     if layer < 1 or not (share > 0 and measurable(share, error)[0]):
         return ""
     return f"{100 * share:.0f} ± {100 * error:.1f} % of all predictions change in the last two layers."
@@ -188,10 +177,10 @@ def _late(facts: Facts) -> str:
 def _early(facts: Facts) -> str:
     """The first layer that measurably has 95 % of the last layer's accuracy, if it is an early one."""
     right, errors = (facts.values("lens_accuracy", name) for name in ("mean", "standard_error"))
-    target, error = (0.95 * values.get(facts.layers, math.nan) for values in (right, errors))
+    target, error = (0.95 * values[facts.layers] for values in (right, errors))
     depths = range(1, facts.layers)
-    above = np.array([right.get(layer, math.nan) - target for layer in depths])
-    enough = measurable(above, [math.hypot(errors.get(layer, math.nan), error) for layer in depths]) & (above > 0)
+    above = np.array([right[layer] - target for layer in depths])
+    enough = measurable(above, [math.hypot(errors[layer], error) for layer in depths]) & (above > 0)
     depth = int(enough.argmax()) + 1 if enough.any() else facts.layers
     return f"Layer {depth} already has 95 % of the last layer’s accuracy." if depth <= EARLY * facts.layers else ""
 
@@ -202,10 +191,9 @@ def _predicts(facts: Facts, classes: int | None) -> bool:
         [facts.values(measure, statistic) for statistic in ("mean", "standard_error")]
         for measure in ("lens_accuracy", "lens_loss")
     )
-    last, nan = facts.layers, math.nan
-    better = right.get(last, nan) - (1 / classes if classes else 0.0)
-    gain = loss.get(0, nan) - loss.get(last, nan)
-    errors = [right_error.get(last, nan), math.hypot(loss_error.get(0, nan), loss_error.get(last, nan))]
+    last = facts.layers
+    better, gain = right[last] - (1 / classes if classes else 0.0), loss[0] - loss[last]
+    errors = [right_error[last], math.hypot(loss_error[0], loss_error[last])]
     return better > 0 and gain > 0 and bool(measurable([better, gain], errors).all())
 
 
@@ -240,49 +228,30 @@ def profile(facts: Facts, removed: Sequence[int] = ()) -> dict[str, Any] | None:
     if not facts.displacement:
         return None
     errors = {layer: plus_minus({"standard_error": error}) for layer, error in facts.errors.items()}
-    scale = math.log(HIGHEST / LOWEST)
-    rows = [
-        _row(
-            ("Displacement", "strong = turns far", "displacement"),
-            facts,
+    scale, depths, most = math.log(HIGHEST / LOWEST), range(1, facts.layers + 1), len(SEQUENTIAL) - 1
+    rows: list[dict[str, Any]] = []
+    for name, hint, figure, shares, text in (
+        (
+            "Displacement", "strong = turns far", "displacement",
             {layer: math.log(max(mean, LOWEST) / LOWEST) / scale for layer, mean in facts.displacement.items()},
             lambda at, _: f"displacement {facts.displacement[at]:.3f} {errors.get(at, '')}".strip(),
         ),
-        _row(
-            ("Coherence", "strong = copies", "coherence"),
-            facts,
-            facts.values("coherence", "mean_corrected", "mean"),
+        (
+            "Coherence", "strong = copies", "coherence", facts.values("coherence", "mean_corrected", "mean"),
             lambda _, value: f"coherence {value:.2f}",
         ),
-        _row(
-            ("Settled", "strong = predictions final", "saturation"),
-            facts,
-            facts.settled,
+        (
+            "Settled", "strong = predictions final", "saturation", facts.settled,
             lambda _, share: f"{100 * share:.0f} % of predictions settled",
         ),
-        _row(
-            ("Removed", "strong = its block was removed", "displacement"),
-            facts,
-            {layer: float(layer in removed) for layer in range(1, facts.layers + 1) if removed},
-            lambda _, gone: "removed" * bool(gone),
+        (
+            "Removed", "strong = its block was removed", "displacement",
+            {layer: float(layer in removed) for layer in depths if removed}, lambda _, gone: "removed" * bool(gone),
         ),
-    ]
-    return {
-        "layers": facts.layers,
-        "named": layer_axis(facts.layers)["tickvals"],
-        "idle": facts.idle,
-        "limit": f"displacement clearly below {IDLE:g}",
-        "rows": [row for row in rows if any(row["texts"])],
-    }
-
-
-def _row(
-    about: tuple[str, str, str], facts: Facts, shares: Values, text: Callable[[int, float], str]
-) -> dict[str, Any]:
-    """One row; `shares` are limited to [0, 1]."""
-    depths, most = range(1, facts.layers + 1), len(SEQUENTIAL) - 1
-    return {
-        **dict(zip(("name", "hint", "figure"), about, strict=True)),
-        "shades": [round(most * min(max(shares[at], 0.0), 1.0)) if at in shares else None for at in depths],
-        "texts": [text(at, shares[at]) if at in shares else "" for at in depths],
-    }
+    ):  # fmt: skip
+        shades = [round(most * min(max(shares[at], 0.0), 1.0)) if at in shares else None for at in depths]
+        texts = [text(at, shares[at]) if at in shares else "" for at in depths]
+        if any(texts):
+            rows.append({"name": name, "hint": hint, "figure": figure, "shades": shades, "texts": texts})
+    limit, named = f"displacement clearly below {IDLE:g}", layer_axis(facts.layers)["tickvals"]
+    return {"layers": facts.layers, "named": named, "idle": facts.idle, "limit": limit, "rows": rows}

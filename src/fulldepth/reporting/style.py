@@ -14,29 +14,17 @@ import yaml
 Figures = dict[str, go.Figure]
 """Name -> figure. `name:variant` is a variant of the figure `name`."""
 
-
-def _colours(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-CATEGORICAL = _colours("#215db0 #dd7250 #24ab92 #804d88 #978400 #b3495e")
-"""Line colours. Any two differ by at least 17 in CIELAB with normal, deuteranopic and protanopic vision."""
 DASHES = ("solid", "dash", "dot", "dashdot")
-SEQUENTIAL = _colours("#f0f2f4 #cae0ef #a5ceec #83bae7 #65a6de #4d92d2 #3b7ec1 #346aa9 #2d5790 #264577 #1d345f")
-"""Equal steps of CIELAB lightness, 95 to 22: small values are close to the page's colour, large ones stand out."""
-OPPOSITE = _colours("#f0f2f4 #efdbc8 #ecc4a1 #e7ad7d #df955d #d47f43 #c46a2f #ae5a2a #964b27 #7f3d22 #692f1d")
-"""The same for values below zero; starts at the same neutral colour."""
-ABOVE = _colours("#f0f2f4 #aceabb #88d99e #65c783 #41b56b #13a255 #038d47 #00783c #006430 #005125 #003e1b")
-"""Differences above zero: green, so that a map of differences is not taken for a map of values."""
-BELOW = _colours("#f0f2f4 #f3d0ff #eab4fe #da9cf2 #ca86e5 #b770d4 #a45cc2 #8f4aac #7a3a95 #642c7c #4e2062")
-"""Differences below zero: purple."""
-INK, MUTED, GRID, AXIS, PAPER = "#1c2127", "#5a6472", "#e5e8ec", "#aab2bc", "#ffffff"
 
-_SEQUENTIAL_DARK = _colours("#252627 #2c3544 #304663 #335781 #356a9d #3a7db5 #4490ca #5ba4d7 #73b8e4 #8bcbf1 #a4dfff")
-_OPPOSITE_DARK = _colours("#252627 #453028 #633b28 #804626 #9b5423 #b36425 #c77730 #d48d4c #e1a466 #eeba80 #fbd09a")
-_ABOVE_DARK = _colours("#252627 #023e1c #005125 #006330 #00773b #008b46 #1e9e55 #3cb267 #59c57c #78d794 #99e9ae")
-_BELOW_DARK = _colours("#252627 #472854 #5d346f #734089 #894ea2 #9f5eb9 #b36fcf #c782e2 #d997f3 #e9aefe #f1caff")
-_CATEGORICAL_DARK = _colours("#70abf9 #f39d34 #64ccc0 #aa70b8 #dcc86c #e46d8b")
+
+def read_yaml(name: str) -> Any:
+    """The content of a file of this room."""
+    return yaml.safe_load(files("fulldepth.reporting").joinpath(name).read_text("utf-8"))
+
+
+_PALETTE = [[colours.split() for colours in pair] for pair in read_yaml("palette.yaml").values()]
+CATEGORICAL, SEQUENTIAL, OPPOSITE, ABOVE, BELOW, _TONES = (light for light, _ in _PALETTE)
+INK, MUTED, GRID, AXIS, PAPER = _TONES
 
 
 def translucent(colour: str, alpha: float = 0.16) -> str:
@@ -45,20 +33,9 @@ def translucent(colour: str, alpha: float = 0.16) -> str:
     return f"rgba({red},{green},{blue},{alpha})"
 
 
-DARK: dict[str, str] = {
-    **dict(zip(CATEGORICAL, _CATEGORICAL_DARK, strict=True)),
-    **{translucent(a): translucent(b, 0.22) for a, b in zip(CATEGORICAL, _CATEGORICAL_DARK, strict=True)},
-    **dict(zip(SEQUENTIAL, _SEQUENTIAL_DARK, strict=True)),
-    **dict(zip(OPPOSITE, _OPPOSITE_DARK, strict=True)),
-    **dict(zip(ABOVE, _ABOVE_DARK, strict=True)),
-    **dict(zip(BELOW, _BELOW_DARK, strict=True)),
-    INK: "#e7eaee",
-    MUTED: "#a0aab6",
-    GRID: "#2a3038",
-    AXIS: "#59636f",
-    PAPER: "#14171b",
-}
+DARK: dict[str, str] = {light: dark for pair in _PALETTE for light, dark in zip(*pair, strict=True)}
 """Every colour of a figure -> its counterpart on a dark page."""
+DARK |= {translucent(colour): translucent(DARK[colour], 0.22) for colour in CATEGORICAL}
 
 UNIT_SCALE = [[i / 10, colour] for i, colour in enumerate(SEQUENTIAL)]
 """Colour scale for [0, 1]."""
@@ -69,8 +46,13 @@ DIFFERENCE_SCALE = [[i / 20, colour] for i, colour in enumerate((*BELOW[:0:-1], 
 
 TOLD = 4
 """Maximum number of curves that an alternative text describes."""
-TEMPLATE = go.layout.Template(layout=yaml.safe_load(files("fulldepth.reporting").joinpath("template.yaml").read_text()))
-"""Layout of all figures."""
+TEMPLATE = go.layout.Template(read_yaml("template.yaml"))
+"""Layout and defaults of all figures."""
+
+
+def is_invisible(character: str) -> bool:
+    """Whether a character draws nothing, or changes how others are drawn."""
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def label(text: object, limit: int = 48) -> str:
@@ -80,7 +62,7 @@ def label(text: object, limit: int = 48) -> str:
     """
     raw = str(text)
     short = raw if len(raw) <= limit else raw[: limit - 1] + "…"
-    plain = "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c for c in short)
+    plain = "".join("\ufffd" if is_invisible(c) else c for c in short)
     return escape(plain, quote=False).replace("{", "&#123;")
 
 
@@ -151,19 +133,10 @@ def figure(
     """
     drawn = list(traces)
     about = {"title": title, "subtitle": subtitle, "variant": variant, "beside": beside}
-    return go.Figure(
-        data=drawn,
-        layout={
-            "template": TEMPLATE,
-            "title": {"text": title, "subtitle": {"text": subtitle}},
-            "xaxis": xaxis,
-            "yaxis": yaxis,
-            "height": height,
-            "showlegend": sum(trace.showlegend is not False for trace in drawn) > 1,
-            "meta": {**about, "alt": " ".join(_in_words(drawn, xaxis, yaxis))},
-            **layout,
-        },
-    )
+    about["alt"] = " ".join(_in_words(drawn, xaxis, yaxis))
+    legend = sum(trace.showlegend is not False for trace in drawn) > 1
+    shared = {"template": TEMPLATE, "xaxis": xaxis, "yaxis": yaxis, "height": height, "showlegend": legend}
+    return go.Figure(drawn, {**shared, "meta": about, **layout})
 
 
 def _in_words(traces: Iterable[Any], xaxis: dict[str, Any], yaxis: dict[str, Any]) -> Iterator[str]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
-
-import yaml
 
 from fulldepth.reporting.phrases import NOTHING, percent, short
 from fulldepth.reporting.source import number
+from fulldepth.reporting.style import read_yaml
 
 PROSE = ("about", "source")
 """Settings that are descriptions and have no effect."""
@@ -22,7 +20,7 @@ Meta = Mapping[str, Any]
 @cache
 def texts() -> dict[str, Any]:
     """The content of `page.yaml`."""
-    found: dict[str, Any] = yaml.safe_load(files("fulldepth.reporting").joinpath("page.yaml").read_text("utf-8"))
+    found: dict[str, Any] = read_yaml("page.yaml")
     return found
 
 

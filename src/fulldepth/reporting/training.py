@@ -9,7 +9,7 @@ from fulldepth.reporting.measured import Shown
 from fulldepth.reporting.phrases import TERMS, quantity, scaled, short
 from fulldepth.reporting.source import PageSource, curve, number
 from fulldepth.reporting.style import minus
-from fulldepth.reporting.tables import PROSE, Meta, Table, across, flatten, labelled, of_record
+from fulldepth.reporting.tables import PROSE, Meta, Table, across, flatten, labelled, of_record, texts
 
 
 def differences(entry: Meta, _: PageSource) -> list[Shown]:
@@ -54,25 +54,17 @@ def tables(source: PageSource) -> dict[str, list[Table]]:
             extent = f" at last ({min(values):,.0f} to {max(values):,.0f})" if varies else ""
             rows.append([name, quantity(values[-1], unit) + extent])
     note = "Evaluating and saving are left out of time and throughput."
-    return {
-        "cost": [Table("Time and memory", [""], rows, note=note)],
-    }
+    return {"cost": [Table("Time and memory", [""], rows, note=note)]}
 
 
 def side_by_side(source: PageSource) -> Table:
     """The comparison in one table: one row per run, at the last common step."""
     meta, runs = source.meta, []
+    record = texts()["tables"]["runs"]
     for entry in meta.get("models") or []:
         cells = {}
-        for name, against, form in (
-            ("validation_loss", "", ""),
-            ("difference", "validation_loss", "+.3f"),
-            ("zeta_L", "zeta_L", "+.1f"),
-            ("redundancy_change", "redundancy_change", "+.2f"),
-            ("time_per_step", "time_per_step", "×"),
-            ("peak_memory", "peak_memory", "×"),
-            ("parameters", "parameters", "×"),
-        ):
+        for (name,) in record["columns"].values():
+            against, form = record["relations"].get(name, ("", ""))
             found = (entry.get("headline") or {}).get(name) or {}
             relation = number(((meta.get("headline") or {}).get(f"{against}:{entry.get('label')}") or {}).get("value"))
             relative = "" if relation is None else f"{relation:.2f}×" if form == "×" else minus(relation, form)

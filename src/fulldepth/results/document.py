@@ -143,7 +143,7 @@ PLAN = (
     (MODEL, "model"),
     (DATA, "data"),
     (str, "granularity criterion search"),
-    (list[Layer], "blocks"),
+    (list[Layer | Annotated[str, Field(pattern=r"^(attention|mlp|layer) [1-9][0-9]{0,4}$")]], "blocks"),
     (list[Number | None], "losses"),
     (Number, "healed_loss"),
     (Numbers, "control_loss"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -157,14 +157,17 @@ def names(paths: Sequence[Path]) -> list[str]:
 
 def _check(loaded: Sequence[tuple[str, Results]]) -> None:
     """Raise if the folders cannot share a page."""
+    subjects = []
     for label, results in loaded:
-        kind = str(results.meta.get("kind"))
+        meta, kind = results.meta, str(results.meta.get("kind"))
         if kind not in SKIPS:
             raise FulldepthError(
                 f"{label} holds results of kind {kind}, which have a page of their own: expected folders of fulldepth "
                 f"skip ({', '.join(SKIPS)}). `fulldepth compare` puts measurements and runs side by side."
             )
-    subjects = [(label, *_subject(results.meta)) for label, results in loaded]
+        model = meta.get("model") or (meta.get("plan") or {}).get("model") or {}
+        precision = str((meta.get("settings") or {}).get("dtype") or "auto")  # as asked for
+        subjects.append((label, precision, str(model.get("class") or ""), str(model.get("hash") or "")))
     for (other, other_dtype, other_class, other_hash), (label, dtype, class_name, digest) in combinations(subjects, 2):
         if class_name and other_class and class_name != other_class:
             raise FulldepthError(
@@ -175,10 +178,3 @@ def _check(loaded: Sequence[tuple[str, Results]]) -> None:
                 f"{label} and {other} are about different models: the weights have the hashes {digest[:19]} and "
                 f"{other_hash[:19]}. Make one page for each."
             )
-
-
-def _subject(meta: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Requested precision, class and hash of the model; empty if the document does not state them."""
-    model = meta.get("model") or (meta.get("plan") or {}).get("model") or {}
-    precision = str((meta.get("settings") or {}).get("dtype") or "auto")
-    return precision, str(model.get("class") or ""), str(model.get("hash") or "")

@@ -27,17 +27,12 @@ Shots = Annotated[int, Field(ge=0, le=1000)]
 Batch = Annotated[int, Field(ge=1, le=100_000)]
 
 
-def _text_of_layers(value: Any) -> Any:
-    """`[1, 6]` as `1,6`."""
-    if isinstance(value, list) and value and all(isinstance(number, int) for number in value):
-        return ",".join(map(str, value))
-    return value.replace(" ", "") if isinstance(value, str) else value
-
-
-def _known_layers(text: str) -> str:
+def _exit_layers(value: Any) -> Any:
+    """`all`, `full`, or layers as text: `[1, 6]` as `1,6`."""
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value).replace(" ", "")
     if not LAYERS.fullmatch(text):
         raise FulldepthError(
-            f"exit_layers is {one_line(repr(text), 60)}; expected all, full, or layers such as 1,6,12."
+            f"exit_layers is {one_line(repr(value), 60)}; expected all, full, or layers such as 1,6,12."
         )
     return text
 
@@ -48,7 +43,7 @@ def _some_tasks(tasks: list[str]) -> list[str]:
     return list(dict.fromkeys(tasks))
 
 
-ExitLayers = Annotated[str, BeforeValidator(_text_of_layers), AfterValidator(_known_layers)]
+ExitLayers = Annotated[str, BeforeValidator(_exit_layers)]
 
 
 class EvaluateSettings(LoadingSettings):

@@ -87,6 +87,9 @@ class SearchSettings(HeldoutSettings):
     """Sequences with which parts are timed."""
     keep: Annotated[list[Layer], Field(max_length=10_000)] = Field(default=[])
     """Layers of which nothing is removed: 1,2,30."""
+    pool: Batch | None = None
+    """Candidates of every round after the first of a greedy search: those that added least per gain when last scored.
+    None = all. What `confidence` promises then holds among these."""
     exchanges: Annotated[float, Field(ge=0, le=100)] | None = None
     """Most FLOPs of the exchanges after a greedy or exact search (one block comes back, another goes), relative to the
     search; None = 0.25 with a target, else 0."""

@@ -278,7 +278,13 @@ def race(
 
 
 def eliminate(
-    loss_cache: LossCache, goal: Goal, *, drop: bool = True, confidence: float = 0.95, seconds: float = math.inf
+    loss_cache: LossCache,
+    goal: Goal,
+    *,
+    drop: bool = True,
+    confidence: float = 0.95,
+    seconds: float = math.inf,
+    pool: int | None = None,
 ) -> tuple[list[Variant], list[Round]]:
     """Remove blocks one by one until the goal, each time the one that costs least per gain, given those before.
 
@@ -290,6 +296,7 @@ def eliminate(
             held-out data, for the losses that the module's docstring names.
         seconds: of all rounds. A round that has spent its share of them, by the number of candidates, ends with the
             best candidate so far, and a message to the watcher.
+        pool: candidates of a round after the first, those that added least per gain when last scored; None = all.
 
     Returns:
         The blocks of each removal, in order, and how each was chosen.
@@ -298,6 +305,14 @@ def eliminate(
     rounds: list[Round] = []
     removed = BASE
     while goal.left(removed) and (gains := goal.round_of(loss_cache.costs, removed)):
+        if picks and pool is not None:
+            added = _last_added(loss_cache, picks)
+            rate = {
+                variant: added[variant - removed] / gain
+                for variant, gain in gains.items()
+                if variant - removed in added
+            }
+            gains = {variant: gains[variant] for variant in sorted(rate, key=lambda v: (rate[v], sorted(v)))[:pool]}
         contest = Contest(removed, gains)
         title = f"Round {len(picks) + 1}, {goal.progress(removed)}"
         loss_cache.begin(title, len(gains) * loss_cache.num_batches)

@@ -173,7 +173,9 @@ def search_with(
     if settings.search in ("greedy", "exact"):
         seconds = math.inf if settings.budget is None else seconds_of(settings.budget)
         options: dict[str, Any] = {"confidence": settings.confidence}
-        picks, rounds = eliminate(loss_cache, goal, drop=settings.search == "greedy", seconds=seconds, **options)
+        pool = settings.pool if settings.search == "greedy" and settings.criterion != SCALED else None
+        drop = settings.search == "greedy"
+        picks, rounds = eliminate(loss_cache, goal, drop=drop, seconds=seconds, pool=pool, **options)
         share = settings.exchanges if settings.exchanges is not None else SHARE if settings.target else 0.0
         if share and settings.criterion != SCALED:
             most = share * loss_cache.spent["flops"]
@@ -182,8 +184,9 @@ def search_with(
         picks = rank(loss_cache, settings.search, goal, seed=settings.seed, given=settings.given)
     if not picks:
         raise FulldepthError(f"No block can be removed within {settings.max_loss:g} nats.")
-    if left := goal.left(removed := chain(picks)[-1]) if settings.target != "max_loss" else 0.0:
-        watcher.say(f"The search ended at {goal.progress(removed)}: {left:.3f} short, and no candidate is left.")
+    removed = chain(picks)[-1]
+    if settings.target != "max_loss" and goal.left(removed):
+        watcher.say(f"The search ended at {goal.progress(removed)}: no candidate is left.")
     loss_cache.need_everywhere("Losses on all data", chain(picks), loss_cache.unhealed)
     searched = dict(loss_cache.spent)
     work = {"fit healed": partial(fitted, removed), "fit control": partial(fitted, BASE)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -264,10 +263,7 @@ class DepthLlamaModel(DepthLlamaPreTrainedModel):
 
     @capture_outputs
     def _decode(self, hidden_states: Tensor, past_key_values: Cache | None, **kwargs: Any) -> BaseModelOutputWithPast:
-        """Embeddings `[B, T, D]` through all layers, each with what it reads of the tree and the memory, and the norm.
-
-        The layers' number is the configuration's: `generate(assistant_early_exit=k)` sets it to k for drafts.
-        """
+        """Embeddings `[B, T, D]` through all layers, each with what it reads of tree and memory, and the norm."""
         kind, eps, hyper = self.config.memory, self.config.rms_norm_eps, self.config.residual == "hyper"
         tree = (self.config.tree or {}) if self.config.residual == "tree" else {}
         read_later = {source for layer, sources in tree.items() for source in sources if source != layer - 1}
@@ -275,8 +271,7 @@ class DepthLlamaModel(DepthLlamaPreTrainedModel):
             hidden_states = expand(hidden_states, self.config.num_streams)
         outputs = {EMBEDDING: hidden_states}  # of layers that a tree reads later
         memory: list[Tensor] = []
-        layers = cast(Iterable[DepthLlamaDecoderLayer], islice(self.layers, self.config.num_hidden_layers))
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(cast(Iterable[DepthLlamaDecoderLayer], self.layers)):
             if kind in ("static", "dynamic"):
                 memory.append(normalise(hidden_states, eps))
             outputs[index - 1] = hidden_states
@@ -377,27 +372,13 @@ class DepthLlamaForCausalLM(DepthLlamaPreTrainedModel, GenerationMixin):
                 bounds |= {f"{name}.{part}.weight": inputs**-0.5 for part in ("k_proj", "v_proj")}
         return bounds
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As `GenerationMixin.generate`, also with `assistant_early_exit=k`: drafts come from the logits of `h_k`.
-
-        transformers sets `config.num_hidden_layers` to k for a draft, and does not restore it if the draft fails or is
-        interrupted; here it is always restored.
-
-        Raises:
-            ValueError: for k outside 0..L.
-        """
-        num_layers = self.config.num_hidden_layers
-        try:
-            return super().generate(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self.config.num_hidden_layers = num_layers
-
     def _get_candidate_generator(  # type: ignore[override]
         self, generation_config: GenerationConfig, **kwargs: Any
     ) -> CandidateGenerator:
-        exit_layer, num_layers = generation_config.assistant_early_exit, self.config.num_hidden_layers
-        if exit_layer is not None and not 0 <= exit_layer <= num_layers:
-            raise ValueError(f"assistant_early_exit must be 0 to {num_layers}, the model's layers, got {exit_layer}")
+        if generation_config.assistant_early_exit is not None:  # transformers changes the configuration for drafts
+            raise ValueError(
+                "assistant_early_exit is not for this class; fulldepth.exit.generate drafts by first layers"
+            )
         return super()._get_candidate_generator(generation_config, **kwargs)  # type: ignore[misc]
 
 

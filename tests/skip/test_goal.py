@@ -1,0 +1,203 @@
+"""Searches with a target: mixed candidates, gains, the end, and exchanges."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_models as tm
+from fulldepth.data.examples import Examples
+from fulldepth.distributed import Processes
+from fulldepth.errors import FulldepthError
+from fulldepth.execution.flops import Costs
+from fulldepth.execution.latency import Runner, Trial
+from fulldepth.execution.scoring import ScoredBatch
+from fulldepth.hf import Block
+from fulldepth.skip import search
+from fulldepth.skip.elimination import chain, eliminate, exchange
+from fulldepth.skip.goal import Goal, count_goal
+from fulldepth.skip.loss_cache import LossCache
+from skip import plain
+
+OPTIONS = {"fit": False, "search": "exact", "exchanges": 0.0}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tm.build("llama", dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def examples():
+    return Examples([], plain.sentences(10, seed=5), {"hash": "sha256:" + "1" * 64})
+
+
+def plain_search(model, examples, gains, needed):
+    """Picks of the loop that takes the candidate of the lowest added loss per gain; no more counts than is needed."""
+    layers = range(1, 4)
+    candidates = [{(n, "attention")} for n in layers] + [{(n, "mlp")} for n in layers]
+    candidates += [one | other for one, other in zip(candidates[:3], candidates[3:], strict=True)]
+    removed, picks = set(), []
+    loss = plain.loss(model, examples, removed, "")
+    while needed > 1e-9:
+        scored = []
+        for more in candidates:
+            if not more & removed:
+                after = plain.loss(model, examples, removed | more, "")
+                scored.append(((after - loss) / min(sum(map(gains.get, more)), needed), sorted(more), after))
+        _, more, loss = min(scored)
+        removed |= set(more)
+        picks.append(set(more))
+        needed -= sum(map(gains.get, more))
+    return picks, loss
+
+
+def size(module):
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def test_a_target_of_bytes_takes_the_lowest_loss_per_byte(model, examples):
+    total = size(model)
+    blocks = model.model.layers
+    gains = {(n, "attention"): size(b.self_attn) / total for n, b in enumerate(blocks, start=1)}
+    gains |= {(n, "mlp"): size(b.mlp) / total for n, b in enumerate(blocks, start=1)}
+    share = 1 - 0.6 * sum(gains.values())
+    picks, loss = plain_search(model, examples.heldout, gains, 1 - share)
+    plan = search(model, examples, target_bytes=share, **OPTIONS)
+    assert plan.granularity == "any"
+    assert [set(pick) for pick in plan.picks] == picks
+    assert plan.losses[-1] == pytest.approx(loss, rel=1e-6)
+    assert plan.cost["target"]["reached"] == pytest.approx(sum(gains[b] for b in plan.removed))
+    assert plan.cost["target"]["reached"] >= 1 - share > sum(plan.cost["target"]["gains"][:-1])
+
+
+def test_a_target_of_time_counts_what_each_kind_of_part_takes(model, examples, monkeypatch):
+    seconds = {"attention": 0.03, "mlp": 0.01}
+
+    def run(self, ids, context):
+        gone = self.scorer.switches.skipped
+        decode = 0.3 - sum(seconds[part] for _, part in gone)
+        return Trial(1.0 - 10 * sum(seconds[part] for _, part in gone if part == "mlp"), decode, None, None)
+
+    monkeypatch.setattr(Runner, "run", run)
+    options = {"target_speedup": 1.25, "search": "last", "fit": False}
+    for share, gains in ((1.0, {"attention": 0.1, "mlp": 1 / 30}), (0.5, {"attention": 0.05, "mlp": 1 / 60 + 0.05})):
+        plan = search(model, examples, decode_share=share, **options)
+        reached = [gains[part] for _, part in (b for pick in plan.picks for b in pick)]
+        assert plan.cost["target"]["gains"] == pytest.approx(reached)
+        assert sum(reached) >= 0.2 > sum(reached[:-1])
+
+
+def test_kept_layers_stay_and_the_last_global_attention_too(examples, model):
+    plan = search(model, examples, 4, granularity="any", keep=[2], **OPTIONS)
+    assert {layer for layer, _ in plan.removed} == {1, 3}
+    gemma = tm.build("gemma3")
+    kinds = gemma.config.layer_types
+    (last,) = [n for n, kind in enumerate(kinds, start=1) if kind == "full_attention"]
+    plan = search(gemma, examples, len(kinds) - 1, granularity="attention", **OPTIONS)
+    assert last not in plan.blocks
+
+
+class Table:
+    """A scorer that knows the loss of every set of blocks: 8 rows whose losses differ by a constant."""
+
+    def __init__(self, losses):
+        self.losses = losses
+        able = tuple(Block(layer, "attention") for layer in range(1, 7))
+        self.costs = Costs("attention", (1.0,) * 6, (0.0,) * 6, (1.0,) * 6, 1.0, able=able)
+
+    def sums(self, batch, variants, *, divergence, advance):
+        rows = batch.inputs["rows"]
+        return {v: {"loss": [self.losses[frozenset(n for n, _ in v)] + 0.1 * int(r) for r in rows]} for v in variants}
+
+
+def cache_of(seed, interaction):
+    """A cache of random losses with an optimum that removing one by one can miss, and the losses by layers."""
+    generator, layers = np.random.default_rng(seed), range(1, 7)
+    own, pairs = generator.uniform(0.1, 1, 7), interaction * generator.uniform(-1, 1, (7, 7))
+    losses = {
+        frozenset(s): 9 + sum(own[n] for n in s) + sum(pairs[p] for p in itertools.combinations(s, 2))
+        for count in range(7)
+        for s in itertools.combinations(layers, count)
+    }
+    chunks = [
+        [ScoredBatch({"rows": p}, torch.ones(4, 1, dtype=bool), *[torch.arange(4)] * 2, p.tolist())]
+        for p in torch.arange(8).split(4)
+    ]
+    return LossCache(Table(losses), chunks, Processes()), losses
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_exchanges_lower_the_loss_to_where_no_exchange_helps(seed):
+    cache, losses = cache_of(seed, interaction=0.8)
+    goal = count_goal(cache.costs, 3)
+    picks, _ = eliminate(cache, goal, drop=False)
+    greedy = losses[layers_of(picks)]
+    found, done = exchange(cache, goal, picks, confidence=0.95, flops=math.inf)
+    final = layers_of(found)
+    steps = [greedy, *(losses[final] if step is done[-1] else step["loss"] - 0.35 for step in done)]
+    assert len(final) == 3
+    assert all(later < earlier for earlier, later in itertools.pairwise(steps))
+    neighbours = [final - {back} | {out} for back in final for out in set(range(1, 7)) - final]
+    # A pass scores the eight likeliest of nine exchanges.
+    assert sum(losses[n] < losses[final] - 1e-12 for n in neighbours) <= 1
+    before = cache.spent["flops"]
+    assert exchange(cache, goal, picks, confidence=0.95, flops=0.0) == (picks, [])
+    assert cache.spent["flops"] == before
+
+
+def layers_of(picks):
+    return frozenset(n for n, _ in chain(picks)[-1])
+
+
+def test_some_exchange_helps():
+    improved = 0
+    for seed in range(5):
+        cache, _ = cache_of(seed, interaction=0.8)
+        goal = count_goal(cache.costs, 3)
+        picks, _ = eliminate(cache, goal, drop=False)
+        improved += bool(exchange(cache, goal, picks, confidence=0.95, flops=math.inf)[1])
+    assert improved > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_are_removed_as_far_as_the_most_loss_allows(seed):
+    cache, losses = cache_of(seed, interaction=0.0)
+    order = sorted(range(1, 7), key=lambda n: losses[frozenset({n})])
+    limit = losses[frozenset(order[:4])] - losses[frozenset()] - 1e-3
+    goal = Goal("max_loss", dict.fromkeys(cache.costs.able, 0.1), math.inf, most_loss=limit)
+    picks, _ = eliminate(cache, goal, drop=False)
+    assert [layer for pick in picks for layer, _ in pick] == order[:3]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"target_speedup": 1.2, "target_bytes": 0.8}, "target_speedup and target_bytes"),
+        ({"max_loss": 0.1, "blocks": 2}, "max_loss and blocks"),
+        ({"target_bytes": 0.001}, "target_bytes 0.001 is out of reach"),
+        ({}, "target_speedup"),
+        ({"blocks": 1, "keep": [9]}, "layer 9"),
+        ({"blocks": 4, "granularity": "any", "keep": [1, 2]}, "4 blocks"),
+        ({"given": ["mlp 9"], "granularity": "any"}, "layer 9"),
+        ({"given": ["mlp 2"], "granularity": "mlp"}, "'mlp 2'"),
+        ({"given": ["layer 2", "mlp 2"], "granularity": "any"}, "mlp of layer 2"),
+        ({"target_speedup": 0.9}, "target_speedup"),
+    ],
+)
+def test_targets_that_cannot_be_are_named(model, examples, options, named):
+    with pytest.raises(FulldepthError, match=named):
+        search(model, examples, fit=False, **options)
+
+
+def test_goal_counts_no_more_than_is_left():
+    blocks = [Block(1, "attention"), Block(1, "mlp"), Block(2, "attention"), Block(2, "mlp")]
+    costs = Costs("any", (1.0,) * 2, (0.0,) * 2, (1.0,) * 2, 1.0, able=tuple(blocks))
+    goal = Goal("target_bytes", dict.fromkeys(blocks, 0.2), 0.3)
+    assert set(goal.round_of(costs, frozenset()).values()) == {0.2, 0.3}
+    assert list(goal.round_of(costs, frozenset(blocks[:1])).values()) == pytest.approx([0.1] * 4)
+    assert goal.left(frozenset(blocks[:2])) == 0
