@@ -118,7 +118,10 @@ def write_gguf(
 
     header, reader = read_header(source), GGUFReader(source)
     layers = packed(header.entries["block_count"], without_attention, without_mlp)
-    (check_whole if all(attention == mlp for attention, mlp in layers) else check_deci)(header, layers)
+    if all(attention == mlp for attention, mlp in layers):
+        check_whole(header, layers)
+    else:
+        check_deci(header)
     architecture = "deci" if any(None in layer for layer in layers) else header.architecture
     replaced = changes(header, reader.tensors, layers, weights, gguf_type) if weights else {}
     with closing(GGUFWriter(output, architecture)) as writer:
@@ -157,7 +160,7 @@ def packed(num_layers: int, without_attention: Collection[int], without_mlp: Col
     return layers
 
 
-def check_deci(header: Header, _: Layers) -> None:
+def check_deci(header: Header) -> None:
     """Refuse a file whose layers `deci` does not compute.
 
     Raises:
@@ -238,7 +241,7 @@ def changes(
 
     config, architecture = load_gguf_config(header.path), header.architecture
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
     names, replaced = get_gguf_hf_weights_map(model, processor), {}
     for tensor in stored:
