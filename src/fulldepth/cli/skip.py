@@ -178,7 +178,7 @@ def curve_command(
 @command(skip, "bench", BenchSettings, headline=True)
 def bench_command(
     original: Annotated[str, typer.Argument(metavar="ORIGINAL", help="The checkpoint before blocks were removed.")],
-    exports: Annotated[list[str], typer.Argument(metavar="EXPORT...", help="Checkpoints made by `skip apply`.")],
+    exports: Annotated[list[str], typer.Argument(metavar="EXPORT...", help="Checkpoints, or .gguf files.")],
     output: Output,
     settings: BenchSettings,
     data: Annotated[
@@ -201,7 +201,10 @@ def bench_command(
     by the median of the rounds' ratios, with its 95 % interval. With data, the loss of every model is measured on the
     same held-out tokens.
 
-    Example: `fulldepth skip bench MODEL folded/ fast/ --data pairs.jsonl --output bench/`
+    A .gguf file is timed by llama.cpp (pip install xllamacpp), on as many threads, one sequence at a time. Its times
+    are compared with those of the original under llama.cpp if ORIGINAL is a GGUF file, else of the first .gguf file.
+
+    Example: `fulldepth skip bench MODEL fast/ small.gguf --data pairs.jsonl --output bench/`
     """
     from fulldepth.results import PAGE, check_free
 

@@ -44,6 +44,11 @@ class LlamaCpp:
         """V: rows of the embedding; 0 if there is none."""
         return self.header.shapes.get("token_embd.weight", (0,))[0]
 
+    @property
+    def tokens(self) -> tuple[bytes, ...]:
+        """The vocabulary's tokens; empty if the file holds no tokenizer."""
+        return self.header.metadata.get("tokenizer.ggml.tokens", ())
+
     @cached_property
     def parameter_bytes(self) -> int:
         """Bytes of all tensors in the file."""
@@ -122,7 +127,7 @@ class LlamaCpp:
         bias that the stated probability does not contain. This takes as long as generating the text. Of a token that
         ends within a character it states none; its probability is read from those of all other tokens.
         """
-        losses, letter = [], self.header.metadata.get("tokenizer.ggml.tokens", [b"a"]).index(b"a")
+        losses, letter = [], self.tokens.index(b"a")
         for (row, at), target in zip(batch.where.nonzero().tolist(), batch.targets.tolist(), strict=True):
             prompt = batch.inputs["input_ids"][row, : at + 1].tolist()  # padding is on the right
             stated = self._complete(prompt, 1, logprobs=1, logit_bias=[[target, FORCED]])["choices"][0]["logprobs"]

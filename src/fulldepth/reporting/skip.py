@@ -367,7 +367,7 @@ def findings(_: Meta, source: PageSource) -> list[Shown]:
 
 
 def story(source: PageSource) -> dict[str, Any] | None:
-    """Of a benchmark, speed and loss of the model that decodes fastest in each program; None = the first finding opens."""
+    """Of a benchmark, speed and loss of each program's fastest model; None = the first finding opens the page."""
     timed = [one for one in timed_models(parts(source)) if "decode" in one.times and not one.baseline]
     if not timed or source.meta.get("kind") != "bench":
         return None

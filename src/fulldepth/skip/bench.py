@@ -113,7 +113,7 @@ def bench(
             shortened = list(dict.fromkeys(min(context, longest) for context in settings.contexts))
             settings = settings.model_copy(update={"contexts": shortened})
         check_positions(anatomy, max(settings.contexts), settings.max_new_tokens)
-        _check_fit(entries, settings)
+        _check_together(entries, settings)
         examples = None
         if data is not None or heldout is not None:
             checkpoint = Checkpoint(first, entries[0].name)
@@ -216,7 +216,7 @@ def _opened(
     return [BenchedModel(label, *each) for label, each in zip(labels, opened, strict=True)]
 
 
-def _check_fit(entries: Sequence[BenchedModel], settings: BenchSettings) -> None:
+def _check_together(entries: Sequence[BenchedModel], settings: BenchSettings) -> None:
     """Check devices and vocabularies of all models against the original's, and that llama.cpp has something to time.
 
     Raises:
@@ -232,12 +232,12 @@ def _check_fit(entries: Sequence[BenchedModel], settings: BenchSettings) -> None
                 f"{entry.label} has a vocabulary of {vocabulary(model)}, the original of {vocabulary(first)}: not the "
                 "same model."
             )
-    files = [entry for entry in entries if isinstance(entry.model, LlamaCpp)]
-    tokens = [entry.model.header.metadata.get("tokenizer.ggml.tokens") for entry in files]
-    if differing := [entry.label for entry, own in zip(files, tokens, strict=True) if own != tokens[0]]:
-        raise FulldepthError(f"{differing[0]} has other tokens than {files[0].label}: not the same model.")
-    if files and 1 not in settings.batches:
-        raise FulldepthError(f"llama.cpp runs {files[0].label} with one sequence at a time: add 1 to the batches.")
+    tokens = {entry.label: entry.model.tokens for entry in entries if isinstance(entry.model, LlamaCpp)}
+    base = next(iter(tokens), "")
+    if differing := [label for label, own in tokens.items() if own != tokens[base]]:
+        raise FulldepthError(f"{differing[0]} has other tokens than {base}: not the same model.")
+    if tokens and 1 not in settings.batches:
+        raise FulldepthError(f"llama.cpp runs {base} with one sequence at a time: add 1 to the batches.")
 
 
 def in_words(gap: Difference, other: str) -> str:
@@ -465,10 +465,7 @@ def _document(
                 "baseline": entry.original,
                 "model": _about(entry) | {"hash": digest if entry is entries[0] else None},
                 "format": entry.notes.get("format"),
-                "granularity": plan.get("granularity"),
-                "blocks": plan.get("blocks"),
-                "losses": plan.get("losses"),
-                "healed_loss": plan.get("healed_loss"),
+                **{name: plan.get(name) for name in ("granularity", "blocks", "losses", "healed_loss")},
             }
         )
         if entry.original or isinstance(entry.model, LlamaCpp):
