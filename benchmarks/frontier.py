@@ -5,9 +5,10 @@
 The model is timed whole, without its attention and without its MLPs, in turn; that gives each part's share of the time,
 and with them the speed-up of any choice. Every method then removes what each target speed-up of decoding needs, chosen
 on windows of `corpus:builtin/train`; the loss is read on windows of `corpus:builtin/heldout` and on answers of GSM8K,
-rows that no choice saw. The models of the target `--verify` are timed in turn, with their parts left out in place.
-Every measured point is a line of FOLDER/points.jsonl, so that a further run measures only what is missing. The table
-is printed, and drawn in FOLDER/frontier.html.
+rows that no choice saw. ReplaceMe removes the groups of Gromov et al. and has the maps of this package's `merge_maps`,
+fitted on other windows of the training part. The models of the target `--verify` are timed in turn, with their parts
+left out in place. Every measured point is a line of FOLDER/points.jsonl, so that a further run measures only what is
+missing. The table is printed, and drawn in FOLDER/frontier.html.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
@@ -33,7 +35,7 @@ from fulldepth.execution import find_anatomy
 from fulldepth.execution.latency import PHASES, Runner, Trial, random_tokens, time_in_rounds
 from fulldepth.hf import Block, load_checkpoint, load_tokenizer
 from fulldepth.progress import Watcher
-from fulldepth.skip import Examples, Plan, SearchSettings, read_examples, search, skipping
+from fulldepth.skip import Examples, Plan, SearchSettings, merge_maps, read_examples, search, skipping
 from fulldepth.skip.bench import HeldoutLosses, heldout_losses
 from fulldepth.skip.goal import count_goal
 from fulldepth.skip.loss_cache import LossCache
@@ -52,16 +54,20 @@ class Method(NamedTuple):
     search: str | None = None
     """A search that ranks once; None = this package's own, for the target."""
     seeds: Sequence[int] = (0,)
+    maps: bool = False
+    """Whether the maps of `merge_maps` follow the choice."""
 
 
 METHODS = {
     "ours, any": Method("any"),
+    "ours, any, maps": Method("any", maps=True),
     "ours, attention": Method("attention"),
     "ours, layers": Method("layer"),
     "ShortGPT": Method("layer", "cosine"),
     "LLM-Drop, attention": Method("attention", "cosine"),
     "LLM-Drop, joint": Method("any", "cosine"),
     "Gromov, groups": Method("layer", "groups"),
+    "ReplaceMe": Method("layer", "groups", maps=True),
     "last layers": Method("layer", "last"),
     "random layers": Method("layer", "random", SEEDS),
 }
@@ -128,6 +134,7 @@ class Subject:
             return read_examples(None, tokenizer, None, heldout=data, sequence_length=WINDOW, limit=limit)
 
         self.choose = rows("corpus:builtin/train", args.choose)
+        self.fit = rows("corpus:builtin/train", args.fit)
         self.read = {"text": rows("corpus:builtin/heldout", args.read)}
         if args.gsm8k is not None:
             lines = map(json.loads, (args.gsm8k / "test.jsonl").read_text(encoding="utf-8").splitlines())
@@ -190,20 +197,31 @@ class Subject:
             loss_cache = LossCache(problem.scorer, problem.chunks, process)
             return [block for pick in rank(loss_cache, settings.search, goal, seed=settings.seed) for block in pick]
 
-    def losses(self, removed: Lacking, rows: str) -> dict[str, list[float]]:
+    def mapped(self, removed: Lacking) -> PreTrainedModel:
+        """The model without these blocks, with maps in its weights."""
+        names = [f"{block.part} {block.layer}" for block in blocks_of(removed)]
+        row = Examples([], self.choose.heldout[:1], self.choose.meta)
+        plan = search(self.model, row, 1, search="last", granularity="layer", fit=False)
+        plan = plan.changed(granularity="any", blocks=names, losses=[0.0] * (len(names) + 1))  # only blocks are read
+        rows = Examples(self.fit.heldout, self.choose.heldout, self.fit.meta)
+        return merge_maps(plan, self.model, rows, batch_size=BATCH).model
+
+    def losses(self, removed: Lacking, rows: str, maps: bool = False) -> dict[str, list[float]]:
         """Summed losses of every row without these blocks, its tokens that count, and its document."""
 
         def measure() -> dict[str, list[float]]:
-            with skipping(self.anatomy, blocks_of(removed), "any"):
-                read = heldout_losses({"": self.model}, self.read[rows].heldout, BATCH, Watcher())
+            with nullcontext() if maps else skipping(self.anatomy, blocks_of(removed), "any"):
+                model = self.mapped(removed) if maps else self.model
+                read = heldout_losses({"": model}, self.read[rows].heldout, BATCH, Watcher())["loss"]
             values = {"sums": read.sums[""], "tokens": read.tokens, "documents": read.documents}
             return {name: array.tolist() for name, array in values.items()}
 
-        return self.points.get(f"losses on {rows} without {json.dumps(removed)}", measure)
+        key = f"losses on {rows} without {json.dumps(removed)}{', with maps' if maps else ''}"
+        return self.points.get(key, measure)
 
-    def added(self, removed: Lacking, rows: str) -> tuple[float, float]:
+    def added(self, removed: Lacking, rows: str, maps: bool) -> tuple[float, float]:
         """Nats per token that these removals add, and the standard error over documents."""
-        whole, without = self.losses({}, rows), self.losses(removed, rows)
+        whole, without = self.losses({}, rows), self.losses(removed, rows, maps)
         sums = {"whole": np.array(whole["sums"]), "without": np.array(without["sums"])}
         losses = HeldoutLosses(sums, np.array(whole["tokens"]), np.array(whole["documents"]))
         difference = losses.added("without")
@@ -230,7 +248,7 @@ def row_of(subject: Subject, name: str, target: float, verified: Mapping[int, Ma
         return None
     added = {}
     for rows in subject.read:
-        values = [subject.added(own, rows) for own in choices]
+        values = [subject.added(own, rows, METHODS[name].maps) for own in choices]
         only = [value for value, _ in values]
         added[rows] = values[0] if len(values) == 1 else (mean(only), stdev(only))
     cells = [(context, phase) for context in CONTEXTS for phase in PHASES]
@@ -289,6 +307,7 @@ def main() -> None:
     parser.add_argument("--methods", default=";".join(METHODS), help="names, separated by semicolons")
     parser.add_argument("--context", type=int, default=512, help="tokens of the prompt for which targets are counted")
     parser.add_argument("--choose", type=int, default=16, help="windows that parts are chosen on")
+    parser.add_argument("--fit", type=int, default=64, help="windows that maps are fitted on")
     parser.add_argument("--read", type=int, default=32, help="windows, and answers, that losses are read on")
     parser.add_argument("--repeats", type=int, default=9, help="rounds of a timing")
     parser.add_argument("--dtype", default="float32", help="bfloat16 reads losses in half the time")
