@@ -360,7 +360,7 @@ def findings(_: Meta, source: PageSource) -> list[Shown]:
         for key, entry in (part.meta.get("headline") or {}).items():
             name, of = str(key).partition(" ")[::2] if part.kind in ("bench", "heal") else (str(key), "")
             card = None
-            if name in CARDS and entry.get("value") is not None:
+            if name in CARDS and part.kind != "bench" and entry.get("value") is not None:  # a table has a benchmark's
                 card = (CARDS[name], dotted([of, label]), *figure_of(entry, layers_of(folders)))
             shown.append(Shown(entry, card, prefix=f"{label}: " if label else ""))
     return shown
@@ -380,7 +380,7 @@ def story(source: PageSource) -> dict[str, Any] | None:
         said = f"In {program}, {name} decodes {speed.value:.2f} times as fast as {base}"
         if speed.low <= 1 <= speed.high:
             said = f"In {program}, no model decodes measurably faster than {base}; {name} comes closest"
-        cost = "" if best.added is None else f"; its loss is {minus(best.added, '+.3f')} nats"
+        cost = "" if best.added is None else f"; loss added: {minus(best.added, '+.3f')} nats"
         sentences.append(f"{said} ({speed.low:.2f} to {speed.high:.2f}){cost}.")
     return {"sentences": sentences}
 
