@@ -48,6 +48,7 @@ ARROWS: dict[str, set[str]] = {
     "results": {"reporting", "settings"},
     **dict.fromkeys(VERBS, NOUNS | {"settings"}),
     **dict.fromkeys(COMPOSITIONS, VERBS | {"data", "results", "settings"}),
+    "demonstration": VERBS | {"data", "healing", "hf", "results", "settings"},
     "cli": VERBS | COMPOSITIONS | {"bars", "console", "results", "settings"},
     "__main__": {"cli"},
     "__init__": NOUNS | VERBS | COMPOSITIONS | {"reporting", "settings"},

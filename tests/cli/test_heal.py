@@ -23,14 +23,14 @@ def test_the_command_heals_trains_and_compares_with_its_control(tmp_path, main, 
     model, texts_file = tiny_models.build("llama"), tmp_path / "text.jsonl"
     model.save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
-    rows = [words(*((7 * n + i * i) % 80 for i in range(24))) for n in range(40)]
+    rows = [words(*((n + i) % 8 for i in range(24))) for n in range(40)]
     texts_file.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     planned.plan(loaded, [2], "attention", None).changed(
         model={"name": str(tmp_path / "model"), "class": "LlamaForCausalLM", "hash": model_hash(loaded)}
     ).save(tmp_path / "plan.json")
     out = tmp_path / "healed"
-    options = ["--data", str(texts_file), "--sequence-length", "16", "--steps", "6", "--rank", "2"]
+    options = ["--data", str(texts_file), "--sequence-length", "16", "--steps", "20", "--rank", "4"]
     options += ["--learning-rate", "0.01", "--output", str(out)]
     code, shown, said = main("skip", "heal", tmp_path / "plan.json", tmp_path / "model", *options)
     assert code == 0, said
