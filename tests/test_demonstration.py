@@ -41,7 +41,7 @@ def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, capsy
 
     monkeypatch.setattr(OtherLoad, "share", lambda self: 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "export", stopped)
+        patch.setattr(module, "heal", stopped)
         with pytest.raises(KeyboardInterrupt):
             demo(out, model=str(checkpoint), blocks=1)
     kept = (out / "search" / "plan.json").stat().st_mtime_ns
@@ -52,7 +52,7 @@ def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, capsy
     assert (out / "search" / "plan.json").stat().st_mtime_ns == kept
     page = (out / "index.html").read_text("utf-8")
     linked = re.findall(r'href="([^"]+report\.html)"', page)
-    assert linked == ["measure/report.html", "search/report.html", "bench/report.html"]
+    assert linked == [f"{part}/report.html" for part in ("measure", "search", "model", "bench")]
     for link in linked:
         findings = Results.load((out / link).parent).headline
         assert all(name in printed or ":" in name for name in findings)
@@ -81,7 +81,7 @@ def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, capsy
         own, again = (Results.load(where / folder).table for where in (out, tmp_path / "again"))
         pd.testing.assert_frame_equal(own, again)
     monkeypatch.chdir(out)
-    monkeypatch.setattr(sys, "argv", [*shlex.split(commands[2])[:-1], str(tmp_path / "again" / "bench")])
+    monkeypatch.setattr(sys, "argv", [*shlex.split(commands[3])[:-1], str(tmp_path / "again" / "bench")])
     with pytest.raises(SystemExit) as leaving:
         cli.main()
     assert not leaving.value.code

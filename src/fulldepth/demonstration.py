@@ -121,10 +121,10 @@ def demo(
 
 def _has_llama_cpp(watcher: Watcher) -> bool:
     """Whether llama.cpp can time a GGUF file here; says so if not."""
-    if found := find_spec("xllamacpp"):
-        return found is not None
-    watcher.say("llama.cpp is not installed (pip install xllamacpp); the GGUF file is not timed.")
-    return False
+    installed = find_spec("xllamacpp") is not None
+    if not installed:
+        watcher.say("llama.cpp is not installed (pip install xllamacpp); the GGUF file is not timed.")
+    return installed
 
 
 def _packaged_or_trained(folder: Path, seed: int, watcher: Watcher) -> str:

@@ -406,7 +406,8 @@ def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
             continue
         amount = f"{minus(added, '+.4f')} {plus_minus({'standard_error': error})}".rstrip()
         unsure = " (no measurable difference)" * bool(error and abs(added) < 2 * error)
-        change = f"changes the held-out loss by {amount} nats{unsure}, not healed"
+        healed = "healed" if any(part.kind == "heal" for part in folders) and timed is not None else "not healed"
+        change = f"changes the held-out loss by {amount} nats{unsure}, {healed}"
         sentences.append(f"Removing {what} of {layers_of(folders)} {change}.")
     if timed is not None and "decode" in timed.times:
         time, low, high = timed.times["decode"]
