@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.settings.loading import Length, LoadingSettings, Rate, Seed
@@ -22,6 +22,7 @@ TARGETS = ("target_speedup", "target_bytes", "target_cache", "max_loss")
 Layer = Annotated[int, Field(ge=1, le=10_000)]
 BlockName = Annotated[str, Field(pattern=r"^(attention|mlp|layer) [1-9][0-9]{0,8}$")]
 """A block of a plan with granularity `any`: `attention 7`, `mlp 12`, `layer 3`."""
+Given = Annotated[Layer | BlockName, BeforeValidator(lambda v: int(v) if isinstance(v, str) and v.isdecimal() else v)]
 Batch = Annotated[int, Field(ge=1, le=1_000_000)]
 Rows = Annotated[int, Field(ge=1, le=10**12)]
 Epochs = Annotated[int, Field(ge=1, le=100_000)]
@@ -102,7 +103,7 @@ class SearchSettings(HeldoutSettings):
     granularity layer); given: the layers of `given`."""
     granularity: Granularity = "attention"
     """What a removed block is: attention, mlp, layer, or any of these (the default with a target)."""
-    given: Annotated[list[Layer | BlockName], Field(max_length=10_000)] | None = None
+    given: Annotated[list[Given], Field(max_length=10_000)] | None = None
     """The layers to remove, 1-based, in order: 3,7 (granularity any: attention 3,mlp 7); implies `search: given`."""
     chunks: Batch = 32
     """Chunks of the held-out data, after each of which greedy may drop candidates; at most one for each sequence. Other
