@@ -58,7 +58,7 @@ def main(model: str | PreTrainedModel, plan: str | Plan, data: Any, heldout: Any
         anatomy = find_anatomy(one)
         removed, scalars = (used.blocks, plan_scalars(used, anatomy)) if used else ((), None)
         with skipping(anatomy, removed, plan.granularity, scalars):
-            read = heldout_losses({name: one}, examples.heldout, settings.batch_size, Watcher())
+            read = heldout_losses({name: one}, examples.heldout, settings.batch_size, Watcher())["loss"]
         losses = read if losses is None else replace(losses, sums={**losses.sums, **read.sums})
         change = "" if one is original and not used else f", {in_words(losses.added(name), 'the original')}"
         print(f"{name} {list(removed)}: {losses.mean(name):.4f} nats{change}")
