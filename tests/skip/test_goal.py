@@ -194,6 +194,13 @@ def test_targets_that_cannot_be_are_named(model, examples, options, named):
         search(model, examples, fit=False, **options)
 
 
+def test_exchanges_keep_the_number_of_blocks(model, examples):
+    plan = search(model, examples, 3, granularity="any", **OPTIONS | {"exchanges": 100.0})
+    greedy = search(model, examples, 3, granularity="any", **OPTIONS)
+    assert len(plan.removed) == len(greedy.removed) == 3
+    assert plan.losses[-1] <= greedy.losses[-1]
+
+
 def test_goal_counts_no_more_than_is_left():
     blocks = [Block(1, "attention"), Block(1, "mlp"), Block(2, "attention"), Block(2, "mlp")]
     costs = Costs("any", (1.0,) * 2, (0.0,) * 2, (1.0,) * 2, 1.0, able=tuple(blocks))

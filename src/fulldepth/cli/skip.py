@@ -16,9 +16,9 @@ from fulldepth.settings.search import CurveSettings, ExportSettings, SearchSetti
 
 skip = typer.Typer(
     name="skip",
-    help="Remove the attention blocks that contribute least (Hopscotch), heal with scalars, export a checkpoint.\n\n"
-    "First `skip search`, which writes a plan; then `skip apply`, which makes a checkpoint from it. `skip curve` shows "
-    "how many blocks can be removed, `skip bench` what that saves.",
+    help="Remove the attentions, MLPs or layers that contribute least, heal what is left, export a checkpoint.\n\n"
+    "First `skip search`, which writes a plan; then `skip apply`, which makes a checkpoint from it, or `skip heal`, "
+    "which heals it first. `skip curve` shows how many blocks can be removed, `skip bench` what that saves.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
@@ -66,6 +66,8 @@ def search_command(
     `fulldepth skip apply` makes a checkpoint from it.
 
     Example: `fulldepth skip search MODEL --data pairs.jsonl --blocks 4 --output out/`
+
+    Example: `fulldepth skip search MODEL --data text.jsonl --target-speedup 1.2 --output out/`
 
     Several processes share the candidates: `torchrun --nproc-per-node 2 -m fulldepth skip search ...`
     """
@@ -138,7 +140,8 @@ def heal_command(
     """Heal a plan's model, and write an ordinary checkpoint with a page that says what healing brought.
 
     Maps in closed form: for each run of removed blocks, the linear map of what the last block before it adds that best
-    gives the original's states behind it, merged into that block's own weights (ReplaceMe).
+    gives the original's states behind it, merged into that block's own weights (ReplaceMe). Then distillation from the
+    original (`--steps 0` leaves it out), with the original trained in the same way as a control.
 
     Example: `fulldepth skip heal out/plan.json MODEL --data text.jsonl --output healed/`
     """

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fulldepth.execution.flops import Variant
-from fulldepth.execution.scoring import BASE, SCALED
+from fulldepth.execution.scoring import BASE, LOSS, SCALED
 from fulldepth.skip.goal import REACHED, Goal
 from fulldepth.skip.loss_cache import LossCache
 from fulldepth.skip.plan import name_of
@@ -325,8 +325,8 @@ def eliminate(
         winner, decided_by, count = race(loss_cache, contest, also=also, drop=drop, confidence=confidence, end=end)
         loss_cache.finish()
         if math.isfinite(goal.most_loss):
-            loss_cache.need_everywhere("Loss so far", [BASE, winner])
-            if loss_cache.mean(winner) - loss_cache.mean(BASE) > goal.most_loss:
+            loss_cache.need_everywhere("Loss so far", [BASE, winner], loss_cache.unhealed)
+            if loss_cache.mean(winner, LOSS) - loss_cache.mean(BASE, LOSS) > goal.most_loss:
                 break
         scored = sum(map(len, loss_cache.tokens[:count]))
         rounds.append(judge(loss_cache, contest, winner, decided_by, confidence, scored))
@@ -340,7 +340,7 @@ def eliminate(
 def exchange(
     loss_cache: LossCache, goal: Goal, picks: Sequence[Variant], *, confidence: float, flops: float
 ) -> tuple[list[Variant], list[dict[str, Any]]]:
-    """Put one removal back and remove another block in its place, as long as that lowers the loss.
+    """Put one removal back and remove another block in its place, as long as that lowers the criterion.
 
     A pass estimates the loss of every exchange whose gain still suffices: that without the removal (measured), plus
     what the other block added when it was last scored. The `EXCHANGES` of the lowest estimates race against the
@@ -373,7 +373,7 @@ def exchange(
         estimates: dict[Variant, float] = {}
         pairs: dict[Variant, tuple[Variant, Variant]] = {}
         for pick, variant in back.items():
-            for other in loss_cache.costs.candidates(variant):
+            for other in goal.round_of(loss_cache.costs, variant):
                 more = other - variant
                 if more in added and not more & pick and goal.gain(other) >= least - REACHED:
                     estimates[other] = loss_cache.mean(variant) + added[more]
@@ -392,7 +392,7 @@ def exchange(
         pick, more = pairs[winner]
         picks[picks.index(pick)] = more
         names = {"back": _name(loss_cache, pick), "out": _name(loss_cache, more)}
-        done.append({**names, "loss": loss_cache.mean(winner)})
+        done.append({**names, "loss": loss_cache.mean(winner, LOSS)})
     return picks, done
 
 

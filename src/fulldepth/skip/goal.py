@@ -25,12 +25,11 @@ from torch import Tensor
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Costs, Variant
-from fulldepth.execution.latency import OtherLoad, Runner, Trial, order, random_tokens
+from fulldepth.execution.latency import Runner, Trial, order, random_tokens
 from fulldepth.execution.scoring import Scorer
 from fulldepth.hf import Anatomy, Block
 from fulldepth.progress import Watcher
 from fulldepth.settings.search import SearchSettings
-from fulldepth.thresholds import BUSY
 
 REACHED = 1e-9
 """Rounding below which nothing is left to gain."""
@@ -189,7 +188,6 @@ def measured(scorer: Scorer, settings: SearchSettings, watcher: Watcher) -> dict
     ids = random_tokens(anatomy, settings.batch, context + TIMED_TOKENS, settings.seed)
     watcher.begin("Time of each part", len(runs) * (ROUNDS + 1))
     rounds: list[list[float]] = []
-    load = OtherLoad()
     for number in range(-1, ROUNDS):
         trials: dict[int, Trial] = {}
         for index in order(len(runs), number, settings.seed):
@@ -201,7 +199,5 @@ def measured(scorer: Scorer, settings: SearchSettings, watcher: Watcher) -> dict
             for n in range(1, len(runs))
         ]
         rounds += [saved] if number >= 0 else []
-    if (other := load.share()) > BUSY:
-        watcher.say(f"Other programs used {other:.0%} of the processor while the parts were timed.")
     shares = zip(kinds.items(), zip(*rounds, strict=True), strict=True)
     return {kind: median(saved) / len(blocks) for (kind, blocks), saved in shares}

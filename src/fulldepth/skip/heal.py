@@ -51,6 +51,7 @@ from fulldepth.hf import (
     is_offloaded,
     open_model,
 )
+from fulldepth.hf.checkpoint_folder import check_target
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.settings import layer as layered
@@ -60,6 +61,7 @@ from fulldepth.settings.search import PLACES, HeldoutSettings
 from fulldepth.skip.bench import HeldoutLosses, heldout_losses
 from fulldepth.skip.exports.fold import fold, probes
 from fulldepth.skip.exports.formats import FORMATS, check_format, known_format
+from fulldepth.skip.exports.formats.gguf import Gguf, check_gguf
 from fulldepth.skip.fit import make_batches
 from fulldepth.skip.plan import Plan, decided, listed_rows, row_of
 from fulldepth.skip.problem import read_data
@@ -155,6 +157,9 @@ def merge_maps(
     plan.check_model(original)
     for format in filter(None, (settings.format, settings.gguf and "gguf")):
         check_format(original, plan.kind, len(plan.blocks), FORMATS[known_format(format)])
+    if settings.gguf is not None:
+        check_target(Path(settings.gguf), Gguf.suffix)
+        check_gguf(original, plan)
     with evaluating(original):
         anatomy = check_task(find_anatomy(original))
         examples = read_data(checkpoint, anatomy, data, settings, tokenizer=tokenizer, heldout=heldout)

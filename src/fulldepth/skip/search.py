@@ -17,6 +17,7 @@ from fulldepth.data.examples import Examples
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Costs, Shape, Variant
+from fulldepth.execution.latency import OtherLoad
 from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
@@ -34,6 +35,7 @@ from fulldepth.skip.problem import SearchProblem, open_for, prepared, tokenizer_
 from fulldepth.skip.rankings import rank
 from fulldepth.skip.responses import FILE as RESPONSES
 from fulldepth.skip.responses import respond
+from fulldepth.thresholds import BUSY
 
 SHARE = 0.25
 """Most FLOPs of the exchanges of a search with a target, relative to the search."""
@@ -165,8 +167,11 @@ def search_with(
     )
 
     def timed() -> dict[str, float]:
-        kind = Annotated[dict[str, FiniteFloat], Field(min_length=1)]
-        return loss_cache.task({"time shares": lambda: (measured(scorer, settings, watcher), 0, 0.0)}, kind)[0]
+        kind, load = Annotated[dict[str, FiniteFloat], Field(min_length=1)], OtherLoad()
+        (shares,) = loss_cache.task({"time shares": lambda: (measured(scorer, settings, watcher), 0, 0.0)}, kind)
+        if (other := load.share()) > BUSY:  # asked here, by all processes, because one of them has timed
+            watcher.say(f"Other programs used {other:.0%} of the processor while the parts were timed.")
+        return shares
 
     goal = goal_of(scorer, settings, problem.blocks, timed)
     rounds, exchanges = list[Round](), list[dict[str, Any]]()

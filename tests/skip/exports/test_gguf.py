@@ -17,10 +17,13 @@ from typer.testing import CliRunner
 import gguf_files
 import tiny_models
 from fulldepth.cli import app
+from fulldepth.data.batches import Example
+from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.readers import with_llama_cpp
+from fulldepth.healing import heal
 from fulldepth.hf import load_checkpoint
-from fulldepth.skip import export
+from fulldepth.skip import export, load
 from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.exports.formats import gguf as writer
 from fulldepth.skip.exports.formats.checkpoint import Weight
@@ -192,6 +195,24 @@ def test_the_command_writes_what_a_fresh_process_has_computed(tmp_path):
     assert "deci" in result.output
     assert "UNVERIFIED" not in result.output
     assert [file.name for file in (tmp_path / "a").iterdir()] == ["s.gguf"]
+
+
+@pytest.mark.slow
+def test_the_file_of_a_healed_model_is_its_checkpoint(tmp_path):
+    path, model = source(tmp_path)
+    plan, small = planned.plan(model, ["mlp 2", "attention 3"], "any", None), tmp_path / "small.gguf"
+    drawn = torch.randint(3, 300, (40, 12), generator=torch.Generator().manual_seed(1)).tolist()
+    rows = [Example.of(ids, 1, len(ids), document=number) for number, ids in enumerate(drawn)]
+    texts = Examples(rows[:30], rows[30:], {"hash": "sha256:" + "1" * 64, "name": "texts", "kind": "text"})
+    small.touch()
+    with pytest.raises(FulldepthError, match=r"small\.gguf exists"):
+        heal(plan, path, texts, tmp_path / "healed", steps=0, gguf=str(small))
+    small.unlink()
+    heal(plan, path, texts, tmp_path / "healed", steps=0, gguf=str(small))
+    healed = load(tmp_path / "healed", dtype="float64")
+    expected = healed(input_ids=IDS).logits[0, -1].log_softmax(-1)
+    assert (by_llama_cpp(small) - expected).abs().max() < 1e-4
+    assert (without(model, {"mlp": [2], "attention": [3]}) - expected).abs().max() > 1e-3, "nothing was healed"
 
 
 @pytest.mark.slow

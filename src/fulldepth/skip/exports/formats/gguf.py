@@ -117,11 +117,7 @@ def write_gguf(
     from gguf import GGUFReader, GGUFValueType, GGUFWriter  # noqa: PLC0415
 
     header, reader = read_header(source), GGUFReader(source)
-    layers = packed(header.entries["block_count"], without_attention, without_mlp)
-    if all(attention == mlp for attention, mlp in layers):
-        check_whole(header, layers)
-    else:
-        check_deci(header)
+    layers = layers_of(header, without_attention, without_mlp)
     architecture = "deci" if any(None in layer for layer in layers) else header.architecture
     replaced = changes(header, reader.tensors, layers, weights, gguf_type) if weights else {}
     with closing(GGUFWriter(output, architecture)) as writer:
@@ -144,6 +140,25 @@ def write_gguf(
         raise FulldepthError(f"The export is dropped: {output} does not hold the tensors that were written.")
     anew = f"written anew: {names_of(replaced)}" if replaced else "no tensor changed"
     return [f"{len(layers)} layers in llama.cpp's architecture {architecture}; {anew}. Other bytes are the source's."]
+
+
+def check_gguf(model: PreTrainedModel, plan: Plan) -> None:
+    """Refuse a model and a plan of which no GGUF file can be made.
+
+    Raises:
+        FulldepthError: with the reason.
+    """
+    layers_of(read_header(source_of(model)), plan.lacking("attention"), plan.lacking("mlp"))
+
+
+def layers_of(header: Header, without_attention: Collection[int], without_mlp: Collection[int]) -> Layers:
+    """The layers of the new file; refuses those that llama.cpp does not compute."""
+    layers = packed(header.entries["block_count"], without_attention, without_mlp)
+    if all(attention == mlp for attention, mlp in layers):
+        check_whole(header, layers)
+    else:
+        check_deci(header)
+    return layers
 
 
 def packed(num_layers: int, without_attention: Collection[int], without_mlp: Collection[int]) -> Layers:
