@@ -128,10 +128,11 @@ class Subject:
         self.points = Points(args.folder / "points.jsonl")
         self.model = load_checkpoint(args.model, device="cpu", dtype=args.dtype).model.eval()
         self.anatomy, self.context, self.repeats = find_anatomy(self.model), args.context, args.repeats
+        self.pool = args.pool
         tokenizer = load_tokenizer(args.model)
 
-        def rows(data: Any, limit: int) -> Examples:
-            return read_examples(None, tokenizer, None, heldout=data, sequence_length=WINDOW, limit=limit)
+        def rows(data: Any, limit: int, length: int = WINDOW) -> Examples:
+            return read_examples(None, tokenizer, None, heldout=data, sequence_length=length, limit=limit)
 
         self.choose = rows("corpus:builtin/train", args.choose)
         self.fit = rows("corpus:builtin/train", args.fit)
@@ -140,7 +141,7 @@ class Subject:
             lines = map(json.loads, (args.gsm8k / "test.jsonl").read_text(encoding="utf-8").splitlines())
             pairs = [{"prompt": row["question"], "response": row["answer"]} for row in lines]
             short = [pair for pair in pairs if sum(map(len, pair.values())) < 2 * WINDOW]
-            self.read["answers"] = rows(short, args.read)
+            self.read["answers"] = rows(short, args.read, 2 * WINDOW)  # pairs are never cut
 
     def rounds(self, key: str, removed: Mapping[str, Lacking], context: int) -> dict[str, Any]:
         """`NAME PHASE` -> seconds of each round of batch 1; and the `other_load` of the machine."""
@@ -176,7 +177,7 @@ class Subject:
             return None
         options: dict[str, Any] = {"granularity": method.granularity, "fit": False, "batch_size": BATCH, "seed": seed}
         if method.search is None:
-            options |= {"target_speedup": target, "context": self.context}
+            options |= {"target_speedup": target, "context": self.context, "pool": self.pool}
             plan = self.points.get(
                 f"plan of ours, {method.granularity}, for {target:g}",
                 lambda: search(self.model, self.choose, **options).document(),
@@ -307,6 +308,7 @@ def main() -> None:
     parser.add_argument("--methods", default=";".join(METHODS), help="names, separated by semicolons")
     parser.add_argument("--context", type=int, default=512, help="tokens of the prompt for which targets are counted")
     parser.add_argument("--choose", type=int, default=16, help="windows that parts are chosen on")
+    parser.add_argument("--pool", type=int, help="candidates that every round of our search reads; default: all")
     parser.add_argument("--fit", type=int, default=64, help="windows that maps are fitted on")
     parser.add_argument("--read", type=int, default=32, help="windows, and answers, that losses are read on")
     parser.add_argument("--repeats", type=int, default=9, help="rounds of a timing")
