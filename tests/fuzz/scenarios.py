@@ -104,6 +104,12 @@ SKIPS = {
         2,
         writes="plan",
     ),
+    "search target": Scenario(f"{SEARCH} --target-bytes 0.95 --output new", "model", writes="plan", arguments=0.5),
+    "search gguf": Scenario(
+        f"skip search model.gguf --data data/text.jsonl --blocks 1 --output new {SKIP}",
+        "model.gguf model.gguf data/text.jsonl",
+        writes="plan",
+    ),
     "search resume": Scenario(
         f"{SEARCH} --blocks 2 --output plan-part --resume",
         "plan-part plan-part plan-part model data/pairs.jsonl",
@@ -126,6 +132,26 @@ SKIPS = {
     ),
     "apply layer": Scenario(
         "skip apply plan-layer model --format layer --output new", "plan-layer/plan.json model", writes="checkpoint"
+    ),
+    "apply gguf": Scenario(
+        "skip apply plan-gguf model.gguf --format gguf --output new.gguf", "plan-gguf model.gguf", writes="nothing"
+    ),
+    "heal maps": Scenario(
+        "skip heal plan model --data data/pairs.jsonl --steps 0 --output new",
+        "plan/plan.json model data/pairs.jsonl",
+        writes="checkpoint",
+    ),
+    "heal": Scenario(
+        "skip heal plan model --data data/pairs.jsonl --steps 2 --global-batch-size 2 --rank 2 --output new",
+        "plan/plan.json model",
+        writes="checkpoint",
+        arguments=0.3,
+    ),
+    "heal again": Scenario(
+        "skip heal plan model --data data/pairs.jsonl --steps 2 --global-batch-size 2 --rank 2 --output healed",
+        "healed-work healed-work plan/plan.json model",
+        grows=("healed-work/*",),
+        writes="checkpoint",
     ),
     "bench": Scenario(
         "skip bench model folded --batches 1 --contexts 8 --max-new-tokens 2 --repeats 1 --output new",

@@ -68,6 +68,7 @@ class Words(PreTrainedTokenizerFast): pass
 
 def make(folder):
     """Write the files that no command of the program makes; deterministic."""
+    import gguf_files
     import torch
     import transformers as tf
     from PIL import Image
@@ -84,6 +85,9 @@ def make(folder):
             tf.ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(folder / name)
         else:
             tokens.save_pretrained(folder / name)
+        if name == "model":
+            llama = tf.LlamaForCausalLM(tf.LlamaConfig(**model.config.to_dict() | {"vocab_size": 300}))
+            gguf_files.write(folder / "model.gguf", llama)
     (folder / "model" / "foreign.py").write_text(FOREIGN)
     _write_data(folder / "data")
     for label, colour in (("cat", 40), ("dog", 200)):
@@ -179,10 +183,15 @@ STEPS = {
     f"measure run --data data/text.txt --output series-part {QUICK}": ("results.json", 2),
     f"{SEARCH} --blocks 1 --output plan": None,
     f"{SEARCH} --blocks 1 --granularity layer --output plan-layer": None,
+    f"skip search model.gguf --data data/text.jsonl --blocks 1 --output plan-gguf {SKIP}": None,
     f"{SEARCH} --blocks 2 --output plan-part": ("progress.json", 3),
     f"{SEARCH} --blocks 1 --output answers-part --generate-responses 4 --max-new-tokens 4": ("progress.json", 2),
     f"evaluate model --tasks arc_easy_local --batch-size 1 --output answers-left {TASKS}": ("results.json", 1),
     "skip apply plan model --format folded --output folded": None,
+    "skip heal plan model --data data/pairs.jsonl --steps 2 --global-batch-size 2 --rank 2 --output healed": (
+        "complete.json",
+        1,
+    ),
     "skip bench model folded --batches 1 --contexts 8 --max-new-tokens 2 --repeats 2 --output bench": None,
     f"skip curve model --data data/pairs.jsonl --blocks 2 --output curve {SKIP}": None,
     f"skip curve model --data data/pairs.jsonl --blocks 2 --output curve-part {SKIP}": ("progress.json", 3),

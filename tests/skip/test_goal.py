@@ -174,6 +174,18 @@ def test_blocks_are_removed_as_far_as_the_most_loss_allows(seed):
     assert [layer for pick in picks for layer, _ in pick] == order[:3]
 
 
+def test_most_loss_is_of_the_loss_whatever_ranks_the_candidates(model, examples):
+    kinds = {"granularity": "attention", "criterion": "kl", **OPTIONS}
+    free = search(model, examples, 3, **kinds)
+    added = np.subtract(free.losses, free.losses[0])
+    limit = added.max() - 1e-6
+    within = list(itertools.takewhile(lambda nats: nats <= limit, added))
+    assert 1 < len(within) < len(added)
+    plan = search(model, examples, max_loss=limit, **kinds)
+    assert plan.blocks == free.blocks[: len(within) - 1]
+    assert plan.losses == pytest.approx(free.losses[: len(within)], rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
