@@ -26,6 +26,9 @@ from fulldepth.skip import (
 )
 from fulldepth.training import train
 
+MANY = 4
+"""Passes over the same text up to which training hardly repeats itself (Muennighoff et al., 2023)."""
+
 
 @takes_settings(HealSettings)
 def heal(
@@ -71,6 +74,12 @@ def heal(
         healing = merge_maps(plan, model, data, settings=settings, **opened)
         chosen = tokenizer or settings.tokenizer
         if settings.steps:
+            passes = settings.steps * settings.global_batch_size / len(healing.fitting)
+            if passes > MANY:
+                watcher.say(
+                    f"Training passes {passes:.0f} times over {len(healing.fitting)} sequences, which it then knows by "
+                    "heart. Give more with --max-sequences, or fewer --steps."
+                )
             start = write_start(healing, work / "start", chosen)
             write_texts(healing, start, work)
             for label, source in (("trained", start), ("control", model)):

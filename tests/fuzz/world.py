@@ -68,10 +68,11 @@ class Words(PreTrainedTokenizerFast): pass
 
 def make(folder):
     """Write the files that no command of the program makes; deterministic."""
-    import gguf_files
     import torch
     import transformers as tf
     from PIL import Image
+
+    import gguf_files
 
     (folder / "data" / "images").mkdir(parents=True)
     (folder / "recipes").mkdir()
