@@ -170,6 +170,12 @@ class Subject:
 
     def choice(self, name: str, seed: int, target: float) -> Lacking | None:
         """What a method removes for a decode speed-up; None if all of its candidates do not reach it."""
+        return self.points.get(
+            f"removed by {name}, seed {seed}, for {target:g}", lambda: self.chosen(name, seed, target)
+        )
+
+    def chosen(self, name: str, seed: int, target: float) -> Lacking | None:
+        """As `choice`, chosen here."""
         method, shares = METHODS[name], self.shares(self.context, "decode")
         kinds = {"any": [shares[part] for part in PARTS], "layer": [sum(shares.values())]}
         gains, depth = kinds.get(method.granularity) or [shares[method.granularity]], self.anatomy.num_layers
