@@ -63,7 +63,6 @@ from fulldepth.hf.run_checkpoints import (
     trained_steps,
 )
 from fulldepth.hf.scalars import GRANULARITIES, Block, Scalars
-from fulldepth.hf.stages import StagedAnatomy, StagedModel, StageHead, resolve_stages
 from fulldepth.hf.surgery import Switches, skipping
 from fulldepth.hf.truncation import renumber_layers, slice_lists, truncated
 
@@ -82,9 +81,6 @@ __all__ = [
     "ModelCard",
     "OutputWeights",
     "Scalars",
-    "StageHead",
-    "StagedAnatomy",
-    "StagedModel",
     "Switches",
     "add_exit_heads",
     "anatomy_candidates",
@@ -130,7 +126,6 @@ __all__ = [
     "pick_dtype",
     "publish",
     "renumber_layers",
-    "resolve_stages",
     "restore_exit_heads",
     "rows_of",
     "sample_inputs",
