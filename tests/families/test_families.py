@@ -17,7 +17,7 @@ from fulldepth.exit.readings import Exit
 from fulldepth.exit.served import EarlyExit
 from fulldepth.exit.subject import open_checkpoint, prepare_subject
 from fulldepth.hf import copy_to_exit_heads, exit_weights, open_model, save_exit_heads, truncated
-from fulldepth.hf.exit_heads import output_layers
+from fulldepth.hf.exit_heads import output_layer
 from fulldepth.losses import Objective, add_exit_heads
 from fulldepth.settings.exit import ExitSettings
 
@@ -69,9 +69,9 @@ def check_own_heads(model, batch, folder, *, cut):
     Random ones are saved, loaded beside the stock model, and become the head of its first layers.
     """
     anatomy = find_anatomy(model)
-    for _, _, own in output_layers(anatomy).values():
-        if own.bias is not None:
-            torch.nn.init.zeros_(own.bias)
+    _, _, own = output_layer(anatomy)
+    if own.bias is not None:
+        torch.nn.init.zeros_(own.bias)
     shared = float(loss_of(model, batch, aligned="uniform").detach())
     add_exit_heads(model)
     copy_to_exit_heads(anatomy)

@@ -55,7 +55,6 @@ PIPELINES = {
     "masked-lm": "fill-mask",
     "text-classification": "text-classification",
     "image-classification": "image-classification",
-    "detection": "object-detection",
 }
 """Task -> the Hub's name for it; others are `feature-extraction`."""
 
@@ -209,8 +208,6 @@ def _prove(folder: Path, anatomy: Anatomy, cut: PreTrainedModel, reader: str) ->
     output = cut(**inputs)
     states = (output[name] for name in ("logits", "prediction_logits", "last_hidden_state") if name in output)
     expected = next(states)
-    if "pred_boxes" in output:
-        expected = torch.cat([expected, output["pred_boxes"]], -1)  # as in the program of `readers`
     if anatomy.task == "causal-lm":
         return prove(folder, inputs["input_ids"], expected, TOLERANCE[expected.dtype], reader)
     got, report = read(folder, inputs, reader)
@@ -228,7 +225,7 @@ def _card(checkpoint: Checkpoint, anatomy: Anatomy, report: LayersExport) -> Mod
     name, kind = one_line(checkpoint.name, 200), type(checkpoint.model).__name__
     own = exit_heads_of(checkpoint.model).get(report.layers)
     head = "its head" if own is None else f"layer {report.layers}'s own head"
-    layers = f"first {report.layers} of {report.num_layers} {'decoder ' * (anatomy.task == 'detection')}layers"
+    layers = f"first {report.layers} of {report.num_layers} layers"
     return ModelCard(
         title=f"{name}: the {layers}",
         method=(
