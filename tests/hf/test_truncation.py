@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import transformers as tf
@@ -69,5 +67,3 @@ def skipped(layer):
 def test_models_that_cannot_be_cut_are_refused_with_the_reason(model, layers, reason):
     with pytest.raises(FulldepthError, match=reason):
         truncated(model(), layers)
-
-

@@ -1,7 +1,6 @@
 """`task: detection`: a tiny DETR is trained, resumed, recorded and measured; unfit data and settings are refused."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from fulldepth import measure
 from fulldepth.data.labelled import Collator, Item
 from fulldepth.data.sequences import Picture
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import EXIT_HEADS
 from fulldepth.metrics import average_precision
 from fulldepth.settings import layers as recipes
 from fulldepth.settings.train import TrainSettings
