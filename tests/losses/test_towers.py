@@ -1,6 +1,4 @@
-"""Objectives on one stack of an encoder-decoder, one tower of CLIP, and the text model of images and text, against plain
-loops.
-"""
+"""Objectives on a stack of an encoder-decoder, a tower of CLIP, and the text model of images and text; plain loops."""
 
 from __future__ import annotations
 

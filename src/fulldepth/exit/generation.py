@@ -15,7 +15,7 @@ from fulldepth.data import decode_ids
 from fulldepth.data.conversations import encode_prompt
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import decoding
-from fulldepth.execution.decoding import Decoder, DraftPlan, Generation, Options, Stats, decoder_of
+from fulldepth.execution.decoding import Decoder, DraftPlan, Generation, Options, Stats
 from fulldepth.execution.latency import machine
 from fulldepth.hf import Checkpoint, checkpoint_of, depth_of, device_of, open_model, open_tokenizer
 from fulldepth.progress import Watcher
@@ -83,7 +83,7 @@ def generate_texts(
         checkpoint = open_model(model, exit_heads=plan is None, **opening)
         tokenizer = open_tokenizer(checkpoint, settings.tokenizer if tokenizer is None else tokenizer, **named)
         ids, mask = _encode(tokenizer, prompts, settings.chat, device_of(checkpoint.model))
-        decoder = decoder_of(checkpoint.model)
+        decoder = Decoder(checkpoint.model)
         if show is None:
             watcher.begin("Generating", settings.max_new_tokens)
         generation = decoder.generate(
@@ -124,7 +124,7 @@ def generate(
     ```
 
     Args:
-        model: a decoder, whose generation configuration applies, verified once; or a `Decoder`.
+        model: a decoder, whose generation configuration applies, verified in every call; or a `Decoder`, verified once.
         input_ids: `[B, P]` prompts, padded on the left; or a text, or several, continued as they are.
         attention_mask: `[B, P]`, 0 = padding; None as in `model.generate`.
         max_new_tokens: maximum number of new tokens for each sequence.

@@ -46,7 +46,7 @@ from fulldepth.hf.load import (
 )
 from fulldepth.hf.modes import device_of, evaluating, frozen, in_memory, is_offloaded, loaded_weight, silent
 from fulldepth.hf.output_weights import OutputWeights, find_output_weights, scale_obstacle
-from fulldepth.hf.publishing import ModelCard, check_publishing, publish
+from fulldepth.hf.publishing import ModelCard
 from fulldepth.hf.run_checkpoints import (
     UNFINISHED,
     begin_checkpoint,
@@ -88,7 +88,6 @@ __all__ = [
     "begin_checkpoint",
     "body_inputs",
     "check_exit_heads",
-    "check_publishing",
     "checkpoint_of",
     "copy_to_exit_heads",
     "depth_of",
@@ -124,7 +123,6 @@ __all__ = [
     "packaged",
     "pick_device",
     "pick_dtype",
-    "publish",
     "renumber_layers",
     "restore_exit_heads",
     "rows_of",

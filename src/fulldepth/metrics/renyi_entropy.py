@@ -14,7 +14,7 @@ from fulldepth.threads import map_threads
 from fulldepth.uncertainty import deal
 
 PRESET = "plain"
-"""The papers' formula, without preprocessing; a part of the statistics' names, because other codes prepare the states."""
+"""Part of the statistics' names: the papers' formula, of states that are not prepared as in some public codes."""
 ALPHAS = (0.5, 1.0, 2.0)
 LAYERS_AT_ONCE = 4
 """Number of layers of a sequence that one thread converts to float64 at a time."""

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import gc
-import pickle
-import weakref
 from collections import Counter
 
 import numpy as np
@@ -18,7 +14,6 @@ import transformers as tf
 import tiny_models as tm
 from execution import decoders
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.decoding import decoder as decoder_module
 from fulldepth.execution.decoding.session import DecodingSession
 from fulldepth.exit import Decoder, DraftPlan, generate
 from fulldepth.hf import Scalars
@@ -146,31 +141,6 @@ def test_options_out_of_range_and_without_effect_are_refused(options, name):
     given = {"input_ids": decoders.prompts(1)["input_ids"], "max_new_tokens": 2, **options}
     with pytest.raises(FulldepthError, match=name):
         generate(llama(), **given)
-
-
-def test_a_model_is_verified_once_and_again_where_it_was_changed(monkeypatch):
-    verified = []
-    runner = decoder_module.decoding_runner
-    monkeypatch.setattr(decoder_module, "decoding_runner", lambda *each: verified.append(1) or runner(*each))
-    model, prompts = decoders.build("llama"), decoders.prompts(1)
-
-    def check(model, times):
-        found = generate(model, **prompts, max_new_tokens=3).sequences
-        assert torch.equal(found, stock(model, prompts)[:, :12])
-        assert len(verified) == times
-
-    check(model, 1)
-    check(model, 1)
-    changed = pickle.loads(pickle.dumps(model))
-    for times, each in enumerate((copy.deepcopy(model), changed, model), start=2):
-        each.model.layers[1].mlp = copy.deepcopy(model.model.layers[2].mlp)
-        check(each, times)
-    model.lm_head.register_forward_hook(lambda *_: None)
-    check(model, 5)
-    freed = weakref.ref(model)
-    del model, each
-    gc.collect()
-    assert freed() is None
 
 
 def test_a_decoder_is_a_loop_for_generate():

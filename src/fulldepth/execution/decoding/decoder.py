@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,6 @@ OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden
 """What `generate` adds to a returned dictionary, and this loop does not keep."""
 LOOPS = ("prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha", "dola_layers")
 """Settings of `generate` that ask for another decoding loop."""
-KEPT = "_fulldepth_decoder"
-"""Attribute of a model with the decoder of `generate`."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +217,7 @@ def generate(
     Drafts (`speculate_from`, `plan`) keep the output, or its distribution; early exit (`threshold`, `exit_layer`) not.
 
     Args:
-        model: a decoder, whose generation configuration applies, verified once; or a `Decoder`.
+        model: a decoder, whose generation configuration applies, verified in every call; or a `Decoder`, verified once.
         input_ids: `[B, P]` prompts, padded on the left.
         attention_mask: `[B, P]`, 0 = padding; None as in `model.generate`.
         max_new_tokens: maximum number of new tokens for each sequence.
@@ -234,37 +232,9 @@ def generate(
     Raises:
         FulldepthError: for models that cannot be decoded layer by layer, and values out of range.
     """
-    decoder = model if isinstance(model, Decoder) else decoder_of(model)
+    decoder = model if isinstance(model, Decoder) else Decoder(model)
     options |= {"threshold": threshold, "speculate_from": speculate_from, "draft_length": draft_length}
     return decoder.generate(input_ids, attention_mask, max_new_tokens=max_new_tokens, **options)
-
-
-class _Kept:
-    """A model's decoder and the parts that it was verified with, on the model; copies and pickles leave them out."""
-
-    def __init__(self, decoder: Decoder | None = None, parts: Sequence[Any] = ()) -> None:
-        self.decoder, self.parts = decoder, parts
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Kept, ()
-
-
-def decoder_of(model: PreTrainedModel) -> Decoder:
-    """The decoder of a model, kept with it; verified again if its modules, hooks or `forward` methods were changed.
-
-    Raises:
-        FulldepthError: as `Decoder`.
-    """
-    parts = [
-        (module, module.__dict__.get("forward"), *module._forward_hooks, *module._forward_pre_hooks)
-        for module in model.modules()
-    ]
-    kept: _Kept = getattr(model, KEPT, _Kept())
-    if kept.decoder is None or kept.parts != parts:
-        kept = _Kept(Decoder(model), parts)
-        setattr(model, KEPT, kept)
-    assert kept.decoder is not None
-    return kept.decoder
 
 
 def _check(input_ids: Tensor, config: GenerationConfig, prepared: Mapping[str, Any]) -> None:
