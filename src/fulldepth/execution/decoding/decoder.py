@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from fulldepth.errors import FulldepthError, names_of
 from fulldepth.execution.decoding.loops import decode
-from fulldepth.execution.decoding.options import DraftPlan, Options
+from fulldepth.execution.decoding.options import Options
 from fulldepth.execution.decoding.session import Choice, DecodingSession, Stats, TokenRows
 from fulldepth.execution.layer_runner import LayerRunner, decoding_runner, positions
 from fulldepth.execution.verify import check_task, verify
@@ -134,7 +134,6 @@ class Decoder:
         speculate_from: int | str | None = None,
         draft_length: int | str = "auto",
         draft_threshold: float | None = None,
-        plan: DraftPlan | None = None,
         seed: int | None = None,
         **model_kwargs: Any,
     ) -> Any:
@@ -150,7 +149,6 @@ class Decoder:
             speculate_from=speculate_from,
             draft_length=draft_length,
             draft_threshold=draft_threshold,
-            plan=plan,
         )
         model_kwargs |= {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
         return self._loop(input_ids, generation_config, model_kwargs, chosen, seed)
@@ -214,7 +212,7 @@ def generate(
 ) -> Generation:
     """Continue prompts, with fewer layers where that is possible.
 
-    Drafts (`speculate_from`, `plan`) keep the output, or its distribution; early exit (`threshold`, `exit_layer`) not.
+    Drafts (`speculate_from`) keep the output, or its distribution; early exit (`threshold`, `exit_layer`) not.
 
     Args:
         model: a decoder, whose generation configuration applies, verified in every call; or a `Decoder`, verified once.
@@ -224,7 +222,7 @@ def generate(
         threshold: in (0, 1]: a token leaves where the value of `rule` exceeds it; 1 is the full model.
         speculate_from: the first E layers draft; `auto`: a third of the layers, where a short trial is faster.
         draft_length: largest number of drafts per round; `auto`: 4, where a short trial is faster.
-        **options: of early exit `rule`, `min_layer` and `exit_layer`, of drafts `draft_threshold` and `plan`
+        **options: of early exit `rule`, `min_layer` and `exit_layer`, of drafts `draft_threshold`
             (see `execution.decoding.Options`); `do_sample`, and with it `temperature` (1), `top_p` (1), `top_k` (0 =
             all) and `seed` (None = torch's global random numbers); `eos_token_id` (a token or several) and
             `pad_token_id` (None = the model's); a `streamer` of transformers, for one prompt.
