@@ -112,8 +112,8 @@ class Cka(Measure):
         """
         sample = self.tokens.compute()
         group = self.setup.group_of.to(sample.keys.device)[sample.keys.reshape(-1) >> POSITION_BITS]
-        views = hsic_of_views(sample.features.transpose(0, 1), without_first(sample), group, self.setup.groups)
-        views = views[: len(self.setup.views)]
+        both = hsic_of_views(sample.features.transpose(0, 1), without_first(sample), group, self.setup.groups)
+        views = both[: len(self.setup.views)]
         influences = [jackknife_influence(_ratio(view.without)) for view in views]
         return {
             "debiased": torch.stack([_ratio(view.debiased) for view in views]),
