@@ -12,7 +12,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-import fulldepth
+from fulldepth.metrics import cka_matrix, cosine_matrix
 
 LAYERS, WIDTH, CLASSES = 9, 64, 10
 STEPS, BATCH = 1500, 128
@@ -40,12 +40,16 @@ class Mlp(nn.Module):
         self.layers = nn.ModuleList(Layer(residual) for _ in range(LAYERS))
         self.classifier = nn.Linear(WIDTH, CLASSES)
 
+    def states(self, pixels: Tensor) -> Tensor:
+        """[B, 64] pixels -> [L+1, B, D] what layer 1 reads and every layer gives."""
+        states = [self.project(pixels)]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        return torch.stack(states)
+
     def forward(self, pixels: Tensor) -> Tensor:
         """[B, 64] pixels -> [B, 10] class scores."""
-        x = self.project(pixels)
-        for layer in self.layers:
-            x = layer(x)
-        return self.classifier(x)
+        return self.classifier(self.states(pixels)[-1])
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -72,18 +76,15 @@ def train(residual: bool, seed: int, steps: int = STEPS) -> Mlp:
     return model
 
 
+@torch.no_grad()
 def measured(model: Mlp) -> dict[str, list[float]]:
     """Cosine and CKA to the last layer, and accuracy, of layers 1..L on the held-out images."""
     _, _, pixels, classes = digits()
-    results = fulldepth.measure(
-        model, (pixels, classes), stages=[*model.layers], head=model.classifier, max_sequences=450, progress=False
-    )
-    table = results.table[results.table.layer > 0]
-    to_last = table[table.other == LAYERS]
+    states = model.states(pixels)[1:]
     return {
-        "cosine": to_last[(to_last.measure == "cosine") & (to_last.statistic == "mean")].value.tolist(),
-        "cka": to_last[(to_last.measure == "cka") & (to_last.statistic == "debiased")].value.tolist(),
-        "accuracy": table[(table.measure == "lens_accuracy") & (table.statistic == "mean")].value.tolist(),
+        "cosine": cosine_matrix(states)[-1].tolist(),
+        "cka": cka_matrix(states, debiased=True)[-1].tolist(),
+        "accuracy": (model.classifier(states).argmax(-1) == classes).double().mean(1).tolist(),
     }
 
 

@@ -122,7 +122,7 @@ def checkpoint(exported: Any, path: Path, rows: Sequence[Sequence[str]]) -> None
     """Print what an exported checkpoint is, its notes, and where it is.
 
     Args:
-        exported: with `parameters`, `bytes`, `logit_error`, `notes` and `published`.
+        exported: with `parameters`, `bytes`, `logit_error` and `notes`.
         path: its folder or file.
         rows: printed first.
     """
@@ -138,8 +138,6 @@ def checkpoint(exported: Any, path: Path, rows: Sequence[Sequence[str]]) -> None
     for text in exported.notes:
         line(f"Note: {text}")
     line(f"Checkpoint: {path}")
-    if exported.published is not None:
-        line(f"Published: {exported.published}")
 
 
 def note(text: str) -> None:

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_models
-from data.conftest import jsonl
 from fulldepth import exit
 from fulldepth.errors import FulldepthError
 from fulldepth.results import Results
@@ -98,20 +97,6 @@ def test_results_hold_text_and_statistics(run, checkpoint, tmp_path):
 def test_mistakes_end_with_two(run, checkpoint, options, name):
     prompt = () if "--prompt" in options else ("--prompt", PROMPT)
     assert name in " ".join(run("generate", checkpoint, *prompt, *options, code=2).stderr.split())
-
-
-def test_the_plan_of_a_search_drafts(run, checkpoint, tmp_path):
-    """A plan.json that `skip search` wrote; the text is that of the whole model."""
-    rows = [
-        {"prompt": word_tokenizer.words(*range(i, i + 5)), "response": word_tokenizer.words(i, 7)} for i in range(9)
-    ]
-    data = jsonl(tmp_path / "pairs.jsonl", *rows)
-    run("skip", "search", checkpoint, "--data", data, "--blocks", "1", "--output", tmp_path / "plan")
-    asked = ("--raw", "--max-new-tokens", "40", "--set", "draft_length=3", "--json")
-    result = run("generate", checkpoint, "--prompt", PROMPT, "--plan", tmp_path / "plan" / "plan.json", *asked)
-    written = json.loads(result.stdout)
-    assert written["texts"] == [text_of(checkpoint, 40)]
-    assert written["stats"]["drafted"] > 0
 
 
 def test_layers_that_do_not_exist_are_refused_before_weights_are_read(run, checkpoint, tmp_path):

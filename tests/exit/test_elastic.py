@@ -25,7 +25,7 @@ def test_a_decoder_is_written_with_its_tokenizer_and_card(tmp_path):
     ids = torch.arange(3, 15).view(1, 12)
     states = model.model(ids, output_hidden_states=True).hidden_states
     torch.testing.assert_close(again(ids).logits, model.lm_head(model.model.norm(states[2])), rtol=1e-4, atol=1e-4)
-    assert (made.layers, made.num_layers, made.published) == (2, 3, None)
+    assert (made.layers, made.num_layers) == (2, 3)
     assert made.parameters == sum(p.numel() for p in again.parameters())
     assert made.logit_error < 1e-5
     assert tf.AutoTokenizer.from_pretrained(tmp_path / "two").get_vocab() == tokenizer().get_vocab()

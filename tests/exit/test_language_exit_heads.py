@@ -20,7 +20,7 @@ from exit.language_heads import ENCODERS, FAMILIES, HEADS, Plain, texts, write
 from exit.test_sweep import RULES, check
 from fulldepth.data import open_source, prepare
 from fulldepth.errors import FulldepthError
-from fulldepth.exit import Decoder, DraftPlan, export_layers, generate_texts, sweep
+from fulldepth.exit import Decoder, export_layers, sweep
 from fulldepth.hf import open_model, save_exit_heads, truncated
 from fulldepth.losses import Objective
 from skip.word_tokenizer import words
@@ -178,10 +178,3 @@ def test_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for call in refused:
         with pytest.raises(FulldepthError, match=r"\[96, 32\].*\[104, 32\]"):
             call()
-
-
-def test_a_plan_leaves_the_heads_out(cases: Any) -> None:
-    case = cases("llama-tied")
-    options = {"tokenizer": case.tokenizer, "dtype": "float64", "max_new_tokens": NEW, "chat": False}
-    drafted = generate_texts(case.path, ["w10 w11"], plan=lambda model: DraftPlan((2,), "attention"), **options)
-    assert any(HEADS in warning for warning in drafted.results.meta["warnings"])

@@ -27,21 +27,12 @@ def model():
     return tiny_models.build("detr").eval()
 
 
-def stock_layers(model, inputs, own_heads=False):
-    """transformers' own loss of each decoder layer, whose state goes through the final norm and both heads once; with
-    `own_heads` layers before the last through the last matrices of their own.
-    """
+def stock_layers(model, inputs):
+    """transformers' own loss of each decoder layer, whose state goes through the final norm and both heads once."""
     _, (_, *states) = states_of(model.model.decoder.layers, lambda: model.model(inputs["pixel_values"]))
     losses, stock = [], type(model).loss_function.fget(model)
-    *shared, _ = model.bbox_predictor.layers
-    for layer, state in enumerate(map(model.model.decoder.layernorm, states), start=1):
+    for state in map(model.model.decoder.layernorm, states):
         logits, boxes = model.class_labels_classifier(state), model.bbox_predictor(state).sigmoid()
-        if own_heads and layer < len(states):
-            inner = state
-            for part in shared:
-                inner = part(inner).relu()
-            logits = state @ model.exit_heads[str(layer)].weight.T
-            boxes = (inner @ model.exit_box_heads[str(layer)].weight.T).sigmoid()
         losses.append(stock(logits, inputs["labels"], model.device, boxes, model.config)[0])
     return losses
 
@@ -78,24 +69,6 @@ def test_the_replaced_loss_is_transformers_and_takes_batches_without_objects(mod
     assert model(**inputs).loss.isnan()
 
 
-def test_multi_exit_is_the_weighted_sum_of_the_losses_read_by_each_layers_heads(model):
-    inputs = batch(4, empty=(2,))
-    state = torch.random.get_rng_state()
-    add_exit_heads(model, seed=5)
-    assert torch.equal(state, torch.random.get_rng_state())
-    with pytest.raises(FulldepthError, match="exit heads"):
+def test_layers_of_a_detector_have_no_heads_of_their_own(model):
+    with pytest.raises(FulldepthError, match="detects objects"):
         add_exit_heads(model)
-    losses = stock_layers(model, inputs, own_heads=True)
-    expected = sum(share * loss for share, loss in zip([1 / 6, 2 / 6, 3 / 6], losses, strict=True))
-    heads = [head.weight for kind in (model.exit_heads, model.exit_box_heads) for head in kind.values()]
-    assert len(heads) == 4
-    theirs = torch.autograd.grad(expected, heads)
-    objective = Objective(multi_exit={"schedule": "alternate"}).attach(model)
-    for step in (1, 2):
-        objective.step = step
-        loss, parts = objective(model(**inputs), inputs)
-        assert loss.item() == pytest.approx((losses[-1] if step == 1 else expected).item(), abs=1e-5)
-        assert ("multi_exit" in parts) == (step == 2)
-    for got, slope in zip(torch.autograd.grad(loss, heads), theirs, strict=True):
-        torch.testing.assert_close(got, slope, atol=1e-6, rtol=1e-4)
-    objective.detach()

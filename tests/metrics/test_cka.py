@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from fulldepth import uncertainty
-from fulldepth.metrics import Cka, Observation, Setup, cka, cka_matrix, cross_products, linear_cka
-from fulldepth.metrics.cross_products import CrossProducts
+from fulldepth.metrics import Cka, Observation, Setup, cka, cka_matrix, linear_cka
 from fulldepth.metrics.hsic import hsic_of
 from fulldepth.metrics.reservoir import priority
 from metrics.conftest import table
@@ -33,10 +32,6 @@ def test_a_constant_layer_has_no_similarity(generator):
         assert value[0, 1].isnan()
 
 
-KEPT, SUMMED = {}, {"reservoir_tokens": 20}
-"""Settings of worlds of 118 tokens and 4 layers of 7 channels: all tokens are kept, or their products are summed."""
-
-
 def filled(world, split=(20,), order=None, **options):
     metric = Cka(world.setup(**options))
     for observation in world.observations(split, order=order):
@@ -54,15 +49,15 @@ def by_leaving_out(states, owner, clusters=None):
 
 
 @pytest.mark.parametrize("first_tokens", [True, False])
-@pytest.mark.parametrize("options", [KEPT, SUMMED])
-def test_all_tokens_count_in_any_order_against_the_textbook(options, first_tokens, invented, same_rows):
-    """One estimate over the tokens of all sequences, whatever the order and the batches, and its jackknife error."""
-    world = invented(lengths=(6,) * 18 + (4, 6), width=7).replace(options=options)
+def test_all_tokens_count_in_any_order_against_the_textbook(first_tokens, invented, same_rows):
+    """One estimate over the tokens of all sequences, whatever the order and the batches, and its jackknife error; also
+    where the shared sample is smaller.
+    """
+    world = invented(lengths=(6,) * 18 + (4, 6), width=7).replace(options={"reservoir_tokens": 20})
     if not first_tokens:
         counted = world.counted.clone()
         counted[:, 0] = False
         world = world.replace(counted=counted, first_tokens=False)
-    assert isinstance(Cka(world.setup()).tokens, CrossProducts) == bool(options)
     rows = world.rows(Cka, (20,))
     for view in ("", ":no-first") if first_tokens else ("",):
         owner = [n for n, _ in world.positions(view)]
@@ -87,9 +82,8 @@ def cka_of(states, clusters=(), **options):
     return metric.compute()
 
 
-@pytest.mark.parametrize("options", [KEPT, SUMMED])
-def test_influences_are_of_clusters_and_give_the_error(options, invented):
-    world = invented(lengths=(6,) * 18 + (4, 6), width=7).replace(options=options)
+def test_influences_are_of_clusters_and_give_the_error(invented):
+    world = invented(lengths=(6,) * 18 + (4, 6), width=7)
     clusters = tuple(n % 5 for n in range(20))
     metric = filled(world, clusters=clusters)
     errors = by_leaving_out(world.tokens(), [n for n, _ in world.positions()], clusters)[1]
@@ -100,22 +94,8 @@ def test_influences_are_of_clusters_and_give_the_error(options, invented):
         assert float(uncertainty.error_of(item.values)) == pytest.approx(errors[pair], rel=1e-4)
 
 
-def test_groups_share_sums_where_memory_lacks(invented, monkeypatch):
-    """Room for 8 of 20 groups: the errors are those of 8 groups, and influences of 20 groups give the same ones."""
-    world = invented(lengths=(6,) * 18 + (4, 6), width=7).replace(options=SUMMED)
-    monkeypatch.setattr(cross_products, "SUMS_BYTES", 8 * 10 * 7 * 7 * 8 + 100)
-    merged = (world.setup().group_of % 8).tolist()
-    values, errors = by_leaving_out(world.tokens(), [n for n, _ in world.positions()], merged)
-    computed = filled(world).compute()
-    np.testing.assert_allclose(computed["debiased"][0], values, atol=2e-6)
-    np.testing.assert_allclose(computed["standard_error_of_debiased"][0], errors, rtol=1e-4, atol=1e-6)
-    assert computed["influences"].shape == (20, 4, 4)
-    np.testing.assert_allclose(uncertainty.error_of(computed["influences"]), errors, rtol=1e-4, atol=1e-6)
-
-
-def test_a_sample_where_sums_lack_memory(generator, monkeypatch):
+def test_a_sample_where_memory_lacks(generator, monkeypatch):
     """HSIC of the sample is, over seeds, that of all tokens; the count says how many tokens there are."""
-    monkeypatch.setattr(cross_products, "SUMS_BYTES", 0)
     monkeypatch.setattr(cka, "STORED", 4 * 8 * 40)
     mean = torch.randn(2, 30, 1, 4, generator=generator)
     mean[1] += mean[0]
@@ -133,53 +113,6 @@ def test_a_sample_where_sums_lack_memory(generator, monkeypatch):
             assert result["debiased"][0, 0, 1] == pytest.approx(expected, abs=1e-6)
     mean, error = torch.stack(found).mean(0), torch.stack(found).std(0) / 300**0.5
     assert bool(((mean - whole).abs() < 3.5 * error).all())
-
-
-def same_as_plain_float64(view, states, tolerance):
-    for hsic, debiased in ((view.debiased, True), (view.biased, False)):
-        found = hsic.values / torch.outer(*[hsic.values.diagonal().sqrt()] * 2)
-        np.testing.assert_allclose(found, cka_matrix(states.double(), debiased), atol=tolerance)
-
-
-def added(sums, x, part):
-    """Add the sequences `part` of states [S, N, T, D]."""
-    everything = torch.ones(len(part), x.shape[2], dtype=torch.bool)
-    sums.update(Observation({"residual": x[:, part]}, everything, everything, part))
-
-
-SETUP = Setup(3, 30, sequence_length=25, num_sequences=40, num_tokens=1000)
-
-
-@pytest.mark.parametrize(("loud", "dtype"), [(165, torch.bfloat16), (165, torch.float32), (30000, torch.float32)])
-def test_sums_in_float32_with_outliers(loud, dtype, generator):
-    """Streamed sums, within 1e-6 of plain float64; tokens 30,000 times as long cost float32 products two digits."""
-    x = torch.randn(4, 40, 25, 30, generator=generator).cumsum(0)
-    x[1:, 3, 7] *= loud
-    x[1:, :, 0] *= loud
-    x[2] += 20
-    x[3] *= 1e-6
-    x, sums = x.to(dtype), CrossProducts(SETUP)
-    for part in torch.arange(40).split((9, 1, 30)):
-        added(sums, x, part)
-    for view, states in zip(sums.compute(), (x.flatten(1, 2), x[:, :, 1:].flatten(1, 2)), strict=True):
-        same_as_plain_float64(view, states, 1e-6 if loud < 1000 else 1e-4)
-
-
-def test_sums_of_processes_whose_centres_differ(generator):
-    x = torch.randn(4, 40, 25, 30, generator=generator).cumsum(0)
-    x[:, 20:] += 5 * torch.randn(4, 1, 1, 30, generator=generator)
-    ranks = CrossProducts(SETUP), CrossProducts(SETUP)
-    for rank, part in zip(ranks, torch.arange(40).chunk(2), strict=True):
-        added(rank, x, part)
-    assert not torch.allclose(ranks[0].centre, ranks[1].centre, atol=1)
-    ranks[1].sync(dist_sync_fn=lambda state, group: [state], distributed_available=lambda: True)
-    theirs = iter(ranks[1].metric_state.values())
-    ranks[0].dist_sync_fn, ranks[0].distributed_available_fn = lambda state, group: [state, next(theirs)], lambda: True
-    for view, states in zip(ranks[0].compute(), (x.flatten(1, 2), x[:, :, 1:].flatten(1, 2)), strict=True):
-        same_as_plain_float64(view, states, 1e-6)
-    ranks[0].distributed_available_fn = lambda: False
-    added(ranks[0], x, torch.arange(20))  # again
-    same_as_plain_float64(ranks[0].compute()[1], x[:, :20, 1:].repeat(1, 2, 1, 1).flatten(1, 2), 1e-6)
 
 
 RHO, SPREAD = 0.25, torch.linspace(2, 0.5, 6)
@@ -215,10 +148,9 @@ def coverage(draws, **options):
 
 
 def test_coverage_of_the_interval():
-    assert 0.86 <= coverage(50, reservoir_tokens=20) <= 1
+    assert 0.86 <= coverage(50) <= 1
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("options", [{}, {"reservoir_tokens": 20}])
-def test_coverage_of_the_interval_in_many_draws(options):
-    assert 0.90 <= coverage(1000, **options) <= 0.98
+def test_coverage_of_the_interval_in_many_draws():
+    assert 0.90 <= coverage(1000) <= 0.98

@@ -52,7 +52,6 @@ def memory():
             row("probe_accuracy", layer, 0.1 + 0.1 * layer, count=500),
             row("probe_accuracy", layer, 0.01, "standard_error", count=500),
             row("lens_accuracy", layer, 0.15 * layer, count=500),
-            row("lens_accuracy", layer, 0.14 * layer, site="attention_output", count=500),
         ]
         precisions = (("ap", 0.05), ("ap50", 0.1), ("ap75", 0.07))[: 3 * bool(layer)]
         rows += [row("average_precision", layer, factor * layer, name, count=500) for name, factor in precisions]

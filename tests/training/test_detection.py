@@ -1,7 +1,6 @@
 """`task: detection`: a tiny DETR is trained, resumed, recorded and measured; unfit data and settings are refused."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from fulldepth import measure
 from fulldepth.data.labelled import Collator, Item
 from fulldepth.data.sequences import Picture
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import EXIT_HEADS
 from fulldepth.metrics import average_precision
 from fulldepth.settings import layers as recipes
 from fulldepth.settings.train import TrainSettings
@@ -101,6 +99,7 @@ def test_unfit_settings_and_data_are_refused(tmp_path):
         ({"model": {"auxiliary_loss": True}}, "auxiliary_loss"),
         ({"model": {"num_queries": 2}}, "num_queries"),
         ({"method": "cr"}, "coherence"),
+        ({"method": "multi-exit"}, "multi_exit"),
         ({"objective": {"aligned": {"positions": 0.5}}}, "positions"),
         ({"data": {"name": "corpus:builtin/train"}}, "corpus:builtin"),
         ({"model": {"type": "llama"}}, "llama"),
@@ -112,32 +111,6 @@ def test_unfit_settings_and_data_are_refused(tmp_path):
             train(settings(**changes), tmp_path / "run")
     with pytest.raises(FulldepthError, match="crop"):
         recipes.layer(TrainSettings, {"task": "detection", "augmentation": {"crop": 4}})
-
-
-def test_heads_of_a_multi_exit_detector_move_in_even_steps_and_are_resumed(tmp_path):
-    chosen = settings(
-        **{"method": "multi-exit", "objective": {"multi_exit": {"schedule": "alternate"}}, "precision": "bfloat16"},
-        **{"save_every": 1, "learning_rate": 1e-2},
-    )
-    results = train(chosen, tmp_path / "whole")
-    first, second, third, fourth = (
-        load_file(tmp_path / "whole" / f"checkpoint-{step}" / EXIT_HEADS) for step in (1, 2, 3, 4)
-    )
-    assert sorted(first) == [f"{kind}.{layer}.weight" for kind in ("exit_box_heads", "exit_heads") for layer in (1, 2)]
-    for name, weight in first.items():
-        assert weight.dtype == torch.bfloat16
-        assert not torch.equal(weight, second[name])
-        assert torch.equal(second[name], third[name])
-        assert not torch.equal(third[name], fourth[name])
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    for step in (3, 4):
-        shutil.rmtree(tmp_path / "cut" / f"checkpoint-{step}")
-    train(chosen, tmp_path / "cut", resume=True)
-    for name in ("model.safetensors", EXIT_HEADS):
-        whole, resumed = (load_file(tmp_path / each / "checkpoint-4" / name) for each in ("whole", "cut"))
-        assert all(torch.equal(whole[key], resumed[key]) for key in whole)
-    rows = results.table.query("step == 4 and measure == 'average_precision'")
-    assert set(rows.layer) == {1, 2, 3}
 
 
 def test_the_papers_detector_has_its_size():

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.options import Model, NewFolder, Output, Overwrite, PushToHub, command
+from fulldepth.cli.options import Model, NewFolder, Output, Overwrite, command
 from fulldepth.cli.program import app
 from fulldepth.settings.exit import ExitSettings, LayersSettings
 
@@ -52,7 +52,6 @@ def exit_export_command(
     output: NewFolder,
     settings: LayersSettings,
     data: Annotated[str | None, typer.Option("--data", help=f"With --effective-depth. {DATA}")] = None,
-    push_to_hub: PushToHub = None,
 ) -> None:
     """Write an ordinary checkpoint with a model's first layers, final norm and head, checked in a fresh process.
 
@@ -61,5 +60,5 @@ def exit_export_command(
     console.loading()
     from fulldepth.exit import export_layers
 
-    exported = export_layers(model, output, data=data, push_to_hub=push_to_hub, settings=settings, progress=True)
+    exported = export_layers(model, output, data=data, settings=settings, progress=True)
     console.checkpoint(exported, output, [("layers", f"{exported.layers} of {exported.num_layers}")])

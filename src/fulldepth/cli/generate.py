@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -34,14 +33,6 @@ def generate_command(
     stream: Annotated[
         bool, typer.Option("--stream", help="Print text while it is generated; one prompt.", rich_help_panel=TEXT)
     ] = False,
-    plan: Annotated[
-        Path | None,
-        typer.Option(
-            "--plan",
-            help="plan.json of `skip search`: the model without the plan's blocks drafts. [default: the first layers]",
-            rich_help_panel="Speculation",
-        ),
-    ] = None,
     output: OptionalOutput = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -60,14 +51,12 @@ def generate_command(
         check_free(output, overwrite)  # before torch is imported
     console.loading()
     from fulldepth.exit import generate_texts
-    from fulldepth.skip import draft_plan
 
     written = generate_texts(
         model,
         prompt,
         output=output,
         overwrite=overwrite,
-        plan=None if plan is None else draft_plan(plan),
         show=(lambda text, last: console.texts(text, end="\n" if last else "")) if stream else None,
         settings=settings,
         chat=chat,

@@ -51,13 +51,6 @@ Changes = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="The same as --set: steps=500 model.hidden_size=256 objective.jump=1."),
 ]
-PushToHub = Annotated[
-    str | None,
-    typer.Option(
-        metavar="USER/MODEL",
-        help="Upload the checkpoint to the Hub when it is complete, with its model card; a new repository is private.",
-    ),
-]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print the headline as JSON on stdout, everything else on stderr.")
 ]

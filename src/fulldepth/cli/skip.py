@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.options import Model, NewFolder, Output, Overwrite, PushToHub, command
+from fulldepth.cli.options import Model, NewFolder, Output, Overwrite, command
 from fulldepth.cli.program import app
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.heal import HealSettings
@@ -109,7 +109,6 @@ def apply_command(
             "that is one; --output names it (small.gguf)."
         ),
     ] = "folded",
-    push_to_hub: PushToHub = None,
 ) -> None:
     """Make a checkpoint from a plan, and rename it into place after its logits were checked in a fresh process.
 
@@ -118,7 +117,7 @@ def apply_command(
     console.loading()
     from fulldepth.skip import export
 
-    exported = export(plan, model, format, output, push_to_hub=push_to_hub, **settings.model_dump())
+    exported = export(plan, model, format, output, **settings.model_dump())
     console.checkpoint(exported, output, [("format", exported.format)])
 
 

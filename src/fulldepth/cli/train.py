@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.options import NewFolder, OptionalOutput, PushToHub, command, starting
+from fulldepth.cli.options import NewFolder, OptionalOutput, command, starting
 from fulldepth.cli.program import app
 from fulldepth.errors import FulldepthError
 from fulldepth.settings import names, read
@@ -75,7 +75,6 @@ def train_export_command(
     output: NewFolder,
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint. [default: the last complete one]")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. [default: the checkpoint's]")] = None,
-    push_to_hub: PushToHub = None,
 ) -> None:
     """Copy the model of a run's checkpoint (config, tokenizer, safetensors), without what only resuming needs.
 
@@ -84,5 +83,5 @@ def train_export_command(
     console.loading()
     from fulldepth.training import export_run
 
-    folder = export_run(run, output, step=step, dtype=dtype, push_to_hub=push_to_hub, progress=True)
+    folder = export_run(run, output, step=step, dtype=dtype, progress=True)
     console.table([("model", str(folder))])

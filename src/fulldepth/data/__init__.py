@@ -1,6 +1,5 @@
 """Text, prompts with responses, labelled text and images, from files, the Hub, Python or the built-in corpus."""
 
-from fulldepth.data.arrays import prepare_arrays
 from fulldepth.data.conversations import conversations
 from fulldepth.data.corpus import builtin_texts, train_tokenizer, train_wordpiece
 from fulldepth.data.labelled import balanced_sample
@@ -37,7 +36,6 @@ __all__ = [
     "open_source",
     "pack",
     "prepare",
-    "prepare_arrays",
     "train_tokenizer",
     "train_wordpiece",
 ]

@@ -91,7 +91,7 @@ class LayerCache(DynamicCache):
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def crop(self, length: int | Sequence[int], after: int = 0) -> None:
+    def crop(self, length: int | Sequence[int]) -> None:
         """Remove all positions from `length` on; layers that hold fewer are unchanged.
 
         With one length per sequence, every layer must hold the same number of positions. Sequences that keep fewer
@@ -100,7 +100,6 @@ class LayerCache(DynamicCache):
 
         Args:
             length: number of positions to keep, padding included: for all sequences, or for each.
-            after: crop the layers after this 1-based layer only.
 
         Raises:
             FulldepthError: for different lengths if the layers hold different numbers of positions or fewer than a
@@ -112,7 +111,7 @@ class LayerCache(DynamicCache):
         differ = min(lengths) < max(lengths)
         if differ and (len({*self.lengths}) > 1 or max(lengths) > self.lengths[0]):
             raise FulldepthError("Sequences can keep different numbers of positions only if all layers hold them.")
-        for index in range(after, len(self.layers)):
+        for index in range(len(self.layers)):
             layer = self._layer(index)
             if layer.is_initialized:
                 own = [min(lengths[0], layer.get_seq_length())] * len(layer.keys)

@@ -64,8 +64,6 @@ def read_layers(
     states: Tensor,
     targets: Tensor,
     attention_mask: Tensor,
-    *,
-    inner: Tensor | None = None,
 ) -> Readout:
     """Apply the last layer's classifier to every layer, at the positions that have a target.
 
@@ -76,41 +74,29 @@ def read_layers(
         states: `[L+1, B, T, D]` residual stream.
         targets: `[B, T]` for token heads, `[B]` for sequence heads; -100 = no target.
         attention_mask: `[B, T]`, used by heads that pool.
-        inner: `[L, B, T, D]` further states, which are read into `Readout.inner`.
     """
     if classifier.per_token:
         shown = torch.zeros_like(targets, dtype=torch.bool)
-        return read_and_show(classifier, states, targets, shown, inner=inner)[0]
+        return read_and_show(classifier, states, targets, shown)[0]
     device = classifier.device or states.device
     targets, attention_mask = targets.to(device), attention_mask.to(device)
     where = targets != IGNORE
-    layers, heads = _layers(classifier, states, inner)
 
     def tiles(layer: int) -> Iterator[tuple[slice, int, Tensor]]:
-        logits = heads[layer].sequences(layers[layer].to(device)[where], attention_mask[where])
+        logits = classifier.at(layer).sequences(states[layer].to(device)[where], attention_mask[where])
         yield slice(0, len(logits)), 0, logits.clone()
 
     precision = torch.promote_types(states.dtype, torch.float32)
-    columns = _reduce(tiles, len(layers), targets[where], 0, precision)
+    columns = _reduce(tiles, len(states), targets[where], 0, precision)
     return _readout(columns, slice(None), where.nonzero()[:, 0], states)[0]
 
 
-def _layers(classifier: Classifier, states: Tensor, inner: Tensor | None) -> tuple[list[Tensor], list[Classifier]]:
-    """Further states and those of layers 0..L, and the head of each."""
-    further = [] if inner is None else list(inner)
-    heads = [classifier.at(layer) for layer in (*range(1, len(further) + 1), *range(len(states)))]
-    return [*further, *states], heads
-
-
 def _readout(columns: Sequence[Tensor], kept: Tensor | slice, row: Tensor, states: Tensor) -> tuple[Readout, TopTokens]:
-    """What `_reduce` read at some positions, those of further states apart, and the top classes."""
+    """What `_reduce` read at some positions, and the top classes."""
     agrees, correct, loss, token, probability = (column.to(states.device) for column in columns)
-    inner, kept = len(agrees) - len(states), kept if isinstance(kept, slice) else kept.to(states.device)
-    agrees, correct, loss = (column[:, kept] for column in (agrees, correct, loss))
-    row = row.to(states.device)
-    further = Readout(agrees[:inner], correct[:inner], loss[:inner], row) if inner else None
-    readout = Readout(agrees[inner:], correct[inner:], loss[inner:], row, further)
-    return readout, TopTokens(token[inner:], probability[inner:])
+    kept = kept if isinstance(kept, slice) else kept.to(states.device)
+    readout = Readout(agrees[:, kept], correct[:, kept], loss[:, kept], row.to(states.device))
+    return readout, TopTokens(token, probability)
 
 
 def read_and_show(
@@ -118,8 +104,6 @@ def read_and_show(
     states: Tensor,
     targets: Tensor,
     shown: Tensor,
-    *,
-    inner: Tensor | None = None,
 ) -> tuple[Readout, TopTokens]:
     """`read_layers` of a token head, and the top tokens of some positions, in one pass over the classes.
 
@@ -128,20 +112,18 @@ def read_and_show(
         states: `[L+1, B, T, D]` residual stream.
         targets: `[B, T]`; -100 = no target.
         shown: `[B, T]` bool, positions whose top tokens are returned, with or without a target.
-        inner: as for `read_layers`; its top tokens are not returned.
     """
     device = classifier.device or states.device
     targets, shown = targets.to(device), shown.to(device).flatten()
     has_target = (targets != IGNORE).flatten()
     where = torch.cat([shown.nonzero()[:, 0], (has_target & ~shown).nonzero()[:, 0]])  # shown positions first
-    layers, heads = _layers(classifier, states, inner)
     count = int(shown.sum())
 
     def tiles(layer: int) -> Iterator[tuple[slice, int, Tensor]]:
-        chosen = layers[layer].to(device).flatten(0, 1)[where]  # [N, D]
-        return _tiles(heads[layer], heads[layer].prepare(chosen), count)
+        head, chosen = classifier.at(layer), states[layer].to(device).flatten(0, 1)[where]  # [N, D]
+        return _tiles(head, head.prepare(chosen), count)
 
-    columns = _reduce(tiles, len(layers), targets.flatten()[where], count)
+    columns = _reduce(tiles, len(states), targets.flatten()[where], count)
     back = where.argsort()  # into the order of the batch
     kept = back[has_target[where[back]]]
     return _readout(columns, kept, (targets != IGNORE).nonzero()[:, 0], states)

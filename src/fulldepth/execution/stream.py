@@ -32,10 +32,6 @@ NOISE = 7
 """Seed of the noise by which positions are tried that a head may not read."""
 
 
-class SeveralStagesError(FulldepthError):
-    """A list of blocks is only a part of what changes the states, or its blocks work on states of several shapes."""
-
-
 @dataclass(frozen=True, eq=False)
 class Call:
     """One call of a module."""
@@ -248,7 +244,7 @@ def _check_beginning(anatomy: Anatomy, trace: Trace, calls: list[Call]) -> None:
         alike = call.gave.shape == call.given.shape == calls[0].given.shape
         above = anatomy.model.get_submodule(call.path.rpartition(".")[0])
         if type(call.module) in kinds or (position < first and alike and isinstance(above, nn.ModuleList)):
-            raise SeveralStagesError(
+            raise FulldepthError(
                 f"{anatomy.family.blocks} is only a part of the stack: {call.path} ({type(call.module).__name__}) "
                 "changes the stream too"
             )
@@ -258,7 +254,7 @@ def _check_shapes(calls: list[Call], path: str, positions: tuple[int, ...] | Non
     """Check that all calls read and return states of one shape and, for text, with the batch's positions."""
     shapes = {tuple(state.shape) for call in calls for state in (call.given, call.gave)}
     if len(shapes) > 1 or len(next(iter(shapes))) != dimensions:
-        raise SeveralStagesError(f"the blocks of {path} read and give states of shapes {_listed(sorted(shapes))}")
+        raise FulldepthError(f"the blocks of {path} read and give states of shapes {_listed(sorted(shapes))}")
     shape = next(iter(shapes))
     if positions is not None and shape[:2] != positions:
         raise FulldepthError(

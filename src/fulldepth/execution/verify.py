@@ -14,7 +14,6 @@ from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.hooks import ROLES, capture
 from fulldepth.execution.stream import (
     TOLERANCE,
-    SeveralStagesError,
     Trace,
     check_close,
     find_head,
@@ -47,14 +46,9 @@ MOST_REASONS = 3
 """Reasons that a refusal lists."""
 DESCRIBE = (
     ". Describe it in the settings of measure (anatomy.blocks=PATH, and anatomy.attention, anatomy.mlp, anatomy.head "
-    "where they are known; without these the residual stream alone is measured), or train it with its blocks named: "
-    "Objective(...).attach(model, stages=[...], head=...)."
+    "where they are known; without these the residual stream alone is measured). A network of several stages has no "
+    "single residual stream, and cannot be measured; fulldepth.metrics has the measures as functions of states."
 )
-STAGES = (
-    ". A network of several stages has no single residual stream. In Python its stages can be measured as layers: "
-    "fulldepth.measure(model, (images, labels), stages=[...], head=...)."
-)
-"""Remedy for networks of images."""
 
 
 class NotFiniteError(FulldepthError):
@@ -132,7 +126,6 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
             raise
         raise FulldepthError(f"{error}. Its towers can be read alone, by tower: {options}.") from error
     failures: dict[str, str] = {}
-    staged = False
     found: list[Verified] = []
     for anatomy in candidates:
         try:
@@ -140,7 +133,7 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
         except NotFiniteError:
             raise  # no other description of the parts would help
         except Exception as error:
-            reason, staged = reason_of(error), staged or isinstance(error, SeveralStagesError)
+            reason = reason_of(error)
             failures.setdefault(reason, f"{anatomy.family.name}, {anatomy.family.design} design: {reason}")
             continue
         if not verified.unproven:
@@ -153,7 +146,7 @@ def verify(candidates: Sequence[Anatomy], inputs: Mapping[str, Any], *, optional
     raise FulldepthError(
         f"{type(candidates[0].model).__name__} is refused, because its anatomy could not be proven. "
         + " | ".join(reasons[:MOST_REASONS] + more)
-        + (STAGES if staged and candidates[0].family.modality == "images" else DESCRIBE)
+        + DESCRIBE
     )
 
 

@@ -1,6 +1,6 @@
 """Early exit, checkpoints with fewer layers, and self-speculative decoding."""
 
-from fulldepth.execution.decoding import Decoder, DraftPlan, Generation
+from fulldepth.execution.decoding import Decoder, Generation
 from fulldepth.exit.elastic import LayersExport, export_layers
 from fulldepth.exit.generation import Written, generate, generate_texts
 from fulldepth.exit.sweep import sweep
@@ -8,7 +8,6 @@ from fulldepth.settings.exit import ExitSettings
 
 __all__ = [
     "Decoder",
-    "DraftPlan",
     "ExitSettings",
     "Generation",
     "LayersExport",

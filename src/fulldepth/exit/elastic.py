@@ -25,10 +25,8 @@ from fulldepth.hf import (
     Anatomy,
     Checkpoint,
     ModelCard,
-    check_publishing,
     evaluating,
     exit_heads_of,
-    publish,
     sample_inputs,
     save_exit_heads,
     silent,
@@ -55,7 +53,6 @@ PIPELINES = {
     "masked-lm": "fill-mask",
     "text-classification": "text-classification",
     "image-classification": "image-classification",
-    "detection": "object-detection",
 }
 """Task -> the Hub's name for it; others are `feature-extraction`."""
 
@@ -76,8 +73,6 @@ class LayersExport:
     logit_error: float
     """Largest difference of a logit after loading it in a fresh process, relative to the largest."""
     notes: tuple[str, ...]
-    published: str | None = None
-    """Address on the Hub, if it was uploaded."""
 
     def __repr__(self) -> str:
         size = f"{self.bytes / 2**20:.1f} MiB, logit error {self.logit_error:.1e}"
@@ -93,7 +88,6 @@ def export_layers(
     watcher: Watcher,
     data: Any = None,
     tokenizer: Any = None,
-    push_to_hub: str | None = None,
 ) -> LayersExport:
     """Write a checkpoint of the same class with the first E layers, the final norm and the head.
 
@@ -108,7 +102,6 @@ def export_layers(
         watcher: receives messages and progress.
         data: for `effective_depth`; as for `sweep`.
         tokenizer: tokenizer to save, or its folder or Hub name; None = the checkpoint's.
-        push_to_hub: name (`user/model`) to upload the folder to; a new repository is private.
 
     Raises:
         FulldepthError: if `output` exists, E is out of range, no layer fits into the memory, the model cannot be cut
@@ -117,7 +110,6 @@ def export_layers(
     target = Path(output)
     if settings.effective_depth is not None and data is None:
         raise FulldepthError("effective_depth measures the accuracy of every layer, and needs data (--data).")
-    check_publishing(push_to_hub)
     check_target(target)
     checkpoint = open_checkpoint(unwrapped(model) if isinstance(model, nn.Module) else model, settings)
     with evaluating(checkpoint.model):
@@ -143,7 +135,7 @@ def export_layers(
             report = LayersExport(target, layers, anatomy.num_layers, parameters, 0, error, tuple(notes))
             _card(checkpoint, anatomy, report).write(folder)
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return replace(report, bytes=size, published=publish(target, push_to_hub))
+    return replace(report, bytes=size)
 
 
 def _choose(
@@ -209,8 +201,6 @@ def _prove(folder: Path, anatomy: Anatomy, cut: PreTrainedModel, reader: str) ->
     output = cut(**inputs)
     states = (output[name] for name in ("logits", "prediction_logits", "last_hidden_state") if name in output)
     expected = next(states)
-    if "pred_boxes" in output:
-        expected = torch.cat([expected, output["pred_boxes"]], -1)  # as in the program of `readers`
     if anatomy.task == "causal-lm":
         return prove(folder, inputs["input_ids"], expected, TOLERANCE[expected.dtype], reader)
     got, report = read(folder, inputs, reader)
@@ -228,7 +218,7 @@ def _card(checkpoint: Checkpoint, anatomy: Anatomy, report: LayersExport) -> Mod
     name, kind = one_line(checkpoint.name, 200), type(checkpoint.model).__name__
     own = exit_heads_of(checkpoint.model).get(report.layers)
     head = "its head" if own is None else f"layer {report.layers}'s own head"
-    layers = f"first {report.layers} of {report.num_layers} {'decoder ' * (anatomy.task == 'detection')}layers"
+    layers = f"first {report.layers} of {report.num_layers} layers"
     return ModelCard(
         title=f"{name}: the {layers}",
         method=(

@@ -15,7 +15,7 @@ from fulldepth.data import decode_ids
 from fulldepth.data.conversations import encode_prompt
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import decoding
-from fulldepth.execution.decoding import Decoder, DraftPlan, Generation, Options, Stats, decoder_of
+from fulldepth.execution.decoding import Decoder, Generation, Options, Stats
 from fulldepth.execution.latency import machine
 from fulldepth.hf import Checkpoint, checkpoint_of, depth_of, device_of, open_model, open_tokenizer
 from fulldepth.progress import Watcher
@@ -49,7 +49,6 @@ def generate_texts(
     tokenizer: Any = None,
     output: str | Path | None = None,
     overwrite: bool = False,
-    plan: Callable[[PreTrainedModel], Any] | None = None,
     show: Callable[[str, bool], None] | None = None,
 ) -> Written:
     """Continue texts with a decoder, as `fulldepth generate` does.
@@ -62,7 +61,6 @@ def generate_texts(
         tokenizer: a tokenizer, its folder or Hub name; None = the checkpoint's.
         output: result folder, which also gets the page; None = nothing is written.
         overwrite: replace results in the output folder.
-        plan: gives the skip plan whose model drafts, from the loaded model; None = the first layers draft.
         show: called with new text while it is generated, and whether it is the last; for one prompt.
 
     Raises:
@@ -78,12 +76,12 @@ def generate_texts(
         if not isinstance(model, PreTrainedModel):  # options that do not fit are refused before weights are loaded
             depth = depth_of(checkpoint_of(model), settings.revision, settings.trust_remote_code)
             if depth is not None:
-                Options(num_layers=depth, plan=None if plan is None else DraftPlan([]), **layers)
+                Options(num_layers=depth, **layers)
         opening = {"dtype": settings.dtype, "device": settings.device, **named}
-        checkpoint = open_model(model, exit_heads=plan is None, **opening)
+        checkpoint = open_model(model, exit_heads=True, **opening)
         tokenizer = open_tokenizer(checkpoint, settings.tokenizer if tokenizer is None else tokenizer, **named)
         ids, mask = _encode(tokenizer, prompts, settings.chat, device_of(checkpoint.model))
-        decoder = decoder_of(checkpoint.model)
+        decoder = Decoder(checkpoint.model)
         if show is None:
             watcher.begin("Generating", settings.max_new_tokens)
         generation = decoder.generate(
@@ -97,7 +95,6 @@ def generate_texts(
             seed=settings.seed,
             progress=watcher.advance if show is None else lambda done: None,
             streamer=None if show is None else _Streamer(tokenizer, show),
-            plan=None if plan is None else plan(checkpoint.model),
             **layers,
         )
         texts = _texts(tokenizer, generation, ids.shape[1])
@@ -124,7 +121,7 @@ def generate(
     ```
 
     Args:
-        model: a decoder, whose generation configuration applies, verified once; or a `Decoder`.
+        model: a decoder, whose generation configuration applies, verified in every call; or a `Decoder`, verified once.
         input_ids: `[B, P]` prompts, padded on the left; or a text, or several, continued as they are.
         attention_mask: `[B, P]`, 0 = padding; None as in `model.generate`.
         max_new_tokens: maximum number of new tokens for each sequence.

@@ -46,7 +46,7 @@ from fulldepth.hf.load import (
 )
 from fulldepth.hf.modes import device_of, evaluating, frozen, in_memory, is_offloaded, loaded_weight, silent
 from fulldepth.hf.output_weights import OutputWeights, find_output_weights, scale_obstacle
-from fulldepth.hf.publishing import ModelCard, check_publishing, publish
+from fulldepth.hf.publishing import ModelCard
 from fulldepth.hf.run_checkpoints import (
     UNFINISHED,
     begin_checkpoint,
@@ -63,7 +63,6 @@ from fulldepth.hf.run_checkpoints import (
     trained_steps,
 )
 from fulldepth.hf.scalars import GRANULARITIES, Block, Scalars
-from fulldepth.hf.stages import StagedAnatomy, StagedModel, StageHead, resolve_stages
 from fulldepth.hf.surgery import Switches, skipping
 from fulldepth.hf.truncation import renumber_layers, slice_lists, truncated
 
@@ -82,9 +81,6 @@ __all__ = [
     "ModelCard",
     "OutputWeights",
     "Scalars",
-    "StageHead",
-    "StagedAnatomy",
-    "StagedModel",
     "Switches",
     "add_exit_heads",
     "anatomy_candidates",
@@ -92,7 +88,6 @@ __all__ = [
     "begin_checkpoint",
     "body_inputs",
     "check_exit_heads",
-    "check_publishing",
     "checkpoint_of",
     "copy_to_exit_heads",
     "depth_of",
@@ -128,9 +123,7 @@ __all__ = [
     "packaged",
     "pick_device",
     "pick_dtype",
-    "publish",
     "renumber_layers",
-    "resolve_stages",
     "restore_exit_heads",
     "rows_of",
     "sample_inputs",

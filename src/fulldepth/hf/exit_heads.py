@@ -3,8 +3,7 @@
 The head of layer l is the model's own head, with its final norm, pooling and pooler, whose last linear layer has
 another matrix `W_l: [C, D]` and no bias; C is the number of classes, or of tokens in a language model. L - 1 heads
 therefore add `(L - 1) C D` parameters, as Table 1 of "Representation progression and aligned training" counts them; a
-gain of a layer's own norm would be a part of `W_l`. In a detector the last linear layer of the box head has another
-matrix, too. Layer L keeps the model's own head.
+gain of a layer's own norm would be a part of `W_l`. Layer L keeps the model's own head.
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ from fulldepth.files import reading
 from fulldepth.hf.anatomy import Anatomy, anatomy_candidates
 from fulldepth.hf.file_checks import stored_file
 
-CLASSES, BOXES = "exit_heads", "exit_box_heads"
-"""Modules of the model that hold the heads: `exit_heads.LAYER.weight` in its state dict and in the file."""
+HEADS = "exit_heads"
+"""Module of the model that holds the heads: `exit_heads.LAYER.weight` in its state dict and in the file."""
 EXIT_HEADS = "exit_heads.safetensors"
 """File beside `model.safetensors`; stock transformers does not read it."""
-NAME = re.compile(rf"({CLASSES}|{BOXES})\.[1-9]\d{{0,3}}\.weight")
-"""Kind and layer."""
+NAME = re.compile(rf"{HEADS}\.[1-9]\d{{0,3}}\.weight")
 Output = tuple[nn.Module, str, nn.Linear]
 """Last module of a head, the path in it of its last linear layer (empty: the module itself), and that layer."""
 
@@ -59,55 +57,41 @@ class HeadOfLayer(nn.Module):
         return inside
 
 
-def output_layers(anatomy: Anatomy) -> dict[str, Output]:
-    """Name of the module that holds the heads of layers -> the model's own output in their place.
+def output_layer(anatomy: Anatomy) -> Output:
+    """The model's own output, in whose place layers have theirs.
 
     Where the head of a language model has not been searched for yet, its output is what the class names so.
 
     Raises:
-        FulldepthError: if the model has no head that is known, or one that ends in no ordinary linear layer.
+        FulldepthError: if the model has no head that is known, or one that ends in no ordinary linear layer, or is a
+            detector.
     """
     kind, head = type(anatomy.model).__name__, anatomy.head
     named: Any = anatomy.model.get_output_embeddings() if head is None else None
     if type(named) is nn.Linear:
-        return {CLASSES: (named, "", named)}
+        return named, "", named
     if head is None:
         raise FulldepthError(f"{kind} has no head that is known, so layers can have none of their own.")
-    classes = getattr(anatomy.model.config, "num_labels", None)
-    if anatomy.family.box_head is not None and classes is not None:
-        classes += 1  # "no object"
-    elif head.pool == "token":
-        classes = None
-    found = {CLASSES: _output(kind, head.modules[-1], anatomy.head_modules(head)[-1], classes)}
-    if anatomy.family.box_head is not None:
-        box_head = anatomy.model.get_submodule(anatomy.family.box_head)
-        found[BOXES] = _output(kind, anatomy.family.box_head, box_head, 4)
-    return found
-
-
-def _output(kind: str, name: str, module: nn.Module, width: int | None) -> Output:
+    if anatomy.task == "detection":
+        raise FulldepthError(f"{kind} detects objects; layers of a detector have no heads of their own.")
+    classes = None if head.pool == "token" else getattr(anatomy.model.config, "num_labels", None)
+    module = anatomy.head_modules(head)[-1]
     layers = [(path, part) for path, part in module.named_modules() if type(part) is nn.Linear]
-    if not layers or (width is not None and layers[-1][1].out_features != width):
-        raise FulldepthError(
-            f"The head of {kind} ({name}) ends in no linear layer{f' of {width} outputs' if width else ''}."
-        )
+    if not layers or (classes is not None and layers[-1][1].out_features != classes):
+        of_classes = f" of {classes} outputs" if classes else ""
+        raise FulldepthError(f"The head of {kind} ({head.modules[-1]}) ends in no linear layer{of_classes}.")
     return module, *layers[-1]
 
 
 def has_exit_heads(model: nn.Module) -> bool:
     """Whether a model holds a head for every layer."""
-    return isinstance(getattr(model, CLASSES, None), nn.ModuleDict)
+    return isinstance(getattr(model, HEADS, None), nn.ModuleDict)
 
 
-def exit_heads_of(model: nn.Module, kind: str = CLASSES) -> dict[int, nn.Module]:
-    """1-based layer -> its own linear layer, in the order of the layers; empty without exit heads.
-
-    Args:
-        model: the model.
-        kind: `CLASSES` or `BOXES`.
-    """
-    heads: Any = getattr(model, kind, None) if has_exit_heads(model) else None
-    return {int(layer): head for layer, head in (heads or {}).items()}
+def exit_heads_of(model: nn.Module) -> dict[int, nn.Module]:
+    """1-based layer -> its own linear layer, in the order of the layers; empty without exit heads."""
+    heads: Any = getattr(model, HEADS) if has_exit_heads(model) else {}
+    return {int(layer): head for layer, head in heads.items()}
 
 
 def exit_weights(model: nn.Module) -> list[nn.Parameter]:
@@ -117,23 +101,19 @@ def exit_weights(model: nn.Module) -> list[nn.Parameter]:
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:
     """The weights of a model's heads by their names in its state dict and in the file."""
-    return {
-        f"{kind}.{layer}.weight": head.weight  # type: ignore[misc]
-        for kind in (CLASSES, BOXES)
-        for layer, head in exit_heads_of(model, kind).items()
-    }
+    return {f"{HEADS}.{layer}.weight": head.weight for layer, head in exit_heads_of(model).items()}  # type: ignore[misc]
 
 
-def layer_heads(anatomy: Anatomy, kind: str = CLASSES) -> dict[int, nn.Module]:
+def layer_heads(anatomy: Anatomy) -> dict[int, nn.Module]:
     """1-based layer -> module in place of the last one of the model's head; empty without exit heads.
 
     Raises:
         FulldepthError: if the exit heads do not fit the model.
     """
-    if not (heads := exit_heads_of(anatomy.model, kind)):
+    if not (heads := exit_heads_of(anatomy.model)):
         return {}
     check_exit_heads(anatomy)
-    module, inner, own = output_layers(anatomy)[kind]
+    module, inner, own = output_layer(anatomy)
     if not own.weight.is_meta:
         for head in heads.values():
             head.to(own.weight.device)
@@ -158,16 +138,15 @@ def _misfit(anatomy: Anatomy) -> str | None:
     model, last = anatomy.model, anatomy.num_layers - 1
     if not has_exit_heads(model):
         return None
-    known = anatomy.head is not None or type(model.get_output_embeddings()) is nn.Linear
-    outputs: dict[str, Any] = {CLASSES: (None, "", None)} | (output_layers(anatomy) if known else {})
-    for kind, (_, _, output) in outputs.items():
-        heads = exit_heads_of(model, kind)
-        if list(heads) != [*range(1, last + 1)]:
-            return f"layers 1 to {last} need {kind}, and these are for {list(heads)}."
-        for layer, head in heads.items() if output is not None else ():
-            found, wanted = (list(module.weight.shape) for module in (head, output))  # type: ignore[arg-type]
-            if found != wanted:
-                return f"{kind}.{layer}.weight is {found}, and the model's own output {wanted}."
+    heads = exit_heads_of(model)
+    if list(heads) != [*range(1, last + 1)]:
+        return f"layers 1 to {last} need {HEADS}, and these are for {list(heads)}."
+    if anatomy.head is None and type(model.get_output_embeddings()) is not nn.Linear:
+        return None  # not searched for yet
+    wanted = list(output_layer(anatomy)[2].weight.shape)
+    for name, weight in _named(model).items():
+        if list(weight.shape) != wanted:
+            return f"{name} is {list(weight.shape)}, and the model's own output {wanted}."
     return None
 
 
@@ -182,26 +161,23 @@ def add_exit_heads(anatomy: Anatomy, seed: int = 0) -> None:
         seed: of the weights, normal with the standard deviation `initializer_range` of the configuration.
 
     Raises:
-        FulldepthError: as `output_layers`; or if the model has one layer, or exit heads.
+        FulldepthError: as `output_layer`; or if the model has one layer, or exit heads.
     """
-    outputs = output_layers(anatomy)
+    _, _, own = output_layer(anatomy)
     if has_exit_heads(anatomy.model):
         raise FulldepthError(f"This {type(anatomy.model).__name__} has exit heads already.")
     std = getattr(anatomy.config, "initializer_range", None)
     generator = torch.Generator().manual_seed(seed)
-    weights: dict[str, Tensor] = {}
-    for kind, (_, _, output) in outputs.items():
-        for layer in range(1, anatomy.num_layers):
-            shape = output.out_features, output.in_features
-            weights[f"{kind}.{layer}.weight"] = (
-                torch.empty(shape, device="meta")
-                if output.weight.is_meta
-                else torch.randn(shape, generator=generator, device="cpu") * (std if isinstance(std, float) else 0.02)
-            )
-    own = outputs[CLASSES][2].weight
-    _attach(anatomy.model, weights, own.device, own.dtype)
+    shape = own.out_features, own.in_features
+    weights = {
+        f"{HEADS}.{layer}.weight": torch.empty(shape, device="meta")
+        if own.weight.is_meta
+        else torch.randn(shape, generator=generator, device="cpu") * (std if isinstance(std, float) else 0.02)
+        for layer in range(1, anatomy.num_layers)
+    }
+    _attach(anatomy.model, weights, own.weight.device, own.weight.dtype)
     for weight in exit_weights(anatomy.model):
-        weight.requires_grad_(own.requires_grad)
+        weight.requires_grad_(own.weight.requires_grad)
 
 
 def _attach(model: PreTrainedModel, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
@@ -209,29 +185,26 @@ def _attach(model: PreTrainedModel, weights: Mapping[str, Tensor], device: torch
     if not weights:
         raise FulldepthError(f"{type(model).__name__} has one layer, which keeps the model's own head.")
     _remove(model)
+    heads = nn.ModuleDict()
     for name in sorted(weights, key=lambda name: int(name.split(".")[1])):
-        kind, layer, _ = name.split(".")
-        if not hasattr(model, kind):
-            setattr(model, kind, nn.ModuleDict())
         head = nn.Linear(weights[name].shape[1], weights[name].shape[0], bias=False, device="meta")
         head.weight = nn.Parameter(weights[name].to(device, dtype))
-        getattr(model, kind)[layer] = head.train(model.training)
+        heads[name.split(".")[1]] = head.train(model.training)
+    setattr(model, HEADS, heads)
     model._keys_to_ignore_on_save = {*(model._keys_to_ignore_on_save or ()), *weights}
 
 
 def _remove(model: PreTrainedModel) -> None:
     """Take the heads away from a model; nothing happens without any."""
     model._keys_to_ignore_on_save = set(model._keys_to_ignore_on_save or ()) - _named(model).keys()
-    for kind in {CLASSES, BOXES} & model._modules.keys():
-        delattr(model, kind)
+    model._modules.pop(HEADS, None)
 
 
 def copy_to_exit_heads(anatomy: Anatomy) -> None:
     """Fill the exit heads that a model has with copies of its own outputs."""
     with torch.no_grad():
-        for kind, (_, _, own) in output_layers(anatomy).items():
-            for head in exit_heads_of(anatomy.model, kind).values():
-                head.weight.copy_(own.weight)  # type: ignore[operator]
+        for weight in exit_weights(anatomy.model):
+            weight.copy_(output_layer(anatomy)[2].weight)
 
 
 def cut_exit_heads(anatomy: Anatomy, cut: Anatomy) -> None:
@@ -244,13 +217,11 @@ def cut_exit_heads(anatomy: Anatomy, cut: Anatomy) -> None:
         return
     check_exit_heads(anatomy)
     last, weights = cut.num_layers, _named(anatomy.model)
-    kept: dict[str, Tensor] = {}
-    for kind, (_, _, output) in output_layers(cut).items():
-        kept |= {name: weights[name] for layer in range(1, last) if (name := f"{kind}.{layer}.weight") in weights}
-        if (name := f"{kind}.{last}.weight") in weights:
-            output.weight = weights[name]
-            if output.bias is not None:
-                output.bias = nn.Parameter(torch.zeros_like(output.bias), requires_grad=output.bias.requires_grad)
+    _, _, output = output_layer(cut)
+    if last < anatomy.num_layers:
+        output.weight = weights[f"{HEADS}.{last}.weight"]
+        if output.bias is not None:
+            output.bias = nn.Parameter(torch.zeros_like(output.bias), requires_grad=output.bias.requires_grad)
     if last < anatomy.num_layers and anatomy.task in ("causal-lm", "masked-lm"):
         for config in (cut.model.config, cut.model.config.get_text_config()):
             if getattr(config, "tie_word_embeddings", False):
@@ -261,6 +232,7 @@ def cut_exit_heads(anatomy: Anatomy, cut: Anatomy) -> None:
             name: source for name, source in ties if parameters[name] is parameters[source]
         }
     if last > 1:
+        kept = {name: weights[name] for name in (f"{HEADS}.{layer}.weight" for layer in range(1, last))}
         _attach(cut.model, kept, output.weight.device, output.weight.dtype)
 
 
@@ -298,8 +270,8 @@ def load_exit_heads(model: PreTrainedModel, path: str | Path) -> None:
         path: the file, or the checkpoint's folder.
 
     Raises:
-        FulldepthError: if the file is damaged or holds anything but one finite matrix for each of layers 1..L-1 (of a
-            detector, two), or they do not fit the model.
+        FulldepthError: if the file is damaged or holds anything but one finite matrix for each of layers 1..L-1, or
+            they do not fit the model.
     """
     stored = _read(path)
     _attach(model, stored, model.device, model.dtype)
@@ -335,11 +307,10 @@ def _read(path: str | Path) -> dict[str, Tensor]:
             stored[name] = weight = file.get_tensor(name)
             if not NAME.fullmatch(name) or weight.ndim != 2 or not weight.is_floating_point():
                 raise FulldepthError(
-                    f"Cannot read {path}: it holds {one_line(name, 80)}; expected matrices {CLASSES}.LAYER.weight, and "
-                    f"of a detector {BOXES}.LAYER.weight."
+                    f"Cannot read {path}: it holds {one_line(name, 80)}; expected matrices {HEADS}.LAYER.weight."
                 )
             if not bool(torch.isfinite(weight).all()):
                 raise FulldepthError(f"Cannot read {path}: {name} holds NaN or infinity.")
-    if not any(name.startswith(f"{CLASSES}.") for name in stored):
-        raise FulldepthError(f"Cannot read {path}: it holds no {CLASSES}.LAYER.weight.")
+    if not stored:
+        raise FulldepthError(f"Cannot read {path}: it holds no {HEADS}.LAYER.weight.")
     return stored

@@ -127,9 +127,6 @@ class Family:
     calls: str | None = None
     """For blocks that are shared between layers: attribute of the configuration with the number of layers L; call i of
     L (from 0) runs block `i * blocks // L`."""
-    layers_entry: str | None = None
-    """For one stack of several: attribute of the configuration with its number of layers, all that changes where the
-    model is cut to its first layers. None = there is one stack, or the model cannot be cut."""
     sequence_first: bool = False
     """Whether blocks work on `[T, B, D]`."""
     sparse: bool = False
@@ -394,7 +391,6 @@ DETR = Family(
     value="self_attn.v_proj",
     final_norm="decoder.layernorm",
     norm_between="auxiliary_loss",
-    layers_entry="decoder_layers",
     modality="images",
     counted_tokens="all",
     backbone="backbone",

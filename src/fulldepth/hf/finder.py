@@ -94,9 +94,8 @@ def unwrapped(model: Any) -> PreTrainedModel:
         model = model.base_model.model  # PeftModel and PeftMixedModel
     if not isinstance(model, PreTrainedModel):
         raise FulldepthError(
-            f"{type(model).__name__} is not a transformers model; pass the model itself, before wrapping it. Any other "
-            "module is read with its stages named: fulldepth.measure(module, data, stages=[...], head=...), "
-            "Objective(...).attach(module, stages=[...], head=...)."
+            f"{type(model).__name__} is not a transformers model; pass the model itself, before wrapping it. For other "
+            "modules fulldepth.metrics and fulldepth.losses have the measures and penalties as functions of states."
         )
     return model
 

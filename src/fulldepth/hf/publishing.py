@@ -1,4 +1,4 @@
-"""Model cards of checkpoints that fulldepth writes, and their upload to the Hub."""
+"""Model cards of checkpoints that fulldepth writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import HfApi, ModelCardData, get_token
+from huggingface_hub import ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import validate_repo_id
@@ -92,41 +92,3 @@ def _is_hub_name(name: str) -> bool:
     except HFValidationError:
         return False
     return name.count("/") == 1
-
-
-def check_publishing(name: str | None) -> None:
-    """Refuse an upload that cannot work, before the model is made.
-
-    Args:
-        name: `user/model`; None = nothing is uploaded.
-
-    Raises:
-        FulldepthError: if the name is no Hub name, or nobody is logged in.
-    """
-    if name is None:
-        return
-    if not _is_hub_name(name):
-        raise FulldepthError(f"--push-to-hub expects a name such as user/model, got {one_line(repr(name), 80)}.")
-    if get_token() is None:
-        raise FulldepthError("Nobody is logged in to the Hub. Run `hf auth login`, or set HF_TOKEN.")
-
-
-def publish(folder: Path, name: str | None) -> str | None:
-    """Upload a folder to the Hub as a model, which is created as private if there is none of that name.
-
-    Returns:
-        The address of the model; None if no name is given.
-
-    Raises:
-        FulldepthError: if the Hub refuses the upload or cannot be reached; the folder stays.
-    """
-    if name is None:
-        return None
-    api = HfApi()
-    try:
-        address = api.create_repo(name, private=True, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by fulldepth")
-    except Exception as error:  # the classes depend on the version of the client and on its HTTP library
-        reason = one_line(str(error), 300)
-        raise FulldepthError(f"{folder} is complete, but its upload to {name} failed: {reason}") from error
-    return str(address)

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.hf.anatomy import Anatomy, anatomy_candidates, body_inputs, logits_of, sample_inputs
 from fulldepth.hf.exit_heads import cut_exit_heads
-from fulldepth.hf.heads import Classifier, DetectionHeads, uses_fsdp
+from fulldepth.hf.heads import Classifier, uses_fsdp
 from fulldepth.hf.modes import evaluating, is_offloaded
 
 ALLOWED = {torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -32,12 +32,12 @@ LISTS_OF_LAYERS = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "attn_laye
 
 
 def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
-    """A model of the same class with the first E layers, the final norm and the head; of a detector, decoder layers.
+    """A model of the same class with the first E layers, the final norm and the head.
 
     It has a configuration of its own, in which every list with one entry per layer is cut; parameters and buffers are
     the same tensors as the original's. Hooks are not carried over. Before it is returned, its states and logits are
-    compared with those of the original on a small artificial batch, and so are a detector's boxes. A multi-exit model's
-    head of layer E becomes the model's own.
+    compared with those of the original on a small artificial batch. A multi-exit model's head of layer E becomes the
+    model's own.
 
     Args:
         model: a model, or its anatomy (`execution.find_anatomy`), which families outside of the table need for the
@@ -48,19 +48,15 @@ def truncated(model: Anatomy | PreTrainedModel, layers: int) -> PreTrainedModel:
         The model, in the mode (training or evaluation) of the original.
 
     Raises:
-        FulldepthError: for E out of range, encoder-decoders (other than detectors), offloaded or sharded weights,
-            layers that share modules in an order that E layers cannot have, and models whose first layers compute
-            something else on their own.
+        FulldepthError: for E out of range, encoder-decoders, offloaded or sharded weights, layers that share modules in
+            an order that E layers cannot have, and models whose first layers compute something else on their own.
     """
     anatomy = model if isinstance(model, Anatomy) else anatomy_candidates(model)[0]
     if not 1 <= layers <= anatomy.num_layers:
         raise _refusal(anatomy, layers, f"it has {anatomy.num_layers} layers")
     whole, order = anatomy.model, anatomy.order
     obstacles = {
-        "it is an encoder-decoder": bool(getattr(whole.config, "is_encoder_decoder", False))
-        and anatomy.family.layers_entry is None,
-        f"its final norm also stands between layers ({anatomy.family.norm_between}), and a shorter model of its class "
-        "applies it twice where early exit reads the layer with it once": anatomy.norm_between,
+        "it is an encoder-decoder": bool(getattr(whole.config, "is_encoder_decoder", False)),
         "its layers share modules": bool(order) and order != tuple(range(len(anatomy.block_list))),
         "some of its weights are offloaded; load it without a device map": is_offloaded(whole),
         "its weights are sharded": uses_fsdp(whole),
@@ -110,9 +106,6 @@ def _first_layers_config(anatomy: Anatomy, layers: int) -> PreTrainedConfig:
             raise _refusal(anatomy, layers, reason)
         inner.num_hidden_groups = left
     try:
-        if anatomy.family.layers_entry is not None:
-            setattr(inner, anatomy.family.layers_entry, layers)
-            return config
         remaining = list(range(1, layers + 1))
         renumbered: dict[str, Any] = {}
         for name in ("skipped_attention", "skipped_mlp"):  # numbers from 1
@@ -160,17 +153,14 @@ def _share(anatomy: Anatomy, cut: PreTrainedModel, layers: int) -> None:
 
 @torch.no_grad()
 def _prove(anatomy: Anatomy, cut: Anatomy, layers: int) -> None:
-    """Compare the cut model with the original on a small batch: states after layer E, logits and boxes where known."""
+    """Compare the cut model with the original on a small batch: states after layer E, and logits where known."""
     with evaluating(anatomy.model), evaluating(cut.model):
         inputs = sample_inputs(anatomy)
         expected, got = (_state_at(each, layers, inputs) for each in (anatomy, cut))
         pairs = {"states": (expected, got)}
         if anatomy.head is not None:
             classifier = Classifier(anatomy)
-            output = cut.model(**body_inputs(cut, inputs))
-            if anatomy.task == "detection":
-                pairs["boxes"] = DetectionHeads(classifier).boxes(expected, layers), output["pred_boxes"]
-            if (logits := logits_of(output)) is not None:
+            if (logits := logits_of(cut.model(**body_inputs(cut, inputs)))) is not None:
                 own = classifier.at(layers)
                 mask = inputs.get("attention_mask", torch.ones(expected.shape[:2], device=expected.device))
                 read = own.tokens(expected) if own.per_token else own.sequences(expected, mask)

@@ -163,13 +163,12 @@ def add_exit_heads(model: nn.Module, seed: int = 0) -> None:
 
     A head is the model's own one with another matrix `[C, D]`, without bias, in its last linear layer; the final norm,
     the pooling and the pooler before it are shared. `(L - 1) C D` parameters are added (Table 1); in a language model C
-    is the size of the vocabulary. A detector's decoder layers also get a matrix `[4, D]` each in the box head. They are
-    part of the model's `parameters()` and `state_dict()`. `save_pretrained` leaves them out, so that the checkpoint
-    stays an ordinary one; `DepthTrainer` and `fulldepth.hf.save_exit_heads` write them beside it.
+    is the size of the vocabulary. They are part of the model's `parameters()` and `state_dict()`. `save_pretrained`
+    leaves them out, so that the checkpoint stays an ordinary one; `DepthTrainer` and `fulldepth.hf.save_exit_heads`
+    write them beside it.
 
     Args:
-        model: a language model, a classifier of texts or images, or a detector of transformers, with or without
-            wrappers.
+        model: a language model or a classifier of texts or images of transformers, with or without wrappers.
         seed: of the heads' weights.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -15,23 +15,18 @@ from fulldepth.execution import Activations, capture, find_anatomy
 from fulldepth.hf import (
     Anatomy,
     Classifier,
-    StagedAnatomy,
-    StagedModel,
-    StageHead,
     exit_weights,
     has_exit_heads,
     logits_of,
-    resolve_stages,
     text_config,
 )
-from fulldepth.hf.stages import STAGES
 from fulldepth.losses.aligned_loss import Aligned, LayerwiseLoss, MultiExit
 from fulldepth.losses.coherence_penalty import CoherencePenalty
 from fulldepth.losses.distillation import Distillation
 from fulldepth.losses.jump_penalty import JumpPenalty
 from fulldepth.losses.orthogonality_penalty import OrthogonalityPenalty
 from fulldepth.losses.similarity_penalty import SimilarityPenalty
-from fulldepth.losses.task import StagedTask, Task
+from fulldepth.losses.task import Task
 from fulldepth.losses.term import Context, Portion, Term
 
 TERMS: dict[str, type[Term]] = {
@@ -142,8 +137,6 @@ class Objective:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         tower: str | None = None,
-        stages: Sequence[nn.Module | str] | None = None,
-        head: nn.Module | str | None = None,
     ) -> Self:
         """Hook a model; call it before the model's first compiled pass, and before FSDP2 shards it.
 
@@ -152,29 +145,18 @@ class Objective:
         Args:
             model: a model of transformers, of any family with a list of blocks; for models of images and text, the
                 text model is used. PEFT adapters that change the layers, `torch.compile` and DDP are unwrapped.
-                With `stages`, any module.
             optimizer: its steps are counted; without one, every call in training counts as a step (for gradient
                 accumulation pass the optimiser, or set `step` yourself).
             tower: the part whose layers are penalised, of a model with several: `encoder` or `decoder` (T5, BART),
                 `text` or `vision` (CLIP).
-            stages: the parts (or their names) of a module of your own whose outputs `[B, T, D]` are layers 1..L; what
-                the first one reads is h_0. Labels stand at the positions that predict them.
-            head: with `stages`, the module (or its name) that gives scores from a layer's states, for `aligned`.
 
         Raises:
             FulldepthError: if it is already attached, or the model lacks what a term needs.
         """
         if self.attached:
             raise FulldepthError("This objective is attached already; call detach() first.")
-        if stages is not None:
-            self._check_stages(tower, head)
-            parts = resolve_stages(model, stages)
-            self.anatomy, self.task = StagedAnatomy(StagedModel(model), STAGES, stages=parts), StagedTask()  # type: ignore[arg-type]
-        elif head is not None:
-            raise FulldepthError("head belongs to stages, the modules whose outputs are the layers of your own module.")
-        else:
-            self.anatomy = find_anatomy(model, tower)  # type: ignore[arg-type]
-            self.task = Task.of(self.anatomy.model, tower)
+        self.anatomy = find_anatomy(model, tower)  # type: ignore[arg-type]
+        self.task = Task.of(self.anatomy.model, tower)
         for term in self.terms.values():
             term.check(self.anatomy)
         if self.needs_exit_heads and not has_exit_heads(self.anatomy.model):
@@ -182,10 +164,7 @@ class Objective:
                 "The objective needs a head for every layer; call add_exit_heads(model) before making the optimiser."
             )
         pools = self.task.classifies and self.anatomy.head is not None
-        if isinstance(self.anatomy, StagedAnatomy):
-            own = model.get_submodule(head) if isinstance(head, str) else head
-            self._classifier = None if own is None else StageHead(own, self.anatomy)
-        elif pools or any(term.needs_head for term in self.terms.values()):
+        if pools or any(term.needs_head for term in self.terms.values()):
             self._classifier = Classifier(self.anatomy)
         sites = sorted({site for term in self.terms.values() for site in term.sites})
         self._activations = self._open.enter_context(capture(self.anatomy, sites, grad=True))
@@ -201,17 +180,6 @@ class Objective:
     def _keep_logits(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             self._logits = logits_of(output)
-
-    def _check_stages(self, tower: str | None, head: nn.Module | str | None) -> None:
-        """Refuse what a module of one's own has no part for."""
-        if tower is not None:
-            raise FulldepthError("tower chooses a part of a transformers model, stages name the layers; give one.")
-        for term in self.terms.values():
-            if term.needs_exit_heads or set(term.sites) - {"residual"}:
-                what = "exit heads" if term.needs_exit_heads else "the attention of each layer"
-                raise FulldepthError(f"{term.name} needs {what}, which stages do not name; leave the term out.")
-            if term.needs_head and head is None:
-                raise FulldepthError(f"{term.name} reads every stage by the head; pass it: attach(..., head=module).")
 
     def __enter__(self) -> Self:
         return self

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss
 
 from fulldepth.errors import FulldepthError
@@ -163,25 +162,6 @@ class Task:
         )
         entries = (batch.get(name) for name in names)
         return next((value.shape[0] * value.shape[1] for value in entries if isinstance(value, Tensor)), None)
-
-
-@dataclass(frozen=True)
-class StagedTask(Task):
-    """Interpretation of a batch for a module with named stages: labels stand at the positions that predict them."""
-
-    name: str = "stages"
-
-    def layer_losses(
-        self, batch: Mapping[str, Any], states: Sequence[Tensor], classifier: Classifier
-    ) -> list[Tensor] | None:
-        """Cross-entropies of layers 1..L: the head's scores `[B, T, C]` or `[B, C]`, labels `[B, T]` or `[B]`."""
-        labels = self.labels(batch)
-        if labels is None:
-            raise FulldepthError("The losses of layers need `labels` in the batch.")
-        scores = [classifier.modules[-1](state) for state in states]
-        return [
-            cross_entropy(each.flatten(0, -2), labels.flatten().to(each.device), ignore_index=IGNORE) for each in scores
-        ]
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,6 @@ class LensReader:
         targets: Tensor,
         mask: Tensor,
         states: Tensor,
-        inner: Tensor | None = None,
     ) -> Readout:
         """The lens at the sampled positions of a batch.
 
@@ -59,16 +58,15 @@ class LensReader:
             targets: `[B, T]` for token heads, `[B]` for sequence heads.
             mask: `[B, T]` bool, False = padding.
             states: `[L+1, B, T, D]` residual stream.
-            inner: `[L, B, T, D]` stream after the attention of layers 1..L, if the lens reads it.
         """
         if not classifier.per_token:
-            return read_layers(classifier, states, targets, classifier.sample_mask(batch.inputs, mask), inner=inner)
+            return read_layers(classifier, states, targets, classifier.sample_mask(batch.inputs, mask))
         if self.threshold is not None:
             ranks = position_ranks(targets, batch.sequence, self.seed)
             targets = targets.where(ranks <= self.threshold, IGNORE)
         shown = mask & (mask.long().cumsum(1) <= self.positions)
         shown &= (torch.arange(len(shown), device=shown.device) < self.samples)[:, None]
-        readout, top = read_and_show(classifier, states, targets, shown, inner=inner)
+        readout, top = read_and_show(classifier, states, targets, shown)
         if self.samples and batch.token_ids is not None and batch.targets is not None:
             self.grid = {"samples": list(self._entries(batch, batch.token_ids, batch.targets, shown, top))}
             if self.top > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -75,8 +75,8 @@ def run_pass(
     reader = LensReader(subject, settings, process) if plan.measures.keys() & LENS else None
     sites, device, dtype = plan.sites | {"residual"}, plan.setup.device, subject.checkpoint.model.dtype
     with ExitStack() as stack:
-        activations = stack.enter_context(capture(subject.anatomy, sites, stacked=device))
-        other = stack.enter_context(capture(reference.anatomy, ["residual"], stacked=device)) if reference else None
+        activations = stack.enter_context(capture(subject.anatomy, sites))
+        other = stack.enter_context(capture(reference.anatomy, ["residual"])) if reference else None
         for batch in subject.sequences.batches(settings.batch_size, process.rank, process.world):
             inputs = model_inputs(batch.inputs, subject.device, dtype)
             with clock("forward"):
@@ -84,19 +84,19 @@ def run_pass(
             with clock("states"):
                 states = {site: activations.stack(site, device) for site in sites - COEFFICIENTS.keys()}
                 coefficients = {site: activations.coefficients(site) for site in sites & COEFFICIENTS.keys()}
-            activations.clear(keep_stacks=batch.masked_inputs is None)
+            activations.clear()
             if reference is not None and other is not None:
                 with clock("forward (reference)"):
                     reference.anatomy.runner(**body_inputs(reference.anatomy, inputs))
                 states["reference"] = other.stack("residual", device)
                 other.clear()
-            read = [states[site] for site in plan.setup.lens_sites] if batch.masked_inputs is None else []
+            read = states["residual"] if batch.masked_inputs is None else None
             if batch.masked_inputs is not None and plan.masked_pass:
                 inputs = model_inputs(batch.masked_inputs, subject.device, dtype)
                 with clock("forward (masked)"):
                     subject.anatomy.runner(**body_inputs(subject.anatomy, inputs))
-                read = [activations.stack(site, device) for site in plan.setup.lens_sites]
-                activations.clear(keep_stacks=False)
+                read = activations.stack("residual", device)
+                activations.clear()
             observation = observe(subject, batch, states, read, reader)
             observation.coefficients = coefficients
             feed(plan, observation, clock)
@@ -106,7 +106,7 @@ def run_pass(
 
 
 def observe(
-    subject: MeasuredSubject, batch: Batch, states: dict[str, Tensor], read: Sequence[Tensor], reader: LensReader | None
+    subject: MeasuredSubject, batch: Batch, states: dict[str, Tensor], read: Tensor | None, reader: LensReader | None
 ) -> Observation:
     """The observation that accumulators receive for one batch.
 
@@ -114,15 +114,14 @@ def observe(
         subject: model and data.
         batch: the sequences.
         states: site -> activations of the unmasked text.
-        read: what the lens reads: `[L+1, B, T, D]` residual stream, perhaps `[L, B, T, D]` stream after attention;
-            empty = no lens.
+        read: `[L+1, B, T, D]` residual stream that the lens reads; None = no lens.
         reader: applies the lens; None = no lens.
 
     Raises:
         FulldepthError: if an activation is NaN or infinite.
     """
     residual, classifier = states["residual"], subject.verified.classifier
-    for values in [residual] if batch.masked_inputs is None else [residual, *read]:
+    for values in [residual] if read is None or read is residual else [residual, read]:
         if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
             raise FulldepthError(
                 f"Activations are NaN or infinite in sequences {int(batch.sequence[0])}..{int(batch.sequence[-1])}; "
@@ -145,10 +144,10 @@ def observe(
         logits, boxes = (torch.stack(parts) for parts in zip(*read_layers, strict=True))
         observation.detections = Detections(logits, boxes, batch.objects)
     targets = batch.targets if classifier is not None and classifier.per_token else batch.labels
-    if classifier is not None and targets is not None and read and reader is not None:
+    if classifier is not None and targets is not None and read is not None and reader is not None:
 
         def readout() -> Readout:
-            return reader.read(classifier, batch, targets.to(device), mask, *read)
+            return reader.read(classifier, batch, targets.to(device), mask, read)
 
         observation.readout = readout
     return observation

@@ -21,13 +21,6 @@ UNUSUAL = {"routing", "streams", "boxes"}
 """Features of some models; for other models, measures of these features are left out silently."""
 
 
-NO_INNER_STREAM = {
-    "parallel": "attention and MLP are added to the stream together, so there is none between them",
-    "post": "the norms are on the stream, so what follows attention is not what the final norm and head read",
-}
-"""Design of a family -> why the lens cannot read between attention and MLP."""
-
-
 @dataclass
 class MeasurePlan:
     """The measures that will run, and the reasons why others will not."""
@@ -73,7 +66,6 @@ def make_setup(subject: MeasuredSubject, settings: MeasureSettings) -> Setup:
         num_tokens=num_tokens,
         first_tokens=subject.policy == "all",
         reservoir_tokens=min(settings.reservoir_tokens or num_tokens, num_tokens),
-        lens_sites=tuple(dict.fromkeys(["residual", *settings.lens_sites])),
         entropy_sequences=settings.entropy_sequences or len(sequences),
         words=tuple(settings.words),
         projections=projection_names(anatomy),
@@ -119,15 +111,6 @@ def make_plan(
             else:
                 plan.sites.add(site)
     reads_predictions = any("targets" in measure.needs for measure in plan.measures.values())
-    if "attention_output" in setup.lens_sites:
-        reason = _unavailable("attention_output", verified) or NO_INNER_STREAM.get(verified.anatomy.family.design)
-        if not reads_predictions:
-            reason = reasons.get("targets", "no measure reads it")
-        elif verified.anatomy.has_streams:
-            reason = f"the layers of {type(verified.anatomy.model).__name__} hold {verified.num_streams} streams"
-        if reason is not None:
-            raise FulldepthError(f"lens_sites: attention_output cannot be read: {reason}.")
-        plan.sites.add("attention_output")
     plan.sites.discard("reference")  # which comes from the other model
     if verified.chained or not verified.branches:
         plan.sites.discard("attention_input")  # it equals the previous layer, or nothing inside the layer is measured
@@ -214,8 +197,8 @@ def check_memory(plan: MeasurePlan, subject: MeasuredSubject, batch_size: int) -
     layers = sum(setup.num_layers + (site in ("residual", "reference")) for site in plan.sites)
     layers += (setup.num_layers + 1) * plan.masked_pass
     positions = min(batch_size, setup.num_sequences) * setup.sequence_length
-    batch = layers * positions * setup.width * subject.checkpoint.model.dtype.itemsize
-    # CKA converts the sample to float64
+    # States are held as the model gives them, and stacked; CKA converts the sample to float64.
+    batch = 2 * layers * positions * setup.width * subject.checkpoint.model.dtype.itemsize
     total = held["accumulators"] + held["reservoirs"] + max(batch, 2 * held["reservoirs"])
     free = available_memory(setup.device)
     sentence = (

@@ -22,7 +22,7 @@ from fulldepth.execution import Verified
 from fulldepth.execution.batching import batched
 from fulldepth.execution.memory import reset_peak, run_peak
 from fulldepth.execution.subject import open_checkpoint, prove, read_source, small_batch
-from fulldepth.hf import StagedAnatomy, anatomy_candidates, evaluating, find_checkpoints, task_of, unwrapped
+from fulldepth.hf import anatomy_candidates, evaluating, find_checkpoints, task_of, unwrapped
 from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement.caveats import EMPTY, caveats, refuse_nothing, sampling
 from fulldepth.measurement.headline import Clusters, headline
@@ -38,7 +38,6 @@ from fulldepth.measurement.series import (
     measure_series,
     series_points,
 )
-from fulldepth.measurement.stages import prepare_stages, rows_that_fit
 from fulldepth.measurement.subject import MeasuredSubject, prepare_subject
 from fulldepth.measurement.towers import Extra, measure_each, measure_towers
 from fulldepth.measurement.weights import nearest_tokens
@@ -73,8 +72,6 @@ def measure(
     tokenizer: Any = None,
     series: bool = True,
     overwrite: bool = False,
-    stages: Sequence[torch.nn.Module | str] | None = None,
-    head: torch.nn.Module | str | None = None,
 ) -> Results:
     """Measure what every layer of a model does, as `fulldepth measure`.
 
@@ -86,7 +83,6 @@ def measure(
     results = fulldepth.measure("path/to/checkpoint", "text.txt", max_sequences=64)
     series = fulldepth.measure("path/to/run", "corpus:builtin", output="out/")  # resumes; writes the page
     results = fulldepth.measure(model, ["some text", "more text"], tokenizer=tokenizer)
-    results = fulldepth.measure(module, (inputs, labels), stages=[*module.blocks], head=module.classifier)
     ```
 
     Args:
@@ -101,9 +97,6 @@ def measure(
         tokenizer: required with a loaded model; otherwise the one saved with the checkpoint.
         series: False = of a folder with checkpoints and a model, measure the model alone.
         overwrite: measure again, and replace results in `output`.
-        stages: for a module that is no transformers model: its parts (or their names) whose outputs are layers 1..L, in
-            order. `data` is then `(inputs, labels)` as arrays, inputs alone, or a map-style data set.
-        head: with `stages`, the module that gives the class scores from the last stage's output.
 
     Returns:
         `.table` (tidy rows), `.headline`, `.values(...)`, `.figures()`, `.show()`, `.save(dir)`.
@@ -115,19 +108,12 @@ def measure(
     is_run = isinstance(model, str | Path) and series and bool(find_checkpoints(model))
     if is_run and tokenizer is not None:
         raise FulldepthError("A series takes a tokenizer by its folder or Hub name, not as an object.")
-    if by_name and tokenizer is None and stages is None and head is None and (is_run or output is not None):
+    if by_name and tokenizer is None and (is_run or output is not None):
         with TemporaryDirectory() if output is None else nullcontext(output) as folder:
             return measure_into(str(model), data, folder, settings, overwrite=overwrite, series=series, watcher=watcher)
     with claimed(output, overwrite):
         with processes(settings.device) as process:
-            if stages is None and head is None:
-                results = measure_model(model, data, settings, process, watcher, tokenizer=tokenizer)
-            elif stages is None or not isinstance(model, torch.nn.Module):
-                raise FulldepthError("stages and head describe a loaded module: pass the module, and name its stages.")
-            else:
-                with evaluating(model):
-                    subject = prepare_stages(model, data, settings, stages=stages, head=head)
-                    results = measure_subject(subject, settings, process, watcher)
+            results = measure_model(model, data, settings, process, watcher, tokenizer=tokenizer)
         if output is not None and launch.is_main():
             results.save(output)
     return results
@@ -373,9 +359,6 @@ def measure_subject(
         with clock("probe_accuracy"):
             rows += process.first(lambda: probe_rows(subject, settings))  # fitting them is no work to share
     table = tabulate(rows)
-    if isinstance(subject.anatomy, StagedAnatomy):
-        table, unfit = rows_that_fit(table, subject.anatomy.widths)
-        plan.left_out += unfit
     refuse_nothing(table, subject, setup)
     clock.seconds["total"] = time.perf_counter() - start
     return Results(

@@ -122,8 +122,6 @@ class Setup:
     """Maximum number of tokens, chosen by a seeded hash, that are stored for statistics that are not sums."""
     entropy_sequences: int = 64
     """Maximum number of sequences used for the matrix entropies."""
-    lens_sites: tuple[str, ...] = ("residual",)
-    """Where the lens reads: `residual`, and `attention_output` if it also reads inside the layers."""
     words: tuple[str, ...] = ()
     """Look-alike words whose linear separability is measured."""
     projections: tuple[str, ...] = ()
@@ -171,8 +169,6 @@ class Readout:
     """[L+1, M] float: cross-entropy in nats."""
     row: Tensor
     """[M] int64: row in the batch of each position's sequence."""
-    inner: Readout | None = None
-    """The same after the attention of layers 1..L, [L, M], at the same positions; None if it was not read."""
 
 
 @dataclass(frozen=True)

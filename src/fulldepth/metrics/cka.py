@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fulldepth.metrics.base import POSITION_BITS, Influence, Measure, Observation, Row, Setup
 from fulldepth.metrics.cosine import without_first
-from fulldepth.metrics.cross_products import CrossProducts, groups_that_fit
 from fulldepth.metrics.hsic import Estimates, Hsic, hsic_of, hsic_of_views
 from fulldepth.metrics.jackknife import error_of, jackknife_influence
-from fulldepth.metrics.reservoir import Reservoir
 
 NO_HSIC = 1e-13
 """A layer's HSIC with itself counts as 0 (rounding) below this fraction of the terms whose difference it is."""
 STORED = 1 << 30
 """Most bytes of the tokens that are kept for CKA alone."""
+MOST_TOKENS = 1 << 15
+"""Most tokens that are kept for CKA alone: the time of HSIC grows with their square."""
 
 
 def linear_cka(x: Tensor, y: Tensor, debiased: bool = False) -> Tensor:
@@ -82,10 +81,9 @@ def few_samples(samples: int, width: int) -> bool:
 class Cka(Measure):
     """Debiased and biased CKA of every pair of layers; `count` is the number of tokens behind an estimate.
 
-    Both estimates are over all counted tokens, as `linear_cka` computes them, whatever the order of the data. The
-    tokens are kept if they are at most `(L + 1) D`, and sums of products of states otherwise (`CrossProducts`). Where
-    such sums do not fit into memory, both estimates are of a uniform sample of tokens, of `STORED` bytes, or of the
-    shared one if it is larger. The unbiased HSIC of the sample estimates that of all tokens without bias.
+    Both estimates are over all counted tokens, as `linear_cka` computes them, whatever the order of the data. Of more
+    tokens than `STORED` bytes or `MOST_TOKENS`, they are over a uniform sample, or over the shared one if it is larger.
+    The unbiased HSIC of the sample estimates that of all tokens without bias.
 
     The standard error is a jackknife over groups of clusters, and includes the error of the sample.
     """
@@ -95,21 +93,12 @@ class Cka(Measure):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        numbers = (setup.num_layers + 1) * setup.width  # of a token
-        room = max(setup.reservoir_tokens, STORED // (4 * numbers))
-        few = setup.num_tokens <= min(room, max(setup.reservoir_tokens, numbers))
-        self.tokens: CrossProducts | Reservoir
-        if few or not groups_that_fit(setup):
-            self.tokens = setup.reservoir("residual", max(setup.reservoir_tokens, min(room, setup.num_tokens)))
-        else:
-            self.tokens = CrossProducts(setup)
+        room = min(STORED // (4 * (setup.num_layers + 1) * setup.width), MOST_TOKENS)
+        self.tokens = setup.reservoir("residual", max(setup.reservoir_tokens, min(room, setup.num_tokens)))
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
-        if isinstance(self.tokens, Reservoir):
-            self.tokens.observe(observation, "residual")
-        else:
-            self.tokens.update(observation)
+        self.tokens.observe(observation, "residual")
 
     def reset(self) -> None:
         """Remove all data."""
@@ -121,32 +110,18 @@ class Cka(Measure):
         `[views, L+1, L+1]`; `influences`, `[G, L+1, L+1]`, of `debiased` over all tokens; `count`, `[views]`: all
         tokens, and without the first.
         """
-        views: Sequence[Estimates]
-        if isinstance(self.tokens, Reservoir):
-            sample = self.tokens.compute()
-            group = self.setup.group_of.to(sample.keys.device)[sample.keys.reshape(-1) >> POSITION_BITS]
-            later = without_first(sample)
-            views = hsic_of_views(sample.features.transpose(0, 1), later, group, self.setup.groups)
-            views = views[: len(self.setup.views)]
-        else:
-            views = self.tokens.compute()
+        sample = self.tokens.compute()
+        group = self.setup.group_of.to(sample.keys.device)[sample.keys.reshape(-1) >> POSITION_BITS]
+        both = hsic_of_views(sample.features.transpose(0, 1), without_first(sample), group, self.setup.groups)
+        views = both[: len(self.setup.views)]
         influences = [jackknife_influence(_ratio(view.without)) for view in views]
         return {
             "debiased": torch.stack([_ratio(view.debiased) for view in views]),
             "standard_error_of_debiased": torch.stack([error_of(influence) for influence in influences]),
             "biased": torch.stack([_ratio(view.biased) for view in views]),
-            "influences": self._by_group(influences[0]),
+            "influences": influences[0],
             "count": torch.tensor([view.tokens for view in views]),
         }
-
-    def _by_group(self, influences: Tensor) -> Tensor:
-        """`[G, S, S]` influences with the standard error of those of the groups that were merged, `[groups, S, S]`."""
-        groups, merged = self.setup.groups, len(influences)
-        if groups == merged:
-            return influences
-        index = torch.arange(groups) % merged
-        shared = influences[index] / index.bincount()[index].double().sqrt()[:, None, None]
-        return shared * (merged / (merged - 1) * (groups - 1) / groups) ** 0.5
 
     def rows(self) -> list[Row]:
         """Rows for every pair of layers 0..L; no standard error without several groups."""

@@ -134,39 +134,27 @@ def _check(logits: Tensor, targets: Tensor) -> None:
 class LensMean(Means):
     """Mean over positions of one lens statistic, with its standard error, for layers 0..L.
 
-    Site `attention_output`, if the lens reads it, is the stream between the attention and the MLP of layers 1..L. A
-    subclass picks the statistic in `reading`.
+    A subclass picks the statistic in `reading`.
     """
 
     needs = frozenset({"targets"})
-    inside: ClassVar[bool] = True
-    """Whether it is also read inside the layers."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.inner = setup.num_layers if self.inside and "attention_output" in setup.lens_sites else 0
-        self.add_grouped("sums", setup.num_layers + 1 + self.inner)
+        self.add_grouped("sums", setup.num_layers + 1)
         self.add_grouped("counts", 1, dtype=torch.int64)
 
     @abstractmethod
     def reading(self, lens: Readout) -> Tensor:
-        """[L+1, M] (after attention [L, M]) values to average."""
+        """[L+1, M] values to average."""
 
     def places(self, counts: Tensor) -> Iterator[Place]:
-        """Layers 0..L, then the sites after attention."""
-        layers = self.setup.num_layers
-        yield from (Place((layer,), layer) for layer in range(layers + 1))
-        yield from (Place((layers + n,), n, site="attention_output") for n in range(1, self.inner + 1))
+        """Layers 0..L."""
+        return (Place((layer,), layer) for layer in range(self.setup.num_layers + 1))
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
-        lens = observation.lens
-        values = self.reading(lens)
-        if self.inner:
-            if lens.inner is None:
-                raise ValueError("this observation has no readout after attention, which the setup names")
-            values = torch.cat([values, self.reading(lens.inner)])
-        values = values.to(self.sums.device)
+        values = self.reading(observation.lens).to(self.sums.device)
         group = observation.lens_groups(self.setup).to(values.device)
         self.sums.index_add_(0, group, values.double().T)
         self.counts += group.bincount(minlength=len(self.counts))[:, None]
@@ -200,8 +188,6 @@ class OfLayersReached(LensMean):
     Such a layer is a step, so it has a 95 % interval (`low_of_`, `high_of_`; see `uncertainty.crossing`) instead of a
     standard error.
     """
-
-    inside = False
 
     def interval(self, name: str, missing: Tensor) -> dict[str, float]:
         """The ends of the interval of the first layer at which `missing [G, L]` sums to 0 or less, if it is known."""

@@ -49,9 +49,6 @@ class MeasureSettings(ReadingSettings):
     all."""
     entropy_sequences: Count | None = 16
     """Sequences in the seeded sample used for the matrix entropies; None = all."""
-    lens_sites: list[Literal["residual", "attention_output"]] = Field(default=["residual"], min_length=1)
-    """Comma-separated places that the lens reads. residual: the embeddings and the output of every layer;
-    attention_output: also the stream between attention and MLP of every layer, in twice the time."""
     grid_samples: int = Field(default=3, ge=0, le=1000)
     """Sequences shown in the lens grid of a model that predicts tokens."""
     grid_top: int = Field(default=1, ge=1, le=100)

@@ -14,7 +14,7 @@ from fulldepth.skip.fit import FitResult, fit_scales
 from fulldepth.skip.heal import Healing, merge_maps
 from fulldepth.skip.healed import TRAIN, VALIDATION, save_healed, with_model, with_weights, write_start, write_texts
 from fulldepth.skip.outcome import analyse
-from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan, draft_plan, lines
+from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan, lines
 from fulldepth.skip.responses import generate_responses, read_prompts
 from fulldepth.skip.search import search
 
@@ -39,7 +39,6 @@ __all__ = [
     "batches",
     "bench",
     "curve",
-    "draft_plan",
     "export",
     "fit_scales",
     "fold",

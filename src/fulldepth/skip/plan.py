@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -18,7 +18,6 @@ from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError, brief, one_line
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.decoding import DraftPlan
 from fulldepth.files import atomic, read_json
 from fulldepth.hf import Anatomy, Scalars, device_of
 from fulldepth.hf.model_hash import model_hash
@@ -312,21 +311,6 @@ def plan_scalars(plan: Plan, anatomy: Anatomy) -> Scalars | None:
     if plan.healed_loss is None:
         return None
     return Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity).to(device_of(anatomy.model))
-
-
-def draft_plan(path: str | Path) -> Callable[[PreTrainedModel], DraftPlan]:
-    """The function that gives the skipped parts of a plan's file for `generate(plan=...)`, checked against the model.
-
-    Raises:
-        FulldepthError: if the file is no plan; when called, if the plan was made for another model.
-    """
-    plan = Plan.load(path)
-
-    def drafts(model: PreTrainedModel) -> DraftPlan:
-        plan.check_model(model)
-        return DraftPlan(plan.removed, plan.granularity, plan_scalars(plan, find_anatomy(model)))
-
-    return drafts
 
 
 def differences(before: Mapping[str, Any], current: Mapping[str, Any]) -> str:

@@ -20,14 +20,12 @@ from fulldepth.errors import FulldepthError, is_disk_full, one_line
 from fulldepth.files import Fingerprint, atomic, atomic_folder, locked, read_json, reading
 from fulldepth.hf import (
     UNFINISHED,
-    check_publishing,
     drop_checkpoints,
     is_sealed,
     load_processor,
     load_tokenizer,
     notes_of,
     open_model,
-    publish,
     save_exit_heads,
     sealed_checkpoints,
     settle_checkpoints,
@@ -279,7 +277,6 @@ def export_run(
     *,
     step: int | None = None,
     dtype: str | None = None,
-    push_to_hub: str | None = None,
     watcher: Watcher,
 ) -> Path:
     """Write the model of a run's checkpoint (configuration, tokenizer, safetensors) into a folder of its own.
@@ -289,22 +286,19 @@ def export_run(
         output: the new folder, which must not exist.
         step: step of the checkpoint; None = the last complete one.
         dtype: `float32`, `bfloat16` or `float16`; None = that of the checkpoint.
-        push_to_hub: name (`user/model`) to upload the new folder to.
         watcher: receives progress messages.
 
     Returns:
         The new folder.
 
     Raises:
-        FulldepthError: if there is no such run or checkpoint, `output` exists, the disk is full, a file is damaged, or
-            the upload fails.
+        FulldepthError: if there is no such run or checkpoint, `output` exists, the disk is full, or a file is damaged.
     """
     if is_sealed(run) and step is None:  # the folder of a checkpoint instead of its run
         run, step = Path(run).absolute().parent, step_of(Path(run).absolute())
     checkpoints, target = dict(sealed_checkpoints(run)), Path(output)
     if not checkpoints:
         raise FulldepthError(f"{run} holds no whole checkpoint of a training run; expected the folder of one.")
-    check_publishing(push_to_hub)
     if step is not None and step not in checkpoints:
         steps = ", ".join(map(str, list(checkpoints)[-8:]))
         raise FulldepthError(f"{run} has no whole checkpoint-{step}; the last ones are of steps {steps}.")
@@ -326,8 +320,6 @@ def export_run(
             model = open_model(checkpoint, exit_heads=True, dtype=dtype, device="cpu").model
             model.save_pretrained(part)
             save_exit_heads(model, part)
-    if address := publish(target, push_to_hub):
-        watcher.say(f"Published: {address}")
     return target
 
 

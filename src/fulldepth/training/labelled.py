@@ -41,7 +41,7 @@ from fulldepth.training.model import WEIGHTS, build_config, special_tokens
 from fulldepth.training.text import run_tokenizer
 from fulldepth.training.trainer import RunData
 
-DETECTS = ("aligned", "multi_exit", "similarity", "jump")
+DETECTS = ("aligned", "similarity", "jump")
 """Terms that a detector can be trained with; the others read attention over positions of a sequence."""
 EDGE = 800
 RATIO = 5 / 3

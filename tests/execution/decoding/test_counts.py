@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from execution import decoders
-from fulldepth.execution.decoding import Decoder, DraftPlan
-from fulldepth.hf import surgery
+from fulldepth.execution.decoding import Decoder
 
 NEW = 12
 MODES = {
@@ -15,19 +14,15 @@ MODES = {
     "late-exit": {"threshold": 0.9},
     "exit-layer": {"exit_layer": 2},
     "speculation": {"speculate_from": 1, "draft_length": 3},
-    "skipped layers": {"plan": DraftPlan([2], "layer"), "draft_length": 3},
-    "skipped attention": {"plan": DraftPlan([2], "attention"), "draft_length": 3},
 }
 
 
 @pytest.mark.parametrize(("rows", "sampled"), [(1, False), (3, True)])
 @pytest.mark.parametrize("mode", MODES)
-def test_positions_are_those_that_passed_through_the_blocks(mode, sampled, rows, monkeypatch):
-    """Prompts of several lengths; sequences end at different steps. A drafting model without layer 2 leaves it out."""
+def test_positions_are_those_that_passed_through_the_blocks(mode, sampled, rows):
+    """Prompts of several lengths; sequences end at different steps."""
     model = decoders.build("llama", late=0.4)
     prompts, decoder, ran = decoders.prompts(rows), Decoder(model), [0, 0, 0]
-    ports = surgery._ports(decoder.anatomy)  # runs a block, to see how it is wired
-    monkeypatch.setattr(surgery, "_ports", lambda anatomy: ports)
     plain = decoder.generate(**prompts, max_new_tokens=NEW)
     model.generation_config.eos_token_id = int(plain.sequences[0, 9 + NEW // 2])
 

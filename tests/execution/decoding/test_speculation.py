@@ -1,12 +1,8 @@
-"""Decoding with drafts of the first layers or of a skip plan's model, against transformers' own `generate`."""
+"""Decoding with drafts of the first layers, against transformers' own `generate`."""
 
 from __future__ import annotations
 
-import copy
 import functools
-import gc
-import pickle
-import weakref
 from collections import Counter
 
 import numpy as np
@@ -18,10 +14,8 @@ import transformers as tf
 import tiny_models as tm
 from execution import decoders
 from fulldepth.errors import FulldepthError
-from fulldepth.execution.decoding import decoder as decoder_module
 from fulldepth.execution.decoding.session import DecodingSession
-from fulldepth.exit import Decoder, DraftPlan, generate
-from fulldepth.hf import Scalars
+from fulldepth.exit import Decoder, generate
 
 NEW, VOCAB = 20, 6
 EVERY_PUSH = ("llama", "gemma2", "gemma3", "gpt2", "falcon", "depth_llama-hyper", "mistral-window", "mixtral", "bloom")
@@ -130,7 +124,7 @@ def test_the_generation_configuration_applies_to_drafts_too(settings):
         ({"min_layer": 2}, "min_layer"),
         ({"draft_length": 3, "threshold": 0.5}, "draft_length"),
         ({"threshold": 0.5, "speculate_from": 1}, "threshold"),
-        ({"exit_layer": 1, "plan": DraftPlan([2])}, "exit_layer"),
+        ({"exit_layer": 1, "speculate_from": 1}, "exit_layer"),
         ({"temperature": 0.5}, "do_sample"),
         ({"threshold": 1.5}, "threshold is 1.5"),
         ({"speculate_from": 3}, "speculate_from is 3"),
@@ -146,31 +140,6 @@ def test_options_out_of_range_and_without_effect_are_refused(options, name):
     given = {"input_ids": decoders.prompts(1)["input_ids"], "max_new_tokens": 2, **options}
     with pytest.raises(FulldepthError, match=name):
         generate(llama(), **given)
-
-
-def test_a_model_is_verified_once_and_again_where_it_was_changed(monkeypatch):
-    verified = []
-    runner = decoder_module.decoding_runner
-    monkeypatch.setattr(decoder_module, "decoding_runner", lambda *each: verified.append(1) or runner(*each))
-    model, prompts = decoders.build("llama"), decoders.prompts(1)
-
-    def check(model, times):
-        found = generate(model, **prompts, max_new_tokens=3).sequences
-        assert torch.equal(found, stock(model, prompts)[:, :12])
-        assert len(verified) == times
-
-    check(model, 1)
-    check(model, 1)
-    changed = pickle.loads(pickle.dumps(model))
-    for times, each in enumerate((copy.deepcopy(model), changed, model), start=2):
-        each.model.layers[1].mlp = copy.deepcopy(model.model.layers[2].mlp)
-        check(each, times)
-    model.lm_head.register_forward_hook(lambda *_: None)
-    check(model, 5)
-    freed = weakref.ref(model)
-    del model, each
-    gc.collect()
-    assert freed() is None
 
 
 def test_a_decoder_is_a_loop_for_generate():
@@ -201,31 +170,7 @@ def test_a_decoder_is_a_loop_for_generate():
             generate(tm.build(other), prompts["input_ids"], max_new_tokens=3)
 
 
-@pytest.mark.parametrize(("name", "granularity"), [("llama", "attention"), ("gemma3", "layer"), ("gpt2", "mlp")])
-def test_a_model_with_skipped_blocks_drafts(name, granularity):
-    """Greedy output stays that of the full model, which is intact afterwards; factors of the drafting model, far from
-    1 also before the first skipped block, do not reach its states."""
-    model, prompts = decoders.build(name, late=0.2), decoders.prompts(3)
-    model.generation_config.eos_token_id = None
-    decoder, drafted, accepted = Decoder(model), 0, 0
-    expected = stock(model, prompts)
-    for layers in ([2], [3], [2, 3]):
-        scalars = Scalars(3, layers, granularity)
-        with torch.no_grad():
-            for number, factor in enumerate(scalars.parameters()):
-                factor.fill_(0.6 + 0.2 * number)
-        for factors in (None, scalars):
-            plan = DraftPlan(layers, granularity, factors)
-            found = decoder.generate(**prompts, max_new_tokens=NEW, plan=plan, draft_length=3)
-            assert torch.equal(found.sequences, expected)
-            drafted, accepted = drafted + found.stats.drafted, accepted + found.stats.accepted
-    assert torch.equal(stock(model, prompts), expected)
-    assert 0 < accepted <= drafted
-
-
-@pytest.mark.parametrize(
-    "options", [{"speculate_from": "auto"}, {"speculate_from": 1}, {"plan": DraftPlan([2, 3], "layer")}]
-)
+@pytest.mark.parametrize("options", [{"speculate_from": "auto"}, {"speculate_from": 1}])
 @pytest.mark.parametrize(("late", "pays"), [(0.01, True), (4.0, False)])
 def test_a_trial_keeps_drafting_only_where_that_is_faster(options, late, pays, monkeypatch):
     """Time is the number of layers that ran: three for a plain token, seven for a round of 4 drafts of one layer.

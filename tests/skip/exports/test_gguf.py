@@ -243,7 +243,6 @@ REFUSED = [
     ("llama", ["layer 1", "layer 2", "layer 3", "layer 4"], {}, {}, "all 4 layers"),
     ("llama", ["attention 2"], {}, {"output": "out"}, r"\.gguf"),
     ("llama", ["attention 2"], {}, {"output": "in/source.gguf"}, "exists already"),
-    ("llama", ["attention 2"], {}, {"push_to_hub": "user/model"}, "hf upload user/model"),
     ("llama", ["attention 2"], {}, {"gguf_type": "q4_k"}, "q4_k"),
 ]
 

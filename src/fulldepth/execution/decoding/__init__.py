@@ -1,18 +1,16 @@
 """Decoding on top of the layer runner: plain, with early exit, and with drafts of the model's own first layers."""
 
-from fulldepth.execution.decoding.decoder import Decoder, Generation, decoder_of, generate
-from fulldepth.execution.decoding.options import RULES, DraftPlan, ExitRule, Options, certainty
+from fulldepth.execution.decoding.decoder import Decoder, Generation, generate
+from fulldepth.execution.decoding.options import RULES, ExitRule, Options, certainty
 from fulldepth.execution.decoding.session import Stats
 
 __all__ = [
     "RULES",
     "Decoder",
-    "DraftPlan",
     "ExitRule",
     "Generation",
     "Options",
     "Stats",
     "certainty",
-    "decoder_of",
     "generate",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from fulldepth.errors import FulldepthError, names_of
 from fulldepth.execution.decoding.loops import decode
-from fulldepth.execution.decoding.options import DraftPlan, Options
+from fulldepth.execution.decoding.options import Options
 from fulldepth.execution.decoding.session import Choice, DecodingSession, Stats, TokenRows
 from fulldepth.execution.layer_runner import LayerRunner, decoding_runner, positions
 from fulldepth.execution.verify import check_task, verify
@@ -26,8 +26,6 @@ OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden
 """What `generate` adds to a returned dictionary, and this loop does not keep."""
 LOOPS = ("prompt_lookup_num_tokens", "assistant_early_exit", "penalty_alpha", "dola_layers")
 """Settings of `generate` that ask for another decoding loop."""
-KEPT = "_fulldepth_decoder"
-"""Attribute of a model with the decoder of `generate`."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,6 @@ class Decoder:
         speculate_from: int | str | None = None,
         draft_length: int | str = "auto",
         draft_threshold: float | None = None,
-        plan: DraftPlan | None = None,
         seed: int | None = None,
         **model_kwargs: Any,
     ) -> Any:
@@ -152,7 +149,6 @@ class Decoder:
             speculate_from=speculate_from,
             draft_length=draft_length,
             draft_threshold=draft_threshold,
-            plan=plan,
         )
         model_kwargs |= {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
         return self._loop(input_ids, generation_config, model_kwargs, chosen, seed)
@@ -216,17 +212,17 @@ def generate(
 ) -> Generation:
     """Continue prompts, with fewer layers where that is possible.
 
-    Drafts (`speculate_from`, `plan`) keep the output, or its distribution; early exit (`threshold`, `exit_layer`) not.
+    Drafts (`speculate_from`) keep the output, or its distribution; early exit (`threshold`, `exit_layer`) not.
 
     Args:
-        model: a decoder, whose generation configuration applies, verified once; or a `Decoder`.
+        model: a decoder, whose generation configuration applies, verified in every call; or a `Decoder`, verified once.
         input_ids: `[B, P]` prompts, padded on the left.
         attention_mask: `[B, P]`, 0 = padding; None as in `model.generate`.
         max_new_tokens: maximum number of new tokens for each sequence.
         threshold: in (0, 1]: a token leaves where the value of `rule` exceeds it; 1 is the full model.
         speculate_from: the first E layers draft; `auto`: a third of the layers, where a short trial is faster.
         draft_length: largest number of drafts per round; `auto`: 4, where a short trial is faster.
-        **options: of early exit `rule`, `min_layer` and `exit_layer`, of drafts `draft_threshold` and `plan`
+        **options: of early exit `rule`, `min_layer` and `exit_layer`, of drafts `draft_threshold`
             (see `execution.decoding.Options`); `do_sample`, and with it `temperature` (1), `top_p` (1), `top_k` (0 =
             all) and `seed` (None = torch's global random numbers); `eos_token_id` (a token or several) and
             `pad_token_id` (None = the model's); a `streamer` of transformers, for one prompt.
@@ -234,37 +230,9 @@ def generate(
     Raises:
         FulldepthError: for models that cannot be decoded layer by layer, and values out of range.
     """
-    decoder = model if isinstance(model, Decoder) else decoder_of(model)
+    decoder = model if isinstance(model, Decoder) else Decoder(model)
     options |= {"threshold": threshold, "speculate_from": speculate_from, "draft_length": draft_length}
     return decoder.generate(input_ids, attention_mask, max_new_tokens=max_new_tokens, **options)
-
-
-class _Kept:
-    """A model's decoder and the parts that it was verified with, on the model; copies and pickles leave them out."""
-
-    def __init__(self, decoder: Decoder | None = None, parts: Sequence[Any] = ()) -> None:
-        self.decoder, self.parts = decoder, parts
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Kept, ()
-
-
-def decoder_of(model: PreTrainedModel) -> Decoder:
-    """The decoder of a model, kept with it; verified again if its modules, hooks or `forward` methods were changed.
-
-    Raises:
-        FulldepthError: as `Decoder`.
-    """
-    parts = [
-        (module, module.__dict__.get("forward"), *module._forward_hooks, *module._forward_pre_hooks)
-        for module in model.modules()
-    ]
-    kept: _Kept = getattr(model, KEPT, _Kept())
-    if kept.decoder is None or kept.parts != parts:
-        kept = _Kept(Decoder(model), parts)
-        setattr(model, KEPT, kept)
-    assert kept.decoder is not None
-    return kept.decoder
 
 
 def _check(input_ids: Tensor, config: GenerationConfig, prepared: Mapping[str, Any]) -> None:

@@ -8,18 +8,15 @@ layers E+1..L run on the stored states of all drafts at once. Keys, values and s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from fulldepth.execution.decoding.options import AUTO, DraftPlan, ExitRule, Options
+from fulldepth.execution.decoding.options import AUTO, ExitRule, Options
 from fulldepth.execution.decoding.session import DecodingSession
-from fulldepth.hf import Block, Switches
-from fulldepth.hf.scalars import blocks_of
 
 DRAFTS = 4
 """K for `draft_length="auto"`."""
@@ -113,33 +110,20 @@ class _EarlyExit:
 
 def _decode_with_drafts(session: DecodingSession, options: Options) -> None:
     """Draft and confirm until every sequence has ended, or a trial shows that plain decoding is faster."""
-    stats, plan = session.stats, options.plan
-    if plan is not None:
-        removed = blocks_of(plan.layers, plan.granularity, stats.num_layers)
-        early = min(removed, default=Block(stats.num_layers, "")).layer - 1
-        kind = "" if plan.granularity == "any" else f"{plan.granularity} "
-        drafter = f"the model without {len(removed)} {kind}blocks"
-    else:
-        given = options.speculate_from
-        early = given if isinstance(given, int) else max(1, round(SHARE * stats.num_layers))
-        drafter = f"layers 1 to {early}"
+    stats, given = session.stats, options.speculate_from
+    early = given if isinstance(given, int) else max(1, round(SHARE * stats.num_layers))
     length = options.draft_length if isinstance(options.draft_length, int) else DRAFTS
     stats.speculate_from, stats.draft_length = early, length
-    stats.reason = f"Up to {length} tokens a round are drafts of {drafter}, as asked."
-    with nullcontext() if plan is None else Switches(session.runner.anatomy, plan.granularity) as switches:
-        skipped = None if plan is None or switches is None else partial(_drafting, switches, plan)
-
-        def draft() -> float:
-            return speculate(session, early, length, options.draft_threshold, skipped)
-
-        if AUTO in (options.speculate_from, options.draft_length) and not _pays(session, draft, drafter):
-            stats.mode = "plain"
-            return
-        while session.sequences.active:
-            draft()
+    stats.reason = f"Up to {length} tokens a round are drafts of layers 1 to {early}, as asked."
+    draft = partial(speculate, session, early, length, options.draft_threshold)
+    if AUTO in (given, options.draft_length) and not _pays(session, draft):
+        stats.mode = "plain"
+        return
+    while session.sequences.active:
+        draft()
 
 
-def _pays(session: DecodingSession, draft: Callable[[], float], drafter: str) -> bool:
+def _pays(session: DecodingSession, draft: Callable[[], float]) -> bool:
     """Decode some tokens plainly and some with drafts, and decide once which is faster; says so in `stats.reason`.
 
     The rounds end early where they have lost `LOSS` of the time of plain decoding, so that they cost at most that and
@@ -165,45 +149,22 @@ def _pays(session: DecodingSession, draft: Callable[[], float], drafter: str) ->
         return False
     stats.paid, stats.trial_seconds = seconds <= worth, max(0.0, seconds - worth)
     stats.reason = (
-        f"{'Drafting goes on' if stats.paid else 'Plain decoding'} after a trial: drafts of {drafter} were "
+        f"{'Drafting goes on' if stats.paid else 'Plain decoding'} after a trial: drafts of layers 1 to "
+        f"{stats.speculate_from} were "
         f"{worth / seconds:.2f} times as fast as plain steps (rounds: {rounds}), which cost "
         f"{stats.trial_seconds:.2f} s."
     )
     return stats.paid
 
 
-@contextmanager
-def _drafting(switches: Switches, plan: DraftPlan) -> Iterator[Collection[int]]:
-    """While open, a plan's parts are skipped; gives the layers of which drafts compute nothing."""
-    switches.skip(plan.layers)
-    switches.scalars = plan.scalars
-    try:
-        yield [layer for layer, part in switches.skipped if part == "layer"]
-    finally:
-        switches.scalars = None
-        switches.skip(())
-
-
-def speculate(
-    session: DecodingSession,
-    early: int,
-    length: int,
-    threshold: float | None,
-    drafting: Callable[[], AbstractContextManager[Collection[int]]] | None,
-) -> float:
+def speculate(session: DecodingSession, early: int, length: int, threshold: float | None) -> float:
     """One round: draft up to `length` tokens for every active sequence, and confirm them.
-
-    With a plan the first E layers keep nothing of the drafting model, not even its scalars: their states are the
-    full model's.
 
     Args:
         session: with the prompt decoded.
         early: E, layers that draft.
         length: K, maximum number of drafts.
         threshold: drafting ends where the largest probability of the next draft of every sequence is below it.
-        drafting: opens a plan's model: drafts come from all layers without some parts, the first of which is after
-            layer `early` (from 0), and compute nothing in the layers that it gives; later layers read the keys and
-            values that the full model has of known tokens.
 
     Returns:
         Mean number of new tokens of a sequence.
@@ -220,10 +181,7 @@ def speculate(
         states.append(state)
         if len(scores) >= length:
             break
-        if drafting is not None:
-            with drafting() as unused:
-                state = session.run(range(early + 1, last + 1), state, unused)
-        logits = session.runner.finish(state, None if drafting else early)[:, -1]
+        logits = session.runner.finish(state, early)[:, -1]
         score = choice.scores(logits, len(scores))
         if threshold is not None and float(score.softmax(-1).amax(-1).max()) < threshold:
             break
@@ -235,8 +193,6 @@ def speculate(
         ended |= torch.tensor([token in sequences.end_tokens for token in tokens.tolist()])
         if bool(ended.all()):
             break
-    if drafting is not None:
-        session.cache.crop(start, after=early)
     reach = start + len(states)
     session.begin(ids[:, :reach], mask[:, :reach], start)
     logits = session.runner.finish(session.run(range(early + 1, last + 1), torch.cat(states, dim=1)))

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.hf import Block, Scalars
 
 RULES = ("confidence", "margin", "entropy", "patience")
 AUTO = "auto"
 MOST_DRAFTS = 64
-
-
-class DraftPlan(NamedTuple):
-    """Parts of layers that the drafting model skips."""
-
-    layers: Collection[int | Block]
-    """1-based; of granularity `any`, blocks."""
-    granularity: str = "attention"
-    """`attention`, `mlp`, `layer` or `any`."""
-    scalars: Scalars | None = None
-    """Factors of what remains, see `hf.Switches`."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +40,6 @@ class Options:
     slower."""
     draft_threshold: float | None = None
     """In (0, 1]: the drafting of a round ends where the largest probability of the next draft is below it."""
-    plan: DraftPlan | None = None
-    """The model without these parts drafts, instead of the first layers alone."""
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
@@ -73,11 +57,9 @@ class Options:
             value = getattr(self, name)
             if value not in others and not (isinstance(value, int) and 1 <= value <= most):
                 raise FulldepthError(f"{name} is {value!r}; expected a whole number from 1 to {most}.")
-        drafter = self.speculate_from if self.plan is None else self.plan
-        drafts, leaves = drafter is not None, self.threshold is not None
+        drafts, leaves = self.speculate_from is not None, self.threshold is not None
         for wrong, message in (
-            (self.plan is not None and self.speculate_from is not None, "A plan's model drafts; omit speculate_from."),
-            (self.exit_layer is not None and (drafts or leaves), "exit_layer excludes threshold, drafts and plans."),
+            (self.exit_layer is not None and (drafts or leaves), "exit_layer excludes threshold and drafts."),
             (drafts and leaves, "threshold is for early exit; with drafts, draft_threshold ends a round's drafting."),
         ):
             if wrong:
@@ -85,7 +67,7 @@ class Options:
         defaults = {field.name: field.default for field in fields(self)}
         for needed, is_set, names in (
             ("threshold", leaves, ("rule", "min_layer")),
-            ("speculate_from or a plan", drafts, ("draft_length", "draft_threshold")),
+            ("speculate_from", drafts, ("draft_length", "draft_threshold")),
         ):
             for name in names:
                 if not is_set and getattr(self, name) != defaults[name]:
@@ -94,7 +76,7 @@ class Options:
     @property
     def mode(self) -> str:
         """`plain`, `speculative` or `early-exit`."""
-        if self.speculate_from is not None or self.plan is not None:
+        if self.speculate_from is not None:
             return "speculative"
         return "plain" if self.threshold is None and self.exit_layer is None else "early-exit"
 

@@ -24,7 +24,7 @@ class Stats:
     """Counts and times of one generation.
 
     The pass of the prompts is counted in `prompt_positions`, not in `layer_positions`, `layer_calls` and `seconds`.
-    Padding counts as it is computed; layers that a drafting model skips whole do not count.
+    Padding counts as it is computed.
     """
 
     num_layers: int
@@ -50,7 +50,7 @@ class Stats:
     layer_calls: list[int] = field(default_factory=list)
     """[L] how often each layer ran, on any number of positions at once."""
     speculate_from: int | None = None
-    """E: the layers that run once for drafts and their confirmation; 0 if a plan skips parts of the first."""
+    """E: the layers that draft, which run once for drafts and their confirmation."""
     draft_length: int | None = None
     """K: largest number of draft tokens in a round."""
     rounds: int = 0
@@ -321,9 +321,9 @@ class DecodingSession:
         """h_0 of the positions from `start` of `ids: [A, W]`, for `run`."""
         return self.runner.begin({"input_ids": ids[:, start:], "attention_mask": mask}, self.cache)
 
-    def run(self, layers: Sequence[int], states: Tensor, skipped: Collection[int] = ()) -> Tensor:
-        """`LayerRunner.run`, counted; layers that are switched off whole (`skipped`) are not."""
-        self._count([layer for layer in layers if layer not in skipped], states)
+    def run(self, layers: Sequence[int], states: Tensor) -> Tensor:
+        """`LayerRunner.run`, counted."""
+        self._count(layers, states)
         return self.runner.run(layers, states)
 
     def _count(self, layers: Sequence[int], states: Tensor) -> None:

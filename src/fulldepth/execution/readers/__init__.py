@@ -53,8 +53,8 @@ def read(
         device_map: of transformers; None = one device.
 
     Returns:
-        `[B, T, V]` logits (of a detector joined with the boxes; without a head the last hidden state; from `llama.cpp`
-        `[B, V]` log-probabilities after the last token), and the report.
+        `[B, T, V]` logits (without a head the last hidden state; from `llama.cpp` `[B, V]` log-probabilities after the
+        last token), and the report.
 
     Raises:
         NotLoadedError: if it does not load.

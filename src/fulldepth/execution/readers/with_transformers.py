@@ -93,12 +93,6 @@ def logits(model: Any, ids: torch.Tensor, cached: bool) -> torch.Tensor:
     return torch.cat(parts, dim=1)
 
 
-def output_of(outputs: Any) -> torch.Tensor:
-    """The logits or the last hidden state; of a detector joined with the boxes."""
-    first = next(outputs[key] for key in ("logits", "prediction_logits", "last_hidden_state") if key in outputs)
-    return torch.cat([first, *([outputs["pred_boxes"]] if "pred_boxes" in outputs else [])], -1)
-
-
 def main(folder: str, inputs_file: str, output_file: str, kind: str, device_map: str | None = None) -> None:
     """Load the checkpoint, write its output, print the report."""
     transformers.logging.set_verbosity_error()
@@ -113,7 +107,9 @@ def main(folder: str, inputs_file: str, output_file: str, kind: str, device_map:
         error = float((output.double() - again.double()).abs().max() / output.double().abs().max().clamp(min=1e-30))
     else:
         with torch.no_grad():
-            output = output_of(model(**inputs))
+            outputs = model(**inputs)
+        names = ("logits", "prediction_logits", "last_hidden_state")
+        output = next(outputs[name] for name in names if name in outputs)
     torch.save(output, output_file)
     print(json.dumps({"class": type(model).__name__, "cache_error": error}))
 

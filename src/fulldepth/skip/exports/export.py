@@ -24,10 +24,8 @@ from fulldepth.execution.stream import relative_error
 from fulldepth.files import read_document, read_json
 from fulldepth.hf import (
     ModelCard,
-    check_publishing,
     is_offloaded,
     load_checkpoint,
-    publish,
     silent,
 )
 from fulldepth.hf.checkpoint_folder import (
@@ -86,8 +84,6 @@ class Export:
     verified: bool
     """Whether the program that the format targets has loaded it and computed these logits."""
     notes: tuple[str, ...]
-    published: str | None = None
-    """Address on the Hub, if it was uploaded."""
 
     def __repr__(self) -> str:
         error = "unknown" if self.logit_error is None else f"{self.logit_error:.1e}"
@@ -108,7 +104,6 @@ def export(
     trust_remote_code: bool = False,
     shard_size: int | str = SHARD_SIZE,
     gguf_type: str | None = None,
-    push_to_hub: str | None = None,
 ) -> Export:
     """Write a plan's model as a checkpoint, and verify its logits in a fresh process.
 
@@ -132,18 +127,14 @@ def export(
         shard_size: largest size of a weight file in bytes, or as `2GB`.
         gguf_type: type of changed matrices in a GGUF (`f16`, `bf16`, `q8_0`); None = `q8_0` for quantised ones, else
             the source's.
-        push_to_hub: name (`user/model`) to upload the folder to; a new repository is private.
 
     Raises:
         FulldepthError: if `output` exists or is misnamed, the plan is for another model or of a granularity that the
             format does not hold, folding is refused, the disk is full, the export computes other logits than the plan's
-            model, both `device` and `device_map` are set, or the upload fails.
+            model, or both `device` and `device_map` are set.
     """
     file_format, target = FORMATS[known_format(format)], Path(output)
     single = file_format.suffix is not None
-    if single and push_to_hub is not None:
-        raise FulldepthError(f"--push-to-hub uploads folders. Upload the file with `hf upload {push_to_hub} {target}`.")
-    check_publishing(push_to_hub)
     if gguf_type not in (None, *GGUF_TYPES):
         raise unknown("GGUF type", str(gguf_type), GGUF_TYPES)
     most_bytes = shard_size if isinstance(shard_size, int) else file_size(shard_size)
@@ -192,8 +183,7 @@ def export(
         parameters = count_parameters(part)
         describe(part, plan, file_format, logit_error, parameters, notes)
         size = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
-    published = publish(target, push_to_hub)
-    return Export(format, target, logit_error, parameters, size, file_format.verified, tuple(notes), published)
+    return Export(format, target, logit_error, parameters, size, file_format.verified, tuple(notes))
 
 
 def prove_file(path: Path, ids: Tensor, expected: Tensor, allowed: float) -> tuple[float | None, bool]:
