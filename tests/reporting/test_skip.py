@@ -20,7 +20,6 @@ from fulldepth.results.pages import names, together
 from fulldepth.skip.bench import bench
 from fulldepth.skip.curve import curve
 from fulldepth.skip.exports.export import export
-from fulldepth.skip.outcome import analyse
 from fulldepth.skip.search import search
 from reporting import skip_folders as folders
 from reporting import synthetic
@@ -246,8 +245,7 @@ def real(tmp_path_factory):
     place, data = tmp_path_factory.mktemp("real"), pairs(30)
     build("llama").eval().save_pretrained(place / "model")
     options = {"tokenizer": tokenizer(), "batch_size": 4}
-    plan = search(str(place / "model"), data, 1, fit_batch_size=8, epochs=1, **options)
-    analyse(str(place / "model"), plan, data, tokenizer=tokenizer(), output=place / "out")
+    plan = search(str(place / "model"), data, 1, fit_batch_size=8, epochs=1, output=place / "out", **options)
     curve(str(place / "model"), data, blocks=2, output=place / "curve", **options)
     export(plan, str(place / "model"), "fast", place / "fast", tokenizer=tokenizer())
     torch.manual_seed(0)

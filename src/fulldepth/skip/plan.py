@@ -264,12 +264,10 @@ class Plan(Settings):
             raise FulldepthError(
                 f"The plan is for a {one_line(self.model.class_name, 100)} ({name}), this is a {kind}."
             )
-        if beyond := sorted({layer for layer, _ in self.removed if layer > depth}):
-            raise FulldepthError(f"The plan removes {_listed(beyond)}, but this {kind} has {depth} layers.")
-        for part in () if self.granularity == "layer" else ("attention", "mlp"):
-            if bare := sorted(set(self.lacking(part)) - set(anatomy.layers_with(part))):
-                where = f"the {part} of {_listed(bare)}"
-                raise FulldepthError(f"The plan removes {where}, which this {kind} does not have.")
+        for number, part in sorted(self.removed):
+            if number > depth or (part != "layer" and number not in anatomy.layers_with(part)):
+                where = f"layer {number}" if part == "layer" else f"the {part} of layer {number}"
+                raise FulldepthError(f"The plan removes {where}, which this {kind} of {depth} layers does not have.")
         planned = max({int(key) for key in self.scalars} | {layer for layer, _ in self.removed})
         if self.scalars and planned != depth:
             raise FulldepthError(f"The plan has scalars for {planned} layers, but this {kind} has {depth}.")
@@ -340,40 +338,6 @@ def differences(before: Mapping[str, Any], current: Mapping[str, Any]) -> str:
 
 def _all_of(layers: Sequence[int]) -> str:
     return f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
-
-
-def _listed(layers: Iterable[int]) -> str:
-    numbers = list(map(str, layers))
-    shown = ", ".join(numbers[:8]) + (", ..." if len(numbers) > 8 else "")
-    return f"{'layer' if len(numbers) == 1 else 'layers'} {shown}"
-
-
-def lines(plan: Plan) -> list[tuple[str, str, str]]:
-    """(name, value, remark) of the losses in the order of removal, of the healed model, and of the control."""
-    fits = plan.cost.get("fit")
-
-    def kept(fit: str) -> str:
-        record = fits.get(fit) if isinstance(fits, dict) else None
-        untrained = isinstance(record, dict) and record.get("epoch") == 0
-        return "no epoch lowered the loss, the scalars stay 1" if untrained else ""
-
-    rows = [("unmodified", f"{plan.losses[0]:.4f} nats", "")]
-    for number, (block, loss) in enumerate(zip(plan.blocks, plan.losses[1:], strict=True), start=1):
-        rows.append((f"{number}. {block if isinstance(block, str) else f'layer {block}'}", f"{loss:.4f} nats", ""))
-    if plan.healed_loss is not None:
-        rows.append(("healing: scalars fitted", f"{plan.healed_loss:.4f} nats", kept("healed")))
-    if plan.control_loss is not None:
-        control = plan.control_loss.scalars_only
-        rows.append(("control: scalars, nothing skipped", f"{control:.4f} nats", kept("control")))
-    if decision := decided(plan):
-        rows.append(("in-sample", f"these rows {decision}", "skip bench --heldout reads others"))
-    share = plan.cost.get("share_of_plain")
-    if isinstance(share, float):
-        rows.append(("forward FLOPs", f"{plan.cost['flops']:.3g}", f"{share:.0%} of the plain loop's"))
-    if plan.unsure_rounds:
-        rounds = ", ".join(map(str, plan.unsure_rounds))
-        rows.append(("unsure", f"round {rounds}", "the data seen do not tell the best two apart; more would"))
-    return rows + [("budget", *line.partition(": ")[::2]) for line in stopped_rounds(plan)]
 
 
 def stopped_rounds(plan: Plan) -> list[str]:

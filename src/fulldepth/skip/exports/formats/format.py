@@ -1,4 +1,4 @@
-"""`Format`: the interface of an export format: supported plans, writing, loading and checking. `Folded` and `Layer`:
+"""`Format`: the interface of an export format: supported plans, writing and checking. `Folded` and `Layer`:
 those whose exports are ordinary checkpoints of the same class.
 """
 
@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.stream import TOLERANCE
-from fulldepth.hf import Anatomy, load_checkpoint, renumber_layers, slice_lists
+from fulldepth.hf import Anatomy, renumber_layers, slice_lists
 from fulldepth.skip.exports.fold import Folding, heals, prepare
 from fulldepth.skip.exports.formats.checkpoint import Draft, save
 from fulldepth.skip.plan import Plan
@@ -65,22 +63,6 @@ class Format(ABC):
     def tolerance(self, folding: Folding, dtype: torch.dtype) -> float:
         """Largest error of a logit of the export, relative to the largest logit."""
         return TOLERANCE[dtype] + folding.logit_error
-
-    def is_saved_again(self, config: Mapping[str, Any]) -> bool:
-        """Whether a `config.json` belongs to an export of this format that was saved again, without the notes."""
-        return False
-
-    def load(self, folder: Path, **options: Any) -> PreTrainedModel:
-        """The model of an export, in evaluation mode, without running code from the folder.
-
-        Args:
-            folder: of the export.
-            **options: `dtype`, `device` and `device_map` of `load_checkpoint`.
-
-        Raises:
-            FulldepthError: if the folder is broken.
-        """
-        return load_checkpoint(folder, **options).model
 
 
 class Folded(Format):
