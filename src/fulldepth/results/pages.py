@@ -11,10 +11,10 @@ import pandas as pd
 
 from fulldepth import reporting
 from fulldepth.errors import FulldepthError
-from fulldepth.files import atomic, locked
+from fulldepth.files import write_text
 from fulldepth.reporting.source import SKIPS, TOGETHER
 from fulldepth.results.document import SCHEMA_VERSION
-from fulldepth.results.folder import DOCUMENT, PAGE, TABLE, Results
+from fulldepth.results.folder import DOCUMENT, PAGE, Results
 from fulldepth.results.table import COLUMNS
 
 
@@ -74,13 +74,7 @@ def report(
             "the page with --overwrite."
         )
     results = together(paths) if len(paths) > 1 else Results.load(paths[0])
-    *others, last = names([path.resolve() for path in paths])
-    where = (
-        f"The files {TABLE} in {', '.join(others)} and {last} hold" if others else f"The file {TABLE} in {last} holds"
-    )
-    html = reporting.render(results.table, results.meta, "" if own and len(paths) == 1 else f"{where} all of them.")
-    with locked(target):
-        return _write(html, target / PAGE)
+    return results.save_page(target)
 
 
 def write_index(folder: str | Path, chapters: Sequence[Chapter], *, title: str) -> Path:
@@ -100,17 +94,7 @@ def write_index(folder: str | Path, chapters: Sequence[Chapter], *, title: str) 
         results = Results.load(root / chapter.folder)
         about = {"href": f"{chapter.folder}/{PAGE}", "title": chapter.title, "command": chapter.command}
         shown.append({**about, "table": results.table, "meta": results.meta})
-    return _write(reporting.index(title, shown), root / "index.html")
-
-
-def _write(html: str, path: Path) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic(path) as part:
-            part.write_text(html, encoding="utf-8")
-    except OSError as error:
-        raise FulldepthError(f"Cannot write {path}: {error.strerror or error}.") from error
-    return path
+    return write_text(root / "index.html", reporting.index(title, shown))
 
 
 def together(folders: Sequence[str | Path]) -> Results:

@@ -112,7 +112,7 @@ def curve(
             "data": plan.data,
             "plan": plan.document(),
             "break_point": asdict(end),
-            "warnings": plan.warnings,
+            "warnings": plan.data.get("warnings", []),
             "headline": _headline(plan, end, table),
         }
         results = Results(table, dict(finite(document)))

@@ -188,9 +188,8 @@ def merge_maps(
 
 def settings_of(plan: Plan, given: HealSettings) -> HealSettings:
     """The given settings; the search's are the defaults of how data are read, so that the same rows are held out."""
-    noted = plan.cost.get("settings")
     known = HeldoutSettings.model_fields.keys() - PLACES
-    stored = {name: value for name, value in (noted if isinstance(noted, dict) else {}).items() if name in known}
+    stored = {name: value for name, value in plan.cost.get("settings", {}).items() if name in known}
     return layered(HealSettings, stored, given.model_dump(mode="json", exclude_unset=True))
 
 

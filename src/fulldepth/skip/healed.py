@@ -22,6 +22,7 @@ from fulldepth.architectures import SKIPPED
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS
+from fulldepth.files import write_text
 from fulldepth.hf import load_tokenizer, open_model
 from fulldepth.hf.checkpoint_folder import folder_to_be
 from fulldepth.hf.model_hash import model_hash
@@ -31,7 +32,7 @@ from fulldepth.skip.bench import gap_finding, heldout_losses, in_words
 from fulldepth.skip.exports.export import NOTES, export, read_notes
 from fulldepth.skip.heal import READINGS, Healing
 from fulldepth.skip.outcome import joined
-from fulldepth.skip.plan import Plan, in_sample, write_text
+from fulldepth.skip.plan import Plan, in_sample
 
 KIND = "heal"
 NAMES = {

@@ -23,7 +23,7 @@ from fulldepth.metrics.base import Row
 from fulldepth.progress import Watcher
 from fulldepth.results import COLUMNS, Finding, Results, finite, provenance, tabulate
 from fulldepth.skip.fit import make_batches
-from fulldepth.skip.plan import Plan, in_sample, plan_scalars, stopped_rounds
+from fulldepth.skip.plan import Plan, in_sample, plan_scalars
 from fulldepth.skip.problem import SearchProblem
 
 KIND = "skip"
@@ -150,13 +150,16 @@ def discrepancies(
 
 def _warnings(plan: Plan, problem: SearchProblem) -> Iterator[str]:
     """Warnings about the reliability of the numbers."""
-    yield from plan.warnings
-    if unsure := plan.unsure_rounds:
+    yield from plan.data.get("warnings", [])
+    if unsure := plan.cost.get("unsure_rounds"):
         yield (
             f"In {len(unsure)} of {len(plan.blocks)} rounds (number {', '.join(map(str, unsure))}) the held-out data "
             "did not tell the best two candidates apart; more data would."
         )
-    yield from (f"{line[0].upper()}{line[1:]}; a higher budget may change its pick." for line in stopped_rounds(plan))
+    yield from (
+        f"{line[0].upper()}{line[1:]}; a higher budget may change its pick."
+        for line in plan.cost.get("stopped_by_budget", [])
+    )
     if problem.examples.meta.get("hash") != plan.data.get("hash"):
         yield "The states were compared on other data than those that the plan was searched with."
 
@@ -217,7 +220,7 @@ def loss_added(plan: Plan, depth: int) -> Finding:
         f"Removing {count} {KINDS[plan.granularity][count != 1]} ({which}; the model has {depth} layers) {change} the "
         f"held-out loss, from {base:.4f} to {last:.4f}, not healed."
     )
-    if stopped := stopped_rounds(plan):
+    if stopped := plan.cost.get("stopped_by_budget"):
         sentence += f" The search was cut short ({'; '.join(stopped)})."
     if caveat := in_sample(plan):
         sentence += f" {caveat}"

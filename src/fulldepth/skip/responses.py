@@ -18,13 +18,13 @@ from fulldepth.data.conversations import CUT_OFF, Prompt, as_prompt, conversatio
 from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data
 from fulldepth.errors import FulldepthError
-from fulldepth.files import read_document
+from fulldepth.files import read_document, write_text
 from fulldepth.hf import device_of, evaluating
 from fulldepth.progress import Watcher
 from fulldepth.settings import Settings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.loading import Length, Seed
-from fulldepth.skip.plan import differences, write_text
+from fulldepth.skip.plan import differences
 
 FILE = "responses.jsonl"
 NOTES = "responses.json"
