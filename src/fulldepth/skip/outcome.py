@@ -156,10 +156,8 @@ def _warnings(plan: Plan, problem: SearchProblem) -> Iterator[str]:
             f"In {len(unsure)} of {len(plan.blocks)} rounds (number {', '.join(map(str, unsure))}) the held-out data "
             "did not tell the best two candidates apart; more data would."
         )
-    yield from (
-        f"{line[0].upper()}{line[1:]}; a higher budget may change its pick."
-        for line in plan.cost.get("stopped_by_budget", [])
-    )
+    stopped = plan.cost.get("stopped_by_budget", [])
+    yield from (f"{line.capitalize()}; a higher budget may change its pick." for line in stopped)
     if problem.examples.meta.get("hash") != plan.data.get("hash"):
         yield "The states were compared on other data than those that the plan was searched with."
 

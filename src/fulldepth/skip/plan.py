@@ -74,7 +74,7 @@ class PlannedData(TypedDict, total=False):
 class Cost(TypedDict, total=False):
     """What a search took, and how it went."""
 
-    forwards: Required[Amount]
+    forwards: Required[NonNegativeInt]
     flops: Required[Amount]
     seconds: Required[Amount]
     settings: dict[str, JsonValue]
