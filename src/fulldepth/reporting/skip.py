@@ -24,7 +24,7 @@ from fulldepth.reporting.phrases import (
     short,
     size,
 )
-from fulldepth.reporting.source import TOGETHER, PageSource, PlottedCurve, curve, number, select
+from fulldepth.reporting.source import TOGETHER, PageSource, PlottedCurve, curve, num_layers, number, select
 from fulldepth.reporting.style import CATEGORICAL, INK, Figures, axis, categorical, figure, label, minus, translucent
 from fulldepth.reporting.tables import Meta, Table, of_record, settings_table
 
@@ -130,11 +130,8 @@ def plans(part: SkipPart) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def layers_of(folders: Sequence[SkipPart]) -> int:
-    """L, as a document states, or else the deepest known layer."""
-    stated = [(part.meta.get("model") or {}).get("num_layers") for part in folders]
-    deepest = [layer for part in folders if (layer := number(part.table["layer"].max())) is not None]
-    deepest += [layer for removal in removals(folders) for layer, _ in removal.places]
-    return next((layers for layers in stated if isinstance(layers, int) and layers > 0), int(max([1, *deepest])))
+    """L, as the documents state, or else the deepest layer of the tables."""
+    return max(num_layers(part.table, part.meta.get("model")) for part in folders)
 
 
 class Spread(NamedTuple):
