@@ -15,7 +15,7 @@ from fulldepth.execution.latency import OtherLoad
 from fulldepth.reporting.page import payload
 from fulldepth.reporting.skip import SkipPart, layers_of, parts, removals, timed_models
 from fulldepth.reporting.source import PageSource
-from fulldepth.results import Results, report, write_page
+from fulldepth.results import Results, report
 from fulldepth.results.pages import names, together
 from fulldepth.skip.bench import bench
 from fulldepth.skip.curve import curve
@@ -218,7 +218,7 @@ def test_what_does_not_belong_together_is_refused(root, tmp_path):
 
 def test_where_the_page_goes(root, tmp_path):
     place = tmp_path / "new" / "place"
-    made = [write_page(root / "out"), report([root / "out"]), report([root / "out"], place)]
+    made = [report(root / "out"), report([root / "out"]), report([root / "out"], place)]
     made.append(report([root / "curve", root / "out"]))
     assert made == [folder / "report.html" for folder in (root / "out", root / "out", place, root / "curve")]
     assert all("results.parquet of each result folder" in path.read_text(encoding="utf-8") for path in made)

@@ -28,18 +28,6 @@ class Chapter(NamedTuple):
     """Command that produces such a result."""
 
 
-def write_page(directory: str | Path) -> Path:
-    """Read the result folder `directory` and write its `report.html` atomically.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        FulldepthError: if the folder holds no readable results, or cannot be written.
-    """
-    return Results.load(directory).save_page(directory)
-
-
 def report(
     folders: str | Path | Sequence[str | Path], output: str | Path | None = None, *, overwrite: bool = False
 ) -> Path:
@@ -153,12 +141,9 @@ def _check(loaded: Sequence[tuple[str, Results]]) -> None:
         precision = str((meta.get("settings") or {}).get("dtype") or "auto")  # as asked for
         subjects.append((label, precision, str(model.get("class") or ""), str(model.get("hash") or "")))
     for (other, other_dtype, other_class, other_hash), (label, dtype, class_name, digest) in combinations(subjects, 2):
-        if class_name and other_class and class_name != other_class:
+        other_weights = digest and other_hash and dtype == other_dtype and digest != other_hash
+        if other_weights or (class_name and other_class and class_name != other_class):
             raise FulldepthError(
-                f"{label} is about a {class_name}, {other} about a {other_class}: they cannot share a page."
-            )
-        if digest and other_hash and dtype == other_dtype and digest != other_hash:
-            raise FulldepthError(
-                f"{label} and {other} are about different models: the weights have the hashes {digest[:19]} and "
-                f"{other_hash[:19]}. Make one page for each."
+                f"{label} and {other} are about different models, a {class_name} with the hash {digest[:19]} and a "
+                f"{other_class} with {other_hash[:19]}. Make one page for each."
             )

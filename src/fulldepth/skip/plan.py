@@ -36,7 +36,8 @@ SEARCHES: tuple[str, ...] = get_args(Method)
 HASH = r"^sha256:[0-9a-f]{64}$"
 
 Hash = Annotated[str, Field(pattern=HASH)]
-Loss = Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Loss = Amount
 Factor = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]
 """Within float32."""
 LayerKey = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}$")]

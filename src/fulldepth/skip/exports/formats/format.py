@@ -34,6 +34,8 @@ class Format(ABC):
     """Whether it holds only the language model of a model that also reads images."""
     precision: ClassVar[torch.dtype | None] = None
     """Precision that the program rounds to when it computes; None = that of the model."""
+    keeps_removed: ClassVar[bool] = True
+    """Whether removed branches stay, with output weights of zero."""
     suffix: ClassVar[str | None] = None
     """Ending of an export that is one file; None for folders."""
 
@@ -49,12 +51,14 @@ class Format(ABC):
         """
 
     def folding(self, anatomy: Anatomy, plan: Plan) -> Folding:
-        """The folding of a plan's scalars into the weights.
+        """The folding of a plan's scalars into the weights, which is needed for scalars and for removed branches that stay.
 
         Raises:
             FulldepthError: if they cannot be folded.
         """
-        return prepare(anatomy, plan)
+        if self.keeps_removed or heals(plan):
+            return prepare(anatomy, plan)
+        return Folding.unscaled(anatomy, "There are no scalars to fold.")
 
     @abstractmethod
     def write(self, draft: Draft) -> list[str]:
@@ -84,6 +88,7 @@ class Layer(Format):
 
     name = "layer"
     granularities = ("layer",)
+    keeps_removed = False
 
     def check(self, model: PreTrainedModel, skipped: int) -> None:
         """Refuse a plan that skips all layers, and a model whose layers depend on their number.
@@ -99,10 +104,6 @@ class Layer(Format):
                 "This model scales attention by the number of the layer (scale_attn_by_inverse_layer_idx), so its "
                 "layers cannot be renumbered. Use --format folded."
             )
-
-    def folding(self, anatomy: Anatomy, plan: Plan) -> Folding:
-        """The folding; a plan without scalars needs none, so that every family is accepted."""
-        return prepare(anatomy, plan) if heals(plan) else Folding.unscaled(anatomy, "There are no scalars to fold.")
 
     def write(self, draft: Draft) -> list[str]:
         """Write the remaining layers, and their entries of every list of the configuration with one entry per layer."""
