@@ -51,7 +51,7 @@ class Format(ABC):
         """
 
     def folding(self, anatomy: Anatomy, plan: Plan) -> Folding:
-        """The folding of a plan's scalars into the weights, which is needed for scalars and for removed branches that stay.
+        """The folding, which is needed for scalars and for removed branches that stay.
 
         Raises:
             FulldepthError: if they cannot be folded.
