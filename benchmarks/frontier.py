@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 
 from fulldepth.distributed import processes
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.latency import PHASES, Runner, Trial, random_tokens, time_in_rounds
+from fulldepth.execution.latency import PHASES, OtherLoad, Runner, Trial, random_tokens, time_in_rounds
 from fulldepth.hf import Block, load_checkpoint, load_tokenizer
 from fulldepth.progress import Watcher
 from fulldepth.skip import Examples, Plan, SearchSettings, merge_maps, read_examples, search, skipping
@@ -150,9 +150,10 @@ class Subject:
             runs = {name: Without(self.model, own) for name, own in removed.items()}
             ids = random_tokens(self.anatomy, 1, context + NEW_TOKENS, 0)
             options: dict[str, Any] = {"repeats": self.repeats, "warmup": 1, "seed": 0, "advance": lambda count: None}
-            timed = time_in_rounds(runs, ids, context, **options)
-            seconds = {f"{name} {phase}": values for (name, phase), values in timed.seconds.items()}
-            return {**seconds, "other_load": timed.other_load}
+            load = OtherLoad()
+            times = time_in_rounds(runs, ids, context, **options)
+            seconds = {f"{name} {phase}": values for (name, phase), values in times.items()}
+            return {**seconds, "other_load": load.share()}
 
         return self.points.get(f"{key}, context {context}", measure)
 

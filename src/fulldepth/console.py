@@ -57,26 +57,24 @@ def table(rows: Iterable[Sequence[str]]) -> None:
     Console().print(grid)
 
 
-def finish(results: Any, page: Path | None = None, rows: Iterable[Sequence[str]] | None = None) -> None:
+def finish(results: Any, page: Path | None = None) -> None:
     """Print the headline as a short table, the warnings, and the path of the page if there is one.
 
     Args:
         results: whose headline is printed; with `--json` as it is in `results.json`.
         page: path of the page.
-        rows: printed instead of headline and warnings.
     """
-    shown, more = _headline(results) if rows is None else (rows, 0)
+    shown, more = _headline(results)
     if _is_json["on"]:
         _document.append(results.headline)
     else:
         table(shown)
         if more:
             line(f"{more} more {'is' if more == 1 else 'are'} on the page.")
-    if rows is None:
-        if sampled := (results.meta.get("sampling") or {}).get("sentence"):
-            line(one_line(sampled, 900))
-        for warning in results.meta.get("warnings") or []:
-            line(f"Note: {warning}")
+    if sampled := (results.meta.get("sampling") or {}).get("sentence"):
+        line(one_line(sampled, 900))
+    for warning in results.meta.get("warnings") or []:
+        line(f"Note: {warning}")
     if page is not None:
         line(f"Page: {page}")
 

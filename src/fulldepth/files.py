@@ -155,6 +155,21 @@ def validated(path: str | Path, value: Any, schema: type[T]) -> T:
         raise FulldepthError(f"Cannot read {path}: {one_line(where)}: {one_line(problem['msg'])}.") from error
 
 
+def write_text(target: Path, text: str) -> Path:
+    """Write a file atomically, in a folder that is created if absent.
+
+    Raises:
+        FulldepthError: if it cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with atomic(target) as part:
+            part.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FulldepthError(f"Cannot write {target}: {error.strerror or error}.") from error
+    return target
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; refuses duplicate keys (`json` would silently keep the last one)."""
     result = dict(pairs)

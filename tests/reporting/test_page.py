@@ -19,7 +19,7 @@ from fulldepth.reporting.page import compact, embed, pack, payload
 from fulldepth.reporting.phrases import figure_of, quantity, scaled, seconds, visible
 from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.tables import flatten
-from fulldepth.results import Results, compare, tabulate, write_page
+from fulldepth.results import Results, compare, report, tabulate
 from reporting import exit_folders, skip_folders, synthetic
 
 LIMIT = 2_000_000
@@ -51,10 +51,10 @@ def test_one_light_file_without_an_address_to_fetch_from(layers):
 
 def test_the_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     folder = synthetic.minimal().save(tmp_path / "out")
-    before = write_page(folder).read_text(encoding="utf-8")
+    before = report(folder).read_text(encoding="utf-8")
     monkeypatch.setattr("fulldepth.files.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(FulldepthError, match="No space left"):
-        write_page(folder)
+        report(folder)
     assert (folder / "report.html").read_text(encoding="utf-8") == before
 
 

@@ -15,12 +15,11 @@ from fulldepth.execution.latency import OtherLoad
 from fulldepth.reporting.page import payload
 from fulldepth.reporting.skip import SkipPart, layers_of, parts, removals, timed_models
 from fulldepth.reporting.source import PageSource
-from fulldepth.results import Results, report, write_page
+from fulldepth.results import Results, report
 from fulldepth.results.pages import names, together
 from fulldepth.skip.bench import bench
 from fulldepth.skip.curve import curve
 from fulldepth.skip.exports.export import export
-from fulldepth.skip.outcome import analyse
 from fulldepth.skip.search import search
 from reporting import skip_folders as folders
 from reporting import synthetic
@@ -217,15 +216,12 @@ def test_what_does_not_belong_together_is_refused(root, tmp_path):
     assert report([root / "out", tmp_path / "half"], tmp_path / "page").is_file()
 
 
-def test_where_the_page_goes_and_what_it_says_of_its_rows(root, tmp_path):
-    beside = "The file results.parquet beside this page holds all rows."
-    for path, where in (
-        (write_page(root / "out"), beside),
-        (report([root / "out"]), beside),
-        (report([root / "out"], tmp_path / "new" / "place"), "The file results.parquet in out holds all"),
-        (report([root / "curve", root / "out"]), "The files results.parquet in curve and out hold all"),
-    ):
-        assert where in path.read_text(encoding="utf-8")
+def test_where_the_page_goes(root, tmp_path):
+    place = tmp_path / "new" / "place"
+    made = [report(root / "out"), report([root / "out"]), report([root / "out"], place)]
+    made.append(report([root / "curve", root / "out"]))
+    assert made == [folder / "report.html" for folder in (root / "out", root / "out", place, root / "curve")]
+    assert all("results.parquet of each result folder" in path.read_text(encoding="utf-8") for path in made)
     assert (root / "curve" / "report.html").is_file()
     (tmp_path / "file").write_text("")
     with pytest.raises(FulldepthError, match="file"):
@@ -246,8 +242,7 @@ def real(tmp_path_factory):
     place, data = tmp_path_factory.mktemp("real"), pairs(30)
     build("llama").eval().save_pretrained(place / "model")
     options = {"tokenizer": tokenizer(), "batch_size": 4}
-    plan = search(str(place / "model"), data, 1, fit_batch_size=8, epochs=1, **options)
-    analyse(str(place / "model"), plan, data, tokenizer=tokenizer(), output=place / "out")
+    plan = search(str(place / "model"), data, 1, fit_batch_size=8, epochs=1, output=place / "out", **options)
     curve(str(place / "model"), data, blocks=2, output=place / "curve", **options)
     export(plan, str(place / "model"), "fast", place / "fast", tokenizer=tokenizer())
     torch.manual_seed(0)

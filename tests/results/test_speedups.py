@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
-import pytest
 
 from fulldepth.results import speedups
 
@@ -37,26 +34,6 @@ ALIGNED = model("aligned", POINTS, full=0.92)
 WORSE = model("worse", [(0.5, 0.6, 3.0), (1.0, 0.85, 1.0)], full=0.85)
 
 
-def mixed(points, full, speedup):
-    """The best of 10,000 mixtures of neighbours whose time is that of the speed-up."""
-    line = [(1 / speed, value) for threshold, value, speed in points if threshold < 1] + [(1.0, full)]
-    shares = np.linspace(0, 1, 10_001)
-    values = []
-    for (time, value), (other, after) in pairwise(line):
-        if min(time, other) <= 1 / speedup <= max(time, other):
-            share = shares[np.abs(shares * time + (1 - shares) * other - 1 / speedup).argmin()]
-            values.append(share * value + (1 - share) * after)
-    return max(values)
-
-
-def test_quality_at_a_speed_up_is_that_of_a_mixture_of_neighbouring_thresholds():
-    rows = speedups.speedups([PLAIN, ALIGNED, WORSE])
-    for speedup in speedups.AT:
-        assert rows["aligned"]["at"][f"{speedup:g}"] == pytest.approx(mixed(POINTS, 0.92, speedup), abs=1e-4)
-    assert speedups.accuracy_at(speedups.curve_of(PLAIN), 2.0) == pytest.approx(0.7)
-    assert speedups.accuracy_at(speedups.curve_of(PLAIN), 2.1) is None
-
-
 def test_speed_at_equal_quality_is_of_the_threshold_that_the_calibration_part_chose():
     rows = speedups.speedups([PLAIN, ALIGNED, WORSE])
     found = {label: (row["speedup"], row["speedup_at_baseline"]) for label, row in rows.items()}
@@ -76,7 +53,6 @@ def test_nothing_is_chosen_for_a_model_with_one_part():
     one = model("one", POINTS, full=0.92, calibration=False)
     rows = speedups.speedups([PLAIN, one])
     assert rows["one"]["speedup"] is rows["one"]["speedup_at_baseline"] is None
-    assert rows["one"]["at"] == speedups.speedups([PLAIN, ALIGNED])["aligned"]["at"]
     assert speedups.findings([PLAIN, one], rows)["speedup_at_baseline:one"].value is None
 
 

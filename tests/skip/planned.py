@@ -9,10 +9,16 @@ from typing import Any
 
 import torch
 
+from fulldepth.distributed import Processes
 from fulldepth.execution import find_anatomy
 from fulldepth.hf.model_hash import model_hash
+from fulldepth.progress import Watcher
+from fulldepth.results import Results
+from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.exports import fold
+from fulldepth.skip.outcome import outcome
 from fulldepth.skip.plan import Plan
+from fulldepth.skip.problem import prepared
 from skip.plain import blocks_of as layers
 from skip.plain import branches_of
 
@@ -33,6 +39,14 @@ def scalars(blocks, num_layers=3, granularity="attention", seed=0, low=0.7, high
             # A fit leaves float32.
             found[str(layer)] = {name: torch.tensor(generator.uniform(low, high)).item() for name in names}
     return found
+
+
+def analysed(model, plan, data, settings=None, **options: Any) -> Results:
+    """The results of a plan without the search for it."""
+    given = {"blocks": len(plan.blocks), "granularity": plan.granularity, **options}
+    opened = {"tokenizer": None, "heldout": None}
+    with prepared(model, data, settings or SearchSettings(**given), Processes(), **opened) as problem:
+        return outcome(plan, problem, watcher=Watcher())
 
 
 def plan(model, blocks, granularity="attention", values="fitted", **entries: Any) -> Plan:

@@ -143,7 +143,7 @@ def test_a_round_ends_with_its_time_and_does_so_again_after_a_restart(model, exa
     assert [found["scored"] for found in rounds] == [18, 2, 2]  # nine chunks of two sequences, one, one
     stopped = [number for number, found in enumerate(rounds, 1) if found["decided_by"] == "budget"]
     assert stopped
-    assert set(stopped) <= set(plan.unsure_rounds)
+    assert set(stopped) <= set(plan.cost["unsure_rounds"])
     for number, words in zip(stopped, plan.cost["stopped_by_budget"], strict=True):
         assert words == f"round {number}: stopped by budget after {rounds[number - 1]['scored']} of 48 sequences"
         assert any(words.split(": ")[1] in line for line in said)

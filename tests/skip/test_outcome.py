@@ -10,10 +10,8 @@ import pandas as pd
 import pytest
 import torch
 
-from fulldepth.errors import FulldepthError
 from fulldepth.results import COLUMNS, Results
-from fulldepth.settings.search import SearchSettings
-from fulldepth.skip.outcome import analyse, headline, settings_of
+from fulldepth.skip.outcome import headline
 from skip import plain, planned
 from tiny_models import LAYERS, build
 
@@ -29,7 +27,8 @@ def healed_plan(model, **entries):
 def test_rows_say_what_the_plan_says(tmp_path) -> None:
     model = build("llama")
     plan = healed_plan(model, data=EXAMPLES.meta)
-    results = analyse(model, plan, EXAMPLES, output=tmp_path / "out")
+    results = planned.analysed(model, plan, EXAMPLES)
+    results.save(tmp_path / "out")
     assert list(results.table.columns) == [*COLUMNS, "removed", "state"]
     losses = results.table[results.table.measure == "loss"]
     kept = losses[["layer", "value", "removed", "state"]].astype(object)
@@ -46,17 +45,13 @@ def test_rows_say_what_the_plan_says(tmp_path) -> None:
     again = Results.load(tmp_path / "out")
     pd.testing.assert_frame_equal(again.table, results.table)
     assert (again.meta["kind"], again.meta["plan"], again.meta["warnings"]) == ("skip", plan.document(), [])
-    with pytest.raises(FulldepthError, match="already holds results"):
-        analyse(model, plan, EXAMPLES, output=tmp_path / "out")
-    with pytest.raises(FulldepthError, match="another LlamaForCausalLM"):
-        analyse(build("llama", seed=1), plan, EXAMPLES)
 
 
 def test_a_plan_that_was_not_healed_says_so_and_what_is_doubtful_is_warned_of() -> None:
     model = build("gpt2")
     doubtful = {"cost": NOTHING | {"unsure_rounds": [1]}, "data": {"hash": "sha256:" + "1" * 64}}
     plan = planned.plan(model, (2,), values=None, losses=[1.0, 1.5], **doubtful)
-    results = analyse(model, plan, EXAMPLES)
+    results = planned.analysed(model, plan, EXAMPLES)
     assert set(results.table.state) == {"original", "skipped"}
     assert results.headline["loss_healed"]["value"] is None
     unsure, other = results.meta["warnings"]
@@ -75,16 +70,6 @@ def test_losses_without_errors_are_not_interpreted(losses, healed) -> None:
     assert ("No epoch" in found["loss_healed"].sentence) is (healed == losses[-1])
     shown = [float(number) for number in re.findall(r"\d\.\d{4}", found["loss_healed"].sentence)]
     assert shown == [healed, losses[-1], 1.9, losses[0]], "losses only: no difference"
-
-
-def test_settings_come_from_the_plan_which_grants_nothing() -> None:
-    model = build("llama")
-    granted = {"trust_remote_code": True, "tokenizer": "elsewhere", "revision": "theirs", "device": "meta"}
-    stored = {"criterion": "kl", "epochs": 3, "budget": None, "of_an_earlier_version": True, **granted}
-    plan = planned.plan(model, (2, 1), "mlp", cost=NOTHING | {"settings": stored})
-    expected = SearchSettings(blocks=2, criterion="kl", epochs=4, granularity="mlp")
-    assert settings_of(plan, SearchSettings(epochs=4)) == expected
-    assert settings_of(plan, SearchSettings(trust_remote_code=True)).trust_remote_code
 
 
 def discrepancy(x: np.ndarray, y: np.ndarray) -> float:
@@ -129,7 +114,7 @@ def test_the_discrepancy_is_that_of_stock_models(family, blocks, granularity, he
     assert expected[1 if healed else min(blocks)] > 1e-3  # there is something to see
     logits = model(input_ids=EXAMPLES.heldout[0].input_ids[None]).logits
     for batch_size in (1, 4):
-        table = analyse(model, plan, EXAMPLES, batch_size=batch_size).table
+        table = planned.analysed(model, plan, EXAMPLES, batch_size=batch_size).table
         rows = table[(table.measure == "mmd") & (table.state == ("healed" if healed else "skipped"))]
         assert rows.layer.tolist() == list(range(LAYERS + 1))
         assert set(rows["count"]) == {sum(map(len, EXAMPLES.heldout))}

@@ -134,7 +134,8 @@ def test_settings_are_recorded(tmp_path):
     found = generate_responses(decoder("llama"), tokenizer(), PROMPTS[:5], **options)
     made = {"prompts": 5, **options, "chat_template": False}
     assert found.settings == {**made, "empty": [], "unfinished": 5, "response_tokens": 30}
-    path = found.save(tmp_path / "responses.jsonl")
+    path = tmp_path / "responses.jsonl"
+    path.write_text(found.text())
     assert [json.loads(line) for line in path.read_text().splitlines()] == found.pairs
     assert read_examples(path, tokenizer(), 64).meta["hash"] == read_examples(found.pairs, tokenizer(), 64).meta["hash"]
 

@@ -15,11 +15,10 @@ from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.settings.search import SearchSettings
-from fulldepth.skip.outcome import analyse
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.responses import respond
 from fulldepth.skip.search import search
-from skip import plain
+from skip import plain, planned
 from skip.word_tokenizer import tokenizer, words
 from tiny_models import build
 
@@ -45,7 +44,7 @@ def test_a_search_leaves_its_plan_and_its_outcome_and_a_restart_makes_what_is_mi
     plan = search(checkpoint, data, output=out, settings=SETTINGS)
     assert Plan.load(out) == plan
     assert plan.model.name == checkpoint
-    results, again = Results.load(out), analyse(checkpoint, plan, data)
+    results, again = Results.load(out), planned.analysed(checkpoint, plan, data, SETTINGS)
     assert results.meta["plan"] == plan.document()
     pd.testing.assert_frame_equal(results.table, again.table)
     assert results.headline == again.headline

@@ -74,9 +74,9 @@ def search_command(
     console.loading()
     from fulldepth.results import PAGE
     from fulldepth.results import Results as Saved
-    from fulldepth.skip import lines, search
+    from fulldepth.skip import search
 
-    plan = search(
+    search(
         model,
         data,
         output=output,
@@ -89,9 +89,8 @@ def search_command(
         progress=True,
     )
     if console.is_main():
-        console.finish(Saved.load(output), rows=lines(plan))
         console.line(f"Plan: {output / 'plan.json'}")
-        console.line(f"Page: {output / PAGE}")
+        console.finish(Saved.load(output), output / PAGE)
 
 
 @command(skip, "apply", ExportSettings)
@@ -117,7 +116,7 @@ def apply_command(
     console.loading()
     from fulldepth.skip import export
 
-    exported = export(plan, model, format, output, **settings.model_dump())
+    exported = export(plan, model, format, output, settings=settings)
     console.checkpoint(exported, output, [("format", exported.format)])
 
 

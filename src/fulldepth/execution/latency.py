@@ -45,15 +45,6 @@ class Runs(Protocol):
         """As `Runner.run`."""
 
 
-class Rounds(NamedTuple):
-    """Times of several models that took turns."""
-
-    seconds: dict[tuple[str, str], list[float]]
-    """(name, phase) -> the time of each round."""
-    other_load: float
-    """Share of the processor that other programs used meanwhile, see `OtherLoad`."""
-
-
 def machine(device: torch.device) -> dict[str, Any]:
     """Description of the hardware: the device, the name of the GPU or processor, and torch's number of threads."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
@@ -137,7 +128,7 @@ def time_in_rounds(
     warmup: int,
     seed: int,
     advance: Callable[[int], None],
-) -> Rounds:
+) -> dict[tuple[str, str], list[float]]:
     """Time every model once per round, in changing order, so that background load affects all of them equally.
 
     Args:
@@ -148,18 +139,19 @@ def time_in_rounds(
         warmup: number of untimed rounds before them.
         seed: of the order.
         advance: called after each run with 1.
+
+    Returns:
+        (name, phase) -> the seconds of each round.
     """
     names = list(runs)
     times: dict[tuple[str, str], list[float]] = {(name, phase): [] for name in names for phase in PHASES}
-    load = OtherLoad()
     for number in range(-warmup, repeats):
-        load = OtherLoad() if number == 0 else load
         for index in order(len(names), number, seed):
             trial = runs[names[index]].run(ids, context)
             for phase in PHASES if number >= 0 else ():
                 times[names[index], phase].append(getattr(trial, phase))
             advance(1)
-    return Rounds(times, load.share())
+    return times
 
 
 def order(count: int, number: int, seed: int) -> list[int]:

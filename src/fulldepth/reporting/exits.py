@@ -191,15 +191,10 @@ def tables(source: PageSource) -> dict[str, list[Table]]:
 
 
 def tables_of_models(source: PageSource) -> dict[str, list[Table]]:
-    """Accuracy at equal speed, and speed at equal accuracy; empty where nothing was timed."""
-    speeds = source.meta.get("speedups") or {}
-    rows = [
-        (labelled(entry), {**row, **(row.get("at") or {})})
-        for entry in source.meta.get("models") or []
-        if (row := speeds.get(str(entry.get("label"))))
-    ]
-    at = dict.fromkeys(speed for row in speeds.values() for speed in row.get("at") or {})
-    return {"thresholds": [of_record("equal", rows, more={f"At {one}×": (one, "percent") for one in at})]}
+    """Speed at equal accuracy; empty where nothing was timed."""
+    speeds, models = source.meta.get("speedups") or {}, source.meta.get("models") or []
+    rows = [(labelled(entry), row) for entry in models if (row := speeds.get(str(entry.get("label"))))]
+    return {"thresholds": [of_record("equal", rows)]}
 
 
 def tables_of_generation(source: PageSource) -> dict[str, list[Any]]:

@@ -80,8 +80,8 @@ CONTENTS = {
 """Kind of results -> what their page says."""
 
 
-def payload(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """What the template shows; `where` states where the rows are on disk, if not beside the page.
+def payload(table: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What the template shows.
 
     Of a series, verdict, lens grids and figures are those of the last checkpoint, beside curves over training.
     """
@@ -130,7 +130,6 @@ def payload(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> di
         "intro": texts()["intros"][about["sections"]],
         "notes": notes(source, about["sections"]),
         **(skip.for_template(source) if source.kind == SKIP else {}),
-        "where": where or "The file results.parquet beside this page holds all rows.",
     }  # fmt: skip
 
 
@@ -226,7 +225,7 @@ def compact(value: Any) -> Any:
     return [compact(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def render(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> str:
+def render(table: pd.DataFrame, meta: Mapping[str, Any]) -> str:
     """The page as one HTML document with style, script, plotly.js and data embedded; it makes no requests.
 
     Markup in names of models or tokens is shown literally.
@@ -234,10 +233,9 @@ def render(table: pd.DataFrame, meta: Mapping[str, Any], where: str = "") -> str
     Args:
         table: the rows.
         meta: their document.
-        where: a sentence on where the rows are stored, if not in a file beside the page.
     """
-    page = payload(table, meta, where)
-    data = {name: page[name] for name in ("figures", "lens", "words", "where")}
+    page = payload(table, meta)
+    data = {name: page[name] for name in ("figures", "lens", "words")}
     data |= {"template": compact(TEMPLATE.to_plotly_json()), "dark": DARK}
     return _environment().get_template("page.html").render(page, data=embed(data), plotly=plotly())
 

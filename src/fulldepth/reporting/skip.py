@@ -24,7 +24,7 @@ from fulldepth.reporting.phrases import (
     short,
     size,
 )
-from fulldepth.reporting.source import TOGETHER, PageSource, PlottedCurve, curve, number, select
+from fulldepth.reporting.source import TOGETHER, PageSource, PlottedCurve, curve, num_layers, number, select
 from fulldepth.reporting.style import CATEGORICAL, INK, Figures, axis, categorical, figure, label, minus, translucent
 from fulldepth.reporting.tables import Meta, Table, of_record, settings_table
 
@@ -130,11 +130,8 @@ def plans(part: SkipPart) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def layers_of(folders: Sequence[SkipPart]) -> int:
-    """L, as a document states, or else the deepest known layer."""
-    stated = [(part.meta.get("model") or {}).get("num_layers") for part in folders]
-    deepest = [layer for part in folders if (layer := number(part.table["layer"].max())) is not None]
-    deepest += [layer for removal in removals(folders) for layer, _ in removal.places]
-    return next((layers for layers in stated if isinstance(layers, int) and layers > 0), int(max([1, *deepest])))
+    """L, as the documents state, or else the deepest layer of the tables."""
+    return max(num_layers(part.table, part.meta.get("model")) for part in folders)
 
 
 class Spread(NamedTuple):
@@ -368,9 +365,13 @@ def findings(_: Meta, source: PageSource) -> list[Shown]:
 
 def story(source: PageSource) -> dict[str, Any] | None:
     """Of a benchmark, speed and loss of each program's fastest model; None = the first finding opens the page."""
-    timed = [one for one in timed_models(parts(source)) if "decode" in one.times and not one.baseline]
-    if not timed or source.meta.get("kind") != "bench":
-        return None
+    sentences = decoding(parts(source)) if source.meta.get("kind") == "bench" else []
+    return {"sentences": sentences} if sentences else None
+
+
+def decoding(folders: Sequence[SkipPart]) -> list[str]:
+    """Speed and loss of each program's fastest model, a sentence each."""
+    timed = [one for one in timed_models(folders) if "decode" in one.times and not one.baseline]
     fastest: dict[str, TimedModel] = {}
     for one in sorted(timed, key=lambda one: one.times["decode"].value, reverse=True):
         fastest[one.program] = one
@@ -382,11 +383,11 @@ def story(source: PageSource) -> dict[str, Any] | None:
             said = f"In {program}, no model decodes measurably faster than {base}; {name} comes closest"
         cost = "" if best.added is None else f"; loss added: {minus(best.added, '+.3f')} nats"
         sentences.append(f"{said} ({speed.low:.2f} to {speed.high:.2f}){cost}.")
-    return {"sentences": sentences}
+    return sentences
 
 
 def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
-    """What was removed and the loss that it adds, and the time of decoding, of the first export: a sentence each."""
+    """What was removed and the loss that it adds, then the speed of decoding: a sentence each."""
     sentences = []
     timed = next((one for one in timed_models(folders) if not one.baseline), None)
     for removal in removals(folders)[:1]:
@@ -409,16 +410,9 @@ def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
         healed = "healed" if any(part.kind == "heal" for part in folders) and timed is not None else "not healed"
         change = f"changes the held-out loss by {amount} nats{unsure}, {healed}"
         sentences.append(f"Removing {what} of {layers_of(folders)} {change}.")
-    if timed is not None and "decode" in timed.times:
-        time, low, high = timed.times["decode"]
-        said = f"Decoding a token then takes {time:.2f} times as long ({low:.2f} to {high:.2f}) on this machine."
-        if low <= 1 <= high:
-            said = f"Decoding a token is not measurably faster on this machine ({low:.2f} to {high:.2f} times as long)."
-        sentences.append(said)
-    else:
-        headlines = [part.meta.get("headline") or {} for part in folders]
-        sentences += [short(one["times"]["sentence"], 600) for one in headlines if "times" in one]
-    return sentences
+    headlines = [part.meta.get("headline") or {} for part in folders]
+    busy = [short(one["times"]["sentence"], 600) for one in headlines if "times" in one]
+    return sentences + (decoding(folders) or busy)
 
 
 def warnings(source: PageSource) -> list[str]:

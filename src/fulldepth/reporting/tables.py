@@ -49,20 +49,19 @@ def cell(value: Any, form: str = "") -> str:
     return NOTHING if real is None else percent(real) if form == "percent" else form.format(real).replace("-", "−")
 
 
-def of_record(
-    name: str, subjects: Sequence[tuple[str, Meta]], title: str = "", more: Mapping[str, Sequence[str]] | None = None
-) -> Table:
+def of_record(name: str, subjects: Sequence[tuple[str, Meta]], title: str = "") -> Table:
     """The table of a record of `page.yaml`: one row per (name, entry); columns that are empty for all are left out.
 
     Args:
         name: of the record, which has `title`, `corner`, `note`, and for each column the key of an entry and a format.
         subjects: of the rows.
         title: instead of the record's.
-        more: columns after those of the record.
     """
     record = texts()["tables"][name]
-    columns = {**record["columns"], **(more or {})}
-    cells = {column: [cell(entry.get(key[0]), *key[1:]) for _, entry in subjects] for column, key in columns.items()}
+    cells = {
+        column: [cell(entry.get(key[0]), *key[1:]) for _, entry in subjects]
+        for column, key in record["columns"].items()
+    }
     filled = {column: values for column, values in cells.items() if set(values) - {NOTHING}}
     rows = [[row, *values] for (row, _), *values in zip(subjects, *filled.values(), strict=True)] if filled else []
     return Table(title or record["title"], list(filled), rows, record["corner"], record["note"])

@@ -18,7 +18,7 @@ import pandas as pd
 
 from fulldepth import launch, reporting
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.files import atomic, locked, reading, remove_leftovers
+from fulldepth.files import atomic, locked, reading, remove_leftovers, write_text
 from fulldepth.reporting.source import TOGETHER
 from fulldepth.results import document, influences, table
 from fulldepth.results.document import Finding
@@ -109,23 +109,13 @@ class Results:
         return reporting.build(self.table, self.meta)
 
     def __repr__(self) -> str:
-        """One line: kind, model, data, number of rows, and the first number of the headline."""
-        table, meta = self.table, self.meta
-        model, data = (one_line((meta.get(key) or {}).get("name") or "", 60) for key in ("model", "data"))
-        models = [one_line(entry.get("label") or "?", 30) for entry in meta.get("models") or []]
-        if models:
-            model = one_line(", ".join(models), 100)
-        about = " on ".join(part for part in (model, data) if part)
-        parts = [one_line(meta.get("kind") or "results", 30) + (f" of {about}" if about else "")]
-        if "step" in table.columns:
-            parts.append(f"{table['step'].nunique():,} steps")
-        parts.append(f"{len(table):,} rows")
-        for name, entry in (meta.get("headline") or {}).items():
-            if entry.get("value") is not None:
-                unit = one_line(entry.get("unit") or "1", 20)
-                parts.append(f"{one_line(name, 40)} = {entry['value']:.4g}{'' if unit == '1' else f' {unit}'}")
-                break
-        return f"<Results: {', '.join(parts)}>"
+        """One line: kind, models, data, and number of rows."""
+        meta = self.meta
+        model, data = ((meta.get(key) or {}).get("name") or "" for key in ("model", "data"))
+        models = ", ".join(str(entry.get("label")) for entry in meta.get("models") or [])
+        about = " on ".join(one_line(part, 60) for part in (models or model, data) if part)
+        kind = one_line(meta.get("kind") or "results", 30) + (f" of {about}" if about else "")
+        return f"<Results: {kind}, {len(self.table):,} rows>"
 
     def show(self) -> Path | None:
         """Display the page in a notebook, elsewhere write it to a temporary file and open that in a browser.
@@ -234,12 +224,7 @@ class Results:
         """
         path, text = Path(directory) / PAGE, reporting.render(self.table, self.meta)
         with locked(path.parent):
-            try:
-                with atomic(path) as part:
-                    part.write_text(text, encoding="utf-8")
-            except OSError as error:
-                raise FulldepthError(f"Cannot write {path}: {error.strerror or error}.") from error
-        return path
+            return write_text(path, text)
 
     @classmethod
     def load(cls, directory: str | Path) -> Results:

@@ -11,10 +11,10 @@ import pandas as pd
 
 from fulldepth import reporting
 from fulldepth.errors import FulldepthError
-from fulldepth.files import atomic, locked
+from fulldepth.files import write_text
 from fulldepth.reporting.source import SKIPS, TOGETHER
 from fulldepth.results.document import SCHEMA_VERSION
-from fulldepth.results.folder import DOCUMENT, PAGE, TABLE, Results
+from fulldepth.results.folder import DOCUMENT, PAGE, Results
 from fulldepth.results.table import COLUMNS
 
 
@@ -26,18 +26,6 @@ class Chapter(NamedTuple):
     title: str
     command: str
     """Command that produces such a result."""
-
-
-def write_page(directory: str | Path) -> Path:
-    """Read the result folder `directory` and write its `report.html` atomically.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        FulldepthError: if the folder holds no readable results, or cannot be written.
-    """
-    return Results.load(directory).save_page(directory)
 
 
 def report(
@@ -74,13 +62,7 @@ def report(
             "the page with --overwrite."
         )
     results = together(paths) if len(paths) > 1 else Results.load(paths[0])
-    *others, last = names([path.resolve() for path in paths])
-    where = (
-        f"The files {TABLE} in {', '.join(others)} and {last} hold" if others else f"The file {TABLE} in {last} holds"
-    )
-    html = reporting.render(results.table, results.meta, "" if own and len(paths) == 1 else f"{where} all of them.")
-    with locked(target):
-        return _write(html, target / PAGE)
+    return results.save_page(target)
 
 
 def write_index(folder: str | Path, chapters: Sequence[Chapter], *, title: str) -> Path:
@@ -100,17 +82,7 @@ def write_index(folder: str | Path, chapters: Sequence[Chapter], *, title: str) 
         results = Results.load(root / chapter.folder)
         about = {"href": f"{chapter.folder}/{PAGE}", "title": chapter.title, "command": chapter.command}
         shown.append({**about, "table": results.table, "meta": results.meta})
-    return _write(reporting.index(title, shown), root / "index.html")
-
-
-def _write(html: str, path: Path) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic(path) as part:
-            part.write_text(html, encoding="utf-8")
-    except OSError as error:
-        raise FulldepthError(f"Cannot write {path}: {error.strerror or error}.") from error
-    return path
+    return write_text(root / "index.html", reporting.index(title, shown))
 
 
 def together(folders: Sequence[str | Path]) -> Results:
@@ -169,12 +141,9 @@ def _check(loaded: Sequence[tuple[str, Results]]) -> None:
         precision = str((meta.get("settings") or {}).get("dtype") or "auto")  # as asked for
         subjects.append((label, precision, str(model.get("class") or ""), str(model.get("hash") or "")))
     for (other, other_dtype, other_class, other_hash), (label, dtype, class_name, digest) in combinations(subjects, 2):
-        if class_name and other_class and class_name != other_class:
+        other_weights = digest and other_hash and dtype == other_dtype and digest != other_hash
+        if other_weights or (class_name and other_class and class_name != other_class):
             raise FulldepthError(
-                f"{label} is about a {class_name}, {other} about a {other_class}: they cannot share a page."
-            )
-        if digest and other_hash and dtype == other_dtype and digest != other_hash:
-            raise FulldepthError(
-                f"{label} and {other} are about different models: the weights have the hashes {digest[:19]} and "
-                f"{other_hash[:19]}. Make one page for each."
+                f"{label} and {other} are about different models, a {class_name} with the hash {digest[:19]} and a "
+                f"{other_class} with {other_hash[:19]}. Make one page for each."
             )

@@ -108,13 +108,10 @@ def last_common_step(runs: list[Results], labels: list[str]) -> int:
     Raises:
         FulldepthError: if there is none.
     """
-    evaluated = [sorted(set(_rows(run.table, "validation_loss")["step"])) for run in runs]
+    evaluated = [sorted(map(int, set(_rows(run.table, "validation_loss")["step"]))) for run in runs]
     common = set.intersection(*map(set, evaluated))
     if not common:
-        listing = "; ".join(
-            f"{label}: {one_line(', '.join(map(str, steps)), 60) or 'none'}"
-            for label, steps in zip(labels, evaluated, strict=True)
-        )
+        listing = "; ".join(f"{label}: {one_line(steps, 60)}" for label, steps in zip(labels, evaluated, strict=True))
         raise FulldepthError(f"The runs have no evaluated step in common ({listing}).")
     return int(max(common))
 

@@ -1,9 +1,8 @@
-"""Comparisons of early-exit sweeps and of evaluations: accuracy at equal speed, and speed at equal accuracy."""
+"""Comparisons of early-exit sweeps and of evaluations: speed at equal accuracy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from fulldepth.results.document import Finding
@@ -11,8 +10,6 @@ from fulldepth.results.folder import Results
 
 KINDS = {"exit": ("exits", "full", "generation"), "evaluation": ("tasks", "exits", "full")}
 """Kind of results -> entries of their documents that the comparison holds for each model."""
-AT = (1.1, 1.25, 1.36, 1.5)
-"""Speed-ups at which accuracy is stated; 1.36 is that of the aligned DeiT of the paper (77.96 % on ImageNet)."""
 Entry = Mapping[str, Any]
 
 
@@ -97,31 +94,6 @@ def chosen(curve: SpeedCurve, level: float) -> Entry | None:
     )
 
 
-def accuracy_at(curve: SpeedCurve, speedup: float) -> float | None:
-    r"""Accuracy at a speed-up s: on the straight line between two neighbouring thresholds of the first rule.
-
-    With speed-ups s_1, s_2 and accuracies q_1, q_2 of two neighbours, and s between them, a share p of the samples at
-    the first threshold and the rest at the second take the time of s:
-
-    .. math:: \frac{p}{s_1} + \frac{1 - p}{s_2} = \frac{1}{s}, \quad q = p q_1 + (1 - p) q_2
-
-    The full model, s = 1, stands beside the highest threshold below 1. Nothing is chosen by its accuracy: of several
-    pairs around s (times have noise) the one with the highest thresholds counts. None if the model never is as fast.
-
-    Args:
-        curve: of a model.
-        speedup: s, above 1.
-    """
-    rule = curve.timed[0]["rule"]
-    below = [one for one in curve.timed if one["rule"] == rule and one["threshold"] < 1]
-    places = [*((1 / one["measured_speedup"], one["accuracy"]) for one in below), (1.0, curve.full)]
-    for (time, value), (other, after) in reversed(list(pairwise(places))):
-        if min(time, other) <= 1 / speedup <= max(time, other):
-            share = 1.0 if time == other else (1 / speedup - other) / (time - other)
-            return float(share * value + (1 - share) * after)
-    return None
-
-
 def speedups(models: Sequence[Entry]) -> dict[str, dict[str, Any]]:
     """Label -> what a table of speed and accuracy states of a model; empty where no model was timed.
 
@@ -146,7 +118,6 @@ def speedups(models: Sequence[Entry]) -> dict[str, dict[str, Any]]:
             "full": curve.full,
             "speedup": None if own is None else entry["measured_speedup"] if entry else 1.0,
             "speedup_at_baseline": None if not reaches else best["measured_speedup"] if best else 1.0,
-            "at": {f"{speedup:g}": accuracy_at(curve, speedup) for speedup in AT},
             "has_calibration": own is not None,
             "at_baseline": best,
         }

@@ -88,7 +88,7 @@ def headline(
 
 
 def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[tuple[str, Finding]]:
-    """The redundancy change (JREG, Eq. 7): at how many layers displacement differs, by which median, and one of them.
+    """The redundancy change (JREG, Eq. 7): at how many layers displacement differs, and by which median.
 
     A layer counts where the difference is measurable (`uncertainty.measurable`, over all layers) and larger than the
     printed precision. Without standard errors no layer is called different.
@@ -112,14 +112,6 @@ def _redundancy(table: pd.DataFrame, model: Entry, baseline: Entry) -> Iterator[
         counts = f"at {larger} of {layers} layers and smaller at {smaller}"
         sentence = f"Displacement is larger in {label} than in {other} {counts} ({test}); {summary}."
     yield "redundancy_change", Finding(median, "x 10^-2", sentence)
-    if differs.any():
-        at = int(np.where(differs, np.abs(change), 0).argmax())
-        peak, spread, layer = float(change[at]), float(error[at]), rows["layer"].iloc[at]
-        sentence = (
-            f"At layer {layer} of {model['model']['num_layers']} displacement is {abs(peak):.2f} ± {spread:.2g} x "
-            f"10^-2 {'larger' if peak > 0 else 'smaller'} in {label} than in {other} ({test})."
-        )
-        yield "greatest_redundancy_change", Finding(peak, "x 10^-2", sentence, spread)
 
 
 def _rows(table: pd.DataFrame, model: Entry, measure: str, statistic: str) -> pd.DataFrame:

@@ -165,8 +165,6 @@ class CurveSettings(SearchSettings):
 
 PLACES = {"device", "device_map", "gradient_checkpointing", "tokenizer", "revision", "trust_remote_code"}
 """Settings that a resumed search may change."""
-RENAMED = {"limit": "max_sequences"}
-"""Setting in the plans of earlier versions -> its name."""
 
 
 class ExportSettings(LoadingSettings):
@@ -183,7 +181,7 @@ class ExportSettings(LoadingSettings):
     """auto: spread a large model over devices, CPU and disk."""
     tokenizer: str | None = None
     """Folder or name; None = the search's."""
-    shard_size: str = "5GB"
-    """Maximum size of one weight file, such as 2GB."""
+    shard_size: str | int = "5GB"
+    """Maximum size of one weight file, such as 2GB; a number is in bytes."""
     gguf_type: GgufType | None = None
     """Type of changed matrices in a GGUF; None = q8_0 for quantised ones, else the source's."""

@@ -13,8 +13,7 @@ from fulldepth.skip.exports.fold import fold
 from fulldepth.skip.fit import FitResult, fit_scales
 from fulldepth.skip.heal import Healing, merge_maps
 from fulldepth.skip.healed import TRAIN, VALIDATION, save_healed, with_model, with_weights, write_start, write_texts
-from fulldepth.skip.outcome import analyse
-from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan, lines
+from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan
 from fulldepth.skip.responses import generate_responses, read_prompts
 from fulldepth.skip.search import search
 
@@ -35,7 +34,6 @@ __all__ = [
     "Scalars",
     "SearchSettings",
     "Switches",
-    "analyse",
     "batches",
     "bench",
     "curve",
@@ -43,7 +41,6 @@ __all__ = [
     "fit_scales",
     "fold",
     "generate_responses",
-    "lines",
     "load",
     "merge_maps",
     "model_hash",

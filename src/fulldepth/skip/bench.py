@@ -44,7 +44,16 @@ from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.latency import PHASES, Runner, Runs, check_positions, machine, random_tokens, time_in_rounds
+from fulldepth.execution.latency import (
+    PHASES,
+    OtherLoad,
+    Runner,
+    Runs,
+    check_positions,
+    machine,
+    random_tokens,
+    time_in_rounds,
+)
 from fulldepth.execution.llama_cpp import LlamaCpp
 from fulldepth.execution.memory import cache_bytes, parameter_bytes, peak_bytes
 from fulldepth.execution.scoring import DEVICE_LOGITS, LOSS, batch_sums, read
@@ -52,7 +61,7 @@ from fulldepth.execution.verify import check_task
 from fulldepth.hf import Checkpoint, anatomy_candidates, device_of, evaluating, find_gguf, open_model, packaged
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
-from fulldepth.results import Finding, Results, claimed, finite, provenance, tabulate
+from fulldepth.results import Finding, Results, claimed, finite, names, provenance, tabulate
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.skip.elimination import LEAST, Difference, compare
@@ -141,9 +150,10 @@ def bench(
         for cell in cells:
             ids = random_tokens(anatomy, cell.batch, cell.context + settings.max_new_tokens, settings.seed)
             options = settings.model_dump(include={"repeats", "warmup", "seed"})
-            rounds = time_in_rounds(timed[cell], ids, cell.context, **options, advance=watcher.advance)
-            measured.other_load[cell] = rounds.other_load
-            measured.times |= {(label, cell, phase): seconds for (label, phase), seconds in rounds.seconds.items()}
+            load = OtherLoad()
+            times = time_in_rounds(timed[cell], ids, cell.context, **options, advance=watcher.advance)
+            measured.other_load[cell] = load.share()
+            measured.times |= {(label, cell, phase): seconds for (label, phase), seconds in times.items()}
             for label, runner in timed[cell].items():
                 measured.memory[label, cell] = memory(runner, ids, cell.context)
         results = Results(measured.table(), _document(entries, measured, settings, examples))
@@ -187,7 +197,7 @@ class BenchedModel:
 def _opened(
     original: str | Path | PreTrainedModel, exports: Sequence[str | Path | PreTrainedModel], settings: BenchSettings
 ) -> list[BenchedModel]:
-    """Every model, those of transformers first, with distinct labels: the last parts of the names if they differ.
+    """Every model, those of transformers first, with the shortest distinct endings of the names as labels.
 
     If the original is a GGUF file, and llama.cpp runs an export, it also runs the original, before its exports.
     """
@@ -208,11 +218,7 @@ def _opened(
     if files[0] is not None and any(files[1:]):
         opened.insert(1, (LlamaCpp(files[0]), f"{opened[0][1]} (llama.cpp)", {}, True))
     opened.sort(key=lambda each: isinstance(each[0], LlamaCpp))
-    labels = [Path(name).name or name for _, name, *_ in opened]
-    if len(set(labels)) < len(labels):
-        labels = [name for _, name, *_ in opened]
-    if len(set(labels)) < len(labels):
-        labels = [f"{label} ({labels[: at + 1].count(label)})" for at, label in enumerate(labels)]
+    labels = names([Path(name) for _, name, *_ in opened])
     return [BenchedModel(label, *each) for label, each in zip(labels, opened, strict=True)]
 
 
@@ -279,6 +285,17 @@ class HeldoutLosses:
     def mean(self, label: str) -> float:
         """Nats per token."""
         return float(self.sums[label].sum()) / self.count
+
+    def of(self, label: str) -> Difference:
+        """Nats per token, with the standard error: the difference from 0."""
+        return compare(self.sums[label], self.tokens, self.documents, len(self.tokens))
+
+    def rows(self, label: str) -> Iterator[tuple[Any, ...]]:
+        """The rows of `loss`: the mean, and the standard error of its difference to the original."""
+        yield "loss", "model", None, None, "mean", self.mean(label), self.count, "nats"
+        added = self.added(label)
+        if label != next(iter(self.sums)) and math.isfinite(added.free_error):
+            yield "loss", "model", None, None, "difference_stderr", added.free_error, added.documents, "nats"
 
     def added(self, label: str, other: str | None = None) -> Difference:
         """Loss of a model minus that of another one, on the same tokens; None = the original."""
@@ -419,11 +436,7 @@ class Measured:
                 ("parameter_bytes", "model", None, None, "value", self.parameter_bytes[label], None, "bytes")
             ]
             if self.losses is not None:
-                rows.append(("loss", "model", None, None, "mean", self.losses.mean(label), self.losses.count, "nats"))
-                added = self.losses.added(label)
-                if label != original and math.isfinite(added.free_error):
-                    error = added.free_error, added.documents
-                    rows.append(("loss", "model", None, None, "difference_stderr", *error, "nats"))
+                rows += self.losses.rows(label)
             rows += self._ratios(label, *self.cells(label))
             tables.append(tabulate(rows, model=label, batch=None, context=None))
             for cell in self.cells(label):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,20 +17,19 @@ from transformers import PreTrainedModel
 
 from fulldepth.distributed import Processes, processes
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import find_anatomy
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import BASE
-from fulldepth.execution.verify import check_task
 from fulldepth.progress import Watcher
-from fulldepth.results import DOCUMENT, Finding, Results, finite, provenance, tabulate
+from fulldepth.results import Finding, Results, finite, provenance, tabulate
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import CurveSettings
+from fulldepth.skip.bench import HeldoutLosses
 from fulldepth.skip.elimination import chain
 from fulldepth.skip.outcome import joined
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.problem import SearchProblem, open_for, prepared
-from fulldepth.skip.search import search_with
-from fulldepth.uncertainty import quantile, ratio_error
+from fulldepth.skip.problem import SearchProblem, prepared
+from fulldepth.skip.search import check_folder, search_with
+from fulldepth.uncertainty import quantile
 
 MEASURES = {"loss": (0.0, math.inf, "nats"), "kl": (0.0, math.inf, "nats"), "greedy_agreement": (0.0, 1.0, "1")}
 """Measure at every number of removed blocks -> its smallest and largest possible value, and its unit."""
@@ -94,23 +93,18 @@ def curve(
         FulldepthError: as `search`.
     """
     with processes() as process, process.holding(output):
-        process.first(partial(_check_folder, output, resume))
-        owner = open_for(model, settings, process).model
+        if output is not None:
+            process.first(partial(check_folder, Path(output), KIND, resume))
         if settings.search == "given":
             settings = settings.model_copy(update={"blocks": len(settings.given or ())})
-        else:
-            anatomy = check_task(find_anatomy(owner))
-            parts = ("attention", "mlp") if settings.granularity == "any" else (settings.granularity,)
-            whole = settings.granularity == "layer"
-            most = anatomy.num_layers if whole else sum(len(anatomy.layers_with(part)) for part in parts)
-            most = most or settings.blocks
-            if most < settings.blocks:
+        with prepared(model, data, settings, process, tokenizer=tokenizer, heldout=heldout) as problem:
+            if (most := len(problem.scorer.costs.able)) < settings.blocks:
                 watcher.say(f"The model has {most} blocks: the curve ends there, not at blocks = {settings.blocks}.")
-                settings = settings.model_copy(update={"blocks": most})
-        with prepared(owner, data, settings, process, tokenizer=tokenizer, heldout=heldout) as problem:
             plan = search_with(problem, process, watcher, output=output, resume=resume)
             read = _read(problem, plan.picks, process, watcher)
-        end = find_breakpoint(read.sums["loss"] / read.tokens[:, None], read.tokens, read.documents, seed=settings.seed)
+        sums, tokens, documents = read["loss"].sums, read["loss"].tokens, read["loss"].documents
+        losses = np.stack([*sums.values()], axis=1) / tokens[:, None]
+        end = find_breakpoint(losses, tokens, documents, seed=settings.seed)
         table = _table(plan, read, end)
         document = {
             **provenance(KIND, settings.model_dump(), seed=settings.seed),
@@ -118,7 +112,7 @@ def curve(
             "data": plan.data,
             "plan": plan.document(),
             "break_point": asdict(end),
-            "warnings": plan.warnings,
+            "warnings": plan.data.get("warnings", []),
             "headline": _headline(plan, end, table),
         }
         results = Results(table, dict(finite(document)))
@@ -128,29 +122,14 @@ def curve(
     return Curve(plan, results)
 
 
-def _check_folder(output: str | Path | None, resume: bool) -> None:
-    """Refuse a folder with results, unless they are a curve to resume."""
-    if output is None:
-        return
-    folder = Path(output)
-    if (folder / DOCUMENT).exists() and not (resume and Results.load(folder).meta.get("kind") == KIND):
-        raise FulldepthError(f"{folder} already holds results. Choose another output folder.")
-
-
-class CurveSums(NamedTuple):
-    """The `MEASURES` of every held-out sequence with labels, at every number of removed blocks."""
-
-    sums: dict[str, np.ndarray]
-    """Measure -> `[N, K + 1]` sums over labelled tokens."""
-    tokens: np.ndarray
-    """[N] labelled tokens."""
-    documents: np.ndarray
-    """[N] the document of each sequence."""
-
-
 @torch.no_grad()
-def _read(problem: SearchProblem, picks: Sequence[Variant], process: Processes, watcher: Watcher) -> CurveSums:
-    """The measures; processes share the batches."""
+def _read(
+    problem: SearchProblem, picks: Sequence[Variant], process: Processes, watcher: Watcher
+) -> dict[str, HeldoutLosses]:
+    """Each of `MEASURES` of every held-out sequence with labels, by the number of removed blocks as text.
+
+    Processes share the batches.
+    """
     scorer, batches, variants = problem.scorer, problem.batches, chain(picks)
     sums: dict[int, list[dict[str, list[float]]]] = {}
     watcher.begin("Curve", len(batches) * len(variants))
@@ -166,32 +145,33 @@ def _read(problem: SearchProblem, picks: Sequence[Variant], process: Processes, 
     tokens = np.array([count for batch in batches for count in batch.tokens], dtype=np.float64)
     documents = np.array([document for batch in batches for document in batch.documents])
     counts = tokens > 0
-    columns = {
-        name: np.concatenate([np.array([of[name] for of in parts[number]]).T for number in range(len(batches))])[counts]
+    return {
+        name: HeldoutLosses(
+            {
+                str(removed): np.concatenate([parts[number][removed][name] for number in range(len(batches))])[counts]
+                for removed in range(len(variants))
+            },
+            tokens[counts],
+            documents[counts],
+        )
         for name in MEASURES
     }
-    return CurveSums(columns, tokens[counts], documents[counts])
 
 
-def _table(plan: Plan, read: CurveSums, end: Breakpoint) -> pd.DataFrame:
+def _table(plan: Plan, read: Mapping[str, HeldoutLosses], end: Breakpoint) -> pd.DataFrame:
     """Rows with the column `removed`."""
-    documents, at = np.unique(read.documents, return_inverse=True)
-    owns = (np.arange(len(documents))[:, None] == at).astype(np.float64)  # [D, N]
-    count, tokens, per_document = len(read.tokens), int(read.tokens.sum()), owns @ read.tokens[:, None]
-    sums = {name: owns @ values for name, values in read.sums.items()}  # [D, K + 1]
-    sums["loss_added"] = sums["loss"] - sums["loss"][:, :1]
-    reach = quantile(len(documents)) if len(documents) >= FEWEST else math.nan
-    tables = []
+    count, tokens, tables = len(read["loss"].tokens), read["loss"].count, []
     for number, layer in enumerate([None, *(min(pick).layer for pick in plan.picks)]):
-        rows: list[tuple[Any, ...]] = []
-        for name, values in sums.items():
+        label, rows = str(number), list[tuple[Any, ...]]()
+        means = {name: losses.of(label) for name, losses in read.items()}
+        for name, mean in {**means, "loss_added": read["loss"].added(label)}.items():
             lowest, highest, unit = MEASURES.get(name, (-math.inf, math.inf, "nats"))
-            mean = values[:, number].sum() / tokens
-            error = reach * ratio_error(values[:, number], per_document[:, 0])
-            statistics = {"mean": mean, "low": max(mean - error, lowest), "high": min(mean + error, highest)}
+            statistics = {"mean": mean.mean}
+            if mean.documents >= FEWEST:
+                reach = quantile(mean.documents) * mean.free_error
+                statistics |= {"low": max(mean.mean - reach, lowest), "high": min(mean.mean + reach, highest)}
             for statistic, value in statistics.items():
-                if statistic == "mean" or math.isfinite(error):
-                    rows.append((name, "model", layer, None, statistic, value, tokens, unit))
+                rows.append((name, "model", layer, None, statistic, value, tokens, unit))
         tables.append(tabulate(rows, removed=number))
     if end.blocks is not None:
         answer = {"value": end.blocks, "low": end.low, "high": end.high}

@@ -18,14 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Costs, Variant
-from fulldepth.execution.latency import Runner, Trial, order, random_tokens
+from fulldepth.execution.latency import Runner, Trial, random_tokens, time_in_rounds
 from fulldepth.execution.scoring import Scorer
 from fulldepth.hf import Anatomy, Block
 from fulldepth.progress import Watcher
@@ -35,6 +35,8 @@ REACHED = 1e-9
 """Rounding below which nothing is left to gain."""
 TIMED_TOKENS, ROUNDS = 16, 9
 """Tokens decoded in each round of a timing, and its rounds."""
+WHOLE = "nothing removed"
+"""Name of the unmodified model among those that are timed."""
 QUANTITIES = {"blocks": "blocks", "max_loss": "of the time", "target_speedup": "of the time"} | {
     "target_bytes": "of the weights' bytes",
     "target_cache": "of the cache's bytes",
@@ -184,20 +186,15 @@ def measured(scorer: Scorer, settings: SearchSettings, watcher: Watcher) -> dict
     context = max(1, min(settings.context, longest))
     for block in scorer.costs.able:
         kinds.setdefault(kind_of(anatomy, block), []).append(block)
-    runs = [SwitchedRunner(scorer, Variant(removed)) for removed in ((), *kinds.values())]
+    runs = {kind: SwitchedRunner(scorer, Variant(removed)) for kind, removed in {WHOLE: (), **kinds}.items()}
     ids = random_tokens(anatomy, settings.batch, context + TIMED_TOKENS, settings.seed)
     watcher.begin("Time of each part", len(runs) * (ROUNDS + 1))
-    rounds: list[list[float]] = []
-    for number in range(-1, ROUNDS):
-        trials: dict[int, Trial] = {}
-        for index in order(len(runs), number, settings.seed):
-            trials[index] = runs[index].run(ids, context)
-            watcher.advance(1)
-        weights = {"decode": settings.decode_share, "prefill": 1 - settings.decode_share}
-        saved = [
-            sum(w * (1 - getattr(trials[n], phase) / getattr(trials[0], phase)) for phase, w in weights.items())
-            for n in range(1, len(runs))
-        ]
-        rounds += [saved] if number >= 0 else []
-    shares = zip(kinds.items(), zip(*rounds, strict=True), strict=True)
-    return {kind: median(saved) / len(blocks) for (kind, blocks), saved in shares}
+    options: dict[str, Any] = {"repeats": ROUNDS, "warmup": 1, "seed": settings.seed}
+    times = time_in_rounds(runs, ids, context, **options, advance=watcher.advance)
+    seconds = {key: np.array(own) for key, own in times.items()}  # [rounds] each
+    weights = {"decode": settings.decode_share, "prefill": 1 - settings.decode_share}
+    shares = {}
+    for kind, blocks in kinds.items():
+        saved = sum(w * (1 - seconds[kind, phase] / seconds[WHOLE, phase]) for phase, w in weights.items())
+        shares[kind] = float(np.median(saved)) / len(blocks)
+    return shares

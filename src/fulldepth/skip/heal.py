@@ -39,7 +39,7 @@ from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.layer_runner import LayerRunner
-from fulldepth.execution.scoring import AGREEMENT, CPU_LOGITS, DIVERGENCE, LOSS, ScoredBatch
+from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS, ScoredBatch
 from fulldepth.execution.verify import check_task, prove
 from fulldepth.hf import (
     Anatomy,
@@ -53,6 +53,7 @@ from fulldepth.hf import (
 )
 from fulldepth.hf.checkpoint_folder import check_target
 from fulldepth.hf.model_hash import model_hash
+from fulldepth.losses import aligned_loss
 from fulldepth.progress import Watcher
 from fulldepth.settings import layer as layered
 from fulldepth.settings.heal import HealSettings
@@ -187,9 +188,8 @@ def merge_maps(
 
 def settings_of(plan: Plan, given: HealSettings) -> HealSettings:
     """The given settings; the search's are the defaults of how data are read, so that the same rows are held out."""
-    noted = plan.cost.get("settings")
     known = HeldoutSettings.model_fields.keys() - PLACES
-    stored = {name: value for name, value in (noted if isinstance(noted, dict) else {}).items() if name in known}
+    stored = {name: value for name, value in plan.cost.get("settings", {}).items() if name in known}
     return layered(HealSettings, stored, given.model_dump(mode="json", exclude_unset=True))
 
 
@@ -323,15 +323,11 @@ class Gap:
     def loss(self, change: Tensor | None = None) -> float:
         """Loss in nats per token with a map on the rows that choose it; None = without."""
         walk, first, total, tokens = self.walk, len(self.wanted), 0.0, 0
-        anatomy = walk.runner.anatomy
-        step = max(1, CPU_LOGITS // (anatomy.vocab_size or 1))
+        last = walk.runner.anatomy.num_layers
         for batch, own, added in zip(walk.batches[first:], walk.states[first:], self.added[first:], strict=True):
-            states, _ = walk.run(batch, own if change is None else own + added @ change.to(added), anatomy.num_layers)
+            states, _ = walk.run(batch, own if change is None else own + added @ change.to(added), last)
             rows = states[batch.where]  # [R, D]
-            for part, targets in zip(rows.split(step), batch.targets.split(step), strict=True):
-                logits = self.classifier.tokens(part)
-                wide = logits.float() if logits.dtype.itemsize < 4 else logits
-                total += float(functional.cross_entropy(wide, targets, reduction="sum"))
+            total += len(rows) * float(aligned_loss([rows], self.classifier.tokens, batch.targets))
             tokens += len(rows)
         return total / tokens
 

@@ -9,7 +9,6 @@ the same held-out rows for every model.
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from fulldepth.architectures import SKIPPED
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS
+from fulldepth.files import write_text
 from fulldepth.hf import load_tokenizer, open_model
 from fulldepth.hf.checkpoint_folder import folder_to_be
 from fulldepth.hf.model_hash import model_hash
@@ -32,7 +32,7 @@ from fulldepth.skip.bench import gap_finding, heldout_losses, in_words
 from fulldepth.skip.exports.export import NOTES, export, read_notes
 from fulldepth.skip.heal import READINGS, Healing
 from fulldepth.skip.outcome import joined
-from fulldepth.skip.plan import Plan, in_sample, write_text
+from fulldepth.skip.plan import Plan, in_sample
 
 KIND = "heal"
 NAMES = {
@@ -136,13 +136,10 @@ def outcome(healing: Healing, plan: Plan) -> Results:
     """A healing as results."""
     losses, tables = healing.readings[LOSS], []
     for label in losses.sums:
-        rows: list[tuple[Any, ...]] = []
-        for kind, unit in ((LOSS, "nats"), (DIVERGENCE, "nats"), (AGREEMENT, "1")):
+        rows = [*losses.rows(label)]
+        for kind, unit in ((DIVERGENCE, "nats"), (AGREEMENT, "1")):
             mean = healing.readings[kind].mean(label)
             rows.append((kind, "model", None, None, "mean", mean, losses.count, unit))
-        added = losses.added(label)
-        if label != "original" and math.isfinite(added.free_error):
-            rows.append(("loss", "model", None, None, "difference_stderr", added.free_error, added.documents, "nats"))
         tables.append(tabulate(rows, model=label))
     warnings = list(healing.examples.meta.get("warnings", []))
     if plan.healed_loss is not None and plan.data["hash"] == healing.examples.meta.get("hash"):

@@ -22,10 +22,10 @@ from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.flops import Costs, Variant
 from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED, ScoredBatch, Scorer
-from fulldepth.files import read_document
+from fulldepth.files import read_document, write_text
 from fulldepth.progress import Watcher
 from fulldepth.settings import Settings
-from fulldepth.skip.plan import Factors, differences, write_text
+from fulldepth.skip.plan import Factors, differences
 
 PROGRESS = "progress.json"
 """File with the progress of a search."""

@@ -7,17 +7,13 @@ every removal, healed, and of the control; `mmd` of every layer to the original,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 from torchmetrics import Metric
-from transformers import PreTrainedModel
 
-from fulldepth.distributed import Processes
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import BASE, ScoredBatch, Scorer
@@ -25,13 +21,10 @@ from fulldepth.hf.scalars import Scalars
 from fulldepth.metrics import Mmd, Observation, Setup
 from fulldepth.metrics.base import Row
 from fulldepth.progress import Watcher
-from fulldepth.results import COLUMNS, DOCUMENT, Finding, Results, finite, provenance, tabulate
-from fulldepth.settings import layer as layered
-from fulldepth.settings.keywords import takes_settings
-from fulldepth.settings.search import PLACES, RENAMED, TARGETS, SearchSettings
+from fulldepth.results import COLUMNS, Finding, Results, finite, provenance, tabulate
 from fulldepth.skip.fit import make_batches
-from fulldepth.skip.plan import Plan, in_sample, plan_scalars, stopped_rounds
-from fulldepth.skip.problem import SearchProblem, open_for, prepared
+from fulldepth.skip.plan import Plan, in_sample, plan_scalars
+from fulldepth.skip.problem import SearchProblem
 
 KIND = "skip"
 RESERVOIR_TOKENS = 2048
@@ -41,63 +34,6 @@ KINDS = {"attention": ("attention block", "attention blocks"), "mlp": ("MLP", "M
     "any": ("block", "blocks")
 }
 """Granularity -> a removed block, and several."""
-
-
-@takes_settings(SearchSettings)
-def analyse(
-    model: str | Path | PreTrainedModel,
-    plan: Plan,
-    data: Any,
-    *,
-    settings: SearchSettings,
-    watcher: Watcher,
-    output: str | Path | None = None,
-    tokenizer: Any = None,
-    heldout: Any = None,
-) -> Results:
-    """The results of an existing plan, as `fulldepth skip search` saves them beside `plan.json`.
-
-    Args:
-        model: the checkpoint that the plan was made for, or the loaded model (restored on return).
-        plan: the plan to analyse.
-        data: as for `search`; the data of the search give the same held-out tokens.
-        settings: fields of `SearchSettings` as keywords, which replace the plan's.
-        watcher: receives progress.
-        output: result folder; None = not saved.
-        tokenizer: as for `search`.
-        heldout: as for `search`.
-
-    Raises:
-        FulldepthError: if the plan is for another model, or the folder holds other results.
-    """
-    if output is not None and (Path(output) / DOCUMENT).exists():
-        raise FulldepthError(f"{output} already holds results. Choose another output folder.")
-    settings, process = settings_of(plan, settings), Processes()
-    owner = open_for(model, settings, process).model
-    plan.check_model(owner)
-    opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": plan.model.hash}  # as just checked
-    with prepared(owner, data, settings, process, **opened) as problem:
-        results = outcome(plan, problem, watcher=watcher)
-    if output is not None:
-        results.save(output)
-    return results
-
-
-def settings_of(plan: Plan, given: SearchSettings) -> SearchSettings:
-    """The settings recorded in a plan, updated with those that `given` states.
-
-    Settings of the machine and of permissions (`PLACES`: `trust_remote_code`, the tokenizer, ...) are never taken from
-    the plan.
-    """
-    noted = plan.cost.get("settings")
-    known = SearchSettings.model_fields.keys() - PLACES
-    stored = noted if isinstance(noted, dict) else {}
-    settings = {RENAMED.get(name, name): value for name, value in stored.items() if value is not None}
-    settings = {name: value for name, value in settings.items() if name in known}
-    if settings.get("given") is None:
-        settings |= {} if any(settings.get(name) for name in TARGETS) else {"blocks": len(plan.blocks)}
-    stated = given.model_dump(mode="json", exclude_unset=True)
-    return layered(SearchSettings, {"granularity": plan.granularity, **settings}, stated)
 
 
 def outcome(plan: Plan, problem: SearchProblem, *, watcher: Watcher) -> Results:
@@ -214,13 +150,14 @@ def discrepancies(
 
 def _warnings(plan: Plan, problem: SearchProblem) -> Iterator[str]:
     """Warnings about the reliability of the numbers."""
-    yield from plan.warnings
-    if unsure := plan.unsure_rounds:
+    yield from plan.data.get("warnings", [])
+    if unsure := plan.cost.get("unsure_rounds"):
         yield (
             f"In {len(unsure)} of {len(plan.blocks)} rounds (number {', '.join(map(str, unsure))}) the held-out data "
             "did not tell the best two candidates apart; more data would."
         )
-    yield from (f"{line[0].upper()}{line[1:]}; a higher budget may change its pick." for line in stopped_rounds(plan))
+    stopped = plan.cost.get("stopped_by_budget", [])
+    yield from (f"{line.capitalize()}; a higher budget may change its pick." for line in stopped)
     if problem.examples.meta.get("hash") != plan.data.get("hash"):
         yield "The states were compared on other data than those that the plan was searched with."
 
@@ -281,7 +218,7 @@ def loss_added(plan: Plan, depth: int) -> Finding:
         f"Removing {count} {KINDS[plan.granularity][count != 1]} ({which}; the model has {depth} layers) {change} the "
         f"held-out loss, from {base:.4f} to {last:.4f}, not healed."
     )
-    if stopped := stopped_rounds(plan):
+    if stopped := plan.cost.get("stopped_by_budget"):
         sentence += f" The search was cut short ({'; '.join(stopped)})."
     if caveat := in_sample(plan):
         sentence += f" {caveat}"

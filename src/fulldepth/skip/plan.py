@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Required, get_args
 
 import pydantic
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 from transformers import PreTrainedModel
+from typing_extensions import TypedDict  # of `typing`, pydantic takes that of Python 3.12 only
 
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError, brief, one_line
 from fulldepth.execution import find_anatomy
-from fulldepth.files import atomic, read_json
+from fulldepth.files import read_json, write_text
 from fulldepth.hf import Anatomy, Scalars, device_of
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.scalars import FACTORS, Block, blocks_of, factor_names
@@ -36,7 +35,8 @@ SEARCHES: tuple[str, ...] = get_args(Method)
 HASH = r"^sha256:[0-9a-f]{64}$"
 
 Hash = Annotated[str, Field(pattern=HASH)]
-Loss = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Loss = Amount
 Factor = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]
 """Within float32."""
 LayerKey = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}$")]
@@ -57,6 +57,31 @@ class PlannedModel(Settings):
     class_name: Annotated[str, Field(min_length=1, max_length=4096, alias="class")]
     hash: Hash
     """`model_hash`."""
+
+
+@pydantic.with_config(extra="allow")
+class PlannedData(TypedDict, total=False):
+    """Origin of the examples."""
+
+    hash: Required[Hash]
+    warnings: list[str]
+    """Of reading them."""
+    heldout_rows: Annotated[str, Field(pattern=r"^[0-9a-f]*$")]
+    """`rows_of` the held-out examples."""
+
+
+@pydantic.with_config(extra="allow")
+class Cost(TypedDict, total=False):
+    """What a search took, and how it went."""
+
+    forwards: Required[NonNegativeInt]
+    flops: Required[Amount]
+    seconds: Required[Amount]
+    settings: dict[str, JsonValue]
+    unsure_rounds: list[int]
+    """Numbers of the rounds whose best two candidates do not differ significantly on the data."""
+    stopped_by_budget: list[str]
+    """`round 2: stopped by budget after 48 of 160 sequences`, for each round that the time of the search ended."""
 
 
 class ControlLoss(Settings):
@@ -90,12 +115,10 @@ class Plan(Settings):
     control_loss: ControlLoss | None
     scalars: Factors
     """Of every remaining layer; empty if none were fitted."""
-    data: dict[str, JsonValue]
-    """`hash` of the examples, and further entries on their origin."""
+    data: PlannedData
     seed: NonNegativeInt
     versions: dict[str, str]
-    cost: dict[str, JsonValue]
-    """`forwards`, `flops` and `seconds` of the search, and further entries."""
+    cost: Cost
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Plan:
@@ -109,12 +132,6 @@ class Plan(Settings):
                 f"losses has {len(self.losses)} numbers for {len(self.blocks)} blocks; expected "
                 f"{len(self.blocks) + 1}: the model itself, then one after each removal."
             )
-        if not re.match(HASH, str(self.data.get("hash"))):
-            raise FulldepthError(f"data.hash is {one_line(repr(self.data.get('hash')), 100)}, expected {HASH}.")
-        for name in ("forwards", "flops", "seconds"):
-            value = self.cost.get(name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise FulldepthError(f"cost.{name} is {one_line(repr(value), 100)}, expected a number from 0.")
         try:
             json.dumps([self.data, self.cost], allow_nan=False)
         except ValueError as error:
@@ -195,21 +212,8 @@ class Plan(Settings):
     @property
     def dtype(self) -> str:
         """Precision that the search loaded the model in; `auto` = the checkpoint's own."""
-        settings = self.cost.get("settings")
-        dtype = settings.get("dtype") if isinstance(settings, dict) else None
+        dtype = self.cost.get("settings", {}).get("dtype")
         return dtype if isinstance(dtype, str) else "auto"
-
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings from reading the data."""
-        lines = self.data.get("warnings")
-        return list(map(str, lines)) if isinstance(lines, list) else []
-
-    @property
-    def unsure_rounds(self) -> list[Any]:
-        """Numbers of the rounds whose best two candidates do not differ significantly on the data."""
-        rounds = self.cost.get("unsure_rounds")
-        return rounds if isinstance(rounds, list) else []
 
     def document(self) -> dict[str, Any]:
         """The entries as plain values, in the order of the file; layers are sorted by number."""
@@ -263,12 +267,10 @@ class Plan(Settings):
             raise FulldepthError(
                 f"The plan is for a {one_line(self.model.class_name, 100)} ({name}), this is a {kind}."
             )
-        if beyond := sorted({layer for layer, _ in self.removed if layer > depth}):
-            raise FulldepthError(f"The plan removes {_listed(beyond)}, but this {kind} has {depth} layers.")
-        for part in () if self.granularity == "layer" else ("attention", "mlp"):
-            if bare := sorted(set(self.lacking(part)) - set(anatomy.layers_with(part))):
-                where = f"the {part} of {_listed(bare)}"
-                raise FulldepthError(f"The plan removes {where}, which this {kind} does not have.")
+        for number, part in sorted(self.removed):
+            if number > depth or (part != "layer" and number not in anatomy.layers_with(part)):
+                where = f"layer {number}" if part == "layer" else f"the {part} of layer {number}"
+                raise FulldepthError(f"The plan removes {where}, which this {kind} of {depth} layers does not have.")
         planned = max({int(key) for key in self.scalars} | {layer for layer, _ in self.removed})
         if self.scalars and planned != depth:
             raise FulldepthError(f"The plan has scalars for {planned} layers, but this {kind} has {depth}.")
@@ -277,21 +279,6 @@ class Plan(Settings):
                 f"The plan is for another {kind}: the weights are not those of {name} that it was made for. "
                 "Give the checkpoint that was searched, in the precision in which it was searched, or search again."
             )
-
-
-def write_text(target: Path, text: str) -> Path:
-    """Write a file atomically, in a folder that is created if absent.
-
-    Raises:
-        FulldepthError: if it cannot be written.
-    """
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic(target) as part:
-            part.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise FulldepthError(f"Cannot write {target}: {error.strerror or error}.") from error
-    return target
 
 
 def pick_of(block: int | str, granularity: str) -> frozenset[Block]:
@@ -326,46 +313,6 @@ def _all_of(layers: Sequence[int]) -> str:
     return f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
 
 
-def _listed(layers: Iterable[int]) -> str:
-    numbers = list(map(str, layers))
-    shown = ", ".join(numbers[:8]) + (", ..." if len(numbers) > 8 else "")
-    return f"{'layer' if len(numbers) == 1 else 'layers'} {shown}"
-
-
-def lines(plan: Plan) -> list[tuple[str, str, str]]:
-    """(name, value, remark) of the losses in the order of removal, of the healed model, and of the control."""
-    fits = plan.cost.get("fit")
-
-    def kept(fit: str) -> str:
-        record = fits.get(fit) if isinstance(fits, dict) else None
-        untrained = isinstance(record, dict) and record.get("epoch") == 0
-        return "no epoch lowered the loss, the scalars stay 1" if untrained else ""
-
-    rows = [("unmodified", f"{plan.losses[0]:.4f} nats", "")]
-    for number, (block, loss) in enumerate(zip(plan.blocks, plan.losses[1:], strict=True), start=1):
-        rows.append((f"{number}. {block if isinstance(block, str) else f'layer {block}'}", f"{loss:.4f} nats", ""))
-    if plan.healed_loss is not None:
-        rows.append(("healing: scalars fitted", f"{plan.healed_loss:.4f} nats", kept("healed")))
-    if plan.control_loss is not None:
-        control = plan.control_loss.scalars_only
-        rows.append(("control: scalars, nothing skipped", f"{control:.4f} nats", kept("control")))
-    if decision := decided(plan):
-        rows.append(("in-sample", f"these rows {decision}", "skip bench --heldout reads others"))
-    share = plan.cost.get("share_of_plain")
-    if isinstance(share, float):
-        rows.append(("forward FLOPs", f"{plan.cost['flops']:.3g}", f"{share:.0%} of the plain loop's"))
-    if plan.unsure_rounds:
-        rounds = ", ".join(map(str, plan.unsure_rounds))
-        rows.append(("unsure", f"round {rounds}", "the data seen do not tell the best two apart; more would"))
-    return rows + [("budget", *line.partition(": ")[::2]) for line in stopped_rounds(plan)]
-
-
-def stopped_rounds(plan: Plan) -> list[str]:
-    """`round 2: stopped by budget after 48 of 160 sequences`, for each round of the search that its time ended."""
-    rounds = plan.cost.get("stopped_by_budget")
-    return [line for line in rounds if isinstance(line, str) and ": " in line] if isinstance(rounds, list) else []
-
-
 def decided(plan: Plan) -> str | None:
     """What the held-out rows of a plan decided, such as `chose the blocks`; None if nothing."""
     decisions = [] if plan.search in UNSEEING else ["chose the blocks"]
@@ -396,8 +343,8 @@ def overlap(plan: Plan, examples: Examples) -> str | None:
 
 def listed_rows(plan: Plan) -> set[str] | None:
     """Hashes of the rows that a plan was made with (`row_of`); None if it does not list them."""
-    listed = plan.data.get(ENTRY)
-    if not isinstance(listed, str) or not re.fullmatch(r"[0-9a-f]*", listed):
+    listed = plan.data.get("heldout_rows")
+    if listed is None:
         return None
     return {listed[start : start + DIGITS] for start in range(0, len(listed), DIGITS)}
 

@@ -29,7 +29,7 @@ from fulldepth.hf import (
 )
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.surgery import Switches
-from fulldepth.settings.search import PLACES, TARGETS, HeldoutSettings, SearchSettings
+from fulldepth.settings.search import PLACES, TARGETS, CurveSettings, HeldoutSettings, SearchSettings
 from fulldepth.skip.fit import check_fit, make_batches
 from fulldepth.skip.loss_cache import Chunk
 from fulldepth.skip.plan import pick_of
@@ -138,9 +138,11 @@ def prepared(
             able, kind = scorer.costs.able, settings.granularity
             given = sorted({block for name in settings.given or () for block in pick_of(name, kind)} - set(able))
             if given:
-                raise FulldepthError(f"Layer {given[0].layer} has no {given[0].part} to remove.")
+                raise FulldepthError(f"There is no {given[0].part} of layer {given[0].layer} to remove.")
             if blocks is not None and blocks > len(able):
-                raise FulldepthError(f"Cannot remove {blocks} blocks: {len(able)} can be removed ({kind}).")
+                if not able or not isinstance(settings, CurveSettings):
+                    raise FulldepthError(f"Cannot remove {blocks} blocks: {len(able)} can be removed ({kind}).")
+                blocks = len(able)
             if settings.fit or settings.criterion == SCALED:
                 check_fit(data.train)
             yield SearchProblem(checkpoint, hashed, scorer, data, chunks, settings, blocks)
@@ -227,9 +229,4 @@ def _num_blocks(settings: SearchSettings, depth: int) -> int | None:
             raise FulldepthError(f"{blocks} layers are given, but blocks is {settings.blocks}.")
         if twice := [layer for layer in given if given.count(layer) > 1]:
             raise FulldepthError(f"The given layers name {twice[0]} twice.")
-        last = max(block.layer for name in given for block in pick_of(name, settings.granularity))
-        if last > depth:
-            raise FulldepthError(f"There is no layer {last}; this model has the layers 1 to {depth}.")
-    if blocks is not None and blocks > depth * (1 + (settings.granularity == "any")):
-        raise FulldepthError(f"Cannot remove {blocks} blocks: the model has {depth} layers.")
     return blocks

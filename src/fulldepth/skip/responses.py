@@ -18,12 +18,13 @@ from fulldepth.data.conversations import CUT_OFF, Prompt, as_prompt, conversatio
 from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data
 from fulldepth.errors import FulldepthError
-from fulldepth.files import read_document
+from fulldepth.files import read_document, write_text
 from fulldepth.hf import device_of, evaluating
 from fulldepth.progress import Watcher
-from fulldepth.settings import Settings, layer
+from fulldepth.settings import Settings
+from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.loading import Length, Seed
-from fulldepth.skip.plan import differences, write_text
+from fulldepth.skip.plan import differences
 
 FILE = "responses.jsonl"
 NOTES = "responses.json"
@@ -66,14 +67,6 @@ class Responses(NamedTuple):
         """The pairs as the text of a `.jsonl` file."""
         return "".join(json.dumps(pair) + "\n" for pair in self.pairs)
 
-    def save(self, path: str | Path) -> Path:
-        """Write the pairs as a `.jsonl` file, atomically.
-
-        Raises:
-            FulldepthError: if it cannot be written.
-        """
-        return write_text(Path(path), self.text())
-
 
 def read_prompts(data: Any, tokenizer: Any, limit: int | None = None, seed: int = 0) -> list[Prompt]:
     """The prompts of rows; their responses, if any, are ignored.
@@ -102,16 +95,9 @@ def read_prompts(data: Any, tokenizer: Any, limit: int | None = None, seed: int 
     return prompts
 
 
+@takes_settings(Sampling)
 def generate_responses(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    prompts: Sequence[Prompt],
-    *,
-    temperature: float = 0.0,
-    seed: int = 0,
-    max_new_tokens: int = 256,
-    batch_size: int = 8,
-    watcher: Watcher | None = None,
+    model: PreTrainedModel, tokenizer: Any, prompts: Sequence[Prompt], *, settings: Sampling, watcher: Watcher
 ) -> Responses:
     """The model's responses to prompts, generated in batches with left padding and a cache.
 
@@ -124,10 +110,7 @@ def generate_responses(
         model: a causal language model; runs in evaluation mode, which is restored on leaving.
         tokenizer: the model's, with its chat template if it has one.
         prompts: texts or lists of messages (see `read_prompts`).
-        temperature: 0 = greedy.
-        seed: of the sampling.
-        max_new_tokens: most tokens of a response; longer ones are cut off.
-        batch_size: prompts in a batch; prompts are sorted by length.
+        settings: fields of `Sampling` as keywords, or an instance.
         watcher: receives progress, and messages on empty and unfinished responses.
 
     Returns:
@@ -139,9 +122,7 @@ def generate_responses(
 
     Source: Hopscotch (arXiv 2506.03303), its data generation; Gumbel-max trick: Gumbel 1954.
     """
-    watcher = watcher or Watcher()
-    options = {"temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
-    layer(Sampling, options)
+    max_new_tokens, batch_size = settings.max_new_tokens, settings.batch_size
     if not prompts:
         raise FulldepthError("There are no prompts to respond to.")
     if not model.can_generate() or model.config.is_encoder_decoder:
@@ -174,7 +155,7 @@ def generate_responses(
                 width = len(encoded[chosen[0]])
                 padded = torch.tensor([[0] * (width - len(encoded[i])) + encoded[i] for i in chosen])  # [B, T]
                 mask = torch.tensor([[0] * (width - len(encoded[i])) + [1] * len(encoded[i]) for i in chosen])
-                noise = [GumbelNoise(temperature, seed, chosen)] if temperature else []
+                noise = [GumbelNoise(settings.temperature, settings.seed, chosen)] if settings.temperature else []
                 generate: Any = model.generate
                 sequences = generate(
                     input_ids=padded.to(device_of(model)),
@@ -186,7 +167,7 @@ def generate_responses(
                 watcher.advance(len(chosen))
     finally:
         model.generation_config = own_config
-    made = {"prompts": count, **options, "chat_template": bool(tokenizer.chat_template)}
+    made = {"prompts": count, **settings.model_dump(), "chat_template": bool(tokenizer.chat_template)}
     return _responses(tokenizer, prompts, rendered, [answers[i] for i in range(count)], ends, made, watcher)
 
 
@@ -308,7 +289,7 @@ def respond(
     generated = generate_responses(model, tokenizer, prompts, batch_size=batch_size, watcher=watcher, **sampling)
     digest = hashlib.sha256(generated.text().encode()).hexdigest()
     write_text(notes, json.dumps({"asked": asked, "made": generated.settings, "sha256": digest}, indent=2))
-    generated.save(responses)
+    write_text(responses, generated.text())
     return dict(read_document(notes, StoredNotes).made)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from fulldepth.execution.latency import OtherLoad
 from fulldepth.execution.scoring import BASE, DIVERGENCE, LOSS, SCALED
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
-from fulldepth.results import DOCUMENT, Results, versions
+from fulldepth.results import DOCUMENT, PAGE, Results, versions
 from fulldepth.settings import Settings
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.search import SearchSettings, seconds_of
@@ -95,7 +94,7 @@ def search(
         raise FulldepthError(f"Responses need an output folder and a number of at least 1, got {responses}.")
     with processes() as process, process.holding(folder):
         if folder is not None:
-            process.first(partial(_check_folder, folder, resume))
+            process.first(partial(check_folder, folder, KIND, resume))
         checkpoint = open_for(model, settings, process)
         owner, generation = checkpoint.model, None
         if not isinstance(data, Examples):
@@ -110,27 +109,21 @@ def search(
         opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": hashed}
         with prepared(owner, data, settings, process, **opened) as problem:
             plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=generation)
-            if folder is not None and process.is_main:
-                if not (folder / DOCUMENT).exists():
-                    outcome(plan, problem, watcher=watcher).save(folder)
-                else:
-                    results = Results.load(folder)
-                    if results.meta.get("plan") != json.loads(json.dumps(plan.document())):
-                        raise FulldepthError(f"{folder} holds other results. Choose another output folder.")
-                    results.save_page(folder)
+            complete = folder is not None and all((folder / name).exists() for name in (DOCUMENT, PAGE))
+            if folder is not None and process.is_main and not complete:
+                outcome(plan, problem, watcher=watcher).save(folder)
         process.wait()
     return plan
 
 
-def _check_folder(folder: Path, resume: bool) -> None:
-    """Refuse a folder with files of anything but a search to resume."""
+def check_folder(folder: Path, kind: str, resume: bool) -> None:
+    """Refuse a folder with files of anything but a search or curve (`kind` of results) to resume."""
     for name in (RUN_SETTINGS,) if resume else (FILE, DOCUMENT, RUN_SETTINGS):
         if (folder / name).exists():
             raise FulldepthError(f"{folder} already holds a {name}. Choose another output folder.")
-    if (folder / DOCUMENT).exists():
-        kind = Results.load(folder).meta.get("kind")
-        if kind != KIND or not (folder / FILE).exists():
-            raise FulldepthError(f"{folder} holds other results. Choose another output folder.")
+    others = (folder / DOCUMENT).exists() and Results.load(folder).meta.get("kind") != kind
+    if others or ((folder / DOCUMENT).exists() and not (folder / FILE).exists()):
+        raise FulldepthError(f"{folder} holds other results. Choose another output folder.")
 
 
 def search_with(

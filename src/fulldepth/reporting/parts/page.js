@@ -36,7 +36,7 @@ async function loadPlotly() {
     document.head.append(script);
     script.remove();
   } catch {
-    byId("no-figures").textContent = `This browser cannot unpack the figures: they take Chrome 80, Firefox 113 or Safari 16.4. Their numbers: ${DATA.where}`;
+    byId("no-figures").textContent = `This browser cannot unpack the figures: they take Chrome 80, Firefox 113 or Safari 16.4. Their numbers: results.parquet of each result folder.`;
     byId("no-figures").hidden = false;
     document.documentElement.dataset.ready = "yes";
     return;

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import pydantic
 import torch
@@ -17,7 +17,8 @@ from pydantic import AfterValidator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fulldepth.errors import FulldepthError, one_line, unknown
+from fulldepth.architectures import SKIPPED, DeciLMForCausalLM
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import find_anatomy
 from fulldepth.execution.readers import LOWEST, prove
 from fulldepth.execution.stream import relative_error
@@ -42,15 +43,15 @@ from fulldepth.hf.gguf import load_gguf_config, load_gguf_model, read_header
 from fulldepth.results import versions
 from fulldepth.settings import Settings
 from fulldepth.settings.exit import file_size
-from fulldepth.settings.search import GgufType
+from fulldepth.settings.keywords import takes_settings
+from fulldepth.settings.search import ExportSettings
 from fulldepth.skip.exports.fold import logits, probes, rounding_error, scaled_logits
-from fulldepth.skip.exports.formats import FORMATS, SHARD_SIZE, Draft, Format, check_format, known_format
+from fulldepth.skip.exports.formats import FORMATS, Draft, Format, check_format, known_format
 from fulldepth.skip.plan import MOST_BYTES, Plan, in_sample
 
 NOTES = "fulldepth_skip.json"
 """File of an export with its format, error, notes and plan."""
 SCHEMA_VERSION = 1
-GGUF_TYPES: tuple[str, ...] = get_args(GgufType)
 ALLOWANCE, MOST_NOISE = 1.5, 0.2
 """Multiple of the error of rounding in half precision that an export may have, and an upper limit."""
 STOCK = """\
@@ -90,20 +91,15 @@ class Export:
         return f"Export({self.path}: {self.format}, {self.bytes / 2**20:.1f} MiB, logit error {error})"
 
 
+@takes_settings(ExportSettings)
 def export(
     plan: Plan | str | Path,
     model: PreTrainedModel | str | Path,
     format: str,
     output: str | Path,
     *,
+    settings: ExportSettings,
     tokenizer: Any = None,
-    dtype: str | torch.dtype | None = None,
-    device: str | torch.device | None = None,
-    device_map: str | dict[str, Any] | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    shard_size: int | str = SHARD_SIZE,
-    gguf_type: str | None = None,
 ) -> Export:
     """Write a plan's model as a checkpoint, and verify its logits in a fresh process.
 
@@ -118,15 +114,8 @@ def export(
             code), `decilm` (without them, in the layout of vLLM and llama.cpp), `layer` (without whole layers), or
             `gguf` (one file for llama.cpp, of a model loaded from one; see `formats.gguf`).
         output: folder to create; for `gguf` the file.
+        settings: fields of `ExportSettings` as keywords, or an instance. A loaded model is not moved.
         tokenizer: tokenizer to save, or its folder or Hub name; None = the one that the search used.
-        dtype: precision to load the model in; None = that of the search.
-        device: device to load the model on; None = the first accelerator, else the CPU. A loaded model is not moved.
-        device_map: `auto` or a map of modules, for models larger than one device; the fresh process uses `auto` then.
-        revision: branch, tag or commit of a Hub model and its tokenizer.
-        trust_remote_code: run code that the checkpoint or its tokenizer carries.
-        shard_size: largest size of a weight file in bytes, or as `2GB`.
-        gguf_type: type of changed matrices in a GGUF (`f16`, `bf16`, `q8_0`); None = `q8_0` for quantised ones, else
-            the source's.
 
     Raises:
         FulldepthError: if `output` exists or is misnamed, the plan is for another model or of a granularity that the
@@ -135,13 +124,11 @@ def export(
     """
     file_format, target = FORMATS[known_format(format)], Path(output)
     single = file_format.suffix is not None
-    if gguf_type not in (None, *GGUF_TYPES):
-        raise unknown("GGUF type", str(gguf_type), GGUF_TYPES)
-    most_bytes = shard_size if isinstance(shard_size, int) else file_size(shard_size)
+    most_bytes = settings.shard_size if isinstance(settings.shard_size, int) else file_size(settings.shard_size)
     check_target(target, file_format.suffix)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    if device is not None and device_map is not None:
+    hub = settings.model_dump(include={"revision", "trust_remote_code"})
+    if settings.device is not None and settings.device_map is not None:
         raise FulldepthError("Set a device or a device map, not both.")
     if hasattr(model, "peft_config"):
         raise FulldepthError(
@@ -150,19 +137,19 @@ def export(
         )
     loaded: Any = model
     if not isinstance(model, PreTrainedModel):
-        places: dict[str, Any] = {"device": device, "device_map": device_map, "dtype": dtype or plan.dtype}
-        loaded = load_checkpoint(model, **places, **hub).model
+        places = settings.model_dump(include={"device", "device_map"})
+        loaded = load_checkpoint(model, dtype=settings.dtype or plan.dtype, **places, **hub).model
     source = model.name_or_path if isinstance(model, PreTrainedModel) else str(model)
     plan.check_model(loaded)
     stock = check_format(loaded, plan.kind, len(plan.blocks), file_format)
-    reader_map = "auto" if device_map is not None or is_offloaded(loaded) else None
+    reader_map = "auto" if settings.device_map is not None or is_offloaded(loaded) else None
     with folder_to_be(target, file=single) as part:
         anatomy = stock if stock.model is loaded else find_anatomy(loaded)
         folding, ids = file_format.folding(stock, plan), probes(anatomy)
         expected = scaled_logits(anatomy, plan, ids)
         noise = min(ALLOWANCE * rounding_error(anatomy, plan, ids, expected, file_format.precision), MOST_NOISE)
         allowed = max(file_format.tolerance(folding, expected.dtype), noise)
-        draft = Draft(stock, plan, folding, part, most_bytes, gguf_type)
+        draft = Draft(stock, plan, folding, part, most_bytes, settings.gguf_type)
         with nullcontext() if single else generation_settings(stock.model, part), silent():
             notes = file_format.write(draft)
         if anatomy.config is not anatomy.model.config and stock.config is stock.model.config:
@@ -176,7 +163,8 @@ def export(
                 notes.append("UNVERIFIED: llama.cpp has not loaded it, which needs `pip install xllamacpp`.")
             return Export(format, target, logit_error, parameters, size, verified, tuple(notes))
         publish_older_names(part)
-        notes += save_tokenizer(tokenizer, (plan.data.get("tokenizer"), source, plan.model.name), part, **hub)
+        chosen = settings.tokenizer if tokenizer is None else tokenizer
+        notes += save_tokenizer(chosen, (plan.data.get("tokenizer"), source, plan.model.name), part, **hub)
         publish_older_tokenizer(part)
         strip_foreign_code(part, carries_code=file_format.reader == "carried")
         logit_error = prove(part, ids, expected, allowed, file_format.reader, reader_map)
@@ -272,7 +260,7 @@ def load(
     """The model of an export of any format, in evaluation mode, without running code from the folder.
 
     An export of the format `fast` or `decilm` that was saved again (`save_pretrained`), for example after fine-tuning,
-    has no notes and is loaded by its configuration.
+    has no notes; its configuration names the class.
 
     Args:
         directory: of the export.
@@ -283,14 +271,19 @@ def load(
     Raises:
         FulldepthError: if the folder is no export, or is broken.
     """
-    folder = Path(directory)
-    path = folder / "config.json"
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map}
-    if not (folder / NOTES).exists() and path.is_file() and isinstance(config := read_json(path), dict):
-        for format in FORMATS.values():
-            if format.is_saved_again(config):
-                return format.load(folder, **options)
-    return FORMATS[read_notes(folder)["format"]].load(folder, **options)
+    folder, path = Path(directory), Path(directory) / "config.json"
+    config = read_json(path) if path.is_file() else None
+    names = config.get("architectures") if isinstance(config, dict) else None
+    is_decilm = names == [DeciLMForCausalLM.__name__]
+    is_ours = is_decilm or names in [[kind.__name__] for kind in SKIPPED.values()]
+    if not is_ours or (folder / NOTES).exists():
+        read_notes(folder)
+    # DeciLM's model type is not registered with the Auto classes.
+    kind = DeciLMForCausalLM if is_decilm else None
+    checkpoint = load_checkpoint(folder, dtype=dtype, device=device, device_map=device_map, model_class=kind)
+    if is_decilm and checkpoint.warnings:  # weights that the class does not use
+        raise FulldepthError(f"Cannot load a model from {folder}. {checkpoint.warnings[0]}")
+    return checkpoint.model
 
 
 class Notes(Settings):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -160,29 +161,28 @@ def save(
 
 def _write_weights(draft: Draft, model: PreTrainedModel, weights: Mapping[str, Weight]) -> None:
     """Write weights in files of bounded size, under transformers' names for files; layers are converted as a whole."""
+
+    def size(names: Sequence[str]) -> int:
+        return sum(weights[name].like.nbytes for name in names)
+
     groups: dict[str, list[str]] = {}
     for name in weights:
         layer = re.match(r".*?\.\d+\.", name)
         groups.setdefault(layer[0] if layer else name.rpartition(".")[0], []).append(name)
-    files: list[list[list[str]]] = [[]]
-    """Of each file, the names of the weights that are converted together."""
-    room = draft.shard_size
+    parts: dict[str, list[str]] = {}
+    """Name of the first -> all weights that are converted together: those of a layer if they fit into a file."""
     for names in groups.values():
-        fits = sum(weights[name].like.nbytes for name in names) <= draft.shard_size
-        for part in [names] if fits else [[name] for name in names]:
-            size = sum(weights[name].like.nbytes for name in part)
-            if size > room and files[-1]:
-                files.append([])
-                room = draft.shard_size
-            files[-1].append(part)
-            room -= size
+        parts |= {names[0]: names} if size(names) <= draft.shard_size else {name: [name] for name in names}
+    pattern, most = "model{suffix}.safetensors", draft.shard_size
+    files = split_state_dict_into_shards_factory(
+        parts, get_storage_size=size, filename_pattern=pattern, max_shard_size=most
+    ).filename_to_tensors
     index: dict[str, str] = {}
     total = 0
-    for number, parts in enumerate(files, start=1):
-        file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+    for file, firsts in files.items():
         held: dict[str, Tensor] = {}
-        for part in parts:
-            for name, weight in revert_weight_conversion(model, {name: weights[name].read() for name in part}).items():
+        for names in (parts[first] for first in firsts):
+            for name, weight in revert_weight_conversion(model, {name: weights[name].read() for name in names}).items():
                 held[name] = weight.detach().contiguous().cpu()
         save_file(held, draft.folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(held, file)

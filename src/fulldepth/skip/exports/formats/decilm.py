@@ -13,9 +13,7 @@ Source: published `config.json` of Llama-3_1-Nemotron-51B; vLLM `nemotron_nas.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +22,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fulldepth.architectures import DeciLMConfig, DeciLMForCausalLM
 from fulldepth.errors import FulldepthError
-from fulldepth.hf import load_checkpoint
 from fulldepth.skip.exports.formats.checkpoint import Draft, plain_values, save
 from fulldepth.skip.exports.formats.format import Format
 
@@ -120,18 +117,6 @@ class DeciLM(Format):
         if (config.model_type, config.vocab_size) != ("llama", 128256):
             notes.append("llama.cpp's converter for this layout knows the tokenizers of Llama 2 and 3 only.")
         return notes
-
-    def is_saved_again(self, config: Mapping[str, Any]) -> bool:
-        """Whether model type and class are those that the format writes; others use the same model type."""
-        own_class = [DeciLMForCausalLM.__name__]
-        return config.get("model_type") == DeciLMConfig.model_type and config.get("architectures") == own_class
-
-    def load(self, folder: Path, **options: Any) -> PreTrainedModel:
-        """The model, loaded with the class named here: its model type is not registered with the Auto classes."""
-        checkpoint = load_checkpoint(folder, model_class=DeciLMForCausalLM, **options)
-        if checkpoint.warnings:  # weights that the class does not use
-            raise FulldepthError(f"Cannot load a model from {folder}. {checkpoint.warnings[0]}")
-        return checkpoint.model
 
 
 def block_configs(config: PreTrainedConfig, skipped: set[int], size: int) -> list[dict[str, dict[str, Any]]]:

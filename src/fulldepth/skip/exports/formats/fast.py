@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,10 +53,6 @@ class Fast(Format):
     def tolerance(self, folding: Folding, dtype: torch.dtype) -> float:
         """The tolerance of rounding alone: the eps of the class's norms follows the scale of the stream."""
         return TOLERANCE[dtype]
-
-    def is_saved_again(self, config: Mapping[str, Any]) -> bool:
-        """Whether the model type is one of the classes without skipped parts."""
-        return str(config.get("model_type")).startswith("fulldepth_skipped_")
 
     def write(self, draft: Draft) -> list[str]:
         """Write a checkpoint of the class without the skipped parts, with its code."""

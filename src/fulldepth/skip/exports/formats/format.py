@@ -1,4 +1,4 @@
-"""`Format`: the interface of an export format: supported plans, writing, loading and checking. `Folded` and `Layer`:
+"""`Format`: the interface of an export format: supported plans, writing and checking. `Folded` and `Layer`:
 those whose exports are ordinary checkpoints of the same class.
 """
 
@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.stream import TOLERANCE
-from fulldepth.hf import Anatomy, load_checkpoint, renumber_layers, slice_lists
+from fulldepth.hf import Anatomy, renumber_layers, slice_lists
 from fulldepth.skip.exports.fold import Folding, heals, prepare
 from fulldepth.skip.exports.formats.checkpoint import Draft, save
 from fulldepth.skip.plan import Plan
@@ -36,6 +34,8 @@ class Format(ABC):
     """Whether it holds only the language model of a model that also reads images."""
     precision: ClassVar[torch.dtype | None] = None
     """Precision that the program rounds to when it computes; None = that of the model."""
+    keeps_removed: ClassVar[bool] = True
+    """Whether removed branches stay, with output weights of zero."""
     suffix: ClassVar[str | None] = None
     """Ending of an export that is one file; None for folders."""
 
@@ -51,12 +51,14 @@ class Format(ABC):
         """
 
     def folding(self, anatomy: Anatomy, plan: Plan) -> Folding:
-        """The folding of a plan's scalars into the weights.
+        """The folding, which is needed for scalars and for removed branches that stay.
 
         Raises:
             FulldepthError: if they cannot be folded.
         """
-        return prepare(anatomy, plan)
+        if self.keeps_removed or heals(plan):
+            return prepare(anatomy, plan)
+        return Folding.unscaled(anatomy, "There are no scalars to fold.")
 
     @abstractmethod
     def write(self, draft: Draft) -> list[str]:
@@ -65,22 +67,6 @@ class Format(ABC):
     def tolerance(self, folding: Folding, dtype: torch.dtype) -> float:
         """Largest error of a logit of the export, relative to the largest logit."""
         return TOLERANCE[dtype] + folding.logit_error
-
-    def is_saved_again(self, config: Mapping[str, Any]) -> bool:
-        """Whether a `config.json` belongs to an export of this format that was saved again, without the notes."""
-        return False
-
-    def load(self, folder: Path, **options: Any) -> PreTrainedModel:
-        """The model of an export, in evaluation mode, without running code from the folder.
-
-        Args:
-            folder: of the export.
-            **options: `dtype`, `device` and `device_map` of `load_checkpoint`.
-
-        Raises:
-            FulldepthError: if the folder is broken.
-        """
-        return load_checkpoint(folder, **options).model
 
 
 class Folded(Format):
@@ -102,6 +88,7 @@ class Layer(Format):
 
     name = "layer"
     granularities = ("layer",)
+    keeps_removed = False
 
     def check(self, model: PreTrainedModel, skipped: int) -> None:
         """Refuse a plan that skips all layers, and a model whose layers depend on their number.
@@ -117,10 +104,6 @@ class Layer(Format):
                 "This model scales attention by the number of the layer (scale_attn_by_inverse_layer_idx), so its "
                 "layers cannot be renumbered. Use --format folded."
             )
-
-    def folding(self, anatomy: Anatomy, plan: Plan) -> Folding:
-        """The folding; a plan without scalars needs none, so that every family is accepted."""
-        return prepare(anatomy, plan) if heals(plan) else Folding.unscaled(anatomy, "There are no scalars to fold.")
 
     def write(self, draft: Draft) -> list[str]:
         """Write the remaining layers, and their entries of every list of the configuration with one entry per layer."""

@@ -27,9 +27,7 @@ from transformers.integrations.gguf.utils import is_gguf_arch_supported
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from fulldepth.errors import FulldepthError, names_of
-from fulldepth.hf import Anatomy
 from fulldepth.hf.gguf import SCALED_BY_WIDTH, Header, find_gguf, load_gguf_config, packaged, read_header
-from fulldepth.skip.exports.fold import Folding, heals, prepare
 from fulldepth.skip.exports.formats.checkpoint import Draft, Weight
 from fulldepth.skip.exports.formats.format import Format
 from fulldepth.skip.plan import Plan
@@ -49,6 +47,7 @@ class Gguf(Format):
     granularities = ("attention", "mlp", "layer", "any")
     precision = torch.bfloat16
     """llama.cpp rounds the inputs of products with quantised weights to 8 bits."""
+    keeps_removed = False
     suffix = ".gguf"
 
     def check(self, model: PreTrainedModel, skipped: int) -> None:
@@ -58,10 +57,6 @@ class Gguf(Format):
             FulldepthError: with the way to get one.
         """
         source_of(model)
-
-    def folding(self, anatomy: Anatomy, plan: Plan) -> Folding:
-        """The folding; a plan without scalars needs none."""
-        return prepare(anatomy, plan) if heals(plan) else Folding.unscaled(anatomy, "There are no scalars to fold.")
 
     def write(self, draft: Draft) -> list[str]:
         """Write the file."""
@@ -127,17 +122,11 @@ def write_gguf(
             kind = field.types[-1] if field else GGUFValueType.UINT32  # of the entries of a list
             array = isinstance(value, list | tuple)
             writer.add_key_value(key, value, GGUFValueType.ARRAY if array else kind, kind if array else None)
-        written = {name: (data, kind) for name, data, kind in tensors(header, reader.tensors, layers, replaced)}
-        for name, (data, kind) in written.items():
+        for name, data, kind in tensors(header, reader.tensors, layers, replaced):
             writer.add_tensor(name, data, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
-    again = {tensor.name: tensor for tensor in GGUFReader(output).tensors}
-    if again.keys() != written.keys() or not all(
-        np.array_equal(again[n].data, data) for n, (data, _) in written.items()
-    ):
-        raise FulldepthError(f"The export is dropped: {output} does not hold the tensors that were written.")
     anew = f"written anew: {names_of(replaced)}" if replaced else "no tensor changed"
     return [f"{len(layers)} layers in llama.cpp's architecture {architecture}; {anew}. Other bytes are the source's."]
 
