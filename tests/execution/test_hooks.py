@@ -5,7 +5,7 @@ import torch
 
 import tiny_models
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import SITES, Activations, capture
+from fulldepth.execution import SITES, Activations, body_inputs, capture
 from fulldepth.hf import anatomy_candidates
 
 
@@ -207,3 +207,27 @@ def test_states_inside_reentrant_blocks_are_refused_rather_than_cut_off():
 
     with pytest.raises(FulldepthError, match="reentrant"):
         states()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "depth_llama-tree", "depth_llama-hyper"])
+@torch.no_grad()
+def test_states_that_are_copied_as_they_arise_are_the_same(name):
+    """Two passes, the second over a smaller batch and then over the first one again: nothing of a pass stays behind."""
+    model = tiny_models.build(name)
+    anatomy = anatomy_of(model)
+    sites = list(SITES)
+    batches = [tiny_models.inputs(model, batch=size) for size in (3, 2, 3)]
+    plain, direct = [], []
+    for batch in batches:
+        with capture(anatomy, sites) as activations:
+            anatomy.body(**body_inputs(anatomy, batch))
+            plain.append({site: activations.stack(site) for site in sites})
+    with capture(anatomy, sites, stacked=torch.device("cpu")) as activations:
+        for batch in batches:
+            anatomy.body(**body_inputs(anatomy, batch))
+            direct.append({site: activations.stack(site).clone() for site in sites})
+            assert activations.stack("residual") is activations.stack("residual"), "no second copy"
+            activations.clear()
+    for expected, states in zip(plain, direct, strict=True):
+        for site in sites:
+            assert torch.equal(states[site], expected[site]), site

@@ -13,6 +13,7 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 import tiny_models
+from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import load_checkpoint, load_processor, load_tokenizer, open_model
 
@@ -267,3 +268,20 @@ def test_an_image_processor_of_absurd_size(tmp_path, size):
     tf.ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(tmp_path)
     entries("preprocessor_config.json", size=size)(tmp_path)
     refused(processor, tmp_path, "pixels")
+
+
+GROWING = {"type": "Replace", "pattern": {"Regex": "."}, "content": "aaaaaaaa"}
+REPEATING = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2, "pair": []}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [GROWING] * 4}]}},
+        {"post_processor": {"type": "Sequence", "processors": [{**REPEATING, "special_tokens": {}}] * 30}},
+    ],
+)
+def test_rules_of_a_tokenizer_that_would_exhaust_memory(tmp_path, part):
+    train_tokenizer(builtin_texts("heldout")[:1], vocab_size=300).save_pretrained(tmp_path)
+    entries("tokenizer.json", **part)(tmp_path)
+    refused(load_tokenizer, tmp_path, "tokenizer.json", "characters of one")

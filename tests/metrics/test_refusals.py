@@ -21,6 +21,7 @@ REFUSED = [
     ("eps", lambda: metrics.effective_depth([0.5], 1.1)),
     ("targets", lambda: metrics.lens_loss(X, Y[1:])),
     ("classes", lambda: metrics.nc1(X, 0 * Y)),
+    ("plein", lambda: metrics.renyi_entropy(X, preset="plein")),
     ("alpha", lambda: metrics.renyi_entropy(X, -1.0)),
     ("x", lambda: metrics.mmd(X, ONES(4, 5))),
     ("bandwidth", lambda: metrics.mmd(X, X, -1.0)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,6 +47,31 @@ ROLES = {"routing": "router", "attention_mixing": "attention_connection", "mlp_m
 """Site of coefficients -> role of the module that computes them."""
 
 
+Key = tuple[str, int]
+"""Name of a captured state, and its 1-based layer."""
+
+
+STACKED = -1
+"""Version of a state that was copied into a stack."""
+
+
+def stack_rows(captured: Collection[Key], sites: Collection[str], layers: int) -> dict[Key, tuple[str, int]]:
+    """Captured state -> the requested site that consists of such states, and its row in the site's stack.
+
+    Args:
+        captured: all states that are captured.
+        sites: the requested sites; those that are sums of captured states have no stack.
+        layers: L.
+    """
+    rows = {("y", layer): ("residual", layer) for layer in range(1, layers + 1)}
+    rows["h0" if ("h0", 1) in captured else "x", 1] = ("residual", 0)
+    rows |= {
+        (site, layer): (site, layer - 1) for site in ("attention_output", "value") for layer in range(1, layers + 1)
+    }
+    missing = {site for key, (site, _) in rows.items() if key not in captured}
+    return {key: place for key, place in rows.items() if place[0] in sites and place[0] not in missing}
+
+
 class Activations:
     """Activations of one forward pass by site: `activations["residual"]` is a list of tensors in layer order."""
 
@@ -58,11 +83,19 @@ class Activations:
         self._versions: dict[tuple[str, int], int] = {}
         self.repeated = False
         """Whether states of one pass replaced those of another one since `clear`."""
+        self.rows: dict[Key, tuple[str, int]] = {}
+        """As from `stack_rows`: states of these are copied into one tensor `[S, B, T, D]` per site, which every pass
+        overwrites, so that states are held once and not twice."""
+        self.device: torch.device | None = None
+        """Of the stacks; a state on another device stays where it is."""
+        self._stacks: dict[str, Tensor] = {}
 
-    def clear(self) -> None:
-        """Drop all states before the next pass."""
+    def clear(self, *, keep_stacks: bool = True) -> None:
+        """Drop all states before the next pass; with `keep_stacks` it overwrites the tensors of `stacked`."""
         self._seen.clear()
         self.repeated = False
+        if not keep_stacks:
+            self._stacks = {}
 
     def begin(self) -> None:
         """Called at the start of a forward pass: resets the call counts of shared blocks."""
@@ -87,6 +120,16 @@ class Activations:
     def record(self, site: str, layer: int, state: Tensor) -> None:
         """Store one state of a 1-based layer."""
         key = (site, layer)
+        if key in self.rows and state.device == self.device:
+            name, row = self.rows[key]
+            stack = self._stacks.get(name)
+            if state.ndim == 3 and (stack is None or stack.shape[1:] != state.shape or stack.dtype != state.dtype):
+                count = sum(place[0] == name for place in self.rows.values())
+                stack = self._stacks[name] = state.new_empty(count, *state.shape)
+            if stack is not None and state.numel() == stack[row].numel():
+                stack[row] = state.view(stack.shape[1:])
+                self._seen[key], self._versions[key] = stack[row], STACKED
+                return
         self.repeated |= key in self._seen
         self._seen[key], self._versions[key] = state, 0 if state.is_inference() else state._version
 
@@ -126,7 +169,7 @@ class Activations:
                 raise FulldepthError(REENTRANT.format(name))
             raise FulldepthError(f"No activation was captured at {name} of layer {layer}; did the model run?")
         state = self._seen[name, layer]
-        if self._versions[name, layer] != (0 if state.is_inference() else state._version):
+        if self._versions[name, layer] not in (STACKED, 0 if state.is_inference() else state._version):
             raise FulldepthError(f"The model overwrote its own state at {name} of layer {layer} in place.")
         if state.ndim == 2 and name not in COEFFICIENTS:
             state = state.view(*self._first().shape[:2], -1)
@@ -147,13 +190,18 @@ class Activations:
 
     def stack(self, site: str, device: torch.device | None = None) -> Tensor:
         """[S, B, T, D] all states of a site on one device."""
+        keys = [key for key, place in self.rows.items() if place[0] == site and device in (None, self.device)]
+        if keys and all(key in self._seen and self._versions[key] == STACKED for key in keys):
+            return self._stacks[site]
         states = self[site]
         device = device or states[-1].device
         return torch.stack([state.to(device) for state in states])
 
 
 @contextmanager
-def capture(anatomy: Anatomy, sites: Iterable[str], *, grad: bool = False) -> Iterator[Activations]:
+def capture(
+    anatomy: Anatomy, sites: Iterable[str], *, grad: bool = False, stacked: torch.device | None = None
+) -> Iterator[Activations]:
     """Hook a model so that each forward pass fills an `Activations`; all hooks are removed on exit.
 
     Nothing else about the model changes: no device, dtype, mode or attribute. Recomputation under gradient
@@ -164,6 +212,8 @@ def capture(anatomy: Anatomy, sites: Iterable[str], *, grad: bool = False) -> It
         sites: keys of `SITES` and `COEFFICIENTS`.
         grad: keep the states in the graph (for losses), and record only while gradients are enabled; else states are
             detached.
+        stacked: device on which states are copied into one tensor per site, which the next pass overwrites, as soon as
+            the model computes them. None = states are kept where they are.
 
     Raises:
         FulldepthError: for an unknown site, or a site for which this family has no module.
@@ -179,6 +229,9 @@ def capture(anatomy: Anatomy, sites: Iterable[str], *, grad: bool = False) -> It
         layers_of.setdefault(block, []).append(layer)
     try:
         points = [(block, point) for block in layers_of for point in _points(anatomy, set(sites), layers_of[block][0])]
+        if stacked is not None:
+            captured = {(point.name, layer) for block, point in points for layer in layers_of[block]}
+            activations.rows, activations.device = stack_rows(captured, sites, anatomy.num_layers), stacked
         for block, point in points:
             if grad and point.module not in layers_of and _reentrant(block):
                 raise FulldepthError(REENTRANT.format(point.name))

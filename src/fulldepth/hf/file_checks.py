@@ -34,6 +34,8 @@ CONTAINER = Path("/sys/fs/cgroup")
 """Holds a container's `memory.max` (bytes, or `max` without a limit), `memory.current` and `memory.stat`."""
 GIB = 1 << 30
 
+MOST_EXPANSION = 1000
+"""Most characters that the rules of a tokenizer may make of one; eight rules of eight characters make 16 million."""
 MOST_CONFIG_BYTES = 16 << 20
 MOST_TOKENIZER_BYTES = 128 << 20
 MOST_NUMBER = 10**9
@@ -229,7 +231,8 @@ def check_tokenizer_files(where: str, revision: str | None = None) -> str | None
         The type of the model in tokenizer.json, such as `BPE`; None if it states none.
 
     Raises:
-        FulldepthError: if one is not a regular file, is too large, or is not a bounded JSON object.
+        FulldepthError: if one is not a regular file, is too large, or is not a bounded JSON object, or the tokenizer's
+            rules make so many characters of one that encoding a text could exhaust memory.
     """
     check_config(where, revision)
     model: Any = None
@@ -238,12 +241,32 @@ def check_tokenizer_files(where: str, revision: str | None = None) -> str | None
             content = _read_object(path, MOST_TOKENIZER_BYTES)
             if name == "tokenizer.json":
                 model = content.get("model")
+                if (most := _expansion({**content, "model": None, "added_tokens": None})) > MOST_EXPANSION:
+                    raise FulldepthError(
+                        f"{path}: its rules (normalizer, decoder, post_processor) may make {one_line(most, 40)} "
+                        f"characters of one. Expected at most {MOST_EXPANSION:,}."
+                    )
     for name in TOKENIZER_TEXTS:
         path = locate(where, name, revision)
         if path is not None and path.stat().st_size > MOST_TOKENIZER_BYTES:
             raise FulldepthError(f"Cannot read {path}: it is larger than {MOST_TOKENIZER_BYTES >> 20} MiB.")
     kind = model.get("type") if isinstance(model, dict) else None
     return kind if isinstance(kind, str) else None
+
+
+def _expansion(part: Any) -> int:
+    """Most characters that the rules in a part of a tokenizer may make of one: the product over all rules."""
+    if isinstance(part, list):
+        return prod(map(_expansion, part))
+    if not isinstance(part, dict):
+        return 1
+    texts: list[Any] = []
+    if part.get("type") in ("Replace", "Prepend"):
+        texts = [text for key in ("content", "prepend") if isinstance(text := part.get(key), str)]
+    elif part.get("type") == "TemplateProcessing":  # may name a text several times
+        templates = [pieces for key in ("single", "pair") if isinstance(pieces := part.get(key), list)]
+        texts = [[p for p in pieces if isinstance(p, dict) and "Sequence" in p] for pieces in templates]
+    return max([1, *map(len, texts)]) * prod(map(_expansion, part.values()))
 
 
 def check_processor_files(where: str, revision: str | None = None) -> None:

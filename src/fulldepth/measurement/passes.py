@@ -75,8 +75,8 @@ def run_pass(
     reader = LensReader(subject, settings, process) if plan.measures.keys() & LENS else None
     sites, device, dtype = plan.sites | {"residual"}, plan.setup.device, subject.checkpoint.model.dtype
     with ExitStack() as stack:
-        activations = stack.enter_context(capture(subject.anatomy, sites))
-        other = stack.enter_context(capture(reference.anatomy, ["residual"])) if reference else None
+        activations = stack.enter_context(capture(subject.anatomy, sites, stacked=device))
+        other = stack.enter_context(capture(reference.anatomy, ["residual"], stacked=device)) if reference else None
         for batch in subject.sequences.batches(settings.batch_size, process.rank, process.world):
             inputs = model_inputs(batch.inputs, subject.device, dtype)
             with clock("forward"):
@@ -84,7 +84,7 @@ def run_pass(
             with clock("states"):
                 states = {site: activations.stack(site, device) for site in sites - COEFFICIENTS.keys()}
                 coefficients = {site: activations.coefficients(site) for site in sites & COEFFICIENTS.keys()}
-            activations.clear()
+            activations.clear(keep_stacks=batch.masked_inputs is None)
             if reference is not None and other is not None:
                 with clock("forward (reference)"):
                     reference.anatomy.runner(**body_inputs(reference.anatomy, inputs))
@@ -96,7 +96,7 @@ def run_pass(
                 with clock("forward (masked)"):
                     subject.anatomy.runner(**body_inputs(subject.anatomy, inputs))
                 read = activations.stack("residual", device)
-                activations.clear()
+                activations.clear(keep_stacks=False)
             observation = observe(subject, batch, states, read, reader)
             observation.coefficients = coefficients
             feed(plan, observation, clock)

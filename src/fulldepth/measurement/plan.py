@@ -197,8 +197,8 @@ def check_memory(plan: MeasurePlan, subject: MeasuredSubject, batch_size: int) -
     layers = sum(setup.num_layers + (site in ("residual", "reference")) for site in plan.sites)
     layers += (setup.num_layers + 1) * plan.masked_pass
     positions = min(batch_size, setup.num_sequences) * setup.sequence_length
-    # States are held as the model gives them, and stacked; CKA converts the sample to float64.
-    batch = 2 * layers * positions * setup.width * subject.checkpoint.model.dtype.itemsize
+    # CKA converts the sample to float64.
+    batch = layers * positions * setup.width * subject.checkpoint.model.dtype.itemsize
     total = held["accumulators"] + held["reservoirs"] + max(batch, 2 * held["reservoirs"])
     free = available_memory(setup.device)
     sentence = (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +15,12 @@ from fulldepth.threads import map_threads
 from fulldepth.uncertainty import deal
 
 PRESET = "plain"
-"""Part of the statistics' names: the papers' formula, of states that are not prepared as in some public codes."""
 ALPHAS = (0.5, 1.0, 2.0)
 LAYERS_AT_ONCE = 4
 """Number of layers of a sequence that one thread converts to float64 at a time."""
 
 
-def renyi_entropy(z: Tensor, alpha: float = 1.0) -> Tensor:
+def renyi_entropy(z: Tensor, alpha: float = 1.0, preset: str = PRESET) -> Tensor:
     r"""Matrix-based Renyi entropy of each sequence's states.
 
     .. math::
@@ -34,20 +34,66 @@ def renyi_entropy(z: Tensor, alpha: float = 1.0) -> Tensor:
     Args:
         z: states of T tokens, `[..., T, D]`.
         alpha: order, at least 0; `math.inf` is allowed.
+        preset: key of `PRESETS`. Values of different presets or orders are not comparable.
 
     Returns:
-        `[...]` float64 in nats, in [0, log min(T, D)]; NaN if all states are zero or one is not finite.
+        `[...]` float64 in nats, in [0, log min(T, D)] (`wei` and `skean`: normalised to [0, 1]); NaN if all (prepared)
+        states are zero or one is not finite.
 
     Raises:
-        ValueError: if alpha is negative, or `z` has fewer than two dimensions.
+        ValueError: if the preset is unknown, alpha is negative, or `z` has fewer than two dimensions.
 
-    Source: "LIME: layer-integrated memory", Sec. 5.3.
+    Source: "LIME: layer-integrated memory", Sec. 5.3; for the presets see `PRESETS`.
     """
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}; available: {', '.join(PRESETS)}")
     if not alpha >= 0:
         raise ValueError(f"alpha must be at least 0, got {alpha}")
     if z.ndim < 2 or not z.shape[-2:].numel():
         raise ValueError(f"z must be [..., T, D] with T, D >= 1, got shape {tuple(z.shape)}")
-    return _entropy(_spectrum(_gram(z.double())), alpha)
+    convention = PRESETS[preset]
+    return _entropy(_spectrum(_gram(convention.prepare(z.double()))), alpha) / convention.unit(*z.shape[-2:])
+
+
+class Preset(NamedTuple):
+    """A convention: preprocessing of the states, and the divisor of the entropy as a function of T and D."""
+
+    prepare: Callable[[Tensor], Tensor]
+    unit: Callable[[int, int], float]
+
+
+def _standardise(z: Tensor) -> Tensor:
+    """Z-score every feature over the tokens, and over the samples if the axis before the token axis exists."""
+    over = (-3, -2) if z.ndim > 2 else (-2,)
+    correction = min(1, math.prod(z.shape[axis] for axis in over) - 1)  # a single token has deviation 0
+    return (z - z.mean(over, keepdim=True)) / (z.std(over, correction=correction, keepdim=True) + 1e-5)
+
+
+def _centre_and_normalise(z: Tensor) -> Tensor:
+    """Subtract the mean token, then scale every token to unit length; tokens equal to the mean become zero."""
+    centred = z - z.mean(-2, keepdim=True)
+    norms = centred.norm(dim=-1, keepdim=True)
+    rounding = 1e-14 * z.norm(dim=-1, keepdim=True)
+    return (centred / norms).where(norms > rounding, 0.0)
+
+
+PRESETS: dict[str, Preset] = {
+    "plain": Preset(lambda z: z, lambda tokens, width: 1.0),
+    "lime-code": Preset(_standardise, lambda tokens, width: 1.0),
+    "wei": Preset(_centre_and_normalise, lambda tokens, width: math.log(width)),
+    "skean": Preset(_centre_and_normalise, lambda tokens, width: math.log(min(tokens, width))),
+}
+"""Conventions of the literature.
+
+- `plain`: the papers' formula, natural logarithm, no preprocessing.
+- `lime-code`: LIME's public code. Every feature is z-scored over samples and tokens (eps 1e-5), `[..., B, T, D]`; a
+  single sequence, `[T, D]`, is z-scored over its own tokens. That code uses alpha = 0.5.
+- `wei`: Wei et al., "Diff-eRank" and "Matrix-Entropy". Tokens centred and scaled to unit length, alpha = 1, divided by
+  log D (the maximum, 1, needs T > D).
+- `skean`: Skean et al., "Layer by Layer". As `wei` but divided by log min(T, D), that code's default. That code also
+  sets negative entries of the Gram matrix to 0, which makes the entropy too high; this step is omitted here, so
+  published values are higher.
+"""
 
 
 def _gram(z: Tensor) -> Tensor:
@@ -107,10 +153,11 @@ class RenyiEntropy(Means):
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
+        prepare, unit = PRESETS[PRESET]
 
         def entropies(z: Tensor) -> Tensor:  # [S, alphas], of one sequence's states in some layers, [S, T, D]
-            shares = _spectrum(_gram(z.double()))
-            return torch.stack([_entropy(shares, alpha) for alpha in ALPHAS], dim=1)
+            shares = _spectrum(_gram(prepare(z.double())))
+            return torch.stack([_entropy(shares, alpha) for alpha in ALPHAS], dim=1) / unit(*z.shape[-2:])
 
         mask = observation.attention_mask
         chosen = (priority(observation.sequence, self.setup.seed) < self.threshold).to(mask.device) & mask.any(1)

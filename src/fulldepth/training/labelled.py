@@ -30,8 +30,9 @@ from fulldepth.data.labelled import (
 )
 from fulldepth.data.sequences import Batch, Picture, collate_images
 from fulldepth.errors import FulldepthError, needing, one_line
+from fulldepth.execution.stream import is_close, relative_error
 from fulldepth.files import Fingerprint
-from fulldepth.hf import load_processor
+from fulldepth.hf import evaluating, load_processor
 from fulldepth.progress import Watcher
 from fulldepth.settings.train import AugmentationSettings, TrainSettings
 from fulldepth.targets import IGNORE
@@ -249,6 +250,24 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
     facts = _facts(data, described)
     train, validation = parts
     return RunData(config, tokenizer, train, validation, facts, Collator(pad_id=pad_id), warnings=data.warnings)
+
+
+@torch.no_grad()
+def padding_warning(model: Any, rows: LabelledRows, collator: Collator) -> list[str]:
+    """A warning if the logits of the shortest row change in a batch with the longest, where it is padded.
+
+    FNet and ConvBERT mix padding into the tokens; XLNet's classifier reads the last position.
+    """
+    ends = sorted(range(len(rows)), key=lambda index: len(rows[index].example.input_ids))
+    shortest, longest = rows[ends[0]], rows[ends[-1]]
+    with evaluating(model):
+        alone, padded = (model(**collator(batch)).logits[:1] for batch in ([shortest], [shortest, longest]))
+    if is_close(padded, alone):
+        return []
+    return [
+        f"The logits of {type(model).__name__} change by {relative_error(padded, alone):.1e} (relative) when a text is "
+        "padded to the longest of its batch, as in training; measure and exit do not pad it."
+    ]
 
 
 def _facts(data: LabelledData, described: Fingerprint) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from fulldepth.settings.train import TrainSettings
 from fulldepth.training.callback import RunCallback, stopping
 from fulldepth.training.evaluation import evaluate
 from fulldepth.training.folder import KIND, check_origin, explaining_full_disk, holding, open_run, step_of
-from fulldepth.training.labelled import image_data, text_data
+from fulldepth.training.labelled import image_data, padding_warning, text_data
 from fulldepth.training.model import build_model, start_exit_heads
 from fulldepth.training.text import conversation_data, packed_data, require_separate_documents
 from fulldepth.training.trainer import RunTrainer, resolved, training_arguments
@@ -80,6 +80,8 @@ def train(
             warnings = list(data.warnings)
             if settings.task == "causal-lm" and not settings.data.across_documents:
                 require_separate_documents(model)
+            if settings.task == "text-classification":
+                warnings += padding_warning(model, data.train, data.collator)
             trainer: Any = (data.trainer or RunTrainer)(model, arguments, data, settings)
             if settings.model.checkpoint is not None:
                 warnings += start_exit_heads(trainer.plain_model, settings.model.checkpoint)

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, default_data_collator
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from fulldepth.data import builtin_texts, conversations, open_documents, pack, train_tokenizer, train_wordpiece
 from fulldepth.data.conversations import encode_pair
@@ -28,7 +30,7 @@ from fulldepth.settings.train import TrainSettings
 from fulldepth.targets import IGNORE
 from fulldepth.training.folder import TOKENIZER
 from fulldepth.training.model import build_config, special_tokens
-from fulldepth.training.trainer import RunData, RunMixin, make_objective, trl_module
+from fulldepth.training.trainer import RunData, RunMixin, make_objective, trl_module, window_collator
 
 MOST_TOKENS = 1 << 20
 """Largest vocabulary of `builtin:N`."""
@@ -36,6 +38,9 @@ OWN = ("wordpiece", "bpe")
 """Kinds of tokenizers that are trained on the run's own texts."""
 SMALL_CORPUS = 1 << 25
 """Tokens up to which a corpus is always tokenised completely."""
+FLASH = "flash_attention_2"
+PROBE = "fulldepth_varlen"
+"""Name under which transformers finds `varlen_attention`."""
 LENGTH = 6
 """Tokens of each of the two documents."""
 LEAK, SAME = 1e-5, {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -49,6 +54,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'Assistant:\n' }}{% endif %}"
 )
 """For tokenizers without a chat template. The prompt ends in a line end, which tokenizers do not merge with a word."""
+READ = {"input_ids", "labels", "attention_mask", "position_ids", "seq_lengths"}
+"""Columns of a tokenised data set that determine batches and loss."""
 
 
 def run_tokenizer(settings: TrainSettings, home: Path, watcher: Watcher, texts: Iterable[str] | None = None) -> Any:
@@ -154,7 +161,7 @@ def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: 
             "documents": packed.documents,
             "train_sequences": len(packed.train),
         },
-        default_data_collator,
+        window_collator(settings),
     )
 
 
@@ -163,7 +170,8 @@ def require_separate_documents(model: PreTrainedModel) -> None:
     """Refuse a model in which position ids do not keep documents apart.
 
     Two documents in one row: the logits of the second must not depend on the first one's tokens, and must be those of
-    the second document alone.
+    the second document alone. Flash attention runs on accelerators only; `varlen_attention` replaces it in the test: it
+    receives the same arguments and cuts a row at the same places.
 
     Raises:
         FulldepthError: if the model does not keep documents apart.
@@ -174,12 +182,19 @@ def require_separate_documents(model: PreTrainedModel) -> None:
         raise FulldepthError(f"{name} takes no position_ids, so it cannot keep documents apart. {advice}")
     ids = torch.arange(3 * LENGTH).remainder(model.config.get_text_config().vocab_size).to(model.device)
     first, other, second = ids.split(LENGTH)
+    attention = model.config._attn_implementation
+    if attention == FLASH:
+        AttentionInterface.register(PROBE, varlen_attention)
+        AttentionMaskInterface.register(PROBE, ALL_MASK_ATTENTION_FUNCTIONS[FLASH])
+        model.config._attn_implementation = PROBE
     try:
         with evaluating(model):
             beside, changed = (_logits(model, torch.cat([before, second]))[LENGTH:] for before in (first, other))
             alone = _logits(model, second)
     except Exception as error:  # from the model's code, which may need a mask or another attention
         raise FulldepthError(f"{name} cannot read two documents in a row: {one_line(error, 200)}. {advice}") from error
+    finally:
+        model.config._attn_implementation = attention
     scale = alone.abs().max()
     if (beside - changed).abs().max() > LEAK * scale:
         raise FulldepthError(f"In {name} a document sees the one before it in spite of position_ids. {advice}")
@@ -192,6 +207,31 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
     positions = torch.arange(len(ids), device=ids.device) % LENGTH
     logits: Tensor = model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
     return logits
+
+
+def varlen_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    position_ids: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention with the interface of flash attention: a batch of one row is cut where positions restart.
+
+    Query, key and value are `[1, H, T, D]` and the result `[1, T, H, D]`; the mask is None, as without padding.
+    Windows and soft caps in `options` have no effect on two documents of a few tokens.
+    """
+    length = query.shape[2]
+    together = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    if position_ids is not None:
+        document = (position_ids[0] == position_ids.min()).cumsum(0)  # [T]
+        together &= document[:, None] == document
+    states = scaled_dot_product_attention(query, key, value, together, scale=scaling, enable_gqa=True)
+    return states.transpose(1, 2), None
 
 
 def sft_data(settings: TrainSettings, tokenizer: Any) -> tuple[list[Any], dict[str, Any], list[str]]:
@@ -344,12 +384,16 @@ def conversation_data(settings: TrainSettings, folder: Path, arguments: Any, wat
 
 
 def rows_hash(*parts: Any) -> str:
-    """`sha256:...` over the examples of each part, row by row."""
+    """`sha256:...` over the examples of TRL's trainer: token ids and masks, row by row, of each part.
+
+    Args:
+        parts: tokenised data sets of the trainer.
+    """
     digest = hashlib.sha256()
     for part in parts:
-        names = ["input_ids", "labels"]
+        names = sorted(set(part.column_names) & READ) or sorted(part.column_names)
         digest.update(f"{len(part)} {names}\n".encode())
-        for rows in part.with_format(None).iter(1000):
+        for rows in part.select_columns(names).with_format(None).iter(1000):
             for name in names:
                 digest.update(json.dumps(rows[name], separators=(",", ":")).encode())
     return f"sha256:{digest.hexdigest()}"

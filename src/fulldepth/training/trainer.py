@@ -17,17 +17,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedConfig, TrainingArguments
+from transformers import PreTrainedConfig, TrainingArguments, default_data_collator
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from fulldepth import launch
-from fulldepth.data import ShuffledSampler
+from fulldepth.data import ShuffledSampler, flatten_windows
 from fulldepth.data.labelled import EpochSampler, LabelledRows
 from fulldepth.errors import FulldepthError, needing, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import checkpoint_of, pick_device
-from fulldepth.losses import METHODS, TERMS, DepthTrainer, Objective
+from fulldepth.losses import METHODS, TERMS, DepthTrainer, Objective, per_batch_terms
 from fulldepth.losses.trainer import AnyTrainer, load_weights
 from fulldepth.processor import check_bfloat16
 from fulldepth.settings.train import ObjectiveSettings, TrainSettings
@@ -99,8 +99,6 @@ def training_arguments(settings: TrainSettings, folder: Path) -> Any:
         raise FulldepthError(
             f"min_learning_rate ({settings.min_learning_rate}) is above learning_rate ({settings.learning_rate})."
         )
-    if settings.attention == "flash_attention_2" and not settings.data.across_documents:
-        raise FulldepthError("data.across_documents=false needs attention=sdpa or eager; flash attention reads across.")
     if settings.min_learning_rate and settings.schedule != "cosine":
         raise FulldepthError(f"min_learning_rate belongs to the cosine schedule, not to {settings.schedule}.")
     installed = get_available_reporting_integrations()
@@ -250,6 +248,22 @@ def multistep(settings: TrainSettings, step: int) -> float:
         return step / settings.warmup_length
     factor: float = 0.1 ** sum(step >= round(share * settings.steps) for share in settings.milestones)
     return factor
+
+
+def window_collator(settings: TrainSettings) -> Callable[[list[Any]], dict[str, Any]]:
+    """The collator of windows: one row per window, or one row in all where flash attention must separate documents.
+
+    Raises:
+        FulldepthError: if a penalty needs each window in a row of its own.
+    """
+    if settings.data.across_documents or settings.attention != "flash_attention_2":
+        return default_data_collator
+    for name in per_batch_terms(settings.objective.terms):
+        raise FulldepthError(
+            f"With attention=flash_attention_2 and data.across_documents=false a batch is one long row, and "
+            f"{name} is a function of each sequence. Use attention=sdpa, or across_documents=true."
+        )
+    return flatten_windows
 
 
 @dataclass(frozen=True)

@@ -122,11 +122,17 @@ def write_gguf(
             kind = field.types[-1] if field else GGUFValueType.UINT32  # of the entries of a list
             array = isinstance(value, list | tuple)
             writer.add_key_value(key, value, GGUFValueType.ARRAY if array else kind, kind if array else None)
-        for name, data, kind in tensors(header, reader.tensors, layers, replaced):
+        written = {name: (data, kind) for name, data, kind in tensors(header, reader.tensors, layers, replaced)}
+        for name, (data, kind) in written.items():
             writer.add_tensor(name, data, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
+    again = {tensor.name: tensor for tensor in GGUFReader(output).tensors}
+    if again.keys() != written.keys() or not all(
+        np.array_equal(again[n].data, data) for n, (data, _) in written.items()
+    ):
+        raise FulldepthError(f"The export is dropped: {output} does not hold the tensors that were written.")
     anew = f"written anew: {names_of(replaced)}" if replaced else "no tensor changed"
     return [f"{len(layers)} layers in llama.cpp's architecture {architecture}; {anew}. Other bytes are the source's."]
 
