@@ -117,7 +117,7 @@ def test_several_models_share_figures_and_tables():
     aligned = trace(results.figures()["exit_tradeoff"], "aligned, confidence")
     assert list(aligned.x) == [entry["measured_speedup"] for entry in reported(one, "confidence")]
     assert [line.name for line in results.figures()["lens_accuracy"].data] == ["plain", "aligned"]
-    rows = cells(results, "thresholds", "Equal accuracy, and equal speed")
+    rows = cells(results, "thresholds", "Speed at equal accuracy")
     assert {label: row["Full accuracy"] for label, row in rows.items()} == {
         "plain (baseline)": "91.2 %", "aligned": "90.5 %",
     }  # fmt: skip

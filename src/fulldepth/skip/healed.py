@@ -73,7 +73,8 @@ def with_weights(healing: Healing, checkpoint: Path) -> Healing:
         kept = [n for n in range(find_anatomy(model).num_layers) if n + 1 not in gone]
         parts = {f"{prefix}.{new}.": f"{prefix}.{old}." for new, old in enumerate(kept)}
         state = {re.sub(rf"^{re.escape(prefix)}\.\d+\.", lambda own: parts[own[0]], n): w for n, w in state.items()}
-    model.load_state_dict(state, strict=False)
+    unknown = model.load_state_dict(state, strict=False).unexpected_keys  # removed branches have no trained weights
+    assert not unknown, f"trained weights that the model does not have: {unknown[:3]}"
     planned = {**healing.plan.document()["model"], "hash": model_hash(model)}
     return replace(healing, plan=healing.plan.changed(model=planned))
 
