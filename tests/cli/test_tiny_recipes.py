@@ -24,7 +24,7 @@ RECIPES = {
     "tiny-bert": (("multi-exit",), "authors/test.tsv", ("data.validation_sequences=12", "tokenizer=wordpiece:300")),
     "tiny-gpt2": (("aligned",), "authors/test.tsv", ("data.validation_sequences=12", "tokenizer=bpe:300")),
     "tiny-detr": (
-        METHODS,
+        ("aligned",),
         shapes("64x6/validation"),
         (f"data.name={shapes('64x8/train')}", f"data.validation={shapes('64x6/validation')}"),
     ),
