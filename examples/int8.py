@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import open_model
 from fulldepth.progress import Watcher
+from fulldepth.settings import layer
+from fulldepth.settings.search import PLACES, TARGETS
 from fulldepth.skip import Plan, SearchSettings, search, skipping
 from fulldepth.skip.bench import HeldoutLosses, heldout_losses, in_words
-from fulldepth.skip.outcome import settings_of
 from fulldepth.skip.plan import plan_scalars
 from fulldepth.skip.problem import read_data
 
@@ -37,10 +38,19 @@ def int8(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def searched_with(plan: Plan) -> SearchSettings:
+    """The settings of the search that made a plan, but for those of its machine."""
+    known = SearchSettings.model_fields.keys() - PLACES
+    stated = {name: value for name, value in plan.cost.get("settings", {}).items() if name in known}
+    if not any(stated.get(name) for name in TARGETS):
+        stated["blocks"] = len(plan.blocks)
+    return layer(SearchSettings, {"granularity": plan.granularity, **stated})
+
+
 def main(model: str | PreTrainedModel, plan: str | Plan, data: Any, heldout: Any = None) -> tuple[HeldoutLosses, Plan]:
     """Print held-out losses with the error of every difference; returns them, and the plan of the quantised model."""
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    settings = settings_of(plan, SearchSettings())
+    settings = searched_with(plan)
     checkpoint = open_model(model, dtype=settings.dtype)
     original = checkpoint.model
     plan.check_model(original)

@@ -278,6 +278,41 @@ def test_the_table_of_removed_blocks() -> None:
         assert line in page("results"), line
 
 
+def test_the_frontier() -> None:
+    """Loss added, its error and the ratios of times of every method, from the stored losses and times of every row."""
+    text_of_points = (DOCS / "gallery" / "frontier.jsonl").read_text(encoding="utf-8")
+    stored = {point["key"]: point["value"] for point in map(json.loads, text_of_points.splitlines())}
+    lines = re.findall(r"^\| 1\.2 \| (.*) \|$", page("results"), flags=re.MULTILINE)
+    assert len(lines) == sum(key.startswith("removed by") and "seed 0" in key for key in stored)
+    for line in lines:
+        name, removed, *cells = line.split(" | ")
+        seeds = [value for key, value in stored.items() if key.startswith(f"removed by {name}, seed")]
+        assert removed == f"{len(seeds[0]['attention'])} + {len(seeds[0]['mlp'])}"
+        for kind, cell in zip(("text", "answers"), cells, strict=False):
+            added = [added_loss(stored, kind, gone, "maps" in name or name == "ReplaceMe") for gone in seeds]
+            values = [value for value, _ in added]
+            error = added[0][1] if len(added) == 1 else np.std(values, ddof=1)
+            assert cell == f"{np.mean(values):+.3f} ± {error:.3f}", (name, kind)
+        where = [(phase, context) for phase in ("decode", "prefill") for context in (128, 512)]
+        for (phase, context), cell in zip(where, cells[2:], strict=True):
+            times = stored[f"times of the models for 1.2, context {context}"]
+            ratios = np.sort(np.divide(times[f"whole {phase}"], times[f"{name} {phase}"]))
+            assert len(ratios) == 9  # the 2nd and the 8th of 9 hold the median with a probability of 0.961
+            assert cell == f"{np.median(ratios):.2f} ({ratios[1]:.2f} to {ratios[7]:.2f})", (name, phase, context)
+
+
+def added_loss(stored: dict[str, Any], rows: str, removed: dict[str, list[int]], maps: bool) -> tuple[float, float]:
+    """Nats a token added, and the standard error of this ratio of sums over documents."""
+    whole = stored[f"losses on {rows} without {{}}"]
+    without = stored[f"losses on {rows} without {json.dumps(removed)}{', with maps' if maps else ''}"]
+    rows_added = pd.DataFrame({"added": np.subtract(without["sums"], whole["sums"]), "tokens": whole["tokens"]})
+    documents = rows_added.groupby(whole["documents"]).sum()
+    value = documents.added.sum() / documents.tokens.sum()
+    influences = (documents.added - value * documents.tokens) / documents.tokens.sum()
+    count = len(documents)
+    return value, float(np.sqrt(count / (count - 1) * (influences**2).sum()))
+
+
 def test_numbers_of_the_readme_and_the_gallery_stand_in_the_pages_that_explain_them() -> None:
     readme, gallery, results = text("README.md"), page("gallery"), page("results")
     removed = removals()

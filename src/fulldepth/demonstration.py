@@ -39,7 +39,7 @@ MEASURE: dict[str, Any] = {
     "entropy_sequences": 4,
     "words": ["is", "are", "was", "were"],
 }
-SEARCH: dict[str, Any] = {"max_sequences": 80, "fit": False, "context": 128, "pool": 12}
+SEARCH: dict[str, Any] = {"max_sequences": 48, "fit": False, "context": 128, "pool": 12}
 BENCH: dict[str, Any] = {"batches": [1], "max_new_tokens": 16, "repeats": 9}
 """Settings with which the demo takes about ten minutes on two cores."""
 MOST_LENGTH = 128

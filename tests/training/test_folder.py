@@ -48,7 +48,7 @@ def test_results_of_another_command_in_a_run_folder_are_not_written_over(recipe,
     document = json.loads((run / "results.json").read_text())
     (run / "results.json").write_text(json.dumps(document | {"kind": "measurement"}))
     before = contents(run)
-    with pytest.raises(FulldepthError, match="not of a training run"):
+    with pytest.raises(FulldepthError, match="not of a training run, but of 'measurement'"):
         train(settings(path), run, resume=True)
     assert contents(run) == before
 

@@ -48,8 +48,13 @@ class Finding:
 
         `standard_error` is null where `no_standard_error` gives the reason.
         """
-        unknown = {"value": None, **({"standard_error": None} if self.no_standard_error else {})}
-        return unknown | {name: entry for name, entry in vars(self).items() if entry is not None}
+        entries: dict[str, Any] = {"value": self.value, "unit": self.unit}
+        if self.interval is not None:
+            entries["interval"] = list(self.interval)
+        elif self.standard_error is not None or self.no_standard_error is not None:
+            entries["standard_error"] = self.standard_error
+        texts = {"sentence": self.sentence, "no_standard_error": self.no_standard_error}
+        return entries | {name: text for name, text in texts.items() if text is not None}
 
 
 SCHEMA_VERSION = 1

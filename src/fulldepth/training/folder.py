@@ -19,6 +19,7 @@ from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError, is_disk_full, one_line
 from fulldepth.files import Fingerprint, atomic, atomic_folder, locked, read_json, reading
 from fulldepth.hf import (
+    UNFINISHED,
     drop_checkpoints,
     is_sealed,
     load_processor,
@@ -32,7 +33,7 @@ from fulldepth.hf import (
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.losses import per_batch_terms
 from fulldepth.progress import Watcher
-from fulldepth.results import DOCUMENT, PAGE, TABLE
+from fulldepth.results import DOCUMENT, PAGE, TABLE, Results
 from fulldepth.settings import Settings, layer, read
 from fulldepth.settings.keywords import with_progress
 from fulldepth.settings.train import TrainSettings
@@ -76,7 +77,7 @@ class RunNotes(Settings):
 def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
     """Check that a run may write into a folder; nothing is written.
 
-    The folder of a run that ended before its first evaluation counts as empty.
+    The folder of a run that ended before its first step counts as empty.
 
     Raises:
         FulldepthError: if the folder holds a run and `resume` is not set, holds a run with other settings, or any
@@ -99,11 +100,14 @@ def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
                 f"{folder} holds a run of another recipe: {'; '.join(different[:4])}"
                 f"{'; ...' if len(different) > 4 else ''}. Resume it with its own settings, or choose another --output."
             )
-        document: Any = {"kind": KIND}
+        document: Any = None
         with suppress(FulldepthError):  # unreadable results are written anew
-            document = read_json(folder / DOCUMENT) if (folder / DOCUMENT).exists() else document
-        if not isinstance(document, dict) or document.get("kind") != KIND:
-            raise FulldepthError(f"{folder / DOCUMENT} is not of a training run. Move it elsewhere.")
+            document = read_json(folder / DOCUMENT) if (folder / DOCUMENT).exists() else None
+        kind = document.get("kind") if isinstance(document, dict) else None
+        if document is not None and kind != KIND:
+            raise FulldepthError(
+                f"{folder / DOCUMENT} is not of a training run, but of {one_line(repr(kind), 60)}. Move it elsewhere."
+            )
 
 
 @contextmanager
@@ -150,15 +154,23 @@ def holding(folder: Path, settings: TrainSettings, resume: bool) -> Iterator[tup
 
 
 def _took_no_step(folder: Path) -> bool:
-    """Whether the folder holds only the settings and the tokenizer of a run.
+    """Whether the folder holds only the settings of a run, with no row beyond step 0 and no checkpoint.
 
     Settings in another form than that of `dump` may be a user's recipe and are never overwritten.
     """
-    if any(any(folder.glob(pattern)) for pattern in NOT_OURS if pattern != TOKENIZER):
+    others = [pattern for pattern in NOT_OURS if pattern not in (TOKENIZER, DOCUMENT, TABLE, PAGE, "checkpoint-*")]
+    started = [path for path in folder.glob("checkpoint-*") if not (path / UNFINISHED).exists()]
+    if started or any(any(folder.glob(pattern)) for pattern in others):
         return False
-    with suppress(FulldepthError, OSError, UnicodeDecodeError):
-        return (folder / SETTINGS).read_text(encoding="utf-8") == dump(saved_settings(folder))
-    return False
+    try:
+        if (folder / SETTINGS).read_text(encoding="utf-8") != dump(saved_settings(folder)):
+            return False
+        if not (folder / DOCUMENT).exists():
+            return not (folder / TABLE).exists()
+        results = Results.load(folder)
+    except (FulldepthError, OSError, UnicodeDecodeError):
+        return False
+    return results.meta.get("kind") == KIND and bool((results.table.step == 0).all())
 
 
 def dump(settings: TrainSettings) -> str:
