@@ -284,7 +284,9 @@ def table(rows: Sequence[Row], kinds: Sequence[str]) -> str:
 
 def draw(rows: Sequence[Row], kinds: Sequence[str], context: int, path: Path) -> None:
     """Added loss over the predicted decode speed-up, a panel for each kind of rows."""
-    figure = make_subplots(cols=len(kinds), subplot_titles=kinds, x_title=f"predicted decode speed-up at {context} tokens")
+    figure = make_subplots(
+        cols=len(kinds), subplot_titles=kinds, x_title=f"predicted decode speed-up at {context} tokens"
+    )
     for number, name in enumerate(dict.fromkeys(row.method for row in rows)):
         own = [row for row in rows if row.method == name]
         for column, kind in enumerate(kinds, start=1):
