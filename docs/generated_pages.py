@@ -66,7 +66,7 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
     """MkDocs: add the pages."""
     for folder in sorted(path for path in GALLERY.iterdir() if path.is_dir()):
         results = Results.load(folder)
-        page = render(results.table, results.meta, f"Its rows are in docs/gallery/{folder.name} of the source.")
+        page = render(results.table, results.meta)
         files.append(File.generated(config, f"gallery/{folder.name}.html", content=page))
     for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
         text = (DOCS.parent / name).read_text(encoding="utf-8").replace("](docs/", "](")
