@@ -20,7 +20,7 @@ START ?= 0
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: .venv/.model ## Measure SmolLM2-135M, make a model 1.2 times as fast from it, time both (about ten minutes)
+demo: .venv/.model ## Measure SmolLM2-135M, make a model 1.2 times as fast from it, time both (ten to thirty minutes)
 	$(BIN)/fulldepth demo --output demo-run
 
 test: .venv/.dev .venv/older .venv/.model ## Run the tests; what .ci/run runs

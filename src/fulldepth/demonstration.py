@@ -41,7 +41,7 @@ MEASURE: dict[str, Any] = {
 }
 SEARCH: dict[str, Any] = {"max_sequences": 48, "fit": False, "context": 128, "pool": 12}
 BENCH: dict[str, Any] = {"batches": [1], "max_new_tokens": 16, "repeats": 9}
-"""Settings with which the demo takes about ten minutes on two cores."""
+"""Settings with which the demo takes ten to thirty minutes on two cores."""
 MOST_LENGTH = 128
 """Tokens per sequence of the search; fewer if the model has fewer positions."""
 
