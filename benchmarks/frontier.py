@@ -5,25 +5,28 @@
 The model is timed whole, without its attention and without its MLPs, in turn; that gives each part's share of the time,
 and with them the speed-up of any choice. Every method then removes what each target speed-up of decoding needs, chosen
 on windows of `corpus:builtin/train`; the loss is read on windows of `corpus:builtin/heldout` and on answers of GSM8K,
-rows that no choice saw. ReplaceMe removes the groups of Gromov et al. and has the maps of this package's `merge_maps`,
-fitted on other windows of the training part. The models of the target `--verify` are timed in turn, with their parts
-left out in place. Every measured point is a line of FOLDER/points.jsonl, so that a further run measures only what is
-missing. The table is printed, and drawn in FOLDER/frontier.html.
+rows that no choice saw. Some models are then healed on further windows of the training part: by this package's `refit`,
+or by the map of ReplaceMe, which removes the groups of Gromov et al. (its least squares, here with the ridge of the
+lowest loss on the windows that chose). The models of the target `--verify` are timed in turn, with their parts left out
+in place; healing does not change times. Every measured point is a line of FOLDER/points.jsonl, so that a further run
+measures only what is missing. The table is printed, and drawn in FOLDER/frontier.html.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from plotly import graph_objects as go
 from plotly.colors import qualitative
 from plotly.subplots import make_subplots
@@ -35,7 +38,7 @@ from fulldepth.execution import find_anatomy
 from fulldepth.execution.latency import PHASES, OtherLoad, Runner, Trial, random_tokens, time_in_rounds
 from fulldepth.hf import Block, load_checkpoint, load_tokenizer
 from fulldepth.progress import Watcher
-from fulldepth.skip import Examples, Plan, SearchSettings, merge_maps, read_examples, search, skipping
+from fulldepth.skip import Examples, Plan, SearchSettings, read_examples, refit, search, skipping
 from fulldepth.skip.bench import HeldoutLosses, heldout_losses
 from fulldepth.skip.goal import count_goal
 from fulldepth.skip.loss_cache import LossCache
@@ -54,23 +57,23 @@ class Method(NamedTuple):
     search: str | None = None
     """A search that ranks once; None = this package's own, for the target."""
     seeds: Sequence[int] = (0,)
-    maps: bool = False
-    """Whether the maps of `merge_maps` follow the choice."""
+    healed: Sequence[str] = ()
+    """Ways to heal its models: `refit` of this package, or the `map` of ReplaceMe."""
 
 
 METHODS = {
-    "ours, any": Method("any"),
-    "ours, any, maps": Method("any", maps=True),
+    "ours, any": Method("any", healed=("refit",)),
     "ours, attention": Method("attention"),
-    "ours, layers": Method("layer"),
-    "ShortGPT": Method("layer", "cosine"),
+    "ours, layers": Method("layer", healed=("refit",)),
+    "ShortGPT": Method("layer", "cosine", healed=("refit",)),
     "LLM-Drop, attention": Method("attention", "cosine"),
     "LLM-Drop, joint": Method("any", "cosine"),
-    "Gromov, groups": Method("layer", "groups"),
-    "ReplaceMe": Method("layer", "groups", maps=True),
+    "Gromov, groups": Method("layer", "groups", healed=("map", "refit")),
     "last layers": Method("layer", "last"),
     "random layers": Method("layer", "random", SEEDS),
 }
+RIDGES = (0.1, 0.01, 1e-3, 1e-4, 1e-5)
+"""Multiples of the mean eigenvalue, for the map of ReplaceMe."""
 
 
 class Points:
@@ -129,13 +132,17 @@ class Subject:
         self.model = load_checkpoint(args.model, device="cpu", dtype=args.dtype).model.eval()
         self.anatomy, self.context, self.repeats = find_anatomy(self.model), args.context, args.repeats
         self.pool = args.pool
+        self.last: tuple[Any, Any] = None, None
+        """The model healed last, behind how and what; it is read on several kinds of rows."""
         tokenizer = load_tokenizer(args.model)
 
         def rows(data: Any, limit: int, length: int = WINDOW) -> Examples:
             return read_examples(None, tokenizer, None, heldout=data, sequence_length=length, limit=limit)
 
         self.choose = rows("corpus:builtin/train", args.choose)
-        self.fit = rows("corpus:builtin/train", args.fit)
+        drawn = rows("corpus:builtin/train", args.choose + args.fit).heldout
+        known = {tuple(row.input_ids.tolist()) for row in self.choose.heldout}
+        self.fit = [row for row in drawn if tuple(row.input_ids.tolist()) not in known][: args.fit]
         self.read = {"text": rows("corpus:builtin/heldout", args.read)}
         if args.gsm8k is not None:
             lines = map(json.loads, (args.gsm8k / "test.jsonl").read_text(encoding="utf-8").splitlines())
@@ -205,31 +212,68 @@ class Subject:
             loss_cache = LossCache(problem.scorer, problem.chunks, process)
             return [block for pick in rank(loss_cache, settings.search, goal, seed=settings.seed) for block in pick]
 
-    def mapped(self, removed: Lacking) -> PreTrainedModel:
-        """The model without these blocks, with maps in its weights."""
+    def refitted(self, removed: Lacking) -> PreTrainedModel:
+        """The model without these blocks, healed by `refit`."""
         names = [f"{block.part} {block.layer}" for block in blocks_of(removed)]
         row = Examples([], self.choose.heldout[:1], self.choose.meta)
         plan = search(self.model, row, 1, search="last", granularity="layer", fit=False)
         plan = plan.changed(granularity="any", blocks=names, losses=[0.0] * (len(names) + 1))  # only blocks are read
-        rows = Examples(self.fit.heldout, self.choose.heldout, self.fit.meta)
-        return merge_maps(plan, self.model, rows, batch_size=BATCH).model
+        rows = Examples(self.fit, self.choose.heldout, self.choose.meta)  # a fourth of `fit` is only read
+        return refit(plan, self.model, rows, batch_size=BATCH).model
 
-    def losses(self, removed: Lacking, rows: str, maps: bool = False) -> dict[str, list[float]]:
+    @torch.no_grad()
+    def mapped(self, removed: Lacking) -> PreTrainedModel:
+        """The model without this run of layers, with the map of ReplaceMe in the MLP before it."""
+        host, end = removed["mlp"][0] - 1, removed["mlp"][-1]
+        seen: dict[str, Tensor] = {}
+
+        def keep(name: str) -> Callable[..., None]:
+            return lambda module, inputs, output: seen.update({name: output[0].double()})
+
+        branch = self.anatomy.part(host, "mlp")
+        assert branch is not None
+        places = {"added": branch, "stream": self.anatomy.blocks[host - 1], "wanted": self.anatomy.blocks[end - 1]}
+        hooks = [module.register_forward_hook(keep(name)) for name, module in places.items()]
+        gram, cross = 0.0, 0.0
+        for row in self.fit:
+            self.anatomy.body(input_ids=row.input_ids[None])
+            gram = gram + seen["added"].T @ seen["added"]
+            cross = cross + seen["added"].T @ (seen["wanted"] - seen["stream"])
+        for hook in hooks:
+            hook.remove()
+        best, least = None, math.inf
+        for ridge in RIDGES:
+            change = torch.linalg.solve(gram + ridge * gram.diagonal().mean() * torch.eye(len(gram)), cross)
+            model = copy.deepcopy(self.model)
+            weight = model.get_submodule(f"model.layers.{host - 1}.mlp.down_proj").weight
+            weight += change.T.to(weight) @ weight
+            with skipping(find_anatomy(model), blocks_of(removed), "any"):
+                read = heldout_losses({"": model}, self.choose.heldout, BATCH, Watcher())["loss"]
+            if read.mean("") < least:
+                best, least = model, read.mean("")
+        assert best is not None
+        return best
+
+    def losses(self, removed: Lacking, rows: str, healing: str = "") -> dict[str, list[float]]:
         """Summed losses of every row without these blocks, its tokens that count, and its document."""
 
         def measure() -> dict[str, list[float]]:
-            with nullcontext() if maps else skipping(self.anatomy, blocks_of(removed), "any"):
-                model = self.mapped(removed) if maps else self.model
+            if (healing, str(removed)) != self.last[0]:
+                healed = {"": lambda _: self.model, "map": self.mapped, "refit": self.refitted}[healing](removed)
+                self.last = (healing, str(removed)), healed
+            model = self.last[1]
+            whole = healing == "refit"  # its removed parts add zeros
+            with nullcontext() if whole else skipping(find_anatomy(model), blocks_of(removed), "any"):
                 read = heldout_losses({"": model}, self.read[rows].heldout, BATCH, Watcher())["loss"]
             values = {"sums": read.sums[""], "tokens": read.tokens, "documents": read.documents}
             return {name: array.tolist() for name, array in values.items()}
 
-        key = f"losses on {rows} without {json.dumps(removed)}{', with maps' if maps else ''}"
+        key = f"losses on {rows} without {json.dumps(removed)}{f', {healing}' if healing else ''}"
         return self.points.get(key, measure)
 
-    def added(self, removed: Lacking, rows: str, maps: bool) -> tuple[float, float]:
+    def added(self, removed: Lacking, rows: str, healing: str) -> tuple[float, float]:
         """Nats per token that these removals add, and the standard error over documents."""
-        whole, without = self.losses({}, rows), self.losses(removed, rows, maps)
+        whole, without = self.losses({}, rows), self.losses(removed, rows, healing)
         sums = {"whole": np.array(whole["sums"]), "without": np.array(without["sums"])}
         losses = HeldoutLosses(sums, np.array(whole["tokens"]), np.array(whole["documents"]))
         difference = losses.added("without")
@@ -249,16 +293,11 @@ class Row(NamedTuple):
     """Rows -> nats and their standard error; of several seeds, the mean and the standard deviation over seeds."""
 
 
-def row_of(subject: Subject, name: str, target: float, verified: Mapping[int, Mapping[str, Any]]) -> Row | None:
-    """A row of the table; None if the method does not reach the target."""
+def rows_of(subject: Subject, name: str, target: float, verified: Mapping[int, Mapping[str, Any]]) -> Iterator[Row]:
+    """The rows of a method: as chosen, and healed; none if it does not reach the target."""
     choices = [own for seed in METHODS[name].seeds if (own := subject.choice(name, seed, target))]
     if not choices:
-        return None
-    added = {}
-    for rows in subject.read:
-        values = [subject.added(own, rows, METHODS[name].maps) for own in choices]
-        only = [value for value, _ in values]
-        added[rows] = values[0] if len(values) == 1 else (mean(only), stdev(only))
+        return
     cells = [(context, phase) for context in CONTEXTS for phase in PHASES]
     measured = {}
     for context, phase in cells if verified else ():
@@ -267,7 +306,13 @@ def row_of(subject: Subject, name: str, target: float, verified: Mapping[int, Ma
         measured[context, phase] = f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
     predicted = {cell: subject.speedup(choices[0], *cell) for cell in cells}
     removed = " + ".join(str(len(choices[0][part])) for part in PARTS)
-    return Row(name, target, removed, predicted, measured, added)
+    for healing in ("", *METHODS[name].healed):
+        added = {}
+        for rows in subject.read:
+            values = [subject.added(own, rows, healing) for own in choices]
+            only = [value for value, _ in values]
+            added[rows] = values[0] if len(values) == 1 else (mean(only), stdev(only))
+        yield Row(f"{name} + {healing}" if healing else name, target, removed, predicted, measured, added)
 
 
 def table(rows: Sequence[Row], kinds: Sequence[str]) -> str:
@@ -318,7 +363,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512, help="tokens of the prompt for which targets are counted")
     parser.add_argument("--choose", type=int, default=16, help="windows that parts are chosen on")
     parser.add_argument("--pool", type=int, help="candidates that every round of our search reads; default: all")
-    parser.add_argument("--fit", type=int, default=64, help="windows that maps are fitted on")
+    parser.add_argument("--fit", type=int, default=64, help="windows that weights are fitted on")
     parser.add_argument("--read", type=int, default=32, help="windows, and answers, that losses are read on")
     parser.add_argument("--repeats", type=int, default=9, help="rounds of a timing")
     parser.add_argument("--dtype", default="float32", help="bfloat16 reads losses in half the time")
@@ -330,7 +375,7 @@ def main() -> None:
         if target == args.verify:
             key = f"times of the models for {target:g}"
             verified = {context: subject.rounds(key, {"whole": {}, **removed}, context) for context in CONTEXTS}
-        rows += [row for name in removed if (row := row_of(subject, name, target, verified))]
+        rows += [row for name in removed for row in rows_of(subject, name, target, verified)]
     print(table(rows, list(subject.read)))
     draw(rows, list(subject.read), args.context, args.folder / "frontier.html")
 

@@ -17,7 +17,7 @@ from fulldepth.skip import (
     TRAIN,
     VALIDATION,
     Plan,
-    merge_maps,
+    refit,
     save_healed,
     with_model,
     with_weights,
@@ -45,8 +45,9 @@ def heal(
     """Heal the model of a plan, and write an ordinary checkpoint with the results of healing.
 
     Args:
-        plan: the plan, its file, or its folder. Maps in closed form come first; then the model without the removed
-            parts learns from its text and from the original's predictions (distillation), in adapters that are merged.
+        plan: the plan, its file, or its folder. Weights that stay are refitted by least squares; then the model without
+            the removed parts learns from its text and from the original's predictions (distillation), in adapters that
+            are merged.
             The control is the original, trained in the same way on the same tokens.
         model: the checkpoint that the plan was made for, or the loaded model, which does not change.
         data: as for `fulldepth.skip.search`.
@@ -61,7 +62,7 @@ def heal(
         Held-out losses of the original, the removed and the healed models; see `fulldepth.skip.healed`.
 
     Raises:
-        FulldepthError: as `fulldepth.skip.merge_maps` and `export`; if `output` exists.
+        FulldepthError: as `fulldepth.skip.refit` and `export`; if `output` exists.
     """
     target = Path(output)
     if target.exists():
@@ -71,7 +72,7 @@ def heal(
     plan, work = plan if isinstance(plan, Plan) else Plan.load(plan), target.with_name(f"{target.name}-work")
     opened = {"tokenizer": tokenizer, "heldout": heldout, "watcher": watcher}
     with locked(work):
-        healing = merge_maps(plan, model, data, settings=settings, **opened)
+        healing = refit(plan, model, data, settings=settings, **opened)
         chosen = tokenizer or settings.tokenizer
         if settings.steps:
             passes = settings.steps * settings.global_batch_size / len(healing.fitting)

@@ -35,9 +35,9 @@ def test_the_command_heals_trains_and_compares_with_its_control(tmp_path, main, 
     code, shown, said = main("skip", "heal", tmp_path / "plan.json", tmp_path / "model", *options)
     assert code == 0, said
     results = Results.load(out)
-    states = ["original", "removed", "maps", "trained", "control"]
+    states = ["original", "removed", "refitted", "trained", "control"]
     losses = {state: results.values("loss", "mean", "model", model=state).item() for state in states}
-    assert losses["trained"] < losses["maps"]
+    assert losses["trained"] < losses["refitted"]
     assert losses["control"] < losses["original"]
     healed = AutoModelForCausalLM.from_pretrained(out)
     assert sum("self_attn" in name for name in healed.state_dict()) == 4 * 2

@@ -136,7 +136,7 @@ SKIPS = {
     "apply gguf": Scenario(
         "skip apply plan-gguf model.gguf --format gguf --output new.gguf", "plan-gguf model.gguf", writes="nothing"
     ),
-    "heal maps": Scenario(
+    "heal refit": Scenario(
         "skip heal plan model --data data/pairs.jsonl --steps 0 --output new",
         "plan/plan.json model data/pairs.jsonl",
         writes="checkpoint",

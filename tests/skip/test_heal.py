@@ -1,7 +1,8 @@
-"""Maps against least squares by numpy on states of stock models, and healed models against hooks on stock models."""
+"""Refitted weights against least squares by numpy on states of stock models, removed by hooks."""
 
 from __future__ import annotations
 
+import copy
 import json
 
 import numpy as np
@@ -21,16 +22,25 @@ from fulldepth.skip.plan import rows_of
 from skip import plain, planned
 
 STRENGTH = 0.1
-RUNS = [
-    ("llama", "layer", [2, 3], [((1, "mlp"), (3, "mlp"))]),
-    ("llama", "attention", [2, 3], [((1, "mlp"), (2, "attention")), ((2, "mlp"), (3, "attention"))]),
-    ("qwen2", "mlp", [3, 1], [((1, "attention"), (1, "mlp")), ((3, "attention"), (3, "mlp"))]),
-    ("gpt2", "layer", [1, 3], [((2, "mlp"), (3, "mlp"))]),  # Conv1D with a bias; nothing precedes the first layer
-    ("gpt_neox", "attention", [2], [((2, "mlp"), (2, "attention"))]),  # one sum takes both
-    ("gpt_neox", "layer", [2], [((1, "mlp"), (2, "mlp"))]),
-    ("granite", "layer", [2], [((1, "mlp"), (2, "mlp"))]),  # branches are scaled in the sum
-    ("opt", "mlp", [2], [((2, "attention"), (2, "mlp"))]),
+ATTENTIONS = [((1, "mlp"), (2, "attention")), ((2, "mlp"), (3, "attention")), ((3, "mlp"), (3, "mlp"))]
+LAYER = [((1, "mlp"), (2, "mlp")), ((3, "attention"), (3, "attention")), ((3, "mlp"), (3, "mlp"))]
+MLPS = [((1, "attention"), (1, "mlp")), *(((2, own), (2, own)) for own in ("attention", "mlp"))]
+PAIRS = [
+    ("llama", "layer", [2], LAYER),
+    ("llama", "attention", [2, 3], ATTENTIONS),
+    ("qwen2", "mlp", [3, 1], [*MLPS, ((3, "attention"), (3, "mlp"))]),
+    ("gpt2", "layer", [1, 3], [((2, "attention"), (2, "attention")), ((2, "mlp"), (3, "mlp"))]),  # Conv1D with a bias
+    ("gpt_neox", "attention", [2], [((2, "mlp"), (2, "attention")), ((3, "mlp"), (3, "mlp"))]),  # one sum takes both
+    ("gpt_neox", "layer", [2], [LAYER[0], LAYER[2]]),
+    ("granite", "layer", [2], LAYER),  # branches are scaled in the sum
+    ("opt", "mlp", [2], [((2, "attention"), (2, "mlp")), *LAYER[1:]]),
 ]
+"""Family, what is removed, and every refitted branch with the one behind which the stream is matched."""
+PROJECTIONS = {
+    "gpt2": ("attn.c_proj", "mlp.c_proj"),
+    "gpt_neox": ("attention.dense", "mlp.dense_4h_to_h"),
+    "opt": ("self_attn.out_proj", "fc2"),
+}
 
 
 def texts(count: int, seed: int) -> list[Example]:
@@ -46,27 +56,31 @@ def data(count: int = 60) -> Examples:
 
 @pytest.fixture
 def always(monkeypatch):
-    """The one map of a strength and an objective is taken, whatever the loss."""
+    """The change of one strength is taken, whatever it leaves."""
 
-    def take(objective: str, strength: float = STRENGTH) -> None:
-        monkeypatch.setattr(heal, "OBJECTIVES", (objective,))
-        monkeypatch.setattr(heal, "STRENGTHS", (strength,))
-        monkeypatch.setattr(heal.Gap, "loss", lambda self, change=None: 1.0 - (change is not None))
+    def take(strength: float = STRENGTH) -> None:
+        monkeypatch.setattr(heal, "best_change", lambda own, others: (strength, 0.5, own.change(strength)))
 
     return take
 
 
 class Streams:
-    """Stock modules of a model, with what they pass on in one pass over a text."""
+    """A stock model without branches, and what its modules pass on in one pass over a text."""
 
-    def __init__(self, model, removed, maps) -> None:
-        self.model, self.removed, self.maps = model, removed, maps
+    def __init__(self, model, removed=()) -> None:
+        self.model, self.removed = model, removed
         self.gain = getattr(model.config, "residual_multiplier", 1.0)
         self.parallel = model.config.model_type == "gpt_neox"
 
-    def __call__(self, ids, host, end):
-        """[T, D] M of the host and the stream behind `end`, with branches removed and maps in place; logits."""
-        seen, hooks = {}, []
+    def projection(self, branch):
+        names = PROJECTIONS.get(self.model.config.model_type, ("self_attn.o_proj", "mlp.down_proj"))
+        return plain.blocks_of(self.model)[branch[0] - 1].get_submodule(names[branch[1] == "mlp"])
+
+    def __call__(self, ids, branch, end):
+        """[T, K] inputs of a branch's projection, times the gain; [T, D] the stream behind `end`; logits."""
+        seen = {}
+        projection = self.projection(branch)
+        hooks = [projection.register_forward_pre_hook(lambda m, a: seen.update(inputs=a[0]))]
         for number, block in enumerate(plain.blocks_of(self.model), start=1):
             hooks.append(
                 block.register_forward_pre_hook(
@@ -92,60 +106,50 @@ class Streams:
         stream = seen[layer, "out"]
         if role == "attention" and not self.parallel:
             stream = seen[layer, "in"] + self.gain * seen[layer, "attention"]
-        return self.gain * seen[host].view_as(stream)[0], stream[0], logits
+        return self.gain * seen["inputs"].reshape(len(ids), -1), stream[0], logits
 
     def branch(self, seen, key, output):
         value = output[0] if isinstance(output, tuple) else output
-        if key in self.removed:
-            value = torch.zeros_like(value)
-        elif key in self.maps:
-            value = value @ self.maps[key]
-        seen[key] = value
+        seen[key] = value = torch.zeros_like(value) if key in self.removed else value
         return (value, *output[1:]) if isinstance(output, tuple) else value
 
 
-def least_squares(objective, added, own, wanted):
-    """T by numpy on stacked rows, as the docstring of the module states it."""
-    m, s, x = (np.concatenate(rows) for rows in (added, own, wanted))
-    weight, aim = np.ones((len(m), 1)), x
-    if objective == "cosine":
-        size = np.linalg.norm(s, axis=1, keepdims=True)
-        towards = x / np.linalg.norm(x, axis=1, keepdims=True)
-        weight, aim = 1 / size**2, s + size * (towards - (s * towards).sum(1, keepdims=True) / size * s / size)
-    ridge = STRENGTH * np.trace(m.T @ (weight * m)) / m.shape[1]
-    identity, root = np.eye(m.shape[1]), np.sqrt(weight)
-    rows = np.concatenate([root * m, np.sqrt(ridge) * identity])
-    return np.linalg.lstsq(rows, np.concatenate([root * (aim - s + m), np.sqrt(ridge) * identity]))[0]
+def least_squares(inputs, own, wanted):
+    """`W' - W` by numpy on stacked rows, as the docstring of the module states it."""
+    a, s, x = (np.concatenate(rows) for rows in (inputs, own, wanted))
+    root = 1 / np.linalg.norm(s, axis=1, keepdims=True)
+    ridge = STRENGTH * ((root * a) ** 2).sum() / a.shape[1]
+    rows = np.concatenate([root * a, np.sqrt(ridge) * np.eye(a.shape[1])])
+    return np.linalg.lstsq(rows, np.concatenate([root * (x - s), np.zeros((a.shape[1], s.shape[1]))]))[0]
 
 
-@pytest.mark.parametrize("objective", ["squares", "cosine"])
-@pytest.mark.parametrize(("family", "granularity", "blocks", "runs"), RUNS)
+@pytest.mark.parametrize(("family", "granularity", "blocks", "pairs"), PAIRS)
 @torch.no_grad()
-def test_a_healed_model_computes_the_least_squares_maps(family, granularity, blocks, runs, objective, always):
+def test_a_healed_model_has_the_weights_of_least_squares(family, granularity, blocks, pairs, always):
     model = tiny_models.build(family, dtype=torch.float64)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     plan = planned.plan(model, blocks, granularity, None)
-    always(objective)
+    always()
     examples = data()
-    healing = heal.merge_maps(plan, model, examples, progress=False)
+    healing = heal.refit(plan, model, examples, progress=False)
     fitted = heal.split_rows(plan, examples, False, 0)[0]
     roles = ("attention", "mlp") if granularity == "layer" else (granularity,)
-    stock, maps = Streams(model, (), {}), {}
-    for host, end in runs:
-        healed = Streams(model, {(layer, role) for layer in blocks for role in roles}, dict(maps))
-        passes = [(stock(e.input_ids, host, end), healed(e.input_ids, host, end)) for e in fitted]
+    gone = {(layer, role) for layer in blocks for role in roles}
+    stock, healed = Streams(model), Streams(copy.deepcopy(model), gone)
+    for branch, end in pairs:
+        passes = [(stock(e.input_ids, branch, end), healed(e.input_ids, branch, end)) for e in fitted]
         rows = (
             [a.numpy() for a in part] for part in zip(*((own[0], own[1], ref[1]) for ref, own in passes), strict=True)
         )
-        maps[host] = torch.from_numpy(least_squares(objective, *rows))
+        change, projection = torch.from_numpy(least_squares(*rows)), healed.projection(branch)
+        projection.weight += change.T if isinstance(projection, torch.nn.Linear) else change
     ids = texts(1, 3)[0].input_ids
-    expected = Streams(model, {(layer, role) for layer in blocks for role in roles}, maps)(ids, *runs[0])[2]
-    removed = Streams(model, {(layer, role) for layer in blocks for role in roles}, {})(ids, *runs[0])[2]
+    expected, removed = (Streams(own, gone)(ids, *pairs[0])[2] for own in (healed.model, model))
     got = healing.model(input_ids=ids[None]).logits[0]
     assert torch.allclose(got, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
     assert (got - removed).abs().max() > 1e-3 * removed.abs().max()
-    assert [(m.host, m.end) for m in healing.maps] == [
-        tuple(f"{role} of layer {layer}" for layer, role in run) for run in runs
+    assert [(own.branch, own.end) for own in healing.refits] == [
+        tuple(f"{role} of layer {layer}" for layer, role in pair) for pair in pairs
     ]
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
@@ -153,8 +157,8 @@ def test_a_healed_model_computes_the_least_squares_maps(family, granularity, blo
 @torch.no_grad()
 def test_an_infinite_ridge_changes_nothing(always):
     model = tiny_models.build("llama", dtype=torch.float64)
-    always("squares", 1e15)
-    healed = heal.merge_maps(planned.plan(model, [2], "attention", None), model, data(), progress=False).model
+    always(1e15)
+    healed = heal.refit(planned.plan(model, [2], "attention", None), model, data(), progress=False).model
     changed = [n for n, w in model.named_parameters() if (healed.get_parameter(n) - w).abs().max() > 1e-12]
     assert changed == ["model.layers.1.self_attn.o_proj.weight"]  # zero: removed
 
@@ -170,29 +174,50 @@ def test_a_removed_layer_that_is_linear_in_its_host_is_healed_exactly(always):
     second.post_attention_layernorm = torch.nn.Identity()
     second.mlp = torch.nn.Linear(tiny_models.WIDTH, tiny_models.WIDTH, bias=False).double()
     second.mlp.weight[:, :half] = 0
-    always("squares", 1e-12)
-    healing = heal.merge_maps(planned.plan(model, [2], "layer", None), model, data(), progress=False)
+    always(1e-12)
+    healing = heal.refit(planned.plan(model, [2], "layer", None), model, data(), progress=False)
     ids = texts(1, 3)[0].input_ids[None]
     expected = model(input_ids=ids).logits
     assert torch.allclose(healing.model(input_ids=ids).logits, expected, rtol=0, atol=1e-6)
     assert healing.readings["kl"].mean("removed") > 1e-3
-    assert healing.readings["kl"].mean("maps") < 1e-9
-    assert healing.readings["greedy_agreement"].mean("maps") == 1
+    assert healing.readings["kl"].mean("refitted") < 1e-9
+    assert healing.readings["greedy_agreement"].mean("refitted") == 1
 
 
-def test_the_choice_is_by_the_loss_of_rows_that_no_map_was_fitted_on():
+def test_the_strength_leaves_the_smallest_sum_on_rows_that_were_not_fitted():
+    """Against the sums themselves, on rows of which half of what is wanted follows from the inputs."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, stream, noise = (torch.randn(2, 60, size, generator=generator).double() for size in (20, 6, 6))
+    wanted = stream + inputs @ torch.randn(20, 6, generator=generator).double() / 4 + noise
+    parts = heal.Sums(), heal.Sums()
+    for own, rows in zip(parts, zip(inputs, stream, wanted, strict=True), strict=True):
+        own.add(*rows)
+    strength, left, change = heal.best_change(*parts)
+    weight = 1 / stream[1].norm(dim=-1, keepdim=True)
+
+    def sum_left(change):
+        return float((weight * (stream[1] + inputs[1] @ change - wanted[1])).square().sum())
+
+    tried = {own: sum_left(parts[0].change(own)) / sum_left(torch.zeros(20, 6).double()) for own in heal.STRENGTHS}
+    assert strength == min(tried, key=tried.get)
+    assert max(heal.STRENGTHS) > strength > min(heal.STRENGTHS)
+    assert left == pytest.approx(tried[strength])
+    assert torch.equal(change, parts[0].change(strength))
+    unrelated = heal.Sums()
+    unrelated.add(inputs[1], stream[1], stream[1] - inputs[1] @ change)
+    assert heal.best_change(parts[0], unrelated) == (None, 1.0, None)
+
+
+def test_losses_are_of_rows_that_neither_choice_nor_refit_saw():
     model = plain.trained(5, steps=200)
     plan, examples = planned.plan(model, [2, 3], "layer"), plain.examples(train=60)
-    healing = heal.merge_maps(plan, model, examples, progress=False)
-    (taken,) = healing.maps
-    assert taken.after == pytest.approx(plain.loss(healing.model, examples.heldout, (), "layer"), abs=1e-5)
-    assert taken.before == pytest.approx(
-        plain.loss(planned.scaled(model, plan), examples.heldout, (), "layer"), abs=1e-4
-    )
-    assert taken.after < taken.before
+    healing = heal.refit(plan, model, examples, progress=False)
     unseen = healing.examples.heldout
-    for label, own in {"original": model, "removed": planned.scaled(model, plan), "maps": healing.model}.items():
-        assert healing.readings["loss"].mean(label) == pytest.approx(plain.loss(own, unseen, (), "layer"), abs=1e-4)
+    models = {"original": model, "removed": planned.scaled(model, plan), "refitted": healing.model}
+    losses = {label: plain.loss(own, unseen, (), "layer") for label, own in models.items()}
+    for label, loss in losses.items():
+        assert healing.readings["loss"].mean(label) == pytest.approx(loss, abs=1e-4)
+    assert losses["refitted"] < losses["removed"] - 0.1 * (losses["removed"] - losses["original"])
     parts = heal.split_rows(plan, examples, False, 0)
     numbers = [{id(example) for example in part} for part in parts]
     assert len(set.union(*numbers)) == sum(map(len, numbers)) == len(examples.train) + len(examples.heldout)
@@ -200,10 +225,10 @@ def test_the_choice_is_by_the_loss_of_rows_that_no_map_was_fitted_on():
 
 def test_a_branch_behind_a_norm_stays_as_it_is():
     model = tiny_models.build("gemma3")
-    healing = heal.merge_maps(planned.plan(model, [2], "layer", None), model, data(), progress=False)
-    assert [(m.objective, m.reason) for m in healing.maps] == [
+    healing = heal.refit(planned.plan(model, [2], "layer", None), model, data(), progress=False)
+    assert {(own.strength, own.reason) for own in healing.refits} == {
         (None, "its output is not that of one linear layer of its own")
-    ]
+    }
 
 
 @pytest.mark.parametrize(
@@ -216,14 +241,14 @@ def test_the_folder_is_a_checkpoint_with_results(granularity, family, tmp_path, 
     config = json.loads((tmp_path / "healed" / "config.json").read_text())
     assert config["architectures"] == [family]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "healed")
-    healed = heal.merge_maps(plan, model, data(), progress=False).model
+    healed = heal.refit(plan, model, data(), progress=False).model
     ids = texts(1, 3)[0].input_ids[None]
     with torch.no_grad():
         assert torch.allclose(loaded(input_ids=ids).logits, healed(input_ids=ids).logits, atol=1e-4)
     saved = Results.load(tmp_path / "healed")
     assert saved.headline == results.headline
-    assert list(saved.values("loss", "mean", "model", model="maps")) == [
-        results.values("loss", "mean", "model", model="maps").item()
+    assert list(saved.values("loss", "mean", "model", model="refitted")) == [
+        results.values("loss", "mean", "model", model="refitted").item()
     ]
     page = (tmp_path / "healed" / "report.html").read_text()
     assert "What healing brings" in page
@@ -237,7 +262,7 @@ def few() -> Examples:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"data": few()}, "no rows to fit maps on"),
+        ({"data": few()}, "no rows to fit weights on"),
         ({"model": tiny_models.build("llama", seed=1)}, "another LlamaForCausalLM"),
         ({"model": cpu_offload(tiny_models.build("llama"))}, "Offloaded"),
         ({"output": "."}, "exists already"),

@@ -137,9 +137,9 @@ def heal_command(
 ) -> None:
     """Heal a plan's model, and write an ordinary checkpoint with a page that says what healing brought.
 
-    Maps in closed form: for each run of removed blocks, the linear map of what the last block before it adds that best
-    gives the original's states behind it, merged into that block's own weights (ReplaceMe). Then distillation from the
-    original (`--steps 0` leaves it out), with the original trained in the same way as a control.
+    First without training: the output projections that stay, from the last before a removed block on, are refitted by
+    least squares, so that the stream is as in the original. Then distillation from the original (`--steps 0` leaves it
+    out), with the original trained in the same way as a control.
 
     Example: `fulldepth skip heal out/plan.json MODEL --data text.jsonl --output healed/`
     """

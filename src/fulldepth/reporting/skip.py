@@ -442,7 +442,7 @@ def tables(source: PageSource) -> dict[str, Sequence[Any]]:
 
 
 def _healing(part: SkipPart) -> list[Table]:
-    """The losses before and after healing, and the maps."""
+    """The losses before and after healing, and what was refitted."""
     rows, losses = [], {}
     for name in map(str, part.table["model"].dropna().unique()):
         cells: dict[str, Any] = {key: part.value(key, "mean", model=name) for key in ("loss", "kl", "greedy_agreement")}
@@ -452,8 +452,8 @@ def _healing(part: SkipPart) -> list[Table]:
             added = minus(losses[name] - base, "+.4f")
             cells["added"] = f"{added} {plus_minus({'standard_error': error})}".strip()
         rows.append((short(name, 40), cells))
-    maps = [(short(str(one.get("host")), 40), one) for one in part.meta.get("maps") or []]
-    return [of_record("healed", rows), of_record("maps", maps)]
+    refits = [(short(str(one.get("branch")), 40), one) for one in part.meta.get("refits") or []]
+    return [of_record("healed", rows), of_record("refits", refits)]
 
 
 def _block_map(removal: Removal, layers: int) -> dict[str, Any]:

@@ -237,7 +237,7 @@ DOCUMENT = entries(
         "models",
     ),
     (entries("Plan", *PLAN), "plan"),
-    (many(entries("HealingMap", (str, "host end objective reason"), (Number, "strength before after"))), "maps"),
+    (many(entries("Refit", (str, "branch end reason"), (Number, "strength left"))), "refits"),
     (GENERATED | many(EXIT), "generation"),
     (
         named(entries("Speed", (Number, "full"), (Ratio, "speedup speedup_at_baseline"))),

@@ -24,7 +24,7 @@ class HealSettings(HeldoutSettings):
     }
 
     steps: Annotated[int, Field(ge=0, le=10**9)] = 100
-    """Steps of distillation from the original after the maps, and of its control; 0 = maps only."""
+    """Steps of distillation from the original after the refit, and of its control; 0 = the refit only."""
     global_batch_size: Batch = 8
     """Sequences in a step."""
     learning_rate: Rate = 5e-4

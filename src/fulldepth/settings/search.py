@@ -184,4 +184,4 @@ class ExportSettings(LoadingSettings):
     shard_size: str | int = "5GB"
     """Maximum size of one weight file, such as 2GB; a number is in bytes."""
     gguf_type: GgufType | None = None
-    """Type of changed matrices in a GGUF; None = q8_0 for quantised ones, else the source's."""
+    """Type of changed matrices in a GGUF; None = the source's, or q8_0 where that cannot be written."""

@@ -1,27 +1,23 @@
-r"""`merge_maps`: heals a model without training, by a linear map for each run of removed blocks.
+r"""`refit`: heals a model without training, by least squares on the weights of the branches that stay.
 
-The last branch before the removed ones that stays, their host, adds `M` to the residual stream. After the removed
-blocks the stream was `X` in the original model, and is `S = Y + M` now. The map of ridge regression, shrunk towards the
-identity,
+From the last branch before the first removed one on, every attention and MLP that stays is refitted, in the order of
+the stream, each in the model as refitted so far. Its last projection `W` reads `A`, so that it adds `A W` to the
+residual stream, which is `S` behind it; in the original the stream is `X` there, or behind the removed branches that
+follow. The weights of ridge regression, shrunk towards `W`,
 
-    T = argmin_T sum w |Y + M T - X'|^2 + lambda |T - I|^2 = I + (M' w M + lambda I)^-1 M' w (X' - S)
+    W' = argmin sum w |S - A W + A W' - X|^2 + lambda |W' - W|^2 = W + (A' w A + lambda I)^-1 A' w (X - S)
 
-over all tokens of the calibration text replaces `M` by `M T`: it is multiplied into the host's last projection, so the
-model gets no new weights. Two objectives are tried. `squares`: `w = 1`, `X' = X`. `cosine`, which large tokens do not
-dominate: `w = 1 / |S|^2` and `X' = S + |S| (X / |X| - cos(S, X) S / |S|)`, one step from `T = I` along the gradient of
-the sum of `cos(Y + M T, X)`. `lambda` is a multiple of the mean eigenvalue of `M' w M`. Objective and multiple have the
-lowest next-token loss on rows that no map was fitted on; where none is below that of `T = I`, the host stays as it is.
-Runs of removed blocks are healed from the first to the last, each in the model as healed so far.
+over all tokens of the calibration text replace `W`: the model gets no new weights. `w = 1 / |S|^2`, so that tokens of
+a large stream do not dominate. `lambda` is the multiple of the mean eigenvalue of `A' w A` that leaves the smallest sum
+on rows that were not fitted; where none lowers that of `W`, the branch stays as it is.
 
-Source: ReplaceMe (arXiv 2505.02819), for contiguous layers; here for any removed attention and MLP, with a choice of
-lambda by the model's loss.
+Source: ReplaceMe (arXiv 2505.02819), which replaces contiguous layers by `W' = W T` in the one branch before them.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +26,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -43,7 +38,6 @@ from fulldepth.execution.scoring import AGREEMENT, DIVERGENCE, LOSS, ScoredBatch
 from fulldepth.execution.verify import check_task, prove
 from fulldepth.hf import (
     Anatomy,
-    Classifier,
     OutputWeights,
     device_of,
     evaluating,
@@ -53,7 +47,6 @@ from fulldepth.hf import (
 )
 from fulldepth.hf.checkpoint_folder import check_target
 from fulldepth.hf.model_hash import model_hash
-from fulldepth.losses import aligned_loss
 from fulldepth.progress import Watcher
 from fulldepth.settings import layer as layered
 from fulldepth.settings.heal import HealSettings
@@ -68,32 +61,27 @@ from fulldepth.skip.plan import Plan, decided, listed_rows, row_of
 from fulldepth.skip.problem import read_data
 
 ROLES = ("attention", "mlp")
-OBJECTIVES = ("squares", "cosine")
-STRENGTHS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.001, 1e-4)
-"""Multiples for lambda, tried from the strongest until the loss rises."""
+STRENGTHS = (100.0, 30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
+"""Multiples for lambda."""
 READINGS = (LOSS, DIVERGENCE, AGREEMENT)
 FIFTH = 5
 Branch = tuple[int, str]
 """1-based layer, and `attention` or `mlp`."""
 
 
-class HealingMap(NamedTuple):
-    """The map of one run of removed blocks."""
+class Refit(NamedTuple):
+    """What became of one branch."""
 
-    host: str
-    """The branch that it is merged into: `mlp of layer 3`."""
+    branch: str
+    """Such as `mlp of layer 3`."""
     end: str
-    """The last removed branch."""
-    objective: str | None = None
-    """`squares` or `cosine`; None if no map lowers the loss, or none can be merged."""
+    """The branch behind which the stream is matched: the last removed one that follows, or itself."""
     strength: float | None = None
-    """lambda over the mean eigenvalue."""
-    before: float | None = None
-    """Loss without the map on the rows that chose it, in nats per token."""
-    after: float | None = None
-    """Loss with it."""
+    """lambda over the mean eigenvalue; None if the branch stays as it is."""
+    left: float | None = None
+    """Share of the sum of squares that is left on the rows that chose the strength."""
     reason: str = ""
-    """Why there is none."""
+    """Why it stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -102,24 +90,24 @@ class Healing:
 
     original: PreTrainedModel
     model: PreTrainedModel
-    """Removed branches add zeros; scalars and maps are in the weights."""
+    """Removed branches add zeros; scalars are in the weights, which are refitted."""
     plan: Plan
     """Of `model`, for `export`."""
     settings: HealSettings
     examples: Examples
     """`heldout`: rows that neither choice nor healing has seen; `train`: all others."""
     fitting: list[Example]
-    """Rows that maps were fitted on."""
+    """Rows that weights were fitted on."""
     choosing: list[Example]
-    """Rows that chose them."""
-    maps: list[HealingMap]
+    """Rows that chose the strength of each ridge."""
+    refits: list[Refit]
     readings: dict[str, HeldoutLosses]
     """`loss`, `kl` to the original and `greedy_agreement` with it -> sums of the models `original`, `removed` (scalars
-    included) and `maps`, on the held-out rows."""
+    included) and `refitted`, on the held-out rows."""
 
 
 @takes_settings(HealSettings)
-def merge_maps(
+def refit(
     plan: Plan | str | Path,
     model: str | Path | PreTrainedModel,
     data: Any,
@@ -129,10 +117,10 @@ def merge_maps(
     tokenizer: Any = None,
     heldout: Any = None,
 ) -> Healing:
-    """Heal the model of a plan by linear maps in its own weights; see the docstring of this module.
+    """Heal the model of a plan by least squares on its own weights; see the docstring of this module.
 
-    Data are split by rows or documents. The held-out fifth of `search`, which chose the blocks, chooses the maps; a
-    fourth of the others is held out to measure on, and the maps are fitted on the rest. Where the plan states the
+    Data are split by rows or documents. The held-out fifth of `search`, which chose the blocks, chooses the ridges; a
+    fourth of the others is held out to measure on, and the weights are fitted on the rest. Where the plan states the
     length, number and seed of its sequences, they are the defaults.
 
     Args:
@@ -170,8 +158,10 @@ def merge_maps(
         before = heldout_losses(
             {"original": original, "removed": healed}, unseen, settings.batch_size, watcher, READINGS
         )
-        maps = _heal(original, healed, plan, scales, (fitting, choosing), settings.batch_size, watcher)
-        after = heldout_losses({"original": original, "maps": healed}, unseen, settings.batch_size, watcher, READINGS)
+        refits = _heal(original, healed, plan, scales, (fitting, choosing), settings.batch_size, watcher)
+        after = heldout_losses(
+            {"original": original, "refitted": healed}, unseen, settings.batch_size, watcher, READINGS
+        )
     planned = {**plan.document()["model"], "hash": model_hash(healed)}
     return Healing(
         original,
@@ -181,7 +171,7 @@ def merge_maps(
         Examples([*fitting, *choosing], unseen, examples.meta),
         fitting,
         choosing,
-        maps,
+        refits,
         {kind: replace(own, sums={**own.sums, **after[kind].sums}) for kind, own in before.items()},
     )
 
@@ -196,7 +186,7 @@ def settings_of(plan: Plan, given: HealSettings) -> HealSettings:
 def split_rows(
     plan: Plan, examples: Examples, separate: bool, seed: int
 ) -> tuple[list[Example], list[Example], list[Example]]:
-    """Rows to fit maps on, to choose them by, and to measure on.
+    """Rows to fit weights on, to choose ridges by, and to measure on.
 
     Args:
         plan: lists the rows that chose its blocks.
@@ -220,7 +210,7 @@ def split_rows(
             "held-out data, or none: rows of the data are kept apart then."
         )
     unseen = [example for example in unseen if row_of(example) not in known]
-    for rows, use in ((rest, "fit maps on"), (choosing, "choose maps by"), (unseen, "measure healing on")):
+    for rows, use in ((rest, "fit weights on"), (choosing, "choose ridges by"), (unseen, "measure healing on")):
         if not any(example.predicted for example in rows):
             raise FulldepthError(
                 f"The data leave no rows to {use}: there are {len(documents)} documents besides the held-out ones. "
@@ -229,21 +219,23 @@ def split_rows(
     return rest, choosing, unseen
 
 
-def hosts(anatomy: Anatomy, removed: frozenset[Branch]) -> dict[Branch, Branch]:
-    """Host -> last branch of the run of removed branches behind it, in the order of the stream.
+def ends(anatomy: Anatomy, removed: frozenset[Branch]) -> dict[Branch, Branch]:
+    """Branch that stays -> the last removed one of those that follow, or itself; in the order of the stream.
 
-    Branches of a parallel block are added to the same stream, so that one that stays is the host of one that is
-    removed. Branches before the first that stays have no host.
+    The first is the last before a removed one. Branches of a parallel block are added to the same stream, so that only
+    the last that stays is taken, and is followed by one that is removed.
     """
-    parallel, host, runs = anatomy.family.design == "parallel", None, {}
+    parallel, host, found = anatomy.family.design == "parallel", None, dict[Branch, Branch]()
     for layer in range(1, anatomy.num_layers + 1):
         own = [(layer, role) for role in ROLES if anatomy.part(layer, role) is not None]
-        for branch in sorted(own, key=lambda branch: parallel and branch in removed):
-            if branch not in removed:
-                host = branch
-            elif host is not None:
-                runs[host] = branch
-    return runs
+        gone = [branch for branch in own if branch in removed]
+        if parallel:
+            own = [*[branch for branch in own if branch not in removed][-1:], *gone]
+        for branch in own:
+            host = host if branch in removed else branch
+            if host is not None and min(removed) <= branch:
+                found[host] = branch
+    return found
 
 
 class Walk:
@@ -261,92 +253,71 @@ class Walk:
         self.states = [self.runner.begin(batch.inputs) for batch in batches]
         """[B, T, D] of each batch, after `layer` layers."""
 
-    def advance(self, layer: int, *modules: nn.Module) -> list[list[Tensor]]:
-        """Run all batches through the layers up to `layer`; returns the outputs of modules, for each batch."""
-        kept = []
-        for number, batch in enumerate(self.batches):
-            self.states[number], outputs = self.run(batch, self.states[number], layer, *modules)
-            kept.append(outputs)
+    def advance(self, layer: int) -> None:
+        """Run all batches through the layers up to `layer`."""
+        self.states = [self.run(number, layer)[0] for number in range(len(self.batches))]
         self.layer = layer
-        return kept
 
-    def run(self, batch: ScoredBatch, states: Tensor, last: int, *modules: nn.Module) -> tuple[Tensor, list[Tensor]]:
-        """Run one batch from `self.layer` to layer `last`, without moving there."""
-        outputs: dict[nn.Module, Tensor] = {}
+    def run(self, number: int, last: int, *modules: nn.Module) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Run one batch from `self.layer` to layer `last`, without moving there.
+
+        Returns:
+            The states behind it, and the first input and the output of each module.
+        """
+        seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-            outputs[module] = (output[0] if isinstance(output, tuple) else output).view_as(states)
+            seen[module] = inputs[0] if inputs else output, output[0] if isinstance(output, tuple) else output
 
-        self.runner.begin(batch.inputs)
+        states = self.states[number]
+        self.runner.begin(self.batches[number].inputs)
         with ExitStack() as hooks:
             for module in modules:
                 hooks.callback(module.register_forward_hook(keep).remove)
             states = self.runner.run([n for n in range(self.layer + 1, last + 1) if n not in self.gone], states)
-        return states, [outputs[module] for module in modules]
+        return states, [seen[module] for module in modules]
 
 
-class Gap:
-    """The streams at one run of removed branches.
+class Sums:
+    """The sums over tokens that a ridge regression needs."""
 
-    Args:
-        walk: of the model as healed so far, behind the run; the first batches are those to fit on.
-        added: [B, T, D] M of each of its batches.
-        wanted: [B, T, D] X of each batch to fit on.
-        classifier: of the model.
+    def __init__(self) -> None:
+        self.gram: Any = 0.0
+        """[K, K] A' w A."""
+        self.cross: Any = 0.0
+        """[K, D] A' w (X - S)."""
+        self.gap: Any = 0.0
+        """sum w |X - S|^2."""
+
+    def add(self, inputs: Tensor, stream: Tensor, wanted: Tensor) -> None:
+        """Add tokens: `[R, K]` A, and `[R, D]` S and X."""
+        size = stream.norm(dim=-1, keepdim=True)
+        a, gap = inputs / size, (wanted - stream) / size
+        self.gram, self.cross = self.gram + (a.T @ a).double(), self.cross + (a.T @ gap).double()
+        self.gap += gap.double().square().sum()
+
+    def change(self, strength: float) -> Tensor:
+        """`W' - W`, `[K, D]`."""
+        ridge = strength * self.gram.diagonal().mean()
+        return torch.linalg.solve(self.gram + ridge * torch.eye(len(self.gram)).to(self.gram), self.cross)
+
+    def left(self, change: Tensor) -> float:
+        """Share of the sum of squares that is left after a change."""
+        return float(1 - (change * (2 * self.cross - self.gram @ change)).sum() / self.gap)
+
+
+def best_change(fitted: Sums, others: Sums) -> tuple[float | None, float, Tensor | None]:
+    """The strength that leaves the smallest share on other rows, that share, and the change; None if none is below 1.
+
+    Strengths are tried from the strongest until the share rises.
     """
-
-    def __init__(self, walk: Walk, added: Sequence[Tensor], wanted: Sequence[Tensor], classifier: Classifier) -> None:
-        self.walk, self.added, self.wanted, self.classifier = walk, added, wanted, classifier
-
-    def changes(self, objective: str) -> Iterator[tuple[float, Tensor]]:
-        """(strength, `T - I` as `[D, D]` float64) from the strongest."""
-        width = self.added[0].shape[-1]
-        gram, cross = (torch.zeros(width, width, dtype=torch.float64, device=self.added[0].device) for _ in range(2))
-        for batch, own, added, wanted in zip(
-            self.walk.batches, self.walk.states, self.added, self.wanted, strict=False
-        ):
-            real = batch.inputs["attention_mask"].bool()
-            s, m, x = (states[real].double() for states in (own, added, wanted))  # [R, D]
-            if objective == "cosine":
-                size = s.norm(dim=-1, keepdim=True)
-                direction, aim = s / size, functional.normalize(x, dim=-1)
-                miss = aim - (direction * aim).sum(-1, keepdim=True) * direction
-                gram, cross = gram + (m / size).T @ (m / size), cross + (m / size).T @ miss
-            else:
-                gram, cross = gram + m.T @ m, cross + m.T @ (x - s)
-        values, vectors = torch.linalg.eigh(gram)
-        cross = vectors.T @ cross
-        for strength in STRENGTHS:
-            ridge = strength * values.mean()
-            yield strength, vectors @ (cross / (values + ridge).clamp(min=1e-300)[:, None])
-
-    def loss(self, change: Tensor | None = None) -> float:
-        """Loss in nats per token with a map on the rows that choose it; None = without."""
-        walk, first, total, tokens = self.walk, len(self.wanted), 0.0, 0
-        last = walk.runner.anatomy.num_layers
-        for batch, own, added in zip(walk.batches[first:], walk.states[first:], self.added[first:], strict=True):
-            states, _ = walk.run(batch, own if change is None else own + added @ change.to(added), last)
-            rows = states[batch.where]  # [R, D]
-            total += len(rows) * float(aligned_loss([rows], self.classifier.tokens, batch.targets))
-            tokens += len(rows)
-        return total / tokens
-
-    def best(self, unhealed: HealingMap) -> tuple[HealingMap, Tensor | None]:
-        """The best map, and its `T - I`; None where none lowers the loss."""
-        before = self.loss()
-        found = unhealed._replace(before=before, after=before, reason="no map lowers the loss")
-        best, least = None, before
-        for objective in OBJECTIVES:
-            last = math.inf
-            for strength, change in self.changes(objective):
-                loss = self.loss(change)
-                if loss < least:
-                    least, best = loss, change
-                    found = found._replace(objective=objective, strength=strength, after=loss, reason="")
-                if loss > last:
-                    break
-                last = loss
-        return found, best
+    best: tuple[float | None, float, Tensor | None] = (None, 1.0, None)
+    for strength in STRENGTHS:
+        change = fitted.change(strength)
+        if not (left := others.left(change)) < best[1]:
+            break
+        best = strength, left, change
+    return best
 
 
 @torch.no_grad()
@@ -358,60 +329,67 @@ def _heal(
     rows: tuple[Sequence[Example], Sequence[Example]],
     batch_size: int,
     watcher: Watcher,
-) -> list[HealingMap]:
-    """Merge maps into a model whose removed branches add zeros.
+) -> list[Refit]:
+    """Refit a model whose removed branches add zeros.
 
     Args:
         original: the model before the removal.
         healed: the model to heal.
         plan: what was removed.
         scales: c where the stream of `healed` is that of its plan over c (`Folding.stream_scale`).
-        rows: to fit on, and to choose by.
+        rows: to fit on, and to choose ridges by.
         batch_size: sequences in a batch.
-        watcher: receives progress after each run of removed branches.
+        watcher: receives progress after each branch.
     """
     fitted, chosen = ([b.to(device_of(original)) for b in make_batches(part, batch_size)] for part in rows)
     source, _ = prove(original, fitted[0].inputs)
-    anatomy, classifier = prove(healed, fitted[0].inputs)
+    anatomy, _ = prove(healed, fitted[0].inputs)
     if anatomy.family.design == "post":
-        raise FulldepthError(f"A {type(healed).__name__} cannot be healed by maps: its norms come after the sums.")
+        raise FulldepthError(f"A {type(healed).__name__} cannot be refitted: its norms come after the sums.")
     removed = frozenset((layer, role) for role in ROLES for layer in plan.lacking(role))
-    runs = hosts(anatomy, removed)
-    weights = find_output_weights(anatomy, runs, probes(anatomy))
+    pairs = ends(anatomy, removed)
+    weights = find_output_weights(anatomy, pairs, probes(anatomy))
     gone = [layer for layer in range(1, anatomy.num_layers + 1) if {(layer, role) for role in ROLES} <= removed]
-    there, here = Walk(source, fitted), Walk(anatomy, [*fitted, *chosen], gone)
-    maps: list[HealingMap] = []
-    merged: dict[nn.Module, Tensor] = {}
-    watcher.begin("Maps", len(runs))
-    for host, end in runs.items():
+    there, here = Walk(source, [*fitted, *chosen]), Walk(anatomy, [*fitted, *chosen], gone)
+    done: list[Refit] = []
+    watcher.begin("Refitting", len(pairs))
+    for branch, end in pairs.items():
         watcher.advance(1)
-        unhealed = HealingMap(f"{host[1]} of layer {host[0]}", f"{end[1]} of layer {end[0]}")
-        branch, projection = anatomy.part(host[0], f"{host[1]}_branch"), _projection(healed, weights[host])
-        middle = end[1] == "attention" and anatomy.family.design != "parallel"
-        outputs = here.advance(end[0] - middle, *([branch, projection] if branch and projection else []))
-        if projection is None or not all(torch.equal(*both) for both in outputs):
-            maps.append(unhealed._replace(reason="its output is not that of one linear layer of its own"))
-            continue
-        there.advance(end[0] - middle)
-        wanted = there.states
-        attention = source.part(end[0], "attention_branch")
-        if middle and attention:  # the original's stream between the attention and the MLP of the layer
-            passed = [there.run(batch, own, end[0], attention) for batch, own in zip(fitted, wanted, strict=True)]
-            wanted = [own + source.branch_scale * out for own, (_, (out,)) in zip(wanted, passed, strict=True)]
-        scale = scales[2 * end[0] - middle]
-        added = [anatomy.branch_scale * out for out, _ in outputs]
-        found, change = Gap(here, added, [own / scale for own in wanted], classifier).best(unhealed)
-        maps.append(found)
-        if change is not None:
-            merged[projection] = change
-            here.states = [own + out @ change.to(out) for own, out in zip(here.states, added, strict=True)]
-    for projection, change in merged.items():
-        for weight in projection.parameters(recurse=False):
-            inputs_last = isinstance(projection, nn.Linear) and weight.ndim == 2  # [outputs, inputs]
-            wide = weight.double().T if inputs_last else weight.double()
-            wide = wide + wide @ change
-            weight.copy_(wide.T if inputs_last else wide)
-    return maps
+        names = (f"{role} of layer {layer}" for layer, role in (branch, end))
+        refit = Refit(next(names), next(names))
+        module, projection = anatomy.part(branch[0], f"{branch[1]}_branch"), _projection(healed, weights[branch])
+        inside = end[1] == "attention" and anatomy.family.design != "parallel"  # between attention and MLP of a layer
+        layer = end[0] - inside
+        sums = Sums(), Sums()
+        there.advance(layer)
+        for number, batch in enumerate(here.batches):
+            if module is None or projection is None:
+                break
+            stream, ((_, added), (inputs, output)) = here.run(number, max(layer, branch[0]), module, projection)
+            if not torch.equal(added.view_as(output), output):
+                projection = None
+                break
+            if layer < branch[0]:
+                stream = here.states[number] + anatomy.branch_scale * added
+            wanted = there.states[number]
+            if inside and (attention := source.part(end[0], "attention_branch")) is not None:
+                _, ((_, added),) = there.run(number, end[0], attention)
+                wanted = wanted + source.branch_scale * added
+            real = batch.inputs["attention_mask"].bool().flatten()
+            wide = torch.promote_types(stream.dtype, torch.float32)
+            a, s, x = (values.reshape(len(real), -1)[real].to(wide) for values in (inputs, stream, wanted))
+            sums[number >= len(fitted)].add(anatomy.branch_scale * a, s, x / scales[2 * end[0] - inside])
+        if projection is None:
+            done.append(refit._replace(reason="its output is not that of one linear layer of its own"))
+        else:
+            strength, left, change = best_change(*sums)
+            reason = "" if strength else "no ridge leaves less of the difference"
+            done.append(refit._replace(strength=strength, left=left, reason=reason))
+            if change is not None:
+                weight = projection.get_parameter("weight")
+                weight.copy_(weight.double() + (change.T if isinstance(projection, nn.Linear) else change))
+        here.advance(max(layer, here.layer))
+    return done
 
 
 def _projection(model: PreTrainedModel, weights: OutputWeights) -> nn.Module | None:

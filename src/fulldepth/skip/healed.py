@@ -1,6 +1,6 @@
 """`save_healed`: a healed model as an ordinary checkpoint, with the results of healing in its folder.
 
-Rows, with the column `model` (`original`, `removed`, `maps`, and after training `trained` and `control`): `loss`
+Rows, with the column `model` (`original`, `removed`, `refitted`, and after training `trained` and `control`): `loss`
 (`mean`: nats per token; `difference_stderr`: of the difference to the original, over `count` documents), `kl` (`mean`:
 KL(original || model)) and `greedy_agreement` (`mean`: share of tokens for which both predict the same next token), of
 the same held-out rows for every model.
@@ -37,8 +37,8 @@ from fulldepth.skip.plan import Plan, in_sample
 KIND = "heal"
 NAMES = {
     "removed": "without the removed blocks",
-    "maps": "with maps",
-    "trained": "with maps, then trained",
+    "refitted": "refitted",
+    "trained": "refitted, then trained",
     "control": "control: the original, trained on the same tokens",
 }
 """Model -> its name in sentences."""
@@ -80,7 +80,7 @@ def with_weights(healing: Healing, checkpoint: Path) -> Healing:
 
 
 def write_start(healing: Healing, folder: Path, tokenizer: Any = None) -> Path:
-    """Export the model with its maps to train from, or take the export of the same model that is there.
+    """Export the refitted model to train from, or take the export of the same model that is there.
 
     Raises:
         FulldepthError: as `export`; if the folder holds another model.
@@ -93,7 +93,7 @@ def write_start(healing: Healing, folder: Path, tokenizer: Any = None) -> Path:
 
 
 def write_texts(healing: Healing, start: Path, folder: Path) -> None:
-    """Write the rows that maps were fitted on and those that chose them, as texts to train on and to validate with.
+    """Write the rows that were fitted on and those that chose ridges, as texts to train on and to validate with.
 
     Raises:
         FulldepthError: if the export in `start` has no tokenizer.
@@ -155,7 +155,7 @@ def outcome(healing: Healing, plan: Plan) -> Results:
         },
         "data": healing.examples.meta,
         "plan": plan.document(),
-        "maps": [each._asdict() for each in healing.maps],
+        "refits": [each._asdict() for each in healing.refits],
         "warnings": warnings,
         "headline": dict(headline(healing)),
     }
@@ -175,7 +175,7 @@ def headline(healing: Healing) -> Iterator[tuple[str, Finding]]:
             f"{agreement:.1%} of {losses.count} tokens."
         )
         yield f"loss_added {label}", gap_finding(added, sentence)
-    last = "trained" if "trained" in labels else "maps"
+    last = "trained" if "trained" in labels else "refitted"
     change = losses.added(last, "removed")
     yield "healing", gap_finding(change, f"Healing changes the loss by {in_words(change, 'the model without it')}.")
     if "control" in labels:

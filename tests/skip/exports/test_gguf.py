@@ -149,7 +149,8 @@ def test_changed_weights_are_stored_as_transformers_reads_them_and_equal_ones_as
     [
         (None, None, "F32", 1e-4),
         (None, "bf16", "BF16", 0.03),
-        (KINDS.Q4_1, None, "Q8_0", 0.3),
+        (KINDS.Q4_1, None, "Q4_1", 0.5),
+        (KINDS.Q4_1, "q8_0", "Q8_0", 0.3),
         (KINDS.Q8_0, "f16", "F16", 0.1),
     ],
 )
@@ -165,6 +166,12 @@ def test_folded_scalars_change_the_output_projections_alone(quantise, gguf_type,
     }
     assert {tensors[name][0].name for name in other} == {kind}
     assert report.bytes == report.path.stat().st_size
+
+
+def test_a_type_that_cannot_be_written_becomes_q8_0():
+    values = np.linspace(-1, 1, 512, dtype=np.float32).reshape(2, 256)
+    given = KINDS.Q4_K, KINDS.Q6_K, KINDS.Q5_0
+    assert [writer.encoded(values, kind)[1] for kind in given] == [KINDS.Q8_0, KINDS.Q8_0, KINDS.Q5_0]
 
 
 GEMMA = {"num_hidden_layers": 12, "sliding_window": 4, "head_dim": 256}

@@ -34,6 +34,8 @@ from fulldepth.skip.plan import Plan
 
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 DECI_TENSORS = re.compile(r"(attn_(norm|q|k|v|output)|ffn_(norm|gate|up|down))\.(weight|bias)")
+WRITTEN = {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}
+"""Types of tensors that the `gguf` package writes."""
 """Tensors of a layer that llama.cpp reads for `deci`."""
 HEADS, KV_HEADS, WIDTH = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
 Layers = list[tuple[int | None, int | None]]
@@ -100,8 +102,8 @@ def write_gguf(
         without_mlp: 1-based layers whose MLP is removed.
         weights: name in transformers, with the source's layer numbers -> weight to store. Where it equals the source's
             dequantised weight in its own precision, the source's bytes are copied. None = no weight changed.
-        gguf_type: `f16`, `bf16` or `q8_0`, of changed matrices; None = `q8_0` for quantised ones (`f16` where a row is
-            no multiple of 32), else the source's type.
+        gguf_type: `f16`, `bf16` or `q8_0`, of changed matrices; None = the source's type, or `q8_0` where the `gguf`
+            package cannot write that (`f16` where a row is no multiple of 32).
 
     Returns:
         Notes on what was written.
@@ -286,7 +288,7 @@ def encoded(values: np.ndarray, source_type: Any, gguf_type: str | None = None) 
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quantize  # noqa: PLC0415
 
     kind = source_type
-    if values.ndim > 1 and (gguf_type or GGML_QUANT_SIZES[kind][0] > 1):
+    if values.ndim > 1 and (gguf_type or kind.name not in WRITTEN):
         kind = GGMLQuantizationType[(gguf_type or "q8_0").upper()]
     if values.shape[-1] % GGML_QUANT_SIZES[kind][0]:
         kind = GGMLQuantizationType.F16
