@@ -65,7 +65,7 @@ METHODS = {
     "ours, any": Method("any", healed=("refit",)),
     "ours, attention": Method("attention"),
     "ours, layers": Method("layer", healed=("refit",)),
-    "ShortGPT": Method("layer", "cosine", healed=("refit",)),
+    "ShortGPT": Method("layer", "cosine"),
     "LLM-Drop, attention": Method("attention", "cosine"),
     "LLM-Drop, joint": Method("any", "cosine"),
     "Gromov, groups": Method("layer", "groups", healed=("map", "refit")),

@@ -28,6 +28,7 @@ from fulldepth.settings.compare import CompareSettings
 from fulldepth.settings.evaluate import EvaluateSettings
 from fulldepth.settings.exit import ExitSettings, LayersSettings
 from fulldepth.settings.generate import GenerateSettings
+from fulldepth.settings.heal import HealSettings
 from fulldepth.settings.measure import LensSettings, MeasureSettings
 from fulldepth.settings.search import CurveSettings, ExportSettings, SearchSettings
 from fulldepth.settings.train import TrainSettings
@@ -39,6 +40,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "lens": LensSettings,
     "train": TrainSettings,
     "skip search": SearchSettings,
+    "skip heal": HealSettings,
     "skip apply": ExportSettings,
     "skip curve": CurveSettings,
     "skip bench": BenchSettings,
