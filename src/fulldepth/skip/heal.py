@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -238,6 +238,10 @@ def ends(anatomy: Anatomy, removed: frozenset[Branch]) -> dict[Branch, Branch]:
     return found
 
 
+class _Enough(Exception):  # noqa: N818
+    """The modules have run."""
+
+
 class Walk:
     """The residual streams of batches in one model, carried on from layer to layer.
 
@@ -258,20 +262,24 @@ class Walk:
         self.states = [self.run(number, layer)[0] for number in range(len(self.batches))]
         self.layer = layer
 
-    def run(self, number: int, last: int, *modules: nn.Module) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Run one batch from `self.layer` to layer `last`, without moving there.
+    def run(
+        self, number: int, last: int, *modules: nn.Module, whole: bool = True
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Run one batch from `self.layer` to layer `last`, without moving there; if not `whole`, up to the modules.
 
         Returns:
-            The states behind it, and the first input and the output of each module.
+            The states behind it, or as they were if not `whole`; and the first input and the output of each module.
         """
         seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
             seen[module] = inputs[0] if inputs else output, output[0] if isinstance(output, tuple) else output
+            if not whole and len(seen) == len(modules):
+                raise _Enough
 
         states = self.states[number]
         self.runner.begin(self.batches[number].inputs)
-        with ExitStack() as hooks:
+        with ExitStack() as hooks, suppress(_Enough):
             for module in modules:
                 hooks.callback(module.register_forward_hook(keep).remove)
             states = self.runner.run([n for n in range(self.layer + 1, last + 1) if n not in self.gone], states)
@@ -365,15 +373,16 @@ def _heal(
         for number, batch in enumerate(here.batches):
             if module is None or projection is None:
                 break
-            stream, ((_, added), (inputs, output)) = here.run(number, max(layer, branch[0]), module, projection)
+            run = here.run(number, max(layer, branch[0]), module, projection, whole=layer >= branch[0])
+            stream, ((_, added), (inputs, output)) = run
             if not torch.equal(added.view_as(output), output):
                 projection = None
                 break
             if layer < branch[0]:
-                stream = here.states[number] + anatomy.branch_scale * added
+                stream = stream + anatomy.branch_scale * added
             wanted = there.states[number]
             if inside and (attention := source.part(end[0], "attention_branch")) is not None:
-                _, ((_, added),) = there.run(number, end[0], attention)
+                _, ((_, added),) = there.run(number, end[0], attention, whole=False)
                 wanted = wanted + source.branch_scale * added
             real = batch.inputs["attention_mask"].bool().flatten()
             wide = torch.promote_types(stream.dtype, torch.float32)
