@@ -189,7 +189,7 @@ def test_the_strength_leaves_the_smallest_sum_on_rows_that_were_not_fitted():
     generator = torch.Generator().manual_seed(0)
     inputs, stream, noise = (torch.randn(2, 60, size, generator=generator).double() for size in (20, 6, 6))
     wanted = stream + inputs @ torch.randn(20, 6, generator=generator).double() / 4 + noise
-    parts = heal.Sums(), heal.Sums()
+    parts = heal.RidgeSums(), heal.RidgeSums()
     for own, rows in zip(parts, zip(inputs, stream, wanted, strict=True), strict=True):
         own.add(*rows)
     strength, left, change = heal.best_change(*parts)
@@ -203,7 +203,7 @@ def test_the_strength_leaves_the_smallest_sum_on_rows_that_were_not_fitted():
     assert max(heal.STRENGTHS) > strength > min(heal.STRENGTHS)
     assert left == pytest.approx(tried[strength])
     assert torch.equal(change, parts[0].change(strength))
-    unrelated = heal.Sums()
+    unrelated = heal.RidgeSums()
     unrelated.add(inputs[1], stream[1], stream[1] - inputs[1] @ change)
     assert heal.best_change(parts[0], unrelated) == (None, 1.0, None)
 

@@ -286,7 +286,7 @@ class Walk:
         return states, [seen[module] for module in modules]
 
 
-class Sums:
+class RidgeSums:
     """The sums over tokens that a ridge regression needs."""
 
     def __init__(self) -> None:
@@ -314,7 +314,7 @@ class Sums:
         return float(1 - (change * (2 * self.cross - self.gram @ change)).sum() / self.gap)
 
 
-def best_change(fitted: Sums, others: Sums) -> tuple[float | None, float, Tensor | None]:
+def best_change(fitted: RidgeSums, others: RidgeSums) -> tuple[float | None, float, Tensor | None]:
     """The strength that leaves the smallest share on other rows, that share, and the change; None if none is below 1.
 
     Strengths are tried from the strongest until the share rises.
@@ -368,7 +368,7 @@ def _heal(
         module, projection = anatomy.part(branch[0], f"{branch[1]}_branch"), _projection(healed, weights[branch])
         inside = end[1] == "attention" and anatomy.family.design != "parallel"  # between attention and MLP of a layer
         layer = end[0] - inside
-        sums = Sums(), Sums()
+        sums = RidgeSums(), RidgeSums()
         there.advance(layer)
         for number, batch in enumerate(here.batches):
             if module is None or projection is None:
