@@ -338,6 +338,9 @@ def test_numbers_of_the_readme_and_the_gallery_stand_in_the_pages_that_explain_t
         assert number in results
     for k in (4, 8):
         assert f"**{removed[k].added:+.3f}** ({removed[k].error:.3f})" in results  # the table of searches
+    before, after = re.findall(r"Gromov, groups(?: \+ refit)? \| 6 \+ 6 \| \+(0\.\d\d)", results)
+    assert f"Six whole layers cost {before} nats" in readme
+    assert f"[{after}](docs/results.md" in readme
     (cells,) = re.findall(r"SST-2, SmolLM2-135M, 120 steps \| 21 \| (.*?) ± .*? \| (.*?) ± ", results)
     (ends,) = re.findall(r"\| \| 30 \| (.*?) ± .*? \| (.*?) ± ", results)
     baseline, aligned = ([round(float(each[at])) for each in (cells, ends)] for at in (0, 1))
