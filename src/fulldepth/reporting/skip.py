@@ -432,17 +432,25 @@ def tables(source: PageSource) -> dict[str, Sequence[Any]]:
     layers = layers_of(folders)
     return {
         "blocks": [_block_map(removal, layers) for removal in removals(folders)],
-        "healing": [table for part in folders if part.kind == "heal" for table in _healing(part)],
+        "healing": [_healing(part) for part in folders if part.kind == "heal"],
         "settings": [
-            settings_table(f"Settings of {short(part.label, 60)}" if part.label else "All settings", settings)
-            for part in folders
-            if (settings := part.meta.get("settings"))
+            *(
+                settings_table(f"Settings of {short(part.label, 60)}" if part.label else "All settings", settings)
+                for part in folders
+                if (settings := part.meta.get("settings"))
+            ),
+            *(_refits(part) for part in folders if part.meta.get("refits")),
         ],
     }
 
 
-def _healing(part: SkipPart) -> list[Table]:
-    """The losses before and after healing, and what was refitted."""
+def _refits(part: SkipPart) -> Table:
+    """What became of every branch that was refitted."""
+    return of_record("refits", [(short(str(one.get("branch")), 40), one) for one in part.meta["refits"]])
+
+
+def _healing(part: SkipPart) -> Table:
+    """The losses before and after healing."""
     rows, losses = [], {}
     for name in map(str, part.table["model"].dropna().unique()):
         cells: dict[str, Any] = {key: part.value(key, "mean", model=name) for key in ("loss", "kl", "greedy_agreement")}
@@ -452,8 +460,7 @@ def _healing(part: SkipPart) -> list[Table]:
             added = minus(losses[name] - base, "+.4f")
             cells["added"] = f"{added} {plus_minus({'standard_error': error})}".strip()
         rows.append((short(name, 40), cells))
-    refits = [(short(str(one.get("branch")), 40), one) for one in part.meta.get("refits") or []]
-    return [of_record("healed", rows), of_record("refits", refits)]
+    return of_record("healed", rows)
 
 
 def _block_map(removal: Removal, layers: int) -> dict[str, Any]:
