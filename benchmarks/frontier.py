@@ -343,7 +343,7 @@ def draw(rows: Sequence[Row], kinds: Sequence[str], context: int, path: Path) ->
                 name=name,
                 legendgroup=name,
                 showlegend=column == 1,
-                line={"color": qualitative.D3[number]},
+                line={"color": qualitative.Dark24[number]},
             )
             figure.add_trace(line, row=1, col=column)
     figure.update_yaxes(type="log", title="nats added")

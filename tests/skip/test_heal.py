@@ -15,6 +15,7 @@ import tiny_models
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError
+from fulldepth.execution import find_anatomy
 from fulldepth.healing import heal as heal_into
 from fulldepth.results import Results
 from fulldepth.skip import heal
@@ -206,6 +207,30 @@ def test_the_strength_leaves_the_smallest_sum_on_rows_that_were_not_fitted():
     unrelated = heal.RidgeSums()
     unrelated.add(inputs[1], stream[1], stream[1] - inputs[1] @ change)
     assert heal.best_change(parts[0], unrelated) == (None, 1.0, None)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+@torch.no_grad()
+def test_inputs_and_streams_of_zeros_change_nothing_and_end_nothing(family, always):
+    """A dead MLP has no inputs to fit; a plan without blocks has nothing to heal; an empty stream counts nothing."""
+    model = tiny_models.build(family, dtype=torch.float64)
+    name = "up_proj" if family == "llama" else "fc1"
+    dead = next(part for path, part in model.named_modules() if path.endswith(name))
+    for weight in dead.parameters():
+        weight.zero_()
+    always()
+    healed = heal.refit(planned.plan(model, [2], "attention", None), model, data(), progress=False).model
+    same = [torch.equal(own, model.get_parameter(path)) for path, own in healed.named_parameters() if ".0." in path]
+    assert len(same) > 5
+    assert all(same)
+    assert not heal.ends(find_anatomy(model), frozenset())
+    inputs, stream, wanted = torch.ones(2, 3), torch.tensor([[0.0, 0.0], [3.0, 4.0]]), torch.ones(2, 2)
+    both, one = heal.RidgeSums(), heal.RidgeSums()
+    both.add(inputs, stream, wanted)
+    one.add(inputs[1:], stream[1:], wanted[1:])
+    assert torch.equal(both.gram, one.gram)
+    assert torch.equal(both.cross, one.cross)
+    assert float(both.gap) == float(one.gap) == pytest.approx((2**2 + 3**2) / 25)
 
 
 def test_losses_are_of_rows_that_neither_choice_nor_refit_saw():

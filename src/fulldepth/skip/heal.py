@@ -226,6 +226,7 @@ def ends(anatomy: Anatomy, removed: frozenset[Branch]) -> dict[Branch, Branch]:
     the last that stays is taken, and is followed by one that is removed.
     """
     parallel, host, found = anatomy.family.design == "parallel", None, dict[Branch, Branch]()
+    first = min(removed, default=(anatomy.num_layers + 1, ""))
     for layer in range(1, anatomy.num_layers + 1):
         own = [(layer, role) for role in ROLES if anatomy.part(layer, role) is not None]
         gone = [branch for branch in own if branch in removed]
@@ -233,7 +234,7 @@ def ends(anatomy: Anatomy, removed: frozenset[Branch]) -> dict[Branch, Branch]:
             own = [*[branch for branch in own if branch not in removed][-1:], *gone]
         for branch in own:
             host = host if branch in removed else branch
-            if host is not None and min(removed) <= branch:
+            if host is not None and first <= branch:
                 found[host] = branch
     return found
 
@@ -264,17 +265,18 @@ class Walk:
 
     def run(
         self, number: int, last: int, *modules: nn.Module, whole: bool = True
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    ) -> tuple[Tensor, list[tuple[Any, Tensor]]]:
         """Run one batch from `self.layer` to layer `last`, without moving there; if not `whole`, up to the modules.
 
         Returns:
-            The states behind it, or as they were if not `whole`; and the first input and the output of each module.
+            The states behind it, or as they were if not `whole`; and the first input of each module (None if it is
+            passed by name) and its output.
         """
-        seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        seen: dict[nn.Module, tuple[Any, Tensor]] = {}
 
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-            seen[module] = inputs[0] if inputs else output, output[0] if isinstance(output, tuple) else output
-            if not whole and len(seen) == len(modules):
+            seen[module] = inputs[0] if inputs else None, output[0] if isinstance(output, tuple) else output
+            if not whole and seen.keys() == set(modules):
                 raise _Enough
 
         states = self.states[number]
@@ -298,15 +300,15 @@ class RidgeSums:
         """sum w |X - S|^2."""
 
     def add(self, inputs: Tensor, stream: Tensor, wanted: Tensor) -> None:
-        """Add tokens: `[R, K]` A, and `[R, D]` S and X."""
-        size = stream.norm(dim=-1, keepdim=True)
-        a, gap = inputs / size, (wanted - stream) / size
+        """Add tokens: `[R, K]` A, and `[R, D]` S and X; one without a stream counts nothing."""
+        root = (1 / stream.norm(dim=-1, keepdim=True)).nan_to_num(posinf=0.0)
+        a, gap = inputs * root, (wanted - stream) * root
         self.gram, self.cross = self.gram + (a.T @ a).double(), self.cross + (a.T @ gap).double()
         self.gap += gap.double().square().sum()
 
     def change(self, strength: float) -> Tensor:
         """`W' - W`, `[K, D]`."""
-        ridge = strength * self.gram.diagonal().mean()
+        ridge = (strength * self.gram.diagonal().mean()).clamp(min=1e-300)  # inputs may all be 0
         return torch.linalg.solve(self.gram + ridge * torch.eye(len(self.gram)).to(self.gram), self.cross)
 
     def left(self, change: Tensor) -> float:
@@ -375,7 +377,7 @@ def _heal(
                 break
             run = here.run(number, max(layer, branch[0]), module, projection, whole=layer >= branch[0])
             stream, ((_, added), (inputs, output)) = run
-            if not torch.equal(added.view_as(output), output):
+            if inputs is None or not torch.equal(added.view_as(output), output):
                 projection = None
                 break
             if layer < branch[0]:
