@@ -46,7 +46,7 @@ from fulldepth.skip.problem import prepared
 from fulldepth.skip.rankings import rank
 from fulldepth.uncertainty import median_ratio
 
-PARTS, CONTEXTS, NEW_TOKENS, WINDOW, BATCH = ("attention", "mlp"), (128, 512), 16, 256, 4
+PARTS, CONTEXTS, NEW_TOKENS, WINDOW, BATCH = ("attention", "mlp"), (128, 512), 16, 256, 8
 SEEDS = range(5)
 
 
@@ -129,9 +129,9 @@ class Subject:
     def __init__(self, args: argparse.Namespace) -> None:
         args.folder.mkdir(parents=True, exist_ok=True)
         self.points = Points(args.folder / "points.jsonl")
-        self.model = load_checkpoint(args.model, device="cpu", dtype=args.dtype).model.eval()
+        self.model = load_checkpoint(args.model, device=args.device, dtype=args.dtype).model.eval()
         self.anatomy, self.context, self.repeats = find_anatomy(self.model), args.context, args.repeats
-        self.pool = args.pool
+        self.pool, self.unhealed = args.pool, args.unhealed
         self.last: tuple[Any, Any] = None, None
         """The model healed last, behind how and what; it is read on several kinds of rows."""
         tokenizer = load_tokenizer(args.model)
@@ -236,14 +236,14 @@ class Subject:
         hooks = [module.register_forward_hook(keep(name)) for name, module in places.items()]
         gram, cross = 0.0, 0.0
         for row in self.fit:
-            self.anatomy.body(input_ids=row.input_ids[None])
+            self.anatomy.body(input_ids=row.input_ids[None].to(self.model.device))
             gram = gram + seen["added"].T @ seen["added"]
             cross = cross + seen["added"].T @ (seen["wanted"] - seen["stream"])
         for hook in hooks:
             hook.remove()
         best, least = None, math.inf
         for ridge in RIDGES:
-            change = torch.linalg.solve(gram + ridge * gram.diagonal().mean() * torch.eye(len(gram)), cross)
+            change = torch.linalg.solve(gram + ridge * gram.diagonal().mean() * torch.eye(len(gram)).to(gram), cross)
             model = copy.deepcopy(self.model)
             weight = model.get_submodule(f"model.layers.{host - 1}.mlp.down_proj").weight
             weight += change.T.to(weight) @ weight
@@ -306,7 +306,7 @@ def rows_of(subject: Subject, name: str, target: float, verified: Mapping[int, M
         measured[context, phase] = f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
     predicted = {cell: subject.speedup(choices[0], *cell) for cell in cells}
     removed = " + ".join(str(len(choices[0][part])) for part in PARTS)
-    for healing in ("", *METHODS[name].healed):
+    for healing in ("", *(() if subject.unhealed else METHODS[name].healed)):
         added = {}
         for rows in subject.read:
             values = [subject.added(own, rows, healing) for own in choices]
@@ -367,6 +367,8 @@ def main() -> None:
     parser.add_argument("--read", type=int, default=32, help="windows, and answers, that losses are read on")
     parser.add_argument("--repeats", type=int, default=9, help="rounds of a timing")
     parser.add_argument("--dtype", default="float32", help="bfloat16 reads losses in half the time")
+    parser.add_argument("--device", default="cpu", help="for the points that FOLDER lacks")
+    parser.add_argument("--unhealed", action="store_true", help="heal no model")
     args = parser.parse_args()
     subject, rows = Subject(args), []
     for target in map(float, args.targets.split(",")):

@@ -14,6 +14,8 @@ from fulldepth.processor import LIMIT, failing_bfloat16
 if LIMIT not in os.environ and "PYTEST_XDIST_WORKER" not in os.environ and (failing := failing_bfloat16()) is not None:
     os.environ[LIMIT] = failing[1] or "AVX2"  # read at the first product; inherited by all processes
 
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # stock models of the tests stay on the CPU; ours go to a visible GPU
+
 import torch
 
 from two_processes import TwoProcesses

@@ -313,6 +313,29 @@ def test_the_frontier() -> None:
             assert cell == f"{np.median(ratios):.2f} ({ratios[1]:.2f} to {ratios[7]:.2f})", (name, phase, context)
 
 
+@pytest.mark.parametrize(("model", "layers"), [("SmolLM2", 30), ("Gemma 3", 18)])
+def test_the_frontier_of_a_model_at_other_speeds(model: str, layers: int) -> None:
+    file = DOCS / "gallery" / f"frontier-{model.split()[0].lower()}.jsonl"
+    stored = {p["key"]: p["value"] for p in map(json.loads, file.read_text(encoding="utf-8").splitlines())}
+    parts, shares = stored["times of the parts, context 512"], {}
+    for part in ("attention", "mlp"):
+        shares[part] = (1 - np.median(np.divide(parts[f"{part} decode"], parts["whole decode"]))) / layers
+    found = {}
+    for key, gone in stored.items():
+        names = re.fullmatch(r"removed by (.*), seed 0, for .*", key)
+        if names is None or names[1] in ("last layers", "random layers"):
+            continue
+        speed = 1 / (1 - sum(shares[part] * len(own) for part, own in gone.items()))
+        cells = [f"{len(gone['attention'])} + {len(gone['mlp'])}", f"{speed:.2f}"]
+        for kind, healing in (("text", ""), ("text", "map"), ("text", "refit"), ("answers", ""), ("answers", "refit")):
+            known = f"losses on {kind} without {json.dumps(gone)}{f', {healing}' if healing else ''}" in stored
+            cells.append("{:+.3f} ± {:.3f}".format(*added_loss(stored, kind, gone, healing)) if known else "-")
+        found.setdefault(json.dumps(gone), []).append(f"| {model} | {names[1]} | {' | '.join(cells)} |")
+    lines = re.findall(rf"^\| {model} \| .*$", page("results"), flags=re.MULTILINE)
+    assert len(lines) == len(found)
+    assert all(any(line in lines for line in same) for same in found.values())  # two methods may choose the same
+
+
 def added_loss(stored: dict[str, Any], rows: str, removed: dict[str, list[int]], healing: str) -> tuple[float, float]:
     """Nats a token added, and the standard error of this ratio of sums over documents."""
     whole = stored[f"losses on {rows} without {{}}"]

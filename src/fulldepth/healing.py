@@ -109,5 +109,5 @@ def _training(
         "save_every": max(1, settings.steps // 4),
         "keep_checkpoints": 1,
         "device": settings.device,
-        **settings.model_dump(include={"steps", "global_batch_size", "learning_rate", "seed"}),
+        **settings.model_dump(include={"steps", "global_batch_size", "learning_rate", "precision", "seed"}),
     }

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from fulldepth.settings.loading import Rate
+from fulldepth.settings.loading import Precision, Rate
 from fulldepth.settings.search import Batch, HeldoutSettings
 
 
@@ -18,7 +18,7 @@ class HealSettings(HeldoutSettings):
 
     options: ClassVar = {
         "Data": ("max_sequences", "sequence_length", "batch_size", "seed"),
-        "Training": ("steps", "global_batch_size", "learning_rate", "rank"),
+        "Training": ("steps", "global_batch_size", "learning_rate", "rank", "precision"),
         "Writing": ("format", "gguf"),
         "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
     }
@@ -31,6 +31,8 @@ class HealSettings(HeldoutSettings):
     """Peak learning rate of the training."""
     rank: Annotated[int, Field(ge=0, le=65_536)] = 16
     """Rank of the adapters (LoRA) that are trained and merged; 0 = all weights are trained."""
+    precision: Precision = "float32"
+    """Of the training. float32; autocast: bfloat16 products; bfloat16: everything."""
     format: str | None = None
     """folded, fast, decilm or layer; None = the one without the removed parts, if there is one for the family."""
     gguf: str | None = None

@@ -14,6 +14,9 @@ Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Rate = Annotated[float, Field(gt=0, le=1e3)]
 """Upper bounds far above any real use: larger values are typing errors that would exhaust memory or time."""
 
+Precision = Literal["float32", "autocast", "bfloat16"]
+"""Of a training."""
+
 
 class LoadingSettings(Settings):
     """How a checkpoint and its tokenizer are loaded."""

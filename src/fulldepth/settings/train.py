@@ -10,7 +10,7 @@ from pydantic import Field
 
 from fulldepth.errors import FulldepthError
 from fulldepth.settings.layers import Settings
-from fulldepth.settings.loading import Count, Length, Rate, Seed
+from fulldepth.settings.loading import Count, Length, Precision, Rate, Seed
 
 NonNegativeSteps = Annotated[int, Field(ge=0, le=10**9)]
 Batch = Annotated[int, Field(ge=1, le=10_000_000)]
@@ -239,7 +239,7 @@ class TrainSettings(Settings):
     clip: Clip = 1.0
     """Largest gradient norm; 0 = no clipping."""
 
-    precision: Literal["float32", "autocast", "bfloat16"] = "float32"
+    precision: Precision = "float32"
     """float32; autocast: bfloat16 products, float32 weights; bfloat16: everything. Losses are float32 in all three."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     gradient_checkpointing: bool = False
