@@ -160,6 +160,7 @@ def test_folded_scalars_change_the_output_projections_alone(quantise, gguf_type,
     report = export(planned.plan(model, [2], values=scalars), path, "gguf", tmp_path / "o.gguf", gguf_type=gguf_type)
     assert (by_llama_cpp(report.path) - without(model, {"attention": [2]}, scalars)).abs().max() < allowed
     tensors, before = stored(report.path)[0], stored(path)[0]
+    assert "round changed weights" in report.notes[-1]
     other = {name for name, value in tensors.items() if value != before.get(name)}
     assert other == {f"blk.{n}.{name}.weight" for n in range(4) for name in ("attn_output", "ffn_down")} - {
         "blk.1.attn_output.weight"
@@ -220,6 +221,27 @@ def test_the_file_of_a_healed_model_is_its_checkpoint(tmp_path):
     expected = healed(input_ids=IDS).logits[0, -1].log_softmax(-1)
     assert (by_llama_cpp(small) - expected).abs().max() < 1e-4
     assert (without(model, {"mlp": [2], "attention": [3]}) - expected).abs().max() > 1e-3, "nothing was healed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_file_is_proven_against_the_weights_that_it_holds(scaled, tmp_path, monkeypatch):
+    """Rounding all weights to four bits is no fault of the file; another value of one of them is."""
+    path, model = source(tmp_path, quantise=KINDS.Q4_1)
+    scalars = planned.scalars([2], 4, low=0.9, high=1.1) if scaled else None
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + 0.2 * torch.rand(weight.shape, generator=generator))
+    expected = without(model, {"attention": [2]}, scalars)
+    report = export(planned.plan(model, [2], values=scalars), model, "gguf", tmp_path / "small.gguf")
+    rounding = (by_llama_cpp(report.path) - expected).abs().max() / expected.abs().max()
+    assert report.logit_error < rounding / 2
+    encoded = writer.encoded
+    monkeypatch.setattr(writer, "encoded", lambda values, *kind: encoded(1.3 * values, *kind))
+    with pytest.raises(FulldepthError, match=r"Q4_1 rounds the changed model\.\S+weight too much"):
+        export(planned.plan(model, [2], values=scalars), model, "gguf", tmp_path / "other.gguf")
+    assert {file.name for file in tmp_path.glob("*.gguf")} == {path.name, "small.gguf"}
 
 
 @pytest.mark.slow

@@ -152,6 +152,12 @@ def export(
         draft = Draft(stock, plan, folding, part, most_bytes, settings.gguf_type)
         with nullcontext() if single else generation_settings(stock.model, part), silent():
             notes = file_format.write(draft)
+        if draft.stored:
+            exact, expected = expected, scaled_logits(stock, plan, ids, draft.stored)
+            change = relative_error(expected, exact)
+            notes.append(
+                f"The types of the file round changed weights, which changes logits by {change:.1e} of the largest."
+            )
         if anatomy.config is not anatomy.model.config and stock.config is stock.model.config:
             notes.append(f"This is the language model of a {type(anatomy.model).__name__} alone; it reads no images.")
         del loaded, anatomy, stock, folding, draft

@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
@@ -289,28 +290,37 @@ def probes(anatomy: Anatomy) -> Tensor:
 
 
 @torch.no_grad()
-def logits(anatomy: Anatomy, ids: Tensor) -> Tensor:
+def logits(anatomy: Anatomy, ids: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
     """[B, T, V] logits of the model in evaluation mode, on the CPU; nothing is padding.
+
+    Args:
+        anatomy: of the model, which does not change.
+        ids: `[B, T]` tokens.
+        weights: name -> value in place of the model's own.
 
     Raises:
         FulldepthError: if they are not finite.
     """
     model = anatomy.model
     ids = ids.to(device_of(model))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    own = {name: weight.to(ids.device) for name, weight in (weights or {}).items()}
     with evaluating(model):
-        outputs = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.cpu()
+        outputs = (functional_call(model, own, (), inputs) if own else model(**inputs)).logits.cpu()
     if not bool(torch.isfinite(outputs).all()):
         raise FulldepthError(f"This {type(model).__name__} gives NaN or infinite logits, so nothing can be compared.")
     return outputs
 
 
-def scaled_logits(anatomy: Anatomy, plan: Plan, ids: Tensor) -> Tensor:
-    """[B, T, V] logits of the healed model: blocks skipped in place, scalars outside the weights."""
-    scalars = Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity) if plan.scalars else None
+def scaled_logits(anatomy: Anatomy, plan: Plan, ids: Tensor, folded: Mapping[str, Tensor] | None = None) -> Tensor:
+    """[B, T, V] logits of the healed model: blocks skipped in place, scalars outside the weights or in those given."""
+    scalars = None
+    if plan.scalars and not folded:
+        scalars = Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity)
     if scalars is not None:
         scalars.to(device_of(anatomy.model))
     with skipping(anatomy, plan.removed, plan.granularity, scalars=scalars):
-        return logits(anatomy, ids)
+        return logits(anatomy, ids, folded)
 
 
 def rounding_error(

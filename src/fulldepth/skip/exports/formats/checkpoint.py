@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ class Draft:
     """Largest weight file in bytes."""
     gguf_type: str | None = None
     """Type of changed tensors of a GGUF file."""
+    stored: dict[str, Tensor] = field(default_factory=dict)
+    """Weights that `Format.write` rounded, by name, as the file holds them."""
 
     @property
     def model(self) -> PreTrainedModel:

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.gguf.utils import is_gguf_arch_supported
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
@@ -34,9 +35,11 @@ from fulldepth.skip.plan import Plan
 
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 DECI_TENSORS = re.compile(r"(attn_(norm|q|k|v|output)|ffn_(norm|gate|up|down))\.(weight|bias)")
+"""Tensors of a layer that llama.cpp reads for `deci`."""
 WRITTEN = {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}
 """Types of tensors that the `gguf` package writes."""
-"""Tensors of a layer that llama.cpp reads for `deci`."""
+ROUNDING = 0.25
+"""Largest error of a stored weight, relative to its norm: in four bits 0.08 for normal values, 0.13 for heavy tails."""
 HEADS, KV_HEADS, WIDTH = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
 Layers = list[tuple[int | None, int | None]]
 """For each layer of the new file the 1-based layers of the source that its attention and its MLP are from."""
@@ -64,7 +67,8 @@ class Gguf(Format):
         """Write the file."""
         attention, mlp = (draft.plan.lacking(part) for part in ("attention", "mlp"))
         source = source_of(draft.model)
-        notes = write_gguf(source, draft.folder, attention, mlp, draft.weights(), draft.gguf_type)
+        notes, stored = write_gguf(source, draft.folder, attention, mlp, draft.weights(), draft.gguf_type)
+        draft.stored.update(stored)
         return [draft.folding.note, *notes]
 
 
@@ -92,7 +96,7 @@ def write_gguf(
     without_mlp: Collection[int],
     weights: Mapping[str, Weight] | None = None,
     gguf_type: str | None = None,
-) -> list[str]:
+) -> tuple[list[str], dict[str, Tensor]]:
     """Write a GGUF file without some attentions and MLPs.
 
     Args:
@@ -106,7 +110,7 @@ def write_gguf(
             package cannot write that (`f16` where a row is no multiple of 32).
 
     Returns:
-        Notes on what was written.
+        Notes on what was written, and the changed weights as the file holds them.
 
     Raises:
         FulldepthError: if llama.cpp has no architecture for the result, or a changed weight cannot be stored.
@@ -116,7 +120,7 @@ def write_gguf(
     header, reader = read_header(source), GGUFReader(source)
     layers = layers_of(header, without_attention, without_mlp)
     architecture = "deci" if any(None in layer for layer in layers) else header.architecture
-    replaced = changes(header, reader.tensors, layers, weights, gguf_type) if weights else {}
+    replaced, stored = changes(header, reader.tensors, layers, weights or {}, gguf_type)
     with closing(GGUFWriter(output, architecture)) as writer:
         writer.data_alignment = reader.alignment
         for key, value in metadata(header, layers, architecture).items():
@@ -136,7 +140,8 @@ def write_gguf(
     ):
         raise FulldepthError(f"The export is dropped: {output} does not hold the tensors that were written.")
     anew = f"written anew: {names_of(replaced)}" if replaced else "no tensor changed"
-    return [f"{len(layers)} layers in llama.cpp's architecture {architecture}; {anew}. Other bytes are the source's."]
+    note = f"{len(layers)} layers in llama.cpp's architecture {architecture}; {anew}. Other bytes are the source's."
+    return [note], stored
 
 
 def check_gguf(model: PreTrainedModel, plan: Plan) -> None:
@@ -243,8 +248,9 @@ def metadata(header: Header, layers: Layers, architecture: str) -> dict[str, Any
 
 def changes(
     header: Header, stored: list[Any], layers: Layers, weights: Mapping[str, Weight], gguf_type: str | None
-) -> dict[str, tuple[np.ndarray, Any]]:
-    """Name of a tensor of the source whose weights are to be others -> its new bytes and their type.
+) -> tuple[dict[str, tuple[np.ndarray, Any]], dict[str, Tensor]]:
+    """Name of a tensor of the source whose weights are to be others -> its new bytes and their type; and the name of
+    this weight in transformers -> the values of these bytes.
 
     Raises:
         FulldepthError: if transformers converts such a tensor in a way that has no inverse here.
@@ -255,7 +261,7 @@ def changes(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
-    names, replaced = get_gguf_hf_weights_map(model, processor), {}
+    names, replaced, held = get_gguf_hf_weights_map(model, processor), {}, {}
     for tensor in stored:
         name = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
         if name not in weights or place(layers, tensor.name) is None:
@@ -279,8 +285,11 @@ def changes(
         moved = process(index).weights - added
         values = np.empty(values.size, np.float32)
         values[moved.ravel()] = weight.float().numpy().ravel() - added
-        replaced[tensor.name] = encoded(values.reshape(index.shape), tensor.tensor_type, gguf_type)
-    return replaced
+        replaced[tensor.name] = data, kind = encoded(values.reshape(index.shape), tensor.tensor_type, gguf_type)
+        held[name] = torch.from_numpy(np.array(process(dequantize(data, kind)).weights)).to(weight.dtype)
+        if not (held[name] - weight).norm() <= ROUNDING * weight.norm():
+            raise FulldepthError(f"{kind.name} rounds the changed {name} too much. Choose a larger --gguf-type.")
+    return replaced, held
 
 
 def encoded(values: np.ndarray, source_type: Any, gguf_type: str | None = None) -> tuple[np.ndarray, Any]:
