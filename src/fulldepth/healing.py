@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from fulldepth.errors import FulldepthError
 from fulldepth.files import locked
@@ -16,6 +19,7 @@ from fulldepth.settings.keywords import takes_settings
 from fulldepth.skip import (
     TRAIN,
     VALIDATION,
+    Healing,
     Plan,
     refit,
     save_healed,
@@ -84,7 +88,7 @@ def heal(
             start = write_start(healing, work / "start", chosen)
             write_texts(healing, start, work)
             for label, source in (("trained", start), ("control", model)):
-                run = _training(healing.settings, healing.examples.meta, source, model, work)
+                run = _training(healing, source, model, work)
                 train(run, work / label, resume=(work / label).exists(), watcher=watcher)
             healing = with_weights(healing, work / "trained")
             healing = with_model(healing, "trained", healing.model, watcher)
@@ -94,17 +98,21 @@ def heal(
     return results
 
 
-def _training(
-    settings: HealSettings, data: Mapping[str, Any], source: str | Path, teacher: str | Path, work: Path
-) -> dict[str, Any]:
+def _training(healing: Healing, source: str | Path, teacher: str | Path, work: Path) -> dict[str, Any]:
     """Settings of `fulldepth train` for the healed model or its control."""
+    settings, before = healing.settings, healing.original.state_dict()
+    changed = {
+        name.rpartition(".")[2]
+        for name, module in healing.model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and not torch.equal(module.weight, before[f"{name}.weight"])
+    }
     return {
         "model": {"checkpoint": str(source)},
         "tokenizer": str(work / "start"),
         "data": {"name": str(work / TRAIN), "validation": str(work / VALIDATION), "cache": str(work / "tokens")},
         "objective": {"distillation": {"teacher": str(teacher)}},
-        "lora": {"rank": settings.rank or None},
-        "sequence_length": settings.sequence_length or data.get("sequence_length") or 256,
+        "lora": {"rank": settings.rank or None, "target_modules": sorted(changed) or None},
+        "sequence_length": settings.sequence_length or healing.examples.meta.get("sequence_length") or 256,
         "eval_every": settings.steps,
         "save_every": max(1, settings.steps // 4),
         "keep_checkpoints": 1,

@@ -33,6 +33,7 @@ PARTS = {"attention": "attention block", "mlp": "MLP", "layer": "layer"}
 PHASES = ("prefill", "decode")
 CARDS = {
     "loss_added": "Loss added",
+    "net_cost": "Net cost of removal",
     "healing": "Change by healing",
     "loss_healed": "Held-out loss, healed",
     "break_point": "Break point",
@@ -364,8 +365,15 @@ def findings(_: Meta, source: PageSource) -> list[Shown]:
 
 
 def story(source: PageSource) -> dict[str, Any] | None:
-    """Of a benchmark, speed and loss of each program's fastest model; None = the first finding opens the page."""
+    """Of a benchmark, speed and loss of each program's fastest model; of a healing, loss and net cost.
+
+    None = the first finding opens the page.
+    """
     sentences = decoding(parts(source)) if source.meta.get("kind") == "bench" else []
+    if source.meta.get("kind") == "heal":
+        headline = source.meta.get("headline") or {}
+        opening = {*list(headline)[:1], "net_cost"}
+        sentences = [entry["sentence"] for name, entry in headline.items() if name in opening]
     return {"sentences": sentences} if sentences else None
 
 
@@ -381,9 +389,15 @@ def decoding(folders: Sequence[SkipPart]) -> list[str]:
         said = f"In {program}, {name} decodes {speed.value:.2f} times as fast as {base}"
         if speed.low <= 1 <= speed.high:
             said = f"In {program}, no model decodes measurably faster than {base}; {name} comes closest"
-        cost = "" if best.added is None else f"; loss added: {minus(best.added, '+.3f')} nats"
+        cost = "" if best.added is None else f"; loss added: {with_error(best.added, best.error)}"
         sentences.append(f"{said} ({speed.low:.2f} to {speed.high:.2f}){cost}.")
     return sentences
+
+
+def with_error(added: float, error: float | None) -> str:
+    """A difference of losses with its standard error, if it has one, and whether it is measurable."""
+    amount = f"{minus(added, '+.4f')} {plus_minus({'standard_error': error})}".rstrip()
+    return f"{amount} nats{' (no measurable difference)' * bool(error and abs(added) < 2 * error)}"
 
 
 def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
@@ -405,10 +419,8 @@ def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
             added, error = timed.added, timed.error
         if added is None:
             continue
-        amount = f"{minus(added, '+.4f')} {plus_minus({'standard_error': error})}".rstrip()
-        unsure = " (no measurable difference)" * bool(error and abs(added) < 2 * error)
         healed = "healed" if any(part.kind == "heal" for part in folders) and timed is not None else "not healed"
-        change = f"changes the held-out loss by {amount} nats{unsure}, {healed}"
+        change = f"changes the held-out loss by {with_error(added, error)}, {healed}"
         sentences.append(f"Removing {what} of {layers_of(folders)} {change}.")
     headlines = [part.meta.get("headline") or {} for part in folders]
     busy = [short(one["times"]["sentence"], 600) for one in headlines if "times" in one]

@@ -163,10 +163,11 @@ def outcome(healing: Healing, plan: Plan) -> Results:
 
 
 def headline(healing: Healing) -> Iterator[tuple[str, Finding]]:
-    """The loss that each model adds to the original's, and what healing takes back."""
+    """The loss that the healed model adds to the original's, what of it removal costs, and the same of the others."""
     losses = healing.readings[LOSS]
     labels = [label for label in losses.sums if label != "original"]
-    for label in labels:
+    last = "trained" if "trained" in labels else "refitted"
+    for label in sorted(labels, key=lambda own: own != last):
         added = losses.added(label)
         kl, agreement = (healing.readings[kind].mean(label) for kind in (DIVERGENCE, AGREEMENT))
         sentence = (
@@ -175,10 +176,9 @@ def headline(healing: Healing) -> Iterator[tuple[str, Finding]]:
             f"{agreement:.1%} of {losses.count} tokens."
         )
         yield f"loss_added {label}", gap_finding(added, sentence)
-    last = "trained" if "trained" in labels else "refitted"
+        if label == "trained":
+            net = losses.added(label, "control")
+            sentence = f"Net cost of removal: {in_words(net, 'the control, the original trained on the same tokens')}."
+            yield "net_cost", gap_finding(net, sentence)
     change = losses.added(last, "removed")
     yield "healing", gap_finding(change, f"Healing changes the loss by {in_words(change, 'the model without it')}.")
-    if "control" in labels:
-        net = losses.added(last, "control")
-        sentence = f"Net cost of removal, against the control: {in_words(net, 'the control')}."
-        yield "net_cost", gap_finding(net, sentence)
