@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 import tiny_models
@@ -41,6 +42,8 @@ def test_the_command_heals_trains_and_compares_with_its_control(tmp_path, main, 
     assert losses["control"] < losses["original"]
     healed = AutoModelForCausalLM.from_pretrained(out)
     assert sum("self_attn" in name for name in healed.state_dict()) == 4 * 2
+    for name, weight in healed.state_dict().items():  # only projections are healed, by least squares or by training
+        assert torch.equal(weight, model.state_dict()[name]) is not name.endswith(("o_proj.weight", "down_proj.weight"))
     examples = read_examples(str(texts_file), tokenizer(), 64, sequence_length=16)
     unseen = split_rows(Plan.load(tmp_path), examples, False, 0)[2]
     assert losses["trained"] == pytest.approx(plain.loss(healed, unseen, (), "layer"), abs=1e-4)

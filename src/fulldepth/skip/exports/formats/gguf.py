@@ -288,7 +288,7 @@ def changes(
         replaced[tensor.name] = data, kind = encoded(values.reshape(index.shape), tensor.tensor_type, gguf_type)
         held[name] = torch.from_numpy(np.array(process(dequantize(data, kind)).weights)).to(weight.dtype)
         if not (held[name] - weight).norm() <= ROUNDING * weight.norm():
-            raise FulldepthError(f"{kind.name} rounds the changed {name} too much. Choose a larger --gguf-type.")
+            raise FulldepthError(f"{kind.name} rounds the changed {name} too much. Choose a larger type (--gguf-type).")
     return replaced, held
 
 
