@@ -56,6 +56,15 @@ class LayerwiseLoss(Term):
         """Whether the loss of this 1-based optimiser step is replaced."""
         return self.schedule == "always" or step % 2 == 0
 
+    def value(self, context: Context) -> Tensor:
+        """Weighted loss of layers 1..L, each read by its own head if it has one.
+
+        Raises:
+            FulldepthError: if the batch has no labels.
+        """
+        assert context.classifier is not None
+        return self.of_layers(context, context.classifier.after_forward())
+
     def _labels(self, context: Context) -> Tensor:
         labels = context.task.labels(context.batch)
         if labels is None:
@@ -126,6 +135,7 @@ class Aligned(LayerwiseLoss):
 
 class MultiExit(LayerwiseLoss):
     """Cross-entropy of every layer through a head of its own, in place of the last layer's (the baseline of Sec. 3.1).
+    The last layer keeps the model's head.
 
     `DepthTrainer` gives the model its heads; in a loop of your own call `add_exit_heads` before the optimiser is made.
     """
@@ -144,18 +154,6 @@ class MultiExit(LayerwiseLoss):
             for weight in exit_weights(model):
                 total = total + 0.0 * weight.sum().to(total.device, total.dtype)
         return total, value
-
-    def value(self, context: Context) -> Tensor:
-        """Weighted loss of layers 1..L, of which the last one keeps the model's own head.
-
-        Raises:
-            FulldepthError: if the batch has no labels, or the model no exit heads.
-        """
-        assert context.classifier is not None
-        classifier = context.classifier.after_forward()
-        if len(classifier.exits) < len(context.states["residual"]) - 2:
-            raise FulldepthError("The model has no exit heads; call add_exit_heads(model) before making the optimiser.")
-        return self.of_layers(context, classifier)
 
 
 def add_exit_heads(model: nn.Module, seed: int = 0) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fulldepth.hf import Anatomy
 from fulldepth.losses.aligned_loss import layer_weights
 from fulldepth.losses.jump_penalty import mean_displacement
-from fulldepth.losses.term import Context, Term, check_states, statistics_dtype
+from fulldepth.losses.term import Context, Term, check_states, recomputed, statistics_dtype
 
 
 class SimilarityPenalty(Term):
@@ -81,5 +81,5 @@ def similarity_penalty(
     total = last[:0].sum(dtype=statistics_dtype(last))  # a 0 in the graph, also for a single layer
     for weight, state in zip(layer_weights(weights, len(hidden_states))[:-1], hidden_states[:-1], strict=True):
         if weight:
-            total = total + 2 * weight * mean_displacement(state, last, mask)
+            total = total + 2 * weight * recomputed(mean_displacement, state, last, mask)
     return total
