@@ -38,15 +38,23 @@ from fulldepth.settings import Settings, layer, read
 from fulldepth.settings.keywords import with_progress
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.lora import ADAPTERS
+from fulldepth.training.model import TOKEN_IDS
 
 SETTINGS, TOKENIZER = "settings.yaml", "tokenizer"
 KIND = "training"
 """`kind` in the metadata of a run's results."""
-NOT_OURS = (
-    *(DOCUMENT, TABLE, PAGE, "plan.json", "progress.json", "responses.json*", "config.json", "*.safetensors"),
-    *("checkpoint-*", TOKENIZER, "steps", "fulldepth_skip.json"),
+OF_OTHERS = (
+    "plan.json",
+    "progress.json",
+    "responses.json*",
+    "config.json",
+    "*.safetensors",
+    "steps",
+    "fulldepth_skip.json",
 )
-"""Patterns of files from other commands, or from runs whose settings are missing."""
+"""Patterns of files from other commands."""
+OF_RUNS = (DOCUMENT, TABLE, PAGE, "checkpoint-*", TOKENIZER)
+"""Patterns of files of a run; without its settings they are something else."""
 MAY_DIFFER = {
     *("about", "source", "log_every", "report_to", "workers", "device", "keep_checkpoints"),
     *("eval_every", "save_every", "micro_batch_size", "fsdp", "data.cache"),
@@ -54,11 +62,22 @@ MAY_DIFFER = {
 """Settings that a resumed run may change."""
 RECORD = "record.parquet"
 """File in a checkpoint: the rows of the run's results up to its step."""
-NO_NUMBERS = {"transformers_version", "_name_or_path", "use_cache", "architectures", "auto_map", "dtype"}
-NO_NUMBERS |= {"pad_token_id", "bos_token_id", "eos_token_id"}
+NO_NUMBERS = {"transformers_version", "_name_or_path", "use_cache", "architectures", "auto_map", "dtype", *TOKEN_IDS}
 """Entries of `config.json` without effect on training, or that the Trainer sets from the tokenizer."""
-NOT_THE_MODEL = ("complete.json", "unfinished", RECORD, ADAPTERS, "scheduler.pt", "optimizer.pt", "training_args.bin")
-"""Files of a checkpoint that only resuming needs, beside the random states."""
+NOT_THE_MODEL = (
+    "complete.json",
+    "unfinished",
+    RECORD,
+    ADAPTERS,
+    "scheduler.pt",
+    "optimizer.pt",
+    "training_args.bin",
+    "rng_state*",
+    ".*",
+)
+"""Patterns of files of a checkpoint that only resuming needs."""
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+"""Patterns of files with a model's weights."""
 
 
 class RunNotes(Settings):
@@ -84,7 +103,7 @@ def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
             other file that a run would overwrite.
     """
     if not (folder / SETTINGS).exists():
-        if foreign := [path.name for pattern in NOT_OURS for path in sorted(folder.glob(pattern))]:
+        if foreign := [path.name for pattern in (*OF_RUNS, *OF_OTHERS) for path in sorted(folder.glob(pattern))]:
             raise FulldepthError(f"{folder} holds {foreign[0]} of something else; choose another --output.")
     elif not _took_no_step(folder):
         if not resume:
@@ -101,8 +120,8 @@ def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
                 f"{'; ...' if len(different) > 4 else ''}. Resume it with its own settings, or choose another --output."
             )
         document: Any = None
-        with suppress(FulldepthError):  # unreadable results are written anew
-            document = read_json(folder / DOCUMENT) if (folder / DOCUMENT).exists() else None
+        with suppress(FulldepthError):  # absent or unreadable results are written anew
+            document = read_json(folder / DOCUMENT)
         kind = document.get("kind") if isinstance(document, dict) else None
         if document is not None and kind != KIND:
             raise FulldepthError(
@@ -137,14 +156,12 @@ def holding(folder: Path, settings: TrainSettings, resume: bool) -> Iterator[tup
             with atomic(folder / SETTINGS) as part:
                 part.write_text(dump(settings), encoding="utf-8")
             renamed = settle_checkpoints(folder)
-            if settings.keep_checkpoints is not None:  # killed between a new checkpoint and the removal of an old one
+            if settings.keep_checkpoints:  # killed between a new checkpoint and the removal of an old one
                 drop_checkpoints(folder, settings.keep_checkpoints)
         except OSError as error:
             raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error
-        checkpoints = sealed_checkpoints(folder)
-        if not checkpoints:
-            return None, RunNotes(), renamed
-        return checkpoints[-1][1], resume_notes(checkpoints[-1][1]), renamed
+        last = last_checkpoint(folder)
+        return last, resume_notes(last) if last else RunNotes(), renamed
 
     with ExitStack() as stack:
         claimed = current().first(claim)
@@ -158,9 +175,8 @@ def _took_no_step(folder: Path) -> bool:
 
     Settings in another form than that of `dump` may be a user's recipe and are never overwritten.
     """
-    others = [pattern for pattern in NOT_OURS if pattern not in (TOKENIZER, DOCUMENT, TABLE, PAGE, "checkpoint-*")]
-    started = [path for path in folder.glob("checkpoint-*") if not (path / UNFINISHED).exists()]
-    if started or any(any(folder.glob(pattern)) for pattern in others):
+    started = any(not (path / UNFINISHED).exists() for path in folder.glob("checkpoint-*"))
+    if started or any(any(folder.glob(pattern)) for pattern in OF_OTHERS):
         return False
     try:
         if (folder / SETTINGS).read_text(encoding="utf-8") != dump(saved_settings(folder)):
@@ -196,8 +212,8 @@ def saved_settings(folder: Path) -> TrainSettings:
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in settings.items():
-        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-        flat.update(inner)
+        name = f"{prefix}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
     return flat
 
 
@@ -232,7 +248,7 @@ def check_origin(
         "order of the data": f"{ORDER} {settings.seed}",
         "model configuration": str(Fingerprint(json.dumps(counted, sort_keys=True))),
     }
-    if settings.lora.rank is not None:  # a checkpoint does not hold them
+    if settings.lora.rank:  # a checkpoint does not hold them
         origin["model to start from"] = model_hash(model)
     for name in per_batch_terms(settings.objective.terms):
         origin[f"batch of {name}"] = f"{arguments.world_size} x {arguments.per_device_train_batch_size} sequences"
@@ -249,6 +265,11 @@ def check_origin(
     if everywhere := [difference for part in current().gather(differences) for difference in part]:
         raise FulldepthError(everywhere[0])
     return origin
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The last whole checkpoint of a run; None without any."""
+    return next((path for _, path in reversed(sealed_checkpoints(folder))), None)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -311,11 +332,8 @@ def export_run(
         load_processor(checkpoint, None)
     watcher.say(f"Exporting {checkpoint}")
     with explaining_full_disk(lambda: "Nothing was exported."), atomic_folder(target) as part:
-        for path in checkpoint.iterdir():
-            if path.name in NOT_THE_MODEL or path.name.startswith(("rng_state", ".")):
-                continue
-            if dtype is None or not path.name.endswith((".safetensors", ".safetensors.index.json")):
-                (shutil.copytree if path.is_dir() else shutil.copy2)(path, part / path.name)
+        left_out = shutil.ignore_patterns(*NOT_THE_MODEL, *(WEIGHTS if dtype is not None else ()))
+        shutil.copytree(checkpoint, part, ignore=left_out, dirs_exist_ok=True)
         if dtype is not None:
             model = open_model(checkpoint, exit_heads=True, dtype=dtype, device="cpu").model
             model.save_pretrained(part)

@@ -11,14 +11,22 @@ from typing import Any
 from fulldepth import launch
 from fulldepth.errors import StoppedError
 from fulldepth.execution import find_anatomy
-from fulldepth.hf import sealed_checkpoints, silent
+from fulldepth.hf import silent
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, versions
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.callback import RunCallback, stopping
 from fulldepth.training.evaluation import evaluate
-from fulldepth.training.folder import KIND, check_origin, explaining_full_disk, holding, open_run, step_of
+from fulldepth.training.folder import (
+    KIND,
+    check_origin,
+    explaining_full_disk,
+    holding,
+    last_checkpoint,
+    open_run,
+    step_of,
+)
 from fulldepth.training.labelled import image_data, padding_warning, text_data
 from fulldepth.training.model import build_model, start_exit_heads
 from fulldepth.training.text import conversation_data, packed_data, require_separate_documents
@@ -128,7 +136,7 @@ def train(
 
 
 def _last_good(folder: Path) -> str:
-    checkpoints = sealed_checkpoints(folder)
-    if not checkpoints:
+    checkpoint = last_checkpoint(folder)
+    if checkpoint is None:
         return "There is no whole checkpoint yet; --resume starts at the beginning."
-    return f"The last whole checkpoint is {checkpoints[-1][1]}; --resume goes on from it."
+    return f"The last whole checkpoint is {checkpoint}; --resume goes on from it."
