@@ -17,10 +17,8 @@ from fulldepth.training.initial import check_initializer
 from fulldepth.training.labelled import class_names
 from fulldepth.training.lora import add_adapters
 from fulldepth.training.model import WEIGHTS, build_config, meta_model, tokens_of_an_image
+from fulldepth.training.text import LEARNED
 from fulldepth.training.trainer import batch_split, make_objective, parameter_groups, resolved
-
-LEARNED = ("builtin", "wordpiece", "bpe")
-"""Kinds of tokenizers that are trained for a run, with at most so many tokens as they name."""
 
 
 @dataclass(frozen=True)
