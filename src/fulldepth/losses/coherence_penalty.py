@@ -31,8 +31,13 @@ class CoherencePenalty(LayerTerm):
         return range(2, round(8 * num_layers / 12) + 1, 2)
 
     def value(self, context: Context) -> Tensor:
-        """Sum over the chosen layers; raises an error for padded batches."""
-        refuse_padding(context.mask)
+        """Sum over the chosen layers; raises an error for padded batches: padding would dominate the frequencies."""
+        mask = context.mask
+        if mask is not None and not mask.all():
+            raise FulldepthError(
+                f"the coherence penalty needs sequences of one length, got padding in {int((~mask).any(-1).sum())} of "
+                f"{len(mask)}: pack the data, or leave this penalty out"
+            )
         return super().value(context)
 
     def of_layer(self, context: Context, layer: int) -> Tensor:
@@ -77,7 +82,7 @@ def coherence_penalty(
     Args:
         h_in: input of the attention sub-layer, `[B, T, D]`.
         h_out: its output, residual included, same shape. There is no mask: frequencies need whole sequences of one
-            length, so the caller must reject (`refuse_padding`) or pack padded batches.
+            length, so the caller must reject or pack padded batches.
         layer: the layer's 0-based number, as in the paper.
         num_layers: N, 12 in the paper.
         target: target coherence, in [0, 1].
@@ -124,22 +129,6 @@ def coherence_penalty(
     distance = recomputed(_squared_distance, spectra, sequences, target, eps)
     penalty = distance * (0.1 * (num_layers - layer))
     return penalty + excess / (sequences * width) if energy else penalty
-
-
-def refuse_padding(mask: Tensor | None) -> None:
-    """Raise an error for a padded batch, because padding would dominate the frequencies of its sequence.
-
-    Args:
-        mask: `[B, T]`, True (or 1) = counts; None: all positions count.
-
-    Raises:
-        FulldepthError: if the batch has padding.
-    """
-    if mask is not None and not bool((mask != 0).all()):
-        raise FulldepthError(
-            f"the coherence penalty needs sequences of one length, got padding in {int((mask == 0).any(-1).sum())} of "
-            f"{len(mask)}: pack the data, or leave this penalty out"
-        )
 
 
 def _spectra(

@@ -60,7 +60,7 @@ def orthogonality_penalty(h: Tensor, *, form: str = "mean", mask: Tensor | None 
 
     Source: "CR-Guided Transformers", Sec. 3.3 and Listing 2 (which differ by `D^2`).
     """
-    check_states([h], mask, least=1, dimensions=3)
+    check_states([h], mask, dimensions=3)
     if form not in FORMS:
         raise unknown("form of the orthogonality penalty", form, FORMS)
     sequences, length, width = h.shape

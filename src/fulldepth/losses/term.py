@@ -191,7 +191,7 @@ def block_size(size: int, device: torch.device) -> int:
     return max(1, room // max(1, size))
 
 
-def check_states(hidden_states: Sequence[Tensor], mask: Tensor | None, least: int, dimensions: int = 0) -> None:
+def check_states(hidden_states: Sequence[Tensor], mask: Tensor | None, least: int = 1, dimensions: int = 0) -> None:
     """Raise an error for too few states, states that are not `[..., D]` of one shape, or a mask of another shape.
 
     Args:

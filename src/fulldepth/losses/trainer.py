@@ -102,8 +102,8 @@ class ObjectiveMixin(AnyTrainer):
             raise FulldepthError(
                 "Several GPUs in one process (DataParallel) are not supported; start one process per GPU with torchrun."
             )
-        objective = objective or Objective()
-        self.depth_objective = objective  # a Trainer's own `objective` is the number of a search
+        # A Trainer's own `objective` is the number of a search
+        self.depth_objective = objective = objective or Objective()
         self.tallies = {"log": Tally()}
         """Means of the loss's parts; `log` goes to the Trainer's logs, others may be added to be read separately."""
         self._step_counts: dict[str, Tensor] = {}
@@ -253,9 +253,9 @@ class ObjectiveMixin(AnyTrainer):
             logs = logs | {f"loss_{name}": total / count for name, (total, count) in sums.items()}
         super().log(logs, *args, **kwargs)
 
-    def _save(self, output_dir: str, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """As the Trainer, with the model's first `use_cache`, and the exit heads of a multi-exit model beside it."""
-        passed = None if state_dict is None else dict(state_dict)  # transformers removes the heads from it
+        passed = state_dict and dict(state_dict)  # transformers removes the heads from it
         model = self.accelerator.unwrap_model(self.model)
         if self._own_use_cache is not None:  # the Trainer switches the cache of generation off
             model.config.use_cache = self._own_use_cache
@@ -265,7 +265,7 @@ class ObjectiveMixin(AnyTrainer):
             if self._own_use_cache is not None:
                 model.config.use_cache = self.args.use_cache
         if self.args.should_save:
-            save_exit_heads(model, output_dir, state_dict)
+            save_exit_heads(model, output_dir or self.args.output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         """As the Trainer, also for classes that transformers saves under other names, whose weights the Trainer would
@@ -284,8 +284,7 @@ class ObjectiveMixin(AnyTrainer):
         """Also raises an error if the loss or gradient is not finite; a float16 scaler skips such gradients itself."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         self.depth_objective.drop_idle_gradients(self.state.global_step + 1)
-        scales = self.accelerator.scaler is not None
-        self._require_finite(None if scales else norm)
+        self._require_finite(norm if self.accelerator.scaler is None else None)
         return norm
 
     def _require_finite(self, norm: Tensor | float | None) -> None:
@@ -324,10 +323,9 @@ def first_broken_layer(model: Any, inputs: dict[str, Any]) -> str:
         return "The layer was not looked for, because the weights are sharded."
     with capture(find_anatomy(model), ["residual"]) as activations:
         model(**inputs)
-        states = activations["residual"]
-    for layer, state in enumerate(states):
-        if not torch.isfinite(state).all():
-            return f"The first state that is not finite: {'the embeddings' if layer == 0 else f'layer {layer}'}."
+        for layer, state in enumerate(activations["residual"]):
+            if not torch.isfinite(state).all():
+                return f"The first state that is not finite: {'the embeddings' if layer == 0 else f'layer {layer}'}."
     return "Every layer's state is finite; the head or the loss is not."
 
 

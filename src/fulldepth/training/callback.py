@@ -111,7 +111,7 @@ class RunCallback(TrainerCallback):
             self._evaluate(0)
         self._since = time.perf_counter()
 
-    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Note the learning rate of this step, before the scheduler changes it."""
         self._rate = self.trainer._get_learning_rate()
 
@@ -220,7 +220,7 @@ def headline(table: pd.DataFrame) -> dict[str, Finding]:
             words = " ".join(f"The validation loss is {row.value:.3f} {row.unit.strip('1')} at step {step:,}".split())
             if step and 0 in losses:
                 words += f", {losses[0]:.3f} before training"
-            best = int(losses.idxmin())
+            best: Any = losses.idxmin()
             words += f"; it was lowest at step {best:,} ({losses[best]:.3f})." if best != step else "."
         found[name] = Finding(float(row.value), row.unit, describe_jump(row.value) if name == "zeta_L" else words)
     return found

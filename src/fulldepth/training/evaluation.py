@@ -86,11 +86,12 @@ def evaluate(
     psi = (sums["displacement"] / sums["defined"]).cpu()  # [L], NaN where no token has a direction
     for layer, value in enumerate(psi.tolist(), start=1):
         add("displacement", value, layer, count=tokens)
-    rates = [jump_rate(psi, -1 - back) for back in range(min(3, layers - 1))]
-    for back, rate in enumerate(rates):
+    for back in range(min(3, layers - 1)):
+        rate = jump_rate(psi, -1 - back)
         if math.isfinite(rate):
             add("jump_rate", rate, layers - back, "%", tokens)
-    shown += [f"jump rate {rate:.2f} %" for rate in rates[:1] if math.isfinite(rate)]
+            if back == 0:
+                shown.append(f"jump rate {rate:.2f} %")
     return rows, shown
 
 
@@ -117,7 +118,7 @@ def _batch_sums(
         "targets": targets,
     }
     if task.classifies:
-        labels, classifier = batch["labels"], Classifier(anatomy).after_forward()
+        labels, classifier = batch["labels"], Classifier(anatomy)
         mask = classifier.sample_mask(batch, counted)
         read = read_layers(classifier, torch.stack([state.to(last.device) for state in states]), labels, mask)
         sums["correct"] = ((outputs.logits.argmax(-1) == labels) & (labels != IGNORE)).sum()
@@ -127,8 +128,7 @@ def _batch_sums(
 
 def _detected(anatomy: Anatomy, batch: Mapping[str, Any], states: list[Tensor], first: int) -> Observation:
     """Boxes and classes that every decoder layer finds in a batch, whose first image has the number `first`."""
-    heads = DetectionHeads(Classifier(anatomy)).after_forward()
-    dtype = next(anatomy.model.parameters()).dtype
+    heads, dtype = DetectionHeads(Classifier(anatomy)), next(anatomy.model.parameters()).dtype
     read = [heads.read(state.to(dtype), layer) for layer, state in enumerate(states[1:], start=1)]
     logits, boxes = (torch.stack(part).float() for part in zip(*read, strict=True))  # [L, B, Q, C], [L, B, Q, 4]
     mask = torch.ones(logits.shape[1:3], dtype=torch.bool)

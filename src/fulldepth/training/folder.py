@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-import pydantic
 import yaml
 from pydantic import Field, FiniteFloat, NonNegativeInt
 from transformers import PreTrainedModel, TrainingArguments
@@ -17,10 +16,11 @@ from transformers import PreTrainedModel, TrainingArguments
 from fulldepth.data import ORDER
 from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError, is_disk_full, one_line
-from fulldepth.files import Fingerprint, atomic, atomic_folder, locked, read_json, reading
+from fulldepth.files import Fingerprint, atomic, atomic_folder, locked, read_json, reading, validated
 from fulldepth.hf import (
     UNFINISHED,
     drop_checkpoints,
+    find_tokenizer,
     is_sealed,
     load_processor,
     load_tokenizer,
@@ -31,6 +31,7 @@ from fulldepth.hf import (
     settle_checkpoints,
 )
 from fulldepth.hf.model_hash import model_hash
+from fulldepth.hf.run_checkpoints import SEAL
 from fulldepth.losses import per_batch_terms
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, PAGE, TABLE, Results
@@ -56,8 +57,18 @@ OF_OTHERS = (
 OF_RUNS = (DOCUMENT, TABLE, PAGE, "checkpoint-*", TOKENIZER)
 """Patterns of files of a run; without its settings they are something else."""
 MAY_DIFFER = {
-    *("about", "source", "log_every", "report_to", "workers", "device", "keep_checkpoints"),
-    *("eval_every", "save_every", "micro_batch_size", "fsdp", "data.cache"),
+    "about",
+    "source",
+    "log_every",
+    "report_to",
+    "workers",
+    "device",
+    "keep_checkpoints",
+    "eval_every",
+    "save_every",
+    "micro_batch_size",
+    "fsdp",
+    "data.cache",
 }
 """Settings that a resumed run may change."""
 RECORD = "record.parquet"
@@ -65,8 +76,8 @@ RECORD = "record.parquet"
 NO_NUMBERS = {"transformers_version", "_name_or_path", "use_cache", "architectures", "auto_map", "dtype", *TOKEN_IDS}
 """Entries of `config.json` without effect on training, or that the Trainer sets from the tokenizer."""
 NOT_THE_MODEL = (
-    "complete.json",
-    "unfinished",
+    SEAL,
+    UNFINISHED,
     RECORD,
     ADAPTERS,
     "scheduler.pt",
@@ -76,7 +87,7 @@ NOT_THE_MODEL = (
     ".*",
 )
 """Patterns of files of a checkpoint that only resuming needs."""
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 """Patterns of files with a model's weights."""
 
 
@@ -149,7 +160,7 @@ def holding(folder: Path, settings: TrainSettings, resume: bool) -> Iterator[tup
 
     def claim() -> tuple[Path | None, RunNotes, list[Path]]:
         stack.enter_context(locked(folder))
-        open_run(folder, settings, resume)  # again: another process may have written here since
+        open_run(folder, settings, resume)
         try:
             if (folder / SETTINGS).exists() and _took_no_step(folder) and saved_settings(folder) != settings:
                 shutil.rmtree(folder / TOKENIZER, ignore_errors=True)  # of another size, or trained on other text
@@ -284,11 +295,9 @@ def resume_notes(checkpoint: Path) -> RunNotes:
         FulldepthError: if they cannot be read, or a file of the checkpoint has changed since it was written.
     """
     try:
-        return RunNotes.model_validate(notes_of(checkpoint), strict=True)
-    except (FulldepthError, pydantic.ValidationError) as error:
-        unread = f"Cannot read the seal of {checkpoint}: {one_line(error, 200)}."
-        reason = error if isinstance(error, FulldepthError) else unread
-        raise FulldepthError(f"{reason} Remove {checkpoint} to go on from the checkpoint before.") from error
+        return validated(checkpoint / SEAL, notes_of(checkpoint), RunNotes)
+    except FulldepthError as error:
+        raise FulldepthError(f"{error} Remove {checkpoint} to go on from the checkpoint before.") from error
 
 
 @with_progress
@@ -326,13 +335,13 @@ def export_run(
     if target.exists() or target.is_symlink():
         raise FulldepthError(f"{target} already exists; choose another --output.")
     checkpoint = checkpoints[max(checkpoints) if step is None else step]
-    if any((checkpoint / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        load_tokenizer(checkpoint)  # it is copied, and damaged files are refused
+    if tokenizer := find_tokenizer(checkpoint):
+        load_tokenizer(tokenizer)  # it is copied, and damaged files are refused
     if (checkpoint / "preprocessor_config.json").exists():
         load_processor(checkpoint, None)
     watcher.say(f"Exporting {checkpoint}")
     with explaining_full_disk(lambda: "Nothing was exported."), atomic_folder(target) as part:
-        left_out = shutil.ignore_patterns(*NOT_THE_MODEL, *(WEIGHTS if dtype is not None else ()))
+        left_out = shutil.ignore_patterns(*NOT_THE_MODEL, *(WEIGHT_FILES if dtype is not None else ()))
         shutil.copytree(checkpoint, part, ignore=left_out, dirs_exist_ok=True)
         if dtype is not None:
             model = open_model(checkpoint, exit_heads=True, dtype=dtype, device="cpu").model

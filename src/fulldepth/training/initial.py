@@ -74,12 +74,11 @@ def check_initializer(model: PreTrainedModel, settings: InitializerSettings) -> 
         FulldepthError: for `memory` without such a memory, and for a model with matrices outside linear layers
             (`distribution`) or without the known names of output matrices (`output_scale`).
     """
-    kind = model.config.model_type
     _memory_bounds(model, settings)
     if settings.output_scale != 1.0 and len(_outputs(model)) != 2 * model.config.num_hidden_layers:
         raise FulldepthError(
-            f"initializer.output_scale needs two matrices a layer called {', '.join(OUTPUTS)}; a {kind} names its own "
-            "otherwise."
+            f"initializer.output_scale needs two matrices a layer called {', '.join(OUTPUTS)}; a "
+            f"{model.config.model_type} names its own otherwise."
         )
     if settings.distribution == "truncated-normal":
         matrices = {module.weight for module in _matrices(model)}
@@ -88,7 +87,7 @@ def check_initializer(model: PreTrainedModel, settings: InitializerSettings) -> 
             if parameter.ndim > 1 and parameter not in matrices and name not in added:
                 raise FulldepthError(
                     f"initializer.distribution={settings.distribution} is for linear layers and embeddings, and {name} "
-                    f"of this {kind} is neither."
+                    f"of this {model.config.model_type} is neither."
                 )
 
 
@@ -115,7 +114,7 @@ def _memory_bounds(model: PreTrainedModel, settings: InitializerSettings) -> dic
     if settings.memory == "model":
         return {}
     try:
-        bounds = getattr(model, "memory_bounds", lambda _: {})(settings.memory)
+        bounds: dict[str, float] = getattr(model, "memory_bounds", lambda _: {})(settings.memory)
     except ValueError as error:
         raise FulldepthError(f"initializer.memory={settings.memory}: {error}.") from error
     if not bounds:

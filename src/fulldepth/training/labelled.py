@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
@@ -64,9 +65,9 @@ def class_names(settings: TrainSettings, source: Source | None = None) -> tuple[
             f"model.num_labels is {one_line(repr(declared), 60)}. Expected a whole number of at least {least}: the "
             f"classes of task: {settings.task}."
         )
-    if source is None and declared is not None:
-        return tuple(f"LABEL_{number}" for number in range(declared))
     if source is None:
+        if declared is not None:
+            return tuple(f"LABEL_{number}" for number in range(declared))
         try:
             source = training_source(data)
         except FulldepthError as error:
@@ -138,9 +139,8 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
     config = build_config(settings.model, task=settings.task, classes=parts[0].source.class_names)
     if detects:
         warnings += _check_detection(config, parts)
-    edge = settings.data.image_size
-    if detects and (edge is not None or start is None):  # it also makes the pixel mask
-        edge = edge or EDGE
+    edge = settings.data.image_size or (None if start else EDGE)
+    if detects and edge:  # it also makes the pixel mask
         size = {"shortest_edge": edge, "longest_edge": round(edge * RATIO)}
         processor: Any = transformers.DetrImageProcessorPil(size=size, do_convert_annotations=True)
     else:
@@ -158,6 +158,7 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
         raise FulldepthError(
             f"Images are read with {channels} channels (RGB), and the model takes {wanted} (model.num_channels)."
         )
+    augments = settings.augmentation.changes
     return RunData(
         config,
         processor,
@@ -165,9 +166,7 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
         validation,
         _facts(parts, Fingerprint(json.dumps(processor.to_dict(), sort_keys=True, default=str))),
         collator,
-        replace(collator, augment=Augmentation(settings.augmentation, processor, settings.seed))
-        if settings.augmentation.changes
-        else None,
+        replace(collator, augment=Augmentation(settings.augmentation, processor, settings.seed)) if augments else None,
         warnings,
     )
 
@@ -176,7 +175,7 @@ def _check_detection(config: Any, parts: Sequence[Rows]) -> list[str]:
     """Refuse data without objects, and a model that cannot learn them or whose own loss is another one than the
     method's; a warning if classes occur in no training image.
     """
-    queries = getattr(config, "num_queries", None)
+    queries = getattr(config, "num_queries", math.inf)
     for rows, part in zip(parts, ("training", "validation"), strict=True):
         most = max((r.objects.targets for r in rows.source.records if r.objects is not None), default=0)
         if not most:
@@ -184,7 +183,7 @@ def _check_detection(config: Any, parts: Sequence[Rows]) -> list[str]:
                 f"{rows.source.name} has no object in any {part} image (crowds do not count). Give images with boxes "
                 "as data.name and data.validation, or hold out more (data.validation_share)."
             )
-        if isinstance(queries, int) and most > queries:
+        if most > queries:
             raise FulldepthError(f"An image has {most} objects, and the model {queries} queries (model.num_queries).")
     if getattr(config, "auxiliary_loss", False):
         raise FulldepthError(
@@ -236,8 +235,9 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
             described.add(example.input_ids.numpy().astype("<i8").tobytes())
         examples.append(LabelledRows(prepared.examples))
         warnings += prepared.warnings
+    train, validation = examples
     facts = _facts(parts, described)
-    return RunData(config, tokenizer, *examples, facts, Collator(pad_id=pad_id), warnings=warnings)
+    return RunData(config, tokenizer, train, validation, facts, Collator(pad_id=pad_id), warnings=warnings)
 
 
 @torch.no_grad()
@@ -263,9 +263,12 @@ def _facts(parts: Sequence[Rows], described: Fingerprint) -> dict[str, Any]:
     for rows in parts:
         for digest, record in zip(rows.digests, rows.source.records, strict=True):
             described.add(digest + str(record.label if record.objects is None else record.objects).encode())
-    train, validation = (len(rows.digests) for rows in parts)
-    facts = {"hash": str(described), "train_sequences": train}
-    return {**facts, "classes": len(parts[0].source.class_names), "documents": train + validation}
+    return {
+        "hash": str(described),
+        "train_sequences": len(parts[0].digests),
+        "classes": len(parts[0].source.class_names),
+        "documents": sum(len(rows.digests) for rows in parts),
+    }
 
 
 class Augmentation:

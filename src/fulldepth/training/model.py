@@ -8,11 +8,11 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import init_empty_weights
@@ -73,8 +73,7 @@ NOT_OPTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class HeadKind:
+class HeadKind(NamedTuple):
     """The models of one task."""
 
     auto: Any
@@ -84,11 +83,6 @@ class HeadKind:
     noun: str
     common: tuple[str, ...]
     """Well-known model types."""
-
-    def model_class(self, config: Any) -> Any:
-        """The usual model class of a configuration."""
-        kinds = self.mapping[type(config)]
-        return kinds[0] if isinstance(kinds, list | tuple) else kinds
 
 
 HEADS = {
@@ -142,21 +136,19 @@ def build_config(
             tokenizer has tokens, fewer positions than a sequence has tokens, or a checkpoint of another type.
     """
     try:
-        base: PreTrainedConfig | None = None if model.checkpoint is None else load_config(model.checkpoint)
+        base = None if model.checkpoint is None else load_config(model.checkpoint)
     except FulldepthError as error:
         raise FulldepthError(f"{error} model.checkpoint=FOLDER names what training starts from.") from error
     kind = _kind(model, base, task)
     given = dict(model.model_extra or {})
-    labels = {} if task == "causal-lm" or "num_labels" not in given else {"num_labels": given.pop("num_labels")}
     named = {field.name for field in fields(kind)} | set(inspect.signature(kind.__init__).parameters)
     known = {name for name in named | set(kind.attribute_map) if not name.startswith("_")} - NOT_OPTIONS
     for name in given:
-        if name not in known:
+        if name not in known and (name != "num_labels" or task == "causal-lm"):
             raise unknown(f"option of {kind.model_type} under `model`", name, known)
     ids: dict[str, Any] = {name: value for name, value in (special_tokens or {}).items() if value is not None}
-    if classes is None:
-        ids |= labels
-    else:  # checked against `num_labels`
+    if classes is not None:
+        given.pop("num_labels", None)  # checked against the classes
         if task.endswith("-classification"):
             ids["problem_type"] = "single_label_classification"  # models set it in their first pass
         ids |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
@@ -177,7 +169,8 @@ def build_config(
         raise FulldepthError(f"These settings make no {kind.model_type}: {_reason(error)}") from error
     _check_sizes(config, task, vocab_size, positions)
     if not config.architectures:  # a DeiT is built with one head or two
-        config.architectures = [HEADS[task].model_class(config).__name__]
+        kinds = HEADS[task].mapping[type(config)]
+        config.architectures = [(kinds[0] if isinstance(kinds, list | tuple) else kinds).__name__]
     return config
 
 
@@ -282,17 +275,11 @@ def meta_model(config: PreTrainedConfig, task: str = "causal-lm") -> PreTrainedM
     """The model without storage, on the meta device: names and shapes only.
 
     Args:
-        config: of the model.
+        config: of the model, from `build_config`.
         task: a key of `HEADS`.
-
-    Raises:
-        FulldepthError: if the configuration's class has no model for the task.
     """
-    head = HEADS[task]
-    if type(config) not in head.mapping:
-        raise FulldepthError(f"transformers has no {head.noun} of type {config.model_type!r}.")
     with torch.device("meta"):
-        return head.auto.from_config(config, trust_remote_code=False)
+        return HEADS[task].auto.from_config(config, trust_remote_code=False)
 
 
 def tokens_of_an_image(model: PreTrainedModel) -> int:
@@ -338,8 +325,8 @@ def _kind(model: ModelSettings, base: PreTrainedConfig | None, task: str) -> typ
 
 def _no_tokens(kind: type[PreTrainedConfig], vocab_size: float) -> dict[str, None]:
     """None for special tokens whose ids in the class, of the original's tokenizer, lie outside the vocabulary."""
-    tokens = [field for field in fields(kind) if field.name in TOKEN_IDS and isinstance(field.default, int)]
-    return {token.name: None for token in tokens if token.default >= vocab_size}
+    tokens = [field for field in fields(kind) if field.name in TOKEN_IDS]
+    return {token.name: None for token in tokens if isinstance(token.default, int) and token.default >= vocab_size}
 
 
 def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, positions: int | None) -> None:
@@ -355,9 +342,8 @@ def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, po
             "(model.vocab_size). They must fit together."
         )
     room = getattr(text, POSITIONS, None)
-    if positions is None or room is None or room <= 0:  # XLNet's -1 is no limit
-        return
-    if room - (unused := _unused_positions(config, task)) < positions:
+    # XLNet's -1 is no limit
+    if positions and room and 0 < room < positions + (unused := _unused_positions(config, task)):
         also = f", of which no token uses the first {unused:,}" if unused else ""
         raise FulldepthError(
             f"Sequences of {positions:,} tokens do not fit the model's {room:,} positions ({POSITIONS}){also}."
@@ -384,11 +370,12 @@ def _take_weights(model: PreTrainedModel, checkpoint: str, settings: TrainSettin
         with suppress(ValueError, AttributeError):  # settings that transformers would not save stay behind
             loaded.generation_config.validate(strict=True)
             model.generation_config = loaded.generation_config
-    advice = "Keys under `model` must not change the checkpoint's sizes."
     try:
         report = model.load_state_dict(source, strict=False)
     except RuntimeError as error:
-        raise FulldepthError(f"{checkpoint} does not fit: {_reason(error)} {advice}") from error
+        raise FulldepthError(
+            f"{checkpoint} does not fit: {_reason(error)} Keys under `model` must not change the checkpoint's sizes."
+        ) from error
     name = type(model).__name__
     if lacking := sorted(set(report.missing_keys) - getattr(model, "added_parameters", set)()):
         raise FulldepthError(
@@ -413,7 +400,7 @@ def _keep_removed(model: PreTrainedModel, checkpoint: str) -> None:
     branches = product(range(1, anatomy.num_layers + 1), ("attention", "mlp"))
     for weights in find_output_weights(anatomy, branches, sample_inputs(anatomy)["input_ids"]).values():
         own = [weights.branch.get_parameter(name) for name in weights.names]
-        if all(bool((weight == -weights.offset).all()) for weight in own):
+        if all((weight == -weights.offset).all() for weight in own):
             for weight in own:
                 weight.requires_grad_(False)
 
@@ -481,8 +468,7 @@ def _same_classes(stored: Any, wanted: Any) -> bool:
     names = [
         [str(name).casefold() for _, name in sorted((config.id2label or {}).items())] for config in (stored, wanted)
     ]
-    unnamed = (all(name.startswith("label_") for name in each) for each in names)
-    return names[0] == names[1] or any(unnamed)
+    return names[0] == names[1] or any(all(name.startswith("label_") for name in each) for each in names)
 
 
 def _reason(error: Exception) -> str:

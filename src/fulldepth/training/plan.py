@@ -63,8 +63,8 @@ def plan(settings: TrainSettings, config: PreTrainedConfig, *, processes: int = 
         processes: number of processes that share each batch.
 
     Raises:
-        FulldepthError: if batch sizes do not divide, an option of a penalty is unknown, the configuration has no model
-            for the task, or the initializer or weight decay does not apply to the model.
+        FulldepthError: if batch sizes do not divide, an option of a penalty is unknown, or the initializer or weight
+            decay does not apply to the model.
     """
     settings = resolved(settings)
     micro, accumulation = batch_split(settings, processes)
@@ -103,7 +103,7 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
     Raises:
         FulldepthError: if the settings are inconsistent, or their tokenizer or checkpoint does not exist.
     """
-    of_text = settings.unit in ("tokens", "texts")
+    of_text = settings.unit != "images"
     vocab_size = None
     if of_text and "vocab_size" not in (settings.model.model_extra or {}) and settings.model.checkpoint is None:
         if settings.tokenizer is None:

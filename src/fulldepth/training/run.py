@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fulldepth import launch
 from fulldepth.errors import StoppedError
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import silent
@@ -24,7 +23,6 @@ from fulldepth.training.folder import (
     explaining_full_disk,
     holding,
     last_checkpoint,
-    open_run,
     step_of,
 )
 from fulldepth.training.labelled import image_data, padding_warning, text_data
@@ -75,17 +73,14 @@ def train(
     """
     settings, folder = resolved(settings), Path(output)
     name = Path(recipe).stem if isinstance(recipe, str | Path) else "settings"
-    if launch.rank() == 0:
-        open_run(folder, settings, resume)
     with silent(logging.ERROR), explaining_full_disk(lambda: _last_good(folder)):
         arguments = training_arguments(settings, folder)  # joins the other processes
         with holding(folder, settings, resume) as (checkpoint, notes, renamed):
             for path in renamed:
                 watcher.say(f"A checkpoint that is not whole is now called {path.name}.")
-            opened = DATA["sft" if settings.stage == "sft" else settings.task]
-            data = opened(settings, folder, arguments, watcher)
+            data = DATA["sft" if settings.stage == "sft" else settings.task](settings, folder, arguments, watcher)
             model = build_model(data.config, settings)
-            warnings = list(data.warnings)
+            warnings = data.warnings
             if settings.task == "causal-lm" and not settings.data.across_documents:
                 require_separate_documents(model)
             if settings.task == "text-classification":
@@ -121,9 +116,11 @@ def train(
                 notes.model_copy(update={"origin": origin}),
                 checkpoint,
             )
-            size = f"{meta['model']['class']}: {meta['model']['parameters'] / 1e6:.1f} M parameters"
-            amount = f"{settings.steps * settings.units_per_step:,} {settings.unit} in {settings.steps:,} steps"
-            watcher.say(f"{size}, {amount}" + (f"; going on after {checkpoint.name}." if checkpoint else "."))
+            watcher.say(
+                f"{meta['model']['class']}: {meta['model']['parameters'] / 1e6:.1f} M parameters, "
+                f"{settings.steps * settings.units_per_step:,} {settings.unit} in {settings.steps:,} steps"
+                + (f"; going on after {checkpoint.name}." if checkpoint else ".")
+            )
             if checkpoint is None or step_of(checkpoint) < settings.steps:
                 with stopping(callback):
                     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

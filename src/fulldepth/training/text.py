@@ -56,8 +56,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'Assistant:\n' }}{% endif %}"
 )
 """For tokenizers without a chat template. The prompt ends in a line end, which tokenizers do not merge with a word."""
-READ = {"input_ids", "labels", "attention_mask", "position_ids", "seq_lengths"}
-"""Columns of a tokenised data set that determine batches and loss."""
+READ = ["input_ids", "labels"]
+"""Columns of tokenised conversations that determine batches and loss."""
 
 
 def run_tokenizer(
@@ -283,7 +283,7 @@ def conversation_data(settings: TrainSettings, folder: Path, arguments: Any, wat
     if held_out is None:
         raise FulldepthError(f"The {len(left)} conversations of {data.name} are one; training and validation need two.")
     validates = np.isin(row, left[held_out])
-    columns = encoded.select_columns(["input_ids", "labels"])
+    columns = encoded.select_columns(READ)
     train, validation = (columns.select(np.flatnonzero(answered & chosen)) for chosen in (~validates, validates))
     facts = {"hash": rows_hash(train, validation), "train_sequences": len(train), "documents": len(left)}
     return RunData(config, tokenizer, train, validation, facts, warnings=warnings, trainer=ConversationTrainer)
@@ -297,9 +297,11 @@ def _encoded(
     """
     examples: dict[str, list[Any]] = {key: [] for key in ("input_ids", "labels", "row", "size", "answered")}
     for place, number in enumerate(numbers):
-        chat = "messages" in rows
-        messages = rows["messages"][place] if chat else [*rows["prompt"][place], *rows["completion"][place]]
-        first = 1 if chat else len(rows["prompt"][place])
+        if "messages" in rows:
+            messages, first = rows["messages"][place], 1
+        else:
+            prompt = rows["prompt"][place]
+            messages, first = [*prompt, *rows["completion"][place]], len(prompt)
         for ids, labels in chat_examples(tokenizer, messages, f"{name} conversation {number + 1}", first):
             answered = any(label != IGNORE for label in labels[:length])
             for key, value in zip(examples, (ids[:length], labels[:length], number, len(ids), answered), strict=True):
@@ -377,16 +379,15 @@ def _key(row: dict[str, Any], seed: int, whole: bool) -> int:
 
 
 def rows_hash(*parts: Any) -> str:
-    """`sha256:...` over the examples of TRL's trainer: token ids and masks, row by row, of each part.
+    """`sha256:...` over the examples of TRL's trainer: token ids and labels, row by row, of each part.
 
     Args:
         parts: tokenised data sets of the trainer.
     """
     digest = hashlib.sha256()
     for part in parts:
-        names = sorted(READ.intersection(part.column_names))
-        digest.update(f"{len(part)} {names}\n".encode())
-        for rows in part.select_columns(names).with_format(None).iter(1000):
-            for name in names:
+        digest.update(f"{len(part)} {READ}\n".encode())
+        for rows in part.select_columns(READ).with_format(None).iter(1000):
+            for name in READ:
                 digest.update(json.dumps(rows[name], separators=(",", ":")).encode())
     return f"sha256:{digest.hexdigest()}"

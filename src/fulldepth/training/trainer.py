@@ -34,7 +34,6 @@ from fulldepth.settings.train import ObjectiveSettings, TrainSettings
 from fulldepth.training.lora import load_adapters, save_adapters
 from fulldepth.training.model import built_once
 
-FORKS = "TOKENIZERS_PARALLELISM"
 MOST_WORKERS = 4
 """Default maximum for each training process; few suffice, as reading a window is a copy from the page cache."""
 SAME = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed")
@@ -61,8 +60,10 @@ def resolved(settings: TrainSettings) -> TrainSettings:
             raise unknown("setting", f"objective.{name}", [f"objective.{key}" for key in known])
     preset, start = METHODS[settings.method], settings.model.checkpoint
     if start is not None or settings.task == "detection":
-        always = {"schedule": "always"}
-        preset = {name: options | (always if "schedule" in options else {}) for name, options in preset.items()}
+        preset = {
+            name: {**options, "schedule": "always"} if "schedule" in options else options
+            for name, options in preset.items()
+        }
     on = {name: options for name, options in {**preset, **given}.items() if options is not None}
     data = settings.data.model_copy(update={"validation_sequences": settings.most_validation})
     model = settings.model.model_copy(update={"checkpoint": None if start is None else checkpoint_of(start)})
@@ -167,8 +168,8 @@ def batch_split(settings: TrainSettings, world: int) -> tuple[int, int]:
         raise FulldepthError(
             f"global_batch_size is {settings.global_batch_size}, which {world} processes cannot share evenly."
         )
-    most = min(settings.micro_batch_size or share, share)
-    micro = next(size for size in range(most, 0, -1) if share % size == 0)
+    most = settings.micro_batch_size or share
+    micro = next(size for size in range(min(most, share), 0, -1) if share % size == 0)
     return micro, share // micro
 
 
@@ -338,7 +339,7 @@ class RunMixin(AnyTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, without the warnings of tokenizers in workers, which tokenise nothing."""
-        with patch_environment(**{FORKS: os.environ.get(FORKS, "false")}):
+        with patch_environment(TOKENIZERS_PARALLELISM=os.environ.get("TOKENIZERS_PARALLELISM", "false")):
             return super().train(*args, **kwargs)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
@@ -357,13 +358,14 @@ class RunMixin(AnyTrainer):
                 raise FulldepthError(f"fsdp is on, but the optimiser has lost {name} when the weights were sharded.")
         return prepared
 
-    def _save(self, output_dir: str, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """As the Trainer, with adapters merged; a sharded model is saved as one of its own class, with its code, and a
         tied weight once.
         """
         model = self.plain_model
         if self.settings.lora.rank and self.args.should_save:
-            state_dict = save_adapters(model, state_dict or model.state_dict(), Path(output_dir))
+            folder = Path(output_dir or self.args.output_dir)
+            state_dict = save_adapters(model, state_dict or model.state_dict(), folder)
         if not (self.is_fsdp_enabled and self.args.should_save):
             super()._save(output_dir, state_dict=state_dict)
             return
@@ -425,8 +427,7 @@ class RunTrainer(RunMixin, DepthTrainer):
     """Trainer of a run."""
 
 
-def _start_worker(start: Callable[[int], None] | None, number: int) -> None:
+def _start_worker(start: Callable[[int], None], number: int) -> None:
     """Ignore SIGTERM: schedulers send it to every process, and a dying worker would end the run before it saves."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if start is not None:
-        start(number)
+    start(number)
