@@ -108,13 +108,13 @@ def test_evaluation_reports_the_cross_entropy(tmp_path):
 def test_a_run_records_the_cross_entropy_and_the_balance_beside_it():
     model = experts()
     rows = rows_of(batch(5, 5))
-    found = evaluate(model, rows, collate, 2)
+    found, _ = evaluate(model, rows, collate, 2)
     with torch.no_grad():
         output = model.eval()(**collate(rows))
         parts = [(model(**collate(rows[i : i + 2])).aux_loss, len(rows[i : i + 2])) for i in (0, 2, 4)]
     plain = cross_entropy(output.logits[:, :-1].flatten(0, 1), collate(rows)["labels"][:, 1:].flatten())
-    assert found.loss == pytest.approx(float(plain), rel=1e-5)
-    (balance,) = (row.value for row in found.rows if row.measure == "validation_auxiliary_loss")
+    assert found[0].value == pytest.approx(float(plain), rel=1e-5)
+    (balance,) = (row.value for row in found if row.measure == "validation_auxiliary_loss")
     assert balance == pytest.approx(0.7 * sum(float(value) * n for value, n in parts) / 5, rel=1e-5)
 
 

@@ -78,7 +78,7 @@ def test_gradients_that_are_added_on_the_way_are_the_same(states, mask, generato
             hidden.append(hidden[-1] @ matrix)
         loss = hidden[-1].double().square().mean()
         if form == "ours":
-            penalty = Displacements(hidden, jump_weights(3, alpha).tolist(), mask)
+            penalty = Displacements(hidden, alpha, mask)
             penalty.added_to(loss, 70.0).backward()
         else:
             expected = plain_jump(hidden, mask, alpha)
@@ -113,7 +113,7 @@ def test_only_the_states_are_kept_and_a_changed_one_is_noticed(states):
     _, saved = kept(lambda: jump_penalty(inputs))
     assert {x.data_ptr() for x in saved if x.numel() > 1} <= {state.data_ptr() for state in inputs}
     middle = [state * 1 for state in inputs]
-    penalty = Displacements(middle, jump_weights(4).tolist())
+    penalty = Displacements(middle)
     loss = penalty.added_to(middle[-1].sum(), 1.0)
     middle[3].add_(1.0)
     with pytest.raises(FulldepthError, match="h_3 was overwritten"):

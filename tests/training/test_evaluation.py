@@ -12,7 +12,7 @@ from tiny_models import BUILDERS
 
 def values(found, measure):
     """By layer."""
-    return [row.value for row in found.rows if row.measure == measure]
+    return [row.value for row in found if row.measure == measure]
 
 
 def test_tokens_without_a_direction_are_left_out_of_a_layer():
@@ -23,7 +23,7 @@ def test_tokens_without_a_direction_are_left_out_of_a_layer():
         model.model.embed_tokens.weight[5] = 0.0
     ids = torch.randint(6, 90, (5, 8), generator=torch.Generator().manual_seed(0))
     ids[:, 0] = ids[3, 4] = 5
-    found = evaluate(model, [{"input_ids": row, "labels": row} for row in ids], default_data_collator, 2)
+    found, _ = evaluate(model, [{"input_ids": row, "labels": row} for row in ids], default_data_collator, 2)
     with torch.no_grad():
         out = model(input_ids=ids, labels=ids, output_hidden_states=True)
     states = torch.stack(out.hidden_states)
@@ -33,9 +33,9 @@ def test_tokens_without_a_direction_are_left_out_of_a_layer():
     assert (~counted).sum(dim=(1, 2)).tolist() == [6, 5, 5]
     expected = [values[which].mean() for values, which in zip(psi, counted, strict=True)]
     torch.testing.assert_close(torch.tensor(values(found, "displacement")), torch.stack(expected).to(torch.float32))
-    counts = {row.measure: row.count for row in found.rows}
+    counts = {row.measure: row.count for row in found}
     assert (counts["displacement"], counts["validation_loss"]) == (40, 35)
-    assert abs(found.loss - float(out.loss)) < 1e-6
+    assert abs(found[0].value - float(out.loss)) < 1e-6
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -65,6 +65,6 @@ def test_texts_that_end_with_the_padding_token(family, body, norm, side):
     labels = output.logits.argmax(-1)
     labels[::5] = (labels[::5] + 1) % output.logits.shape[-1]
     rows = [{**item, "labels": label} for item, label in zip(items, labels, strict=True)]
-    found = evaluate(model, rows, default_data_collator, 5)
+    found, _ = evaluate(model, rows, default_data_collator, 5)
     assert values(found, "validation_accuracy") == pytest.approx([19 / 24])
     assert values(found, "lens_accuracy") == pytest.approx((logits.argmax(-1) == labels).double().mean(1).tolist())

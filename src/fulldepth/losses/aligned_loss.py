@@ -56,11 +56,14 @@ class LayerwiseLoss(Term):
         """Whether the loss of this 1-based optimiser step is replaced."""
         return self.schedule == "always" or step % 2 == 0
 
-    def _labels(self, context: Context) -> Tensor:
-        labels = context.task.labels(context.batch)
-        if labels is None:
-            raise FulldepthError(f"The {self.name} loss needs `labels` in the batch.")
-        return labels
+    def value(self, context: Context) -> Tensor:
+        """Weighted loss of layers 1..L, each read by its own head if it has one.
+
+        Raises:
+            FulldepthError: if the batch has no labels.
+        """
+        assert context.classifier is not None
+        return self.of_layers(context, context.classifier.after_forward())
 
     def of_layers(self, context: Context, classifier: Classifier, positions: float = 1.0) -> Tensor:
         """Weighted loss of layers 1..L, each read by the head that the classifier has for it.
@@ -73,17 +76,21 @@ class LayerwiseLoss(Term):
         states = context.states["residual"][1:]
         losses = context.task.layer_losses(context.batch, states, classifier)
         if losses is not None:
-            shares = layer_weights(self.weights, len(losses))
-            return torch.stack([share * loss for share, loss in zip(shares, losses, strict=True)]).sum()
+            pairs = zip(layer_weights(self.weights, len(losses)), losses, strict=True)
+            return torch.stack([share * loss for share, loss in pairs]).sum()
+        labels = context.task.labels(context.batch)
+        if labels is None:
+            raise FulldepthError(f"The {self.name} loss needs `labels` in the batch.")
         heads = [classifier.at(layer) for layer in range(1, len(states) + 1)]
         if not classifier.per_token:
-            return self._of_samples(context, heads)
+            return self._of_samples(context, states, heads, labels)
         readers = [head.tokens for head in heads] if classifier.exits else classifier.tokens
-        return aligned_loss(states, readers, self._labels(context), weights=self.weights, positions=positions)
+        return aligned_loss(states, readers, labels, weights=self.weights, positions=positions)
 
-    def _of_samples(self, context: Context, heads: Sequence[Classifier]) -> Tensor:
+    def _of_samples(
+        self, context: Context, states: Sequence[Tensor], heads: Sequence[Classifier], labels: Tensor
+    ) -> Tensor:
         """Loss of a classifier of sequences or images, from the states that its head reads."""
-        labels, states = self._labels(context), context.states["residual"][1:]
         dtype, device = statistics_dtype(*states), states[-1].device
         total = torch.zeros((), dtype=dtype, device=device)
         for share, state, head in zip(layer_weights(self.weights, len(states)), states, heads, strict=True):
@@ -126,6 +133,7 @@ class Aligned(LayerwiseLoss):
 
 class MultiExit(LayerwiseLoss):
     """Cross-entropy of every layer through a head of its own, in place of the last layer's (the baseline of Sec. 3.1).
+    The last layer keeps the model's head.
 
     `DepthTrainer` gives the model its heads; in a loop of your own call `add_exit_heads` before the optimiser is made.
     """
@@ -144,18 +152,6 @@ class MultiExit(LayerwiseLoss):
             for weight in exit_weights(model):
                 total = total + 0.0 * weight.sum().to(total.device, total.dtype)
         return total, value
-
-    def value(self, context: Context) -> Tensor:
-        """Weighted loss of layers 1..L, of which the last one keeps the model's own head.
-
-        Raises:
-            FulldepthError: if the batch has no labels, or the model no exit heads.
-        """
-        assert context.classifier is not None
-        classifier = context.classifier.after_forward()
-        if len(classifier.exits) < len(context.states["residual"]) - 2:
-            raise FulldepthError("The model has no exit heads; call add_exit_heads(model) before making the optimiser.")
-        return self.of_layers(context, classifier)
 
 
 def add_exit_heads(model: nn.Module, seed: int = 0) -> None:
@@ -219,7 +215,7 @@ def aligned_loss(
 
     Source: "Representation progression and aligned training", Eq. 5; uniform weights: App. B.3.
     """
-    check_states(hidden_states, None, least=1)
+    check_states(hidden_states, None)
     last = hidden_states[-1]
     if labels.shape != last.shape[:-1] or labels.is_floating_point():
         raise FulldepthError(

@@ -31,8 +31,13 @@ class CoherencePenalty(LayerTerm):
         return range(2, round(8 * num_layers / 12) + 1, 2)
 
     def value(self, context: Context) -> Tensor:
-        """Sum over the chosen layers; raises an error for padded batches."""
-        refuse_padding(context.mask)
+        """Sum over the chosen layers; raises an error for padded batches: padding would dominate the frequencies."""
+        mask = context.mask
+        if mask is not None and not mask.all():
+            raise FulldepthError(
+                f"the coherence penalty needs sequences of one length, got padding in {int((~mask).any(-1).sum())} of "
+                f"{len(mask)}: pack the data, or leave this penalty out"
+            )
         return super().value(context)
 
     def of_layer(self, context: Context, layer: int) -> Tensor:
@@ -77,7 +82,7 @@ def coherence_penalty(
     Args:
         h_in: input of the attention sub-layer, `[B, T, D]`.
         h_out: its output, residual included, same shape. There is no mask: frequencies need whole sequences of one
-            length, so the caller must reject (`refuse_padding`) or pack padded batches.
+            length, so the caller must reject or pack padded batches.
         layer: the layer's 0-based number, as in the paper.
         num_layers: N, 12 in the paper.
         target: target coherence, in [0, 1].
@@ -101,8 +106,6 @@ def coherence_penalty(
         raise FulldepthError(f"layer must be 0-based, in 0..{num_layers - 1} for {num_layers} layers, got {layer}")
     if h_out.shape[1] < 2:
         raise FulldepthError(f"the coherence penalty needs at least two positions, got {h_out.shape[1]}")
-    if reduce is None:
-        _check_sequences(len(h_out))
     shape = (2 + layer / 2, math.sqrt(num_layers - layer), eps)
     dtype, width = statistics_dtype(h_in, h_out), h_out.shape[-1]
     size = block_size(h_out[..., 0].numel(), h_out.device)
@@ -112,32 +115,20 @@ def coherence_penalty(
     )
     sums, excesses = zip(*parts, strict=True)
     spectra, excess = torch.cat(sums, 1), torch.stack(excesses).sum()
-    sequences: Tensor | int = len(h_out)
+    sequences = excess.new_tensor(float(len(h_out)))
     if reduce is not None:
         spectra = reduce(spectra)
-        excess, total = reduce(torch.stack([excess, excess.new_tensor(float(len(h_out)))])).unbind()
-        if len(h_out) < 2:  # otherwise the total is sufficient, and reading it would synchronise with the device
-            _check_sequences(int(total))
-        sequences = total.detach()
+        excess, sequences = reduce(torch.stack([excess, sequences])).unbind()
+    # With two sequences the total is sufficient, and reading it would synchronise with the device
+    if len(h_out) < 2 and int(sequences) < 2:
+        raise FulldepthError(
+            "the coherence penalty needs at least two sequences in a batch, for over one the coherence is 1 by "
+            f"construction; got {int(sequences)}"
+        )
+    sequences = sequences.detach()
     distance = recomputed(_squared_distance, spectra, sequences, target, eps)
     penalty = distance * (0.1 * (num_layers - layer))
     return penalty + excess / (sequences * width) if energy else penalty
-
-
-def refuse_padding(mask: Tensor | None) -> None:
-    """Raise an error for a padded batch, because padding would dominate the frequencies of its sequence.
-
-    Args:
-        mask: `[B, T]`, True (or 1) = counts; None: all positions count.
-
-    Raises:
-        FulldepthError: if the batch has padding.
-    """
-    if mask is not None and not bool((mask != 0).all()):
-        raise FulldepthError(
-            f"the coherence penalty needs sequences of one length, got padding in {int((mask == 0).any(-1).sum())} of "
-            f"{len(mask)}: pack the data, or leave this penalty out"
-        )
 
 
 def _spectra(
@@ -170,16 +161,8 @@ def _probability(h: Tensor, bound: float, sharpness: float, eps: float) -> Tenso
     return torch.softmax(torch.where(constant, logit.detach(), logit), -1)
 
 
-def _squared_distance(spectra: Tensor, sequences: Tensor | int, target: float, eps: float) -> Tensor:
+def _squared_distance(spectra: Tensor, sequences: Tensor, target: float, eps: float) -> Tensor:
     """Mean over channels and frequencies of `(coherence - target)^2`, from sums over sequences."""
     real, imaginary, power_in, power_out = (spectra / sequences).unbind()
     ratio = (real.square() + imaginary.square()) / ((power_in + eps) * (power_out + eps) + eps)
     return (ratio - target).square().mean()
-
-
-def _check_sequences(sequences: int) -> None:
-    if sequences < 2:
-        raise FulldepthError(
-            "the coherence penalty needs at least two sequences in a batch, for over one the coherence is 1 by "
-            f"construction; got {sequences}"
-        )

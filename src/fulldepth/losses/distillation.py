@@ -50,8 +50,9 @@ class Distillation(Term):
     def check(self, anatomy: Anatomy) -> None:
         """Load the teacher, and check that it predicts the model's tokens."""
         if anatomy.task not in ("causal-lm", "masked-lm"):
-            kind = type(anatomy.model).__name__
-            raise FulldepthError(f"distillation is for causal and masked language models; {kind} is neither.")
+            raise FulldepthError(
+                f"distillation is for causal and masked language models; {type(anatomy.model).__name__} is neither."
+            )
         opened = open_model(self.teacher, device=device_of(anatomy.model))
         self._teacher = teacher = Classifier(find_anatomy(opened.model))
         ours, theirs = anatomy.vocab_size, teacher.anatomy.vocab_size
@@ -119,7 +120,7 @@ def distillation_loss(
 
     Source: Hinton et al. 2015 (arXiv 1503.02531), Sec. 2 and 2.1.
     """
-    check_states([logits], labels != ignore_index, least=1)
+    check_states([logits], labels != ignore_index)
     labels, dtype = labels.to(logits.device).flatten(), statistics_dtype(logits)
     total = torch.zeros((), dtype=dtype, device=logits.device)
     parts = (logits.flatten(0, -2).split(chunk), states.flatten(0, -2).split(chunk))

@@ -39,8 +39,7 @@ class JumpPenalty(Term):
         if not context.states.holds_the_stream:
             return super().apply(loss, context)
         states = context.states["residual"]
-        weights = jump_weights(len(states) - 1, self.alpha).tolist()
-        displacements = Displacements(states, weights, context.mask)
+        displacements = Displacements(states, self.alpha, context.mask)
         factor = self.weight * context.token_share(states[-1].device)
         return displacements.added_to(loss, factor), displacements.value
 
@@ -73,7 +72,7 @@ def jump_penalty(hidden_states: Sequence[Tensor], alpha: float = 1.0, mask: Tens
     check_states(hidden_states, mask, least=2)
     weights = jump_weights(len(hidden_states) - 1, alpha).tolist()
     terms = [
-        weight * mean_displacement(*pair, mask).to(hidden_states[-1].device)
+        weight * recomputed(mean_displacement, *pair, mask).to(hidden_states[-1].device)
         for weight, pair in zip(weights, pairwise(hidden_states), strict=True)
         if weight
     ]
@@ -101,14 +100,7 @@ def jump_weights(num_layers: int, alpha: float = 1.0) -> Tensor:
 
 
 def mean_displacement(previous: Tensor, current: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean displacement of the masked tokens that have a direction, a scalar; 0 without any. The backward pass computes
-    it again and keeps references to the states only.
-    """
-    mean: Tensor = recomputed(_mean, previous, current, mask)
-    return mean
-
-
-def _mean(previous: Tensor, current: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean displacement of the masked tokens that have a direction, a scalar; 0 without any."""
     dtype = statistics_dtype(previous, current)
     before, after = previous.to(current.device, dtype), current.to(dtype)
     with torch.no_grad():  # NaN states have a direction, so that they show in the loss
@@ -127,25 +119,22 @@ class Displacements:
 
     Args:
         states: `h_0..h_L`, `[B, T, D]`, the model's own tensors: gradients do not reach copies.
-        weights: weights of layers 1..L in the penalty.
+        alpha: sharpness of the layers' weights, as in `jump_penalty`.
         mask: `[B, T]` bool, True = counts; None = all.
 
     Raises:
         FulldepthError: as `jump_penalty`.
     """
 
-    def __init__(self, states: Sequence[Tensor], weights: Sequence[float], mask: Tensor | None = None) -> None:
-        check_states(states, mask, least=2)
+    def __init__(self, states: Sequence[Tensor], alpha: float = 1.0, mask: Tensor | None = None) -> None:
+        with torch.no_grad():
+            self.value = jump_penalty(states, alpha, mask)
         self._states: list[Tensor | None] = [state.detach() for state in states]
         self._versions = [state._version for state in states]
-        self._weights, self._mask = weights, mask
+        self._weights, self._mask = jump_weights(len(states) - 1, alpha).tolist(), mask
         self._upstream: Tensor | None = None
         self._from_above: Tensor | None = None
         self._next = len(states) - 1
-        with torch.no_grad():
-            pairs = zip(weights, pairwise(states), strict=True)
-            means = [weight * _mean(*pair, mask).to(states[-1].device) for weight, pair in pairs if weight]
-            self.value = torch.stack(means).sum()
         for layer, state in enumerate(states):
             if state.requires_grad:
                 state.register_hook(partial(self._added, layer))
@@ -176,7 +165,7 @@ class Displacements:
         if layer and self._weights[layer - 1]:
             pair = self._state(layer - 1).requires_grad_(), self._state(layer).requires_grad_()
             with torch.enable_grad():
-                weighted = self._weights[layer - 1] * _mean(*pair, self._mask)
+                weighted = self._weights[layer - 1] * mean_displacement(*pair, self._mask)
             self._from_above, own = torch.autograd.grad(weighted, pair, self._upstream.to(weighted))
             added = own if added is None else added.to(own.device) + own
         self._states[layer] = None

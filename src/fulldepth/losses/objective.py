@@ -261,19 +261,15 @@ class Objective:
         portion, parts = portion or Portion(), {"ce": cross_entropy.detach()}
         loss = _times(portion.of_targets(self.task, batch), cross_entropy)
         if self._activations is not None:
-            if self.terms and self._activations.repeated:
-                self._activations.clear()
-                raise FulldepthError(
-                    "The model ran several times since the objective was called, so its states are not known to belong "
-                    "to this loss. Call the objective after each forward pass; run passes that are not trained under "
-                    "torch.no_grad()."
-                )
             try:
-                context = Context(
-                    *(self._activations, self.task, batch, portion, self.step, self.energy_warmup),
-                    classifier=self._classifier,
-                    logits=self._logits,
-                )
+                if self.terms and self._activations.repeated:
+                    raise FulldepthError(
+                        "The model ran several times since the objective was called, so its states are not known to "
+                        "belong to this loss. Call the objective after each forward pass; run passes that are not "
+                        "trained under torch.no_grad()."
+                    )
+                inputs = (self._activations, self.task, batch, portion, self.step, self.energy_warmup)
+                context = Context(*inputs, self._classifier, self._logits)
                 for term in self.terms.values():
                     loss, value = term.apply(loss, context)
                     if value is not None:

@@ -25,7 +25,7 @@ class OrthogonalityPenalty(LayerTerm):
 
     def default_layers(self, num_layers: int) -> Sequence[int]:
         """The layers after those of the coherence penalty, and the last but one: 3, 5, 7, 9, 10 of 12."""
-        after = [layer + 1 for layer in range(2, round(8 * num_layers / 12) + 1, 2)]
+        after = range(3, round(8 * num_layers / 12) + 2, 2)
         return sorted({layer for layer in (*after, num_layers - 2) if 0 <= layer < num_layers})
 
     def of_layer(self, context: Context, layer: int) -> Tensor:
@@ -60,7 +60,7 @@ def orthogonality_penalty(h: Tensor, *, form: str = "mean", mask: Tensor | None 
 
     Source: "CR-Guided Transformers", Sec. 3.3 and Listing 2 (which differ by `D^2`).
     """
-    check_states([h], mask, least=1, dimensions=3)
+    check_states([h], mask, dimensions=3)
     if form not in FORMS:
         raise unknown("form of the orthogonality penalty", form, FORMS)
     sequences, length, width = h.shape

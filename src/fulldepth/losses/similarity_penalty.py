@@ -7,10 +7,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from fulldepth.hf import Anatomy
+from fulldepth.hf import Anatomy, Classifier
 from fulldepth.losses.aligned_loss import layer_weights
 from fulldepth.losses.jump_penalty import mean_displacement
-from fulldepth.losses.term import Context, Term, check_states, statistics_dtype
+from fulldepth.losses.term import Context, Term, check_states, recomputed, statistics_dtype
 
 
 class SimilarityPenalty(Term):
@@ -31,24 +31,23 @@ class SimilarityPenalty(Term):
 
     def value(self, context: Context) -> Tensor:
         """`similarity_penalty` of the residual stream."""
-        states = context.states["residual"][1:]
-        if not self._pools(context):
+        states, classifier = context.states["residual"][1:], self._pooling(context)
+        if classifier is None:
             return similarity_penalty(states, self.weights, context.mask)
-        assert context.classifier is not None
-        mask = context.classifier.sample_mask(context.batch, context.task.counted(context.batch, states[-1]))
-        features = [context.classifier.feature(state, mask.to(state.device)) for state in states]  # L of [B, D]
+        mask = classifier.sample_mask(context.batch, context.task.counted(context.batch, states[-1]))
+        features = [classifier.feature(state, mask) for state in states]  # L of [B, D]
         return similarity_penalty(features, self.weights)
 
     def apply(self, loss: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Add the term; a mean over samples has their share of the step."""
-        if not self._pools(context):
+        if self._pooling(context) is None:
             return super().apply(loss, context)
         value = self.value(context)
         return loss + self.weight * context.portion.share * value.to(loss.device), value.detach()
 
-    def _pools(self, context: Context) -> bool:
-        """Whether the feature of a sample is compared."""
-        return context.task.classifies and context.classifier is not None
+    def _pooling(self, context: Context) -> Classifier | None:
+        """The head that reads a sample's feature; None where tokens are compared."""
+        return context.classifier if context.task.classifies else None
 
 
 def similarity_penalty(
@@ -76,10 +75,10 @@ def similarity_penalty(
 
     Source: "Representation progression and aligned training", App. B.3 (cosine-similarity regulariser).
     """
-    check_states(hidden_states, mask, least=1)
+    check_states(hidden_states, mask)
     last = hidden_states[-1]
     total = last[:0].sum(dtype=statistics_dtype(last))  # a 0 in the graph, also for a single layer
     for weight, state in zip(layer_weights(weights, len(hidden_states))[:-1], hidden_states[:-1], strict=True):
         if weight:
-            total = total + 2 * weight * mean_displacement(state, last, mask)
+            total = total + 2 * weight * recomputed(mean_displacement, state, last, mask)
     return total

@@ -24,7 +24,7 @@ INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
 class Task:
     """Interpretation of a batch for a model that predicts a class for each position, sequence or image.
 
-    A task whose labels are not a tensor of classes (`Detection`) overrides `labels`, `targets` and `layer_losses`.
+    A task whose labels are not a tensor of classes (`Detection`) overrides `layer_losses`.
     """
 
     name: str
@@ -36,9 +36,7 @@ class Task:
 
     def keeps_loss(self, model: Any) -> bool:
         """Whether the model's loss is that of its class or `detection_loss`, not one set by a user."""
-        with suppress(FulldepthError):
-            model = unwrapped(model)
-        return vars(model).get("_loss_function") in (None, detection_loss)
+        return vars(unwrapped(model)).get("_loss_function") in (None, detection_loss)
 
     @classmethod
     def of(cls, model: Any, tower: str | None = None) -> Task:
@@ -137,8 +135,8 @@ class Task:
         A decoder beside an encoder has `decoder_attention_mask`, else the positions with a label count, which
         transformers makes its inputs of; images have none.
         """
-        name = {"decoder": "decoder_attention_mask", "vision": None}.get(self.tower or "", "attention_mask")
-        mask = None if name is None else batch.get(name)
+        name = {"decoder": "decoder_attention_mask", "vision": ""}.get(self.tower or "", "attention_mask")
+        mask = batch.get(name)
         if mask is None and self.tower == "decoder" and isinstance(batch.get("labels"), Tensor):
             mask = batch["labels"] != IGNORE
         return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
@@ -169,16 +167,9 @@ class Detection(Task):
     """Detection of objects by a set of queries.
 
     `labels` of a batch is a list with the `class_labels` [n] and `boxes` [n, 4] of each image, and perhaps `crowd` [n],
-    as in `fulldepth.metrics.Detections`. Accumulated micro-batches count alike.
+    as in `fulldepth.metrics.Detections`. They are no labels of positions: the matching gives each query one anew for
+    each layer. The loss is no mean over targets, so accumulated micro-batches count alike.
     """
-
-    def labels(self, batch: Mapping[str, Any]) -> None:
-        """None: queries have no labels of their own, the matching gives them one anew for each layer."""
-        return
-
-    def targets(self, batch: Mapping[str, Any]) -> None:
-        """None: the loss is no mean over positions."""
-        return
 
     def layer_losses(
         self, batch: Mapping[str, Any], states: Sequence[Tensor], classifier: Classifier
@@ -198,11 +189,8 @@ class Detection(Task):
             raise FulldepthError("The loss of a detector's layer needs `labels` in the batch.")
         model: Any = classifier.anatomy.model
         heads = DetectionHeads(classifier).after_forward()
-        losses = []
-        for layer, state in enumerate(states, start=1):
-            logits, boxes = heads.read(state, layer)
-            losses.append(detection_loss(logits, targets, logits.device, boxes, model.config)[0])
-        return losses
+        read = (heads.read(state, layer) for layer, state in enumerate(states, start=1))
+        return [detection_loss(logits, targets, logits.device, boxes, model.config)[0] for logits, boxes in read]
 
 
 def detection_loss(
@@ -213,7 +201,7 @@ def detection_loss(
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logits, boxes = logits.to(dtype), pred_boxes.to(dtype)
-    if not bool(torch.isfinite(logits.detach().sum() + boxes.detach().sum())):
+    if not torch.isfinite(logits.detach().sum() + boxes.detach().sum()):
         loss = (logits.sum() + boxes.sum()) * torch.nan
         return loss, {"loss": loss.detach()}, None
     targets = []
@@ -224,8 +212,7 @@ def detection_loss(
         )
     one_layer = copy(config)
     one_layer.auxiliary_loss = False
-    loss, parts, _none = ForObjectDetectionLoss(logits, targets, device, boxes, one_layer)
-    return loss, parts, None
+    return ForObjectDetectionLoss(logits, targets, device, boxes, one_layer)
 
 
 def use_detection_loss(model: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
@@ -60,7 +60,7 @@ class Context:
     task: Task
     batch: Mapping[str, Any]
     """Inputs of the model."""
-    portion: Portion = field(default_factory=Portion)
+    portion: Portion = Portion()
     step: int = 1
     """1-based optimiser step."""
     energy_warmup: int = 0
@@ -191,7 +191,7 @@ def block_size(size: int, device: torch.device) -> int:
     return max(1, room // max(1, size))
 
 
-def check_states(hidden_states: Sequence[Tensor], mask: Tensor | None, least: int, dimensions: int = 0) -> None:
+def check_states(hidden_states: Sequence[Tensor], mask: Tensor | None, least: int = 1, dimensions: int = 0) -> None:
     """Raise an error for too few states, states that are not `[..., D]` of one shape, or a mask of another shape.
 
     Args:
@@ -202,9 +202,10 @@ def check_states(hidden_states: Sequence[Tensor], mask: Tensor | None, least: in
     """
     if len(hidden_states) < least:
         raise FulldepthError(f"expected at least {least} hidden states, one per layer, got {len(hidden_states)}")
-    shape, allowed = hidden_states[-1].shape, (dimensions,) if dimensions else range(2, 1 << 6)
+    shape = hidden_states[-1].shape
+    fits = len(shape) == dimensions if dimensions else len(shape) >= 2
     for index, state in enumerate(hidden_states):
-        if not state.is_floating_point() or state.ndim not in allowed or state.shape != shape:
+        if not fits or not state.is_floating_point() or state.shape != shape:
             raise FulldepthError(
                 f"hidden states must be floating-point tensors [B, T, D] of one shape: number {index} is {state.dtype} "
                 f"{tuple(state.shape)}, the last one {tuple(shape)}"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import has_length
-from transformers.utils import CONFIG_NAME
 
-from fulldepth.distributed import any_process
+from fulldepth.distributed import add_up, any_process
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import capture, find_anatomy
 from fulldepth.hf import (
@@ -44,11 +43,10 @@ class Tally:
         self._sums: dict[str, Sequence[Any]] = dict(sums or {})
 
     def add(self, parts: dict[str, Tensor]) -> None:
-        """Add a micro-batch."""
+        """Add a micro-batch's parts, which are detached."""
         for name, value in parts.items():
-            value = value.detach().double() if value.device.type != "mps" else value.detach()
             total, count = self._sums.get(name, (0.0, 0))
-            self._sums[name] = total + value, count + 1
+            self._sums[name] = total + (value.double() if value.device.type != "mps" else value), count + 1
 
     def read(self) -> dict[str, tuple[float, float]]:
         """Return name -> (sum, count) since `take`."""
@@ -104,21 +102,18 @@ class ObjectiveMixin(AnyTrainer):
             raise FulldepthError(
                 "Several GPUs in one process (DataParallel) are not supported; start one process per GPU with torchrun."
             )
-        self.depth_objective = objective or Objective()  # a Trainer's own `objective` is the number of a search
+        # A Trainer's own `objective` is the number of a search
+        self.depth_objective = objective = objective or Objective()
         self.tallies = {"log": Tally()}
         """Means of the loss's parts; `log` goes to the Trainer's logs, others may be added to be read separately."""
         self._step_counts: dict[str, Tensor] = {}
         model = self.accelerator.unwrap_model(self.model)
-        if self.depth_objective.attached:
-            anatomy = self.depth_objective.anatomy
-            if anatomy is not None and not any(module is anatomy.blocks[0] for module in model.modules()):
-                raise FulldepthError(
-                    "The objective is attached to another model than the Trainer's; detach() it first."
-                )
-        else:
-            self.depth_objective.task = Task.of(model)
-        assert self.depth_objective.task is not None
-        self.task = self.depth_objective.task
+        if not objective.attached:
+            objective.task = Task.of(model)
+        elif objective.anatomy is not None and objective.anatomy.blocks[0] not in model.modules():
+            raise FulldepthError("The objective is attached to another model than the Trainer's; detach() it first.")
+        assert objective.task is not None
+        self.task = objective.task
         self.group_options = dict(group_options or {})
         if self.group_options and not hasattr(model, "parameter_groups"):
             raise FulldepthError(
@@ -133,21 +128,21 @@ class ObjectiveMixin(AnyTrainer):
                 "The objective adds to the model's own loss, which label_smoothing_factor, compute_loss_func or "
                 "loss_type replaces. Leave it out."
             )
-        if (replaced := self.depth_objective.replaces) and not self.task.keeps_loss(model):
+        if (replaced := objective.replaces) and not self.task.keeps_loss(model):
             raise FulldepthError(
                 f"{replaced[0]} replaces the cross-entropy, and the model has another loss function. Leave one out."
             )
         self._micro_batches: list[tuple[Tensor, dict[str, Tensor], dict[str, Any]]] = []
         self.args.logging_nan_inf_filter = False  # it would read every loss, which `_require_finite` does
-        if self.depth_objective.needs_exit_heads and not has_exit_heads(model):
+        if objective.needs_exit_heads and not has_exit_heads(model):
             if self.optimizer is not None:
                 raise FulldepthError(
                     "The optimiser was made before the model's exit heads, and would not train them; call "
                     "add_exit_heads(model) before making it."
                 )
             add_exit_heads(model, self.args.seed)
-        if self.depth_objective.terms and not self.depth_objective.attached:
-            self.depth_objective.attach(model)
+        if objective.terms and not objective.attached:
+            objective.attach(model)
 
     def parameter_groups(self, model: Any) -> list[dict[str, Any]] | None:
         """Groups for the optimiser; None = the Trainer's own. By default the model's `parameter_groups`, if its class
@@ -170,7 +165,7 @@ class ObjectiveMixin(AnyTrainer):
             if takes_groups and not {"params", "model", "optimizer_dict"} & options.keys():
                 self.optimizer_cls_and_kwargs = kind, {**options, "params": groups}
         try:
-            return cast(torch.optim.Optimizer, super().create_optimizer(model))
+            return super().create_optimizer(model)
         finally:
             self.optimizer_cls_and_kwargs = given
 
@@ -206,9 +201,9 @@ class ObjectiveMixin(AnyTrainer):
             if counts and all(count is not None for count in counts):
                 totals[name] = torch.as_tensor(sum(counts), device=device)
         if totals and self.args.average_tokens_across_devices and self.args.world_size > 1:
-            stacked, world = torch.stack(list(totals.values())), self.accelerator.num_processes
-            means = self.accelerator.gather(stacked).view(world, -1).sum(0) / world
-            self._step_counts = dict(zip(totals, means, strict=True))
+            stacked = torch.stack(list(totals.values()))
+            add_up(stacked)
+            self._step_counts = dict(zip(totals, stacked / self.args.world_size, strict=True))
         return samples, items
 
     def compute_loss(
@@ -222,13 +217,13 @@ class ObjectiveMixin(AnyTrainer):
         cross_entropy = base if auxiliary is None else base - auxiliary.to(base.device)
         if return_outputs or not model.training:
             return (cross_entropy, outputs) if return_outputs else cross_entropy
-        step = self.depth_objective.step = self.state.global_step + 1
+        self.depth_objective.step = self.state.global_step + 1
         portion = self._portion(batch)
         self.loss_is_scaled_for_ga = portion.targets is not None
         loss, parts = self.depth_objective.combine(cross_entropy, auxiliary, batch, portion)
         self._micro_batches.append((loss.detach(), parts, batch))
         if self.is_deepspeed_enabled or "lomo" in self.args.optim:  # the backward pass takes the step
-            self._require_finite(step, None)
+            self._require_finite(None)
         for tally in self.tallies.values():
             tally.add(parts)
         return loss
@@ -260,17 +255,15 @@ class ObjectiveMixin(AnyTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """As the Trainer, with the model's first `use_cache`, and the exit heads of a multi-exit model beside it."""
-        passed = None if state_dict is None else dict(state_dict)  # transformers removes the heads from it
+        passed = state_dict and dict(state_dict)  # transformers removes the heads from it
         model = self.accelerator.unwrap_model(self.model)
-        config: Any = getattr(model, "config", None)
-        switched = getattr(config, "use_cache", None)
-        if None not in (switched, self._own_use_cache):  # the Trainer switches the cache of generation off
-            config.use_cache = self._own_use_cache
+        if self._own_use_cache is not None:  # the Trainer switches the cache of generation off
+            model.config.use_cache = self._own_use_cache
         try:
             super()._save(output_dir, state_dict=passed)
         finally:
-            if switched is not None:
-                config.use_cache = switched
+            if self._own_use_cache is not None:
+                model.config.use_cache = self.args.use_cache
         if self.args.should_save:
             save_exit_heads(model, output_dir or self.args.output_dir, state_dict)
 
@@ -279,8 +272,8 @@ class ObjectiveMixin(AnyTrainer):
         leave as they are (ViT, some experts); and the exit heads of a multi-exit model.
         """
         folder, model = Path(resume_from_checkpoint), self.accelerator.unwrap_model(self.model)
-        whole = not (self.is_fsdp_enabled or self.is_deepspeed_enabled) and (folder / CONFIG_NAME).is_file()
-        if whole and has_weights(folder) and is_renamed(model, folder):
+        whole = not (self.is_fsdp_enabled or self.is_deepspeed_enabled) and has_weights(folder)
+        if whole and is_renamed(model, folder):
             load_weights(model, folder)
             return
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
@@ -291,14 +284,14 @@ class ObjectiveMixin(AnyTrainer):
         """Also raises an error if the loss or gradient is not finite; a float16 scaler skips such gradients itself."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         self.depth_objective.drop_idle_gradients(self.state.global_step + 1)
-        scales = self.accelerator.scaler is not None
-        self._require_finite(self.state.global_step + 1, None if scales else norm)
+        self._require_finite(norm if self.accelerator.scaler is None else None)
         return norm
 
-    def _require_finite(self, step: int, norm: Tensor | float | None) -> None:
-        """Refuse a 1-based step whose losses or gradient norm are not finite on any process, before it is taken. A norm
-        of None is unknown, or checked elsewhere.
+    def _require_finite(self, norm: Tensor | float | None) -> None:
+        """Refuse a step whose losses or gradient norm are not finite on any process, before it is taken. A norm of None
+        is unknown, or checked elsewhere.
         """
+        step = self.state.global_step + 1
         batches, self._micro_batches = self._micro_batches, []
         losses = torch.stack([loss.float().to(batches[-1][0].device) for loss, _, _ in batches])
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[union-attr]
@@ -308,8 +301,8 @@ class ObjectiveMixin(AnyTrainer):
         if loss_fails:
             reason = "the loss of another process is not finite."
             for loss, parts, inputs in batches:
-                if not bool(torch.isfinite(loss)):
-                    names = [name for name, value in parts.items() if not bool(torch.isfinite(value))]
+                if not torch.isfinite(loss):
+                    names = [name for name, value in parts.items() if not torch.isfinite(value)]
                     where = first_broken_layer(self.accelerator.unwrap_model(self.model), inputs)
                     reason = f"the loss is not finite. Terms: {', '.join(names) or 'their weighted sum'}. {where}"
                     break
@@ -324,18 +317,15 @@ class ObjectiveMixin(AnyTrainer):
 @torch.no_grad()
 def first_broken_layer(model: Any, inputs: dict[str, Any]) -> str:
     """Description of the first non-finite weight or state, found by a new forward pass."""
-    broken = first_broken_weight(model)
-    if broken is not None:
+    if (broken := first_broken_weight(model)) is not None:
         return f"The weight {broken} is not finite."
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         return "The layer was not looked for, because the weights are sharded."
-    anatomy = find_anatomy(model)
-    with capture(anatomy, ["residual"]) as activations:
+    with capture(find_anatomy(model), ["residual"]) as activations:
         model(**inputs)
-        states = activations["residual"]
-    for layer, state in enumerate(states):
-        if not bool(torch.isfinite(state).all()):
-            return f"The first state that is not finite: {'the embeddings' if layer == 0 else f'layer {layer}'}."
+        for layer, state in enumerate(activations["residual"]):
+            if not torch.isfinite(state).all():
+                return f"The first state that is not finite: {'the embeddings' if layer == 0 else f'layer {layer}'}."
     return "Every layer's state is finite; the head or the loss is not."
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState
 
 from fulldepth.distributed import any_process, current
 from fulldepth.errors import one_line
@@ -20,11 +20,12 @@ from fulldepth.execution.latency import OtherLoad
 from fulldepth.execution.memory import reset_peak, run_peak
 from fulldepth.hf import ModelCard, begin_checkpoint, drop_checkpoints, seal
 from fulldepth.losses import TERMS, Tally
+from fulldepth.metrics import Row
 from fulldepth.metrics.jump_rate import describe_jump
 from fulldepth.progress import Watcher
 from fulldepth.results import Finding, Results, finite, tabulate
 from fulldepth.settings.train import TrainSettings
-from fulldepth.training.evaluation import Evaluation, tracked
+from fulldepth.training.evaluation import tracked
 from fulldepth.training.folder import RECORD, RunNotes, step_of
 from fulldepth.training.model import HEADS
 
@@ -76,7 +77,7 @@ class RunCallback(TrainerCallback):
         trainer: Any,
         folder: Path,
         meta: dict[str, Any],
-        evaluate: Callable[[Any], Evaluation],
+        evaluate: Callable[[Any], tuple[list[Row], list[str]]],
         watcher: Watcher,
         notes: RunNotes,
         checkpoint: Path | None,
@@ -95,8 +96,7 @@ class RunCallback(TrainerCallback):
         self.stop_asked = False
         self._notes, self._evaluated = notes, notes.evaluated
         self._rate = self._since = 0.0
-        for kind in (PrinterCallback, ProgressCallback):
-            trainer.remove_callback(kind)
+        trainer.remove_callback(PrinterCallback)
         trainer.add_callback(self)
 
     def results(self, complete: bool = False) -> Results:
@@ -111,7 +111,7 @@ class RunCallback(TrainerCallback):
             self._evaluate(0)
         self._since = time.perf_counter()
 
-    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Note the learning rate of this step, before the scheduler changes it."""
         self._rate = self.trainer._get_learning_rate()
 
@@ -139,26 +139,26 @@ class RunCallback(TrainerCallback):
         if args.should_save:
             checkpoint = self.folder / f"checkpoint-{state.global_step}"
             self.table.to_parquet(checkpoint / RECORD, index=False)
-            card_of(self.meta, headline(self.table), state.global_step).write(checkpoint)
+            card_of(self.meta, self.settings, headline(self.table), state.global_step).write(checkpoint)
             changes = {"elapsed": self.elapsed, "tally": means, "evaluated": self._evaluated}
             seal(checkpoint, self._notes.model_copy(update=changes).model_dump())
-            if self.settings.keep_checkpoints is not None:
+            if self.settings.keep_checkpoints:
                 drop_checkpoints(self.folder, self.settings.keep_checkpoints)
         self._since = time.perf_counter()
 
     def _evaluate(self, step: int) -> None:
         """Evaluate, and add the rows to the results, the console's line and the trackers."""
-        evaluation = self.evaluate(self.trainer.accelerator.unwrap_model(self.trainer.model))
+        measured, shown = self.evaluate(self.trainer.accelerator.unwrap_model(self.trainer.model))
         means = self._means()
         self.tally.take()
         seconds, steps = self.elapsed - self._elapsed_before, step - self._evaluated
         self._elapsed_before, self._evaluated = self.elapsed, step
         parts = [f"{'train' if name == 'ce' else name} {total / n:.4f}" for name, (total, n) in means.items()]
-        line = [f"step {step}: validation {evaluation.loss:.4f}", *parts, *evaluation.shown]
-        rows: list[Any] = [*evaluation.rows]
+        line = [f"step {step}: validation {measured[0].value:.4f}", *parts, *shown]
+        rows: list[Any] = [*measured]
         for name, (total, count) in means.items():
             measure, site = OF_MODEL.get(name, ("penalty", name))
-            unit = evaluation.rows[0].unit if name in ("ce", "aligned") else TERMS[name].unit if name in TERMS else "1"
+            unit = measured[0].unit if name in ("ce", "aligned") else TERMS[name].unit if name in TERMS else "1"
             rows.append((measure, site, None, None, "mean", total / count, round(count), unit))
         facts = [("learning_rate", "value", self._rate, "1")] if step else []
         if steps and seconds > 0:
@@ -177,7 +177,7 @@ class RunCallback(TrainerCallback):
             self.results().save(self.folder)
         if self.settings.report_to:
             due = self.trainer.control.should_log
-            self.trainer.log(tracked(evaluation, means))
+            self.trainer.log(tracked(measured, means))
             self.trainer.control.should_log = due  # of this step's losses; a log resets it
         self.watcher.say("  ".join(line))
 
@@ -220,37 +220,36 @@ def headline(table: pd.DataFrame) -> dict[str, Finding]:
             words = " ".join(f"The validation loss is {row.value:.3f} {row.unit.strip('1')} at step {step:,}".split())
             if step and 0 in losses:
                 words += f", {losses[0]:.3f} before training"
-            best = int(losses.index[int(losses.argmin())])
+            best: Any = losses.idxmin()
             words += f"; it was lowest at step {best:,} ({losses[best]:.3f})." if best != step else "."
         found[name] = Finding(float(row.value), row.unit, describe_jump(row.value) if name == "zeta_L" else words)
     return found
 
 
-def card_of(meta: Mapping[str, Any], findings: Mapping[str, Finding], step: int) -> ModelCard:
+def card_of(meta: Mapping[str, Any], settings: TrainSettings, findings: Mapping[str, Finding], step: int) -> ModelCard:
     """The card of a checkpoint: recipe, method, data, and the findings of the last evaluation.
 
     Args:
         meta: metadata of the run's results.
+        settings: of the run.
         findings: by name.
         step: optimiser steps taken.
     """
-    settings, model, data = meta["settings"], meta["model"], meta["settings"]["data"]
-    recipe, start, task = one_line(meta["recipe"], 100), settings["model"].get("checkpoint"), settings["task"]
+    model, data, task, start = meta["model"], settings.data, settings.task, settings.model.checkpoint
+    recipe = one_line(meta["recipe"], 100)
     beginning = f"fine-tuned from `{one_line(start, 200)}`" if start else "trained from scratch"
     method = (
-        f"A {model['class']} {beginning} with the method `{settings['method']}` of fulldepth (recipe: {recipe}) on "
-        f"`{one_line(data['name'], 200)}`. {one_line(settings['about'], 400)}"
+        f"A {model['class']} {beginning} with the method `{settings.method}` of fulldepth (recipe: {recipe}) on "
+        f"`{one_line(data.name, 200)}`. {one_line(settings.about, 400)}"
     )
-    items = step * settings["global_batch_size"]
-    unit, seen = ("Tokens", items * settings["sequence_length"]) if task == "causal-lm" else ("Examples", items)
     numbers = {
         **{NAMES[name]: f"{found.value:.4g} {found.unit}" for name, found in findings.items() if name in NAMES},
         "Parameters": f"{model['parameters']:,}",
-        "Optimiser steps": f"{step:,} of {settings['steps']:,}",
-        unit: f"{seen:,}",
-        "Seed": str(settings["seed"]),
+        "Optimiser steps": f"{step:,} of {settings.steps:,}",
+        "Tokens" if task == "causal-lm" else "Examples": f"{step * settings.units_per_step:,}",
+        "Seed": str(settings.seed),
     }
-    held_out = one_line(data["validation"] or f"a held-out part of {data['name']}", 200)
+    held_out = one_line(data.validation or f"a held-out part of {data.name}", 200)
     return ModelCard(
         title=f"{recipe}, step {step:,}",
         method=method.strip(),
@@ -258,10 +257,10 @@ def card_of(meta: Mapping[str, Any], findings: Mapping[str, Finding], step: int)
         loading=LOADING.format(
             registering=REGISTERING if model["class"].startswith(("Depth", "Skipped")) else "",
             auto=HEADS[task].auto.__name__,
-            processing="AutoTokenizer" if task in ("causal-lm", "text-classification") else "AutoImageProcessor",
+            processing="AutoImageProcessor" if settings.unit == "images" else "AutoTokenizer",
         ),
         source=start,
-        tags=[settings["method"]],
+        tags=[settings.method],
         notes=[f"Losses and the jump rate are those of the last evaluation, on {held_out}."] if findings else [],
         pipeline={"causal-lm": "text-generation", "detection": "object-detection"}.get(task, task),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -21,22 +20,10 @@ from fulldepth.metrics import AveragePrecision, Detections, Observation, Row, Se
 from fulldepth.targets import IGNORE
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Results of a model on the validation data."""
-
-    loss: float
-    """Mean cross-entropy in nats; of a detector its own loss."""
-    rows: list[Row]
-    """Of the run's table: loss, accuracies, precisions, displacements and jump rates."""
-    shown: list[str]
-    """Further numbers for the line that a run prints."""
-
-
 @torch.no_grad()
 def evaluate(
     model: Any, data: Sequence[Any], collate: Callable[[list[Any]], Mapping[str, Any]], batch_size: int
-) -> Evaluation:
+) -> tuple[list[Row], list[str]]:
     """Evaluate a model on held-out items, which the processes share; every process must call this.
 
     The training mode of the model is restored. A detector's loss is the mean over batches, weighted by their numbers of
@@ -47,6 +34,11 @@ def evaluate(
         data: items for `collate`.
         collate: makes a batch of items.
         batch_size: items in one forward pass.
+
+    Returns:
+        Rows of the run's table: loss (the first one, the mean cross-entropy in nats, or a detector's own loss),
+        accuracies, precisions, displacements and jump rates; and further numbers than the loss for the line that a run
+        prints.
     """
     anatomy, task, device = find_anatomy(model), Task.of(model), next(model.parameters()).device
     layers, detects = anatomy.num_layers, task.name == "detection"
@@ -78,9 +70,8 @@ def evaluate(
         site, statistic = "model" if layer is None else "residual", "value" if measure == "jump_rate" else "mean"
         rows.append(Row(measure, site, layer, None, statistic, float(value), round(count), unit))
 
-    loss = float(sums["loss"]) / targets
-    add("validation_loss", loss, unit="1" if detects else "nats")
-    if sums["rest"] and task.auxiliary_weight is not None:  # balance of experts, with the model's factor
+    add("validation_loss", sums["loss"] / targets, unit="1" if detects else "nats")
+    if sums["rest"]:  # balance of experts, with the model's factor
         add("validation_auxiliary_loss", sums["rest"] / targets)
     if task.classifies:
         accuracy = float(sums["correct"]) / targets
@@ -89,19 +80,19 @@ def evaluate(
         for layer, number in enumerate(sums["read"].tolist()):  # by the last head (aligned training, Eq. 2)
             add("lens_accuracy", number / targets, layer)
     if precision is not None:
-        with warnings.catch_warnings():  # a process may have had no batches
-            warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # a process may have had no batches
             rows += precision.rows()
         shown += [f"AP50 {row.value:.1%}" for row in rows if row.statistic == "ap50" and row.layer == layers]
     psi = (sums["displacement"] / sums["defined"]).cpu()  # [L], NaN where no token has a direction
     for layer, value in enumerate(psi.tolist(), start=1):
         add("displacement", value, layer, count=tokens)
-    rates = [jump_rate(psi, -1 - back) for back in range(min(3, layers - 1))]
-    for back, rate in enumerate(rates):
+    for back in range(min(3, layers - 1)):
+        rate = jump_rate(psi, -1 - back)
         if math.isfinite(rate):
             add("jump_rate", rate, layers - back, "%", tokens)
-    shown += [f"jump rate {rate:.2f} %" for rate in rates[:1] if math.isfinite(rate)]
-    return Evaluation(loss, rows, shown)
+            if back == 0:
+                shown.append(f"jump rate {rate:.2f} %")
+    return rows, shown
 
 
 def _batch_sums(
@@ -127,7 +118,7 @@ def _batch_sums(
         "targets": targets,
     }
     if task.classifies:
-        labels, classifier = batch["labels"], Classifier(anatomy).after_forward()
+        labels, classifier = batch["labels"], Classifier(anatomy)
         mask = classifier.sample_mask(batch, counted)
         read = read_layers(classifier, torch.stack([state.to(last.device) for state in states]), labels, mask)
         sums["correct"] = ((outputs.logits.argmax(-1) == labels) & (labels != IGNORE)).sum()
@@ -137,8 +128,7 @@ def _batch_sums(
 
 def _detected(anatomy: Anatomy, batch: Mapping[str, Any], states: list[Tensor], first: int) -> Observation:
     """Boxes and classes that every decoder layer finds in a batch, whose first image has the number `first`."""
-    heads = DetectionHeads(Classifier(anatomy)).after_forward()
-    dtype = next(anatomy.model.parameters()).dtype
+    heads, dtype = DetectionHeads(Classifier(anatomy)), next(anatomy.model.parameters()).dtype
     read = [heads.read(state.to(dtype), layer) for layer, state in enumerate(states[1:], start=1)]
     logits, boxes = (torch.stack(part).float() for part in zip(*read, strict=True))  # [L, B, Q, C], [L, B, Q, 4]
     mask = torch.ones(logits.shape[1:3], dtype=torch.bool)
@@ -146,7 +136,7 @@ def _detected(anatomy: Anatomy, batch: Mapping[str, Any], states: list[Tensor], 
     return Observation({}, mask, mask, images, detections=Detections(logits, boxes, batch["labels"]))
 
 
-def tracked(evaluation: Evaluation, means: Mapping[str, tuple[float, float] | list[float]]) -> dict[str, float]:
+def tracked(rows: Sequence[Row], means: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Numbers of one evaluation by name, as trackers show them; values that are not finite are left out.
 
     `eval_loss` (validation loss, nats), `eval_accuracy` (of classifiers), `eval_displacement_layer_1` to `L`,
@@ -155,14 +145,15 @@ def tracked(evaluation: Evaluation, means: Mapping[str, tuple[float, float] | li
     the last evaluation. Trackers replace the prefix `eval_` by `eval/` and put `train/` before the others.
 
     Args:
-        evaluation: on the held-out sequences.
+        rows: from `evaluate`.
         means: part of the loss -> (sum, count) since the last evaluation.
     """
-    numbers = {"eval_loss": evaluation.loss}
-    depth = sum(row.measure == "displacement" for row in evaluation.rows)
-    for row in evaluation.rows:
+    numbers = dict[str, float]()
+    depth = sum(row.measure == "displacement" for row in rows)
+    for row in rows:
         back = f"-{depth - (row.layer or 0)}".removesuffix("-0")
         names = {
+            "validation_loss": "loss",
             "validation_accuracy": "accuracy",
             "displacement": f"displacement_layer_{row.layer}",
             "jump_rate": f"zeta_L{back}",
@@ -170,5 +161,5 @@ def tracked(evaluation: Evaluation, means: Mapping[str, tuple[float, float] | li
         if row.measure in names:
             numbers[f"eval_{names[row.measure]}"] = row.value
     for name, (total, count) in means.items():
-        numbers["cross_entropy" if name == "ce" else f"penalty_{name}"] = total / count if count else math.nan
+        numbers["cross_entropy" if name == "ce" else f"penalty_{name}"] = total / count
     return {name: value for name, value in numbers.items() if math.isfinite(value)}

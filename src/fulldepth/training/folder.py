@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-import pydantic
 import yaml
 from pydantic import Field, FiniteFloat, NonNegativeInt
 from transformers import PreTrainedModel, TrainingArguments
@@ -17,10 +16,11 @@ from transformers import PreTrainedModel, TrainingArguments
 from fulldepth.data import ORDER
 from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError, is_disk_full, one_line
-from fulldepth.files import Fingerprint, atomic, atomic_folder, locked, read_json, reading
+from fulldepth.files import Fingerprint, atomic, atomic_folder, locked, read_json, reading, validated
 from fulldepth.hf import (
     UNFINISHED,
     drop_checkpoints,
+    find_tokenizer,
     is_sealed,
     load_processor,
     load_tokenizer,
@@ -31,6 +31,7 @@ from fulldepth.hf import (
     settle_checkpoints,
 )
 from fulldepth.hf.model_hash import model_hash
+from fulldepth.hf.run_checkpoints import SEAL
 from fulldepth.losses import per_batch_terms
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, PAGE, TABLE, Results
@@ -38,27 +39,56 @@ from fulldepth.settings import Settings, layer, read
 from fulldepth.settings.keywords import with_progress
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.lora import ADAPTERS
+from fulldepth.training.model import TOKEN_IDS
 
 SETTINGS, TOKENIZER = "settings.yaml", "tokenizer"
 KIND = "training"
 """`kind` in the metadata of a run's results."""
-NOT_OURS = (
-    *(DOCUMENT, TABLE, PAGE, "plan.json", "progress.json", "responses.json*", "config.json", "*.safetensors"),
-    *("checkpoint-*", TOKENIZER, "steps", "fulldepth_skip.json"),
+OF_OTHERS = (
+    "plan.json",
+    "progress.json",
+    "responses.json*",
+    "config.json",
+    "*.safetensors",
+    "steps",
+    "fulldepth_skip.json",
 )
-"""Patterns of files from other commands, or from runs whose settings are missing."""
+"""Patterns of files from other commands."""
+OF_RUNS = (DOCUMENT, TABLE, PAGE, "checkpoint-*", TOKENIZER)
+"""Patterns of files of a run; without its settings they are something else."""
 MAY_DIFFER = {
-    *("about", "source", "log_every", "report_to", "workers", "device", "keep_checkpoints"),
-    *("eval_every", "save_every", "micro_batch_size", "fsdp", "data.cache"),
+    "about",
+    "source",
+    "log_every",
+    "report_to",
+    "workers",
+    "device",
+    "keep_checkpoints",
+    "eval_every",
+    "save_every",
+    "micro_batch_size",
+    "fsdp",
+    "data.cache",
 }
 """Settings that a resumed run may change."""
 RECORD = "record.parquet"
 """File in a checkpoint: the rows of the run's results up to its step."""
-NO_NUMBERS = {"transformers_version", "_name_or_path", "use_cache", "architectures", "auto_map", "dtype"}
-NO_NUMBERS |= {"pad_token_id", "bos_token_id", "eos_token_id"}
+NO_NUMBERS = {"transformers_version", "_name_or_path", "use_cache", "architectures", "auto_map", "dtype", *TOKEN_IDS}
 """Entries of `config.json` without effect on training, or that the Trainer sets from the tokenizer."""
-NOT_THE_MODEL = ("complete.json", "unfinished", RECORD, ADAPTERS, "scheduler.pt", "optimizer.pt", "training_args.bin")
-"""Files of a checkpoint that only resuming needs, beside the random states."""
+NOT_THE_MODEL = (
+    SEAL,
+    UNFINISHED,
+    RECORD,
+    ADAPTERS,
+    "scheduler.pt",
+    "optimizer.pt",
+    "training_args.bin",
+    "rng_state*",
+    ".*",
+)
+"""Patterns of files of a checkpoint that only resuming needs."""
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+"""Patterns of files with a model's weights."""
 
 
 class RunNotes(Settings):
@@ -84,7 +114,7 @@ def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
             other file that a run would overwrite.
     """
     if not (folder / SETTINGS).exists():
-        if foreign := [path.name for pattern in NOT_OURS for path in sorted(folder.glob(pattern))]:
+        if foreign := [path.name for pattern in (*OF_RUNS, *OF_OTHERS) for path in sorted(folder.glob(pattern))]:
             raise FulldepthError(f"{folder} holds {foreign[0]} of something else; choose another --output.")
     elif not _took_no_step(folder):
         if not resume:
@@ -101,8 +131,8 @@ def open_run(folder: Path, settings: TrainSettings, resume: bool) -> None:
                 f"{'; ...' if len(different) > 4 else ''}. Resume it with its own settings, or choose another --output."
             )
         document: Any = None
-        with suppress(FulldepthError):  # unreadable results are written anew
-            document = read_json(folder / DOCUMENT) if (folder / DOCUMENT).exists() else None
+        with suppress(FulldepthError):  # absent or unreadable results are written anew
+            document = read_json(folder / DOCUMENT)
         kind = document.get("kind") if isinstance(document, dict) else None
         if document is not None and kind != KIND:
             raise FulldepthError(
@@ -130,21 +160,19 @@ def holding(folder: Path, settings: TrainSettings, resume: bool) -> Iterator[tup
 
     def claim() -> tuple[Path | None, RunNotes, list[Path]]:
         stack.enter_context(locked(folder))
-        open_run(folder, settings, resume)  # again: another process may have written here since
+        open_run(folder, settings, resume)
         try:
             if (folder / SETTINGS).exists() and _took_no_step(folder) and saved_settings(folder) != settings:
                 shutil.rmtree(folder / TOKENIZER, ignore_errors=True)  # of another size, or trained on other text
             with atomic(folder / SETTINGS) as part:
                 part.write_text(dump(settings), encoding="utf-8")
             renamed = settle_checkpoints(folder)
-            if settings.keep_checkpoints is not None:  # killed between a new checkpoint and the removal of an old one
+            if settings.keep_checkpoints:  # killed between a new checkpoint and the removal of an old one
                 drop_checkpoints(folder, settings.keep_checkpoints)
         except OSError as error:
             raise FulldepthError(f"Cannot write into {folder}: {error.strerror or error}.") from error
-        checkpoints = sealed_checkpoints(folder)
-        if not checkpoints:
-            return None, RunNotes(), renamed
-        return checkpoints[-1][1], resume_notes(checkpoints[-1][1]), renamed
+        last = last_checkpoint(folder)
+        return last, resume_notes(last) if last else RunNotes(), renamed
 
     with ExitStack() as stack:
         claimed = current().first(claim)
@@ -158,9 +186,8 @@ def _took_no_step(folder: Path) -> bool:
 
     Settings in another form than that of `dump` may be a user's recipe and are never overwritten.
     """
-    others = [pattern for pattern in NOT_OURS if pattern not in (TOKENIZER, DOCUMENT, TABLE, PAGE, "checkpoint-*")]
-    started = [path for path in folder.glob("checkpoint-*") if not (path / UNFINISHED).exists()]
-    if started or any(any(folder.glob(pattern)) for pattern in others):
+    started = any(not (path / UNFINISHED).exists() for path in folder.glob("checkpoint-*"))
+    if started or any(any(folder.glob(pattern)) for pattern in OF_OTHERS):
         return False
     try:
         if (folder / SETTINGS).read_text(encoding="utf-8") != dump(saved_settings(folder)):
@@ -196,8 +223,8 @@ def saved_settings(folder: Path) -> TrainSettings:
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in settings.items():
-        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-        flat.update(inner)
+        name = f"{prefix}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
     return flat
 
 
@@ -232,7 +259,7 @@ def check_origin(
         "order of the data": f"{ORDER} {settings.seed}",
         "model configuration": str(Fingerprint(json.dumps(counted, sort_keys=True))),
     }
-    if settings.lora.rank is not None:  # a checkpoint does not hold them
+    if settings.lora.rank:  # a checkpoint does not hold them
         origin["model to start from"] = model_hash(model)
     for name in per_batch_terms(settings.objective.terms):
         origin[f"batch of {name}"] = f"{arguments.world_size} x {arguments.per_device_train_batch_size} sequences"
@@ -251,6 +278,11 @@ def check_origin(
     return origin
 
 
+def last_checkpoint(folder: Path) -> Path | None:
+    """The last whole checkpoint of a run; None without any."""
+    return next((path for _, path in reversed(sealed_checkpoints(folder))), None)
+
+
 def step_of(checkpoint: Path) -> int:
     """N of `checkpoint-N`."""
     return int(checkpoint.name.partition("-")[2])
@@ -263,11 +295,9 @@ def resume_notes(checkpoint: Path) -> RunNotes:
         FulldepthError: if they cannot be read, or a file of the checkpoint has changed since it was written.
     """
     try:
-        return RunNotes.model_validate(notes_of(checkpoint), strict=True)
-    except (FulldepthError, pydantic.ValidationError) as error:
-        unread = f"Cannot read the seal of {checkpoint}: {one_line(error, 200)}."
-        reason = error if isinstance(error, FulldepthError) else unread
-        raise FulldepthError(f"{reason} Remove {checkpoint} to go on from the checkpoint before.") from error
+        return validated(checkpoint / SEAL, notes_of(checkpoint), RunNotes)
+    except FulldepthError as error:
+        raise FulldepthError(f"{error} Remove {checkpoint} to go on from the checkpoint before.") from error
 
 
 @with_progress
@@ -305,17 +335,14 @@ def export_run(
     if target.exists() or target.is_symlink():
         raise FulldepthError(f"{target} already exists; choose another --output.")
     checkpoint = checkpoints[max(checkpoints) if step is None else step]
-    if any((checkpoint / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        load_tokenizer(checkpoint)  # it is copied, and damaged files are refused
+    if tokenizer := find_tokenizer(checkpoint):
+        load_tokenizer(tokenizer)  # it is copied, and damaged files are refused
     if (checkpoint / "preprocessor_config.json").exists():
         load_processor(checkpoint, None)
     watcher.say(f"Exporting {checkpoint}")
     with explaining_full_disk(lambda: "Nothing was exported."), atomic_folder(target) as part:
-        for path in checkpoint.iterdir():
-            if path.name in NOT_THE_MODEL or path.name.startswith(("rng_state", ".")):
-                continue
-            if dtype is None or not path.name.endswith((".safetensors", ".safetensors.index.json")):
-                (shutil.copytree if path.is_dir() else shutil.copy2)(path, part / path.name)
+        left_out = shutil.ignore_patterns(*NOT_THE_MODEL, *(WEIGHT_FILES if dtype is not None else ()))
+        shutil.copytree(checkpoint, part, ignore=left_out, dirs_exist_ok=True)
         if dtype is not None:
             model = open_model(checkpoint, exit_heads=True, dtype=dtype, device="cpu").model
             model.save_pretrained(part)

@@ -74,36 +74,34 @@ def check_initializer(model: PreTrainedModel, settings: InitializerSettings) -> 
         FulldepthError: for `memory` without such a memory, and for a model with matrices outside linear layers
             (`distribution`) or without the known names of output matrices (`output_scale`).
     """
-    kind = model.config.model_type
     _memory_bounds(model, settings)
     if settings.output_scale != 1.0 and len(_outputs(model)) != 2 * model.config.num_hidden_layers:
         raise FulldepthError(
-            f"initializer.output_scale needs two matrices a layer called {', '.join(OUTPUTS)}; a {kind} names its own "
-            "otherwise."
+            f"initializer.output_scale needs two matrices a layer called {', '.join(OUTPUTS)}; a "
+            f"{model.config.model_type} names its own otherwise."
         )
     if settings.distribution == "truncated-normal":
-        matrix_ids = {id(module.weight) for module in _matrices(model)}
+        matrices = {module.weight for module in _matrices(model)}
         added = _added(model)
         for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 and id(parameter) not in matrix_ids and name not in added:
+            if parameter.ndim > 1 and parameter not in matrices and name not in added:
                 raise FulldepthError(
                     f"initializer.distribution={settings.distribution} is for linear layers and embeddings, and {name} "
-                    f"of this {kind} is neither."
+                    f"of this {model.config.model_type} is neither."
                 )
 
 
 def _added(model: nn.Module) -> set[str]:
     """Names of the weights that the model's switches add to a stock model; they keep their initialisation."""
-    names: set[str] = getattr(model, "added_parameters", set)()
-    return names
+    return getattr(model, "added_parameters", set)()
 
 
 def _matrices(model: nn.Module) -> list[Any]:
     """Linear layers and embeddings of the stock model; of tied ones the first."""
-    added, by_weight = _added(model), dict[int, Any]()
+    added, by_weight = _added(model), dict[Any, Any]()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding | Conv1D) and f"{name}.weight" not in added:
-            by_weight.setdefault(id(module.weight), module)
+            by_weight.setdefault(module.weight, module)
     return list(by_weight.values())
 
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,9 +35,8 @@ from fulldepth.execution.stream import is_close, relative_error
 from fulldepth.files import Fingerprint
 from fulldepth.hf import evaluating, load_processor
 from fulldepth.progress import Watcher
-from fulldepth.settings.train import AugmentationSettings, TrainSettings
+from fulldepth.settings.train import AugmentationSettings, DataSettings, TrainSettings
 from fulldepth.targets import IGNORE
-from fulldepth.training.folder import TOKENIZER
 from fulldepth.training.model import WEIGHTS, build_config, special_tokens
 from fulldepth.training.text import run_tokenizer
 from fulldepth.training.trainer import RunData
@@ -48,19 +48,10 @@ RATIO = 5 / 3
 """Longest edge over the shorter one that images are scaled to (DETR's 1333 / 800)."""
 
 
-class LabelledData(NamedTuple):
-    """The rows of a run."""
-
-    train: Rows
-    validation: Rows
-    classes: tuple[str, ...]
-    warnings: list[str]
-
-
 def class_names(settings: TrainSettings, source: Source | None = None) -> tuple[str, ...]:
     """Names of the classes of a run, from its training source; a detector's are those of the data's categories.
 
-    Without a source they come from `model.num_labels`, the description of the data, or their labels; no image is read.
+    Without a source they come from `model.num_labels`, or the data are opened; no image is read.
 
     Raises:
         FulldepthError: if `model.num_labels` is no number of classes that the task can have, the data are not at hand,
@@ -74,14 +65,11 @@ def class_names(settings: TrainSettings, source: Source | None = None) -> tuple[
             f"model.num_labels is {one_line(repr(declared), 60)}. Expected a whole number of at least {least}: the "
             f"classes of task: {settings.task}."
         )
-    if source is None and declared is not None:
-        return tuple(f"LABEL_{number}" for number in range(declared))
     if source is None:
-        opened = partial(open_source, data.name, config=data.config, split=data.split, held_out=False)
+        if declared is not None:
+            return tuple(f"LABEL_{number}" for number in range(declared))
         try:
-            if not detects and len(stated := opened(limit=1).class_names) > 1:
-                return stated
-            source = opened(skip_bad=data.skip_bad)
+            source = training_source(data)
         except FulldepthError as error:
             raise FulldepthError(
                 f"{error} Without the data, model.num_labels=N states the number of classes."
@@ -93,41 +81,44 @@ def class_names(settings: TrainSettings, source: Source | None = None) -> tuple[
     return source.class_names
 
 
-def labelled_data(settings: TrainSettings) -> LabelledData:
-    """The rows to train and validate on, checked.
+def training_source(data: DataSettings) -> Source:
+    """The labelled rows of a run, as they are in the data."""
+    return open_source(data.name, config=data.config, split=data.split, held_out=False, skip_bad=data.skip_bad)
+
+
+def labelled_data(settings: TrainSettings) -> tuple[list[Rows], list[str]]:
+    """The rows to train and to validate on, checked, and warnings.
 
     Raises:
         FulldepthError: if there are none, or a row is bad and `data.skip_bad` is not set.
     """
     data, skip, detects = settings.data, settings.data.skip_bad, settings.task == "detection"
-
-    warnings: list[str] = []
+    warnings = list[str]()
 
     def checked(source: Source, *, every: bool) -> Rows:
         """The valid rows. With `every`, each class needs a row; a detector needs less."""
         rows = check_rows(source, settings.task, classes, skip_bad=skip)
         warnings.extend(rows.source.warnings)
-        missing = [] if detects else [classes[number] for number in sorted({*range(len(classes))} - {*rows.labels})]
-        if missing:
+        labels = set(rows.labels)
+        missing = [name for number, name in enumerate(classes) if number not in labels]
+        if missing and not detects:
             lacks = f"{source.name} has no row of {len(missing)} of the {len(classes)} classes ({listed(missing)})."
             if every and not skip:
                 raise FulldepthError(f"{lacks} Give rows of every class, or set data.skip_bad.")
             warnings.append(lacks)
         return rows.select(range(len(rows.digests)))
 
-    source = open_source(data.name, config=data.config, split=data.split, held_out=False, skip_bad=skip)
+    source = training_source(data)
     classes = class_names(settings, source)
     train = checked(source, every=True)
     if data.validation is not None:
         other = open_source(data.validation, skip_bad=skip, limit=settings.most_validation, seed=settings.seed)
         # a rare class may be in none of the rows of a sample
-        validation = checked(other, every=len(other) != settings.most_validation)
-    else:
-        least = 1 if detects else len(classes)
-        most = min(max(least, round(len(train.digests) * data.validation_share)), settings.most_validation)
-        chosen = held_out(train, most, settings.seed)
-        train, validation = (train.select(np.flatnonzero(chosen == part)) for part in (False, True))
-    return LabelledData(train, validation, classes, warnings)
+        return [train, checked(other, every=len(other) != settings.most_validation)], warnings
+    least = 1 if detects else len(classes)
+    most = min(max(least, round(len(train.digests) * data.validation_share)), settings.most_validation)
+    chosen = held_out(train, most, settings.seed)
+    return [train.select(np.flatnonzero(chosen == part)) for part in (False, True)], warnings
 
 
 def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> RunData:
@@ -144,13 +135,12 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
                 "of the last decoder layer alone (method: baseline)."
             )
     watcher.say(f"Reading {settings.data.name}")
-    data = labelled_data(settings)
-    config = build_config(settings.model, task=settings.task, classes=data.classes)
+    parts, warnings = labelled_data(settings)
+    config = build_config(settings.model, task=settings.task, classes=parts[0].source.class_names)
     if detects:
-        _check_detection(config, data)
-    edge = settings.data.image_size
-    if detects and (edge is not None or start is None):  # it also makes the pixel mask
-        edge = edge or EDGE
+        warnings += _check_detection(config, parts)
+    edge = settings.data.image_size or (None if start else EDGE)
+    if detects and edge:  # it also makes the pixel mask
         size = {"shortest_edge": edge, "longest_edge": round(edge * RATIO)}
         processor: Any = transformers.DetrImageProcessorPil(size=size, do_convert_annotations=True)
     else:
@@ -159,7 +149,7 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
         LabelledRows(
             [Picture(r.image, IGNORE if r.label is None else r.label, r.objects) for r in rows.source.records]  # type: ignore[arg-type]
         )
-        for rows in (data.train, data.validation)
+        for rows in parts
     )
     collator = Collator(processor=processor, dtype=WEIGHTS[settings.precision])
     channels = collator([train[0]])["pixel_values"].shape[1]
@@ -174,36 +164,36 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
         processor,
         train,
         validation,
-        _facts(data, Fingerprint(json.dumps(processor.to_dict(), sort_keys=True, default=str))),
+        _facts(parts, Fingerprint(json.dumps(processor.to_dict(), sort_keys=True, default=str))),
         collator,
         replace(collator, augment=Augmentation(settings.augmentation, processor, settings.seed)) if augments else None,
-        data.warnings,
+        warnings,
     )
 
 
-def _check_detection(config: Any, data: LabelledData) -> None:
+def _check_detection(config: Any, parts: Sequence[Rows]) -> list[str]:
     """Refuse data without objects, and a model that cannot learn them or whose own loss is another one than the
-    method's; note classes that occur in no training image.
+    method's; a warning if classes occur in no training image.
     """
-    for rows, part in ((data.train, "training"), (data.validation, "validation")):
-        if not any(record.objects.targets for record in rows.source.records if record.objects is not None):
+    queries = getattr(config, "num_queries", math.inf)
+    for rows, part in zip(parts, ("training", "validation"), strict=True):
+        most = max((r.objects.targets for r in rows.source.records if r.objects is not None), default=0)
+        if not most:
             raise FulldepthError(
                 f"{rows.source.name} has no object in any {part} image (crowds do not count). Give images with boxes "
                 "as data.name and data.validation, or hold out more (data.validation_share)."
             )
-    boxed = {index for record in data.train.source.records if record.objects for index in record.objects.classes}
-    if missing := [name for index, name in enumerate(data.classes) if index not in boxed]:
-        data.warnings.append(f"No training image has an object of {len(missing)} classes (first: {missing[0]}).")
+        if most > queries:
+            raise FulldepthError(f"An image has {most} objects, and the model {queries} queries (model.num_queries).")
     if getattr(config, "auxiliary_loss", False):
         raise FulldepthError(
             "model.auxiliary_loss makes transformers add a loss of every layer, and normalise the states between the "
             "layers. Leave it out: method=aligned has the losses, with objective.aligned.weights=sum unweighted."
         )
-    queries = getattr(config, "num_queries", None)
-    records = (*data.train.source.records, *data.validation.source.records)
-    most = max(record.objects.targets for record in records if record.objects is not None)
-    if isinstance(queries, int) and most > queries:
-        raise FulldepthError(f"An image has {most} objects, and the model {queries} queries (model.num_queries).")
+    train = parts[0].source
+    boxed = {index for record in train.records if record.objects for index in record.objects.classes}
+    missing = [name for index, name in enumerate(train.class_names) if index not in boxed]
+    return [f"No training image has an object of {len(missing)} classes (first: {missing[0]})."] if missing else []
 
 
 def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> RunData:
@@ -213,10 +203,9 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
         FulldepthError: if data, tokenizer and model do not fit each other.
     """
     watcher.say(f"Reading {settings.data.name}")
-    data = labelled_data(settings)
-    texts = [text for record in data.train.source.records for text in (record.text, record.second) if text]
-    with arguments.main_process_first(desc="tokenizer"):
-        tokenizer = run_tokenizer(settings, folder / TOKENIZER, watcher, texts)
+    parts, warnings = labelled_data(settings)
+    texts = [text for record in parts[0].source.records for text in (record.text, record.second) if text]
+    tokenizer = run_tokenizer(settings, folder, arguments, watcher, texts)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise FulldepthError("The tokenizer has no padding token and no end-of-text token to pad with.")
@@ -228,11 +217,10 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
         vocab_size=len(tokenizer),
         positions=settings.sequence_length,
         special_tokens={**special_tokens(tokenizer), "pad_token_id": pad_id},
-        classes=data.classes,
+        classes=parts[0].source.class_names,
     )
-    described = Fingerprint(settings.task)
-    parts = []
-    for rows in (data.train, data.validation):
+    described, examples = Fingerprint(settings.task), []
+    for rows in parts:
         prepared = prepare(
             rows.source,
             task=settings.task,
@@ -245,11 +233,11 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
         )
         for example in prepared.examples:
             described.add(example.input_ids.numpy().astype("<i8").tobytes())
-        parts.append(LabelledRows(prepared.examples))
-        data.warnings.extend(prepared.warnings)
-    facts = _facts(data, described)
-    train, validation = parts
-    return RunData(config, tokenizer, train, validation, facts, Collator(pad_id=pad_id), warnings=data.warnings)
+        examples.append(LabelledRows(prepared.examples))
+        warnings += prepared.warnings
+    train, validation = examples
+    facts = _facts(parts, described)
+    return RunData(config, tokenizer, train, validation, facts, Collator(pad_id=pad_id), warnings=warnings)
 
 
 @torch.no_grad()
@@ -270,14 +258,17 @@ def padding_warning(model: Any, rows: LabelledRows, collator: Collator) -> list[
     ]
 
 
-def _facts(data: LabelledData, described: Fingerprint) -> dict[str, Any]:
+def _facts(parts: Sequence[Rows], described: Fingerprint) -> dict[str, Any]:
     """For the record; the rows are added to the fingerprint of what is made of them."""
-    digests = [*data.train.digests, *data.validation.digests]
-    records = [*data.train.source.records, *data.validation.source.records]
-    for digest, record in zip(digests, records, strict=True):
-        described.add(digest + str(record.label if record.objects is None else record.objects).encode())
-    facts = {"hash": str(described), "train_sequences": len(data.train.digests)}
-    return {**facts, "classes": len(data.classes), "documents": len(records)}
+    for rows in parts:
+        for digest, record in zip(rows.digests, rows.source.records, strict=True):
+            described.add(digest + str(record.label if record.objects is None else record.objects).encode())
+    return {
+        "hash": str(described),
+        "train_sequences": len(parts[0].digests),
+        "classes": len(parts[0].source.class_names),
+        "documents": sum(len(rows.digests) for rows in parts),
+    }
 
 
 class Augmentation:
@@ -310,18 +301,18 @@ class Augmentation:
 
     def __call__(self, items: Sequence[Item]) -> Batch:
         """The changed images, with their labels or boxes."""
-        pictures = []
-        for item in items:
-            mirrors = self.settings.flip and _seed(self.seed, item.epoch, item.index, "flip") % 2
-            pictures.append(item.example.mirrored() if mirrors else item.example)
+        flips = self.settings.flip
+        pictures = [
+            item.example.mirrored() if flips and _seed(self.seed, item.epoch, item.index, "flip") % 2 else item.example
+            for item in items
+        ]
         if not self._changes_pixels:
             return collate_images(pictures, range(len(pictures)), self.processor)
         unnormalised = copy(self.processor)
         unnormalised.do_normalize = False
         batch = collate_images(pictures, range(len(pictures)), unnormalised)
         pixels = batch.inputs["pixel_values"]  # [B, C, H, W]
-        height, width = pixels.shape[-2:]
-        changes, rows = self._pixel_changes((height, width)), []
+        changes, rows = self._pixel_changes(tuple(pixels.shape[-2:])), []
         with torch.random.fork_rng(devices=[]):
             for image, item in zip(pixels.split(1), items, strict=True):
                 torch.manual_seed(_seed(self.seed, item.epoch, item.index))

@@ -8,11 +8,11 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import init_empty_weights
@@ -73,8 +73,7 @@ NOT_OPTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class HeadKind:
+class HeadKind(NamedTuple):
     """The models of one task."""
 
     auto: Any
@@ -84,11 +83,6 @@ class HeadKind:
     noun: str
     common: tuple[str, ...]
     """Well-known model types."""
-
-    def model_class(self, config: Any) -> Any:
-        """The usual model class of a configuration."""
-        kinds = self.mapping[type(config)]
-        return kinds[0] if isinstance(kinds, list | tuple) else kinds
 
 
 HEADS = {
@@ -142,20 +136,19 @@ def build_config(
             tokenizer has tokens, fewer positions than a sequence has tokens, or a checkpoint of another type.
     """
     try:
-        base: PreTrainedConfig | None = None if model.checkpoint is None else load_config(model.checkpoint)
+        base = None if model.checkpoint is None else load_config(model.checkpoint)
     except FulldepthError as error:
         raise FulldepthError(f"{error} model.checkpoint=FOLDER names what training starts from.") from error
     kind = _kind(model, base, task)
     given = dict(model.model_extra or {})
-    labels = {} if task == "causal-lm" or "num_labels" not in given else {"num_labels": given.pop("num_labels")}
-    known = _options(kind)
+    named = {field.name for field in fields(kind)} | set(inspect.signature(kind.__init__).parameters)
+    known = {name for name in named | set(kind.attribute_map) if not name.startswith("_")} - NOT_OPTIONS
     for name in given:
-        if name not in known:
+        if name not in known and (name != "num_labels" or task == "causal-lm"):
             raise unknown(f"option of {kind.model_type} under `model`", name, known)
     ids: dict[str, Any] = {name: value for name, value in (special_tokens or {}).items() if value is not None}
-    if classes is None:
-        ids |= labels
-    else:  # checked against `num_labels`
+    if classes is not None:
+        given.pop("num_labels", None)  # checked against the classes
         if task.endswith("-classification"):
             ids["problem_type"] = "single_label_classification"  # models set it in their first pass
         ids |= {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
@@ -165,8 +158,8 @@ def build_config(
             sizes = {name: size for name, size in defaults.items() if size is not None and name in known} | given
             options = _no_tokens(kind, sizes.get("vocab_size") or math.inf) | sizes | ids | given
             config = kind(**options)
-            if positions is not None and POSITIONS in options and POSITIONS not in given:
-                config = kind(**options | {POSITIONS: positions + _unused_positions(config, task)})
+            if POSITIONS in sizes and POSITIONS not in given:
+                config = kind(**options | {POSITIONS: sizes[POSITIONS] + _unused_positions(config, task)})
         else:
             changes = {kind.attribute_map.get(name, name): value for name, value in (ids | given).items()}
             own = ("model_type", "architectures", "auto_map", "_name_or_path")  # identify the checkpoint and its code
@@ -175,9 +168,9 @@ def build_config(
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise FulldepthError(f"These settings make no {kind.model_type}: {_reason(error)}") from error
     _check_sizes(config, task, vocab_size, positions)
-    model_class = HEADS[task].model_class(config)
-    if not config.architectures and HEADS[task].mapping[type(config)] is not model_class:
-        config.architectures = [model_class.__name__]  # a DeiT is built with one head or two
+    if not config.architectures:  # a DeiT is built with one head or two
+        kinds = HEADS[task].mapping[type(config)]
+        config.architectures = [(kinds[0] if isinstance(kinds, list | tuple) else kinds).__name__]
     return config
 
 
@@ -209,7 +202,7 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
         FulldepthError: if the attention is not available, the initializer does not apply to the model, or the
             checkpoint's weights do not fit.
     """
-    dtype = WEIGHTS[settings.precision]
+    start = settings.model.checkpoint
     with torch.random.fork_rng(devices=[]):
         if settings.fsdp and not launch.is_main():
             with init_empty_weights(include_buffers=False):
@@ -220,13 +213,9 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
         torch.manual_seed(settings.seed)
         model = _from_config(config, settings)
         draw_weights(model, settings.initializer)
-        source = None  # a new head of the library draws random numbers that are not used
-        if settings.model.checkpoint is not None and settings.task != "causal-lm":
-            source = with_new_head(model, settings.model.checkpoint, dtype)
-    if settings.model.checkpoint is not None:
-        _take_weights(model, settings.model.checkpoint, dtype, source)
-        _keep_removed(model, settings.model.checkpoint)
-    with torch.random.fork_rng(devices=[]):
+        if start is not None:
+            _take_weights(model, start, settings)
+            _keep_removed(model, start)
         torch.manual_seed(settings.seed)
         add_adapters(model, settings.lora)
     if settings.task == "detection":
@@ -249,32 +238,30 @@ def built_once(model: PreTrainedModel, settings: TrainSettings) -> bool:
     except FulldepthError:
         return False
     runs = rows_of(model.config.model_type) is None or anatomy.searches_head or not settings.data.across_documents
-    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    others = bool(model.state_dict().keys() - weights) or "multi_exit" in settings.objective.terms
-    others = others or settings.lora.rank is not None
-    return settings.fsdp and settings.task == "causal-lm" and not runs and not others
+    adds = "multi_exit" in settings.objective.terms or bool(settings.lora.rank)
+    buffers = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False))
+    return settings.fsdp and not (runs or adds or buffers)
 
 
 def _without_values(model: PreTrainedModel) -> PreTrainedModel:
     """A model with weights on the meta device, with weights on the CPU that take address space and no memory:
     accelerate tells weights apart by their addresses.
     """
-    held: dict[int, nn.Parameter] = {}  # tied weights stay one
+    held: dict[Any, nn.Parameter] = {}  # tied weights stay one
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None:
                 empty = nn.Parameter(torch.empty_like(weight, device="cpu"), requires_grad=weight.requires_grad)
-                module._parameters[name] = held.setdefault(id(weight), empty)
+                module._parameters[name] = held.setdefault(weight, empty)
     return model
 
 
 def _from_config(config: PreTrainedConfig, settings: TrainSettings) -> PreTrainedModel:
     """The model with the initial weights of its class."""
     head = HEADS[settings.task]
-    lacks = settings.attention == "sdpa" and not head.model_class(config)._supports_sdpa  # PyTorch's fused attention
-    attention = "eager" if lacks else settings.attention
+    attention = None if settings.attention == "sdpa" else settings.attention  # None: sdpa, or eager for want of it
     try:
-        model: PreTrainedModel = head.auto.from_config(
+        return head.auto.from_config(
             config,
             dtype=WEIGHTS[settings.precision],
             attn_implementation={"": attention} if settings.task == "detection" else attention,  # not the backbone
@@ -282,25 +269,17 @@ def _from_config(config: PreTrainedConfig, settings: TrainSettings) -> PreTraine
         )
     except (ValueError, ImportError) as error:
         raise FulldepthError(f"Cannot build a {config.model_type}: {_reason(error)}") from error
-    return model
 
 
 def meta_model(config: PreTrainedConfig, task: str = "causal-lm") -> PreTrainedModel:
     """The model without storage, on the meta device: names and shapes only.
 
     Args:
-        config: of the model.
+        config: of the model, from `build_config`.
         task: a key of `HEADS`.
-
-    Raises:
-        FulldepthError: if the configuration's class has no model for the task.
     """
-    head = HEADS[task]
-    if type(config) not in head.mapping:
-        raise FulldepthError(f"transformers has no {head.noun} of type {config.model_type!r}.")
     with torch.device("meta"):
-        model: PreTrainedModel = head.auto.from_config(config, trust_remote_code=False)
-    return model
+        return HEADS[task].auto.from_config(config, trust_remote_code=False)
 
 
 def tokens_of_an_image(model: PreTrainedModel) -> int:
@@ -323,7 +302,7 @@ def _kind(model: ModelSettings, base: PreTrainedConfig | None, task: str) -> typ
     """The configuration class."""
     head = HEADS[task]
     if base is not None and model.type in (base.model_type, ModelSettings.model_fields["type"].default):
-        kind: type[PreTrainedConfig] = type(base)
+        kind = type(base)
     elif model.type in CONFIG_MAPPING:
         kind = CONFIG_MAPPING[model.type]
     else:
@@ -336,7 +315,7 @@ def _kind(model: ModelSettings, base: PreTrainedConfig | None, task: str) -> typ
         )
     stock = getattr(kind, "stock_model_type", None)
     if base is not None and not isinstance(base, kind) and base.model_type != stock:
-        takes = f", which a {stock} can become, too" if stock is not None else ""
+        takes = f", which a {stock} can become, too" if stock else ""
         raise FulldepthError(
             f"{model.checkpoint} is a {base.model_type}, and the settings want a {kind.model_type}{takes}. Leave out "
             "model.type to keep the checkpoint's."
@@ -344,16 +323,10 @@ def _kind(model: ModelSettings, base: PreTrainedConfig | None, task: str) -> typ
     return kind
 
 
-def _options(kind: type[PreTrainedConfig]) -> set[str]:
-    """Names of the options of a configuration class."""
-    named = {field.name for field in fields(kind)} | set(inspect.signature(kind.__init__).parameters)
-    return {name for name in named | set(kind.attribute_map) if not name.startswith("_")} - NOT_OPTIONS
-
-
 def _no_tokens(kind: type[PreTrainedConfig], vocab_size: float) -> dict[str, None]:
     """None for special tokens whose ids in the class, of the original's tokenizer, lie outside the vocabulary."""
-    defaults = {field.name: field.default for field in fields(kind) if field.name in TOKEN_IDS}
-    return {name: None for name, token in defaults.items() if isinstance(token, int) and token >= vocab_size}
+    tokens = [field for field in fields(kind) if field.name in TOKEN_IDS]
+    return {token.name: None for token in tokens if isinstance(token.default, int) and token.default >= vocab_size}
 
 
 def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, positions: int | None) -> None:
@@ -369,9 +342,8 @@ def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, po
             "(model.vocab_size). They must fit together."
         )
     room = getattr(text, POSITIONS, None)
-    if positions is None or room is None or room <= 0:  # XLNet's -1 is no limit
-        return
-    if room - (unused := _unused_positions(config, task)) < positions:
+    # XLNet's -1 is no limit
+    if positions and room and 0 < room < positions + (unused := _unused_positions(config, task)):
         also = f", of which no token uses the first {unused:,}" if unused else ""
         raise FulldepthError(
             f"Sequences of {positions:,} tokens do not fit the model's {room:,} positions ({POSITIONS}){also}."
@@ -385,23 +357,25 @@ def _unused_positions(config: PreTrainedConfig, task: str) -> int:
         return 0
 
 
-def _take_weights(
-    model: PreTrainedModel, checkpoint: str, dtype: torch.dtype, source: dict[str, Any] | None = None
-) -> None:
-    """Copy a checkpoint's weights, `source` if given, into a model, which may have further weights of switches; without
-    `source` its generation settings, too.
+def _take_weights(model: PreTrainedModel, checkpoint: str, settings: TrainSettings) -> None:
+    """Copy a checkpoint's weights into a model, which may have further weights of switches, or another head; for a
+    language model its generation settings, too.
     """
-    if source is None:
+    dtype = WEIGHTS[settings.precision]
+    if settings.task != "causal-lm":
+        source = with_new_head(model, checkpoint, dtype)
+    else:
         loaded = load_checkpoint(checkpoint, dtype=dtype, device="cpu").model
         source = loaded.state_dict()
         with suppress(ValueError, AttributeError):  # settings that transformers would not save stay behind
             loaded.generation_config.validate(strict=True)
             model.generation_config = loaded.generation_config
-    advice = "Keys under `model` must not change the checkpoint's sizes."
     try:
         report = model.load_state_dict(source, strict=False)
     except RuntimeError as error:
-        raise FulldepthError(f"{checkpoint} does not fit: {_reason(error)} {advice}") from error
+        raise FulldepthError(
+            f"{checkpoint} does not fit: {_reason(error)} Keys under `model` must not change the checkpoint's sizes."
+        ) from error
     name = type(model).__name__
     if lacking := sorted(set(report.missing_keys) - getattr(model, "added_parameters", set)()):
         raise FulldepthError(
@@ -426,7 +400,7 @@ def _keep_removed(model: PreTrainedModel, checkpoint: str) -> None:
     branches = product(range(1, anatomy.num_layers + 1), ("attention", "mlp"))
     for weights in find_output_weights(anatomy, branches, sample_inputs(anatomy)["input_ids"]).values():
         own = [weights.branch.get_parameter(name) for name in weights.names]
-        if all(bool((weight == -weights.offset).all()) for weight in own):
+        if all((weight == -weights.offset).all() for weight in own):
             for weight in own:
                 weight.requires_grad_(False)
 
@@ -448,13 +422,13 @@ def with_new_head(model: PreTrainedModel, checkpoint: str, dtype: torch.dtype) -
     if find_gguf(packaged(checkpoint)) is not None:
         raise FulldepthError(f"{checkpoint} is a GGUF file; only language models are trained from one.")
     own, body = model.state_dict(), f"{model.base_model_prefix}."
-
-    def may_lack(_: PreTrainedModel, name: str) -> bool:
-        """Whether a weight belongs to the head, or the pooler before it."""
-        return not name.startswith(body) or "pooler" in name.split(".")
-
     loaded = load_checkpoint(
-        checkpoint, dtype=dtype, device="cpu", model_class=type(model), config=model.config, may_lack=may_lack
+        checkpoint,
+        dtype=dtype,
+        device="cpu",
+        model_class=type(model),
+        config=model.config,
+        may_lack=lambda _, name: not name.startswith(body) or "pooler" in name.split("."),
     )
     fresh = set(loaded.fresh)
     if not _same_classes(load_config(checkpoint), model.config):
@@ -494,8 +468,7 @@ def _same_classes(stored: Any, wanted: Any) -> bool:
     names = [
         [str(name).casefold() for _, name in sorted((config.id2label or {}).items())] for config in (stored, wanted)
     ]
-    unnamed = (all(name.startswith("label_") for name in each) for each in names)
-    return names[0] == names[1] or any(unnamed)
+    return names[0] == names[1] or any(all(name.startswith("label_") for name in each) for each in names)
 
 
 def _reason(error: Exception) -> str:

@@ -17,10 +17,8 @@ from fulldepth.training.initial import check_initializer
 from fulldepth.training.labelled import class_names
 from fulldepth.training.lora import add_adapters
 from fulldepth.training.model import WEIGHTS, build_config, meta_model, tokens_of_an_image
+from fulldepth.training.text import LEARNED
 from fulldepth.training.trainer import batch_split, make_objective, parameter_groups, resolved
-
-LEARNED = ("builtin", "wordpiece", "bpe")
-"""Kinds of tokenizers that are trained for a run, with at most so many tokens as they name."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,8 @@ def plan(settings: TrainSettings, config: PreTrainedConfig, *, processes: int = 
         processes: number of processes that share each batch.
 
     Raises:
-        FulldepthError: if batch sizes do not divide, an option of a penalty is unknown, the configuration has no model
-            for the task, or the initializer or weight decay does not apply to the model.
+        FulldepthError: if batch sizes do not divide, an option of a penalty is unknown, or the initializer or weight
+            decay does not apply to the model.
     """
     settings = resolved(settings)
     micro, accumulation = batch_split(settings, processes)
@@ -105,7 +103,7 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
     Raises:
         FulldepthError: if the settings are inconsistent, or their tokenizer or checkpoint does not exist.
     """
-    of_text = settings.unit in ("tokens", "texts")
+    of_text = settings.unit != "images"
     vocab_size = None
     if of_text and "vocab_size" not in (settings.model.model_extra or {}) and settings.model.checkpoint is None:
         if settings.tokenizer is None:

@@ -8,17 +8,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fulldepth import launch
 from fulldepth.errors import StoppedError
 from fulldepth.execution import find_anatomy
-from fulldepth.hf import sealed_checkpoints, silent
+from fulldepth.hf import silent
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, versions
 from fulldepth.settings.keywords import takes_settings
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.callback import RunCallback, stopping
 from fulldepth.training.evaluation import evaluate
-from fulldepth.training.folder import KIND, check_origin, explaining_full_disk, holding, open_run, step_of
+from fulldepth.training.folder import (
+    KIND,
+    check_origin,
+    explaining_full_disk,
+    holding,
+    last_checkpoint,
+    step_of,
+)
 from fulldepth.training.labelled import image_data, padding_warning, text_data
 from fulldepth.training.model import build_model, start_exit_heads
 from fulldepth.training.text import conversation_data, packed_data, require_separate_documents
@@ -67,17 +73,14 @@ def train(
     """
     settings, folder = resolved(settings), Path(output)
     name = Path(recipe).stem if isinstance(recipe, str | Path) else "settings"
-    if launch.rank() == 0:
-        open_run(folder, settings, resume)
     with silent(logging.ERROR), explaining_full_disk(lambda: _last_good(folder)):
         arguments = training_arguments(settings, folder)  # joins the other processes
         with holding(folder, settings, resume) as (checkpoint, notes, renamed):
             for path in renamed:
                 watcher.say(f"A checkpoint that is not whole is now called {path.name}.")
-            opened = DATA["sft" if settings.stage == "sft" else settings.task]
-            data = opened(settings, folder, arguments, watcher)
+            data = DATA["sft" if settings.stage == "sft" else settings.task](settings, folder, arguments, watcher)
             model = build_model(data.config, settings)
-            warnings = list(data.warnings)
+            warnings = data.warnings
             if settings.task == "causal-lm" and not settings.data.across_documents:
                 require_separate_documents(model)
             if settings.task == "text-classification":
@@ -113,9 +116,11 @@ def train(
                 notes.model_copy(update={"origin": origin}),
                 checkpoint,
             )
-            size = f"{meta['model']['class']}: {meta['model']['parameters'] / 1e6:.1f} M parameters"
-            amount = f"{settings.steps * settings.units_per_step:,} {settings.unit} in {settings.steps:,} steps"
-            watcher.say(f"{size}, {amount}" + (f"; going on after {checkpoint.name}." if checkpoint else "."))
+            watcher.say(
+                f"{meta['model']['class']}: {meta['model']['parameters'] / 1e6:.1f} M parameters, "
+                f"{settings.steps * settings.units_per_step:,} {settings.unit} in {settings.steps:,} steps"
+                + (f"; going on after {checkpoint.name}." if checkpoint else ".")
+            )
             if checkpoint is None or step_of(checkpoint) < settings.steps:
                 with stopping(callback):
                     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -128,7 +133,7 @@ def train(
 
 
 def _last_good(folder: Path) -> str:
-    checkpoints = sealed_checkpoints(folder)
-    if not checkpoints:
+    checkpoint = last_checkpoint(folder)
+    if checkpoint is None:
         return "There is no whole checkpoint yet; --resume starts at the beginning."
-    return f"The last whole checkpoint is {checkpoints[-1][1]}; --resume goes on from it."
+    return f"The last whole checkpoint is {checkpoint}; --resume goes on from it."

@@ -36,6 +36,8 @@ MOST_TOKENS = 1 << 20
 """Largest vocabulary of `builtin:N`."""
 OWN = ("wordpiece", "bpe")
 """Kinds of tokenizers that are trained on the run's own texts."""
+LEARNED = ("builtin", *OWN)
+"""Kinds of tokenizers that are trained for a run, with at most so many tokens as they name."""
 SMALL_CORPUS = 1 << 25
 """Tokens up to which a corpus is always tokenised completely."""
 FLASH = "flash_attention_2"
@@ -54,17 +56,20 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'Assistant:\n' }}{% endif %}"
 )
 """For tokenizers without a chat template. The prompt ends in a line end, which tokenizers do not merge with a word."""
-READ = {"input_ids", "labels", "attention_mask", "position_ids", "seq_lengths"}
-"""Columns of a tokenised data set that determine batches and loss."""
+READ = ["input_ids", "labels"]
+"""Columns of tokenised conversations that determine batches and loss."""
 
 
-def run_tokenizer(settings: TrainSettings, home: Path, watcher: Watcher, texts: Iterable[str] | None = None) -> Any:
-    """The tokenizer of a run; `builtin:N`, `wordpiece:N` and `bpe:N` are trained once, saved in `home` and loaded from
-    there.
+def run_tokenizer(
+    settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher, texts: Iterable[str] | None = None
+) -> Any:
+    """The tokenizer of a run; `builtin:N`, `wordpiece:N` and `bpe:N` are trained once, by the first process, saved in
+    the run folder and loaded from there.
 
     Args:
         settings: of the run.
-        home: where a newly trained tokenizer is.
+        folder: the run folder.
+        arguments: of the trainer.
         watcher: receives messages.
         texts: the run's own training texts, for `wordpiece:N` and `bpe:N`; None = the task has none.
 
@@ -77,27 +82,32 @@ def run_tokenizer(settings: TrainSettings, home: Path, watcher: Watcher, texts: 
     kind, _, size = name.partition(":")
     if kind in OWN and texts is None:
         raise FulldepthError(f"tokenizer={name} is trained on labelled texts (task: text-classification).")
-    if kind not in ("builtin", *OWN):
-        tokenizer = load_tokenizer(name)
-        tokenizer.init_kwargs.pop("auto_map", None)  # refers to remote code, which checkpoints must not name
-        return tokenizer
-    if not size.isdigit() or not 300 <= int(size) <= MOST_TOKENS:
+    if kind in LEARNED and (not size.isdigit() or not 300 <= int(size) <= MOST_TOKENS):
         raise FulldepthError(f"tokenizer is {name!r}; expected {kind}:N with N tokens, 300 to {MOST_TOKENS:,}.")
-    if not home.is_dir():
-        watcher.say(f"Training a tokenizer of {size} tokens")
-        with atomic_folder(home) as part:
-            train = train_wordpiece if kind == "wordpiece" else train_tokenizer
-            corpus = builtin_texts("train") if kind == "builtin" or texts is None else texts
-            train(corpus, int(size)).save_pretrained(part)
-    return load_tokenizer(home)
+    home = folder / TOKENIZER
+    with arguments.main_process_first(desc="tokenizer"):
+        if kind not in LEARNED:
+            tokenizer = load_tokenizer(name)
+            tokenizer.init_kwargs.pop("auto_map", None)  # refers to remote code, which checkpoints must not name
+            return tokenizer
+        if not home.is_dir():
+            watcher.say(f"Training a tokenizer of {size} tokens")
+            with atomic_folder(home) as part:
+                train = train_wordpiece if kind == "wordpiece" else train_tokenizer
+                corpus = builtin_texts("train") if kind == "builtin" or texts is None else texts
+                train(corpus, int(size)).save_pretrained(part)
+        return load_tokenizer(home)
 
 
-def language_model(settings: TrainSettings, tokenizer: Any) -> PreTrainedConfig:
-    """The configuration of a language model for a tokenizer.
+def language_model(
+    settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher
+) -> tuple[PreTrainedConfig, Any]:
+    """The configuration of a language model, and its tokenizer; arguments as for `packed_data`.
 
     Raises:
-        FulldepthError: if a teacher has other tokens, and as `build_config`.
+        FulldepthError: if a teacher has other tokens, and as `run_tokenizer` and `build_config`.
     """
+    tokenizer = run_tokenizer(settings, folder, arguments, watcher)
     distillation: Any = make_objective(settings).terms.get("distillation")
     source = distillation and find_tokenizer(checkpoint_of(distillation.teacher))
     if source and load_tokenizer(source).get_vocab() != tokenizer.get_vocab():
@@ -105,12 +115,13 @@ def language_model(settings: TrainSettings, tokenizer: Any) -> PreTrainedConfig:
             f"The teacher {distillation.teacher} has another vocabulary than the tokenizer of this run. Distillation "
             "compares predictions token by token: name a teacher with the same tokenizer."
         )
-    return build_config(
+    config = build_config(
         settings.model,
         vocab_size=len(tokenizer),
         positions=settings.sequence_length,
         special_tokens=special_tokens(tokenizer),
     )
+    return config, tokenizer
 
 
 def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> RunData:
@@ -122,16 +133,11 @@ def packed_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: 
         arguments: of the trainer.
         watcher: receives messages.
     """
-    with arguments.main_process_first(desc="tokenizer"):
-        tokenizer = run_tokenizer(settings, folder / TOKENIZER, watcher)
-    config = language_model(settings, tokenizer)
+    config, tokenizer = language_model(settings, folder, arguments, watcher)
     data = settings.data
     opened = partial(open_documents, column=data.column, articles=data.articles)
-    text = None
-    if data.tokens is None:
-        text = opened(data.name, config=data.config, split=data.split, streaming=data.streaming)
     packed = pack(
-        text,
+        None if data.tokens else opened(data.name, config=data.config, split=data.split, streaming=data.streaming),
         tokenizer,
         sequence_length=settings.sequence_length,
         tokens=Path(data.tokens).expanduser() if data.tokens else None,
@@ -205,8 +211,7 @@ def require_separate_documents(model: PreTrainedModel) -> None:
 def _logits(model: Any, ids: Tensor) -> Tensor:
     """[N, V] logits of a row of documents of `LENGTH` tokens."""
     positions = torch.arange(len(ids), device=ids.device) % LENGTH
-    logits: Tensor = model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
-    return logits
+    return model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
 
 
 def varlen_attention(
@@ -234,25 +239,27 @@ def varlen_attention(
     return states.transpose(1, 2), None
 
 
-def sft_data(settings: TrainSettings, tokenizer: Any) -> tuple[list[Any], dict[str, Any], list[str]]:
-    """Conversations as token ids with labels on the responses, a seeded share of them held out (`held_out_rows`).
+def conversation_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> RunData:
+    """Conversations as token ids with labels on the responses, a seeded share of them held out (`held_out_rows`), for
+    TRL's trainer; arguments as for `packed_data`.
 
     Prompt and response are tokenised apart (`encode_pair`), so that every label is a token that the model can produce
-    after that prompt. A tokenizer without a chat template gets `TEMPLATE`.
-
-    Returns:
-        Data sets of training and validation with the columns `input_ids` and `labels`; the fact `documents`
-        (conversations of both); and warnings (what was cut or left out).
+    after that prompt. A tokenizer without a chat template gets `TEMPLATE`. What is cut or left out is in the warnings.
 
     Raises:
         FulldepthError: if the data hold fewer than two different conversations, no response begins within a sequence,
             or the chat template fails.
     """
+
+    class ConversationTrainer(RunMixin, ObjectiveMixin, trl_module().SFTTrainer):  # type: ignore[misc]
+        """TRL's SFTTrainer with an objective."""
+
+    config, tokenizer = language_model(settings, folder, arguments, watcher)
     data, length, warnings = settings.data, settings.sequence_length, list[str]()
     if not tokenizer.chat_template:
         tokenizer.chat_template = TEMPLATE
-    watcher = Watcher(say=warnings.append)
-    rows = conversations(data.name, tokenizer, config=data.config, split=data.split, watcher=watcher)
+    noting = Watcher(say=warnings.append)
+    rows = conversations(data.name, tokenizer, config=data.config, split=data.split, watcher=noting)
     encoded = rows.map(
         partial(_encoded, tokenizer=tokenizer, length=length, name=data.name),
         batched=True,
@@ -276,9 +283,10 @@ def sft_data(settings: TrainSettings, tokenizer: Any) -> tuple[list[Any], dict[s
     if held_out is None:
         raise FulldepthError(f"The {len(left)} conversations of {data.name} are one; training and validation need two.")
     validates = np.isin(row, left[held_out])
-    columns = encoded.select_columns(["input_ids", "labels"])
-    parts = [columns.select(np.flatnonzero(answered & chosen)) for chosen in (~validates, validates)]
-    return parts, {"documents": len(left)}, warnings
+    columns = encoded.select_columns(READ)
+    train, validation = (columns.select(np.flatnonzero(answered & chosen)) for chosen in (~validates, validates))
+    facts = {"hash": rows_hash(train, validation), "train_sequences": len(train), "documents": len(left)}
+    return RunData(config, tokenizer, train, validation, facts, warnings=warnings, trainer=ConversationTrainer)
 
 
 def _encoded(
@@ -289,9 +297,11 @@ def _encoded(
     """
     examples: dict[str, list[Any]] = {key: [] for key in ("input_ids", "labels", "row", "size", "answered")}
     for place, number in enumerate(numbers):
-        chat = "messages" in rows
-        messages = rows["messages"][place] if chat else [*rows["prompt"][place], *rows["completion"][place]]
-        first = 1 if chat else len(rows["prompt"][place])
+        if "messages" in rows:
+            messages, first = rows["messages"][place], 1
+        else:
+            prompt = rows["prompt"][place]
+            messages, first = [*prompt, *rows["completion"][place]], len(prompt)
         for ids, labels in chat_examples(tokenizer, messages, f"{name} conversation {number + 1}", first):
             answered = any(label != IGNORE for label in labels[:length])
             for key, value in zip(examples, (ids[:length], labels[:length], number, len(ids), answered), strict=True):
@@ -352,8 +362,7 @@ def held_out_rows(rows: Any, most: int, seed: int) -> np.ndarray | None:
             chosen[sizes.argmin()] = True
         elif chosen.all():
             chosen[sizes.argmax()] = False
-        held_out: np.ndarray = chosen[group]
-        return held_out
+        return chosen[group]
     return None
 
 
@@ -369,31 +378,16 @@ def _key(row: dict[str, Any], seed: int, whole: bool) -> int:
     return int.from_bytes(hashlib.sha256(described.encode()).digest()[:8])
 
 
-def conversation_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher) -> RunData:
-    """Conversations for TRL's trainer; arguments as for `packed_data`."""
-
-    class ConversationTrainer(RunMixin, ObjectiveMixin, trl_module().SFTTrainer):  # type: ignore[misc]
-        """TRL's SFTTrainer with an objective."""
-
-    with arguments.main_process_first(desc="tokenizer"):
-        tokenizer = run_tokenizer(settings, folder / TOKENIZER, watcher)
-    config = language_model(settings, tokenizer)
-    (train, validation), facts, warnings = sft_data(settings, tokenizer)
-    facts |= {"hash": rows_hash(train, validation), "train_sequences": len(train)}
-    return RunData(config, tokenizer, train, validation, facts, warnings=warnings, trainer=ConversationTrainer)
-
-
 def rows_hash(*parts: Any) -> str:
-    """`sha256:...` over the examples of TRL's trainer: token ids and masks, row by row, of each part.
+    """`sha256:...` over the examples of TRL's trainer: token ids and labels, row by row, of each part.
 
     Args:
         parts: tokenised data sets of the trainer.
     """
     digest = hashlib.sha256()
     for part in parts:
-        names = sorted(set(part.column_names) & READ) or sorted(part.column_names)
-        digest.update(f"{len(part)} {names}\n".encode())
-        for rows in part.select_columns(names).with_format(None).iter(1000):
-            for name in names:
+        digest.update(f"{len(part)} {READ}\n".encode())
+        for rows in part.select_columns(READ).with_format(None).iter(1000):
+            for name in READ:
                 digest.update(json.dumps(rows[name], separators=(",", ":")).encode())
     return f"sha256:{digest.hexdigest()}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, patch_environment
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -34,7 +34,6 @@ from fulldepth.settings.train import ObjectiveSettings, TrainSettings
 from fulldepth.training.lora import load_adapters, save_adapters
 from fulldepth.training.model import built_once
 
-FORKS = "TOKENIZERS_PARALLELISM"
 MOST_WORKERS = 4
 """Default maximum for each training process; few suffice, as reading a window is a copy from the page cache."""
 SAME = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed")
@@ -61,8 +60,10 @@ def resolved(settings: TrainSettings) -> TrainSettings:
             raise unknown("setting", f"objective.{name}", [f"objective.{key}" for key in known])
     preset, start = METHODS[settings.method], settings.model.checkpoint
     if start is not None or settings.task == "detection":
-        always = {"schedule": "always"}
-        preset = {name: options | (always if "schedule" in options else {}) for name, options in preset.items()}
+        preset = {
+            name: {**options, "schedule": "always"} if "schedule" in options else options
+            for name, options in preset.items()
+        }
     on = {name: options for name, options in {**preset, **given}.items() if options is not None}
     data = settings.data.model_copy(update={"validation_sequences": settings.most_validation})
     model = settings.model.model_copy(update={"checkpoint": None if start is None else checkpoint_of(start)})
@@ -128,12 +129,10 @@ def training_arguments(settings: TrainSettings, folder: Path) -> Any:
         max_grad_norm=settings.clip,
         bf16=settings.precision == "autocast",
         torch_compile=settings.compile,
-        data_seed=settings.seed,
         use_cpu=on_cpu,
         save_strategy="no",
         logging_strategy="steps" if settings.report_to else "no",
         logging_steps=settings.log_every,
-        logging_nan_inf_filter=False,
         report_to=settings.report_to or "none",
         disable_tqdm=True,
         dataloader_num_workers=worker_count(settings, launch.local_world()),
@@ -169,8 +168,8 @@ def batch_split(settings: TrainSettings, world: int) -> tuple[int, int]:
         raise FulldepthError(
             f"global_batch_size is {settings.global_batch_size}, which {world} processes cannot share evenly."
         )
-    most = min(settings.micro_batch_size or share, share)
-    micro = next(size for size in range(most, 0, -1) if share % size == 0)
+    most = settings.micro_batch_size or share
+    micro = next(size for size in range(min(most, share), 0, -1) if share % size == 0)
     return micro, share // micro
 
 
@@ -215,20 +214,20 @@ def parameter_groups(model: Any, settings: TrainSettings) -> list[dict[str, Any]
             decay=settings.decay,
         )
     else:
-        inside: set[int] = set()
+        inside = set[Any]()
         if settings.backbone_learning_rate is not None:
             anatomy = find_anatomy(model)
             if anatomy.family.backbone is None:
                 raise FulldepthError(
                     f"backbone_learning_rate is for detectors; {type(model).__name__} has no backbone."
                 )
-            inside = {id(p) for p in anatomy.body.get_submodule(anatomy.family.backbone).parameters()}
-        embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+            inside = set(anatomy.body.get_submodule(anatomy.family.backbone).parameters())
+        embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        matrices = {id(p) for p in trained if settings.decay == "all" or (p.ndim >= 2 and id(p) not in embeddings)}
+        matrices = {p for p in trained if settings.decay == "all" or (p.ndim >= 2 and p not in embeddings)}
         groups = [
             {
-                "params": [p for p in trained if (id(p) in matrices, id(p) in inside) == (decays, of_backbone)],
+                "params": [p for p in trained if (p in matrices, p in inside) == (decays, of_backbone)],
                 "weight_decay": settings.weight_decay if decays else 0.0,
                 "lr": settings.backbone_learning_rate if of_backbone else settings.learning_rate,
                 "name": ("backbone, " if of_backbone else "") + ("decay" if decays else "no decay"),
@@ -246,8 +245,7 @@ def multistep(settings: TrainSettings, step: int) -> float:
     """Factor of the learning rate at a 0-based step: a linear warm-up, then a tenth from each milestone on."""
     if step < settings.warmup_length:
         return step / settings.warmup_length
-    factor: float = 0.1 ** sum(step >= round(share * settings.steps) for share in settings.milestones)
-    return factor
+    return 0.1 ** sum(step >= round(share * settings.steps) for share in settings.milestones)
 
 
 def window_collator(settings: TrainSettings) -> Callable[[list[Any]], dict[str, Any]]:
@@ -328,7 +326,7 @@ class RunMixin(AnyTrainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        settings, data = self.settings, self.train_dataset if train_dataset is None else train_dataset
+        settings, data = self.settings, self.train_dataset
         sampler = EpochSampler if isinstance(data, LabelledRows) else ShuffledSampler
         return sampler(len(data), seed=settings.seed, length=settings.steps * settings.global_batch_size)
 
@@ -341,13 +339,8 @@ class RunMixin(AnyTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, without the warnings of tokenizers in workers, which tokenise nothing."""
-        unset = FORKS not in os.environ
-        os.environ.setdefault(FORKS, "false")
-        try:
+        with patch_environment(TOKENIZERS_PARALLELISM=os.environ.get("TOKENIZERS_PARALLELISM", "false")):
             return super().train(*args, **kwargs)
-        finally:
-            if unset:
-                os.environ.pop(FORKS, None)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -357,11 +350,11 @@ class RunMixin(AnyTrainer):
         if resume_from_checkpoint and (self.args.process_index == 0 or not plugin.cpu_ram_efficient_loading):
             self._load_weights(resume_from_checkpoint)  # before they are sharded
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        stepped = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        stepped = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self.model.named_parameters():
             if not isinstance(parameter, DTensor):
                 raise FulldepthError(f"fsdp is on, but {name} is not sharded: this version of accelerate copies it.")
-            if parameter.requires_grad and id(parameter) not in stepped:
+            if parameter.requires_grad and parameter not in stepped:
                 raise FulldepthError(f"fsdp is on, but the optimiser has lost {name} when the weights were sharded.")
         return prepared
 
@@ -370,10 +363,9 @@ class RunMixin(AnyTrainer):
         tied weight once.
         """
         model = self.plain_model
-        if self.settings.lora.rank is not None and self.args.should_save:
-            state_dict = save_adapters(
-                model, state_dict or model.state_dict(), Path(output_dir or self.args.output_dir)
-            )
+        if self.settings.lora.rank and self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            state_dict = save_adapters(model, state_dict or model.state_dict(), folder)
         if not (self.is_fsdp_enabled and self.args.should_save):
             super()._save(output_dir, state_dict=state_dict)
             return
@@ -403,12 +395,12 @@ class RunMixin(AnyTrainer):
 
     def _load_weights(self, checkpoint: str) -> None:
         """Copy the trained weights of a checkpoint into a model that is not sharded."""
-        (load_weights if self.settings.lora.rank is None else load_adapters)(self.plain_model, checkpoint)
+        (load_adapters if self.settings.lora.rank else load_weights)(self.plain_model, checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if self.is_fsdp_enabled:  # they were loaded before they were sharded
             return
-        if self.settings.lora.rank is not None:
+        if self.settings.lora.rank:
             self._load_weights(resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
@@ -435,8 +427,7 @@ class RunTrainer(RunMixin, DepthTrainer):
     """Trainer of a run."""
 
 
-def _start_worker(start: Callable[[int], None] | None, number: int) -> None:
+def _start_worker(start: Callable[[int], None], number: int) -> None:
     """Ignore SIGTERM: schedulers send it to every process, and a dying worker would end the run before it saves."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if start is not None:
-        start(number)
+    start(number)
