@@ -365,15 +365,15 @@ def findings(_: Meta, source: PageSource) -> list[Shown]:
 
 
 def story(source: PageSource) -> dict[str, Any] | None:
-    """Of a benchmark, speed and loss of each program's fastest model; of a healing, loss and net cost.
+    """Of a benchmark, speed and loss of each program's fastest model; of a healing, its first findings.
 
     None = the first finding opens the page.
     """
-    sentences = decoding(parts(source)) if source.meta.get("kind") == "bench" else []
-    if source.meta.get("kind") == "heal":
-        headline = source.meta.get("headline") or {}
-        opening = {*list(headline)[:1], "net_cost"}
-        sentences = [entry["sentence"] for name, entry in headline.items() if name in opening]
+    kind, sentences = source.meta.get("kind"), list[str]()
+    if kind == "bench":
+        sentences = decoding(parts(source))
+    elif kind == "heal":
+        sentences = [finding["sentence"] for finding in [*(source.meta.get("headline") or {}).values()][:2]]
     return {"sentences": sentences} if sentences else None
 
 
