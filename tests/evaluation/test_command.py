@@ -17,12 +17,11 @@ from fulldepth.errors import FulldepthError
 from fulldepth.evaluation import SUITES, evaluate
 from fulldepth.evaluation.harness import LayeredAnswers
 from fulldepth.evaluation.loading import units_of
-from fulldepth.hf import anatomy_candidates
+from fulldepth.hf import Scalars, anatomy_candidates
 from fulldepth.hf.surgery import skipping
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.skip import export
-from fulldepth.skip.plan import plan_scalars
 from skip import planned
 
 pytest.importorskip("lm_eval")
@@ -194,7 +193,7 @@ def test_a_plan_is_evaluated_with_its_blocks_skipped(data):
     got = evaluate(model, TASKS, plan=plan, **options)
     anatomy = anatomy_candidates(model)[0]
     for task in TASKS:
-        with skipping(anatomy, [2], scalars=plan_scalars(plan, anatomy)):
+        with skipping(anatomy, [2], scalars=Scalars.from_dict(plan.scalars, anatomy.num_layers, "attention")):
             expected = stock(model, task, data, limit=6, batch_size=8, bootstrap_iters=100)
         assert ours(got, task, small_world.LAYERS) == expected
     assert not got.table.value.equals(evaluate(model, TASKS, **options).table.value)

@@ -76,17 +76,12 @@ def search(layers=12, blocks=BLOCKS, healed=True, **entries):
     if healed:
         found.append((loss(blocks[-1], planned["healed_loss"]), count, "healed"))
         found.append((loss(None, planned["control_loss"]["scalars_only"]), 0, "scalars_only"))
-    for state, size in (("skipped", 1.0), ("healed", 0.3))[: 1 + healed]:
-        for layer in range(layers + 1):
-            removed = sum(block <= layer for block in blocks)
-            found.append((row("mmd", layer, size * 0.01 * removed**1.5, "value", count=2048), count, state))
     rows, removed, states = map(list, zip(*found, strict=True))
     table = tabulate(rows, removed=removed, state=states).astype({"removed": "Int64", "state": "str"})
     added = losses[-1] - losses[0]
     headline = findings(
         loss_added=(added, "nats", f"Removing {count} blocks adds {added:.4f} nats."),
         loss_healed=(3.0, "nats", "Held-out loss with scalars: 3.0000."),
-        mmd=(0.0061, "1", "The last layer's states differ by 6.1e-03."),
     )
     return Results(table, document("skip", planned, layers, headline=headline))
 

@@ -13,9 +13,8 @@ import pandas as pd
 import pytest
 
 from fulldepth.reporting import build, charts, page
-from fulldepth.reporting.charts import Figure, Line, every_record
+from fulldepth.reporting.charts import Figure, Line, Note, every_record
 from fulldepth.reporting.figures import records
-from fulldepth.reporting.notes import Note
 from fulldepth.reporting.source import VERBS
 from fulldepth.results import tabulate
 from reporting import plotted, synthetic

@@ -12,7 +12,6 @@ import torch
 from fulldepth.distributed import Processes
 from fulldepth.execution import find_anatomy
 from fulldepth.hf.model_hash import model_hash
-from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.exports import fold
@@ -46,7 +45,7 @@ def analysed(model, plan, data, settings=None, **options: Any) -> Results:
     given = {"blocks": len(plan.blocks), "granularity": plan.granularity, **options}
     opened = {"tokenizer": None, "heldout": None}
     with prepared(model, data, settings or SearchSettings(**given), Processes(), **opened) as problem:
-        return outcome(plan, problem, watcher=Watcher())
+        return outcome(plan, problem)
 
 
 def plan(model, blocks, granularity="attention", values="fitted", **entries: Any) -> Plan:

@@ -227,12 +227,3 @@ def test_all_blocks_in_another_order() -> None:
 def test_what_is_refused(family, options, named) -> None:
     with pytest.raises(FulldepthError, match=named):
         curve(build(family), pairs(6), tokenizer=tokenizer(), **options)
-
-
-@pytest.mark.parametrize(
-    ("losses", "weights"),
-    [(np.ones((3, 4)), np.ones(4)), (np.ones(4), np.ones(4)), (np.full((3, 4), np.nan), np.ones(3))],
-)
-def test_losses_that_make_no_curve_are_refused(losses, weights) -> None:
-    with pytest.raises(FulldepthError):
-        find_breakpoint(losses, weights)

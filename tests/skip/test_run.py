@@ -16,7 +16,7 @@ from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.plan import Plan
-from fulldepth.skip.responses import respond
+from fulldepth.skip.responses import Sampling, respond
 from fulldepth.skip.search import search
 from skip import plain, planned
 from skip.word_tokenizer import tokenizer, words
@@ -115,9 +115,8 @@ def test_responses_are_found_again_and_never_written_over(tmp_path, monkeypatch)
     notes, file, model = tmp_path / "responses.json", tmp_path / "responses.jsonl", build("llama")
 
     def made(count=2):
-        options = {"hashed": "sha256:1", "batch_size": 2, "watcher": Watcher()}
-        sampling = {"temperature": 0.0, "seed": 0, "max_new_tokens": 3}
-        return respond(model, tokenizer(), PAIRS, count, tmp_path, **options, **sampling)
+        sampling = Sampling(max_new_tokens=3, batch_size=2)
+        return respond(model, tokenizer(), PAIRS, count, tmp_path, sampling, "sha256:1", Watcher())
 
     first, before = made(), file.read_bytes()
     assert first["prompts"] == 2
@@ -132,6 +131,6 @@ def test_responses_are_found_again_and_never_written_over(tmp_path, monkeypatch)
     with pytest.raises(FulldepthError, match="has changed"):
         made()
     notes.unlink()
-    with pytest.raises(FulldepthError, match="never written over"):
+    with pytest.raises(FulldepthError, match="holds other responses"):
         made()
     assert file.read_text() == "edited\n"

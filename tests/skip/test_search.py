@@ -166,7 +166,7 @@ REFUSED = [
     ("criterion", {"criterion": "nll"}),
     ("given", {"blocks": 2, "given": [1, 2], "search": "greedy"}),
     ("blocks is 1", {"search": "given", "given": [1, 2]}),
-    ("name 3 twice", {"blocks": None, "search": "given", "given": [3, 3]}),
+    ("layer 3 more than once", {"blocks": None, "search": "given", "given": [3, 3]}),
     ("layer 6", {"blocks": None, "search": "given", "given": [6]}),
     ("budget", {"budget": "soon"}),
     ("budget", {"budget": "10m", "search": "exact"}),
@@ -177,7 +177,7 @@ REFUSED = [
     ("tree", {"model": tm.build("depth_llama-tree")}),
     ("merge_and_unload", {"model": "adapted"}),
     ("NaN", {"model": "broken"}),
-    ("held-out data are empty", {"heldout": []}),
+    ("data are empty", {"heldout": []}),
     ("no token counts", {"heldout": [BLANK]}),
     ("no examples to fit", {"train": [], "fit": True}),
 ]

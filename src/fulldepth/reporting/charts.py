@@ -26,7 +26,6 @@ from fulldepth.reporting.draw import (
     shade_key,
     value_axis,
 )
-from fulldepth.reporting.notes import Note
 from fulldepth.reporting.phrases import TERMS
 from fulldepth.reporting.source import COMPARISON, SINGLE, TRAININGS, PageSource, PlottedCurve, curve, select
 from fulldepth.reporting.style import (
@@ -108,6 +107,21 @@ class Reading:
     reading: str = ""
     site: str | None = "residual"
     low: float | None = None
+
+
+@dataclass(frozen=True, config={"extra": "forbid"})
+class Note:
+    """A note under “How to read the numbers”; shown if the table has one of its measures, or if it names none."""
+
+    title: str
+    text: str
+    """HTML, inside a paragraph."""
+    measures: tuple[str, ...] = ()
+    """Measures of the table to which the note belongs; empty = all."""
+    formula: str = ""
+    """HTML."""
+    source: str = ""
+    """HTML: the source of the formula."""
 
 
 @dataclass(frozen=True, config={"extra": "forbid"})

@@ -18,8 +18,8 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from fulldepth.reporting import evaluation, exits, figures, measured, skip, story, training
+from fulldepth.reporting.charts import Note
 from fulldepth.reporting.measured import Shown
-from fulldepth.reporting.notes import Note
 from fulldepth.reporting.phrases import dotted, percent, plain, plus_minus, scaled, seconds, short, size, visible
 from fulldepth.reporting.source import (
     COMPARISON,

@@ -202,7 +202,7 @@ def timed_models(folders: Sequence[SkipPart]) -> list[TimedModel]:
                 if name == base_name and part.value(f"{phase}_time", "median", phase, name) is not None:
                     time = low = high = 1.0
                 if time is not None:
-                    times[phase] = Spread(time, time if low is None else low, time if high is None else high)
+                    times[phase] = Spread(time, low or time, high or time)
             found.append(
                 TimedModel(
                     f"{part.label}: {name}" if several else name,
@@ -394,10 +394,14 @@ def decoding(folders: Sequence[SkipPart]) -> list[str]:
     return sentences
 
 
+def signed(added: float, error: float | None) -> str:
+    """A difference of losses with its standard error, if it has one."""
+    return f"{minus(added, '+.4f')} {plus_minus({'standard_error': error})}".rstrip()
+
+
 def with_error(added: float, error: float | None) -> str:
-    """A difference of losses with its standard error, if it has one, and whether it is measurable."""
-    amount = f"{minus(added, '+.4f')} {plus_minus({'standard_error': error})}".rstrip()
-    return f"{amount} nats{' (no measurable difference)' * bool(error and abs(added) < 2 * error)}"
+    """The same in words: with its unit, and whether it is measurable."""
+    return f"{signed(added, error)} nats{' (no measurable difference)' * bool(error and abs(added) < 2 * error)}"
 
 
 def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
@@ -415,11 +419,11 @@ def cost_and_saving(folders: Sequence[SkipPart]) -> list[str]:
         what = " and ".join(named)
         added = removal.losses[-1] - removal.losses[0] if removal.losses else None
         error = None
-        if timed is not None and timed.added is not None:
+        if timed and timed.added is not None:
             added, error = timed.added, timed.error
         if added is None:
             continue
-        healed = "healed" if any(part.kind == "heal" for part in folders) and timed is not None else "not healed"
+        healed = "healed" if any(part.kind == "heal" for part in folders) and timed else "not healed"
         change = f"changes the held-out loss by {with_error(added, error)}, {healed}"
         sentences.append(f"Removing {what} of {layers_of(folders)} {change}.")
     headlines = [part.meta.get("headline") or {} for part in folders]
@@ -431,8 +435,8 @@ def warnings(source: PageSource) -> list[str]:
     """Warnings of the folders without repetition, and a reason why their numbers are not comparable."""
     folders = parts(source)
     texts = list(dict.fromkeys(text for part in folders for text in measured.warnings({**part.meta, "models": None})))
-    hashes = {short(part.label, 40): (part.meta.get("data") or {}).get("hash") for part in folders}
-    hashes = {name: digest for name, digest in hashes.items() if digest}
+    data = {short(part.label, 40): part.meta.get("data") or {} for part in folders}
+    hashes = {name: digest for name, own in data.items() if (digest := own.get("hash"))}
     if len(set(hashes.values())) > 1:
         texts.append(f"{', '.join(hashes)} read their losses on different data: compare each with its own original.")
     return texts
@@ -451,26 +455,23 @@ def tables(source: PageSource) -> dict[str, Sequence[Any]]:
                 for part in folders
                 if (settings := part.meta.get("settings"))
             ),
-            *(_refits(part) for part in folders if part.meta.get("refits")),
+            *(
+                of_record("refits", [(short(str(one.get("branch")), 40), one) for one in refits])
+                for part in folders
+                if (refits := part.meta.get("refits"))
+            ),
         ],
     }
 
 
-def _refits(part: SkipPart) -> Table:
-    """What became of every branch that was refitted."""
-    return of_record("refits", [(short(str(one.get("branch")), 40), one) for one in part.meta["refits"]])
-
-
 def _healing(part: SkipPart) -> Table:
     """The losses before and after healing."""
-    rows, losses = [], {}
+    rows, base = [], part.value("loss", "mean", model="original")
     for name in map(str, part.table["model"].dropna().unique()):
         cells: dict[str, Any] = {key: part.value(key, "mean", model=name) for key in ("loss", "kl", "greedy_agreement")}
-        losses[name] = cells["loss"]
-        base, error = losses.get("original"), part.value("loss", "difference_stderr", model=name)
-        if name != "original" and None not in (base, losses[name]):
-            added = minus(losses[name] - base, "+.4f")
-            cells["added"] = f"{added} {plus_minus({'standard_error': error})}".strip()
+        loss, error = cells["loss"], part.value("loss", "difference_stderr", model=name)
+        if name != "original" and base is not None and loss is not None:
+            cells["added"] = signed(loss - base, error)
         rows.append((short(name, 40), cells))
     return of_record("healed", rows)
 
@@ -504,13 +505,12 @@ def side_by_side(source: PageSource) -> Table:
     several = len({one.program for one in timed}) > 1
     bases: dict[tuple[int, str], Mapping[str, float]] = {}
     for one in timed:
-        added = None if one.original or one.added is None else minus(one.added, "+.4f")
         base = bases.setdefault((id(one.part), one.program), one.bytes)
         cells = {
             "program": one.program if several else None,
             "decoding": one.decoding,
             "loss": one.loss,
-            "added": added and f"{added} {plus_minus({'standard_error': one.error})}".strip(),
+            "added": None if one.original or one.added is None else signed(one.added, one.error),
             **{phase: "1×" if one.baseline else _ratio(ratio.speed_up) for phase, ratio in one.times.items()},
             **{
                 name: size(own) if one.baseline else f"{own / base[name]:.2f}×"

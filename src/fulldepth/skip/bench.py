@@ -517,7 +517,7 @@ def _about(entry: BenchedModel) -> dict[str, Any]:
     return {
         "name": entry.name,
         "class": type(model).__name__,
-        "num_layers": find_anatomy(model).num_layers if entry.original else layers if isinstance(layers, int) else None,
+        "num_layers": find_anatomy(model).num_layers if entry.original else layers,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": str(model.dtype).removeprefix("torch."),
     }

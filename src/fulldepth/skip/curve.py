@@ -16,7 +16,6 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 from fulldepth.distributed import Processes, processes
-from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import BASE
 from fulldepth.progress import Watcher
@@ -252,23 +251,16 @@ def find_breakpoint(
     The confidence is estimated by bootstrap over documents. Fewer than 5 documents give no band and no break point.
 
     Args:
-        losses: [N, K + 1] mean loss of each held-out sequence with 0..K removed blocks.
-        weights: [N] tokens that count in each.
+        losses: [N, K + 1] mean loss of each held-out sequence with 0..K removed blocks, finite.
+        weights: [N] tokens that count in each, above 0.
         documents: [N] label of the document of each; None = each its own.
         resamples: of the bootstrap.
         seed: of the bootstrap.
-
-    Raises:
-        FulldepthError: for shapes that do not match, losses that are not finite, or weights that are not positive.
 
     Source: Hopscotch (arXiv 2506.03303), break point; Efron 1979 (bootstrap). The test is our own: the paper reads the
     break point off the curve.
     """
     curves, tokens = np.asarray(losses, np.float64), np.asarray(weights, np.float64)
-    if curves.ndim != 2 or tokens.shape != curves.shape[:1] or curves.shape[1] < 2 or not len(curves):
-        raise FulldepthError(f"Losses of shape {curves.shape} and weights of shape {tokens.shape}; expected N x K, N.")
-    if not np.isfinite(curves).all() or not (tokens > 0).all():
-        raise FulldepthError("Losses must be finite, and every sequence must have tokens that count.")
     at = np.unique(np.arange(len(curves)) if documents is None else np.asarray(documents), return_inverse=True)[1]
     total = np.bincount(at.reshape(-1), tokens)  # [D]
     sums = [np.bincount(at.reshape(-1), tokens * column) for column in curves.T]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from fulldepth.data.batches import Example, batches, grouped
+from fulldepth.data.batches import Example, grouped, padded_batch
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.scoring import LOSS, ScoredBatch, Scorer
@@ -66,13 +66,9 @@ class FitResult:
 
 def fit_options(settings: SearchSettings, *, candidate: bool = False) -> FitOptions:
     """Options of the final fit, or of a candidate's under the criterion `scaled`: one epoch, as in the public code."""
-    final: dict[str, Any] = {
-        "learning_rate": settings.learning_rate,
-        "epochs": settings.epochs,
-        "patience": settings.patience,
-    }
+    short = {"learning_rate": 1e-2, "epochs": 1}
     return FitOptions(
-        **{"learning_rate": 1e-2, "epochs": 1} if candidate else final,
+        **short if candidate else settings.model_dump(include={"learning_rate", "epochs", "patience"}),
         batch_size=settings.fit_batch_size,
         micro_batch_size=min(settings.batch_size, settings.fit_batch_size),
         seed=settings.seed,
@@ -197,8 +193,8 @@ def make_batches(examples: Sequence[Example], batch_size: int) -> list[ScoredBat
     Raises:
         FulldepthError: if no token of the examples is predicted.
     """
-    padded = zip(batches(examples, batch_size), grouped(examples, batch_size), strict=True)
-    scored = [ScoredBatch.of(tensors, [example.document for example in group]) for tensors, group in padded]
+    groups = grouped(examples, batch_size)
+    scored = [ScoredBatch.of(padded_batch(group, 0), [example.document for example in group]) for group in groups]
     if not any(len(batch.targets) for batch in scored):
         raise FulldepthError("The data are empty: no token counts.")
     return scored

@@ -55,7 +55,7 @@ from fulldepth.settings.search import PLACES, HeldoutSettings
 from fulldepth.skip.bench import HeldoutLosses, heldout_losses
 from fulldepth.skip.exports.fold import fold, probes
 from fulldepth.skip.exports.formats import FORMATS, check_format, known_format
-from fulldepth.skip.exports.formats.gguf import Gguf, check_gguf
+from fulldepth.skip.exports.formats.gguf import Gguf
 from fulldepth.skip.fit import make_batches
 from fulldepth.skip.plan import Plan, decided, listed_rows, row_of
 from fulldepth.skip.problem import read_data
@@ -145,10 +145,9 @@ def refit(
         raise FulldepthError("Offloaded weights cannot be healed. Load the model without a device map.")
     plan.check_model(original)
     for format in filter(None, (settings.format, settings.gguf and "gguf")):
-        check_format(original, plan.kind, len(plan.blocks), FORMATS[known_format(format)])
+        check_format(original, plan, FORMATS[known_format(format)])
     if settings.gguf is not None:
         check_target(Path(settings.gguf), Gguf.suffix)
-        check_gguf(original, plan)
     with evaluating(original):
         anatomy = check_task(find_anatomy(original))
         examples = read_data(checkpoint, anatomy, data, settings, tokenizer=tokenizer, heldout=heldout)

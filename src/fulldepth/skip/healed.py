@@ -87,7 +87,7 @@ def write_start(healing: Healing, folder: Path, tokenizer: Any = None) -> Path:
     """
     if not folder.exists():
         export(healing.plan, healing.model, format_for(healing.plan, healing.model), folder, tokenizer=tokenizer)
-    elif read_notes(folder)["plan"] != json.loads(json.dumps(healing.plan.document())):
+    elif read_notes(folder)["plan"] != healing.plan.document():
         raise FulldepthError(f"{folder} belongs to another healing. Delete {folder.parent}, or name another output.")
     return folder
 

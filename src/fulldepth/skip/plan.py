@@ -18,7 +18,7 @@ from fulldepth.data.examples import Examples
 from fulldepth.errors import FulldepthError, brief, one_line
 from fulldepth.execution import find_anatomy
 from fulldepth.files import read_json, write_text
-from fulldepth.hf import Anatomy, Scalars, device_of
+from fulldepth.hf import Anatomy
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.scalars import FACTORS, Block, blocks_of, factor_names
 from fulldepth.settings import Settings, layer
@@ -32,9 +32,8 @@ MOST_BYTES = 256 << 20
 CRITERIA: tuple[str, ...] = get_args(Criterion)
 """Ranking of candidates: by loss, by loss after a short fit of the scalars, by divergence from the original model."""
 SEARCHES: tuple[str, ...] = get_args(Method)
-HASH = r"^sha256:[0-9a-f]{64}$"
 
-Hash = Annotated[str, Field(pattern=HASH)]
+Hash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Loss = Amount
 Factor = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]
@@ -122,11 +121,7 @@ class Plan(Settings):
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Plan:
-        if wrong := [block for block in self.blocks if isinstance(block, str) is not (self.granularity == "any")]:
-            raise FulldepthError(f"blocks names {wrong[0]!r}, which is no block of the granularity {self.granularity}.")
-        if twice := [block for block, times in Counter(b for pick in self.picks for b in pick).items() if times > 1]:
-            where = one_line(", ".join(f"the {part} of layer {layer}" for layer, part in sorted(twice)), 200)
-            raise FulldepthError(f"blocks names {where} more than once; a block can be removed once.")
+        picks_of(self.blocks, self.granularity)
         if len(self.losses) != len(self.blocks) + 1:
             raise FulldepthError(
                 f"losses has {len(self.losses)} numbers for {len(self.blocks)} blocks; expected "
@@ -184,7 +179,7 @@ class Plan(Settings):
     @property
     def picks(self) -> list[frozenset[Block]]:
         """The blocks of each removal, in order."""
-        return [pick_of(block, self.granularity) for block in self.blocks]
+        return picks_of(self.blocks, self.granularity)
 
     @property
     def removed(self) -> frozenset[Block]:
@@ -281,23 +276,26 @@ class Plan(Settings):
             )
 
 
-def pick_of(block: int | str, granularity: str) -> frozenset[Block]:
-    """The blocks that an entry of `Plan.blocks` removes."""
-    part, layer = block.split() if isinstance(block, str) else (granularity, block)
-    return blocks_of([Block(int(layer), part)], granularity, int(layer))
+def picks_of(names: Sequence[int | str], granularity: str) -> list[frozenset[Block]]:
+    """The blocks that each entry of `Plan.blocks` removes.
+
+    Raises:
+        FulldepthError: if a name is of another granularity, or a block is named twice.
+    """
+    if wrong := [name for name in names if isinstance(name, str) is not (granularity == "any")]:
+        raise FulldepthError(f"{wrong[0]!r} is no block of the granularity {granularity}.")
+    blocks = [Block(int(layer), part) for part, layer in (f"{granularity} {name}".split()[-2:] for name in names)]
+    picks = [blocks_of([block], granularity, block.layer) for block in blocks]
+    if twice := [block for block, times in Counter(b for pick in picks for b in pick).items() if times > 1]:
+        where = one_line(", ".join(f"the {part} of layer {layer}" for layer, part in sorted(twice)), 200)
+        raise FulldepthError(f"The blocks name {where} more than once; a block can be removed once.")
+    return picks
 
 
 def name_of(pick: Collection[Block], granularity: str) -> int | str:
     """The entry of `Plan.blocks` for the blocks of one removal."""
     layer, part = min(pick)
     return layer if granularity != "any" else f"{part if len(pick) == 1 else 'layer'} {layer}"
-
-
-def plan_scalars(plan: Plan, anatomy: Anatomy) -> Scalars | None:
-    """A plan's scalars, float32, on the device of the model; None if none were fitted."""
-    if plan.healed_loss is None:
-        return None
-    return Scalars.from_dict(plan.scalars, anatomy.num_layers, plan.granularity).to(device_of(anatomy.model))
 
 
 def differences(before: Mapping[str, Any], current: Mapping[str, Any]) -> str:

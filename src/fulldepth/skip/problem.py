@@ -32,7 +32,7 @@ from fulldepth.hf.surgery import Switches
 from fulldepth.settings.search import PLACES, TARGETS, CurveSettings, HeldoutSettings, SearchSettings
 from fulldepth.skip.fit import check_fit, make_batches
 from fulldepth.skip.loss_cache import Chunk
-from fulldepth.skip.plan import pick_of
+from fulldepth.skip.plan import picks_of
 
 SMALL_CHUNK = 4
 """Chunks of few held-out sequences are of this size, also where batches are larger, so that progress is stored often.
@@ -71,14 +71,8 @@ def open_for(model: str | Path | PreTrainedModel, settings: SearchSettings, proc
     """
     if settings.device is not None and settings.device_map is not None:
         raise FulldepthError("Set a device or a device map, not both.")
-    checkpoint = open_model(
-        model,
-        dtype=settings.dtype,
-        device=process.device(settings.device),
-        device_map=settings.device_map,
-        revision=settings.revision,
-        trust_remote_code=settings.trust_remote_code,
-    )
+    options = settings.model_dump(include={"dtype", "device_map", "revision", "trust_remote_code"})
+    checkpoint = open_model(model, device=process.device(settings.device), **options)
     check_task(anatomy_candidates(checkpoint.model)[0])
     return checkpoint
 
@@ -136,8 +130,7 @@ def prepared(
         with Switches(anatomy, settings.granularity) as switches:
             scorer = Scorer(anatomy, classifier, switches, chunks[0][0], keep=settings.keep)
             able, kind = scorer.costs.able, settings.granularity
-            given = sorted({block for name in settings.given or () for block in pick_of(name, kind)} - set(able))
-            if given:
+            if given := sorted(frozenset().union(*picks_of(settings.given or (), kind)) - {*able}):
                 raise FulldepthError(f"There is no {given[0].part} of layer {given[0].layer} to remove.")
             if blocks is not None and blocks > len(able):
                 if not able or not isinstance(settings, CurveSettings):
@@ -182,11 +175,9 @@ def split(examples: Examples, settings: SearchSettings) -> list[Chunk]:
     """The held-out examples in chunks of batches: random parts of nearly equal size.
 
     Raises:
-        FulldepthError: if there are none.
+        FulldepthError: if no token of one counts.
     """
     heldout = examples.heldout
-    if not heldout:
-        raise FulldepthError("The held-out data are empty.")
     order = np.random.default_rng(settings.seed).permutation(len(heldout))
     size = 1 if settings.search == "greedy" else min(settings.batch_size, SMALL_CHUNK)
     count = max(1, min(settings.chunks, len(heldout) // size))
@@ -223,10 +214,7 @@ def _num_blocks(settings: SearchSettings, depth: int) -> int | None:
             "the layers in given."
         )
     if given is not None:
-        if wrong := [block for block in given if isinstance(block, str) is not (settings.granularity == "any")]:
-            raise FulldepthError(f"{wrong[0]!r} is no block of the granularity {settings.granularity}.")
+        picks_of(given, settings.granularity)
         if settings.blocks not in (None, blocks):
             raise FulldepthError(f"{blocks} layers are given, but blocks is {settings.blocks}.")
-        if twice := [layer for layer in given if given.count(layer) > 1]:
-            raise FulldepthError(f"The given layers name {twice[0]} twice.")
     return blocks

@@ -20,7 +20,7 @@ from fulldepth.execution.scoring import BASE, Scorer
 from fulldepth.hf import Block, Scalars, frozen
 from fulldepth.skip.goal import Goal
 from fulldepth.skip.loss_cache import Chunk, LossCache
-from fulldepth.skip.plan import pick_of
+from fulldepth.skip.plan import picks_of
 
 SITES = {"attention": ("attention_carried", "attention_branch"), "mlp": ("mlp_input", "mlp_branch")} | {
     "layer": ("residual",)
@@ -56,7 +56,7 @@ def rank(
     """
     costs = loss_cache.costs
     if search == "given":
-        return [pick_of(block, costs.granularity) for block in given or ()]
+        return picks_of(given or (), costs.granularity)
     count = int(goal.needed) if goal.target == "blocks" else len(costs.able)
     ranked = _closest_run(loss_cache, goal) if search == "groups" else _ranked(loss_cache, search, count, seed)
     removed, picks = BASE, list[Variant]()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from pydantic import Field, JsonValue
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from fulldepth.data.conversations import CUT_OFF, Prompt, as_prompt, conversation_prompts, encode_prompt
@@ -62,10 +63,6 @@ class Responses(NamedTuple):
     limit of tokens ended the response, so that no loss is put on an end that the model did not choose."""
     settings: dict[str, Any]
     """Settings of the generation, and counts of responses; plain values for a plan's `data`."""
-
-    def text(self) -> str:
-        """The pairs as the text of a `.jsonl` file."""
-        return "".join(json.dumps(pair) + "\n" for pair in self.pairs)
 
 
 def read_prompts(data: Any, tokenizer: Any, limit: int | None = None, seed: int = 0) -> list[Prompt]:
@@ -153,12 +150,14 @@ def generate_responses(
             for start in range(0, count, batch_size):
                 chosen = order[start : start + batch_size]
                 width = len(encoded[chosen[0]])
-                padded = torch.tensor([[0] * (width - len(encoded[i])) + encoded[i] for i in chosen])  # [B, T]
-                mask = torch.tensor([[0] * (width - len(encoded[i])) + [1] * len(encoded[i]) for i in chosen])
+                tokens, mask = (
+                    pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_side="left")
+                    for rows in ([encoded[i] for i in chosen], [[1] * len(encoded[i]) for i in chosen])
+                )  # [B, T] each
                 noise = [GumbelNoise(settings.temperature, settings.seed, chosen)] if settings.temperature else []
                 generate: Any = model.generate
                 sequences = generate(
-                    input_ids=padded.to(device_of(model)),
+                    input_ids=tokens.to(device_of(model)),
                     attention_mask=mask.to(device_of(model)),
                     generation_config=config,
                     logits_processor=LogitsProcessorList(noise),
@@ -234,11 +233,9 @@ def respond(
     data: Any,
     count: int,
     folder: Path,
-    *,
+    sampling: Sampling,
     hashed: str,
-    batch_size: int,
     watcher: Watcher,
-    **sampling: Any,
 ) -> dict[str, Any]:
     """Write responses to prompts of `data` into `folder`, or reuse those of an earlier start with the same settings.
 
@@ -248,10 +245,9 @@ def respond(
         data: as for `read_prompts`.
         count: number of prompts.
         folder: for `responses.jsonl` and `responses.json`.
+        sampling: as for `generate_responses`.
         hashed: `model_hash` of the model.
-        batch_size: as for `generate_responses`.
         watcher: as for `generate_responses`.
-        **sampling: `temperature`, `seed` and `max_new_tokens`.
 
     Returns:
         `Responses.settings`, as stored.
@@ -265,31 +261,30 @@ def respond(
         raise FulldepthError(
             f"The prompts are in {data}, which the generated responses would replace. Choose another output folder."
         )
-    prompts = read_prompts(data, tokenizer, count, sampling["seed"])
+    prompts = read_prompts(data, tokenizer, count, sampling.seed)
     digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
-    asked = {"model": hashed, "prompts": f"sha256:{digest}", "count": count, **sampling}
-    again = f"Remove {notes} and {responses} to generate the responses again, or choose another output folder."
-    if notes.exists():
+    asked = {"model": hashed, "prompts": f"sha256:{digest}", "count": count}
+    asked |= sampling.model_dump(exclude={"batch_size"})
+    if notes.exists() or responses.exists():
         try:
             stored = read_document(notes, StoredNotes)
+            wrong = differences(stored.asked, asked)
+            if responses.exists() and hashlib.sha256(responses.read_bytes()).hexdigest() != stored.sha256:
+                wrong = f"{responses} has changed since it was generated"
         except FulldepthError as error:
-            raise FulldepthError(f"{error} {again}") from error
-        if different := differences(stored.asked, asked):
-            raise FulldepthError(f"{folder} holds other responses: {different}. {again}")
+            wrong = str(error)
+        if wrong:
+            raise FulldepthError(
+                f"{folder} holds other responses: {wrong.rstrip('.')}. Remove {notes} and {responses} to generate "
+                "them again, or choose another output folder."
+            )
         if responses.exists():  # else killed between the two files
-            with responses.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != stored.sha256:
-                    raise FulldepthError(f"{responses} has changed since it was generated. {again}")
             return dict(stored.made)
-    elif responses.exists():
-        raise FulldepthError(
-            f"{responses} exists without {NOTES}, which describes its generation. It is never written over; choose "
-            "another output folder."
-        )
-    generated = generate_responses(model, tokenizer, prompts, batch_size=batch_size, watcher=watcher, **sampling)
-    digest = hashlib.sha256(generated.text().encode()).hexdigest()
+    generated = generate_responses(model, tokenizer, prompts, settings=sampling, watcher=watcher)
+    text = "".join(json.dumps(pair) + "\n" for pair in generated.pairs)
+    digest = hashlib.sha256(text.encode()).hexdigest()
     write_text(notes, json.dumps({"asked": asked, "made": generated.settings, "sha256": digest}, indent=2))
-    write_text(responses, generated.text())
+    write_text(responses, text)
     return dict(read_document(notes, StoredNotes).made)
 
 

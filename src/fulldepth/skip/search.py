@@ -33,7 +33,7 @@ from fulldepth.skip.plan import ENTRY, FILE, SCHEMA_VERSION, Factors, Loss, Plan
 from fulldepth.skip.problem import SearchProblem, open_for, prepared, tokenizer_of
 from fulldepth.skip.rankings import rank
 from fulldepth.skip.responses import FILE as RESPONSES
-from fulldepth.skip.responses import respond
+from fulldepth.skip.responses import Sampling, respond
 from fulldepth.thresholds import BUSY
 
 SHARE = 0.25
@@ -101,17 +101,17 @@ def search(
             tokenizer = tokenizer_of(checkpoint, settings, tokenizer)
         hashed = model_hash(owner)
         if responses is not None and folder is not None:
-            sampling = {"temperature": temperature, "seed": settings.seed, "max_new_tokens": max_new_tokens}
-            options: dict[str, Any] = {"batch_size": settings.batch_size, "watcher": watcher, **sampling}
-            respond_first = partial(respond, owner, tokenizer, data, responses, folder, hashed=hashed, **options)
-            generation = process.first(respond_first)
+            drawn = settings.model_dump(include={"seed", "batch_size"})
+            sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens, **drawn)
+            asked = data, responses, folder, sampling, hashed, watcher
+            generation = process.first(partial(respond, owner, tokenizer, *asked))
             data = str(folder / RESPONSES)
         opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": hashed}
         with prepared(owner, data, settings, process, **opened) as problem:
             plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=generation)
             complete = folder is not None and all((folder / name).exists() for name in (DOCUMENT, PAGE))
             if folder is not None and process.is_main and not complete:
-                outcome(plan, problem, watcher=watcher).save(folder)
+                outcome(plan, problem).save(folder)
         process.wait()
     return plan
 

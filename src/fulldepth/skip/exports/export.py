@@ -141,7 +141,7 @@ def export(
         loaded = load_checkpoint(model, dtype=settings.dtype or plan.dtype, **places, **hub).model
     source = model.name_or_path if isinstance(model, PreTrainedModel) else str(model)
     plan.check_model(loaded)
-    stock = check_format(loaded, plan.kind, len(plan.blocks), file_format)
+    stock = check_format(loaded, plan, file_format)
     reader_map = "auto" if settings.device_map is not None or is_offloaded(loaded) else None
     with folder_to_be(target, file=single) as part:
         anatomy = stock if stock.model is loaded else find_anatomy(loaded)

@@ -349,9 +349,7 @@ def rounding_error(
         changed = (state.float() * (1 + change)).to(state.dtype)
         return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
-    hooks = [block.register_forward_hook(reround) for block in anatomy.blocks]
-    try:
+    with ExitStack() as hooks:
+        for block in anatomy.blocks:
+            hooks.callback(block.register_forward_hook(reround).remove)
         return relative_error(scaled_logits(anatomy, plan, ids), expected)
-    finally:
-        for hook in hooks:
-            hook.remove()

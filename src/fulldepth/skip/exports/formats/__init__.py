@@ -10,6 +10,7 @@ from fulldepth.skip.exports.formats.decilm import DeciLM
 from fulldepth.skip.exports.formats.fast import Fast
 from fulldepth.skip.exports.formats.format import Folded, Format, Layer
 from fulldepth.skip.exports.formats.gguf import Gguf
+from fulldepth.skip.plan import Plan
 
 FORMATS: dict[str, Format] = {format.name: format for format in (Folded(), Fast(), DeciLM(), Layer(), Gguf())}
 """Name -> format."""
@@ -26,8 +27,8 @@ def known_format(name: str) -> str:
     return name
 
 
-def check_format(model: PreTrainedModel, granularity: str, skipped: int, format: Format) -> Anatomy:
-    """Refuse a format that cannot hold a plan of this model, by its granularity and number of skipped blocks.
+def check_format(model: PreTrainedModel, plan: Plan, format: Format) -> Anatomy:
+    """Refuse a format that cannot hold a plan of this model.
 
     Returns:
         The anatomy of the stock model that the format is written from.
@@ -35,11 +36,11 @@ def check_format(model: PreTrainedModel, granularity: str, skipped: int, format:
     Raises:
         FulldepthError: with the reason.
     """
-    if granularity not in format.granularities:
-        fitting = [name for name, other in FORMATS.items() if granularity in other.granularities]
+    if plan.kind not in format.granularities:
+        fitting = [name for name, other in FORMATS.items() if plan.kind in other.granularities]
         raise FulldepthError(
             f"The format {format.name} holds plans of granularity {' or '.join(format.granularities)}, this one skips "
-            f"by {granularity}. Use --format {' or '.join(fitting)}."
+            f"by {plan.kind}. Use --format {' or '.join(fitting)}."
         )
     anatomy = find_anatomy(model)
     if anatomy.task != "causal-lm":
@@ -50,7 +51,7 @@ def check_format(model: PreTrainedModel, granularity: str, skipped: int, format:
             f"{type(model).__name__} is no class of transformers, which alone could read the format {format.name}: its "
             "code would be missing."
         )
-    format.check(stock, skipped)
+    format.check(stock, plan)
     stock = as_text(stock) if format.text_only else stock
     return anatomy if stock is model else find_anatomy(stock)
 

@@ -24,6 +24,7 @@ from fulldepth.architectures import DeciLMConfig, DeciLMForCausalLM
 from fulldepth.errors import FulldepthError
 from fulldepth.skip.exports.formats.checkpoint import Draft, plain_values, save
 from fulldepth.skip.exports.formats.format import Format
+from fulldepth.skip.plan import Plan
 
 MULTIPLE = 256
 """Readers round the MLP's width up to a multiple of this."""
@@ -52,7 +53,7 @@ class DeciLM(Format):
     reader = "carried"
     verified = False
 
-    def check(self, model: PreTrainedModel, skipped: int) -> None:
+    def check(self, model: PreTrainedModel, plan: Plan) -> None:
         """Refuse a family or shape that the layout cannot describe.
 
         Raises:

@@ -26,7 +26,7 @@ class Fast(Format):
     reader = "carried"
     text_only = True
 
-    def check(self, model: PreTrainedModel, skipped: int) -> None:
+    def check(self, model: PreTrainedModel, plan: Plan) -> None:
         """Refuse a family that has no such class.
 
         Raises:

@@ -39,12 +39,8 @@ class Format(ABC):
     suffix: ClassVar[str | None] = None
     """Ending of an export that is one file; None for folders."""
 
-    def check(self, model: PreTrainedModel, skipped: int) -> None:  # noqa: B027 (most models fit most formats)
-        """Refuse a stock model that the format cannot hold; refuses none unless overridden.
-
-        Args:
-            model: of a class of transformers.
-            skipped: number of blocks that the plan skips.
+    def check(self, model: PreTrainedModel, plan: Plan) -> None:  # noqa: B027 (most models fit most formats)
+        """Refuse a stock model, or a plan of it, that the format cannot hold; refuses none unless overridden.
 
         Raises:
             FulldepthError: with the reason.
@@ -90,14 +86,14 @@ class Layer(Format):
     granularities = ("layer",)
     keeps_removed = False
 
-    def check(self, model: PreTrainedModel, skipped: int) -> None:
+    def check(self, model: PreTrainedModel, plan: Plan) -> None:
         """Refuse a plan that skips all layers, and a model whose layers depend on their number.
 
         Raises:
             FulldepthError: with the reason.
         """
         num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        if skipped >= num_layers:
+        if len(plan.lacking("mlp")) >= num_layers:
             raise FulldepthError(f"The plan skips all {num_layers} layers; a checkpoint needs at least one.")
         if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):
             raise FulldepthError(

@@ -55,13 +55,13 @@ class Gguf(Format):
     keeps_removed = False
     suffix = ".gguf"
 
-    def check(self, model: PreTrainedModel, skipped: int) -> None:
-        """Refuse a model that was not loaded from a GGUF file.
+    def check(self, model: PreTrainedModel, plan: Plan) -> None:
+        """Refuse a model that was not loaded from a GGUF file, and layers that llama.cpp does not compute.
 
         Raises:
-            FulldepthError: with the way to get one.
+            FulldepthError: with the way to get such a file, or the reason.
         """
-        source_of(model)
+        layers_of(read_header(source_of(model)), plan.lacking("attention"), plan.lacking("mlp"))
 
     def write(self, draft: Draft) -> list[str]:
         """Write the file."""
@@ -142,15 +142,6 @@ def write_gguf(
     anew = f"written anew: {names_of(replaced)}" if replaced else "no tensor changed"
     note = f"{len(layers)} layers in llama.cpp's architecture {architecture}; {anew}. Other bytes are the source's."
     return [note], stored
-
-
-def check_gguf(model: PreTrainedModel, plan: Plan) -> None:
-    """Refuse a model and a plan of which no GGUF file can be made.
-
-    Raises:
-        FulldepthError: with the reason.
-    """
-    layers_of(read_header(source_of(model)), plan.lacking("attention"), plan.lacking("mlp"))
 
 
 def layers_of(header: Header, without_attention: Collection[int], without_mlp: Collection[int]) -> Layers:
