@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from fulldepth.settings.loading import Precision, Rate
-from fulldepth.settings.search import Batch, HeldoutSettings
+from fulldepth.settings.search import Batch, GgufType, HeldoutSettings
 
 
 class HealSettings(HeldoutSettings):
@@ -19,7 +19,7 @@ class HealSettings(HeldoutSettings):
     options: ClassVar = {
         "Data": ("max_sequences", "sequence_length", "batch_size", "seed"),
         "Training": ("steps", "global_batch_size", "learning_rate", "rank", "precision"),
-        "Writing": ("format", "gguf"),
+        "Writing": ("format", "gguf", "gguf_type"),
         "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
     }
 
@@ -37,3 +37,6 @@ class HealSettings(HeldoutSettings):
     """folded, fast, decilm or layer; None = the one without the removed parts, if there is one for the family."""
     gguf: str | None = None
     """Also write the healed model as this file for llama.cpp (OUT.gguf), if MODEL is a GGUF."""
+    gguf_type: GgufType | None = None
+    """Type of changed matrices in that file. None = the source's; four bits take back much of what training brings,
+    q8_0 hardly anything."""

@@ -129,7 +129,7 @@ def save_healed(healing: Healing, plan: Plan, target: Path, tokenizer: Any = Non
         write_text(folder / NOTES, json.dumps(notes, indent=1, ensure_ascii=False) + "\n")
         results.save(folder)
         if settings.gguf is not None:
-            export(healing.plan, healing.model, "gguf", settings.gguf)
+            export(healing.plan, healing.model, "gguf", settings.gguf, gguf_type=settings.gguf_type)
     return results
 
 

@@ -198,7 +198,11 @@ class Plan(Settings):
         """What is removed, in words: `the attention of layers 3, 7 and the mlp of layer 12`."""
         attention, mlp = ({*self.lacking(part)} for part in ("attention", "mlp"))
         groups = {"": attention & mlp, "the attention of ": attention - mlp, "the mlp of ": mlp - attention}
-        return " and ".join(f"{part}{_all_of(sorted(layers))}" for part, layers in groups.items() if layers)
+        return " and ".join(
+            f"{part}layer{'s' * (len(layers) > 1)} {', '.join(map(str, sorted(layers)))}"
+            for part, layers in groups.items()
+            if layers
+        )
 
     def lacking(self, part: str) -> list[int]:
         """Sorted 1-based layers without their `attention` or `mlp`; whole layers lack both."""
@@ -305,10 +309,6 @@ def differences(before: Mapping[str, Any], current: Mapping[str, Any]) -> str:
         f"{one_line(name, 60)} was {one_line(repr(before.get(name)), 80)}, is {one_line(repr(current.get(name)), 80)}"
         for name in sorted(name for name in {*before, *current} if before.get(name) != current.get(name))[:4]
     )
-
-
-def _all_of(layers: Sequence[int]) -> str:
-    return f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
 
 
 def decided(plan: Plan) -> str | None:

@@ -160,7 +160,8 @@ def test_folded_scalars_change_the_output_projections_alone(quantise, gguf_type,
     report = export(planned.plan(model, [2], values=scalars), path, "gguf", tmp_path / "o.gguf", gguf_type=gguf_type)
     assert (by_llama_cpp(report.path) - without(model, {"attention": [2]}, scalars)).abs().max() < allowed
     tensors, before = stored(report.path)[0], stored(path)[0]
-    assert "round changed weights" in report.notes[-1]
+    assert "Rounding of changed weights" in report.notes[-1]
+    assert "--gguf-type" not in report.notes[-1]
     other = {name for name, value in tensors.items() if value != before.get(name)}
     assert other == {f"blk.{n}.{name}.weight" for n in range(4) for name in ("attn_output", "ffn_down")} - {
         "blk.1.attn_output.weight"
@@ -206,7 +207,8 @@ def test_the_command_writes_what_a_fresh_process_has_computed(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_file_of_a_healed_model_is_its_checkpoint(tmp_path):
+@pytest.mark.parametrize(("gguf_type", "allowed"), [(None, 1e-4), ("f16", 3e-3)])
+def test_the_file_of_a_healed_model_is_its_checkpoint(gguf_type, allowed, tmp_path):
     path, model = source(tmp_path)
     plan, small = planned.plan(model, ["mlp 2", "attention 3"], "any", None), tmp_path / "small.gguf"
     drawn = torch.randint(3, 300, (40, 12), generator=torch.Generator().manual_seed(1)).tolist()
@@ -216,10 +218,11 @@ def test_the_file_of_a_healed_model_is_its_checkpoint(tmp_path):
     with pytest.raises(FulldepthError, match=r"small\.gguf exists"):
         heal(plan, path, texts, tmp_path / "healed", steps=0, gguf=str(small))
     small.unlink()
-    heal(plan, path, texts, tmp_path / "healed", steps=0, gguf=str(small))
+    heal(plan, path, texts, tmp_path / "healed", steps=0, gguf=str(small), gguf_type=gguf_type)
+    assert ("F16" in {tensor.tensor_type.name for tensor in gguf.GGUFReader(small).tensors}) == (gguf_type == "f16")
     healed = load(tmp_path / "healed", dtype="float64")
     expected = healed(input_ids=IDS).logits[0, -1].log_softmax(-1)
-    assert (by_llama_cpp(small) - expected).abs().max() < 1e-4
+    assert (by_llama_cpp(small) - expected).abs().max() < allowed
     assert (without(model, {"mlp": [2], "attention": [3]}) - expected).abs().max() > 1e-3, "nothing was healed"
 
 
@@ -237,6 +240,7 @@ def test_a_file_is_proven_against_the_weights_that_it_holds(scaled, tmp_path, mo
     report = export(planned.plan(model, [2], values=scalars), model, "gguf", tmp_path / "small.gguf")
     rounding = (by_llama_cpp(report.path) - expected).abs().max() / expected.abs().max()
     assert report.logit_error < rounding / 2
+    assert "--gguf-type q8_0 rounds less" in report.notes[-1]
     encoded = writer.encoded
     monkeypatch.setattr(writer, "encoded", lambda values, *kind: encoded(1.3 * values, *kind))
     with pytest.raises(FulldepthError, match=r"Q4_1 rounds the changed model\.\S+weight too much"):

@@ -54,6 +54,8 @@ NOTES = "fulldepth_skip.json"
 SCHEMA_VERSION = 1
 ALLOWANCE, MOST_NOISE = 1.5, 0.2
 """Multiple of the error of rounding in half precision that an export may have, and an upper limit."""
+ROUGH = 0.05
+"""Change of logits by rounding to the types of a GGUF file above which its note names a finer type."""
 STOCK = """\
 from transformers import AutoModelForCausalLM
 
@@ -155,9 +157,8 @@ def export(
         if draft.stored:
             exact, expected = expected, scaled_logits(stock, plan, ids, draft.stored)
             change = relative_error(expected, exact)
-            notes.append(
-                f"The types of the file round changed weights, which changes logits by {change:.1e} of the largest."
-            )
+            finer = "; --gguf-type q8_0 rounds less" * (change > ROUGH)
+            notes.append(f"Rounding of changed weights changes logits by {change:.1e} of the largest{finer}.")
         if anatomy.config is not anatomy.model.config and stock.config is stock.model.config:
             notes.append(f"This is the language model of a {type(anatomy.model).__name__} alone; it reads no images.")
         del loaded, anatomy, stock, folding, draft
