@@ -6,8 +6,11 @@ import torch
 import transformers as tf
 
 import tiny_models as tm
+from fulldepth.architectures import SKIPPED
 
+LLAMA = SKIPPED["llama"]
 tm.UNLISTED |= {
+    "llama-fast": lambda: LLAMA(LLAMA.config_class(**tm.DECODER, skipped_attention=[1], skipped_mlp=[2])),
     "mistral-window": lambda: tf.MistralForCausalLM(tf.MistralConfig(**tm.DECODER, sliding_window=6)),
     "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**tm.DECODER, num_local_experts=4)),
     "bloom": lambda: tf.BloomForCausalLM(
@@ -20,6 +23,7 @@ tm.UNLISTED |= {
 DECODERS = [
     *("llama", "qwen2", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_neox-serial", "opt", "phi3", "granite", "olmo2"),
     *("cohere", "falcon", "depth_llama", "depth_llama-hyper", "mistral-window", "mixtral", "bloom"),
+    "llama-fast",
 ]
 FLOAT32 = ("gemma2", "bloom", "mixtral")
 """Stock models that fail in float64: NaN from padding in eager attention, or no product of experts."""

@@ -255,6 +255,12 @@ class LayerRunner:
             ) from error
 
 
+def caching_layers(anatomy: Anatomy) -> list[int]:
+    """1-based layers that keep keys and values: all but those that were exported without their attention."""
+    gone = getattr(anatomy.config, "skipped_attention", None) or ()
+    return [layer for layer in range(1, anatomy.num_layers + 1) if layer not in gone]
+
+
 def positions(attention_mask: Tensor) -> Tensor:
     """[B, T] position of each token of `attention_mask: [B, T]`, counted without padding; 0 for padding."""
     counted = attention_mask.long().cumsum(-1) - 1
@@ -331,7 +337,7 @@ def _decode(anatomy: Anatomy, inputs: Mapping[str, Tensor]) -> Tensor:
     """[N, V] the model's own logits: a prefill and single steps with the cache that the model creates.
 
     Raises:
-        FulldepthError: unless the cache holds only keys and values, at all positions of every layer.
+        FulldepthError: unless the cache holds only keys and values, at all positions of every layer with attention.
     """
     length = inputs["input_ids"].shape[1]
     parameters = inspect.signature(anatomy.model.forward).parameters
@@ -347,10 +353,10 @@ def _decode(anatomy: Anatomy, inputs: Mapping[str, Tensor]) -> Tensor:
         if other := {type(layer).__name__ for layer in cache.layers if type(layer) not in KNOWN_LAYERS}:
             raise FulldepthError(f"its cache has layers of type {', '.join(sorted(other))}")
         lengths = [cache.get_seq_length(index) for index in range(len(cache.layers))]
-        if lengths != [end] * anatomy.num_layers:
+        if lengths != [end] * (count := len(caching_layers(anatomy))):
             raise FulldepthError(
                 f"after {end} tokens its cache holds {lengths} positions in {len(lengths)} layers, not {end} in each "
-                f"of {anatomy.num_layers}"
+                f"of {count}"
             )
         logits.append(output.logits)
     return _real(logits, inputs)
@@ -366,10 +372,10 @@ def _runs(runner: LayerRunner, inputs: Mapping[str, Tensor]) -> dict[str, Tensor
     def run(layers: Sequence[int], begin: int, end: int) -> Tensor:
         return runner.run(layers, runner.begin(_part(inputs, begin, end), cache))
 
-    def check(*expected: int) -> None:
-        if cache.lengths != [*expected]:
+    def check(*ran: int) -> None:
+        if cache.lengths != (expected := [ran[layer - 1] for layer in caching_layers(runner.anatomy)]):
             raise FulldepthError(
-                f"its layers leave {cache.lengths} positions in the cache where {[*expected]} were run: they share "
+                f"its layers leave {cache.lengths} positions in the cache where {expected} were run: they share "
                 "keys and values, or keep them elsewhere"
             )
 

@@ -12,7 +12,7 @@ from fulldepth.execution.decoding import RULES, Decoder, certainty
 
 NEW = 14
 ENDS = {"gpt2": ("transformer.h", "transformer.ln_f"), "gpt_neox": ("gpt_neox.layers", "gpt_neox.final_layer_norm")}
-FAMILIES = ["llama", "gemma3", "gpt2", "mistral-window", "gpt_neox"]
+FAMILIES = ["llama", "gemma3", "gpt2", "mistral-window", "gpt_neox", "llama-fast"]
 
 
 class Stock:

@@ -18,7 +18,18 @@ from fulldepth.execution.decoding.session import DecodingSession
 from fulldepth.exit import Decoder, generate
 
 NEW, VOCAB = 20, 6
-EVERY_PUSH = ("llama", "gemma2", "gemma3", "gpt2", "falcon", "depth_llama-hyper", "mistral-window", "mixtral", "bloom")
+EVERY_PUSH = (
+    "llama",
+    "llama-fast",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "falcon",
+    "depth_llama-hyper",
+    "mistral-window",
+    "mixtral",
+    "bloom",
+)
 """One decoder of each design: norms, soft caps, windows, positions, parallel branches, streams, experts, biases."""
 FAMILIES = [
     name if name in EVERY_PUSH else pytest.param(name, marks=pytest.mark.thorough) for name in decoders.DECODERS

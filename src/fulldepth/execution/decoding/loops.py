@@ -79,7 +79,8 @@ class _EarlyExit:
         """Decode one token of every active sequence; the first call also runs the prompts."""
         session, options, last = self._session, self._options, self._session.num_layers
         ids, mask = session.sequences.window()
-        states = session.begin(ids, mask, session.cache.lengths[0])
+        start = ids.shape[1] - 1 if any(self._exits) else 0  # layer 1 has run on all tokens but the last, or on none
+        states = session.begin(ids, mask, start)
         rule = ExitRule(options.rule, options.threshold or 1.0, last)
         left_at, chosen = torch.zeros(len(ids), dtype=torch.long), torch.empty(0)  # [A] and [A, V]
         for layer in range(1, last + 1):
