@@ -80,11 +80,14 @@ def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, capsy
         assert not leaving.value.code, command
         own, again = (Results.load(where / folder).table for where in (out, tmp_path / "again"))
         pd.testing.assert_frame_equal(own, again)
+    (chat,) = re.findall(r"Chat: (.*)", printed)
     monkeypatch.chdir(out)
-    monkeypatch.setattr(sys, "argv", [*shlex.split(commands[3])[:-1], str(tmp_path / "again" / "bench")])
-    with pytest.raises(SystemExit) as leaving:
-        cli.main()
-    assert not leaving.value.code
+    for command in ([*shlex.split(chat), "--max-new-tokens", "2"],
+                    [*shlex.split(commands[3])[:-1], str(tmp_path / "again" / "bench")]):  # fmt: skip
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        assert not leaving.value.code, command
 
 
 def test_without_the_package_a_model_is_trained(tmp_path, monkeypatch):
