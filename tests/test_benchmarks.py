@@ -7,7 +7,7 @@ from pathlib import Path
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
-def test_every_benchmark_can_be_imported() -> None:
+def test_every_benchmark_can_be_imported():
     names = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
     program = f"import importlib\nfor name in {names}: importlib.import_module(name)"
     ended = subprocess.run([sys.executable, "-c", program], cwd=BENCHMARKS, capture_output=True, text=True)

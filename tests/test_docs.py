@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -27,7 +27,7 @@ from skip.word_tokenizer import tokenizer, words
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 _spec = importlib.util.spec_from_file_location("generated_pages", DOCS / "generated_pages.py")
-generated_pages: Any = importlib.util.module_from_spec(_spec)
+generated_pages = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(generated_pages)
 NAMES = {"smollm2": "SmolLM2-135M-Instruct", "gemma": "Gemma 3 270M", "minilm": "MiniLM-L6"}
 OTHERS = {"--no-deps", "--nproc-per-node"}
@@ -37,20 +37,20 @@ UNDESCRIBED = {"adam_beta1", "adam_beta2", "adam_epsilon", "attention"}
 DIGITS = {"zeta_L": 2, "zeta_L-1": 2, "zeta_L-2": 2, "last_layer_displacement": 4, "mean_coherence": 4}
 
 
-def text(path: str, mark: str = "") -> str:
+def text(path, mark=""):
     """A page with its lines joined, or its part after a mark."""
     whole = (ROOT / path).read_text(encoding="utf-8")
     return " ".join((whole.split(f"<!-- {mark} -->")[1].split("<!-- end -->")[0] if mark else whole).split())
 
 
-def figures(sentence: str) -> list[float]:
+def figures(sentence):
     return [float(n.replace(",", "")) for n in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w]*-)", sentence)]
 
 
 class Measured:
     """The numbers of a gallery folder."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         folder = DOCS / "gallery" / name
         self.meta = json.loads((folder / "results.json").read_text(encoding="utf-8"))
         assert not Path(self.meta["model"]["name"]).is_absolute()  # of the machine that measured it
@@ -58,16 +58,16 @@ class Measured:
         self.layers = self.meta["model"]["num_layers"]
         self.psi, self.error = (self.of("displacement", name) for name in ("mean", "standard_error"))
 
-    def of(self, measure: str, statistic: str) -> dict[int, float]:
+    def of(self, measure, statistic):
         rows = self.table[(self.table.measure == measure) & (self.table.statistic == statistic)]
         return dict(rows[(rows.site == "residual") & rows.layer.notna()].set_index("layer").value)
 
     @property
-    def middle(self) -> float:
+    def middle(self):
         return median(value for layer, value in self.psi.items() if layer < self.layers)
 
     @property
-    def idle(self) -> int:
+    def idle(self):
         """Holm's step-down by hand, two-sided at 2 standard errors."""
         z = sorted(((0.02 - self.psi[layer]) / self.error[layer] for layer in self.psi), key=abs, reverse=True)
         count = 0
@@ -77,7 +77,7 @@ class Measured:
             count += value > 0
         return count
 
-    def late(self, last: int) -> str:
+    def late(self, last):
         """Share of the predictions that settle in the last layers, as it is printed."""
         layer = self.layers - last
         error = self.of("saturation", "standard_error_of_cumulative").get(layer)
@@ -85,22 +85,22 @@ class Measured:
         return f"{100 - 100 * self.of('saturation', 'cumulative')[layer]:.0f}{spread} %"
 
 
-def angle(displacement: float) -> float:
+def angle(displacement):
     return math.acos(1 - 2 * displacement) * 180 / math.pi
 
 
-def shown(value: float, error: float | None, digits: int) -> str:
+def shown(value, error, digits):
     return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
-def row(model: str, source: str) -> list[str]:
+def row(model, source):
     rows = [line for line in (DOCS / "gallery.md").read_text().splitlines() if line.startswith(f"| {model}, ")]
     (cells,) = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows if f"| {source} |" in line]
     return cells
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_gallerys_table_is_the_results(name) -> None:
+def test_the_gallerys_table_is_the_results(name):
     measured, findings = Measured(name), Measured(name).meta["headline"]
     cells = row(NAMES[name], "built-in")
     assert cells[0] == f"{NAMES[name]}, {measured.layers}"
@@ -119,7 +119,7 @@ def test_the_gallerys_table_is_the_results(name) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_lambadas_rows_are_stored(name) -> None:
+def test_lambadas_rows_are_stored(name):
     known = json.loads((DOCS / "gallery" / "lambada.json").read_text(encoding="utf-8"))[name]
     cells = row(NAMES[name], "LAMBADA")
     assert cells[2:6] == [shown(*known[key], digits) for key, digits in DIGITS.items() if key in known]
@@ -128,7 +128,7 @@ def test_lambadas_rows_are_stored(name) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_number_of_the_gallerys_paragraphs(name) -> None:
+def test_every_number_of_the_gallerys_paragraphs(name):
     measured = Measured(name)
     paragraph = text("docs/gallery.md", "gallery: models").split(f"**{NAMES[name]}**")[1].split("- **")[0]
     most = sorted(measured.psi.items(), key=lambda pair: -pair[1])[:4]
@@ -148,7 +148,7 @@ def test_every_number_of_the_gallerys_paragraphs(name) -> None:
     assert "BOS token: {} of {}.".format(*windows) in paragraph
 
 
-def test_what_the_gallery_says_in_words() -> None:
+def test_what_the_gallery_says_in_words():
     small, gemma = Measured("smollm2"), Measured("gemma")
     printed = {
         cells[0]: cells[1] for cells in re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|", page("gallery"), re.MULTILINE)
@@ -165,7 +165,7 @@ def test_what_the_gallery_says_in_words() -> None:
     assert f"on {small.meta['created'][:10]} in {small.meta['model']['dtype']}" in how
 
 
-def test_the_readmes_first_numbers() -> None:
+def test_the_readmes_first_numbers():
     measured = Measured("smollm2")
     last = measured.psi[measured.layers]
     sentence = text("README.md", "gallery: smollm2")
@@ -184,11 +184,11 @@ def test_the_readmes_first_numbers() -> None:
     assert len(figures(sentence.split("The [gallery]")[0].replace("SmolLM2-135M", ""))) == 8 + len(spread)
 
 
-def page(name: str) -> str:
+def page(name):
     return (DOCS / f"{name}.md").read_text(encoding="utf-8")
 
 
-def test_every_number_of_the_tutorial() -> None:
+def test_every_number_of_the_tutorial():
     """The sentences are written again from the stored results; what is left of the prose states no number."""
     m = Measured("smollm2")
     found, last, middle = m.meta["headline"], m.layers, m.middle
@@ -244,21 +244,21 @@ def test_every_number_of_the_tutorial() -> None:
     assert f"--given {given} " in page("tutorial")
 
 
-def sentences_of_the_smaller_model() -> dict[str, str]:
+def sentences_of_the_smaller_model():
     """Mark -> what docs/smaller.md says there, from the stored results of its commands."""
     stored = {name: DOCS / "gallery" / f"smaller-{name}" for name in ("plan", "healed", "bench")}
     metas = {name: json.loads((folder / "results.json").read_text(encoding="utf-8")) for name, folder in stored.items()}
     tables = {name: pd.read_parquet(folder / "results.parquet") for name, folder in stored.items()}
     plan, cost = metas["plan"]["plan"], metas["plan"]["plan"]["cost"]
     shares = {kind.split(",")[0]: 100 * share for kind, share in cost["target"]["time_shares"].items()}
-    names: dict[str, list[int]] = {"attention": [], "mlp": [], "layer": []}
+    names = {"attention": [], "mlp": [], "layer": []}
     for block in plan["blocks"]:
         names[block.split()[0]].append(int(block.split()[1]))
     attentions, mlps, layers = (", ".join(map(str, sorted(own))) for own in names.values())
     losses, rounds = plan["losses"], len(cost["rounds"])
     assert len(cost["unsure_rounds"]) == rounds
 
-    def of(table: pd.DataFrame, **wanted: Any) -> float:
+    def of(table, **wanted):
         rows = table
         for column, value in wanted.items():
             rows = rows[rows[column].isna() if value is None else rows[column] == value]
@@ -303,7 +303,7 @@ def sentences_of_the_smaller_model() -> dict[str, str]:
     }
 
 
-def test_the_tutorial_of_a_smaller_model() -> None:
+def test_the_tutorial_of_a_smaller_model():
     whole = page("smaller")
     prose = " ".join(re.sub(r"```.*?```", " ", whole, flags=re.DOTALL).split())
     for sentence in sentences_of_the_smaller_model().values():
@@ -327,7 +327,7 @@ class Removal(NamedTuple):
     error: float
 
 
-def removals() -> dict[int, Removal]:
+def removals():
     """Number of removed blocks -> nats a token added, from the stored losses of every row."""
     stored = json.loads((DOCS / "gallery" / "removal.json").read_text(encoding="utf-8"))
     tokens, losses, choosing = (np.array(stored[name]) for name in ("tokens", "losses", "choosing"))
@@ -341,7 +341,7 @@ def removals() -> dict[int, Removal]:
     return found
 
 
-def test_the_table_of_removed_blocks() -> None:
+def test_the_table_of_removed_blocks():
     stored = json.loads((DOCS / "gallery" / "removal.json").read_text(encoding="utf-8"))
     assert f"$ {stored['command']}\n" in page("results")
     assert f"bfloat16, not healed, {stored['measured']}." in page("results")
@@ -351,7 +351,7 @@ def test_the_table_of_removed_blocks() -> None:
         assert line in page("results"), line
 
 
-def test_the_frontier() -> None:
+def test_the_frontier():
     """Loss added, its error and the ratios of times of every method, from the stored losses and times of every row."""
     text_of_points = (DOCS / "gallery" / "frontier.jsonl").read_text(encoding="utf-8")
     stored = {point["key"]: point["value"] for point in map(json.loads, text_of_points.splitlines())}
@@ -387,7 +387,7 @@ def test_the_frontier() -> None:
 
 
 @pytest.mark.parametrize(("model", "layers"), [("SmolLM2", 30), ("Gemma 3", 18)])
-def test_the_frontier_of_a_model_at_other_speeds(model: str, layers: int) -> None:
+def test_the_frontier_of_a_model_at_other_speeds(model, layers):
     file = DOCS / "gallery" / f"frontier-{model.split()[0].lower()}.jsonl"
     stored = {p["key"]: p["value"] for p in map(json.loads, file.read_text(encoding="utf-8").splitlines())}
     parts, shares = stored["times of the parts, context 512"], {}
@@ -409,7 +409,7 @@ def test_the_frontier_of_a_model_at_other_speeds(model: str, layers: int) -> Non
     assert all(any(line in lines for line in same) for same in found.values())  # two methods may choose the same
 
 
-def added_loss(stored: dict[str, Any], rows: str, removed: dict[str, list[int]], healing: str) -> tuple[float, float]:
+def added_loss(stored, rows, removed, healing):
     """Nats a token added, and the standard error of this ratio of sums over documents."""
     whole = stored[f"losses on {rows} without {{}}"]
     without = stored[f"losses on {rows} without {json.dumps(removed)}{f', {healing}' if healing else ''}"]
@@ -421,7 +421,7 @@ def added_loss(stored: dict[str, Any], rows: str, removed: dict[str, list[int]],
     return value, float(np.sqrt(count / (count - 1) * (influences**2).sum()))
 
 
-def test_numbers_of_the_readme_and_the_gallery_stand_in_the_pages_that_explain_them() -> None:
+def test_numbers_of_the_readme_and_the_gallery_stand_in_the_pages_that_explain_them():
     readme, gallery, results = text("README.md"), page("gallery"), page("results")
     removed = removals()
     assert [*sorted(removed)] == [*range(1, 13)]
@@ -450,7 +450,7 @@ def test_numbers_of_the_readme_and_the_gallery_stand_in_the_pages_that_explain_t
     )
 
 
-def test_every_option_in_the_documentation_exists() -> None:
+def test_every_option_in_the_documentation_exists():
     """Each `fulldepth ...` in code takes the options that follow it; anywhere else an option is of some program."""
     known = dict(generated_pages.programs())
     takes = {name: {flag for p in c.params for flag in (*p.opts, *p.secondary_opts)} for name, c in known.items()}
@@ -475,7 +475,7 @@ def test_every_option_in_the_documentation_exists() -> None:
                 assert not wrong, (path.name, command, wrong)
 
 
-def test_every_setting_in_the_documentation_exists() -> None:
+def test_every_setting_in_the_documentation_exists():
     classes = list(generated_pages.SETTINGS.values())
     known = {name for kind in classes for name in kind.model_fields}
     for path in (ROOT / "README.md", *DOCS.glob("*.md")):
@@ -483,7 +483,7 @@ def test_every_setting_in_the_documentation_exists() -> None:
         assert not (strange := set(given) - known - {"name", "key"}), (path.name, strange)
 
 
-def test_generated_pages_list_every_command_setting_and_public_name() -> None:
+def test_generated_pages_list_every_command_setting_and_public_name():
     shown, listed = generated_pages.commands(), generated_pages.settings()
     known = dict(generated_pages.programs())
     assert set(generated_pages.SETTINGS) <= set(known)
@@ -504,7 +504,7 @@ def test_generated_pages_list_every_command_setting_and_public_name() -> None:
 @pytest.mark.parametrize(
     "path", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(p.name for p in DOCS.glob("*.md"))]
 )
-def test_relative_links_lead_somewhere(path) -> None:
+def test_relative_links_lead_somewhere(path):
     file = ROOT / path if (ROOT / path).exists() else DOCS / path
     links = re.findall(
         r"\]\(([^)\s#]+)(?:#[^)]*)?\)", re.sub(r"```.*?```", "", file.read_text("utf-8"), flags=re.DOTALL)
@@ -516,7 +516,7 @@ def test_relative_links_lead_somewhere(path) -> None:
         assert "://" in link or target.exists(), link
 
 
-def test_the_text_is_made_by_the_benchmark(tmp_path, monkeypatch) -> None:
+def test_the_text_is_made_by_the_benchmark(tmp_path, monkeypatch):
     """`benchmarks/gallery.py` alone writes the same text again."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import gallery_text
@@ -530,12 +530,12 @@ def test_the_text_is_made_by_the_benchmark(tmp_path, monkeypatch) -> None:
     sys.modules.pop("gallery_text")
 
 
-def test_the_table_of_families_is_of_the_version_that_make_installs() -> None:
+def test_the_table_of_families_is_of_the_version_that_make_installs():
     (stated,) = re.findall(r"classes of transformers ([\d.]+),", text("docs/families.md"))
     assert f"transformers=={stated}\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
 
 
-def test_the_documentation_is_built_with_its_warnings() -> None:
+def test_the_documentation_is_built_with_its_warnings():
     recipe = (ROOT / "Makefile").read_text(encoding="utf-8").split("\ndocs:")[1].split("\n\n")[0]
     assert "--strict" in recipe
     assert "--quiet" not in recipe  # it hides warnings, and strict mode counts none

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import transformers as tf
 
@@ -46,7 +44,7 @@ CLIP_TEXT = {**ENCODER, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
 GEMMA = {**DECODER, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 8}
 
 
-def _detr(**options: Any) -> tf.PreTrainedModel:
+def _detr(**options):
     backbone = tf.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"]
     )
@@ -69,13 +67,13 @@ def _detr(**options: Any) -> tf.PreTrainedModel:
     return tf.DetrForObjectDetection(config)
 
 
-def _clip(name: str) -> tf.PreTrainedModel:
+def _clip(name):
     config = tf.CLIPConfig(text_config=CLIP_TEXT, vision_config={**VISION, "projection_dim": 16}, projection_dim=16)
     config.num_labels = 3
     return getattr(tf, name)(config)
 
 
-def _depth_llama(**switches: Any) -> tf.PreTrainedModel:
+def _depth_llama(**switches):
     model = DepthLlamaForCausalLM(DepthLlamaConfig(**DECODER, **switches))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -87,7 +85,7 @@ def _depth_llama(**switches: Any) -> tf.PreTrainedModel:
 GPT2 = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64, "pad_token_id": 0}
 NEOX = {k: v for k, v in DECODER.items() if k not in ("num_key_value_heads", "head_dim")}
 
-BUILDERS: dict[str, Any] = {
+BUILDERS = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**DECODER)),
     "llama-classifier": lambda: tf.LlamaForSequenceClassification(tf.LlamaConfig(**DECODER, num_labels=3)),
     "depth_llama": _depth_llama,
@@ -122,7 +120,7 @@ BUILDERS: dict[str, Any] = {
 }
 """Families of the table, with the heads that each row knows."""
 
-UNLISTED: dict[str, Any] = {
+UNLISTED = {
     "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**{k: v for k, v in DECODER.items() if k != "head_dim"})),
     "opt": lambda: tf.OPTForCausalLM(
         tf.OPTConfig(
@@ -155,7 +153,7 @@ UNLISTED: dict[str, Any] = {
 """Families that only the structural finder can know."""
 
 
-def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tf.PreTrainedModel:
+def build(name, seed=0, dtype=torch.float32):
     """A tiny model in evaluation mode, with weights large enough that every part matters."""
     torch.manual_seed(seed)
     model = (BUILDERS | UNLISTED)[name]()
@@ -168,7 +166,7 @@ def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tf.Pr
     return model.to(dtype).eval()
 
 
-DESIGNS: list[tuple[str, str | None]] = [
+DESIGNS = [
     *(
         (name, None)
         for name in ("llama", "llama-classifier", "depth_llama-tree", "depth_llama-hyper", "gemma2", "gpt2")
@@ -181,9 +179,7 @@ DESIGNS: list[tuple[str, str | None]] = [
 """One model for each design, with the tower to be chosen where it has two; all types are in `families`."""
 
 
-def inputs(
-    model: tf.PreTrainedModel, batch: int = 2, length: int = 10, seed: int = 1, tower: str | None = None
-) -> dict[str, torch.Tensor]:
+def inputs(model, batch=2, length=10, seed=1, tower=None):
     """A batch that the model (or one of its towers) accepts: text with a padded tail, or pictures."""
     generator = torch.Generator().manual_seed(seed)
     if tower == "vision" or "pixel_values" in getattr(model, "main_input_name", "input_ids"):
@@ -204,7 +200,7 @@ class ToyConfig(tf.PretrainedConfig):
 
     model_type = "toy"
 
-    def __init__(self, gives: str = "tensor", num_hidden_layers: int = LAYERS, **options: Any) -> None:
+    def __init__(self, gives="tensor", num_hidden_layers=LAYERS, **options):
         self.gives, self.num_hidden_layers, self.hidden_size, self.pad_token_id = gives, num_hidden_layers, WIDTH, 0
         super().__init__(**options)
 
@@ -212,13 +208,13 @@ class ToyConfig(tf.PretrainedConfig):
 class ToyBlock(torch.nn.Module):
     """x' = x + A(norm(x)), y = x' + M(norm(x')), with linear maps for attention and MLP."""
 
-    def __init__(self, gives: str) -> None:
+    def __init__(self, gives):
         super().__init__()
         self.gives = gives
         self.norm1, self.norm2 = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
         self.attention, self.mlp = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, hidden_states: torch.Tensor) -> Any:
+    def forward(self, hidden_states):
         """A tensor, a tuple, or the input itself, overwritten."""
         if self.gives == "in-place":
             hidden_states += self.attention(self.norm1(hidden_states))
@@ -235,16 +231,16 @@ class Toy(tf.PreTrainedModel):
     config_class = ToyConfig
     main_input_name = "input_ids"
 
-    def __init__(self, config: ToyConfig) -> None:
+    def __init__(self, config):
         super().__init__(config)
         self.embed = torch.nn.Embedding(VOCAB, WIDTH)
         self.layers = torch.nn.ModuleList(ToyBlock(config.gives) for _ in range(config.num_hidden_layers))
         self.post_init()
 
-    def _init_weights(self, module: torch.nn.Module) -> None:
+    def _init_weights(self, module):
         """torch's own."""
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, input_ids, attention_mask=None):
         """[B, T, D] states after the last block."""
         states = self.embed(input_ids)
         for block in self.layers:
@@ -264,7 +260,7 @@ TOY_ANATOMY = {
 """How settings describe `Toy`."""
 
 
-def toy(gives: str = "tensor", seed: int = 0) -> Toy:
+def toy(gives="tensor", seed=0):
     """A `Toy` in evaluation mode."""
     torch.manual_seed(seed)
     return Toy(ToyConfig(gives=gives)).eval()

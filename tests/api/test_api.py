@@ -9,8 +9,8 @@ import pytest
 import fulldepth
 from fulldepth import reporting
 from fulldepth.data import builtin_texts, train_tokenizer
-from fulldepth.errors import FulldepthError
 from fulldepth.results import PAGE, Results
+from refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def trained(tmp_path_factory):
 def test_training_writes_the_page_and_refuses_a_second_run(trained):
     found = Results.load(trained / "run")
     assert (trained / "run" / PAGE).read_text() == reporting.render(found.table, found.meta)
-    with pytest.raises(FulldepthError, match="already holds a run"):
+    with refused("already holds a run"):
         fulldepth.train(trained / "mine.yaml", trained / "run")
-    with pytest.raises(FulldepthError, match="Unknown setting 'stepz'"):
+    with refused("Unknown setting 'stepz'"):
         fulldepth.train("tiny-llama", trained / "other", stepz=3)

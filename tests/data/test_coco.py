@@ -15,7 +15,7 @@ from data.test_images import Processor
 from drawn_shapes import CLASSES, SCRIPT, draw, shapes
 from fulldepth.data import open_source, prepare
 from fulldepth.data.labelled import check_rows, number_labels
-from fulldepth.errors import FulldepthError
+from refusals import refused
 
 GOOD = {
     "images": [
@@ -87,7 +87,7 @@ DEFECTS = [
 @pytest.mark.parametrize(("changes", "where"), DEFECTS)
 def test_defects_are_refused_with_their_entry_and_skipped_on_request(written, changes, where):
     path, kind = written(changes), where.split("s[")[0]
-    with pytest.raises(FulldepthError, match=re.escape(f"instances.json {where}") + ".*--skip-bad"):
+    with refused(re.escape(f"instances.json {where}") + ".*--skip-bad"):
         open_source(path)
     source = open_source(path, skip_bad=True)
     assert f"1 {kind}s" in source.warnings[0]
@@ -111,7 +111,7 @@ def test_files_of_another_format_are_refused(written, changes, place):
     if isinstance(changes, bytes):
         path.write_bytes(changes)
     for skip_bad in (False, True):
-        with pytest.raises(FulldepthError, match=place):
+        with refused(place):
             open_source(path, skip_bad=skip_bad)
 
 
@@ -121,7 +121,7 @@ def test_categories_are_told_apart(written):
     rows = check_rows(source, "detection", source.class_names)
     assert rows.source.class_names == ("car", "CAR")
     assert [record.objects.classes for record in rows.source.records] == [(1, 0), ()]
-    with pytest.raises(FulldepthError, match=r"categories\[1\] \(id 2\)"):
+    with refused(r"categories\[1\] \(id 2\)"):
         open_source(written({"categories.0.name": "n" * 300 + "1", "categories.1.name": "n" * 300 + "2"}))
 
 
@@ -138,7 +138,7 @@ def test_objects_follow_the_classes_of_the_model(written):
     assert objects["crowd"].tolist() == [False, True]
     assert prepared.num_targets == 1  # crowds are no targets
     for classes, place in ((["cat", "car"], r"row 1: .* dog"), (["thing"], "thing")):
-        with pytest.raises(FulldepthError, match=place):
+        with refused(place):
             number_labels(source, classes)
     kept, _ = number_labels(source, ["cat", "car"], skip_bad=True)
     assert [record.objects.classes for record in kept.records] == [(1,), ()]
@@ -150,9 +150,7 @@ def test_objects_follow_the_classes_of_the_model(written):
 
 def test_an_image_of_another_size_than_stated_is_refused_when_it_is_read(written):
     source = open_source(written({"images.0.width": 41}))
-    with pytest.raises(
-        FulldepthError, match=r"images\[0\] \(id 7\) is stated to have 41 x 20 pixels; its file b\.png has 40"
-    ):
+    with refused(r"images\[0\] \(id 7\) is stated to have 41 x 20 pixels; its file b\.png has 40"):
         source.records[0].image()
 
 

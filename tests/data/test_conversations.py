@@ -7,8 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.conftest import jsonl
 from fulldepth.data import conversations, train_tokenizer
-from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
+from refusals import refused
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>\n{{ m['content'] }}<|endoftext|>{% endfor %}" + (
     "{% if add_generation_prompt %}<assistant>\n{% endif %}"
@@ -84,12 +84,12 @@ BAD = [
 
 @pytest.mark.parametrize(("data", "message"), BAD)
 def test_bad_input(data, message):
-    with pytest.raises(FulldepthError, match=message):
+    with refused(message):
         conversations(data)
 
 
 def test_a_chat_needs_a_chat_template(plain):
-    with pytest.raises(FulldepthError, match="tokenizer has no chat template"):
+    with refused("tokenizer has no chat template"):
         conversations([{"messages": CHAT}], plain)
 
 

@@ -12,7 +12,7 @@ from data.conftest import jsonl
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.data.conversations import encode_prompt
 from fulldepth.data.examples import read_examples
-from fulldepth.errors import FulldepthError
+from refusals import refused
 from skip.word_tokenizer import (
     ASSISTANT,
     BOS,
@@ -117,7 +117,7 @@ def test_pairs_that_are_too_long_are_refused_and_never_cut(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", *rows)
     for longest in (10, None):
         assert max(map(len, both(read_examples(path, tokenizer(), longest)))) == 10
-    with pytest.raises(FulldepthError) as caught:
+    with refused() as caught:
         read_examples(path, tokenizer(), 64, sequence_length=8)
     assert all(f"a.jsonl line {line}" in str(caught.value) for line in ("2 has 9", "4 has 10"))
 
@@ -157,7 +157,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("data", "options", "name"), REFUSED)
 def test_bad_data_and_settings_are_refused(data, options, name):
-    with pytest.raises(FulldepthError, match=re.escape(name)) as caught:
+    with refused(re.escape(name)) as caught:
         read_examples(data, tokenizer(options.pop("template", None)), 64, **options)
     assert len(str(caught.value)) < 500
 

@@ -9,8 +9,8 @@ from transformers import modeling_flash_attention_utils as flash
 
 import fulldepth.architectures  # noqa: F401  registers depth_llama
 from fulldepth.data import flatten_windows
-from fulldepth.errors import FulldepthError
 from fulldepth.losses import Objective
+from refusals import refused
 
 SIZES = {
     "hidden_size": 32,
@@ -81,5 +81,5 @@ def test_targets_are_those_of_the_windows():
     items = windows()
     assert int((flatten_windows(items)["labels"][..., 1:] != -100).sum()) == 4 * (T - 1)
     assert torch.equal(items[0]["labels"], items[0]["input_ids"])  # the data set's own windows are as they were
-    with pytest.raises(FulldepthError, match="position_ids"):
+    with refused("position_ids"):
         flatten_windows([{"input_ids": torch.ones(4), "labels": torch.ones(4)}])

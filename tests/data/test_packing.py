@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fulldepth.data import Documents, pack, packing, train_tokenizer
 from fulldepth.data.packing import Encoder
-from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
+from refusals import refused
 
 EOS = 1
 WORD = 2**64 - 1
@@ -85,7 +85,7 @@ def test_any_documents_parts_and_files(
     expected = [cut(part[:most], length) for part in by_hand(documents, share, seed)]
     options = {"sequence_length": length, "validation_share": share, "seed": seed, "across_documents": across}
     if not expected[0] or (share and not expected[1]):
-        with pytest.raises(FulldepthError):
+        with refused():
             pack(None, number_tokenizer, tokens=folder, max_tokens=most, **options)
         return
     packed = pack(None, number_tokenizer, tokens=folder, max_tokens=most, **options)
@@ -196,13 +196,13 @@ REFUSED = [
 
 @pytest.mark.parametrize(("documents", "options", "name"), REFUSED)
 def test_bad_text_and_settings_are_refused(tmp_path, number_tokenizer, documents, options, name):
-    with pytest.raises(FulldepthError, match=name):
+    with refused(name):
         packed_in(tmp_path, documents, number_tokenizer, **options)
 
 
 def test_bad_folders_and_tokenizers_are_refused(tmp_path, number_tokenizer, bare_tokenizer):
     def refused(name, tokenizer=number_tokenizer, **options):
-        with pytest.raises(FulldepthError, match=name):
+        with refused(name):
             packed_in(options.pop("cache", tmp_path), texts(9), tokenizer, **options)
 
     refused("eos_token", bare_tokenizer)

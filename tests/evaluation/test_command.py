@@ -23,6 +23,7 @@ from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.skip import export
 from fulldepth.skip.plan import plan_scalars
+from refusals import refused
 from skip import planned
 
 pytest.importorskip("lm_eval")
@@ -93,7 +94,7 @@ def test_a_killed_run_goes_on_without_repeating_passes(checkpoint, data, tmp_pat
 
     with pytest.raises(KeyboardInterrupt):
         evaluate(checkpoint, TASKS, out, watcher=Watcher(advance=stop), **options)
-    with pytest.raises(FulldepthError, match="unfinished evaluation"):
+    with refused("unfinished evaluation"):
         evaluate(checkpoint, TASKS, out, **options)
     file = out / "answers" / "arc_easy_local.jsonl"
     file.write_bytes(file.read_bytes()[:-3])  # killed while it wrote a line
@@ -105,7 +106,7 @@ def test_a_killed_run_goes_on_without_repeating_passes(checkpoint, data, tmp_pat
     again = evaluate(checkpoint, TASKS, out, resume=True, **options)
     pd.testing.assert_frame_equal(again.table, whole.table, check_dtype=False)
     assert not passes
-    with pytest.raises(FulldepthError, match="other settings"):
+    with refused("other settings"):
         evaluate(checkpoint, TASKS, out, resume=True, **{**options, "limit": 5})
 
 
@@ -150,7 +151,7 @@ def test_finished_results_of_other_content_are_not_returned(change, checkpoint, 
         monkeypatch.setattr("fulldepth.evaluation.loading.lm_eval_version", lambda: "99")
     else:
         tokenizer.add_tokens(["river"])
-    with pytest.raises(FulldepthError, match="other content"):
+    with refused("other content"):
         run()
 
 
@@ -166,7 +167,7 @@ def test_a_link_among_the_answers_is_not_followed(checkpoint, data, tmp_path):
         assert target.read_text() == "precious\n"
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "answers").symlink_to(tmp_path, target_is_directory=True)
-    with pytest.raises(FulldepthError, match="is a link"):
+    with refused("is a link"):
         evaluate(checkpoint, TASKS[:1], tmp_path / "folder", resume=True, **options)
 
 
@@ -199,9 +200,9 @@ def test_a_plan_is_evaluated_with_its_blocks_skipped(data):
         assert ours(got, task, small_world.LAYERS) == expected
     assert not got.table.value.equals(evaluate(model, TASKS, **options).table.value)
     assert got.meta["skipped"] == {"granularity": "attention", "blocks": [2], "healed": True}
-    with pytest.raises(FulldepthError, match="cannot be cut to its first layers"):
+    with refused("cannot be cut to its first layers"):
         evaluate(model, ["gsm8k_local"], plan=plan, exit_layers="2", **options)
-    with pytest.raises(FulldepthError, match="for another"):
+    with refused("for another"):
         evaluate(small_world.model(seed=1), TASKS, plan=plan, **options)
 
 

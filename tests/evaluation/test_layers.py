@@ -11,12 +11,12 @@ import tiny_models
 from data.conftest import jsonl
 from evaluation import small_world
 from evaluation.small_world import LAYERS
-from fulldepth.errors import FulldepthError
 from fulldepth.evaluation import evaluate
 from fulldepth.evaluation.harness import Answers, LayerReader, layered_model
 from fulldepth.evaluation.local_tasks import local_task
 from fulldepth.execution.verify import prove
 from fulldepth.hf.truncation import truncated
+from refusals import refused
 from skip import word_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -141,7 +141,7 @@ def test_a_continuation_longer_than_the_positions_is_refused(data):
     model.config.max_position_embeddings = 6
     with pytest.raises(AssertionError):
         stock(model, "arc_easy_local", data)
-    with pytest.raises(FulldepthError, match=r"continuation of \d+ tokens is longer than the model's 6 positions"):
+    with refused(r"continuation of \d+ tokens is longer than the model's 6 positions"):
         scored(model, ["arc_easy_local"], data)
 
 

@@ -5,10 +5,10 @@ import torch
 
 from architectures import combinations
 from architectures import oracle as plain
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import COEFFICIENTS, capture, verify
 from fulldepth.execution.verify import check_routing
 from fulldepth.hf import anatomy_candidates
+from refusals import refused
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 STATES = ["embeddings", "residual", "attention_input", "attention_output", "value"]
@@ -97,6 +97,6 @@ def test_mixing(name):
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 9, 2, 4), (2, 4, 2), (3, 3)])
 def test_a_router_of_other_sources_or_heads_is_refused(shape):
-    with pytest.raises(FulldepthError, match=r"the router of layer \d gives .* expected \d sources and as many heads"):
+    with refused(r"the router of layer \d gives .* expected \d sources and as many heads"):
         check_routing({2: torch.ones(2, 2), 3: torch.ones(shape)})
     assert check_routing({2: torch.ones(2, 2), 3: torch.ones(1, 9, 2, 3), 4: torch.ones(2, 4, 2)}) == 2

@@ -9,11 +9,11 @@ from PIL import Image
 
 import fulldepth
 import tiny_models
-from fulldepth.errors import FulldepthError
 from fulldepth.exit import subject as early_exit
 from fulldepth.measurement.subject import prepare_subject
 from fulldepth.settings.exit import ExitSettings
 from fulldepth.settings.measure import MeasureSettings
+from refusals import refused
 from skip.word_tokenizer import tokenizer, words
 
 
@@ -30,7 +30,7 @@ def test_measuring_and_leaving_early_read_the_same_sequences():
 def test_what_the_model_does_not_read_is_refused():
     model, settings = tiny_models.build("bert-classifier"), ExitSettings()
     checkpoint = early_exit.open_checkpoint(model, settings)
-    with pytest.raises(FulldepthError, match="holds images, but BertForSequenceClassification reads text"):
+    with refused("holds images, but BertForSequenceClassification reads text"):
         early_exit.prepare_subject(checkpoint, "digits:builtin/test", settings, tokenizer())
 
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exit import plain
-from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import certainty
 from fulldepth.exit.readings import Exit, Readings, calibrated, candidates, no_advice, splits
 from fulldepth.exit.served import SpeedUp
@@ -19,6 +18,7 @@ from fulldepth.exit.sweep import ExitRow, drop_sentence
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.uncertainty import median_ratio, quantile
 from metrics.oracle import of_ratio
+from refusals import refused
 
 RULES = ("confidence", "margin", "entropy", "patience")
 
@@ -92,7 +92,7 @@ def test_no_threshold_is_chosen_where_none_keeps_the_accuracy():
 
 
 def test_one_sequence_has_no_two_parts():
-    with pytest.raises(FulldepthError, match="two or more"):
+    with refused("two or more"):
         splits(readings(torch.randn(3, 5, 3), torch.randint(3, (5,)), per_sequence=5), 0.5, 0)
 
 

@@ -11,13 +11,13 @@ import tiny_models
 from exit import plain
 from exit.conftest import LABELS, sharpened, taught
 from fulldepth import exit
-from fulldepth.errors import FulldepthError
 from fulldepth.exit.readings import Exit
 from fulldepth.exit.served import EarlyExit
 from fulldepth.exit.subject import open_checkpoint, prepare_subject
 from fulldepth.results import Results
 from fulldepth.settings.exit import ExitSettings
 from measurement import oracle
+from refusals import refused
 from skip.word_tokenizer import tokenizer
 
 RULES = ["confidence", "margin", "entropy", "patience"]
@@ -168,5 +168,5 @@ def test_what_cannot_leave_early_is_refused(texts, name, options, message):
     model = tiny_models.build("bert-classifier" if name == "regression" else name)
     if name == "regression":
         model.config.problem_type = "regression"
-    with pytest.raises(FulldepthError, match=message):
+    with refused(message):
         exit.sweep(model, texts, tokenizer=tokenizer(), **options)

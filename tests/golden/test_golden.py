@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ REORDERED = {"cka": 1e-8}
 """Measure whose products round otherwise (by up to 4e-9) on machines that agree in all that `tables.machine` asks."""
 
 
-def close(found: Any, expected: Any, tolerance: float) -> bool:
+def close(found, expected, tolerance):
     """Whether numbers are near, in lists too, and all else is equal."""
     if isinstance(expected, list):
         return len(found) == len(expected) and all(map(close, found, expected, [tolerance] * len(expected)))
@@ -24,7 +23,7 @@ def close(found: Any, expected: Any, tolerance: float) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", tables.MAKERS)
-def test_numbers_are_those_of_before(name: str) -> None:
+def test_numbers_are_those_of_before(name):
     stored = json.loads(tables.path(name).read_text(encoding="utf-8"))
     rows = tables.MAKERS[name]()
     assert rows.keys() == stored["rows"].keys()

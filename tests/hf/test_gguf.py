@@ -18,6 +18,7 @@ import gguf_files
 import tiny_models
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import load_checkpoint, load_tokenizer
+from refusals import refuses
 
 IDS = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -125,12 +126,6 @@ def test_tokens_are_cut_as_the_file_says(written, model, tmp_path):
     assert whole.encode("123") == [number["123"]]
 
 
-def refused(path, *words, load=load_checkpoint):
-    with pytest.raises(FulldepthError) as error:
-        load(path)
-    assert all(word in str(error.value) for word in words), str(error.value)
-
-
 @pytest.mark.parametrize(
     ("changes", "name", "load"),
     [
@@ -149,15 +144,15 @@ def test_what_transformers_would_drop_is_refused(model, tmp_path, changes, name,
     if name is None:
         torch.testing.assert_close(logits(load(path, device="cpu").model), logits(model), rtol=0, atol=1e-6)
     else:
-        refused(path, name, load=load)
+        refuses(load, path, name)
 
 
 def test_parts_of_one_model_and_several_models_are_named_as_such(written, model, tmp_path):
     part = gguf_files.write(tmp_path / "part.gguf", model, whole_entries={"split.count": 3, "split.no": 0})
     for load in (load_checkpoint, load_tokenizer):
-        refused(part, "one of the 3 parts", "llama-gguf-split --merge", load=load)
+        refuses(load, part, "one of the 3 parts", "llama-gguf-split --merge")
     (tmp_path / "other.gguf").write_bytes(written.read_bytes())
-    refused(tmp_path, "part.gguf", "other.gguf", "name one")
+    refuses(load_checkpoint, tmp_path, "part.gguf", "other.gguf", "name one")
 
 
 def test_special_tokens_that_are_marked_as_absent_are_none(written, model, tmp_path):
@@ -184,15 +179,15 @@ def test_a_model_in_an_installed_package(written, tmp_path, monkeypatch, model):
     assert checkpoint.name == "package:with-gguf"
     torch.testing.assert_close(logits(checkpoint.model), logits(model), rtol=0, atol=1e-6)
     assert load_tokenizer("package:with-gguf").encode("the") == load_tokenizer(written).encode("the")
-    refused("package:without", "no .gguf")
-    refused("package:quux", "not installed", "pip install")
+    refuses(load_checkpoint, "package:without", "no .gguf")
+    refuses(load_checkpoint, "package:quux", "not installed", "pip install")
     assert "with_gguf" not in sys.modules
 
 
 def test_without_the_package_gguf(written, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.setattr("fulldepth.hf.gguf.find_spec", lambda name: None)
-    refused(written, "fulldepth[gguf]")
+    refuses(load_checkpoint, written, "fulldepth[gguf]")
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

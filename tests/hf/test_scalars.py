@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import tiny_models as tm
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import GRANULARITIES, Scalars, Switches, skipping
+from refusals import refused
 from skip import planned
 
 
@@ -92,12 +92,12 @@ def test_scalars_for_another_set_are_refused():
             if works:
                 model(**tm.inputs(model))
             else:
-                with pytest.raises(FulldepthError, match="Layer 2"):
+                with refused("Layer 2"):
                     model(**tm.inputs(model))
         switches.scalars = None
         model(**tm.inputs(model))
         for scalars in (Scalars(4), Scalars(3, granularity="mlp")):
-            with pytest.raises(FulldepthError, match="Scalars of"):
+            with refused("Scalars of"):
                 switches.scalars = scalars
 
 
@@ -132,5 +132,5 @@ def test_a_dictionary_of_nonsense_is_refused(second):
     added = isinstance(second, dict) and len(second) == 1
     mapping = {"1": whole} | ({} if second is None else {"2": whole | second if added else second})
     for wrong, layers in ((mapping, 2), ([], 2), ({"1": whole, "2": whole}, 1)):
-        with pytest.raises(FulldepthError):
+        with refused():
             Scalars.from_dict(wrong, layers)

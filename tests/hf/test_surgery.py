@@ -9,9 +9,9 @@ import transformers as tf
 import tiny_models as tm
 from execution import decoders  # noqa: F401  # lists Mistral with a window
 from families import zoo
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import GRANULARITIES, Scalars, Switches, anatomy_candidates, skipping
+from refusals import refused
 
 LLAMA_LIKE = ("self_attn.o_proj", "mlp.down_proj")
 NEOX_LIKE = ("attention.dense", "mlp.dense_4h_to_h")
@@ -215,22 +215,22 @@ def test_the_model_is_healed_also_after_errors(name, granularity):
 def test_one_surgery_at_a_time(tmp_path):
     model = tm.build("llama")
     switches, others = Switches(find_anatomy(model)), Switches(find_anatomy(model), "mlp")
-    with pytest.raises(FulldepthError, match=r"inside their `with`"):
+    with refused(r"inside their `with`"):
         switches.skip([1])
-    with pytest.raises(FulldepthError, match=r"inside their `with`"):
+    with refused(r"inside their `with`"):
         switches.scalars = Scalars(3)
     with switches:
-        with pytest.raises(FulldepthError, match="already in use"), switches:
+        with refused("already in use"), switches:
             pass
-        with pytest.raises(FulldepthError, match="switched by other switches"), others:
+        with refused("switched by other switches"), others:
             pass
         model.save_pretrained(tmp_path / "plain")
         switches.skip([2])
         assert torch.equal(logits_of(model), logits_of(zeroed(tm.build("llama"), [2], OUTPUTS["llama"][0])))
-        with pytest.raises(FulldepthError, match="would write the plain model"):
+        with refused("would write the plain model"):
             model.save_pretrained(tmp_path / "skipped")
         for layers in ([0], [1, 7], [1.5], [True], "12", 3.5):
-            with pytest.raises(FulldepthError, match="1 to 3"):
+            with refused("1 to 3"):
                 switches.skip(layers)
             assert switches.skipped == {(2, "attention")}
     with others:
@@ -262,7 +262,7 @@ def compiled(model):
 )
 def test_models_that_cannot_skip_are_refused_with_the_reason(model, reason):
     for anatomy in anatomy_candidates(model()):
-        with pytest.raises(FulldepthError, match=reason), Switches(anatomy):
+        with refused(reason), Switches(anatomy):
             pass
 
 
@@ -283,9 +283,9 @@ def test_layers_may_differ():
         each.model.layers[0] = MlpOnly(each.model.layers[0])
     anatomy = find_anatomy(model)
     with Switches(anatomy) as switches:
-        with pytest.raises(FulldepthError, match="Layer 1 has no attention to skip"):
+        with refused("Layer 1 has no attention to skip"):
             switches.skip([1, 2])
-        with pytest.raises(FulldepthError, match="every layer to have its attention; only layers 2, 3 do"):
+        with refused("every layer to have its attention; only layers 2, 3 do"):
             switches.scalars = Scalars(3)
         switches.skip([3])
         assert torch.equal(logits_of(model), logits_of(zeroed(stock, [3], OUTPUTS["llama"][0])))
@@ -294,7 +294,7 @@ def test_layers_may_differ():
     with skipping(anatomy, [1], "layer"):
         assert torch.equal(logits_of(model), logits_of(without_blocks(stock, [1])))
     model.model.layers[2] = model.model.layers[1]
-    with pytest.raises(FulldepthError, match="its layers share modules"):
+    with refused("its layers share modules"):
         Switches(anatomy)
 
 

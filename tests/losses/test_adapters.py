@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any
 
 import peft
 import pytest
@@ -15,16 +14,16 @@ from datasets import Dataset
 
 import fulldepth
 from fulldepth.data import train_tokenizer
-from fulldepth.errors import FulldepthError
 from fulldepth.losses import Objective, ObjectiveMixin
 from losses.trained_step import WEIGHTS, collate, examples, gradients, plain_loss, same_step
+from refusals import refused
 from tiny_models import BUILDERS, DECODER
 
 TEXT = "The quick brown fox jumps over the lazy dog while seven wizards mix five boxing potions. " * 40
-LORA: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_dropout": 0.0}
+LORA = {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_dropout": 0.0}
 
 
-def adapted(wrap: Any = peft.get_peft_model, **options: Any) -> Any:
+def adapted(wrap=peft.get_peft_model, **options):
     """A tiny Llama in float64 with LoRA whose B is not zero."""
     torch.manual_seed(0)
     model = wrap(BUILDERS["llama"]().double(), peft.LoraConfig(task_type="CAUSAL_LM", **LORA, **options))
@@ -40,7 +39,7 @@ def adapted(wrap: Any = peft.get_peft_model, **options: Any) -> Any:
 )
 def test_adapters_have_the_plain_gradient(kind):
     options = {"layers_to_transform": [2]} if kind == "the last layer alone" else {}
-    wrap: Any = partial(peft.get_peft_model, mixed=True) if kind == "mixed" else peft.get_peft_model
+    wrap = partial(peft.get_peft_model, mixed=True) if kind == "mixed" else peft.get_peft_model
     model = adapted(wrap, **options)
     rows = examples("llama", 3)
     expected = plain_loss(model, "llama", rows, WEIGHTS)
@@ -69,7 +68,7 @@ def test_measuring_an_adapted_model_is_measuring_the_merged_one(tmp_path):
 
 
 def test_trl_makes_the_adapters_itself(tmp_path):
-    class Trainer(ObjectiveMixin, trl.SFTTrainer):  # type: ignore[misc]
+    class Trainer(ObjectiveMixin, trl.SFTTrainer):
         """TRL's SFTTrainer with an objective."""
 
     tokenizer = train_tokenizer([TEXT], vocab_size=300)
@@ -100,5 +99,5 @@ def test_virtual_tokens_are_refused():
     for kind in (peft.PromptTuningConfig, peft.PrefixTuningConfig):
         model = peft.get_peft_model(BUILDERS["llama"](), kind(task_type="CAUSAL_LM", num_virtual_tokens=4))
         for use in (Objective(jump=1.0).attach, lambda given: fulldepth.measure(given, "corpus:builtin")):
-            with pytest.raises(FulldepthError, match="_TUNING"):
+            with refused("_TUNING"):
                 use(model)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from fulldepth.errors import FulldepthError
 from fulldepth.losses import jump_penalty, jump_weights, similarity_penalty
 from fulldepth.losses.jump_penalty import Displacements
 from losses.trained_step import is_value, kept, leaves, plain_jump
+from refusals import refused
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_only_the_states_are_kept_and_a_changed_one_is_noticed(states):
     penalty = Displacements(middle)
     loss = penalty.added_to(middle[-1].sum(), 1.0)
     middle[3].add_(1.0)
-    with pytest.raises(FulldepthError, match="h_3 was overwritten"):
+    with refused("h_3 was overwritten"):
         loss.backward()
 
 

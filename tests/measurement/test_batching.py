@@ -8,8 +8,8 @@ import torch
 import fulldepth
 from families import zoo
 from fulldepth.data.sequences import Batch, Sequences
-from fulldepth.errors import FulldepthError
 from fulldepth.execution.batching import check_batching
+from refusals import refused
 
 
 def texts(lengths, seed=0):
@@ -62,5 +62,5 @@ def test_a_model_that_draws_random_numbers_is_refused():
         return Batch({"pixel_values": pixels[list(indices)]}, None, torch.tensor(list(indices)))
 
     data = Sequences("noise", "images", "representation", "sha256:0", [0, 1], collate, [0, 0], 0)
-    with pytest.raises(FulldepthError, match="draws random numbers"):
+    with refused("draws random numbers"):
         fulldepth.measure(model, data, measures=["displacement"])

@@ -9,10 +9,10 @@ from tokenizers.processors import TemplateProcessing
 
 import tiny_models
 from fulldepth.data import train_tokenizer
-from fulldepth.errors import FulldepthError
 from fulldepth.measurement import measure
 from fulldepth.measurement.caveats import gaps, spans
 from fulldepth.results import tabulate
+from refusals import refused
 
 FEW = {"max_sequences": 6, "sequence_length": 12}
 NAN = float("nan")
@@ -70,7 +70,7 @@ def test_weights_that_are_all_zero_are_named_with_what_they_undo(tokenizer, text
         assert part in lines
     assert "coherence" in {entry["measure"] for entry in found.meta["left_out"]}
     assert not {"mean_coherence", "last_layer_displacement"} & set(found.headline)
-    with pytest.raises(FulldepthError, match="only zeros"):
+    with refused("only zeros"):
         measure(model, str(text_file), tokenizer=tokenizer, measures=["displacement", "jump_rate"], **FEW)
 
 

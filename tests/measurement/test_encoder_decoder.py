@@ -10,9 +10,9 @@ import torch
 import transformers as tf
 
 import fulldepth
-from fulldepth.errors import FulldepthError
 from measurement import oracle
 from metrics.oracle import cosines, psi
+from refusals import refused
 
 PAIRS = [
     ("translate: the cat sat", "le chat"),
@@ -85,5 +85,5 @@ def test_one_stack_alone_and_refusals(folder, rows, text_file):
     for data in (rows, text_file):
         one = fulldepth.measure(folder, data, tower="encoder", progress=False, measures=["displacement"])
         assert "residual" in set(one.table.site) <= {"residual", "final_normed"}
-    with pytest.raises(FulldepthError, match="input and a target"):
+    with refused("input and a target"):
         fulldepth.measure(str(folder), str(text_file), progress=False)

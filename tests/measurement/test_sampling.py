@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-import pytest
 
 from fulldepth import measure
 from fulldepth.console import finish
-from fulldepth.errors import FulldepthError
 from fulldepth.settings.measure import MeasureSettings
+from refusals import refused
 
 OPTIONS = {"max_sequences": 24, "sequence_length": 16}
 
@@ -31,7 +30,7 @@ def test_defaults_sample_and_exact_samples_nothing(trained, text_file, capsys):
 
 
 def test_exact_contradicts_the_size_of_a_sample(trained, text_file):
-    with pytest.raises(FulldepthError, match="--lens-tokens"):
+    with refused("--lens-tokens"):
         measure(trained, text_file, exact=True, lens_tokens=100)
     resolved = MeasureSettings(exact=True)
     assert MeasureSettings.model_validate(resolved.model_dump()) == resolved, "saved settings can be read again"

@@ -9,10 +9,10 @@ import shutil
 import pandas as pd
 import pytest
 
-from fulldepth.errors import FulldepthError
 from fulldepth.hf import checkpoint_of, trained_steps
 from fulldepth.measurement import MeasureSettings, measure, measure_into
 from fulldepth.results import Results
+from refusals import refused
 
 STEPS = [5, 20, 100]
 SETTINGS = MeasureSettings(max_sequences=4, sequence_length=12)
@@ -123,7 +123,7 @@ def test_a_series_whose_past_is_another_is_not_extended(measured, run, checkpoin
         lambda: shutil.copy(checkpoint("llama", 1) / "model.safetensors", middle) and settings,
         lambda: shutil.rmtree(middle) or settings,
     ):
-        with pytest.raises(FulldepthError, match="another run"):
+        with refused("another run"):
             measured(run, tmp_path / "again", change())
         assert times(tmp_path / "again") == before
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -77,7 +76,7 @@ def evaluations():
     return compare([exit_folders.evaluation(), exit_folders.evaluation("b", better=0.1)], names=["a", "b"])
 
 
-KINDS: dict[str, Callable[[], Results]] = {
+KINDS = {
     "language_model": synthetic.language_model,
     "classifier": synthetic.classifier,
     "two_towers": synthetic.two_towers,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fulldepth.errors import FulldepthError
 from fulldepth.reporting.exits import points_of
 from fulldepth.reporting.page import payload
 from fulldepth.results import Results, compare
+from refusals import refused
 from reporting import exit_folders as folders
 from reporting.plotted import evaluations, sweeps
 
@@ -127,9 +127,9 @@ def test_several_models_share_figures_and_tables():
 
 
 def test_what_cannot_be_compared_is_refused_in_one_sentence():
-    with pytest.raises(FulldepthError, match="a is an early-exit sweep, b is an evaluation"):
+    with refused("a is an early-exit sweep, b is an evaluation"):
         compare([folders.classifier_exit(), folders.evaluation()], names=["a", "b"])
-    with pytest.raises(FulldepthError, match="generation"):
+    with refused("generation"):
         compare([folders.generation(), folders.generation()])
     fewer = folders.evaluation("b")
     fewer.meta["tasks"]["piqa_local"]["count"] = 20
@@ -148,5 +148,5 @@ def test_what_cannot_be_compared_is_refused_in_one_sentence():
 def test_documents_that_contradict_themselves_are_refused(tmp_path, entry, value, words):
     results = folders.classifier_exit()
     results.meta[entry] = value
-    with pytest.raises(FulldepthError, match=words):
+    with refused(words):
         Results.load(results.save(tmp_path / "out", page=False))

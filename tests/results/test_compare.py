@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.interpolate import RegularGridInterpolator
 
-from fulldepth.errors import FulldepthError
 from fulldepth.results import Results, compare, tabulate
+from refusals import refused
 from reporting.synthetic import row
 
 
-def measurement(layers: int, rows: list[tuple], name: str = "models/toy", **changes) -> Results:
+def measurement(layers, rows, name="models/toy", **changes):
     meta = {
         "kind": "measure",
         "complete": True,
@@ -31,20 +31,20 @@ def measurement(layers: int, rows: list[tuple], name: str = "models/toy", **chan
     return Results(tabulate(rows), {**meta, **changes})
 
 
-def displacements(values, statistic: str = "mean") -> list[tuple]:
+def displacements(values, statistic="mean"):
     return [row("displacement", layer, value, statistic) for layer, value in enumerate(values, start=1)]
 
 
-def pairs(matrix, measure: str = "cka", statistic: str = "debiased") -> list[tuple]:
+def pairs(matrix, measure="cka", statistic="debiased"):
     size = len(matrix)
     return [row(measure, a, matrix[a, b], statistic, other=b) for a in range(size) for b in range(size)]
 
 
-def differences(found: Results, label: str) -> pd.DataFrame:
+def differences(found, label):
     return found.table[found.table.model == label].set_index(["layer", "other"])["difference"]
 
 
-def symmetric(rng: np.random.Generator, size: int) -> np.ndarray:
+def symmetric(rng, size):
     half = rng.uniform(size=(size, size))
     matrix = (half + half.T) / 2
     np.fill_diagonal(matrix, 1.0)
@@ -111,7 +111,7 @@ def test_pairs_written_once_stand_for_both_orders():
 def test_what_is_not_interpolated():
     """Jump rates meet from the end; rows without a layer, and of a single layer, directly."""
 
-    def rows(layers: int, rates: list[float], depth: float, last: float) -> Results:
+    def rows(layers, rates, depth, last):
         first = layers - len(rates) + 1
         made = [row("jump_rate", n, rate, "value", unit="%") for n, rate in enumerate(rates, start=first)]
         made.append(row("effective_depth", None, depth, "eps=0.05", unit="layers"))
@@ -149,7 +149,7 @@ def test_folders_in_and_a_folder_out(tmp_path):
     pd.testing.assert_frame_equal(again.table, found.table)
     assert again.meta == json.loads(json.dumps(found.meta))
     assert set(again.table.columns) == {*a.table.columns, "model", "difference", "difference_error"}
-    with pytest.raises(FulldepthError, match=r"out is a comparison already"):
+    with refused(r"out is a comparison already"):
         compare([tmp_path / "out", folders[0]])
 
 
@@ -227,6 +227,6 @@ ONE = measurement(1, displacements([0.1]))
     ],
 )
 def test_bad_inputs_are_refused(results, changes, name):
-    with pytest.raises(FulldepthError) as caught:
+    with refused() as caught:
         compare(results, **changes)
     assert name in str(caught.value)

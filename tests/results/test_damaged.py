@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ SLICES, CASES = 2, 20
 """Seeds in this test."""
 
 
-def page(results: Results) -> str:
+def page(results):
     return render(results.table, results.meta)
 
 
@@ -35,7 +34,7 @@ PARTNERS = {
 class Ground:
     """Whole results of every kind, and folders to damage them in."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root = root
         self.made = {kind: make() for kind, make in KINDS.items()}
         self.whole = {
@@ -43,7 +42,7 @@ class Ground:
             for kind in ("language_model", "search", *set(PARTNERS.values()))
         }
 
-    def case(self, seed: int) -> str:
+    def case(self, seed):
         """One damaged folder, given to one command; the error that it ended with, or nothing."""
         draw = random.Random(seed)
         kind, verb = draw.choice(list(KINDS)), draw.choice(("report", "report", "compare", "together"))
@@ -72,11 +71,11 @@ class Ground:
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
+def ground(tmp_path_factory):
     return Ground(tmp_path_factory.mktemp("ground"))
 
 
-def test_whole_folders_of_every_kind_are_read_as_they_are(ground: Ground) -> None:
+def test_whole_folders_of_every_kind_are_read_as_they_are(ground):
     for results in ground.made.values():
         again = Results.load(results.save(ground.root / "again", page=False))
         assert again.meta == {"schema_version": 1, **json.loads(json.dumps(results.meta))}
@@ -84,7 +83,7 @@ def test_whole_folders_of_every_kind_are_read_as_they_are(ground: Ground) -> Non
 
 
 @pytest.mark.parametrize("piece", range(SLICES))
-def test_damaged_folders_end_in_a_page_or_a_clear_error(ground: Ground, piece: int) -> None:
+def test_damaged_folders_end_in_a_page_or_a_clear_error(ground, piece):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ended = [ground.case(seed) for seed in range(piece * CASES, (piece + 1) * CASES)]

@@ -18,7 +18,7 @@ from reporting.synthetic import row
 Array = np.ndarray[Any, Any]
 
 
-def result(values: Array, weights: Array, documents: Array, measure: str = "displacement", step: int = 1) -> Results:
+def result(values, weights, documents, measure="displacement", step=1):
     """Results whose layer l has the mean of `values[:, l - 1]` over documents, as a measurement stores them.
 
     Args:
@@ -49,7 +49,7 @@ def result(values: Array, weights: Array, documents: Array, measure: str = "disp
     return Results(tabulate(rows), meta, gathered(entries, count))
 
 
-def two_models(seed: int, difference: float, count: int = 120, layers: int = 1) -> tuple[Any, ...]:
+def two_models(seed, difference, count=120, layers=1):
     """Two models on the same documents: the difficulty of a document is common, and ten times as large as the rest.
 
     Returns:
@@ -142,7 +142,7 @@ def test_influences_are_interpolated_like_the_values():
     np.testing.assert_allclose(found, ratio_error(deep - base, weights[:, None]), rtol=1e-5)
 
 
-def depths(seed: int, shift: int = 2) -> tuple[Results, Results]:
+def depths(seed, shift=2):
     """Two models on the same 60 documents; their accuracy rises to 0.5 at layer 8 and layer 8 + `shift`."""
     rng = np.random.default_rng(seed)
     weights, documents = rng.integers(50, 300, 60).astype(float), rng.integers(0, 1 << 60, 60)
@@ -172,7 +172,7 @@ def test_the_interval_of_a_difference_of_depths():
 
 
 def test_depths_of_different_text_have_the_interval_of_independent_ones():
-    def one(value: float, low: float, high: float) -> Results:
+    def one(value, low, high):
         stated = {"": value, "low_of_": low, "high_of_": high}
         rows = [
             row("effective_depth", None, number, f"{kind}relative_eps=0.05", unit="layers")

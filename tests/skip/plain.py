@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any
 
 import torch
 import transformers as tf
@@ -28,18 +26,18 @@ BRANCHES = {
 VOCAB = 19
 
 
-def blocks_of(model: tf.PreTrainedModel) -> torch.nn.ModuleList:
+def blocks_of(model):
     body = getattr(model.base_model, "decoder", model.base_model)
     return body.h if hasattr(body, "h") else body.layers
 
 
-def branches_of(model: tf.PreTrainedModel) -> tuple[str, str]:
+def branches_of(model):
     """Names of the modules of a block whose outputs, of attention and of MLP, are added to the stream."""
     return BRANCHES.get(model.config.model_type, ("self_attn", "mlp"))
 
 
 @contextmanager
-def zeroed(model: tf.PreTrainedModel, removed: Iterable[Any], granularity: str) -> Iterator[None]:
+def zeroed(model, removed, granularity):
     """Branches of 1-based layers, or of pairs of a layer and a part, that add nothing."""
     attention, mlp = branches_of(model)
     names = {"attention": (attention,), "mlp": (mlp,), "layer": (attention, mlp)}
@@ -50,18 +48,18 @@ def zeroed(model: tf.PreTrainedModel, removed: Iterable[Any], granularity: str) 
         yield
 
 
-def _zeros(module: Any, args: Any, output: Any) -> Any:
+def _zeros(module, args, output):
     return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
 
 
 @torch.no_grad()
-def log_probabilities(model: tf.PreTrainedModel, example: Example) -> torch.Tensor:
+def log_probabilities(model, example):
     """[R, V] float64 at the positions whose next token counts."""
     logits = model(input_ids=example.input_ids[None]).logits[0].double()
     return logits[:-1][example.labels[1:] != -100].log_softmax(-1)
 
 
-def loss(model: tf.PreTrainedModel, examples: Sequence[Example], layers: Iterable[Any], granularity: str) -> float:
+def loss(model, examples, layers, granularity):
     """Mean nats over labelled tokens."""
     total, tokens = 0.0, 0
     with zeroed(model, layers, granularity):
@@ -72,9 +70,7 @@ def loss(model: tf.PreTrainedModel, examples: Sequence[Example], layers: Iterabl
     return total / tokens
 
 
-def divergence(
-    model: tf.PreTrainedModel, examples: Sequence[Example], layers: Iterable[Any], granularity: str
-) -> float:
+def divergence(model, examples, layers, granularity):
     """Mean KL(base || variant) in nats over labelled positions."""
     total, tokens = 0.0, 0
     layers = list(layers)
@@ -87,9 +83,9 @@ def divergence(
     return total / tokens
 
 
-def plain_loop(model, examples, blocks: int, granularity: str, measure=loss) -> tuple[list[int], list[float]]:
+def plain_loop(model, examples, blocks, granularity, measure=loss):
     """Picks, and the measure before and after each removal."""
-    picks: list[int] = []
+    picks = []
     losses = [measure(model, examples, (), granularity)]
     for _ in range(blocks):
         scores = {
@@ -102,7 +98,7 @@ def plain_loop(model, examples, blocks: int, granularity: str, measure=loss) -> 
     return picks, losses
 
 
-def sentences(count: int, seed: int, shortest: int = 12, longest: int = 28) -> list[Example]:
+def sentences(count, seed, shortest=12, longest=28):
     """Sequences of a small language; half are pairs.
 
     A token depends on the two before it, so attention is needed, and earlier stretches come again.
@@ -125,7 +121,7 @@ def sentences(count: int, seed: int, shortest: int = 12, longest: int = 28) -> l
     return made
 
 
-def examples(train: int = 24, heldout: int = 24, seed: int = 0) -> Examples:
+def examples(train=24, heldout=24, seed=0):
     return Examples(
         sentences(train, 2 * seed + 1),
         sentences(heldout, 2 * seed + 2),
@@ -134,7 +130,7 @@ def examples(train: int = 24, heldout: int = 24, seed: int = 0) -> Examples:
 
 
 @cache
-def trained_weights(layers: int, width: int, steps: int) -> dict[str, torch.Tensor]:
+def trained_weights(layers, width, steps):
     model = fresh(layers, width)
     model.train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.02)
@@ -150,7 +146,7 @@ def trained_weights(layers: int, width: int, steps: int) -> dict[str, torch.Tens
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def fresh(layers: int, width: int) -> tf.PreTrainedModel:
+def fresh(layers, width):
     torch.manual_seed(0)
     config = tf.LlamaConfig(
         vocab_size=VOCAB,
@@ -168,7 +164,7 @@ def fresh(layers: int, width: int) -> tf.PreTrainedModel:
     return tf.LlamaForCausalLM(config)
 
 
-def trained(layers: int = 5, width: int = 32, steps: int = 60) -> tf.PreTrainedModel:
+def trained(layers=5, width=32, steps=60):
     """A Llama that knows the small language somewhat."""
     model = fresh(layers, width)
     model.load_state_dict(trained_weights(layers, width, steps))

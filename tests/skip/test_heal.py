@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 import tiny_models
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.healing import heal as heal_into
 from fulldepth.results import Results
 from fulldepth.skip import heal
 from fulldepth.skip.plan import rows_of
+from refusals import refused
 from skip import plain, planned
 
 STRENGTH = 0.1
@@ -44,14 +44,14 @@ PROJECTIONS = {
 }
 
 
-def texts(count: int, seed: int) -> list[Example]:
+def texts(count, seed):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(6, 14, (count,), generator=generator).tolist()
     drawn = [torch.randint(3, tiny_models.VOCAB, (length,), generator=generator) for length in lengths]
     return [Example.of(ids.tolist(), 1, len(ids), document=number) for number, ids in enumerate(drawn)]
 
 
-def data(count: int = 60) -> Examples:
+def data(count=60):
     return Examples(texts(count, 1), texts(12, 2), {"hash": "sha256:" + "1" * 64, "name": "texts", "kind": "text"})
 
 
@@ -59,7 +59,7 @@ def data(count: int = 60) -> Examples:
 def always(monkeypatch):
     """The change of one strength is taken, whatever it leaves."""
 
-    def take(strength: float = STRENGTH) -> None:
+    def take(strength=STRENGTH):
         monkeypatch.setattr(heal, "best_change", lambda own, others: (strength, 0.5, own.change(strength)))
 
     return take
@@ -68,7 +68,7 @@ def always(monkeypatch):
 class Streams:
     """A stock model without branches, and what its modules pass on in one pass over a text."""
 
-    def __init__(self, model, removed=()) -> None:
+    def __init__(self, model, removed=()):
         self.model, self.removed = model, removed
         self.gain = getattr(model.config, "residual_multiplier", 1.0)
         self.parallel = model.config.model_type == "gpt_neox"
@@ -280,7 +280,7 @@ def test_the_folder_is_a_checkpoint_with_results(granularity, family, tmp_path, 
     assert "mlp of layer 1" in page
 
 
-def few() -> Examples:
+def few():
     return Examples(texts(1, 1), texts(4, 2), {"hash": "sha256:" + "1" * 64})
 
 
@@ -299,6 +299,6 @@ def test_bad_input_is_refused(change, named, tmp_path):
     given = {"model": tiny_models.build("llama"), "data": examples, "output": "healed", "heldout": None} | change
     plan = planned.plan(tiny_models.build("llama"), [2], "layer", None, search="greedy")
     plan = plan.changed(data={**plan.data, "heldout_rows": rows_of(examples.heldout)})
-    with pytest.raises(FulldepthError, match=named):
+    with refused(named):
         heal_into(plan, output=tmp_path / given.pop("output"), steps=0, progress=False, **given)
     assert not list(tmp_path.iterdir())

@@ -24,7 +24,7 @@ def healed_plan(model, **entries):
     return planned.plan(model, (3, 1), **entries)
 
 
-def test_rows_say_what_the_plan_says(tmp_path) -> None:
+def test_rows_say_what_the_plan_says(tmp_path):
     model = build("llama")
     plan = healed_plan(model, data=EXAMPLES.meta)
     results = planned.analysed(model, plan, EXAMPLES)
@@ -47,7 +47,7 @@ def test_rows_say_what_the_plan_says(tmp_path) -> None:
     assert (again.meta["kind"], again.meta["plan"], again.meta["warnings"]) == ("skip", plan.document(), [])
 
 
-def test_a_plan_that_was_not_healed_says_so_and_what_is_doubtful_is_warned_of() -> None:
+def test_a_plan_that_was_not_healed_says_so_and_what_is_doubtful_is_warned_of():
     model = build("gpt2")
     doubtful = {"cost": NOTHING | {"unsure_rounds": [1]}, "data": {"hash": "sha256:" + "1" * 64}}
     plan = planned.plan(model, (2,), values=None, losses=[1.0, 1.5], **doubtful)
@@ -60,7 +60,7 @@ def test_a_plan_that_was_not_healed_says_so_and_what_is_doubtful_is_warned_of() 
 
 
 @pytest.mark.parametrize(("losses", "healed"), [([2.0, 2.1, 2.5], 2.2), ([2.0, 1.9, 1.8], 1.8)])
-def test_losses_without_errors_are_not_interpreted(losses, healed) -> None:
+def test_losses_without_errors_are_not_interpreted(losses, healed):
     plan = healed_plan(build("llama"), losses=losses, healed_loss=healed, search="greedy")
     found = headline(plan, pd.DataFrame(columns=[*COLUMNS, "removed", "state"]), LAYERS)
     assert found["loss_added"].value == pytest.approx(losses[-1] - losses[0])
@@ -72,7 +72,7 @@ def test_losses_without_errors_are_not_interpreted(losses, healed) -> None:
     assert shown == [healed, losses[-1], 1.9, losses[0]], "losses only: no difference"
 
 
-def discrepancy(x: np.ndarray, y: np.ndarray) -> float:
+def discrepancy(x, y):
     """Squared MMD as a V-statistic, the bandwidth the median distance of all different pairs of the pooled points."""
     points = np.concatenate([x, y])
     squared = ((points[:, None] - points[None]) ** 2).sum(-1)
@@ -83,7 +83,7 @@ def discrepancy(x: np.ndarray, y: np.ndarray) -> float:
 
 
 @torch.no_grad()
-def streams(model, examples) -> np.ndarray:
+def streams(model, examples):
     """[L+1, N, D] the stream at every token, one sequence at a time: into the first block, and out of each."""
     model, found, seen = copy.deepcopy(model).double(), [], []
     blocks = planned.layers(model)
@@ -106,7 +106,7 @@ def streams(model, examples) -> np.ndarray:
         ("qwen3", (2,), "layer", False),
     ],
 )
-def test_the_discrepancy_is_that_of_stock_models(family, blocks, granularity, healed) -> None:
+def test_the_discrepancy_is_that_of_stock_models(family, blocks, granularity, healed):
     model = build(family)
     plan = planned.plan(model, blocks, granularity, values="fitted" if healed else None, data=EXAMPLES.meta)
     own, reference = streams(planned.scaled(model, plan), EXAMPLES.heldout), streams(model, EXAMPLES.heldout)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fulldepth.errors import FulldepthError
 from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan
+from refusals import refused
 from skip import planned
 from tiny_models import build
 
@@ -118,9 +118,9 @@ def test_a_plan_edited_into_nonsense_is_refused(tmp_path, path, value):
         inner = inner[key]
     inner[int(last) if isinstance(inner, list) else last] = value
     (tmp_path / "plan.json").write_text(json.dumps(edited))
-    with pytest.raises(FulldepthError, match=r"plan\.json"):
+    with refused(r"plan\.json"):
         Plan.load(tmp_path)
-    with pytest.raises(FulldepthError) as caught:
+    with refused() as caught:
         Plan.of(edited)
     assert path.partition(".")[0] in str(caught.value) or "scalars" in str(caught.value)
     assert len(str(caught.value)) < 1000
@@ -130,7 +130,7 @@ def test_a_plan_edited_into_nonsense_is_refused(tmp_path, path, value):
 def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
     if text is not None:
         (tmp_path / "plan.json").write_bytes(text)
-    with pytest.raises(FulldepthError, match=r"plan\.json"):
+    with refused(r"plan\.json"):
         Plan.load(tmp_path)
 
 
@@ -143,7 +143,7 @@ def test_nothing_half_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     for target in (tmp_path, tmp_path / "plan.json" / "below"):
-        with pytest.raises(FulldepthError, match="Cannot write"):
+        with refused("Cannot write"):
             plan.changed(seed=1).save(target)
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
     assert (tmp_path / "plan.json").read_bytes() == before
@@ -156,5 +156,5 @@ def test_the_plan_of_a_model_takes_no_other():
     wrong = [(plan, build("mistral")), (plan, build("gpt2", seed=1))]
     wrong += [(planned.plan(model, [2], values=deeper), model), (planned.plan(model, [9], values=None), model)]
     for made, other in wrong:
-        with pytest.raises(FulldepthError, match="plan"):
+        with refused("plan"):
             made.check_model(other)

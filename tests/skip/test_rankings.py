@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tiny_models as tm
-from fulldepth.errors import FulldepthError
 from fulldepth.skip.search import search
+from refusals import refused
 from skip import plain
 
 EXAMPLES = plain.examples(heldout=22)
@@ -87,5 +87,5 @@ def test_groups_are_the_runs_of_smallest_angle(model):
     ],
 )
 def test_groups_that_cannot_be_chosen(words, options):
-    with pytest.raises(FulldepthError, match=words):
+    with refused(words):
         picked(plain.fresh(5, 32).eval(), "groups", **options)

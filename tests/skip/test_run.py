@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 
 from fulldepth.data.examples import read_examples
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
@@ -18,6 +17,7 @@ from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.responses import respond
 from fulldepth.skip.search import search
+from refusals import refused
 from skip import plain, planned
 from skip.word_tokenizer import tokenizer, words
 from tiny_models import build
@@ -39,7 +39,7 @@ def checkpoint(tmp_path):
     return str(folder)
 
 
-def test_a_search_leaves_its_plan_and_its_outcome_and_a_restart_makes_what_is_missing(checkpoint, tmp_path) -> None:
+def test_a_search_leaves_its_plan_and_its_outcome_and_a_restart_makes_what_is_missing(checkpoint, tmp_path):
     data, out = str(tmp_path / "pairs.jsonl"), tmp_path / "out"
     plan = search(checkpoint, data, output=out, settings=SETTINGS)
     assert Plan.load(out) == plan
@@ -66,26 +66,26 @@ def test_a_search_leaves_its_plan_and_its_outcome_and_a_restart_makes_what_is_mi
     assert results.meta | {"created": ""} == after.meta | {"created": ""}
 
 
-def test_other_files_are_not_written_over(checkpoint, tmp_path) -> None:
+def test_other_files_are_not_written_over(checkpoint, tmp_path):
     data, out = tmp_path / "out" / "responses.jsonl", tmp_path / "out"
     out.mkdir()
     data.write_text((tmp_path / "pairs.jsonl").read_text())
-    with pytest.raises(FulldepthError, match="would replace"):
+    with refused("would replace"):
         search(checkpoint, str(data), output=out, settings=SETTINGS, responses=9, max_new_tokens=2)
     for name in ("plan.json", "results.json", "settings.yaml"):
         folder = tmp_path / name
         folder.mkdir()
         (folder / name).write_text("{}")
         for resume in (False, True):
-            with pytest.raises(FulldepthError):
+            with refused():
                 search(checkpoint, str(data), output=folder, settings=SETTINGS, resume=resume)
         assert {path.name: path.read_text() for path in folder.iterdir()} == {name: "{}"}
     assert [path.name for path in out.iterdir()] == ["responses.jsonl"]
 
 
-def test_a_model_is_read_hashed_and_proven_once(checkpoint, tmp_path, monkeypatch) -> None:
+def test_a_model_is_read_hashed_and_proven_once(checkpoint, tmp_path, monkeypatch):
     """However many steps use it: counted at every place of the package that holds the function."""
-    calls: list[str] = []
+    calls = []
 
     def counted(function):
         def counting(*args, **kwargs):
@@ -107,11 +107,11 @@ def test_a_model_is_read_hashed_and_proven_once(checkpoint, tmp_path, monkeypatc
 
 def test_models_without_a_next_token_are_refused_before_anything_is_read(tmp_path):
     build("vit").save_pretrained(tmp_path / "model")
-    with pytest.raises(FulldepthError, match="is no causal language model"):
+    with refused("is no causal language model"):
         search(tmp_path / "model", "absent.jsonl", output=tmp_path / "out", settings=SETTINGS)
 
 
-def test_responses_are_found_again_and_never_written_over(tmp_path, monkeypatch) -> None:
+def test_responses_are_found_again_and_never_written_over(tmp_path, monkeypatch):
     notes, file, model = tmp_path / "responses.json", tmp_path / "responses.jsonl", build("llama")
 
     def made(count=2):
@@ -126,12 +126,12 @@ def test_responses_are_found_again_and_never_written_over(tmp_path, monkeypatch)
     assert file.read_bytes() == before
     monkeypatch.setattr("fulldepth.skip.responses.generate_responses", lambda *_, **__: pytest.fail("generated again"))
     assert made() == first
-    with pytest.raises(FulldepthError, match="count was 2, is 3"):
+    with refused("count was 2, is 3"):
         made(3)
     file.write_text("edited\n")
-    with pytest.raises(FulldepthError, match="has changed"):
+    with refused("has changed"):
         made()
     notes.unlink()
-    with pytest.raises(FulldepthError, match="never written over"):
+    with refused("never written over"):
         made()
     assert file.read_text() == "edited\n"

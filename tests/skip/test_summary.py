@@ -40,25 +40,25 @@ def read(rows, digit="1"):
         (OTHERS, None),
     ],
 )
-def test_rows_are_known_by_their_tokens(model, rows, said) -> None:
+def test_rows_are_known_by_their_tokens(model, rows, said):
     data = {"hash": "sha256:" + "0" * 64, ENTRY: rows_of(OURS)}
     assert overlap(plan(model, [1], values=None, data=data, search="greedy"), read(rows)) == said
     assert overlap(plan(model, [1], values=None, data=data, search="random"), read(rows)) is None
 
 
-def test_older_plans_list_no_rows(model) -> None:
+def test_older_plans_list_no_rows(model):
     made = plan(model, [1], values=None, search="greedy", data={"hash": "sha256:" + "0" * 64})
     assert "It is not known whether the held-out rows also chose the blocks" in str(overlap(made, read(OURS)))
     assert overlap(made, read(OURS, "0")) == SENTENCE  # the very same data
 
 
-def test_losses_are_in_sample_where_their_rows_decided_something(model) -> None:
+def test_losses_are_in_sample_where_their_rows_decided_something(model):
     both, fit = "chose the blocks and stopped the training of scalars", "stopped the training of scalars"
     for searched, values, expected in (("greedy", "fitted", both), ("given", "fitted", fit), ("given", None, None)):
         assert decided(plan(model, [2], values=values, search=searched)) == expected
 
 
-def test_a_search_lists_its_rows_and_the_card_says_it(model) -> None:
+def test_a_search_lists_its_rows_and_the_card_says_it(model):
     train, held = plain.sentences(4, 1), plain.sentences(6, 2)
     meta = {"hash": "sha256:" + "4" * 64, "heldout": {"name": "a seeded fifth of a|b.jsonl"}, "warnings": []}
     made = search(model, Examples(train, held, meta), 1, tokenizer=tokenizer(), fit=False)

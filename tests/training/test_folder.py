@@ -20,6 +20,7 @@ from fulldepth.results import Results
 from fulldepth.training import train
 from fulldepth.training.folder import dump, open_run
 from hostile import damaged_bytes, damaged_json
+from refusals import refused
 from training.conftest import settings, without_times
 
 SHORT = {"steps": 4, "eval_every": 2, "save_every": 2}
@@ -37,7 +38,7 @@ def test_a_folder_of_something_else_stays_as_it_is(recipe, tmp_path):
         (run / name).write_text("steps: 5  # mine\n" if name == "settings.yaml" else '{"kind": "measurement"}')
         before = contents(run)
         for resume in (False, True):
-            with pytest.raises(FulldepthError, match=re.escape(name.partition("/")[0] if number < 5 else str(run))):
+            with refused(re.escape(name.partition("/")[0] if number < 5 else str(run))):
                 train(settings(recipe(**SHORT)), run, resume=resume)
             assert contents(run) == before
 
@@ -48,7 +49,7 @@ def test_results_of_another_command_in_a_run_folder_are_not_written_over(recipe,
     document = json.loads((run / "results.json").read_text())
     (run / "results.json").write_text(json.dumps(document | {"kind": "measurement"}))
     before = contents(run)
-    with pytest.raises(FulldepthError, match="not of a training run, but of 'measurement'"):
+    with refused("not of a training run, but of 'measurement'"):
         train(settings(path), run, resume=True)
     assert contents(run) == before
 
@@ -82,7 +83,7 @@ def test_damaged_settings_of_a_run_are_refused_in_words(recipe, tmp_path):
     given, rng, path = settings(recipe(**SHORT)), random.Random(3), tmp_path / "settings.yaml"
     path.write_text(dump(given))
     open_run(tmp_path, given, resume=True)
-    document, refused = given.model_dump(mode="json"), []
+    document, messages = given.model_dump(mode="json"), []
     for number in range(90):
         if number % 3:
             path.write_text(damaged_json(document, rng), encoding="utf-8", errors="replace")
@@ -91,9 +92,9 @@ def test_damaged_settings_of_a_run_are_refused_in_words(recipe, tmp_path):
         try:
             open_run(tmp_path, given, resume=True)
         except FulldepthError as error:
-            refused.append(str(error))
-    assert len(refused) > 45
-    for message in refused:
+            messages.append(str(error))
+    assert len(messages) > 45
+    for message in messages:
         assert len(message) < 1000
         assert str(tmp_path) in message
 
@@ -110,9 +111,9 @@ def stopped(recipe, tmp_path):
 def test_a_refused_setting_leaves_no_folder_that_blocks_the_corrected_command(recipe, tmp_path):
     run = tmp_path / "run"
     for change in ({"tokenizer": str(tmp_path)}, {"data": {"validation": str(tmp_path / "absent.jsonl")}}):
-        with pytest.raises(FulldepthError) as refused:
+        with refused() as caught:
             train(settings(recipe(**SHORT | change)), run)
-        assert "another recipe" not in str(refused.value)
+        assert "another recipe" not in str(caught.value)
     (run / "tokenizer").mkdir()  # of a run of another size, which was refused after it had trained one
     assert train(settings(recipe(**SHORT)), run).meta["complete"]
     assert not (run / "tokenizer").exists()
@@ -127,7 +128,7 @@ def test_a_changed_file_is_refused(stopped, name):
     changed = content.replace(b'"elapsed": ', b'"elapsed":-') if name == "complete.json" else content[:-9] + b"x" * 9
     file.write_bytes(changed)
     assert is_sealed(run / "checkpoint-2")
-    with pytest.raises(FulldepthError, match=r"Cannot read .*Remove .*checkpoint-2 to go on"):
+    with refused(r"Cannot read .*Remove .*checkpoint-2 to go on"):
         train(settings(path), run, resume=True)
 
 

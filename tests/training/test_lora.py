@@ -10,12 +10,12 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file
 
-from fulldepth.errors import FulldepthError
 from fulldepth.hf import load_checkpoint
 from fulldepth.settings import assignments, layer
 from fulldepth.settings.train import TrainSettings
 from fulldepth.skip.exports import export as exporting
 from fulldepth.training import dry_run_lines, export_run, train
+from refusals import refused
 from skip import planned
 from training.conftest import GPT2, MODEL, settings
 
@@ -89,7 +89,7 @@ def test_a_run_with_adapters_and_a_teacher_resumes_to_the_same_bytes(start, reci
         assert (again / "checkpoint-4" / file).read_bytes() == (tmp_path / "whole" / "checkpoint-4" / file).read_bytes()
     shutil.rmtree(again / "checkpoint-4")
     shutil.copy(again / "checkpoint-2" / "model.safetensors", base / "model.safetensors")
-    with pytest.raises(FulldepthError, match="The model to start from differs"):
+    with refused("The model to start from differs"):
         train(chosen, again, resume=True)
 
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_trained_is_refused(given, words, start, recipe, tmp_path
     if "absent" in given:
         monkeypatch.setitem(sys.modules, "peft", None)
     chosen = [each.replace("BASE", str(start("llama"))) for each in given if each != "absent"]
-    with pytest.raises(FulldepthError, match=words):
+    with refused(words):
         train(recipe(**RUN), tmp_path / "run", settings=layer(TrainSettings, assignments(chosen)))
 
 

@@ -14,10 +14,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from families import zoo
 from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
 from fulldepth.data import train_tokenizer
-from fulldepth.errors import FulldepthError
 from fulldepth.settings import layer
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.model import build_config, build_model, reads_later_tokens, special_tokens
+from refusals import refused
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2}
@@ -76,7 +76,7 @@ def test_weights_from_a_seed_are_those_of_transformers():
     ],
 )
 def test_what_makes_no_model_is_said(model, sizes, words):
-    with pytest.raises(FulldepthError) as caught:
+    with refused() as caught:
         build_config(asked(**model).model, **{"vocab_size": VOCAB} | sizes)
     assert all(word in str(caught.value) for word in words), caught.value
     assert len(str(caught.value).splitlines()) == 1
@@ -144,9 +144,9 @@ def test_checkpoints_that_do_not_fit_are_refused(checkpoint, tmp_path):
         (memory, {"memory": "none"}, "holds 3 weights .*router"),
         (gpt2, {"type": "depth_llama"}, "is a gpt2, and the settings want a depth_llama"),
     ):
-        with pytest.raises(FulldepthError, match=words):
+        with refused(words):
             made(asked(checkpoint=folder, **options))
-    with pytest.raises(FulldepthError, match=r"97 tokens .* for 96"):
+    with refused(r"97 tokens .* for 96"):
         made(asked(checkpoint=checkpoint), vocab_size=97)
 
 

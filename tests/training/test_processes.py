@@ -20,11 +20,11 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import distributed
 
-from fulldepth.errors import FulldepthError
 from fulldepth.losses import ObjectiveMixin
 from fulldepth.results import Results
 from fulldepth.settings import layer
 from fulldepth.training import TrainSettings, train
+from refusals import refused
 from training.conftest import ENCODER, GPT2, sentences, settings
 from training.conftest import MODEL as LLAMA
 from two_processes import fulldepth
@@ -250,5 +250,5 @@ def test_what_cannot_be_sharded_is_refused(recipe, tmp_path):
         (settings(recipe(fsdp=True)), "fsdp needs accelerators"),
         (layer(TrainSettings, {**RECIPES["vit"], "fsdp": True}), "fsdp shards language models"),
     ):
-        with pytest.raises(FulldepthError, match=words):
+        with refused(words):
             train(chosen, tmp_path / "run")

@@ -16,7 +16,6 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 from fulldepth.cli import main
-from fulldepth.errors import FulldepthError
 from fulldepth.hf import find_checkpoints, is_sealed
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
@@ -25,6 +24,7 @@ from fulldepth.training.callback import RunCallback
 from fulldepth.training.folder import resume_notes
 from fulldepth.training.text import rows_hash
 from fulldepth.training.trainer import RunTrainer
+from refusals import refused
 from training.conftest import settings, without_times
 
 EVERYTHING = {
@@ -129,9 +129,9 @@ def test_a_folder_in_use_is_refused(recipe, tmp_path):
     run = tmp_path / "run"
     train(settings(path), run)
     before = [(p, p.stat().st_mtime_ns) for p in run.rglob("*")]
-    with pytest.raises(FulldepthError, match="--resume"):
+    with refused("--resume"):
         train(settings(path), run)
-    with pytest.raises(FulldepthError, match="learning_rate"):
+    with refused("learning_rate"):
         train(settings(recipe(steps=2, eval_every=2, save_every=2, learning_rate=1e-3)), run, resume=True)
     assert [(p, p.stat().st_mtime_ns) for p in run.rglob("*")] == before
 
@@ -146,7 +146,7 @@ def test_a_full_disk_names_the_last_whole_checkpoint(recipe, tmp_path, monkeypat
         save(what, file, *more, **options)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(FulldepthError, match=r"disk is full.*checkpoint-3; --resume"):
+    with refused(r"disk is full.*checkpoint-3; --resume"):
         train(settings(path), tmp_path / "run")
     assert not is_sealed(tmp_path / "run" / "checkpoint-6")
     monkeypatch.undo()
@@ -197,7 +197,7 @@ def test_a_run_does_not_go_on_with_other_data_or_another_model(changed, recipe, 
         paths[changed].write_text("\n".join(rows[::-1]) + "\n", encoding="utf-8")
     before = resume_notes(run / "checkpoint-1").origin
     name = {"model": "model configuration", "batch": "batch of orthogonality"}.get(changed, "training data")
-    with pytest.raises(FulldepthError, match=f"The {name} differs: {before[name][:19]}"):
+    with refused(f"The {name} differs: {before[name][:19]}"):
         train(chosen, run, resume=True)
     assert not (run / "checkpoint-2").exists()
 

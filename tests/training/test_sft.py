@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fulldepth.data import builtin_texts, train_tokenizer, train_wordpiece
-from fulldepth.errors import FulldepthError
 from fulldepth.targets import IGNORE
 from fulldepth.training import train
 from fulldepth.training.text import TEMPLATE, chat_examples
+from refusals import refused
 from training.conftest import jsonl, settings
 
 pytestmark = pytest.mark.slow
@@ -164,5 +164,5 @@ def test_what_is_cut_is_said_and_what_is_trained_is_counted(fine_tuning, tmp_pat
         f"2 of 12 conversations are longer than 64 tokens and are cut there (the longest has {max(sizes)}); 1 of them "
         "are left out, because no response begins before the cut.",
     ]
-    with pytest.raises(FulldepthError, match="holds 12 conversations, 0 of them with a response that begins within"):
+    with refused("holds 12 conversations, 0 of them with a response that begins within"):
         train(chosen.model_copy(update={"sequence_length": 4}), tmp_path / "short")

@@ -10,12 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from fulldepth.errors import FulldepthError
 from fulldepth.settings import layer
 from fulldepth.settings.train import TrainSettings
 from fulldepth.skip.exports.formats import as_stock
 from fulldepth.training.model import build_config, build_model
 from fulldepth.training.plan import plan
+from refusals import refused
 
 BATCH, TIME, WIDTH, LAYERS, VOCAB = 4, 16, 32, 3, 64
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
@@ -109,7 +109,7 @@ def test_a_new_switch_starts_from_a_stock_checkpoint_and_keeps_its_own_start(tmp
     model = build_model(config_of(settings), settings)
     assert type(model) is BlendForCausalLM
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in stock.state_dict().items())
-    with pytest.raises(FulldepthError, match="blend True is no stock decoder; one without is a llama"):
+    with refused("blend True is no stock decoder; one without is a llama"):
         as_stock(model)
     off = asked({"checkpoint": str(tmp_path)})
     back = as_stock(build_model(config_of(off), off))

@@ -12,15 +12,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
-sys.modules["fulldepth"] = None  # type: ignore[assignment]  # an export stands without it
+sys.modules["fulldepth"] = None  # an export stands without it
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
 
-def load(folder: Path) -> Any:
+def load(folder):
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype="auto",
@@ -35,7 +34,7 @@ def load(folder: Path) -> Any:
 
 
 @torch.no_grad()
-def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def logits(model, ids):
     half, found, cache = ids.shape[1] // 2, [], None
     mask = (ids != 0).long()
     places = (mask.cumsum(1) - 1).clamp(min=0)
@@ -47,7 +46,7 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat(found, dim=1)
 
 
-def main(ids_file: str, *folders: str) -> None:
+def main(ids_file, *folders):
     transformers.logging.set_verbosity_error()
     ids = torch.load(ids_file, weights_only=True)
     for folder in map(Path, folders):

@@ -19,11 +19,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import tiny_models
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import readers
 from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.exports.export import NOTES, export, load
 from fulldepth.skip.exports.formats import FORMATS, decilm
+from refusals import refused
 from skip import planned
 
 
@@ -235,7 +235,7 @@ def test_tokenizer_and_precision_are_those_of_the_search(tmp_path):
     plan = planned.plan(model.to(torch.bfloat16), [2])
     plan = plan.changed(cost=plan.cost | {"settings": {"dtype": "bfloat16"}})
     assert load(export(plan, source, "fast", tmp_path / "out").path).dtype == torch.bfloat16
-    with pytest.raises(FulldepthError, match="weights"):
+    with refused("weights"):
         export(plan, source, "fast", tmp_path / "other", dtype="float32")
 
 
@@ -270,7 +270,7 @@ def test_what_cannot_be_is_refused(name, format, granularity, blocks, options, w
     named = {"tokenizer": options.pop("tokenizer", None)}
     for option, value in options.items():
         monkeypatch.setattr(model.config, option, value)
-    with pytest.raises(FulldepthError, match=words):
+    with refused(words):
         export(plan, model, format, tmp_path / target, **named)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there"]
 
@@ -278,13 +278,13 @@ def test_what_cannot_be_is_refused(name, format, granularity, blocks, options, w
 def test_a_folder_that_appears_meanwhile_is_not_replaced_and_an_adapter_is_refused(tmp_path, monkeypatch):
     model, target = tiny_models.build("llama"), tmp_path / "out"
     monkeypatch.setattr(exporting, "prove", lambda *_: target.mkdir() or 0.0)
-    with pytest.raises(FulldepthError, match="exists already"):
+    with refused("exists already"):
         export(planned.plan(model, [2]), model, "folded", target)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert not list(target.iterdir())
     config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(model, config).base_model.model
-    with pytest.raises(FulldepthError, match="merge_and_unload"):
+    with refused("merge_and_unload"):
         export(planned.plan(adapted, [2]), adapted, "fast", tmp_path / "fast")
 
 
@@ -295,7 +295,7 @@ def test_a_full_disk_leaves_nothing_and_is_said(tmp_path):
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        with pytest.raises(FulldepthError, match="Cannot write"):
+        with refused("Cannot write"):
             export(plan, model, "fast", tmp_path / "new" / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -350,7 +350,7 @@ def test_load_wants_an_export(change, words, tmp_path):
         model.save_pretrained(tmp_path)
     else:
         (tmp_path / NOTES).write_text(change if isinstance(change, str) else json.dumps(notes | change))
-    with pytest.raises(FulldepthError, match=words):
+    with refused(words):
         load(tmp_path)
 
 
@@ -360,6 +360,6 @@ def test_a_tokenizer_that_does_not_load_again_drops_the_export(tmp_path):
     model.save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_bytes(b'{"version": "1.0", "model": {}}')
-    with pytest.raises(FulldepthError, match="does not load in a fresh process"):
+    with refused("does not load in a fresh process"):
         export(planned.plan(model, [2]), tmp_path / "model", "folded", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -10,11 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny_models
 from families import zoo
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.hf import skipping
 from fulldepth.skip.exports import fold as room
 from fulldepth.skip.exports.fold import fold
+from refusals import refused
 from skip import planned
 from skip.exports.test_export import logits, relative
 from skip.exports.test_family_exports import families
@@ -134,7 +134,7 @@ def test_what_cannot_be_folded_is_refused_and_stays_as_it_is(case, reason, monke
         halves = {(layer, role): 0.5 for layer in (1, 2, 3) for role in ("attention", "mlp")}
         monkeypatch.setattr(room, "branch_factors", lambda *args, **kwargs: (halves, (1.0,) * 7))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    with pytest.raises(FulldepthError, match=reason):
+    with refused(reason):
         fold(model, plan)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 

@@ -67,7 +67,7 @@ def turning(name, rope):
 @pytest.mark.skipif(not OLDER.is_dir() and "CI" not in os.environ, reason=f"no transformers 4 in {OLDER}: make test")
 @pytest.mark.parametrize("exports", [EXPORTS, pytest.param(REST, marks=pytest.mark.thorough)], ids=["some", "rest"])
 @pytest.mark.usefixtures("unproven")
-def test_exports_load_as_the_same_models_under_transformers_4(exports, tmp_path) -> None:
+def test_exports_load_as_the_same_models_under_transformers_4(exports, tmp_path):
     folders = []
     for format, kind in exports:
         if kind in ZOO.split():
