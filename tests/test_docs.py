@@ -21,6 +21,7 @@ import torch
 from pydantic import BaseModel
 from scipy.stats import norm
 
+from data.conftest import jsonl
 from families import zoo
 from skip.word_tokenizer import tokenizer, words
 
@@ -39,7 +40,7 @@ DIGITS = {"zeta_L": 2, "zeta_L-1": 2, "zeta_L-2": 2, "last_layer_displacement": 
 
 def text(path, mark=""):
     """A page with its lines joined, or its part after a mark."""
-    whole = (ROOT / path).read_text(encoding="utf-8")
+    whole = (ROOT / path).read_text()
     return " ".join((whole.split(f"<!-- {mark} -->")[1].split("<!-- end -->")[0] if mark else whole).split())
 
 
@@ -52,7 +53,7 @@ class Measured:
 
     def __init__(self, name):
         folder = DOCS / "gallery" / name
-        self.meta = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        self.meta = json.loads((folder / "results.json").read_text())
         assert not Path(self.meta["model"]["name"]).is_absolute()  # of the machine that measured it
         self.table = pd.read_parquet(folder / "results.parquet")
         self.layers = self.meta["model"]["num_layers"]
@@ -120,7 +121,7 @@ def test_the_gallerys_table_is_the_results(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_lambadas_rows_are_stored(name):
-    known = json.loads((DOCS / "gallery" / "lambada.json").read_text(encoding="utf-8"))[name]
+    known = json.loads((DOCS / "gallery" / "lambada.json").read_text())[name]
     cells = row(NAMES[name], "LAMBADA")
     assert cells[2:6] == [shown(*known[key], digits) for key, digits in DIGITS.items() if key in known]
     assert cells[6] == f"{known['median']:.3f}"
@@ -185,7 +186,7 @@ def test_the_readmes_first_numbers():
 
 
 def page(name):
-    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    return (DOCS / f"{name}.md").read_text()
 
 
 def test_every_number_of_the_tutorial():
@@ -247,7 +248,7 @@ def test_every_number_of_the_tutorial():
 def sentences_of_the_smaller_model():
     """Mark -> what docs/smaller.md says there, from the stored results of its commands."""
     stored = {name: DOCS / "gallery" / f"smaller-{name}" for name in ("plan", "healed", "bench")}
-    metas = {name: json.loads((folder / "results.json").read_text(encoding="utf-8")) for name, folder in stored.items()}
+    metas = {name: json.loads((folder / "results.json").read_text()) for name, folder in stored.items()}
     tables = {name: pd.read_parquet(folder / "results.parquet") for name, folder in stored.items()}
     plan, cost = metas["plan"]["plan"], metas["plan"]["plan"]["cost"]
     shares = {kind.split(",")[0]: 100 * share for kind, share in cost["target"]["time_shares"].items()}
@@ -329,7 +330,7 @@ class Removal(NamedTuple):
 
 def removals():
     """Number of removed blocks -> nats a token added, from the stored losses of every row."""
-    stored = json.loads((DOCS / "gallery" / "removal.json").read_text(encoding="utf-8"))
+    stored = json.loads((DOCS / "gallery" / "removal.json").read_text())
     tokens, losses, choosing = (np.array(stored[name]) for name in ("tokens", "losses", "choosing"))
     rows = len(tokens)
     found = {}
@@ -342,7 +343,7 @@ def removals():
 
 
 def test_the_table_of_removed_blocks():
-    stored = json.loads((DOCS / "gallery" / "removal.json").read_text(encoding="utf-8"))
+    stored = json.loads((DOCS / "gallery" / "removal.json").read_text())
     assert f"$ {stored['command']}\n" in page("results")
     assert f"bfloat16, not healed, {stored['measured']}." in page("results")
     assert f"added to {sum(stored['losses'][0]) / sum(stored['tokens']):.3f}," in page("results")
@@ -353,7 +354,7 @@ def test_the_table_of_removed_blocks():
 
 def test_the_frontier():
     """Loss added, its error and the ratios of times of every method, from the stored losses and times of every row."""
-    text_of_points = (DOCS / "gallery" / "frontier.jsonl").read_text(encoding="utf-8")
+    text_of_points = (DOCS / "gallery" / "frontier.jsonl").read_text()
     stored = {point["key"]: point["value"] for point in map(json.loads, text_of_points.splitlines())}
     lines = re.findall(r"^\| (1\.2|1\.19) \| (.*) \|$", page("results"), flags=re.MULTILINE)
     chosen = {tuple(re.findall(r"by (.*), seed 0, for (.*)", key)[0]) for key in stored if "seed 0, for" in key}
@@ -389,7 +390,7 @@ def test_the_frontier():
 @pytest.mark.parametrize(("model", "layers"), [("SmolLM2", 30), ("Gemma 3", 18)])
 def test_the_frontier_of_a_model_at_other_speeds(model, layers):
     file = DOCS / "gallery" / f"frontier-{model.split()[0].lower()}.jsonl"
-    stored = {p["key"]: p["value"] for p in map(json.loads, file.read_text(encoding="utf-8").splitlines())}
+    stored = {p["key"]: p["value"] for p in map(json.loads, file.read_text().splitlines())}
     parts, shares = stored["times of the parts, context 512"], {}
     for part in ("attention", "mlp"):
         shares[part] = (1 - np.median(np.divide(parts[f"{part} decode"], parts["whole decode"]))) / layers
@@ -459,12 +460,12 @@ def test_every_option_in_the_documentation_exists():
         *(ROOT / "examples").glob("*.py"),
         *(ROOT / "tests" / "fuzz").glob("*.py"),
     ]
-    stated = (re.findall(r'"(--[a-z][a-z0-9-]+)"', script.read_text(encoding="utf-8")) for script in scripts)
+    stated = (re.findall(r'"(--[a-z][a-z0-9-]+)"', script.read_text()) for script in scripts)
     every = OTHERS.union(*takes.values(), *stated)
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")):
         if path.name == "families.md":
             continue
-        written = path.read_text(encoding="utf-8")
+        written = path.read_text()
         strange = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", written)) - every
         assert not strange, (path.name, strange)
         for command in re.findall(r"^.*?\bfulldepth ((?:[^\n`#]|\\\n)+)", written, re.MULTILINE):
@@ -479,7 +480,7 @@ def test_every_setting_in_the_documentation_exists():
     classes = list(generated_pages.SETTINGS.values())
     known = {name for kind in classes for name in kind.model_fields}
     for path in (ROOT / "README.md", *DOCS.glob("*.md")):
-        given = re.findall(r"--set '?([a-z_]+)[.=]", path.read_text(encoding="utf-8"))
+        given = re.findall(r"--set '?([a-z_]+)[.=]", path.read_text())
         assert not (strange := set(given) - known - {"name", "key"}), (path.name, strange)
 
 
@@ -495,7 +496,7 @@ def test_generated_pages_list_every_command_setting_and_public_name():
         for name, field in kind.model_fields.items():
             assert f"`{name}`" in listed or f"`{name}." in listed
             assert field.description or isinstance(field.default, BaseModel) or name in UNDESCRIBED, name
-    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    nav = (ROOT / "mkdocs.yml").read_text()
     for name, content in generated_pages.api().items():
         assert name in nav
         assert content.count(":::") >= 1
@@ -532,11 +533,11 @@ def test_the_text_is_made_by_the_benchmark(tmp_path, monkeypatch):
 
 def test_the_table_of_families_is_of_the_version_that_make_installs():
     (stated,) = re.findall(r"classes of transformers ([\d.]+),", text("docs/families.md"))
-    assert f"transformers=={stated}\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert f"transformers=={stated}\n" in (ROOT / "constraints.txt").read_text()
 
 
 def test_the_documentation_is_built_with_its_warnings():
-    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").split("\ndocs:")[1].split("\n\n")[0]
+    recipe = (ROOT / "Makefile").read_text().split("\ndocs:")[1].split("\n\n")[0]
     assert "--strict" in recipe
     assert "--quiet" not in recipe  # it hides warnings, and strict mode counts none
 
@@ -544,11 +545,11 @@ def test_the_documentation_is_built_with_its_warnings():
 def test_the_snippet_on_skipping_runs_on_a_family_that_is_not_in_the_table(tmp_path, monkeypatch):
     """Cohere 2 adds both branches to one stream, which only the check of the parts finds."""
     rows = [{"prompt": words(n, n + 1), "response": " " + words(n + 2, n + 3)} for n in range(10)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    jsonl(tmp_path / "pairs.jsonl", *rows)
     monkeypatch.chdir(tmp_path)
     model = zoo.build("cohere2", "causal-lm", num_hidden_layers=5)
     names = {"model": model, "tokenizer": tokenizer(), "inputs": {"input_ids": torch.tensor([[3, 4]])}}
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "skipping.md").read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "skipping.md").read_text(), re.DOTALL)
     code, _, load = code.rpartition("model = load(")
     exec(code, names)
     assert load == '"fast/")\n'

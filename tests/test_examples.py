@@ -99,7 +99,7 @@ def test_int8():
 
 def executed(notebook):
     """Run the code cells of a notebook in one namespace; returns what each displays: the value of its last line."""
-    document = json.loads(notebook.read_text(encoding="utf-8"))
+    document = json.loads(notebook.read_text())
     assert (document["nbformat"], document["nbformat_minor"]) == (4, 5)
     assert not any(cell.get("outputs") for cell in document["cells"]), "outputs are not stored"
     namespace = {}

@@ -31,7 +31,7 @@ class Point(pydantic.BaseModel):
 @given(value=VALUES)
 def test_json_is_read_as_the_standard_library_reads_it(tmp_path_factory, value):
     path = tmp_path_factory.mktemp("json") / "value.json"
-    path.write_text(json.dumps(value), encoding="utf-8")
+    path.write_text(json.dumps(value))
     assert files.read_json(path) == value
 
 

@@ -84,7 +84,7 @@ def files(folder):
 
 @cache
 def parse(path):
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+    return ast.parse(path.read_text(), str(path))
 
 
 def module(path):
@@ -202,7 +202,7 @@ def test_files_and_functions_stay_short(folder):
     most_in_file, most_in_function = LIMITS[folder]
     long = []
     for path in files(folder):
-        lines = len(path.read_text(encoding="utf-8").splitlines())
+        lines = len(path.read_text().splitlines())
         if lines > most_in_file:
             long.append(f"{path.relative_to(ROOT)} has {lines} lines")
         for node in ast.walk(parse(path)):
@@ -256,7 +256,7 @@ def test_nothing_is_left_for_later():
         *(ROOT / "recipes").rglob("*.yaml"),
         ROOT / "Makefile",
     ]
-    left = [str(path.relative_to(ROOT)) for path in texts if promise.search(path.read_text(encoding="utf-8"))]
+    left = [str(path.relative_to(ROOT)) for path in texts if promise.search(path.read_text())]
     assert not left
 
 

@@ -29,7 +29,7 @@ FUNCTIONS = {
 
 def unguarded(path):
     """Uses of what only Unix has, in functions that do not ask whether it exists."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = ast.parse(path.read_text())
     found = []
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -166,6 +166,17 @@ def build(name, seed=0, dtype=torch.float32):
     return model.to(dtype).eval()
 
 
+def same_weights(one, other):
+    """Whether two models, or two state dicts, hold the same weights bit by bit."""
+    one, other = (held if isinstance(held, dict) else held.state_dict() for held in (one, other))
+    return one.keys() == other.keys() and all(torch.equal(one[name], weight) for name, weight in other.items())
+
+
+def gradients(model):
+    """Name -> gradient of the weights that have one."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 DESIGNS = [
     *(
         (name, None)

@@ -19,7 +19,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("api")
     paragraphs = [" ".join(p.split()) for p in builtin_texts("heldout")[0][:30_000].split("\n\n") if len(p) > 80]
     rows = "\n".join(json.dumps({"text": paragraph}) for paragraph in paragraphs)
-    (folder / "text.jsonl").write_text(rows, encoding="utf-8")
+    (folder / "text.jsonl").write_text(rows)
     train_tokenizer(paragraphs, vocab_size=300).save_pretrained(folder / "tokenizer")
     (folder / "mine.yaml").write_text("steps: 9\nseed: 5\nmodel: {hidden_size: 16, intermediate_size: 16}\n")
     results = fulldepth.train(

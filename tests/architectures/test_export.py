@@ -50,7 +50,7 @@ def run(program, cache, *arguments):
 @pytest.mark.parametrize("path", [*ROOM.glob("*_depth_llama.py"), *SKIPPED_CODE], ids=lambda path: path.name)
 def test_modelling_files_import_torch_transformers_and_each_other(path):
     siblings = {other.name for other in path.parent.glob("*.py")} - {"__init__.py"}
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             tops = [alias.name.split(".")[0] for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -16,7 +16,7 @@ def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     tiny_models.build("llama").save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-    (folder / "text.txt").write_text("\n\n".join(words(*range(n, n + 20)) for n in range(12)), encoding="utf-8")
+    (folder / "text.txt").write_text("\n\n".join(words(*range(n, n + 20)) for n in range(12)))
     return folder
 
 

@@ -43,7 +43,7 @@ def written(tmp_path):
         Image.new("RGB", (40, 20), (200, 0, 0)).save(tmp_path / folder / "b.png")
         Image.new("RGB", (20, 20), (0, 200, 0)).save(tmp_path / folder / "a.png")
         path = tmp_path / "instances.json"
-        path.write_text(json.dumps(content), encoding="utf-8")
+        path.write_text(json.dumps(content))
         return path
 
     return write

@@ -8,7 +8,7 @@ from refusals import refused
 def test_the_corpus_is_small_old_and_split_by_author():
     folder = files("fulldepth.data")
     assert len(folder.joinpath("corpus.txt.xz").read_bytes()) <= 4 * 2**20
-    notice = folder.joinpath("CORPUS.md").read_text(encoding="utf-8")
+    notice = folder.joinpath("CORPUS.md").read_text()
     authors = {"train": set(), "heldout": set()}
     for novel in novels():
         assert novel.year < 1929

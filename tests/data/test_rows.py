@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from scipy.stats import binomtest
 
+from data.conftest import jsonl
 from fulldepth.data import builtin_texts, files, open_documents, open_source, pack, train_tokenizer
 from fulldepth.data.examples import read_examples
 from fulldepth.data.opening import PIECE, open_data, sampled_texts, text_pieces
@@ -156,14 +157,14 @@ def test_a_limit_reaches_the_reader(tmp_path, monkeypatch):
     parsed, original = Counter(), files._json_row
     monkeypatch.setattr(files, "_json_row", lambda *row: parsed.update(["rows"]) or original(*row))
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(f'{{"text": "row {i}", "label": {i % 3}}}\n' for i in range(200_000)))
+    jsonl(path, *({"text": f"row {i}", "label": i % 3} for i in range(200_000)))
     records = open_source(path, limit=64).records
     assert len({record.text for record in records}) == 64
     assert parsed["rows"] == 65  # the first row states the columns
     assert all(record.text[4:] == str(int(record.where.split()[-1]) - 1) for record in records)
     parsed.clear()
     long = "one two three four five six seven eight nine ten " * 60
-    path.write_text("".join(json.dumps({"text": f"{i} {long}"}) + "\n" for i in range(5000)))
+    jsonl(path, *({"text": f"{i} {long}"} for i in range(5000)))
     source = open_source(path, limit=64, window=256)
     assert sum(len(record.text) for record in source.records) >= 32 * 64 * 256
     assert parsed["rows"] <= 500

@@ -102,7 +102,7 @@ def test_requests_targets_and_metrics_are_those_of_lm_eval(name, tmp_path):
 
 def test_hellaswag_prompts_of_the_real_file_capitalise_the_unfinished_sentence(shared_data):
     """3,243 of HellaSwag's 10,042 validation rows are captions, whose last sentence is unfinished."""
-    lines = (shared_data / "lm-eval/hellaswag_val.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (shared_data / "lm-eval/hellaswag_val.jsonl").read_text().splitlines()
     contexts = [json.loads(line)["context"] for line in lines]
     changed = [context for context in contexts if hellaswag_query(context) != context]
     assert hellaswag_query(contexts[0]) == "Roof shingle removal: A man is sitting on a roof. He"

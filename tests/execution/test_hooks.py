@@ -8,6 +8,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution import SITES, Activations, body_inputs, capture
 from fulldepth.hf import anatomy_candidates
 from refusals import refused
+from tiny_models import gradients
 
 
 def anatomy_of(model):
@@ -125,10 +126,6 @@ def penalty(h, after, normed):
 
 def text(model):
     return {"input_ids": tiny_models.inputs(model)["input_ids"][:1]}
-
-
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def test_gradients_through_captured_states_are_autograds():

@@ -22,7 +22,7 @@ from fulldepth.settings.exit import ExitSettings
 from refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-PAGE = verdicts.PAGE.read_text(encoding="utf-8")
+PAGE = verdicts.PAGE.read_text()
 TEXTS, IMAGES = "text-classification", "image-classification"
 DESIGNS = [
     ("causal-lm", "gemma2"),  # norms around the branches, soft cap
@@ -244,7 +244,7 @@ def test_a_type_without_fused_attention_is_trained(model_type, tmp_path):
     """BLOOM has eager attention only; XLNet has no limit of positions (-1)."""
     subject = stock(TEXTS, model_type, tmp_path)
     rows = "".join(f'{{"text": "{row["text"]}", "label": {row["label"]}}}\n' for row in subject.data * 2)
-    (tmp_path / "rows.jsonl").write_text(rows, encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text(rows)
     settings = {
         "task": TEXTS,
         "method": "aligned",

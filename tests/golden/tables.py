@@ -133,7 +133,7 @@ def trained(name):
         folder = Path(work)
         paragraphs = [" ".join(p.split()) for p in builtin_texts("heldout")[0][:60_000].split("\n\n")]
         lines = [json.dumps({"text": paragraph}) for paragraph in paragraphs if len(paragraph.split()) > 20]
-        (folder / "text.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
         tokenizer().save_pretrained(folder / "tokenizer")
         settings = {
             "model": MODEL,
@@ -148,7 +148,7 @@ def trained(name):
             "save_every": STEPS,
             **RECIPES[name],
         }
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
         command = ["fulldepth", "train", str(folder / "recipe.yaml"), "--output", str(folder / "run")]
         with patch.object(sys, "argv", command), redirect_stdout(StringIO()), suppress(SystemExit):
             main()
@@ -223,4 +223,4 @@ def write(name):
     table = MAKERS[name]()
     lines = [f" {json.dumps(row)}: {json.dumps(values)}" for row, values in table.items()]
     body = ",\n".join(lines)
-    path(name).write_text(f'{{"machine": {json.dumps(machine())}, "rows": {{\n{body}\n}}}}\n', encoding="utf-8")
+    path(name).write_text(f'{{"machine": {json.dumps(machine())}, "rows": {{\n{body}\n}}}}\n')

@@ -24,7 +24,7 @@ def close(found, expected, tolerance):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", tables.MAKERS)
 def test_numbers_are_those_of_before(name):
-    stored = json.loads(tables.path(name).read_text(encoding="utf-8"))
+    stored = json.loads(tables.path(name).read_text())
     rows = tables.MAKERS[name]()
     assert rows.keys() == stored["rows"].keys()
     same = stored["machine"] == tables.machine()

@@ -152,13 +152,13 @@ def _bytes(path):
 
 def _plain(path):
     if path.suffix == ".json":
-        return _timeless(json.loads(path.read_text(encoding="utf-8")), path.name)
+        return _timeless(json.loads(path.read_text()), path.name)
     if path.suffix == ".parquet":
         table = pd.read_parquet(path)
         return table[~table.measure.isin(TIMED_ROWS)].to_csv(float_format=str, index=False)
     if path.name == PAGE:
         results = Results.load(path.parent)
-        return path.read_text(encoding="utf-8") == reporting.render(results.table, results.meta)
+        return path.read_text() == reporting.render(results.table, results.meta)
     if path.name == "optimizer.pt":  # equal numbers, once read again, may be stored with other references
         return _numbers(torch.load(path, weights_only=True))
     return path.read_bytes()

@@ -54,7 +54,7 @@ def test_adapters_have_the_plain_gradient(kind):
 
 def test_measuring_an_adapted_model_is_measuring_the_merged_one(tmp_path):
     tokenizer = train_tokenizer([TEXT], vocab_size=300)
-    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    (tmp_path / "text.txt").write_text(TEXT)
     torch.manual_seed(0)
     base = tf.LlamaForCausalLM(tf.LlamaConfig(**{**DECODER, "vocab_size": len(tokenizer)}))
     model = adapted(lambda _, config: peft.get_peft_model(base, config)).float()

@@ -7,9 +7,9 @@ import torch
 import transformers as tf
 from torch.nn.functional import cross_entropy
 
+import tiny_models
 from fulldepth.losses import DepthTrainer, Objective, aligned_loss
 from fulldepth.training.evaluation import evaluate
-from losses import trained_step
 from losses.trained_step import collate, gradient, states_of
 from refusals import refused
 from tiny_models import build
@@ -38,7 +38,7 @@ def rows_of(many):
 def gradients(model, loss):
     model.zero_grad()
     loss.backward()
-    return trained_step.gradients(model)
+    return tiny_models.gradients(model)
 
 
 def test_aligned_training_of_experts_keeps_their_balance():

@@ -8,6 +8,7 @@ import torch
 from losses.trained_step import build, examples
 from losses.trained_step import trainer as trainer_of
 from refusals import refused
+from tiny_models import same_weights
 
 MARK = 95
 """A sequence that begins with this token breaks the model."""
@@ -56,6 +57,5 @@ def test_the_weights_stay_those_before_the_broken_step(where, words, tmp_path):
     broken = trainer(tmp_path / "bad", model, 6, 3, save_strategy="steps", save_steps=1)
     with refused(words):
         broken.train()
-    for name, weight in good.model.state_dict().items():
-        assert torch.equal(weight, model.state_dict()[name])
+    assert same_weights(model, good.model)
     assert sorted(path.name for path in (tmp_path / "bad").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]

@@ -4,13 +4,13 @@ mistakes that penalties refuse.
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 import torch
 import yaml
 
+from data.conftest import jsonl
 from fulldepth.cli import main
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.losses import (
@@ -49,17 +49,17 @@ def loudness(monkeypatch):
 @pytest.mark.usefixtures("loudness")
 def test_a_new_penalty_in_a_recipe(tmp_path, monkeypatch, capsys):
     texts = [" ".join(p.split()) for p in builtin_texts("heldout")[0][:30_000].split("\n\n") if len(p) > 100]
-    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+    text = jsonl(tmp_path / "text.jsonl", *({"text": text} for text in texts))
     train_tokenizer(texts, vocab_size=300).save_pretrained(tmp_path / "tokenizer")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     recipe = {
         "model": sizes,
-        "data": {"name": str(tmp_path / "text.jsonl"), "validation_share": 0.2, "validation_sequences": 4},
+        "data": {"name": str(text), "validation_share": 0.2, "validation_sequences": 4},
         "tokenizer": str(tmp_path / "tokenizer"),
         "objective": {"loudness": 0.1},
         **{"steps": 2, "global_batch_size": 2, "sequence_length": 16, "eval_every": 2},
     }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
 
     def run(*options):
         monkeypatch.setattr("sys.argv", ["fulldepth", "train", str(tmp_path / "recipe.yaml"), *options])
@@ -73,7 +73,7 @@ def test_a_new_penalty_in_a_recipe(tmp_path, monkeypatch, capsys):
     rows = results.table[(results.table.measure == "penalty") & (results.table.site == "loudness")]
     assert rows.value.tolist()[0] > 0
     assert results.meta["settings"]["objective"] == {"energy_warmup": 800, "loudness": 0.1}
-    assert "loudness (weight 0.1)" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8").lower()
+    assert "loudness (weight 0.1)" in (tmp_path / "run" / "report.html").read_text().lower()
 
 
 def settings(*arguments):

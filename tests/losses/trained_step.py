@@ -9,7 +9,7 @@ import torch
 import transformers as tf
 
 from fulldepth.losses import DepthTrainer, Objective
-from tiny_models import BUILDERS, VOCAB
+from tiny_models import BUILDERS, VOCAB, gradients
 
 ROWS, LENGTH = 8, 10
 
@@ -114,10 +114,6 @@ def close(got, expected, tolerance):
     scale = max(float(g.abs().max()) for g in expected.values())
     worst = max(float((got[n] - expected[n]).abs().max()) for n in expected)
     assert worst <= tolerance * scale, (worst, scale)
-
-
-def gradients(model):
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def same_step(model, expected, objective, batch, **options):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
 import transformers as tf
 
 import fulldepth
+from data.conftest import jsonl
 from measurement import oracle
 from metrics.oracle import cosines, psi
 from refusals import refused
@@ -47,7 +46,7 @@ def folder(request, tmp_path_factory, tokenizer):
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-    path.write_text("\n".join(json.dumps({"input": a, "target": b}) for a, b in PAIRS))
+    jsonl(path, *({"input": a, "target": b} for a, b in PAIRS))
     return path
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -12,6 +10,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 import fulldepth
+from data.conftest import jsonl
 from fulldepth.data import open_source, train_tokenizer
 from fulldepth.hf import load_processor
 from refusals import refused
@@ -36,7 +35,7 @@ def folder(tmp_path_factory):
     for index in range(1200, 1240):
         drawing(DIGITS.images[index]).save(path / f"{index}.png")
         rows.append({"image": str(path / f"{index}.png"), "text": CAPTIONS[DIGITS.target[index]]})
-    (path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    jsonl(path / "pairs.jsonl", *rows)
     return path
 
 

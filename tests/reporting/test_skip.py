@@ -221,7 +221,7 @@ def test_where_the_page_goes(root, tmp_path):
     made = [report(root / "out"), report([root / "out"]), report([root / "out"], place)]
     made.append(report([root / "curve", root / "out"]))
     assert made == [folder / "report.html" for folder in (root / "out", root / "out", place, root / "curve")]
-    assert all("results.parquet of each result folder" in path.read_text(encoding="utf-8") for path in made)
+    assert all("results.parquet of each result folder" in path.read_text() for path in made)
     assert (root / "curve" / "report.html").is_file()
     (tmp_path / "file").write_text("")
     with refused("file"):

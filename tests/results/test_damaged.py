@@ -48,10 +48,10 @@ class Ground:
         kind, verb = draw.choice(list(KINDS)), draw.choice(("report", "report", "compare", "together"))
         folder = self.root / f"case-{seed}"
         self.made[kind].save(folder, page=False)
-        document = json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))
+        document = json.loads((folder / DOCUMENT).read_text())
         if draw.random() < 0.9:
             del document["table"]  # an earlier version's: the table is read whatever it holds
-            (folder / DOCUMENT).write_text(json.dumps(document), encoding="utf-8")
+            (folder / DOCUMENT).write_text(json.dumps(document))
         change_content(draw, folder / draw.choice((DOCUMENT, DOCUMENT, TABLE)))
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
         try:

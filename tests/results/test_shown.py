@@ -76,7 +76,7 @@ def test_show_opens_the_page_or_displays_it_in_a_frame(monkeypatch, tmp_path):
     path = measured().show()
     assert path is not None
     assert opened == [path.as_uri()]
-    assert path.read_text(encoding="utf-8") == reporting.render(measured().table, measured().meta)
+    assert path.read_text() == reporting.render(measured().table, measured().meta)
     monkeypatch.setattr(results_folder, "notebook_display", lambda: lambda framed: shown.append(framed._repr_html_()))
     assert measured().show() is None
     assert shown[0].startswith('<iframe sandbox="allow-scripts allow-downloads" srcdoc="&lt;!doctype html')

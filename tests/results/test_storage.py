@@ -53,11 +53,11 @@ def results(value, groups=4):
 
 def stored(folder, **entries):
     """Change entries of a document. No table is named any more, so that it may be any; influences may be any, too."""
-    document = json.loads((folder / DOCUMENT).read_text(encoding="utf-8")) | entries
+    document = json.loads((folder / DOCUMENT).read_text()) | entries
     document.pop("table", None)
     frame = (folder / GROUPS).read_bytes()
     document["influences"] = {"sha256": hashlib.sha256(frame).hexdigest(), "bytes": len(frame)}
-    (folder / DOCUMENT).write_text(json.dumps(document), encoding="utf-8")
+    (folder / DOCUMENT).write_text(json.dumps(document))
     return folder
 
 
@@ -71,13 +71,13 @@ def named_pages(monkeypatch):
 def test_a_kill_at_any_file_operation_never_mixes_two_results(tmp_path, named_pages):
     folder = results(1.0).save(tmp_path / "out")
     _, copies = moments(folder, tmp_path / "copies", lambda: results(2.0).save(folder))
-    refused = []
+    mixed = []
     without_page, values = 0, set()
     for copy in copies:
         try:
             found = Results.load(copy)
         except TableMismatchError as error:
-            refused.append(error)
+            mixed.append(error)
             assert not (copy / PAGE).exists()
         else:
             (value,) = set(found.table["value"])
@@ -94,10 +94,10 @@ def test_a_kill_at_any_file_operation_never_mixes_two_results(tmp_path, named_pa
         )
     assert values == {1.0, 2.0}
     assert len(copies) > 5
-    assert len(refused) >= 2, "between the three renames"
+    assert len(mixed) >= 2, "between the three renames"
     assert without_page, "after the old page was removed"
-    assert all("interrupted while it was written" in str(error) for error in refused)
-    assert {error.meta["model"]["name"] for error in refused} == {"model-1.0"}
+    assert all("interrupted while it was written" in str(error) for error in mixed)
+    assert {error.meta["model"]["name"] for error in mixed} == {"model-1.0"}
 
 
 def test_a_document_that_names_no_table_is_an_earlier_version_s(tmp_path):
@@ -239,7 +239,7 @@ def test_what_is_saved_is_loaded_and_other_tools_read_it(tmp_path):
     read = pq.read_table(folder / TABLE).to_pylist()
     assert [tuple(row.values())[:5] for row in read] == [row[:5] for row in rows]
     assert list(read[0]) == COLUMNS
-    assert json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))["note"] == "ünï</script>"
+    assert json.loads((folder / DOCUMENT).read_text())["note"] == "ünï</script>"
     assert again.influences is not None
     pd.testing.assert_frame_equal(again.influences, one.influences, check_dtype=False)
     np.testing.assert_array_equal(again.influences.loc[0, "group_0":"group_3"], [0, 0.5, 1, 1.5])

@@ -142,9 +142,9 @@ def test_every_shipped_recipe_fits_its_verb(name):
 
 def test_a_file_is_read_and_an_empty_one_changes_nothing(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("seed: 3\nwords: [no, yes]\n", encoding="utf-8")
+    path.write_text("seed: 3\nwords: [no, yes]\n")
     assert read(path, "measure") == {"seed": 3, "words": ["no", "yes"]}
-    path.write_text("# nothing\n", encoding="utf-8")
+    path.write_text("# nothing\n")
     assert read(str(path), "measure") == {}
 
 
@@ -172,7 +172,7 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
 )
 def test_a_broken_or_hostile_file_is_refused_in_one_line(tmp_path, content, message):
     path = tmp_path / "broken.yaml"
-    path.write_text(content, encoding="utf-8")
+    path.write_text(content)
     with refused(message) as caught:
         read(path, "measure")
     said = str(caught.value)

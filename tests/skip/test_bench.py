@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from data.conftest import jsonl
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples, read_examples
 from fulldepth.execution.latency import Runner
@@ -169,9 +169,8 @@ def test_losses_are_those_of_stock_passes_on_the_same_sequences(folders):
 
 def test_losses_are_read_from_files_as_a_search_reads_them(folders, tmp_path):
     texts = [" ".join(f"w{(7 * row + 3 * at) % 80}" for at in range(9 + row)) for row in range(10)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    file = str(jsonl(tmp_path / "data.jsonl", *({"text": text} for text in texts)))
     tokenizer().save_pretrained(tmp_path / "words")
-    file = str(tmp_path / "data.jsonl")
     searched = read_examples(file, tokenizer(), 64, sequence_length=8, limit=14)
     original = AutoModelForCausalLM.from_pretrained(folders / "original").eval()
     made = plan(original, [1], values=None, data={"hash": searched.meta["hash"]}, search="greedy")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pandas as pd
 import pytest
 
+from data.conftest import jsonl
 from fulldepth.data.examples import read_examples
 from fulldepth.execution import verify
 from fulldepth.hf.model_hash import model_hash
@@ -35,7 +35,7 @@ def checkpoint(tmp_path):
     folder = tmp_path / "model"
     build("llama").save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, PAIRS)), encoding="utf-8")
+    jsonl(tmp_path / "pairs.jsonl", *PAIRS)
     return str(folder)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import yaml
 
+from data.conftest import jsonl
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.settings import layer, read
 from fulldepth.settings.train import TrainSettings
@@ -67,11 +66,6 @@ def without_times(table):
     return table[~table.measure.isin(timed)].reset_index(drop=True)
 
 
-def jsonl(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 def sentences(path, count, seed=0):
     """Sentences of two to six words, whose class is that of their words."""
     rng, rows = np.random.default_rng(seed), []
@@ -107,7 +101,7 @@ def recipe(sources, tmp_path):
             merged = isinstance(value, dict) and "checkpoint" not in value
             settings[key] = {**settings.get(key, {}), **value} if merged else value
         path = tmp_path / "recipe.yaml"
-        path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+        path.write_text(yaml.safe_dump(settings))
         return path
 
     return write

@@ -18,6 +18,7 @@ from fulldepth.settings import layer
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.model import build_config, build_model, reads_later_tokens, special_tokens
 from refusals import refused
+from tiny_models import same_weights
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2}
@@ -53,9 +54,8 @@ def test_weights_from_a_seed_are_those_of_transformers():
     model = made(asked({"seed": 7}, **SIZES))
     assert torch.equal(torch.random.get_rng_state(), before)
     torch.manual_seed(7)
-    stock = tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, vocab_size=VOCAB, max_position_embeddings=TIME)).state_dict()
-    assert model.state_dict().keys() == stock.keys()
-    assert all(torch.equal(weight, stock[name]) for name, weight in model.state_dict().items())
+    stock = tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, vocab_size=VOCAB, max_position_embeddings=TIME))
+    assert same_weights(model, stock)
     assert model.training
     other = made(asked({"seed": 8}, **SIZES))
     assert not torch.equal(other.lm_head.weight, model.lm_head.weight)
@@ -99,7 +99,7 @@ def test_a_checkpoint_goes_on_as_it_is(checkpoint):
     model = made(asked(checkpoint=checkpoint, attention_dropout=0.1))
     assert model.config.attention_dropout == 0.1
     assert model.config.max_position_embeddings == 64
-    assert all(torch.equal(weight, stock.state_dict()[name]) for name, weight in model.state_dict().items())
+    assert same_weights(model, stock)
     torch.testing.assert_close(model.eval()(tokens()).logits, stock(tokens()).logits, atol=1e-6, rtol=0)
 
 
@@ -112,7 +112,7 @@ def test_added_weights_are_drawn_from_the_seed_and_the_rest_is_the_checkpoints(c
     added = {name for name in first if "router" in name}
     assert added
     assert all(torch.equal(first[name], stock[name]) for name in stock)
-    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert same_weights(first, same)
     assert all(not torch.equal(first[name], other[name]) for name in added)
     tree = made(asked(type="depth_llama", checkpoint=checkpoint, residual="tree", tree={"2": [0, 1]})).state_dict()
     assert {name for name in tree.keys() - stock.keys() if "tree_norms" in name} == tree.keys() - stock.keys()

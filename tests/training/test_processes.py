@@ -25,6 +25,7 @@ from fulldepth.results import Results
 from fulldepth.settings import layer
 from fulldepth.training import TrainSettings, train
 from refusals import refused
+from tiny_models import same_weights
 from training.conftest import ENCODER, GPT2, sentences, settings
 from training.conftest import MODEL as LLAMA
 from two_processes import fulldepth
@@ -145,7 +146,7 @@ def trained(made_once, sources, two_processes):
                 recipe["model"] = {"checkpoint": str(folder / "start")}
                 recipe["objective"] = {"distillation": {"teacher": str(folder / "start"), "temperature": 2.0}}
             path = folder / "recipe.yaml"
-            path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+            path.write_text(yaml.safe_dump(recipe))
             types = two_processes(by_two, path, folder / "two", kind == "sharded")
             (folder / "types.json").write_text(json.dumps(types[0]))
             train(alone(path), folder / "one")
@@ -238,7 +239,7 @@ def test_a_sharded_run_is_resumed_to_the_same_bytes_and_by_other_processes(train
             assert code == 0, error
         assert_same(run / "checkpoint-4", whole)
     again, before = (weights(run / "checkpoint-4") for run in (tmp_path / "two", trained("tied", "sharded") / "two"))
-    assert all(torch.equal(again[name], weight) for name, weight in before.items())
+    assert same_weights(again, before)
     shutil.rmtree(tmp_path / "two")
     run = interrupted("two")
     train(alone(recipe), run, resume=True)

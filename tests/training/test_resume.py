@@ -25,6 +25,7 @@ from fulldepth.training.folder import resume_notes
 from fulldepth.training.text import rows_hash
 from fulldepth.training.trainer import RunTrainer
 from refusals import refused
+from tiny_models import same_weights
 from training.conftest import settings, without_times
 
 EVERYTHING = {
@@ -40,9 +41,8 @@ def weights(run, step=8):
     return load_file(run / f"checkpoint-{step}" / "model.safetensors")
 
 
-def same_weights(one, two, step=8):
-    left, right = weights(one, step), weights(two, step)
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+def same(one, two, step=8):
+    return same_weights(weights(one, step), weights(two, step))
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_kill_and_resume_is_bit_equal(whole, tmp_path, monkeypatch):
         train(settings(path), tmp_path / "cut")
     monkeypatch.setattr(RunTrainer, "training_step", step)
     resumed = train(settings(path), tmp_path / "cut", resume=True)
-    assert same_weights(folder, tmp_path / "cut")
+    assert same(folder, tmp_path / "cut")
     pd.testing.assert_frame_equal(without_times(resumed.table), without_times(Results.load(folder).table))
 
 
@@ -90,7 +90,7 @@ def test_a_half_written_checkpoint_is_skipped(damage, whole, tmp_path):
     lines = []
     train(settings(path), run, resume=True, watcher=Watcher(say=lines.append))
     assert any("checkpoint-3" in line for line in lines)
-    assert same_weights(folder, run)
+    assert same(folder, run)
 
 
 def test_sigterm_saves_and_says_where(recipe, tmp_path, monkeypatch, capsys):
@@ -152,7 +152,7 @@ def test_a_full_disk_names_the_last_whole_checkpoint(recipe, tmp_path, monkeypat
     monkeypatch.undo()
     train(settings(path), tmp_path / "run", resume=True)
     train(settings(path), tmp_path / "whole")
-    assert same_weights(tmp_path / "run", tmp_path / "whole")
+    assert same(tmp_path / "run", tmp_path / "whole")
 
 
 def test_weights_that_are_saved_under_other_names_are_resumed_too(recipe, tmp_path):
@@ -161,7 +161,7 @@ def test_weights_that_are_saved_under_other_names_are_resumed_too(recipe, tmp_pa
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoint-4")
     train(chosen, tmp_path / "again", resume=True)
-    assert same_weights(tmp_path / "again", tmp_path / "whole", 4)
+    assert same(tmp_path / "again", tmp_path / "whole", 4)
 
 
 @pytest.mark.parametrize("changed", ["text", "validation", "tokenizer", "model", "batch"])
@@ -180,11 +180,11 @@ def test_a_run_does_not_go_on_with_other_data_or_another_model(changed, recipe, 
     shutil.rmtree(run / "checkpoint-2")
     if changed == "tokenizer":  # the same name, the same number of tokens, other ids
         file = paths["tokenizer"] / "tokenizer.json"
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text())
         ids = content["model"]["vocab"]
         one, two = (token for token in ids if token in ("e", "t"))
         ids[one], ids[two] = ids[two], ids[one]
-        file.write_text(json.dumps(content), encoding="utf-8")
+        file.write_text(json.dumps(content))
     elif changed == "model":
         seal = run / "checkpoint-1" / "complete.json"
         document = json.loads(seal.read_text())
@@ -193,8 +193,8 @@ def test_a_run_does_not_go_on_with_other_data_or_another_model(changed, recipe, 
     elif changed == "batch":
         chosen = chosen.model_copy(update={"micro_batch_size": 4})
     else:
-        rows = paths[changed].read_text(encoding="utf-8").splitlines()
-        paths[changed].write_text("\n".join(rows[::-1]) + "\n", encoding="utf-8")
+        rows = paths[changed].read_text().splitlines()
+        paths[changed].write_text("\n".join(rows[::-1]) + "\n")
     before = resume_notes(run / "checkpoint-1").origin
     name = {"model": "model configuration", "batch": "batch of orthogonality"}.get(changed, "training data")
     with refused(f"The {name} differs: {before[name][:19]}"):

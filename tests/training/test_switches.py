@@ -16,6 +16,7 @@ from fulldepth.skip.exports.formats import as_stock
 from fulldepth.training.model import build_config, build_model
 from fulldepth.training.plan import plan
 from refusals import refused
+from tiny_models import same_weights
 
 BATCH, TIME, WIDTH, LAYERS, VOCAB = 4, 16, 32, 3, 64
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
@@ -114,4 +115,4 @@ def test_a_new_switch_starts_from_a_stock_checkpoint_and_keeps_its_own_start(tmp
     off = asked({"checkpoint": str(tmp_path)})
     back = as_stock(build_model(config_of(off), off))
     assert type(back) is tf.LlamaForCausalLM
-    assert all(torch.equal(back.state_dict()[name], weight) for name, weight in stock.state_dict().items())
+    assert same_weights(back, stock)

@@ -25,10 +25,10 @@ SMALL += ["model.hidden_size=32", "model.intermediate_size=48", "model.num_hidde
 
 def test_the_output_of_datatrove_gives_the_losses_of_the_same_text(sources, tmp_path):
     """Two local tasks, one for each file."""
-    lines, texts = sources[0].read_text(encoding="utf-8").splitlines(), tmp_path / "texts"
+    lines, texts = sources[0].read_text().splitlines(), tmp_path / "texts"
     texts.mkdir()
     for number in range(2):
-        (texts / f"{number}.jsonl").write_text("\n".join(lines[number::2]), encoding="utf-8")
+        (texts / f"{number}.jsonl").write_text("\n".join(lines[number::2]))
     end = json.loads((sources[1] / "tokenizer_config.json").read_text())["eos_token"]
     tokenizer = DocumentTokenizer(
         output_folder=str(tmp_path / "tokens"),

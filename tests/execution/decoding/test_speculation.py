@@ -160,9 +160,9 @@ def test_a_decoder_is_a_loop_for_generate():
         "output_scores": True,
         "num_beams": 2,
     }.items():
-        refused = {**options, "return_dict_in_generate": True, name: value}
+        wrong = {**options, "return_dict_in_generate": True, name: value}
         with refused(name):
-            model.generate(**prompts, **refused, custom_generate=decoder)
+            model.generate(**prompts, **wrong, custom_generate=decoder)
     with refused("another model"):
         decoders.build("llama").generate(**prompts, **options, custom_generate=decoder)
     for other in ("bert", "mamba"):

@@ -52,7 +52,7 @@ def main(ids_file, *folders):
     for folder in map(Path, folders):
         torch.save(logits(load(folder), ids), folder / "logits.pt")
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        (folder / "tokens.json").write_text(json.dumps(tokenizer("w5 w9").input_ids), encoding="utf-8")
+        (folder / "tokens.json").write_text(json.dumps(tokenizer("w5 w9").input_ids))
     print(transformers.__version__)
 
 

@@ -68,13 +68,13 @@ def prepared(name, blocks, granularity="attention", **options):
 )
 def test_every_format_gives_the_plans_logits_in_a_fresh_process(name, format, granularity, blocks, tmp_path):
     model, plan, expected = prepared(name, blocks, granularity)
-    before = {n: w.clone() for n, w in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     report = export(plan, model, format, tmp_path / "made" / "here", tokenizer=tokenizer())
     assert [path.name for path in report.path.parent.iterdir()] == ["here"]
     assert report.logit_error < 1e-4
     assert report.verified or format == "decilm"
     assert report.bytes == sum(path.stat().st_size for path in report.path.iterdir())
-    assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
+    assert tiny_models.same_weights(model, before)
     assert relative(logits(load(report.path)), expected) < 1e-4
     notes = json.loads((report.path / NOTES).read_text())
     assert (notes["plan"], notes["format"], notes["logit_error"]) == (plan.document(), format, report.logit_error)

@@ -76,8 +76,8 @@ def test_shards_hold_what_transformers_saves(family, tmp_path):
     fold(model, plan)
     model.save_pretrained(tmp_path / "stock")
     expected, got = weights(tmp_path / "stock"), weights(made)
-    assert index["weight_map"].keys() == expected.keys() == got.keys()
-    assert all(torch.equal(weight, got[name]) for name, weight in expected.items())
+    assert index["weight_map"].keys() == expected.keys()
+    assert tiny_models.same_weights(got, expected)
     with torch.no_grad():
         again = AutoModelForCausalLM.from_pretrained(made).eval()(input_ids=ids()).logits
         assert torch.equal(again, model(input_ids=ids()).logits)
