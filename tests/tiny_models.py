@@ -9,38 +9,13 @@ from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
 
 VOCAB, WIDTH, HEADS, LAYERS = 96, 32, 4, 3
 
-DECODER = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-ENCODER = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "max_position_embeddings": 64,
-    "num_labels": 3,
-}
-VISION = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "image_size": 16,
-    "patch_size": 4,
-    "num_labels": 3,
-}
-CLIP_TEXT = {**ENCODER, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0, "projection_dim": 16}
+SIZES = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+MARKS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+PLAIN = {**SIZES, **MARKS, "vocab_size": VOCAB, "num_key_value_heads": 2, "max_position_embeddings": 64}
+DECODER = {**PLAIN, "head_dim": 8}
+ENCODER = {**SIZES, "vocab_size": VOCAB, "max_position_embeddings": 64, "num_labels": 3}
+VISION = {**SIZES, "image_size": 16, "patch_size": 4, "num_labels": 3}
+CLIP_TEXT = {**ENCODER, **MARKS, "projection_dim": 16}
 GEMMA = {**DECODER, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 8}
 
 
@@ -83,71 +58,71 @@ def _depth_llama(**switches):
 
 
 GPT2 = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64, "pad_token_id": 0}
-NEOX = {k: v for k, v in DECODER.items() if k not in ("num_key_value_heads", "head_dim")}
+NEOX = {**SIZES, **MARKS, "vocab_size": VOCAB, "max_position_embeddings": 64}
+
+
+def built(kind, **options):
+    """A function that makes a model from its configuration."""
+    return lambda: kind(kind.config_class(**options))
+
 
 BUILDERS = {
-    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**DECODER)),
-    "llama-classifier": lambda: tf.LlamaForSequenceClassification(tf.LlamaConfig(**DECODER, num_labels=3)),
+    "llama": built(tf.LlamaForCausalLM, **DECODER),
+    "llama-classifier": built(tf.LlamaForSequenceClassification, **DECODER, num_labels=3),
     "depth_llama": _depth_llama,
     "depth_llama-tree": lambda: _depth_llama(residual="tree", tree={1: (-1, 0), 2: (0, 1)}),
     "depth_llama-hyper": lambda: _depth_llama(residual="hyper", num_streams=2),
     "depth_llama-static": lambda: _depth_llama(memory="static"),
     "depth_llama-dynamic": lambda: _depth_llama(memory="dynamic", residual="tree"),
     "depth_llama-kv": lambda: _depth_llama(memory="kv", kv_init="public"),
-    "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**DECODER)),
-    "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**DECODER)),
-    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**DECODER)),
-    "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**GEMMA, final_logit_softcapping=3.0)),
-    "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**GEMMA)),
-    "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)),
-    "gpt2-classifier": lambda: tf.GPT2ForSequenceClassification(tf.GPT2Config(**GPT2, num_labels=3)),
-    "gpt_neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**NEOX)),
-    "gpt_neox-serial": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**NEOX, use_parallel_residual=False)),
-    "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**ENCODER)),
-    "bert-classifier": lambda: tf.BertForSequenceClassification(tf.BertConfig(**ENCODER)),
-    "bert-pretraining": lambda: tf.BertForPreTraining(tf.BertConfig(**ENCODER)),
-    "bert-bare": lambda: tf.BertModel(tf.BertConfig(**ENCODER)),
-    "roberta": lambda: tf.RobertaForMaskedLM(tf.RobertaConfig(**ENCODER)),
-    "roberta-classifier": lambda: tf.RobertaForSequenceClassification(tf.RobertaConfig(**ENCODER)),
-    "vit": lambda: tf.ViTForImageClassification(tf.ViTConfig(**VISION)),
-    "deit": lambda: tf.DeiTForImageClassification(tf.DeiTConfig(**VISION)),
+    "mistral": built(tf.MistralForCausalLM, **DECODER),
+    "qwen2": built(tf.Qwen2ForCausalLM, **DECODER),
+    "qwen3": built(tf.Qwen3ForCausalLM, **DECODER),
+    "gemma2": built(tf.Gemma2ForCausalLM, **GEMMA, final_logit_softcapping=3.0),
+    "gemma3": built(tf.Gemma3ForCausalLM, **GEMMA),
+    "gpt2": built(tf.GPT2LMHeadModel, **GPT2),
+    "gpt2-classifier": built(tf.GPT2ForSequenceClassification, **GPT2, num_labels=3),
+    "gpt_neox": built(tf.GPTNeoXForCausalLM, **NEOX),
+    "gpt_neox-serial": built(tf.GPTNeoXForCausalLM, **NEOX, use_parallel_residual=False),
+    "bert": built(tf.BertForMaskedLM, **ENCODER),
+    "bert-classifier": built(tf.BertForSequenceClassification, **ENCODER),
+    "bert-pretraining": built(tf.BertForPreTraining, **ENCODER),
+    "bert-bare": built(tf.BertModel, **ENCODER),
+    "roberta": built(tf.RobertaForMaskedLM, **ENCODER),
+    "roberta-classifier": built(tf.RobertaForSequenceClassification, **ENCODER),
+    "vit": built(tf.ViTForImageClassification, **VISION),
+    "deit": built(tf.DeiTForImageClassification, **VISION),
     "clip": lambda: _clip("CLIPModel"),
     "clip-classifier": lambda: _clip("CLIPForImageClassification"),
-    "clip-text": lambda: tf.CLIPTextModelWithProjection(tf.CLIPTextConfig(**CLIP_TEXT)),
-    "clip-vision": lambda: tf.CLIPVisionModel(tf.CLIPVisionConfig(**VISION)),
+    "clip-text": built(tf.CLIPTextModelWithProjection, **CLIP_TEXT),
+    "clip-vision": built(tf.CLIPVisionModel, **VISION),
     "detr": _detr,
     "detr-auxiliary": lambda: _detr(auxiliary_loss=True),
 }
 """Families of the table, with the heads that each row knows."""
 
 UNLISTED = {
-    "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**{k: v for k, v in DECODER.items() if k != "head_dim"})),
-    "opt": lambda: tf.OPTForCausalLM(
-        tf.OPTConfig(
-            vocab_size=VOCAB,
-            hidden_size=WIDTH,
-            word_embed_proj_dim=WIDTH,
-            ffn_dim=48,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            max_position_embeddings=64,
-        )
+    "olmo2": built(tf.Olmo2ForCausalLM, **PLAIN),
+    "opt": built(
+        tf.OPTForCausalLM,
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        word_embed_proj_dim=WIDTH,
+        ffn_dim=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        max_position_embeddings=64,
     ),
-    "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**{k: v for k, v in DECODER.items() if k != "head_dim"})),
-    "granite": lambda: tf.GraniteForCausalLM(
-        tf.GraniteConfig(
-            **{k: v for k, v in DECODER.items() if k != "head_dim"}, residual_multiplier=0.3, logits_scaling=4.0
-        )
+    "llama-tied": built(tf.LlamaForCausalLM, **DECODER, tie_word_embeddings=True),
+    "phi3": built(tf.Phi3ForCausalLM, **PLAIN),
+    "granite": built(tf.GraniteForCausalLM, **PLAIN, residual_multiplier=0.3, logits_scaling=4.0),
+    "cohere": built(tf.CohereForCausalLM, **PLAIN, logit_scale=0.25),
+    "falcon": built(
+        tf.FalconForCausalLM, vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS
     ),
-    "cohere": lambda: tf.CohereForCausalLM(
-        tf.CohereConfig(**{k: v for k, v in DECODER.items() if k != "head_dim"}, logit_scale=0.25)
-    ),
-    "falcon": lambda: tf.FalconForCausalLM(
-        tf.FalconConfig(vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS)
-    ),
-    "electra": lambda: tf.ElectraForMaskedLM(tf.ElectraConfig(**ENCODER, embedding_size=WIDTH)),
-    "distilbert": lambda: tf.DistilBertForMaskedLM(
-        tf.DistilBertConfig(vocab_size=VOCAB, dim=WIDTH, hidden_dim=48, n_layers=LAYERS, n_heads=HEADS)
+    "electra": built(tf.ElectraForMaskedLM, **ENCODER, embedding_size=WIDTH),
+    "distilbert": built(
+        tf.DistilBertForMaskedLM, vocab_size=VOCAB, dim=WIDTH, hidden_dim=48, n_layers=LAYERS, n_heads=HEADS
     ),
 }
 """Families that only the structural finder can know."""
@@ -156,14 +131,26 @@ UNLISTED = {
 def build(name, seed=0, dtype=torch.float32):
     """A tiny model in evaluation mode, with weights large enough that every part matters."""
     torch.manual_seed(seed)
-    model = (BUILDERS | UNLISTED)[name]()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter.ndim == 1:  # gains and biases that are not 1 and 0 catch a forgotten norm or bias
-                parameter.add_(0.3 * torch.randn_like(parameter))
-            elif "embed" not in parameter_name:
-                parameter.mul_(4.0)
-    return model.to(dtype).eval()
+    return strengthened((BUILDERS | UNLISTED)[name](), 4.0).to(dtype).eval()
+
+
+@torch.no_grad()
+def strengthened(model, factor):
+    """The model with larger matrices, and gains and biases that are not 1 and 0, to catch a forgotten norm or bias."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        elif "embed" not in name:
+            parameter.mul_(factor)
+    return model
+
+
+@torch.no_grad()
+def shaken(model, size=0.1):
+    """The model, no weight of which is at its start."""
+    for weight in model.parameters():
+        weight.add_(size * torch.randn_like(weight))
+    return model
 
 
 def same_weights(one, other):

@@ -13,6 +13,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from architectures.combinations import KINDS, build, configuration, llama_configuration, padded, randomise, tokens
 from fulldepth.architectures import DepthLlamaForCausalLM
+from marks import thorough
+from tiny_models import gradients
 
 
 @pytest.fixture
@@ -119,17 +121,14 @@ def test_adapters_on_projections_count_although_routing_folds_their_weights(name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(n, marks=pytest.mark.thorough) for n in ("tree-dynamic", "hyper")), "kv"]
-)
+@pytest.mark.parametrize("name", [*(thorough(n) for n in ("tree-dynamic", "hyper")), "kv"])
 def test_a_compiled_model_gives_the_same_loss_and_gradients(name):
     changes = {"tree": {1: (-1, 0)}} if name.startswith("tree") else {}
     model, ids = build(name, num_hidden_layers=3, **changes).train(), tokens()
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    expected = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+    expected = gradients(model)
     model.zero_grad()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager")
     compiled(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    for key, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-9, atol=1e-12, msg=key)
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)

@@ -17,6 +17,7 @@ import tiny_models
 from architectures.combinations import build, tokens
 from fulldepth import architectures
 from fulldepth.architectures import SKIPPED, DepthLlamaConfig
+from marks import thorough
 
 ROOM = Path(architectures.__file__).parent / "depth_llama"
 SKIPPED_CODE = [path for path in (ROOM.parent / "skipped").glob("*.py") if path.stem != "__init__"]
@@ -73,7 +74,7 @@ def test_a_skipped_checkpoint_loads_through_the_auto_classes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tree-dynamic", pytest.param("hyper", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ["tree-dynamic", thorough("hyper")])
 def test_a_checkpoint_lives_on_without_this_package(name, tmp_path):
     """Loaded, trained and saved elsewhere under every Auto class, it comes back to us with equal outputs."""
     model, ids = build(name, dtype=torch.float32), tokens()

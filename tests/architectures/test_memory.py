@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -73,6 +74,15 @@ class Case:
         return [*outputs, *torch.autograd.grad(outputs, self.leaves, self.top)]
 
 
+@contextmanager
+def tiles(size):
+    """The smallest tiles, however little memory they take."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_depth_llama, "SMALLEST_TILE", size)
+        patch.setattr(memory_depth_llama, "CPU_TILE_ELEMENTS", 1)
+        yield
+
+
 @settings(max_examples=20)
 @given(
     st.sampled_from(KINDS),
@@ -87,9 +97,7 @@ class Case:
 )
 def test_outputs_and_gradients_are_the_pseudocodes(kind, seed, sizes, tile):
     case = Case(kind, seed, **sizes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_depth_llama, "SMALLEST_TILE", tile)
-        patch.setattr(memory_depth_llama, "CPU_TILE_ELEMENTS", 1)
+    with tiles(tile):
         ours = case.outcome(case.ours)
     torch.testing.assert_close(ours, case.outcome(case.pseudocode), **CLOSE)
 
@@ -109,9 +117,7 @@ def test_routed_heads_are_the_plain_sum(seed, sizes, tile):
         torch.einsum("hms,mbtsd->bthd", weights, torch.stack(layers).unflatten(-1, (heads, width))).flatten(2)
         for layers in (keys, values)
     ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_depth_llama, "SMALLEST_TILE", tile)
-        patch.setattr(memory_depth_llama, "CPU_TILE_ELEMENTS", 1)
+    with tiles(tile):
         ours = route_key_value(keys, values, weights)
         with torch.no_grad():
             torch.testing.assert_close(list(route_key_value(keys, values, weights)), plain, **CLOSE)

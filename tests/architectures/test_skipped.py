@@ -13,6 +13,7 @@ from transformers import AutoConfig, DynamicCache, StaticCache
 import tiny_models
 from architectures.test_decoding import in_pieces
 from fulldepth.architectures import SKIPPED, DeciLMConfig, DeciLMForCausalLM
+from skip import plain
 
 LAYERS = tiny_models.LAYERS
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "gpt_neox", "gpt_neox-serial"]
@@ -30,22 +31,11 @@ def skipped(model, attention=(), mlp=(), **values):
     return found.to(model.dtype)
 
 
-def blocks(model):
-    return model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
-
-
 def zeroed(model, attention=(), mlp=()):
     """A copy of the stock model in which these branches give zeros."""
     model = copy.deepcopy(model)
-    gemma = model.config.model_type.startswith("gemma")
-    names = ("post_attention_layernorm", "post_feedforward_layernorm") if gemma else ("self_attn attn attention", "mlp")
-    for which, layers in zip(names, (attention, mlp), strict=True):
-        for layer in layers:
-            block = blocks(model)[layer - 1]
-            module = next(getattr(block, name) for name in which.split() if hasattr(block, name))
-            module.register_forward_hook(
-                lambda _, __, out: (torch.zeros_like(out[0]), *out[1:]) if isinstance(out, tuple) else out * 0
-            )
+    plain.zero(model, attention, "attention")
+    plain.zero(model, mlp, "mlp")
     return model
 
 

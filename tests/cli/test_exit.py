@@ -6,16 +6,14 @@ import json
 
 import pytest
 
-import tiny_models
 from fulldepth.settings.exit import file_size
-from skip.word_tokenizer import tokenizer, words
+from skip.word_tokenizer import checkpoint as saved
+from skip.word_tokenizer import words
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tiny_models.build("llama").save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    folder = saved(tmp_path_factory.mktemp("model"))
     (folder / "text.txt").write_text("\n\n".join(words(*range(n, n + 20)) for n in range(12)))
     return folder
 

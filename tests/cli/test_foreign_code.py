@@ -11,6 +11,7 @@ import yaml
 
 import tiny_models
 from data.conftest import jsonl
+from marks import thorough
 from skip import planned, word_tokenizer
 
 EVIL = """
@@ -73,7 +74,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param("known", marks=pytest.mark.thorough), "unknown"])
+@pytest.mark.parametrize("kind", [thorough("known"), "unknown"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_command_runs_code_of_a_checkpoint(main, house, tmp_path, name, kind):
     model = str(house / kind)

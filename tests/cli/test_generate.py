@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import tiny_models
 from fulldepth import exit
 from fulldepth.results import Results
 from refusals import refused
@@ -18,10 +17,7 @@ from skip import word_tokenizer
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("generate") / "model"
-    tiny_models.build("llama").save_pretrained(folder)
-    word_tokenizer.tokenizer().save_pretrained(folder)
-    return folder
+    return word_tokenizer.checkpoint(tmp_path_factory.mktemp("generate") / "model")
 
 
 @pytest.fixture

@@ -8,18 +8,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, default_data_coll
 from transformers import modeling_flash_attention_utils as flash
 
 import fulldepth.architectures  # noqa: F401  registers depth_llama
+import tiny_models
 from fulldepth.data import flatten_windows
 from fulldepth.losses import Objective
 from refusals import refused
 from tiny_models import gradients
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES = {**tiny_models.SIZES, "num_key_value_heads": 2}
 KINDS = {
     "llama": SIZES,
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0},

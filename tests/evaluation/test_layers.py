@@ -16,6 +16,7 @@ from fulldepth.evaluation.harness import Answers, LayerReader, layered_model
 from fulldepth.evaluation.local_tasks import local_task
 from fulldepth.execution.verify import prove
 from fulldepth.hf.truncation import truncated
+from marks import thorough
 from refusals import refused
 from skip import word_tokenizer
 
@@ -189,7 +190,7 @@ FAMILIES = ["gemma2", "cohere", "depth_llama-hyper"]
 FURTHER = ["gpt2", "gemma3", "gpt_neox", "granite", "depth_llama-dynamic"]
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.thorough) for name in FURTHER)])
+@pytest.mark.parametrize("name", [*FAMILIES, *(thorough(name) for name in FURTHER)])
 def test_families(name, tmp_path):
     """Soft caps, scaled logits, parallel blocks, sliding windows, learned positions, several streams."""
     words = word_tokenizer.words

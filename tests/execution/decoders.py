@@ -8,14 +8,12 @@ import transformers as tf
 import tiny_models as tm
 
 tm.UNLISTED |= {
-    "mistral-window": lambda: tf.MistralForCausalLM(tf.MistralConfig(**tm.DECODER, sliding_window=6)),
-    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**tm.DECODER, num_local_experts=4)),
-    "bloom": lambda: tf.BloomForCausalLM(
-        tf.BloomConfig(vocab_size=tm.VOCAB, hidden_size=tm.WIDTH, n_layer=tm.LAYERS, n_head=tm.HEADS)
+    "mistral-window": tm.built(tf.MistralForCausalLM, **tm.DECODER, sliding_window=6),
+    "mixtral": tm.built(tf.MixtralForCausalLM, **tm.DECODER, num_local_experts=4),
+    "bloom": tm.built(
+        tf.BloomForCausalLM, vocab_size=tm.VOCAB, hidden_size=tm.WIDTH, n_layer=tm.LAYERS, n_head=tm.HEADS
     ),
-    "mamba": lambda: tf.MambaForCausalLM(
-        tf.MambaConfig(vocab_size=tm.VOCAB, hidden_size=tm.WIDTH, num_hidden_layers=tm.LAYERS)
-    ),
+    "mamba": tm.built(tf.MambaForCausalLM, vocab_size=tm.VOCAB, hidden_size=tm.WIDTH, num_hidden_layers=tm.LAYERS),
 }
 DECODERS = [
     *("llama", "qwen2", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_neox-serial", "opt", "phi3", "granite", "olmo2"),
@@ -26,7 +24,10 @@ FLOAT32 = ("gemma2", "bloom", "mixtral")
 
 
 def build(name, *, late=1.0, seed=0):
-    """A decoder in float64 where possible; `late` < 1 shrinks the layers after the first, so that drafts agree."""
+    """A decoder in float64 where possible, without an end of text.
+
+    `late` < 1 shrinks the layers after the first, so that drafts agree.
+    """
     torch.manual_seed(seed)
     model = tm.build(name, seed=seed, dtype=torch.float32 if name in FLOAT32 else torch.float64)
     blocks = max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
@@ -35,6 +36,7 @@ def build(name, *, late=1.0, seed=0):
             for part, parameter in block.named_parameters():
                 if parameter.ndim > 1 or part.endswith("bias"):
                     parameter.mul_(late)
+    model.generation_config.eos_token_id = None
     return model
 
 

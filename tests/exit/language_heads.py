@@ -25,25 +25,9 @@ FAMILIES = {
 ENCODERS = {"bert": "bert.encoder.layer"}
 
 
-def _build(name):
-    if name == "llama-tied":
-        config = tf.LlamaConfig(**tiny_models.DECODER, tie_word_embeddings=True)
-        model = tf.LlamaForCausalLM(config)
-    else:
-        return tiny_models.build(name)
-    with torch.no_grad():
-        for part, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-            elif "embed" not in part:
-                parameter.mul_(4.0)
-    return model.eval()
-
-
 def write(name, folder, *, scale=0.7):
     """Files of a model, a tokenizer and heads, written by transformers and safetensors."""
-    torch.manual_seed(0)
-    model = _build(name)
+    model = tiny_models.build(name)
     own = model.get_output_embeddings().weight
     model.save_pretrained(folder)
     tokens = tokenizer()

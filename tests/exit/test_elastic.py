@@ -12,7 +12,7 @@ from exit.conftest import sharpened, taught
 from fulldepth import exit
 from fulldepth.losses import add_exit_heads
 from refusals import refused
-from skip.word_tokenizer import tokenizer
+from skip.word_tokenizer import checkpoint, tokenizer
 
 
 @torch.no_grad()
@@ -88,11 +88,10 @@ def test_what_cannot_be_exported_is_refused(tmp_path, options, name):
 
 
 def test_a_damaged_tokenizer_is_not_copied(tmp_path, without_fresh_process):
-    tiny_models.build("llama").save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    content = bytearray((tmp_path / "model" / "tokenizer.json").read_bytes())
+    file = checkpoint(tmp_path / "model") / "tokenizer.json"
+    content = bytearray(file.read_bytes())
     content[300:302] = b"\xe7 "  # no UTF-8
-    (tmp_path / "model" / "tokenizer.json").write_bytes(content)
+    file.write_bytes(content)
     with refused(r"tokenizer\.json"):
         exit.export_layers(tmp_path / "model", tmp_path / "x", layers=1)
     assert not (tmp_path / "x").exists()

@@ -19,6 +19,7 @@ from fulldepth.data import open_source, prepare
 from fulldepth.exit import Decoder, export_layers, sweep
 from fulldepth.hf import open_model, save_exit_heads, truncated
 from fulldepth.losses import Objective
+from marks import thorough
 from refusals import refused
 from skip.word_tokenizer import words
 
@@ -27,7 +28,7 @@ DECODED = [
     "llama-tied",
     "gemma2",
     "granite",
-    *(pytest.param(n, marks=pytest.mark.thorough) for n in ("llama", "cohere")),
+    *(thorough(n) for n in ("llama", "cohere")),
 ]
 TIED = ("gpt2", "llama-tied", "gemma2", "cohere")
 

@@ -10,6 +10,7 @@ import transformers as tf
 import fulldepth
 from families import zoo
 from families.stock import word_tokenizer
+from marks import thorough
 from refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -20,7 +21,7 @@ ROWS = [
 ]
 
 
-RARE = [pytest.param(name, marks=pytest.mark.thorough) for name in ("UMT5", "LongT5", "SwitchTransformers")]
+RARE = [thorough(name) for name in ("UMT5", "LongT5", "SwitchTransformers")]
 
 
 def tiny(name):

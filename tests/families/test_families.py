@@ -19,6 +19,7 @@ from fulldepth.hf import copy_to_exit_heads, exit_weights, open_model, save_exit
 from fulldepth.hf.exit_heads import output_layer
 from fulldepth.losses import Objective, add_exit_heads
 from fulldepth.settings.exit import ExitSettings
+from marks import thorough
 from refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -239,7 +240,7 @@ def test_the_refusal_of_a_network_of_stages_says_why(tmp_path):
         fulldepth.measure(subject.folder, subject.data)
 
 
-@pytest.mark.parametrize("model_type", [pytest.param("bloom", marks=pytest.mark.thorough), "xlnet"])
+@pytest.mark.parametrize("model_type", [thorough("bloom"), "xlnet"])
 def test_a_type_without_fused_attention_is_trained(model_type, tmp_path):
     """BLOOM has eager attention only; XLNet has no limit of positions (-1)."""
     subject = stock(TEXTS, model_type, tmp_path)

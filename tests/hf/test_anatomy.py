@@ -78,9 +78,7 @@ def test_projections_are_every_weight_matrix_of_every_block():
 
 
 def test_the_finder_takes_a_model_of_one_block():
-    config = tf.Olmo2Config(
-        **{k: v for k, v in tiny_models.DECODER.items() if k != "head_dim"} | {"num_hidden_layers": 1}
-    )
+    config = tf.Olmo2Config(**tiny_models.PLAIN | {"num_hidden_layers": 1})
     model = tf.Olmo2ForCausalLM(config).eval()
     assert verify(anatomy_candidates(model), tiny_models.inputs(model)).anatomy.num_layers == 1
 

@@ -18,6 +18,7 @@ import gguf_files
 import tiny_models
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import load_checkpoint, load_tokenizer
+from marks import thorough
 from refusals import refuses
 
 IDS = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -30,11 +31,7 @@ def model():
         vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=64, tie_word_embeddings=True, rope_theta=5e4,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.05)
-    return model
+    return tiny_models.shaken(LlamaForCausalLM(config).eval(), 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +44,7 @@ def logits(model):
         return model(IDS).logits
 
 
-DECODER = {key: value for key, value in tiny_models.DECODER.items() if key != "head_dim"} | {"vocab_size": 300}
+DECODER = tiny_models.PLAIN | {"vocab_size": 300}
 GPT2 = {"vocab_size": 300, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1}
 FAMILIES = {
     "Qwen2": DECODER,
@@ -68,17 +65,12 @@ FAMILIES = {
 RARE = ("Qwen2", "Phi3", "Starcoder2", "StableLm", "Nemotron", "Mistral")
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.thorough) if name in RARE else name for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", [thorough(name) if name in RARE else name for name in FAMILIES])
 def test_every_family_has_the_stock_logits(family, tmp_path):
     torch.manual_seed(0)
     config_class = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
     name = f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-    model = getattr(transformers, name)(config_class(**FAMILIES[family])).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.1)
+    model = tiny_models.shaken(getattr(transformers, name)(config_class(**FAMILIES[family])).eval())
     loaded = load_checkpoint(gguf_files.write(tmp_path / "tiny.gguf", model), device="cpu").model
     torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
 

@@ -28,6 +28,7 @@ from fulldepth.skip.plan import Plan
 from fulldepth.skip.search import search
 from fulldepth.training import TrainSettings, train
 from kills.moments import differences, moments, resumed
+from marks import thorough
 from skip import planned, word_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
@@ -145,10 +146,7 @@ def applying(home, output):
     [
         training,
         searching,
-        *(
-            pytest.param(rare, marks=pytest.mark.thorough)
-            for rare in (classifying, series, responding, applying, evaluating)
-        ),
+        *(thorough(rare) for rare in (classifying, series, responding, applying, evaluating)),
     ],
 )
 def test_a_run_killed_at_any_moment_comes_to_the_same_end(sources, tmp_path, command):
@@ -212,8 +210,8 @@ def verdict(fresh, again):
 @pytest.mark.parametrize(
     ("command", "outcome"),
     [
-        pytest.param(series, "refused", marks=pytest.mark.thorough),
-        pytest.param(searching, "refused", marks=pytest.mark.thorough),
+        thorough(series, "refused"),
+        thorough(searching, "refused"),
         (training, "refused"),
         (evaluating, "same"),
     ],

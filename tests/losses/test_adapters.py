@@ -16,6 +16,7 @@ import fulldepth
 from fulldepth.data import train_tokenizer
 from fulldepth.losses import Objective, ObjectiveMixin
 from losses.trained_step import WEIGHTS, collate, examples, gradients, plain_loss, same_step
+from marks import thorough
 from refusals import refused
 from tiny_models import BUILDERS, DECODER
 
@@ -34,9 +35,7 @@ def adapted(wrap=peft.get_peft_model, **options):
     return model.double().train()
 
 
-@pytest.mark.parametrize(
-    "kind", ["LoRA", "the last layer alone", "mixed", pytest.param("compiled", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("kind", ["LoRA", "the last layer alone", "mixed", thorough("compiled")])
 def test_adapters_have_the_plain_gradient(kind):
     options = {"layers_to_transform": [2]} if kind == "the last layer alone" else {}
     wrap = partial(peft.get_peft_model, mixed=True) if kind == "mixed" else peft.get_peft_model

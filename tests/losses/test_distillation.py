@@ -10,7 +10,7 @@ from scipy.special import rel_entr, softmax
 from fulldepth.losses import Objective, distillation_loss
 from losses.trained_step import build, close, collate, examples, gradient, gradients, kept, same_step
 from refusals import refused
-from tiny_models import BUILDERS
+from tiny_models import BUILDERS, shaken
 
 VOCAB, TEMPERATURE = 50, 1.7
 
@@ -53,11 +53,7 @@ def test_only_the_logits_themselves_are_kept_whole():
 def other(name="llama"):
     """A teacher that is not the model."""
     torch.manual_seed(9)
-    model = BUILDERS[name]().double().train()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.1 * torch.randn_like(weight))
-    return model
+    return shaken(BUILDERS[name]().double().train())
 
 
 def plain(model, teacher, batch, weight):

@@ -9,7 +9,7 @@ import transformers as tf
 from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
 from fulldepth.losses import DepthTrainer
 from refusals import refused
-from tiny_models import BUILDERS
+from tiny_models import BUILDERS, SIZES
 
 RATE, ROUTERS, DECAY = 0.25, 0.5, 0.125  # powers of two: the factors are exact
 
@@ -33,8 +33,7 @@ def shrunk(model, folder, **options):
 
 
 def memory_model():
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-    return DepthLlamaForCausalLM(DepthLlamaConfig(vocab_size=64, memory="dynamic", **sizes))
+    return DepthLlamaForCausalLM(DepthLlamaConfig(vocab_size=64, memory="dynamic", **SIZES))
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,8 @@ import math
 
 import pytest
 import torch
-import yaml
 
-from data.conftest import jsonl
-from fulldepth.cli import main
-from fulldepth.data import builtin_texts, train_tokenizer
+from cli.conftest import main  # noqa: F401
 from fulldepth.losses import (
     TERMS,
     Term,
@@ -27,6 +24,7 @@ from fulldepth.settings import assignments, layer
 from fulldepth.training import TrainSettings
 from fulldepth.training.trainer import make_objective, resolved
 from refusals import refused
+from training.conftest import recipe, sources  # noqa: F401
 
 
 class Loudness(Term):
@@ -47,28 +45,9 @@ def loudness(monkeypatch):
 
 
 @pytest.mark.usefixtures("loudness")
-def test_a_new_penalty_in_a_recipe(tmp_path, monkeypatch, capsys):
-    texts = [" ".join(p.split()) for p in builtin_texts("heldout")[0][:30_000].split("\n\n") if len(p) > 100]
-    text = jsonl(tmp_path / "text.jsonl", *({"text": text} for text in texts))
-    train_tokenizer(texts, vocab_size=300).save_pretrained(tmp_path / "tokenizer")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    recipe = {
-        "model": sizes,
-        "data": {"name": str(text), "validation_share": 0.2, "validation_sequences": 4},
-        "tokenizer": str(tmp_path / "tokenizer"),
-        "objective": {"loudness": 0.1},
-        **{"steps": 2, "global_batch_size": 2, "sequence_length": 16, "eval_every": 2},
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-
-    def run(*options):
-        monkeypatch.setattr("sys.argv", ["fulldepth", "train", str(tmp_path / "recipe.yaml"), *options])
-        with pytest.raises(SystemExit) as end:
-            main()
-        assert not end.value.code
-        return capsys.readouterr().out
-
-    run("--output", str(tmp_path / "run"))
+def test_a_new_penalty_in_a_recipe(tmp_path, recipe, main):  # noqa: F811
+    path = recipe(objective={"loudness": 0.1}, steps=2, eval_every=2, save_every=2)
+    assert main("train", path, "--output", tmp_path / "run")[0] == 0
     results = Results.load(tmp_path / "run")
     rows = results.table[(results.table.measure == "penalty") & (results.table.site == "loudness")]
     assert rows.value.tolist()[0] > 0

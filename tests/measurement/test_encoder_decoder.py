@@ -10,8 +10,9 @@ import transformers as tf
 import fulldepth
 from data.conftest import jsonl
 from measurement import oracle
-from metrics.oracle import cosines, psi
+from metrics.oracle import cosines, steps
 from refusals import refused
+from tiny_models import shaken
 
 PAIRS = [
     ("translate: the cat sat", "le chat"),
@@ -33,12 +34,8 @@ MODELS = {
 @pytest.fixture(scope="module", params=MODELS)
 def folder(request, tmp_path_factory, tokenizer):
     torch.manual_seed(0)
-    model = MODELS[request.param]()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
     place = tmp_path_factory.mktemp(request.param) / request.param
-    model.save_pretrained(place)
+    shaken(MODELS[request.param]()).save_pretrained(place)
     tokenizer.save_pretrained(place)
     return place
 
@@ -69,7 +66,7 @@ def test_both_stacks(folder, rows, tokenizer):
         right.append((output.logits.argmax(-1) == labels)[0].double())
     for name, parts in states.items():
         h = np.concatenate(parts, axis=1)  # [L+1, N, D]
-        np.testing.assert_allclose(results.values("displacement", "mean", name), psi(h[:-1], h[1:]).mean(1), rtol=1e-6)
+        np.testing.assert_allclose(results.values("displacement", "mean", name), steps(h).mean(1), rtol=1e-6)
         similar = cosines(h[0], h[-1]).mean()
         assert results.values("cosine", "mean_raw", name, other=len(h) - 1).iloc[0] == pytest.approx(similar, rel=1e-6)
     for name, values, rel in (("lens_loss", losses, 1e-5), ("lens_accuracy", right, 1e-9)):

@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers as tf
 
-from fulldepth import cli
 from fulldepth.measurement import lens
 from fulldepth.progress import Watcher
 from fulldepth.results import PAGE, Results
@@ -63,18 +62,14 @@ def test_a_long_text_is_shown_whole_or_said_to_be_cut(trained, tokenizer):
     assert any("40 tokens and cut" in line for line in said)
 
 
-def test_command(trained, monkeypatch, capsys, tmp_path):
-    def run(*words, stdin=""):
-        monkeypatch.setattr(sys, "argv", ["fulldepth", "lens", str(trained), *map(str, words)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as leaving:
-            cli.main()
-        assert not leaving.value.code
-        return capsys.readouterr().out
-
-    rows = json.loads(run(TEXT, "--top-k", 2, "--json"))
-    assert rows == lens(trained, TEXT, top_k=2).lens().to_dict("records")
-    grid = run("-", "--output", tmp_path / "out", stdin=TEXT).splitlines()
+def test_command(trained, monkeypatch, main, tmp_path):
+    code, shown, _ = main("lens", trained, TEXT, "--top-k", 2, "--json")
+    rows = json.loads(shown)
+    assert (code, rows) == (0, lens(trained, TEXT, top_k=2).lens().to_dict("records"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(TEXT))
+    code, shown, _ = main("lens", trained, "-", "--output", tmp_path / "out")
+    assert code == 0
+    grid = shown.splitlines()
     tops = [row["top_token"].strip() for row in rows if row["layer"] == 3 and row["rank"] == 1]
     assert grid[1].split()[0] == "3"  # the last layer is on top
     assert [word.strip("·") for word in grid[1].split()[1:3]] == [top[:11] for top in tops[:2]]

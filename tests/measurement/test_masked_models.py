@@ -10,7 +10,7 @@ import transformers as tf
 
 from fulldepth.measurement import measure
 from measurement import oracle
-from metrics.oracle import of_lens, psi
+from metrics.oracle import of_lens, steps
 
 T, N = 16, 5
 FEW = {"order": "first", "max_sequences": N, "sequence_length": T, "batch_size": N, "dtype": "float64"}
@@ -22,7 +22,7 @@ def check_clean(results, model, ids):
     """Displacement is that of the text as it is; BERT has no final norm, so its last hidden state is the stream."""
     states = np.stack([h.numpy() for h in model(input_ids=ids, output_hidden_states=True).hidden_states])
     np.testing.assert_allclose(
-        results.values("displacement", "mean", "residual"), psi(states[:-1], states[1:]).mean((1, 2)), rtol=1e-9
+        results.values("displacement", "mean", "residual"), steps(states).mean((1, 2)), rtol=1e-9
     )
 
 

@@ -9,7 +9,7 @@ import transformers as tf
 
 from fulldepth.measurement import measure
 from measurement import oracle
-from metrics.oracle import cosines, mmd, nc1, of_lens, plain_cka, plain_coherence, psi, ratio, zeta
+from metrics.oracle import cosines, mmd, nc1, of_lens, plain_cka, plain_coherence, psi, ratio, steps, zeta
 
 T, N = 16, 9
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
@@ -67,7 +67,7 @@ def test_displacement_norms_and_similarity(results, taps, suffix, start):
 
 def test_jump_rate_and_the_normed_reading(results, taps, model):
     states = taps[0]
-    mean = psi(states[:-1], states[1:]).mean((1, 2))
+    mean = steps(states).mean((1, 2))
     expected = {layer: zeta(mean, layer) for layer in (2, 3)}
     assert results.values("jump_rate", "value").to_dict() == pytest.approx(expected, rel=1e-9)
     with torch.no_grad():
@@ -118,7 +118,7 @@ def test_text_classifier(checkpoint, ragged_tsv, ragged_texts, bert_tokenizer):
     inputs = [dict(bert_tokenizer(text, return_tensors="pt")) for text, _ in ragged_texts]  # one by one: no padding
     states = np.stack([oracle.taps(model, "bert.encoder.layer", each)[0][:, 0, 0] for each in inputs], 1)
     logits = np.concatenate(oracle.exits(model, "bert.encoder.layer", *inputs), 1)
-    np.testing.assert_allclose(results.values("displacement", "mean"), psi(states[:-1], states[1:]).mean(1), **EXACT)
+    np.testing.assert_allclose(results.values("displacement", "mean"), steps(states).mean(1), **EXACT)
     np.testing.assert_allclose(results.values("nc1", "value")[1:], [nc1(x, labels) for x in states[1:]], **SINGLE)
     accuracy, loss, _ = of_lens(logits, labels)
     np.testing.assert_allclose(results.values("lens_accuracy", "mean"), accuracy, **EXACT)

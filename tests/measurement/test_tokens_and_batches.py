@@ -13,7 +13,7 @@ from fulldepth.hf import load_processor
 from fulldepth.measurement import measure
 from fulldepth.metrics import nc1
 from measurement import oracle
-from metrics.oracle import cosines, psi
+from metrics.oracle import cosines, steps
 from refusals import refused
 
 KEYS = ["measure", "site", "layer", "other", "statistic"]
@@ -58,9 +58,7 @@ def test_policies_choose_tokens(checkpoint, ragged_tsv, ragged_texts, tokenizer,
     kept = np.concatenate(states, axis=1)
     rows = results.table.query("measure == 'displacement' and site == 'residual'")
     assert set(rows["count"][~rows.statistic.str.contains("no-first")]) == {kept.shape[1]}
-    np.testing.assert_allclose(
-        results.values("displacement", "mean", "residual"), psi(kept[:-1], kept[1:]).mean(1), rtol=1e-9
-    )
+    np.testing.assert_allclose(results.values("displacement", "mean", "residual"), steps(kept).mean(1), rtol=1e-9)
     similar = cosines(kept[0], kept[2]).mean()
     assert results.values("cosine", "mean_raw", other=2)[0] == pytest.approx(similar, rel=1e-9)
     assert bool(results.table.statistic.str.endswith(":no-first").any()) is (policy == "all")
@@ -95,9 +93,7 @@ def test_policies_for_images(checkpoint, picture_folder, family, policy, chosen)
     kept = cut.get(chosen, states[:, :, 1:].mean(2, keepdims=True))
     labels = np.repeat([record.label for record in source.records], kept.shape[2])
     flat = kept.reshape(len(kept), -1, kept.shape[-1])
-    np.testing.assert_allclose(
-        results.values("displacement", "mean", "residual"), psi(flat[:-1], flat[1:]).mean(1), rtol=1e-7
-    )
+    np.testing.assert_allclose(results.values("displacement", "mean", "residual"), steps(flat).mean(1), rtol=1e-7)
     expected = [nc1(torch.from_numpy(h), torch.tensor(labels)).item() for h in flat]
     np.testing.assert_allclose(results.values("nc1", "value"), expected, rtol=1e-3)
     right = (output.logits.argmax(-1).numpy() == [record.label for record in source.records]).mean()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from functools import partial
 from itertools import islice, product
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,7 +20,6 @@ POLICY = {"name": "all", "sentence": "Every token counts; padding never does."}
 VERSIONS = {"fulldepth": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "python": "3.11.9"}
 FACTORS = (("mean", 1), ("standard_error", 0.01), ("std", 0.3), ("p05", 0.55), ("p50", 0.95), ("p95", 1.6))
 """Statistic of the displacement -> its value over the mean."""
-Rows = list[tuple[Any, ...]]
 
 
 def row(measure, layer, value, statistic="mean", site="residual", other=None, count=TOKENS, unit="1"):

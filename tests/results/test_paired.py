@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,10 +11,9 @@ import pytest
 from fulldepth.results import Results, compare, gathered, groups_entry, tabulate
 from fulldepth.results.differences import difference_errors, is_paired, step_interval
 from fulldepth.uncertainty import deal, quantile, ratio_error, ratio_influence
+from marks import thorough
 from metrics.oracle import of_ratio
 from reporting.synthetic import row
-
-Array = np.ndarray[Any, Any]
 
 
 def result(values, weights, documents, measure="displacement", step=1):
@@ -64,9 +62,7 @@ def two_models(seed, difference, count=120, layers=1):
     return *(result(one, weights, documents) for one in sums), sums, weights, documents
 
 
-@pytest.mark.parametrize(
-    ("trials", "least", "most"), [(15, 0.90, 0.98), pytest.param(150, 0.935, 0.965, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize(("trials", "least", "most"), [(15, 0.90, 0.98), thorough(150, 0.935, 0.965)])
 def test_the_paired_interval_holds_the_true_difference_and_is_narrow(trials, least, most):
     """Over 40 layers with noise of their own in each trial."""
     held, ratios = [], []

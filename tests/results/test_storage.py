@@ -7,9 +7,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -115,9 +113,6 @@ def test_a_changed_or_missing_file_is_refused_before_it_is_parsed(tmp_path, monk
     (folder / name).unlink()
     with refused(name):
         Results.load(folder)
-
-
-Damage = Callable[[Path], object]
 
 
 def entry(**entries):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -24,6 +24,8 @@ BRANCHES = {
 """Model type -> the modules whose output a block adds to its stream, read in the source of transformers; of all others
 `self_attn` and `mlp`."""
 VOCAB = 19
+BLANK = Example(torch.arange(3, 9), torch.full((6,), -100), 0)
+"""None of its tokens counts."""
 
 
 def blocks_of(model):
@@ -36,16 +38,24 @@ def branches_of(model):
     return BRANCHES.get(model.config.model_type, ("self_attn", "mlp"))
 
 
-@contextmanager
-def zeroed(model, removed, granularity):
-    """Branches of 1-based layers, or of pairs of a layer and a part, that add nothing."""
+def zero(model, removed, granularity=""):
+    """Let branches of 1-based layers, or of pairs of a layer and a part, add nothing; the hooks that do it."""
     attention, mlp = branches_of(model)
     names = {"attention": (attention,), "mlp": (mlp,), "layer": (attention, mlp)}
     pairs = [one if isinstance(one, tuple) else (one, granularity) for one in removed]
-    with ExitStack() as hooks:
-        for module in (blocks_of(model)[layer - 1].get_submodule(n) for layer, part in pairs for n in names[part]):
-            hooks.callback(module.register_forward_hook(_zeros).remove)
+    modules = (blocks_of(model)[layer - 1].get_submodule(name) for layer, part in pairs for name in names[part])
+    return [module.register_forward_hook(_zeros) for module in modules]
+
+
+@contextmanager
+def zeroed(model, removed, granularity):
+    """Branches that add nothing inside `with`."""
+    hooks = zero(model, removed, granularity)
+    try:
         yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _zeros(module, args, output):

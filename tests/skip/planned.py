@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import resource
+import signal
 from contextlib import contextmanager
 
 import torch
@@ -17,6 +19,7 @@ from fulldepth.skip.exports import fold
 from fulldepth.skip.outcome import outcome
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.problem import prepared
+from refusals import refused
 from skip.plain import blocks_of as layers
 from skip.plain import branches_of
 
@@ -104,6 +107,19 @@ def scale(model, factors):
         for name, part in zip(branches_of(model), ("att", "mlp"), strict=True):
             b, s = own[f"b_{part}"], own[f"s_{part}"]
             block.get_submodule(name).register_forward_hook(lambda m, args, output, b=b, s=s: mix(output, b, s))
+
+
+@contextmanager
+def full_disk():
+    """The system refuses to write more than 20,000 bytes into any file, and the block ends with the refusal."""
+    limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with refused("Cannot write"):
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
 
 
 @contextmanager

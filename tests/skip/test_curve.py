@@ -13,6 +13,7 @@ from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.skip.curve import FEWEST, LEVEL, curve, find_breakpoint
 from fulldepth.skip.plan import Plan
+from marks import thorough
 from refusals import refused
 from skip import plain
 from skip.word_tokenizer import tokenizer, words
@@ -52,7 +53,7 @@ def test_a_closed_form_without_noise_is_found_exactly(kink):
     assert found.excess == pytest.approx(0.28)
 
 
-@pytest.mark.parametrize("kink", [3, pytest.param(7, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kink", [3, thorough(7)])
 def test_a_break_is_found_in_noise(kink):
     found = [find_breakpoint(noisy(hinge(kink), 300, s), np.ones(300), seed=s, resamples=200) for s in range(20)]
     assert sum(one.blocks == kink for one in found) >= 14
@@ -100,7 +101,7 @@ def test_the_answer_depends_on_the_seed_of_the_resamples_and_not_on_how_far_the_
     assert first.confidence != other.confidence
 
 
-THOROUGH = [pytest.param(n, share, 1000, marks=pytest.mark.thorough) for n in (5, 12, 40) for share in (0.3, 0.7)]
+THOROUGH = [thorough(n, share, 1000) for n in (5, 12, 40) for share in (0.3, 0.7)]
 
 
 @pytest.mark.parametrize(("documents", "share", "draws"), [(5, 0.5, 200), (20, 0.5, 200), *THOROUGH])

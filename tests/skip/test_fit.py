@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional
 
 import tiny_models as tm
-from fulldepth.data.batches import Example
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.memory import AllocationTracker
 from fulldepth.execution.scoring import Scorer
@@ -152,14 +151,11 @@ def test_gradient_checkpointing_keeps_one_state_a_layer():
     assert many_peak - many < 2 * (many_all - few_all) / 6 + 4 * state  # a whole block beside the states that are kept
 
 
-BLANK = Example(torch.arange(3, 9), torch.full((6,), -100), 0)
-
-
 @pytest.mark.parametrize(
     ("words", "changes"),
     [
         ("layer 6", {"blocks": {6}}),
-        ("no examples", {"train": [BLANK]}),
+        ("no examples", {"train": [plain.BLANK]}),
         ("no token counts", {"heldout": []}),
         ("learning_rate", {"learning_rate": -1.0}),
         ("granularity", {"granularity": "head"}),

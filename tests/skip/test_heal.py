@@ -51,8 +51,8 @@ def texts(count, seed):
     return [Example.of(ids.tolist(), 1, len(ids), document=number) for number, ids in enumerate(drawn)]
 
 
-def data(count=60):
-    return Examples(texts(count, 1), texts(12, 2), {"hash": "sha256:" + "1" * 64, "name": "texts", "kind": "text"})
+def data(train=60, heldout=12):
+    return Examples(texts(train, 1), texts(heldout, 2), {"hash": "sha256:" + "1" * 64, "name": "texts", "kind": "text"})
 
 
 @pytest.fixture
@@ -84,14 +84,11 @@ class Streams:
         hooks = [projection.register_forward_pre_hook(lambda m, a: seen.update(inputs=a[0]))]
         for number, block in enumerate(plain.blocks_of(self.model), start=1):
             hooks.append(
-                block.register_forward_pre_hook(
-                    lambda m, a, k, n=number: seen.update({(n, "in"): a[0] if a else k["hidden_states"]}),
-                    with_kwargs=True,
-                )
-            )
-            hooks.append(
                 block.register_forward_hook(
-                    lambda m, a, o, n=number: seen.update({(n, "out"): o[0] if isinstance(o, tuple) else o})
+                    lambda m, a, k, o, n=number: seen.update(
+                        {(n, "in"): a[0] if a else k["hidden_states"], (n, "out"): o[0] if isinstance(o, tuple) else o}
+                    ),
+                    with_kwargs=True,
                 )
             )
             for role, name in zip(("attention", "mlp"), plain.branches_of(self.model), strict=True):
@@ -153,15 +150,6 @@ def test_a_healed_model_has_the_weights_of_least_squares(family, granularity, bl
         tuple(f"{role} of layer {layer}" for layer, role in pair) for pair in pairs
     ]
     assert tiny_models.same_weights(model, before)
-
-
-@torch.no_grad()
-def test_an_infinite_ridge_changes_nothing(always):
-    model = tiny_models.build("llama", dtype=torch.float64)
-    always(1e15)
-    healed = heal.refit(planned.plan(model, [2], "attention", None), model, data(), progress=False).model
-    changed = [n for n, w in model.named_parameters() if (healed.get_parameter(n) - w).abs().max() > 1e-12]
-    assert changed == ["model.layers.1.self_attn.o_proj.weight"]  # zero: removed
 
 
 @torch.no_grad()
@@ -280,14 +268,10 @@ def test_the_folder_is_a_checkpoint_with_results(granularity, family, tmp_path, 
     assert "mlp of layer 1" in page
 
 
-def few():
-    return Examples(texts(1, 1), texts(4, 2), {"hash": "sha256:" + "1" * 64})
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"data": few()}, "no rows to fit weights on"),
+        ({"data": data(1, 4)}, "no rows to fit weights on"),
         ({"model": tiny_models.build("llama", seed=1)}, "another LlamaForCausalLM"),
         ({"model": cpu_offload(tiny_models.build("llama"))}, "Offloaded"),
         ({"output": "."}, "exists already"),

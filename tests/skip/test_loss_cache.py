@@ -23,6 +23,7 @@ from fulldepth.skip import loss_cache
 from fulldepth.skip.plan import FILE, Plan
 from fulldepth.skip.search import search
 from hostile import damaged_json
+from marks import thorough
 from refusals import refused
 from skip import plain
 from skip.searching import LAYERS, OPTIONS, SIZES, STEPS, WEIGHTS, WIDTH
@@ -78,7 +79,7 @@ def stopping(after):
         ("greedy", "loss"),
         ("exact", "kl"),
         ("taylor", "loss"),
-        pytest.param("greedy", "scaled", marks=pytest.mark.thorough),
+        thorough("greedy", "scaled"),
     ],
 )
 def test_a_search_broken_off_anywhere_goes_on_to_the_same_plan(model, examples, tmp_path, name, criterion):
@@ -104,7 +105,7 @@ def test_a_search_broken_off_anywhere_goes_on_to_the_same_plan(model, examples, 
     [
         "greedy-scaled",
         "greedy-loss-speedup",
-        *(pytest.param(f"{k}-loss", marks=pytest.mark.thorough) for k in ("exact", "taylor")),
+        *(thorough(f"{k}-loss") for k in ("exact", "taylor")),
     ],
 )
 def test_two_processes_find_the_plan_of_one(model, tmp_path, kind):

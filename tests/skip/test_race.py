@@ -4,32 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from scipy import stats
 
-from fulldepth.distributed import Processes
-from fulldepth.execution.flops import Costs, Variant
-from fulldepth.execution.scoring import ScoredBatch
+from fulldepth.execution.flops import Variant
 from fulldepth.hf import Block
 from fulldepth.skip.elimination import eliminate
 from fulldepth.skip.goal import count_goal
-from fulldepth.skip.loss_cache import LossCache
+from skip.known_losses import cache_of
 
 CANDIDATES, RISK = 12, 0.05
-
-
-class Table:
-    """A scorer that knows losses by sequence: batches carry the rows of the table in place of tokens."""
-
-    def __init__(self, losses):
-        layers = len(losses)
-        self.losses = np.concatenate([np.full((1, losses.shape[1]), 1.0), losses])
-        able = tuple(Block(layer, "attention") for layer in range(1, layers + 1))
-        self.costs = Costs("attention", (1.0,) * layers, (0.0,) * layers, (1.0,) * layers, 1.0, able=able)
-
-    def sums(self, batch, variants, *, divergence, advance):
-        rows = batch.inputs["rows"]
-        return {v: {"loss": list(self.losses[max(v, default=Block(0, "")).layer, rows])} for v in variants}
 
 
 def race(losses, documents, generator):
@@ -39,11 +22,8 @@ def race(losses, documents, generator):
     """
     count = losses.shape[1]
     parts = np.array_split(generator.permutation(count), min(32, count))
-    chunks = [
-        [ScoredBatch({"rows": p}, torch.ones(len(p), 1, dtype=bool), *[torch.arange(len(p))] * 2, d)]
-        for p, d in ((part, documents[part]) for part in parts)
-    ]
-    loss_cache = LossCache(Table(losses), chunks, Processes())
+    table = np.concatenate([np.ones((1, count)), losses])  # the whole model first
+    loss_cache = cache_of(len(losses), lambda gone, rows: table[max(gone, default=0), rows], parts, documents)
     (pick,), (how,) = eliminate(loss_cache, count_goal(loss_cache.costs, 1), confidence=1 - RISK)
     known = (loss_cache.known_chunks(Variant({Block(layer, "attention")})) for layer in range(1, len(losses) + 1))
     scored = sum(len(parts[chunk]) for chunks in known for chunk in chunks)

@@ -19,6 +19,7 @@ from fulldepth.skip.responses import respond
 from fulldepth.skip.search import search
 from refusals import refused
 from skip import plain, planned
+from skip.word_tokenizer import checkpoint as saved
 from skip.word_tokenizer import tokenizer, words
 from tiny_models import build
 
@@ -32,11 +33,8 @@ PAIRS = [
 @pytest.fixture
 def checkpoint(tmp_path):
     """A checkpoint with its tokenizer, and pairs beside it."""
-    folder = tmp_path / "model"
-    build("llama").save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
     jsonl(tmp_path / "pairs.jsonl", *PAIRS)
-    return str(folder)
+    return str(saved(tmp_path / "model"))
 
 
 def test_a_search_leaves_its_plan_and_its_outcome_and_a_restart_makes_what_is_missing(checkpoint, tmp_path):

@@ -11,7 +11,6 @@ import torch
 
 import tiny_models as tm
 from families import zoo
-from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.progress import Watcher
 from fulldepth.skip.search import search
@@ -159,7 +158,6 @@ def test_the_model_is_whole_after_a_search_that_breaks_off(model):
         assert tm.same_weights(model, before)
 
 
-BLANK = Example(torch.arange(3, 9), torch.full((6,), -100), 0)
 REFUSED = [
     ("6 blocks", {"blocks": 6}),
     ("How much to remove", {"blocks": None}),
@@ -178,7 +176,7 @@ REFUSED = [
     ("merge_and_unload", {"model": "adapted"}),
     ("NaN", {"model": "broken"}),
     ("held-out data are empty", {"heldout": []}),
-    ("no token counts", {"heldout": [BLANK]}),
+    ("no token counts", {"heldout": [plain.BLANK]}),
     ("no examples to fit", {"train": [], "fit": True}),
 ]
 

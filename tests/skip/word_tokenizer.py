@@ -6,6 +6,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from tiny_models import build
+
 MARKS = ["[UNK]", "[BOS]", "[EOS]", "[PAD]", "<system>", "<user>", "<assistant>", "<think>", "</think>", "\n"]
 VOCABULARY = {mark: i for i, mark in enumerate(MARKS)} | {f"w{i}": i + len(MARKS) for i in range(80)}
 BOS, EOS, SYSTEM, USER, ASSISTANT, THINK, NO_THINK, LINE = (VOCABULARY[m] for m in MARKS[1:3] + MARKS[4:])
@@ -54,3 +56,10 @@ def words(*numbers):
 def ids(*numbers):
     """Their ids."""
     return [number + len(MARKS) for number in numbers]
+
+
+def checkpoint(folder, name="llama"):
+    """The folder, with a tiny model and the tokenizer."""
+    build(name).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import yaml
 
+from cli.conftest import main  # noqa: F401
 from data.conftest import jsonl
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.settings import layer, read

@@ -17,6 +17,7 @@ from fulldepth.skip.exports import export as exporting
 from fulldepth.training import dry_run_lines, export_run, train
 from refusals import refused
 from skip import planned
+from tiny_models import shaken
 from training.conftest import GPT2, MODEL, settings
 
 TOKENS, RANK, VALIDATION = 400, 4, ("validation_loss", "mean")
@@ -31,11 +32,7 @@ def start(sources, tmp_path):
         torch.manual_seed(1)
         sizes = {name: value for name, value in (GPT2 if kind == "gpt2" else MODEL).items() if name != "type"}
         config = tf.AutoConfig.for_model(kind, **sizes, vocab_size=TOKENS, bos_token_id=0, eos_token_id=0)
-        model = tf.AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(0.1 * torch.randn_like(weight))
-        model.save_pretrained(tmp_path / kind)
+        shaken(tf.AutoModelForCausalLM.from_config(config)).save_pretrained(tmp_path / kind)
         shutil.copytree(sources[1], tmp_path / kind, dirs_exist_ok=True)
         return tmp_path / kind
 

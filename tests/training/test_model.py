@@ -18,7 +18,7 @@ from fulldepth.settings import layer
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.model import build_config, build_model, reads_later_tokens, special_tokens
 from refusals import refused
-from tiny_models import same_weights
+from tiny_models import same_weights, shaken
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2}
@@ -42,10 +42,7 @@ def checkpoint(tmp_path):
     """A saved Llama whose norms and embeddings are not at their start."""
     torch.manual_seed(3)
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, vocab_size=VOCAB, max_position_embeddings=64))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(tmp_path / "llama")
+    shaken(model).save_pretrained(tmp_path / "llama")
     return str(tmp_path / "llama")
 
 

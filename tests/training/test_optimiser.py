@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tiny_models
 from fulldepth.settings import layer
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.model import build_config, build_model
@@ -12,7 +13,7 @@ from fulldepth.training.plan import plan
 from fulldepth.training.trainer import parameter_groups
 from refusals import refused
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 64}
+SIZES = {**tiny_models.SIZES, "vocab_size": 64}
 MODELS = {
     "llama": {"type": "llama", **SIZES},
     "gpt2": {"type": "gpt2", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64},

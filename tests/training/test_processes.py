@@ -24,6 +24,7 @@ from fulldepth.losses import ObjectiveMixin
 from fulldepth.results import Results
 from fulldepth.settings import layer
 from fulldepth.training import TrainSettings, train
+from marks import thorough
 from refusals import refused
 from tiny_models import same_weights
 from training.conftest import ENCODER, GPT2, sentences, settings
@@ -192,7 +193,7 @@ def assert_same(one, two):
             ("lora", "sharded"),
             ("bert", "copied"),
         ),
-        *(pytest.param(*each, marks=pytest.mark.thorough) for each in (("lime", "sharded"), ("multi-exit", "copied"))),
+        *(thorough(*each) for each in (("lime", "sharded"), ("multi-exit", "copied"))),
     ],
 )
 def test_two_processes_train_and_evaluate_like_one(name, kind, trained):
@@ -206,7 +207,7 @@ def test_two_processes_train_and_evaluate_like_one(name, kind, trained):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["autocast", pytest.param("bfloat16", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ["autocast", thorough("bfloat16")])
 def test_losses_and_reductions_are_float32(name, trained):
     """Near 6 nats bfloat16 has steps of 1/32: a loss in that type is off by up to 0.016."""
     folder = trained(name, "sharded")

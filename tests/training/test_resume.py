@@ -6,7 +6,6 @@ import errno
 import json
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -15,7 +14,6 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 
-from fulldepth.cli import main
 from fulldepth.hf import find_checkpoints, is_sealed
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
@@ -93,7 +91,7 @@ def test_a_half_written_checkpoint_is_skipped(damage, whole, tmp_path):
     assert same(folder, run)
 
 
-def test_sigterm_saves_and_says_where(recipe, tmp_path, monkeypatch, capsys):
+def test_sigterm_saves_and_says_where(recipe, tmp_path, monkeypatch, main):
     evaluate = RunCallback._evaluate
 
     def signalled(self, step):
@@ -103,16 +101,14 @@ def test_sigterm_saves_and_says_where(recipe, tmp_path, monkeypatch, capsys):
             handler(signal.SIGTERM, None)
 
     monkeypatch.setattr(RunCallback, "_evaluate", signalled)
-    monkeypatch.setattr(sys, "argv", ["fulldepth", "train", str(recipe(save_every=8)), "-o", str(tmp_path / "run")])
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as leaving:
-        main()
+    code, _, error = main("train", recipe(save_every=8), "-o", tmp_path / "run")
     assert signal.getsignal(signal.SIGTERM) == before
-    assert leaving.value.code == 128 + signal.SIGTERM
+    assert code == 128 + signal.SIGTERM
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
     assert is_sealed(checkpoint)
     assert checkpoint.name == "checkpoint-3"
-    assert str(checkpoint) in capsys.readouterr().err.replace("\n", "")
+    assert str(checkpoint) in error.replace("\n", "")
 
 
 def test_resume_with_nothing_there_starts_and_a_finished_run_stays(recipe, tmp_path):

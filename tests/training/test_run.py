@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from itertools import pairwise
 
 import pytest
@@ -12,7 +11,6 @@ from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import fulldepth.architectures  # noqa: F401  registers depth_llama
-from fulldepth.cli import main
 from fulldepth.data import pack
 from fulldepth.hf import seal
 from fulldepth.results import Results
@@ -91,7 +89,7 @@ def test_an_exported_model_loads_in_its_precision(recipe, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_model_trained_from_a_run_generates_as_the_first_one_does(recipe, tmp_path, monkeypatch):
+def test_a_model_trained_from_a_run_generates_as_the_first_one_does(recipe, tmp_path, main):
     """The Trainer's switched-off cache is not saved; generation settings of a checkpoint are kept."""
     short = {"steps": 2, "eval_every": 2, "save_every": 2}
     train(settings(recipe(**short)), tmp_path / "first")
@@ -105,11 +103,9 @@ def test_a_model_trained_from_a_run_generates_as_the_first_one_does(recipe, tmp_
     kept = GenerationConfig.from_pretrained(tmp_path / "second" / "checkpoint-2")
     assert {1, 2} <= set(kept.eos_token_id)  # the Trainer adds the tokenizer's own
     assert (kept.max_new_tokens, kept.use_cache) == (7, True)
-    command = ["generate", str(tmp_path / "second"), "--prompt", "The king", "--max-new-tokens", "3"]
+    command = ["generate", tmp_path / "second", "--prompt", "The king", "--max-new-tokens", "3"]
     for further in ([], ["--set", "min_layer=2", "--threshold", "0.5"], ["--speculate-from", "2"]):
-        monkeypatch.setattr(sys, "argv", ["fulldepth", *command, *further])
-        with pytest.raises(SystemExit, match=r"^0$"):
-            main()
+        assert main(*command, *further)[0] == 0
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(recipe, tmp_path, monkeypatch):
@@ -157,8 +153,6 @@ def test_bad_settings_are_refused_before_the_first_step(changes, recipe, tmp_pat
 
 
 @pytest.mark.parametrize(("arguments", "named"), [(["tiny-lama"], "tiny-llama"), (["tiny-llama"], "--output")])
-def test_a_mistake_in_the_command_is_one_message_and_code_2(arguments, named, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["fulldepth", "train", *arguments])
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main()
-    assert named in capsys.readouterr().err
+def test_a_mistake_in_the_command_is_one_message_and_code_2(arguments, named, main):
+    code, _, error = main("train", *arguments)
+    assert (code, named in error) == (2, True), error

@@ -16,10 +16,9 @@ from fulldepth.skip.exports.formats import as_stock
 from fulldepth.training.model import build_config, build_model
 from fulldepth.training.plan import plan
 from refusals import refused
-from tiny_models import same_weights
+from tiny_models import SIZES, same_weights
 
-BATCH, TIME, WIDTH, LAYERS, VOCAB = 4, 16, 32, 3, 64
-SIZES = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+BATCH, TIME, VOCAB = 4, 16, 64
 
 
 class BlendConfig(tf.LlamaConfig):

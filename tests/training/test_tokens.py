@@ -8,9 +8,6 @@ import pandas as pd
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.tokens import DocumentTokenizer
-from typer.testing import CliRunner
-
-from fulldepth.cli import app
 
 SMALL = [
     "steps=4",
@@ -23,7 +20,7 @@ SMALL = [
 SMALL += ["model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=3"]
 
 
-def test_the_output_of_datatrove_gives_the_losses_of_the_same_text(sources, tmp_path):
+def test_the_output_of_datatrove_gives_the_losses_of_the_same_text(sources, tmp_path, main):
     """Two local tasks, one for each file."""
     lines, texts = sources[0].read_text().splitlines(), tmp_path / "texts"
     texts.mkdir()
@@ -41,9 +38,8 @@ def test_the_output_of_datatrove_gives_the_losses_of_the_same_text(sources, tmp_
     tables = []
     for data in (f"data.tokens={tmp_path / 'tokens'}", f"data.name={texts}"):
         run = tmp_path / data.partition("=")[0]
-        command = ["train", "tiny-jreg", data, f"tokenizer={sources[1]}", *SMALL, "--output", str(run)]
-        outcome = CliRunner().invoke(app, command)
-        assert outcome.exit_code == 0, outcome.output
+        code, _, error = main("train", "tiny-jreg", data, f"tokenizer={sources[1]}", *SMALL, "--output", run)
+        assert code == 0, error
         tables.append(pd.read_parquet(run / "results.parquet"))
     one, other = (table[table.measure.isin(["validation_loss", "training_loss", "penalty"])] for table in tables)
     assert len(one) > 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import resource
 import signal
 import threading
 import time
@@ -15,8 +14,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import tiny_models
 from fulldepth.execution import readers
@@ -25,6 +23,7 @@ from fulldepth.skip.exports.export import NOTES, export, load
 from fulldepth.skip.exports.formats import FORMATS, decilm
 from refusals import refused
 from skip import planned
+from skip.word_tokenizer import checkpoint, tokenizer
 
 
 def ids(batch=2, length=12):
@@ -38,13 +37,6 @@ def logits(model):
 
 def relative(got, expected):
     return float((got.double() - expected.double()).abs().max() / expected.double().abs().max())
-
-
-def tokenizer():
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, tiny_models.VOCAB)}
-    found = Tokenizer(models.WordLevel(words, unk_token="w3"))
-    found.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=found, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
 def prepared(name, blocks, granularity="attention", **options):
@@ -78,7 +70,7 @@ def test_every_format_gives_the_plans_logits_in_a_fresh_process(name, format, gr
     assert relative(logits(load(report.path)), expected) < 1e-4
     notes = json.loads((report.path / NOTES).read_text())
     assert (notes["plan"], notes["format"], notes["logit_error"]) == (plan.document(), format, report.logit_error)
-    assert AutoTokenizer.from_pretrained(report.path)("w5 w9").input_ids == [5, 9]
+    assert AutoTokenizer.from_pretrained(report.path)("w5 w9").input_ids == [15, 19]
     assert (report.path / "generation_config.json").is_file()
     if format == "fast":
         stored = load_file(report.path / "model.safetensors")
@@ -289,17 +281,9 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced_and_an_adapter_is_refus
 
 
 def test_a_full_disk_leaves_nothing_and_is_said(tmp_path):
-    """The system refuses to write more than 20,000 bytes into any file."""
     model = tiny_models.build("llama")
-    plan, limits = planned.plan(model, [2]), resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        with refused("Cannot write"):
-            export(plan, model, "fast", tmp_path / "new" / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, ignored)
+    with planned.full_disk():
+        export(planned.plan(model, [2]), model, "fast", tmp_path / "new" / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -356,10 +340,8 @@ def test_load_wants_an_export(change, words, tmp_path):
 
 @pytest.mark.slow
 def test_a_tokenizer_that_does_not_load_again_drops_the_export(tmp_path):
-    model = tiny_models.build("llama")
-    model.save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").write_bytes(b'{"version": "1.0", "model": {}}')
+    model = checkpoint(tmp_path / "model")
+    (model / "tokenizer.json").write_bytes(b'{"version": "1.0", "model": {}}')
     with refused("does not load in a fresh process"):
-        export(planned.plan(model, [2]), tmp_path / "model", "folded", tmp_path / "out")
+        export(planned.plan(tiny_models.build("llama"), [2]), model, "folded", tmp_path / "out")
     assert not (tmp_path / "out").exists()

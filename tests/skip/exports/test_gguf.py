@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import copy
 import re
-import resource
-import signal
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import gguf_files
 import tiny_models
-from fulldepth.cli import app
+from cli.conftest import main  # noqa: F401
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
 from fulldepth.execution.readers import with_llama_cpp
@@ -195,13 +192,13 @@ def planned_file(tmp_path, blocks=("attention 2", "mlp 3"), granularity="any", *
 
 
 @pytest.mark.slow
-def test_the_command_writes_what_a_fresh_process_has_computed(tmp_path):
+def test_the_command_writes_what_a_fresh_process_has_computed(tmp_path, main):  # noqa: F811
     path, _, plan = planned_file(tmp_path, quantise=KINDS.Q8_0)
     files = [plan.save(tmp_path / "in" / "plan.json"), path, "--format", "gguf", "--output", tmp_path / "a" / "s.gguf"]
-    result = CliRunner().invoke(app, ["skip", "apply", *map(str, files)])
-    assert result.exit_code == 0, result.output
-    assert "deci" in result.output
-    assert "UNVERIFIED" not in result.output
+    code, out, error = main("skip", "apply", *files)
+    assert code == 0, error
+    assert "deci" in out + error
+    assert "UNVERIFIED" not in out + error
     assert [file.name for file in (tmp_path / "a").iterdir()] == ["s.gguf"]
 
 
@@ -297,14 +294,7 @@ def test_what_deci_does_not_compute_is_refused_by_name(tmp_path):
 
 
 def test_a_full_disk_leaves_nothing_and_is_said(tmp_path):
-    """The system refuses to write more than 20,000 bytes into any file."""
     path, _, plan = planned_file(tmp_path)
-    limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        with refused("Cannot write"):
-            export(plan, path, "gguf", tmp_path / "new" / "small.gguf")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, ignored)
+    with planned.full_disk():
+        export(plan, path, "gguf", tmp_path / "new" / "small.gguf")
     assert [file.name for file in tmp_path.iterdir()] == ["in"]

@@ -14,10 +14,12 @@ import torch
 import tiny_models
 from fulldepth.hf.checkpoint_folder import copy_tokenizer
 from fulldepth.skip.exports.export import export, load
+from marks import thorough
 from skip import planned
-from skip.exports.test_export import ids, relative, tokenizer
+from skip.exports.test_export import ids, relative
 from skip.exports.test_family_exports import ZOO, logits_of
 from skip.exports.test_family_exports import turning as turning_family
+from skip.word_tokenizer import tokenizer
 
 OLDER = Path(os.environ.get("FULLDEPTH_OLDER_TRANSFORMERS", Path(__file__).parents[3] / ".venv" / "older"))
 READER = Path(__file__).with_name("older_reader.py")
@@ -65,7 +67,7 @@ def turning(name, rope):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not OLDER.is_dir() and "CI" not in os.environ, reason=f"no transformers 4 in {OLDER}: make test")
-@pytest.mark.parametrize("exports", [EXPORTS, pytest.param(REST, marks=pytest.mark.thorough)], ids=["some", "rest"])
+@pytest.mark.parametrize("exports", [EXPORTS, thorough(REST)], ids=["some", "rest"])
 @pytest.mark.usefixtures("unproven")
 def test_exports_load_as_the_same_models_under_transformers_4(exports, tmp_path):
     folders = []
@@ -98,4 +100,4 @@ def test_exports_load_as_the_same_models_under_transformers_4(exports, tmp_path)
     for folder in folders:
         expected, found = logits_of(load(folder), tokens), torch.load(folder / "logits.pt", weights_only=True)
         assert relative(found[tokens != 0], expected[tokens != 0]) < 1e-5, folder.name
-        assert json.loads((folder / "tokens.json").read_text()) == [5, 9]
+        assert json.loads((folder / "tokens.json").read_text()) == [15, 19]
