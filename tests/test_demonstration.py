@@ -5,14 +5,13 @@ from __future__ import annotations
 import html
 import re
 import shlex
-import sys
 
 import pandas as pd
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny_models
-from fulldepth import cli
+from cli.conftest import main  # noqa: F401
 from fulldepth import demonstration as module
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.demonstration import demo
@@ -32,10 +31,8 @@ def checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, capsys):
+def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, main):  # noqa: F811
     out = tmp_path / "demo"
-    command = ["fulldepth", "demo", "--model", str(checkpoint), "--blocks", "1", "--output", str(out)]
-    monkeypatch.setattr(sys, "argv", command)
 
     def stopped(*_args, **_options):
         raise KeyboardInterrupt
@@ -46,10 +43,8 @@ def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, capsy
         with pytest.raises(KeyboardInterrupt):
             demo(out, model=str(checkpoint), blocks=1)
     kept = (out / "search" / "plan.json").stat().st_mtime_ns
-    with pytest.raises(SystemExit) as leaving:
-        cli.main()
-    printed = capsys.readouterr().out
-    assert not leaving.value.code
+    code, printed, _ = main("demo", "--model", checkpoint, "--blocks", "1", "--output", out)
+    assert code == 0
     assert (out / "search" / "plan.json").stat().st_mtime_ns == kept
     page = (out / "index.html").read_text("utf-8")
     linked = re.findall(r'href="([^"]+report\.html)"', page)
@@ -75,17 +70,11 @@ def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, capsy
     commands = [html.unescape(re.sub("</?span>", "", line)) for line in re.findall(r"<code>(.*?)</code>", page)]
     for command in commands[:2]:  # what is printed makes the same rows; times differ from run to run
         *words, folder = shlex.split(command)
-        monkeypatch.setattr(sys, "argv", [*words, str(tmp_path / "again" / folder)])
-        with pytest.raises(SystemExit) as leaving:
-            cli.main()
-        assert not leaving.value.code, command
+        assert main(*words[1:], tmp_path / "again" / folder)[0] == 0, command
         own, again = (Results.load(where / folder).table for where in (out, tmp_path / "again"))
         pd.testing.assert_frame_equal(own, again)
     monkeypatch.chdir(out)
-    monkeypatch.setattr(sys, "argv", [*shlex.split(commands[3])[:-1], str(tmp_path / "again" / "bench")])
-    with pytest.raises(SystemExit) as leaving:
-        cli.main()
-    assert not leaving.value.code
+    assert main(*shlex.split(commands[3])[1:-1], tmp_path / "again" / "bench")[0] == 0
 
 
 def test_without_the_package_a_model_is_trained(tmp_path, monkeypatch):

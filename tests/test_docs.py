@@ -60,8 +60,8 @@ class Measured:
         self.psi, self.error = (self.of("displacement", name) for name in ("mean", "standard_error"))
 
     def of(self, measure, statistic):
-        rows = self.table[(self.table.measure == measure) & (self.table.statistic == statistic)]
-        return dict(rows[(rows.site == "residual") & rows.layer.notna()].set_index("layer").value)
+        rows = self.table.query("measure == @measure and statistic == @statistic and site == 'residual'")
+        return dict(rows[rows.layer.notna()].set_index("layer").value)
 
     @property
     def middle(self):

@@ -145,6 +145,14 @@ def strengthened(model, factor):
     return model
 
 
+def ones(model):
+    """The model with weights of 1, those that are trained with gradients of 0."""
+    for parameter in model.parameters():
+        parameter.data.fill_(1.0)
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    return model
+
+
 @torch.no_grad()
 def shaken(model, size=0.1):
     """The model, no weight of which is at its start."""

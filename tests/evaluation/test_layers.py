@@ -58,8 +58,7 @@ def stock(model, task, data, replies=None, limit=LIMIT, batch_size=4, tokenizer=
 
 def ours(results, task, layer):
     """Metric -> (value, standard error) at an exit layer."""
-    table = results.table
-    rows = table[(table.site == task) & (table.layer == layer) & (table.measure == "task_score")]
+    rows = results.table.query("site == @task and layer == @layer and measure == 'task_score'")
     values = dict(zip(rows.statistic, rows.value, strict=True))
     return {name: (value, values[f"{name}_stderr"]) for name, value in values.items() if not name.endswith("_stderr")}
 

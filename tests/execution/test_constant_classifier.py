@@ -40,8 +40,7 @@ def is_about_nine_tenths(accuracy):
 
 
 def accuracy_of(table, measure):
-    rows = table[(table.measure == measure) & (table.statistic == "mean")]
-    return float(rows.value.iloc[-1])
+    return float(table.query("measure == @measure and statistic == 'mean'").value.iloc[-1])
 
 
 def test_measure_exit_and_the_balanced_option(constant, tokenizer):

@@ -50,10 +50,8 @@ def sources(tmp_path_factory):
     home = tmp_path_factory.mktemp("sources")
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    model = tiny_models.build("llama")
     for folder in (home / "model", home / "run" / "checkpoint-1", home / "run" / "checkpoint-2"):
-        model.save_pretrained(folder)
-        word_tokenizer.tokenizer().save_pretrained(folder)
+        word_tokenizer.checkpoint(folder)
     rows = [
         {"prompt": word_tokenizer.words(n, n + 1), "response": word_tokenizer.words(*range(n, n + 5))}
         for n in range(16)
@@ -69,7 +67,7 @@ def sources(tmp_path_factory):
         for n in range(6)
     ]
     jsonl(home / "arc_easy_test.jsonl", *questions)
-    planned.plan(model, [2]).save(home / "plan.json")
+    planned.plan(tiny_models.build("llama"), [2]).save(home / "plan.json")
     text = [" ".join(part.split()) for part in builtin_texts("heldout")[0][:8_000].split("\n\n")]
     text = [part for part in text if len(part.split()) > 20]
     jsonl(home / "text.jsonl", *({"text": part} for part in text))

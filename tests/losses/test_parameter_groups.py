@@ -9,7 +9,7 @@ import transformers as tf
 from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
 from fulldepth.losses import DepthTrainer
 from refusals import refused
-from tiny_models import BUILDERS, SIZES
+from tiny_models import BUILDERS, SIZES, ones
 
 RATE, ROUTERS, DECAY = 0.25, 0.5, 0.125  # powers of two: the factors are exact
 
@@ -20,11 +20,7 @@ def shrunk(model, folder, **options):
         output_dir=str(folder), use_cpu=True, report_to="none", learning_rate=RATE, weight_decay=DECAY
     )
     trainer = DepthTrainer(model, arguments, **options)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(1.0)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    ones(model)
     optimizer = trainer.create_optimizer()
     assert optimizer is trainer.optimizer
     assert trainer.optimizer_cls_and_kwargs is options.get("optimizer_cls_and_kwargs")

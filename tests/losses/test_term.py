@@ -49,8 +49,7 @@ def test_a_new_penalty_in_a_recipe(tmp_path, recipe, main):  # noqa: F811
     path = recipe(objective={"loudness": 0.1}, steps=2, eval_every=2, save_every=2)
     assert main("train", path, "--output", tmp_path / "run")[0] == 0
     results = Results.load(tmp_path / "run")
-    rows = results.table[(results.table.measure == "penalty") & (results.table.site == "loudness")]
-    assert rows.value.tolist()[0] > 0
+    assert results.table.query("measure == 'penalty' and site == 'loudness'").value.tolist()[0] > 0
     assert results.meta["settings"]["objective"] == {"energy_warmup": 800, "loudness": 0.1}
     assert "loudness (weight 0.1)" in (tmp_path / "run" / "report.html").read_text().lower()
 

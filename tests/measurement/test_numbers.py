@@ -48,6 +48,14 @@ def logits(model, ids):
     return found
 
 
+def check_lens(results, logits, targets):
+    """Accuracies and losses of all layers; returns the accuracies and how many positions settle at each layer."""
+    accuracy, loss, counts = of_lens(logits, targets)
+    np.testing.assert_allclose(results.values("lens_accuracy", "mean"), accuracy, **EXACT)
+    np.testing.assert_allclose(results.values("lens_loss", "mean"), loss, **SINGLE)
+    return accuracy, counts
+
+
 @pytest.mark.parametrize(("suffix", "start"), [("", 0), (":no-first", 1)])
 def test_displacement_norms_and_similarity(results, taps, suffix, start):
     states = taps[0][:, :, start:].reshape(4, -1, taps[0].shape[-1])  # [L+1, tokens, D]
@@ -89,10 +97,8 @@ def test_coherence(results, taps, site):
 
 def test_lens(results, logits, ids):
     predictions = logits[:, :, :-1].reshape(len(logits), -1, logits.shape[-1])
-    accuracy, loss, counts = of_lens(predictions, ids[:, 1:].flatten().numpy())
+    accuracy, counts = check_lens(results, predictions, ids[:, 1:].flatten().numpy())
     assert accuracy[-1] > 0.3, "the model has learnt too little for this test to mean anything"
-    np.testing.assert_allclose(results.values("lens_accuracy", "mean"), accuracy, **EXACT)
-    np.testing.assert_allclose(results.values("lens_loss", "mean"), loss, **SINGLE)
     assert results.values("saturation", "count").tolist() == counts.tolist()
     np.testing.assert_allclose(results.values("saturation", "cumulative"), counts.cumsum() / counts.sum())
     depths = results.table.query("measure == 'effective_depth'").set_index("statistic").value
@@ -120,6 +126,4 @@ def test_text_classifier(checkpoint, ragged_tsv, ragged_texts, bert_tokenizer):
     logits = np.concatenate(oracle.exits(model, "bert.encoder.layer", *inputs), 1)
     np.testing.assert_allclose(results.values("displacement", "mean"), steps(states).mean(1), **EXACT)
     np.testing.assert_allclose(results.values("nc1", "value")[1:], [nc1(x, labels) for x in states[1:]], **SINGLE)
-    accuracy, loss, _ = of_lens(logits, labels)
-    np.testing.assert_allclose(results.values("lens_accuracy", "mean"), accuracy, **EXACT)
-    np.testing.assert_allclose(results.values("lens_loss", "mean"), loss, **SINGLE)
+    check_lens(results, logits, labels)

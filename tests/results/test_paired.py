@@ -87,7 +87,7 @@ def test_a_difference_of_twenty_standard_errors_is_found():
     """The independent formula, sqrt(s^2 + s_0^2), hides it."""
     base, other, *_ = two_models(2, 0.02, layers=4)
     found = compare([base, other], names=["a", "b"])
-    rows = found.table[(found.table.model == "b") & (found.table.statistic == "mean")]
+    rows = found.table.query("model == 'b' and statistic == 'mean'")
     errors = found.table[found.table.statistic == "standard_error"].groupby("layer")["value"].agg(np.linalg.norm)
     assert (rows["difference"].abs().to_numpy() < 2 * errors.to_numpy()).all(), "what the old sentence rested on"
     assert (rows["difference"] / rows["difference_error"]).min() > 15
@@ -103,7 +103,7 @@ def test_layers_of_one_sentence_share_its_risk():
     for seed in range(10):
         base, other, *_ = two_models(seed, 0.0, layers=40)
         found = compare([base, other], names=["a", "b"])
-        rows = found.table[(found.table.model == "b") & (found.table.statistic == "mean")]
+        rows = found.table.query("model == 'b' and statistic == 'mean'")
         plain += int((rows["difference"].abs() > 2 * rows["difference_error"]).sum())
         called += "no measurable difference at any" not in found.headline["redundancy_change:b"]["sentence"]
     assert plain > 10

@@ -127,7 +127,7 @@ def test_means_since_the_last_evaluation_meet_only_over_the_same_steps():
 def test_depths_that_differ_meet_at_relative_depth():
     deep = run({0: 7.0, 10: 5.0}, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     found = compare([plain(), deep], names=["plain", "deep"])
-    own = found.table[(found.table.model == "deep") & (found.table.step == 10)]
+    own = found.table.query("model == 'deep' and step == 10")
     profile = own[own.measure == "displacement"]
     base = 1.1 * np.array([0.3, 0.1, 0.4])
     expected = profile["value"] - np.interp(np.arange(1, 7) / 6, np.arange(1, 4) / 3, base)

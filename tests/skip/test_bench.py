@@ -53,11 +53,8 @@ def folders(unproven, tmp_path_factory):
     return root
 
 
-def value(results, measure, model, statistic=None):
-    table = results.table
-    keep = (table.measure == measure) & (table.model == model)
-    (number,) = table[keep if statistic is None else keep & (table.statistic == statistic)]["value"]
-    return number
+def value(results, measure, model, statistic="value"):
+    return results.table.query("measure == @measure and model == @model and statistic == @statistic").value.item()
 
 
 def test_bytes_are_those_of_files_and_shapes_and_the_folder_says_what_was_compared(folders):
@@ -197,7 +194,7 @@ def timed(own, load=0.0):
 
 def ratios(measured):
     rows = measured.table()
-    rows = rows[(rows.measure == "time_ratio") & (rows.site == "decode") & rows.batch.isna()]
+    rows = rows[rows.batch.isna()].query("measure == 'time_ratio' and site == 'decode'")
     return rows.set_index("statistic").value.to_dict()
 
 

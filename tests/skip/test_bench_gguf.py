@@ -76,9 +76,7 @@ def timed(monkeypatch):
 
 
 def row(results, measure, model, statistic, site="model"):
-    table = results.table
-    keep = (table.measure == measure) & (table.model == model) & (table.statistic == statistic) & (table.site == site)
-    return table[keep]
+    return results.table.query("measure == @measure and model == @model and statistic == @statistic and site == @site")
 
 
 def test_losses_and_sizes_of_llama_cpp_are_those_of_the_model_in_the_file(files, held):

@@ -172,7 +172,7 @@ def test_every_number_is_that_of_a_stock_model(drawn):
         means = column.sum(0) / tokens.sum()
         expected = dict(zip(("loss", "kl", "greedy_agreement"), means, strict=False))
         expected["loss_added"] = means[0] - drawn.columns[0][:, 0].sum() / tokens.sum()
-        rows = table[(table.removed == number) & (table.statistic == "mean")].set_index("measure")
+        rows = table.query("removed == @number and statistic == 'mean'").set_index("measure")
         for measure, value in expected.items():
             assert rows.loc[measure, "value"] == pytest.approx(value, abs=2e-4), (measure, number)
             assert rows.loc[measure, "count"] == tokens.sum()
@@ -182,7 +182,7 @@ def test_every_number_is_that_of_a_stock_model(drawn):
     gap = drawn.columns[TRIED][:, 0] - drawn.columns[0][:, 0]
     residuals = gap - gap.sum() / tokens.sum() * tokens  # every pair is a document
     error = (len(gap) / (len(gap) - 1) * (residuals**2).sum()) ** 0.5 / tokens.sum()
-    last = table[(table.measure == "loss_added") & (table.removed == TRIED)].set_index("statistic")["value"]
+    last = table.query("measure == 'loss_added' and removed == @TRIED").set_index("statistic")["value"]
     assert last["high"] - last["low"] == pytest.approx(2 * error * stats.t.isf(0.025, len(gap) - 1), rel=2e-3)
     for _, rows in table[table.measure != "break_point"].groupby(["measure", "removed"]):
         by = rows.set_index("statistic")["value"]

@@ -55,6 +55,11 @@ def data(train=60, heldout=12):
     return Examples(texts(train, 1), texts(heldout, 2), {"hash": "sha256:" + "1" * 64, "name": "texts", "kind": "text"})
 
 
+def refit(model, blocks, granularity="layer"):
+    """A healing of the texts without training."""
+    return heal.refit(planned.plan(model, blocks, granularity, None), model, data(), progress=False)
+
+
 @pytest.fixture
 def always(monkeypatch):
     """The change of one strength is taken, whatever it leaves."""
@@ -126,11 +131,9 @@ def least_squares(inputs, own, wanted):
 def test_a_healed_model_has_the_weights_of_least_squares(family, granularity, blocks, pairs, always):
     model = tiny_models.build(family, dtype=torch.float64)
     before = copy.deepcopy(model.state_dict())
-    plan = planned.plan(model, blocks, granularity, None)
     always()
-    examples = data()
-    healing = heal.refit(plan, model, examples, progress=False)
-    fitted = heal.split_rows(plan, examples, False, 0)[0]
+    healing = refit(model, blocks, granularity)
+    fitted = heal.split_rows(planned.plan(model, blocks, granularity, None), data(), False, 0)[0]
     roles = ("attention", "mlp") if granularity == "layer" else (granularity,)
     gone = {(layer, role) for layer in blocks for role in roles}
     stock, healed = Streams(model), Streams(copy.deepcopy(model), gone)
@@ -164,7 +167,7 @@ def test_a_removed_layer_that_is_linear_in_its_host_is_healed_exactly(always):
     second.mlp = torch.nn.Linear(tiny_models.WIDTH, tiny_models.WIDTH, bias=False).double()
     second.mlp.weight[:, :half] = 0
     always(1e-12)
-    healing = heal.refit(planned.plan(model, [2], "layer", None), model, data(), progress=False)
+    healing = refit(model, [2])
     ids = texts(1, 3)[0].input_ids[None]
     expected = model(input_ids=ids).logits
     assert torch.allclose(healing.model(input_ids=ids).logits, expected, rtol=0, atol=1e-6)
@@ -207,7 +210,7 @@ def test_inputs_and_streams_of_zeros_change_nothing_and_end_nothing(family, alwa
     for weight in dead.parameters():
         weight.zero_()
     always()
-    healed = heal.refit(planned.plan(model, [2], "attention", None), model, data(), progress=False).model
+    healed = refit(model, [2], "attention").model
     same = [torch.equal(own, model.get_parameter(path)) for path, own in healed.named_parameters() if ".0." in path]
     assert len(same) > 5
     assert all(same)
@@ -238,7 +241,7 @@ def test_losses_are_of_rows_that_neither_choice_nor_refit_saw():
 
 def test_a_branch_behind_a_norm_stays_as_it_is():
     model = tiny_models.build("gemma3")
-    healing = heal.refit(planned.plan(model, [2], "layer", None), model, data(), progress=False)
+    healing = refit(model, [2])
     assert {(own.strength, own.reason) for own in healing.refits} == {
         (None, "its output is not that of one linear layer of its own")
     }
@@ -254,7 +257,7 @@ def test_the_folder_is_a_checkpoint_with_results(granularity, family, tmp_path, 
     config = json.loads((tmp_path / "healed" / "config.json").read_text())
     assert config["architectures"] == [family]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "healed")
-    healed = heal.refit(plan, model, data(), progress=False).model
+    healed = refit(model, [2], granularity).model
     ids = texts(1, 3)[0].input_ids[None]
     with torch.no_grad():
         assert torch.allclose(loaded(input_ids=ids).logits, healed(input_ids=ids).logits, atol=1e-4)

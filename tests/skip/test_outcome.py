@@ -40,7 +40,7 @@ def test_rows_say_what_the_plan_says(tmp_path):
         [None, 1.9, 0, "scalars_only"],
     ]
     assert set(losses["count"]) == {sum(example.predicted for example in EXAMPLES.heldout)}
-    last = results.table[(results.table.measure == "mmd") & (results.table.layer == LAYERS)].set_index("state").value
+    last = results.table.query("measure == 'mmd' and layer == @LAYERS").set_index("state").value
     assert results.headline["mmd"]["value"] == last["healed"]
     again = Results.load(tmp_path / "out")
     pd.testing.assert_frame_equal(again.table, results.table)

@@ -13,10 +13,8 @@ import json
 import sys
 from pathlib import Path
 
-sys.modules["fulldepth"] = None  # an export stands without it
-
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import transformers
 
 
 def load(folder):
@@ -34,7 +32,8 @@ def load(folder):
 
 
 @torch.no_grad()
-def logits(model, ids):
+def in_steps(model, ids):
+    """Logits of half of the tokens at once, then of one after the other with the cache; and the cache."""
     half, found, cache = ids.shape[1] // 2, [], None
     mask = (ids != 0).long()
     places = (mask.cumsum(1) - 1).clamp(min=0)
@@ -43,14 +42,15 @@ def logits(model, ids):
         outputs = model(input_ids=ids[:, begin:end], use_cache=True, **given)
         cache = outputs.past_key_values
         found.append(outputs.logits)
-    return torch.cat(found, dim=1)
+    return torch.cat(found, dim=1), cache
 
 
 def main(ids_file, *folders):
+    sys.modules["fulldepth"] = None  # an export stands without it
     transformers.logging.set_verbosity_error()
     ids = torch.load(ids_file, weights_only=True)
     for folder in map(Path, folders):
-        torch.save(logits(load(folder), ids), folder / "logits.pt")
+        torch.save(in_steps(load(folder), ids)[0], folder / "logits.pt")
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         (folder / "tokens.json").write_text(json.dumps(tokenizer("w5 w9").input_ids))
     print(transformers.__version__)
