@@ -6,8 +6,8 @@ import html
 import re
 import shlex
 
-import pandas as pd
 import pytest
+from pandas.testing import assert_frame_equal
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny_models
@@ -72,7 +72,7 @@ def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, main)
         *words, folder = shlex.split(command)
         assert main(*words[1:], tmp_path / "again" / folder)[0] == 0, command
         own, again = (Results.load(where / folder).table for where in (out, tmp_path / "again"))
-        pd.testing.assert_frame_equal(own, again)
+        assert_frame_equal(own, again)
     monkeypatch.chdir(out)
     assert main(*shlex.split(commands[3])[1:-1], tmp_path / "again" / "bench")[0] == 0
 

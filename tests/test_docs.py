@@ -23,6 +23,7 @@ from scipy.stats import norm
 
 from data.conftest import jsonl
 from families import zoo
+from json_files import read_json
 from skip.word_tokenizer import tokenizer, words
 
 ROOT = Path(__file__).parents[1]
@@ -48,12 +49,29 @@ def figures(sentence):
     return [float(n.replace(",", "")) for n in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w]*-)", sentence)]
 
 
+def prose_of(page_text, *left_out):
+    """A page's words on one line, without its blocks of code and what matches the other patterns."""
+    for pattern in (r"```.*?```", *left_out):
+        page_text = re.sub(pattern, " ", page_text, flags=re.DOTALL)
+    return " ".join(page_text.split())
+
+
+def states_no_number(prose):
+    assert not (left := re.findall(r".{20}(?<![A-Z])\d.{20}", prose)), left
+
+
+def points(name):
+    """Key -> value of a file of stored points."""
+    lines = (DOCS / "gallery" / f"{name}.jsonl").read_text().splitlines()
+    return {point["key"]: point["value"] for point in map(json.loads, lines)}
+
+
 class Measured:
     """The numbers of a gallery folder."""
 
     def __init__(self, name):
         folder = DOCS / "gallery" / name
-        self.meta = json.loads((folder / "results.json").read_text())
+        self.meta = read_json(folder / "results.json")
         assert not Path(self.meta["model"]["name"]).is_absolute()  # of the machine that measured it
         self.table = pd.read_parquet(folder / "results.parquet")
         self.layers = self.meta["model"]["num_layers"]
@@ -121,7 +139,7 @@ def test_the_gallerys_table_is_the_results(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_lambadas_rows_are_stored(name):
-    known = json.loads((DOCS / "gallery" / "lambada.json").read_text())[name]
+    known = read_json(DOCS / "gallery" / "lambada.json")[name]
     cells = row(NAMES[name], "LAMBADA")
     assert cells[2:6] == [shown(*known[key], digits) for key, digits in DIGITS.items() if key in known]
     assert cells[6] == f"{known['median']:.3f}"
@@ -228,19 +246,18 @@ def test_every_number_of_the_tutorial():
         + "with a loss of {:.2f}, {:.2f} and {:.2f} ± {:.2f} nats.".format(*(loss[at] for at in tail), errors[1]),
         f"{m.late(1)} of the predictions become final only in the last layer.",
         f"Half of them are settled after layer {last - 1}, and no layer before the last has 95 % of its accuracy.",
-        *(f"| {row.count} | layer {row.layer} | {row.added:+.3f} ± {row.error:.3f} |" for row in first),
+        *(f"| {row.count} | layer {row.layer} | {row} |" for row in first),
         f"by {-removed[3].chosen:.3f} nats",
         f"The export has {(parameters - 3 * attention) / 1e6:.1f} million parameters instead of {parameters / 1e6:.1f}",
         f"{(last - 3) * cache:,} bytes a token instead of {last * cache:,}.",
         "(1 - cos) / 2",
     ]
-    prose = re.sub(r"```.*?```", " ", page("tutorial"), flags=re.DOTALL)
-    prose = " ".join(re.sub(r"`[^`]*`|\]\([^)]*\)", " ", prose).replace("SmolLM2-135M", "").split())
+    prose = prose_of(page("tutorial"), r"`[^`]*`|\]\([^)]*\)", "SmolLM2-135M")
     for sentence in sentences:
-        plain = " ".join(re.sub(r"`[^`]*`", " ", sentence).split())
+        plain = prose_of(sentence, r"`[^`]*`")
         assert plain in prose, plain
         prose = prose.replace(plain, "")
-    assert not (left := re.findall(r".{20}(?<![A-Z])\d.{20}", prose)), left
+    states_no_number(prose)
     given = ",".join(str(removed[k].layer) for k in (1, 2, 3))
     assert f"--given {given} " in page("tutorial")
 
@@ -248,7 +265,7 @@ def test_every_number_of_the_tutorial():
 def sentences_of_the_smaller_model():
     """Mark -> what docs/smaller.md says there, from the stored results of its commands."""
     stored = {name: DOCS / "gallery" / f"smaller-{name}" for name in ("plan", "healed", "bench")}
-    metas = {name: json.loads((folder / "results.json").read_text()) for name, folder in stored.items()}
+    metas = {name: read_json(folder / "results.json") for name, folder in stored.items()}
     tables = {name: pd.read_parquet(folder / "results.parquet") for name, folder in stored.items()}
     plan, cost = metas["plan"]["plan"], metas["plan"]["plan"]["cost"]
     shares = {kind.split(",")[0]: 100 * share for kind, share in cost["target"]["time_shares"].items()}
@@ -305,8 +322,7 @@ def sentences_of_the_smaller_model():
 
 
 def test_the_tutorial_of_a_smaller_model():
-    whole = page("smaller")
-    prose = " ".join(re.sub(r"```.*?```", " ", whole, flags=re.DOTALL).split())
+    prose = prose_of(page("smaller"))
     for sentence in sentences_of_the_smaller_model().values():
         plain = " ".join(sentence.split())
         assert plain in prose, plain
@@ -314,8 +330,7 @@ def test_the_tutorial_of_a_smaller_model():
     for known in ("SmolLM2-135M", "95 % intervals, over prompts of 128 and 512 tokens", "`--steps 0`"):
         assert known in prose
         prose = prose.replace(known, "")
-    prose = re.sub(r"\]\([^)]*\)", " ", prose)
-    assert not (left := re.findall(r".{20}(?<![A-Z])\d.{20}", prose)), left
+    states_no_number(re.sub(r"\]\([^)]*\)", " ", prose))
 
 
 class Removal(NamedTuple):
@@ -327,10 +342,13 @@ class Removal(NamedTuple):
     added: float
     error: float
 
+    def __str__(self):
+        return f"{self.added:+.3f} ± {self.error:.3f}"
+
 
 def removals():
     """Number of removed blocks -> nats a token added, from the stored losses of every row."""
-    stored = json.loads((DOCS / "gallery" / "removal.json").read_text())
+    stored = read_json(DOCS / "gallery" / "removal.json")
     tokens, losses, choosing = (np.array(stored[name]) for name in ("tokens", "losses", "choosing"))
     rows = len(tokens)
     found = {}
@@ -343,19 +361,18 @@ def removals():
 
 
 def test_the_table_of_removed_blocks():
-    stored = json.loads((DOCS / "gallery" / "removal.json").read_text())
+    stored = read_json(DOCS / "gallery" / "removal.json")
     assert f"$ {stored['command']}\n" in page("results")
     assert f"bfloat16, not healed, {stored['measured']}." in page("results")
     assert f"added to {sum(stored['losses'][0]) / sum(stored['tokens']):.3f}," in page("results")
     for row in removals().values():
-        line = f"| {row.count} | {row.layer} | {row.chosen:+.3f} | {row.added:+.3f} ± {row.error:.3f} |\n"
+        line = f"| {row.count} | {row.layer} | {row.chosen:+.3f} | {row} |\n"
         assert line in page("results"), line
 
 
 def test_the_frontier():
     """Loss added, its error and the ratios of times of every method, from the stored losses and times of every row."""
-    text_of_points = (DOCS / "gallery" / "frontier.jsonl").read_text()
-    stored = {point["key"]: point["value"] for point in map(json.loads, text_of_points.splitlines())}
+    stored = points("frontier")
     lines = re.findall(r"^\| (1\.2|1\.19) \| (.*) \|$", page("results"), flags=re.MULTILINE)
     chosen = {tuple(re.findall(r"by (.*), seed 0, for (.*)", key)[0]) for key in stored if "seed 0, for" in key}
     assert {(row.split(" | ")[0].split(" + ")[0], target) for target, row in lines} == chosen
@@ -389,8 +406,7 @@ def test_the_frontier():
 
 @pytest.mark.parametrize(("model", "layers"), [("SmolLM2", 30), ("Gemma 3", 18)])
 def test_the_frontier_of_a_model_at_other_speeds(model, layers):
-    file = DOCS / "gallery" / f"frontier-{model.split()[0].lower()}.jsonl"
-    stored = {p["key"]: p["value"] for p in map(json.loads, file.read_text().splitlines())}
+    stored = points(f"frontier-{model.split()[0].lower()}")
     parts, shares = stored["times of the parts, context 512"], {}
     for part in ("attention", "mlp"):
         shares[part] = (1 - np.median(np.divide(parts[f"{part} decode"], parts["whole decode"]))) / layers
@@ -427,10 +443,10 @@ def test_numbers_of_the_readme_and_the_gallery_stand_in_the_pages_that_explain_t
     removed = removals()
     assert [*sorted(removed)] == [*range(1, 13)]
     assert f"[{page('families').count('| `') // 2} classes]" in readme  # two code cells a row
-    assert f"{removed[3].added:+.3f} ± {removed[3].error:.3f} nats on rows that were not used" in readme
+    assert f"{removed[3]} nats on rows that were not used" in readme
     assert f"eight cost {removed[8].added:.2f} nats" in readme
     assert ", ".join(str(removed[k].layer) for k in range(1, 5)) in gallery
-    for number in (f"{removed[4].added:+.3f} ± {removed[4].error:.3f}", "+0.507 ± 0.024"):
+    for number in (str(removed[4]), "+0.507 ± 0.024"):
         assert number in gallery
         assert number in results
     for k in (4, 8):

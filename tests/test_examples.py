@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import ast
 import copy
-import json
 import runpy
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fulldepth
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.execution.memory import parameter_bytes
+from json_files import read_json
 from skip import plain, planned
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -74,7 +75,7 @@ def test_int8():
     losses, second = script["main"](model, plan, examples)
     coarse, packed, saved, rows = copy.deepcopy(model).double(), script["int8"](model), 0, 0
     for name, module in coarse.model.layers.named_modules():
-        if isinstance(module, torch.nn.Linear):
+        if isinstance(module, nn.Linear):
             step = module.weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / 127.5
             held = packed.model.layers.get_submodule(name).weight.dequantize().double() / step
             assert (held - held.round()).abs().max() < 1e-3
@@ -99,7 +100,7 @@ def test_int8():
 
 def executed(notebook):
     """Run the code cells of a notebook in one namespace; returns what each displays: the value of its last line."""
-    document = json.loads(notebook.read_text())
+    document = read_json(notebook)
     assert (document["nbformat"], document["nbformat_minor"]) == (4, 5)
     assert not any(cell.get("outputs") for cell in document["cells"]), "outputs are not stored"
     namespace = {}

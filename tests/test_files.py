@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulldepth import files
+from json_files import write_json
 from refusals import refused
 
 VALUES = st.recursive(
@@ -31,7 +31,7 @@ class Point(pydantic.BaseModel):
 @given(value=VALUES)
 def test_json_is_read_as_the_standard_library_reads_it(tmp_path_factory, value):
     path = tmp_path_factory.mktemp("json") / "value.json"
-    path.write_text(json.dumps(value))
+    write_json(path, value)
     assert files.read_json(path) == value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers as tf
+from torch import nn
 
 from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
 
@@ -185,9 +186,19 @@ DESIGNS = [
 """One model for each design, with the tower to be chosen where it has two; all types are in `families`."""
 
 
+def seeded(seed):
+    """A generator of random numbers."""
+    return torch.Generator().manual_seed(seed)
+
+
+def token_ids(rows, length, seed=0, most=VOCAB):
+    """[rows, length] ids without the special ones."""
+    return torch.randint(3, most, (rows, length), generator=seeded(seed))
+
+
 def inputs(model, batch=2, length=10, seed=1, tower=None):
     """A batch that the model (or one of its towers) accepts: text with a padded tail, or pictures."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     if tower == "vision" or "pixel_values" in getattr(model, "main_input_name", "input_ids"):
         size = getattr(getattr(model.config, "vision_config", model.config), "image_size", 64)
         pixels = torch.randn(batch, 3, size, size, generator=generator)
@@ -211,14 +222,14 @@ class ToyConfig(tf.PretrainedConfig):
         super().__init__(**options)
 
 
-class ToyBlock(torch.nn.Module):
+class ToyBlock(nn.Module):
     """x' = x + A(norm(x)), y = x' + M(norm(x')), with linear maps for attention and MLP."""
 
     def __init__(self, gives):
         super().__init__()
         self.gives = gives
-        self.norm1, self.norm2 = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
-        self.attention, self.mlp = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.mlp = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden_states):
         """A tensor, a tuple, or the input itself, overwritten."""
@@ -239,8 +250,8 @@ class Toy(tf.PreTrainedModel):
 
     def __init__(self, config):
         super().__init__(config)
-        self.embed = torch.nn.Embedding(VOCAB, WIDTH)
-        self.layers = torch.nn.ModuleList(ToyBlock(config.gives) for _ in range(config.num_hidden_layers))
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(ToyBlock(config.gives) for _ in range(config.num_hidden_layers))
         self.post_init()
 
     def _init_weights(self, module):

@@ -6,7 +6,10 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as tf
+from torch import nn
+from torch.testing import assert_close
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -49,7 +52,7 @@ def test_the_loss_is_llamas_with_the_trainers_count_of_targets(twins):
         theirs, ours = (m(input_ids=ids, labels=labels, num_items_in_batch=count).loss for m in twins)
         assert torch.equal(ours, theirs)
     logits = twins[1](ids).logits[:, :-1].double()
-    total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    total = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
     assert ours.item() == pytest.approx(total.item() / 29, rel=1e-6)
 
 
@@ -70,7 +73,7 @@ def test_any_attention_function_gets_routed_keys_and_values_ungrouped(name):
     spied = build(name, attention="spy")
     plain = build(name)
     plain.load_state_dict(spied.state_dict())
-    torch.testing.assert_close(spied(**batch).logits, plain(**batch).logits, rtol=0, atol=0)
+    assert_close(spied(**batch).logits, plain(**batch).logits, rtol=0, atol=0)
     assert seen == [(index, 4, 2, 2, 6**-0.5) for index in range(5)]
 
 
@@ -85,12 +88,12 @@ def test_switches_thrown_while_loading_are_checked_like_others(tmp_path):
     assert tree.model.layers[1].tree_norms is not None
 
 
-class Adapted(torch.nn.Module):
+class Adapted(nn.Module):
     """A projection with a low-rank addition, wrapped around it as peft does."""
 
     def __init__(self, base, update):
         super().__init__()
-        self.base_layer, self.update = base, torch.nn.Parameter(update)
+        self.base_layer, self.update = base, nn.Parameter(update)
         self.weight, self.bias, self.out_features = base.weight, base.bias, base.out_features
 
     def forward(self, x):
@@ -110,14 +113,14 @@ def test_adapters_on_projections_count_although_routing_folds_their_weights(name
             weight.data += update
             setattr(other.self_attn, key, Adapted(getattr(other.self_attn, key), update))
     found, expected = (model(ids, use_cache=False).logits for model in (adapted, merged))
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert_close(found, expected, rtol=1e-10, atol=1e-10)
     found.square().sum().backward()
     expected.square().sum().backward()
     found = dict(adapted.named_parameters())
     for key, parameter in merged.named_parameters():
         twin = key.replace(".weight", ".update") if "k_proj.w" in key or "v_proj.w" in key else key
         twin = twin if twin in found else key.replace("_proj.", "_proj.base_layer.")
-        torch.testing.assert_close(found[twin].grad, parameter.grad, rtol=1e-8, atol=1e-8, msg=key)
+        assert_close(found[twin].grad, parameter.grad, rtol=1e-8, atol=1e-8, msg=key)
 
 
 @pytest.mark.slow
@@ -131,4 +134,4 @@ def test_a_compiled_model_gives_the_same_loss_and_gradients(name):
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager")
     compiled(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    torch.testing.assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)
+    assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, DynamicCache, StaticCache
 import tiny_models
 from architectures.test_decoding import in_pieces
 from fulldepth.architectures import SKIPPED, DeciLMConfig, DeciLMForCausalLM
+from json_files import read_json
 from skip import plain
 
 LAYERS = tiny_models.LAYERS
@@ -41,7 +42,7 @@ def zeroed(model, attention=(), mlp=()):
 
 def tokens(length=14):
     """More than Gemma's window of 8; row 2 begins with padding."""
-    ids = torch.randint(3, tiny_models.VOCAB, (2, length), generator=torch.Generator().manual_seed(0))
+    ids = tiny_models.token_ids(2, length)
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     return ids.where(mask == 1, 0), mask
@@ -133,7 +134,7 @@ def test_a_configuration_marks_layers_so_that_nobody_else_loads_it(name, tmp_pat
     kind = SKIPPED[name].config_class
     stock = kind.__mro__[2]
     kind(num_hidden_layers=3, skipped_attention=[3, 1], skipped_mlp=[2]).save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())
+    saved = read_json(tmp_path / "config.json")
     assert saved["model_type"] == f"fulldepth_skipped_{name}"
     assert saved["skipped_attention"] == [1, 3]
     marks = saved["layer_types"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 from architectures.combinations import (
     EVERY,
@@ -59,8 +60,8 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradients(name, reentra
     model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
     found_loss, found = learn(model, batch)
     assert len(calls) == 2, "the layer was not computed a second time"
-    torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert_close(found_loss, loss, rtol=1e-12, atol=0)
+    assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 @EVERY

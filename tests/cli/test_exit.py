@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from fulldepth.settings.exit import file_size
+from json_files import read_json
 from skip.word_tokenizer import checkpoint as saved
 from skip.word_tokenizer import words
 
@@ -24,7 +23,7 @@ def test_a_checkpoint(main, checkpoint, tmp_path, monkeypatch):
     code, out, _ = main("exit", "export", checkpoint, "--layers", 2, "--output", tmp_path / "short")
     assert code == 0
     assert "2 of 3" in out
-    assert json.loads((tmp_path / "short" / "config.json").read_text())["num_hidden_layers"] == 2
+    assert read_json(tmp_path / "short" / "config.json")["num_hidden_layers"] == 2
     assert (tmp_path / "short" / "tokenizer.json").is_file()
 
 

@@ -1,7 +1,6 @@
 """Detection data: hand-made files in COCO's format, their defects, and the synthetic shapes."""
 
 import copy
-import json
 import re
 from functools import reduce
 from operator import getitem
@@ -9,12 +8,15 @@ from operator import getitem
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 from PIL import Image
+from torch.testing import assert_close
 
 from data.test_images import Processor
 from drawn_shapes import CLASSES, SCRIPT, draw, shapes
 from fulldepth.data import open_source, prepare
 from fulldepth.data.labelled import check_rows, number_labels
+from json_files import write_json
 from refusals import refused
 
 GOOD = {
@@ -43,7 +45,7 @@ def written(tmp_path):
         Image.new("RGB", (40, 20), (200, 0, 0)).save(tmp_path / folder / "b.png")
         Image.new("RGB", (20, 20), (0, 200, 0)).save(tmp_path / folder / "a.png")
         path = tmp_path / "instances.json"
-        path.write_text(json.dumps(content))
+        write_json(path, content)
         return path
 
     return write
@@ -56,7 +58,7 @@ def test_a_hand_made_file_is_read_as_written(written):
     assert first.objects.classes == (1, 0)
     assert first.objects.boxes == ((10, 5, 20, 10), (0, 0, 4, 20))  # half a pixel outside is cut off
     assert first.objects.crowd == (False, True)
-    np.testing.assert_allclose(first.objects.relative[0], (0.5, 0.5, 0.5, 0.5))
+    assert_allclose(first.objects.relative[0], (0.5, 0.5, 0.5, 0.5))
     assert (first.image().size, second.image().size, len(second.objects)) == ((40, 20), (20, 20), 0)
 
 
@@ -134,7 +136,7 @@ def test_objects_follow_the_classes_of_the_model(written):
     prepared = prepare(numbered, **options)
     objects = prepared.collate([0]).objects[0]
     assert objects["class_labels"].tolist() == [0, 2]
-    torch.testing.assert_close(objects["boxes"], torch.tensor([[0.5, 0.5, 0.5, 0.5], [0.05, 0.5, 0.1, 1.0]]))
+    assert_close(objects["boxes"], torch.tensor([[0.5, 0.5, 0.5, 0.5], [0.05, 0.5, 0.1, 1.0]]))
     assert objects["crowd"].tolist() == [False, True]
     assert prepared.num_targets == 1  # crowds are no targets
     for classes, place in ((["cat", "car"], r"row 1: .* dog"), (["thing"], "thing")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.testing import assert_close
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, default_data_collator
 from transformers import modeling_flash_attention_utils as flash
 
@@ -12,7 +13,7 @@ import tiny_models
 from fulldepth.data import flatten_windows
 from fulldepth.losses import Objective
 from refusals import refused
-from tiny_models import gradients
+from tiny_models import gradients, seeded
 
 SIZES = {**tiny_models.SIZES, "num_key_value_heads": 2}
 KINDS = {
@@ -28,7 +29,7 @@ def windows():
     """Windows of T random tokens; each tuple says where its documents begin."""
     items = []
     for number, begins in enumerate(((0, 5), (0,), (0, 1, 2, 11), (0, 6))):
-        ids = torch.randint(1, V, (T,), generator=torch.Generator().manual_seed(number))
+        ids = torch.randint(1, V, (T,), generator=seeded(number))
         positions = torch.cat([torch.arange(b - a) for a, b in zip(begins, (*begins[1:], T), strict=True)])
         items.append({"input_ids": ids, "labels": ids.clone(), "position_ids": positions})
     return items
@@ -41,7 +42,7 @@ def step(model, batch, **terms):
     loss, parts = objective(model(**batch, use_cache=False), batch)
     loss.backward()
     objective.detach()
-    return {"loss": float(loss.detach()), **{name: float(value) for name, value in parts.items()}}, gradients(model)
+    return {"loss": loss.item(), **{name: float(value) for name, value in parts.items()}}, gradients(model)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -55,7 +56,7 @@ def test_a_row_trains_like_its_windows(kind, attention):
         row, same = step(model, flatten_windows(windows()), **terms)
         exact = {"sdpa": 1e-9, "eager": 1e-6}[attention]  # transformers' eager softmax is float32
         assert row == pytest.approx(rows, rel=exact)
-        torch.testing.assert_close(same, expected, rtol=10 * exact, atol=exact / 100)
+        assert_close(same, expected, rtol=10 * exact, atol=exact / 100)
 
 
 def test_flash_attention_cuts_the_row_at_windows_and_documents():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 
-import pandas as pd
 import pytest
+from pandas.testing import assert_frame_equal
 from typer.testing import CliRunner
 
 import tiny_models
@@ -100,11 +100,11 @@ def test_a_killed_run_goes_on_without_repeating_passes(checkpoint, data, tmp_pat
     file.write_bytes(file.read_bytes()[:-3])  # killed while it wrote a line
     resumed = evaluate(checkpoint, TASKS, out, resume=True, **options)
     assert len(passes) in (needed, needed + 1)
-    pd.testing.assert_frame_equal(resumed.table, whole.table)
+    assert_frame_equal(resumed.table, whole.table)
     assert not (out / "answers").exists()
     passes.clear()
     again = evaluate(checkpoint, TASKS, out, resume=True, **options)
-    pd.testing.assert_frame_equal(again.table, whole.table, check_dtype=False)
+    assert_frame_equal(again.table, whole.table, check_dtype=False)
     assert not passes
     with refused("other settings"):
         evaluate(checkpoint, TASKS, out, resume=True, **{**options, "limit": 5})
@@ -190,7 +190,7 @@ def test_answers_of_other_layers_are_not_reused(checkpoint, data, tmp_path, monk
 
 def test_a_plan_is_evaluated_with_its_blocks_skipped(data):
     model = small_world.model()
-    plan = planned.plan(model, [2])
+    plan = planned.plan(model)
     options = {"tokenizer": small_world.tokenizer(), "task_data": [data], "limit": 6, "bootstrap_iters": 100}
     got = evaluate(model, TASKS, plan=plan, **options)
     anatomy = anatomy_candidates(model)[0]
@@ -258,7 +258,7 @@ def test_an_encoder_is_refused(data, tmp_path):
 def test_exports_are_evaluated_like_the_plan(data, tmp_path):
     model = small_world.model()
     model.name_or_path = "tiny"
-    plan = planned.plan(model, [2])
+    plan = planned.plan(model)
     options = {"task_data": [data], "limit": 6, "bootstrap_iters": 100}
     tokenizer = small_world.tokenizer()
     expected = evaluate(model, TASKS, plan=plan, tokenizer=tokenizer, exit_layers="full", **options).table

@@ -16,6 +16,7 @@ from fulldepth.evaluation.harness import Answers, LayerReader, layered_model
 from fulldepth.evaluation.local_tasks import local_task
 from fulldepth.execution.verify import prove
 from fulldepth.hf.truncation import truncated
+from json_files import write_json
 from marks import thorough
 from refusals import refused
 from skip import word_tokenizer
@@ -159,7 +160,7 @@ def test_perplexities_of_whole_texts(data, tmp_path):
         "doc_to_target": "{{question}} {{answer}}",
         "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
     }
-    (tmp_path / "texts.yaml").write_text(json.dumps(task))
+    write_json(tmp_path / "texts.yaml", task)
     results = scored(model, ["texts"], data, include_path=str(tmp_path))
     rows = results.table.set_index(["layer", "statistic"]).value
     for layer in (2, LAYERS):

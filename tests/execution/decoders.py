@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers as tf
+from torch import nn
 
 import tiny_models as tm
 
@@ -30,7 +31,7 @@ def build(name, *, late=1.0, seed=0):
     """
     torch.manual_seed(seed)
     model = tm.build(name, seed=seed, dtype=torch.float32 if name in FLOAT32 else torch.float64)
-    blocks = max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
+    blocks = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
     with torch.no_grad():
         for block in blocks[1:]:
             for part, parameter in block.named_parameters():
@@ -42,7 +43,7 @@ def build(name, *, late=1.0, seed=0):
 
 def prompts(rows=2, length=9, padded=3, seed=2):
     """Prompts of different lengths: row b is padded on the left by `b * padded` positions."""
-    ids = torch.randint(3, tm.VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+    ids = tm.token_ids(rows, length, seed)
     mask = torch.ones_like(ids)
     for row in range(rows):
         mask[row, : min(row * padded, length - 1)] = 0

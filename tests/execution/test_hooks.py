@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import tiny_models
 from fulldepth.errors import FulldepthError
@@ -139,7 +140,7 @@ def test_gradients_through_captured_states_are_autograds():
     got = gradients(model)
     assert len(expected) > 25
     assert got.keys() == expected.keys()
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+    assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def test_checkpointing_records_once_with_grad(reentrant, sites, recorded):
         assert len(runs) == 2  # the blocks really were run again
         assert sorted(recorded) == sorted(once)
     handle.remove()
-    torch.testing.assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)
+    assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")

@@ -13,6 +13,7 @@ from fulldepth.execution import verify
 from fulldepth.execution.layer_runner import decoding_runner
 from fulldepth.hf import anatomy_candidates
 from refusals import refused
+from tiny_models import token_ids
 
 ROWS, PROMPT = 2, 9
 
@@ -65,7 +66,7 @@ def test_what_does_not_fit_the_cache_is_refused():
 
 def test_a_model_whose_own_decoding_differs_is_refused_for_that_reason():
     """Moshi's cache keeps a window of positions, and its attention reads all."""
-    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    ids = token_ids(2, 12, most=90)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     torch.manual_seed(0)
     model = tf.MoshiForCausalLM(zoo.config_for("moshi", sliding_window=8)).eval()

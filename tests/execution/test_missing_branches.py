@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import tiny_models
 from architectures.test_skipped import FAMILIES, skipped, tokens, zeroed
@@ -26,7 +27,7 @@ def test_every_site_is_that_of_the_zeroed_model(family, removed):
             model(**batch, use_cache=False)
             found.append({site: activations.stack(site) for site in SITES})
     for site in SITES:
-        torch.testing.assert_close(found[0][site], found[1][site], rtol=1e-5, atol=1e-6, msg=site)
+        assert_close(found[0][site], found[1][site], rtol=1e-5, atol=1e-6, msg=site)
 
 
 def test_a_stock_model_without_a_branch_is_still_refused():

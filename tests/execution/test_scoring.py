@@ -58,7 +58,7 @@ def test_losses_are_those_of_stock_passes_with_zeroed_branches(name, granularity
 @pytest.mark.parametrize("name", ["gemma2", "gpt_neox"])
 def test_scaled_losses_are_those_of_the_definition(name):
     model, examples = tm.build(name, dtype=torch.float64), plain.sentences(5, seed=4, shortest=22)
-    plan = planned.plan(model, [2])
+    plan = planned.plan(model)
     scaled = planned.scaled(model, plan)
     with scorer_of(model, examples, batch_size=5) as (scorer, (batch,)):
         states = scorer.states(batch, Variant({Block(2, "attention")}), Scalars.from_dict(plan.scalars, 3))

@@ -7,6 +7,7 @@ from types import MethodType
 import pytest
 import torch
 import transformers as tf
+from torch.testing import assert_close
 
 import tiny_models
 from families import zoo
@@ -45,7 +46,7 @@ def test_albert_has_a_layer_for_each_call_of_a_shared_block(groups, inner, branc
     expected = albert_by_hand(model, inputs)
     real = inputs["attention_mask"].bool()
     for got, state in zip(activations["residual"], expected, strict=True):
-        torch.testing.assert_close(got[real], state[real], rtol=1e-9, atol=1e-9)
+        assert_close(got[real], state[real], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 import pytest
+from pandas.testing import assert_frame_equal
 from PIL import Image
 
 import fulldepth
@@ -54,4 +54,4 @@ def test_batches_without_any_label_change_nothing(name, make, tmp_path):
     some = [row if n % 2 else {**row, "label": None} for n, row in enumerate(rows)]
     partly, alone = (fulldepth.measure(tmp_path, data, **options).table for data in (some, rows[1::2]))
     means = [table[~table.statistic.str.contains("error")] for table in (partly, alone)]
-    pd.testing.assert_frame_equal(*means, rtol=1e-5)
+    assert_frame_equal(*means, rtol=1e-5)

@@ -7,9 +7,11 @@ import torch.nn.functional as F
 import transformers as tf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.testing import assert_close
 
 import tiny_models
 from skip.word_tokenizer import tokenizer
+from tiny_models import seeded
 
 HEADS = "exit_heads.safetensors"
 LLAMA = ("model.layers", "model.norm")
@@ -34,7 +36,7 @@ def write(name, folder, *, scale=0.7):
     if name in ENCODERS:
         tokens.add_special_tokens({"mask_token": "w79"})
     tokens.save_pretrained(folder.parent / "tokenizer")  # beside the model, so that its type does not choose the class
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     noise = {n: scale * own.std() * torch.randn(own.shape, generator=generator) for n in (1, 2)}
     heads = {f"exit_heads.{n}.weight": (own.detach() + each) for n, each in noise.items()}
     save_file(heads, folder / HEADS)
@@ -65,7 +67,7 @@ class Plain:
         options = {} if self.name in ENCODERS else {"use_cache": False}
         own = self.model(torch.tensor([ids]), **options).logits[0]
         read = [self.read(state.reshape(-1, state.shape[-1])[-len(ids) :], n) for n, state in enumerate(self.states)]
-        torch.testing.assert_close(read[-1], own, rtol=1e-9, atol=1e-9)
+        assert_close(read[-1], own, rtol=1e-9, atol=1e-9)
         return torch.stack(read)
 
     def read(self, state, index):
@@ -93,7 +95,7 @@ class Plain:
 
 def texts(plain, count, length):
     """Texts of words as token ids; of a decoder each layer predicts some of the next tokens."""
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     rows = torch.randint(10, 89, (count, length), generator=generator).tolist()
     if plain.name not in ENCODERS:
         for at, row in enumerate(rows):

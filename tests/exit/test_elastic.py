@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 import tiny_models
 from exit.conftest import sharpened, taught
@@ -24,7 +25,7 @@ def test_a_decoder_is_written_with_its_tokenizer_and_card(tmp_path):
     assert again.config.layer_types == model.config.layer_types[:2]
     ids = torch.arange(3, 15).view(1, 12)
     states = model.model(ids, output_hidden_states=True).hidden_states
-    torch.testing.assert_close(again(ids).logits, model.lm_head(model.model.norm(states[2])), rtol=1e-4, atol=1e-4)
+    assert_close(again(ids).logits, model.lm_head(model.model.norm(states[2])), rtol=1e-4, atol=1e-4)
     assert (made.layers, made.num_layers) == (2, 3)
     assert made.parameters == sum(p.numel() for p in again.parameters())
     assert made.logit_error < 1e-5

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from numpy.testing import assert_allclose
 from safetensors.torch import load_file, save_file
 from scipy.special import softmax
 
@@ -19,6 +20,7 @@ from fulldepth.hf import EXIT_HEADS, exit_heads_of, load_exit_heads, load_proces
 from golden.tables import images
 from metrics.oracle import of_lens
 from refusals import refused
+from tiny_models import seeded
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def checkpoint(tmp_path_factory):
     """A stock checkpoint with the file of heads beside it."""
     folder, model = tmp_path_factory.mktemp("heads") / "model", tiny_models.build("vit")
     model.save_pretrained(folder)
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     heads = {f"exit_heads.{n}.weight": 0.5 * torch.randn(3, 32, generator=generator) for n in (1, 2)}
     save_file(heads, folder / EXIT_HEADS)
     return folder
@@ -62,8 +64,8 @@ def test_measure_and_exit_read_each_layer_by_its_own_head(checkpoint, tmp_path):
 
     results = fulldepth.measure(checkpoint, data, measures=["lens_loss", "lens_accuracy"])
     accuracy, loss, _ = of_lens(logits, target)
-    np.testing.assert_allclose(results.values("lens_loss", "mean")[-3:], loss, rtol=1e-4)
-    np.testing.assert_allclose(results.values("lens_accuracy", "mean")[-3:], accuracy)
+    assert_allclose(results.values("lens_loss", "mean")[-3:], loss, rtol=1e-4)
+    assert_allclose(results.values("lens_accuracy", "mean")[-3:], accuracy)
     assert results.meta["model"]["exit_heads"] == 2
 
     threshold = float(np.median(softmax(logits[0], axis=-1).max(-1)))

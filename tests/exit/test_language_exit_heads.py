@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 import fulldepth
 from exit import plain
@@ -142,7 +143,7 @@ def test_a_cut_model_is_a_stock_checkpoint(cases, name, tmp_path, without_fresh_
     assert not any(report.values())
     assert not stock.config.tie_word_embeddings
     with torch.no_grad():
-        torch.testing.assert_close(stock(torch.tensor([ids])).logits[0], expected[1], rtol=1e-6, atol=1e-7)
+        assert_close(stock(torch.tensor([ids])).logits[0], expected[1], rtol=1e-6, atol=1e-7)
     kept = load_file(tmp_path / "2" / HEADS)
     assert list(kept) == ["exit_heads.1.weight"]
     assert torch.equal(kept["exit_heads.1.weight"], stored["exit_heads.1.weight"])
@@ -154,9 +155,9 @@ def test_a_cut_model_is_a_stock_checkpoint(cases, name, tmp_path, without_fresh_
             layers == 3 and (name in TIED or name == "bert")
         )
         with torch.no_grad():
-            torch.testing.assert_close(short(torch.tensor([ids])).logits[0], expected[layers - 1], rtol=1e-6, atol=1e-7)
+            assert_close(short(torch.tensor([ids])).logits[0], expected[layers - 1], rtol=1e-6, atol=1e-7)
     with torch.no_grad():  # the original is as it was
-        torch.testing.assert_close(model(torch.tensor([ids])).logits[0], expected[2], rtol=1e-6, atol=1e-7)
+        assert_close(model(torch.tensor([ids])).logits[0], expected[2], rtol=1e-6, atol=1e-7)
 
 
 def test_models_that_do_not_fit_are_refused(tmp_path):

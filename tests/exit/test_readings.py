@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from fulldepth.metrics.jackknife import Mean
 from fulldepth.uncertainty import median_ratio, quantile
 from metrics.oracle import of_ratio
 from refusals import refused
+from tiny_models import seeded
 
 RULES = ("confidence", "margin", "entropy", "patience")
 
@@ -47,7 +49,7 @@ def readings(logits, targets, per_sequence=1, clusters=None):
     data=st.data(),
 )
 def test_layers_are_those_of_a_plain_loop(seed, layers, classes, scale, rule, threshold, data):
-    logits = scale * torch.randn(layers, 9, classes, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    logits = scale * torch.randn(layers, 9, classes, dtype=torch.float64, generator=seeded(seed))
     min_layer = data.draw(st.integers(1, layers))
     values = torch.stack([certainty(layer, "margin" if rule == "patience" else rule) for layer in logits])
     assert bool(((values >= -1e-12) & (values <= 1)).all())
@@ -64,9 +66,9 @@ def test_layers_are_those_of_a_plain_loop(seed, layers, classes, scale, rule, th
 
 def world(seed, count=400, layers=4, classes=3):
     """Readings whose later layers are better and surer."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     targets = torch.randint(classes, (count,), generator=generator)
-    signal = torch.nn.functional.one_hot(targets, classes).double()
+    signal = F.one_hot(targets, classes).double()
     noise = torch.randn(layers + 1, count, classes, dtype=torch.float64, generator=generator)
     strength = torch.linspace(0.2, 2.5, layers + 1, dtype=torch.float64)[:, None, None]
     return readings(strength * signal * 2 + noise, targets)
@@ -102,7 +104,7 @@ CLASSIFIER = SimpleNamespace(classifies=True)
 def made(correct, target, clusters=None):
     """Readings whose layers 0..L are right where `correct: [L+1, N]` says so, of binary targets."""
     prediction = torch.where(torch.as_tensor(correct), torch.as_tensor(target), 1 - torch.as_tensor(target))
-    logits = torch.nn.functional.one_hot(prediction, 2).double()
+    logits = F.one_hot(prediction, 2).double()
     return readings(logits, torch.as_tensor(target), clusters=clusters)
 
 
@@ -168,7 +170,7 @@ def test_parts_are_divided_by_the_hash_of_clusters():
     """Windows of a document stay together, and the same documents are chosen in every order of the rows."""
     clusters = torch.as_tensor(np.random.default_rng(0).integers(0, 2**62, 20)).repeat_interleave(3)
     logits, target = torch.randn(3, 60, 3), torch.randint(3, (60,))
-    order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(60, generator=seeded(0))
     chosen = []
     for rows in (torch.arange(60), order):
         parts = splits(readings(logits[:, rows], target[rows], clusters=clusters[rows]), 0.5, 0)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import tiny_models
 from exit import plain
@@ -80,7 +81,7 @@ def test_samples_leave_where_they_leave_alone(labelled):
         together = early.run(subject.sequences.collate(list(targets)).inputs, when)
         alone = [early.run(subject.sequences.collate([index]).inputs, when) for index in targets]
         assert together[1].tolist() == [int(part[1][0]) for part in alone]
-        torch.testing.assert_close(together[0], torch.cat([part[0] for part in alone]))
+        assert_close(together[0], torch.cat([part[0] for part in alone]))
         assert sorted(together[1].tolist()) == sorted(plain.leave(texts[i], rule, 0.6, 1) for i in order)
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
+from torch import nn
+from torch.testing import assert_close
 
 import fulldepth
 from families import verdicts, zoo
@@ -72,12 +75,12 @@ def check_own_heads(model, batch, folder, *, cut):
     anatomy = find_anatomy(model)
     _, _, own = output_layer(anatomy)
     if own.bias is not None:
-        torch.nn.init.zeros_(own.bias)
+        nn.init.zeros_(own.bias)
     shared = float(loss_of(model, batch, aligned="uniform").detach())
     add_exit_heads(model)
     copy_to_exit_heads(anatomy)
     loss = loss_of(model, batch, multi_exit="uniform")
-    assert abs(float(loss.detach()) - shared) <= CLOSE * abs(shared)
+    assert abs(loss.item() - shared) <= CLOSE * abs(shared)
     loss.backward()
     assert all(bool(weight.grad is not None and weight.grad.any()) for weight in exit_weights(model))
     with torch.no_grad():
@@ -89,7 +92,7 @@ def check_own_heads(model, batch, folder, *, cut):
         again = open_model(folder, exit_heads=True).model
         for one, other in zip(exit_weights(model), exit_weights(again), strict=True):
             assert torch.equal(one, other)
-        torch.testing.assert_close(again(**batch).logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+        assert_close(again(**batch).logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
     if cut:
         truncated(find_anatomy(again), 2)  # compares its logits with those of the second head
 
@@ -175,7 +178,7 @@ def test_a_map_to_another_width_behind_the_last_block_is_no_norm(before):
     for site, end in ends.items():
         expected = (1 - torch.cosine_similarity(stream[0].double(), end.double(), dim=-1)) / 2
         assert results.values("displacement", "mean", site).iloc[-1] == pytest.approx(float(expected.mean()), rel=1e-5)
-    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     assert results.values("lens_loss", "mean").iloc[-1] == pytest.approx(float(loss), rel=1e-5)
 
 
@@ -193,7 +196,7 @@ def test_siglip_without_a_processor_is_measured_at_its_own_size(tmp_path):
     results = fulldepth.measure(tmp_path / "model", tmp_path / "pictures", measures=["displacement"])
     hidden = model.vision_model(torch.stack(pictures), output_hidden_states=True).hidden_states
     states = torch.stack(hidden).double().mean(2)
-    cosines = torch.nn.functional.cosine_similarity(states[:-1], states[1:], dim=-1)
+    cosines = F.cosine_similarity(states[:-1], states[1:], dim=-1)
     expected = ((1 - cosines) / 2).mean(1)
     assert results.values("displacement", "mean", "residual")[[1, 2]].tolist() == pytest.approx(
         expected[:2].tolist(), rel=1e-5

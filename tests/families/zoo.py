@@ -10,7 +10,7 @@ import transformers as tf
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tiny_models import strengthened
+from tiny_models import seeded, strengthened
 
 VOCAB, LENGTH = 96, 16
 
@@ -108,7 +108,7 @@ def build(model_type, task, seed=0, **fields):
 
 def inputs(model, seed):
     """Two sequences of random tokens, or two random images."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     if model.main_input_name == "pixel_values":
         vision = getattr(model.config, "vision_config", model.config)
         size = getattr(vision, "image_size", SMALL["image_size"])

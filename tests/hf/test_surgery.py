@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 import transformers as tf
+from torch import nn
+from torch.testing import assert_close
 
 import tiny_models as tm
 from execution import decoders  # noqa: F401  # lists Mistral with a window
@@ -119,22 +121,22 @@ def endless(model):
 
 def check_decoding(model):
     """All ways of decoding agree on tokens and logits."""
-    ids = torch.randint(3, tm.VOCAB, (2, 5), generator=torch.Generator().manual_seed(3))
+    ids = tm.token_ids(2, 5, seed=3)
     steps = 6
     tokens, logits = rollout(model, ids, steps)
     for got_tokens, got_logits in (manual(model, ids, steps), generated(model, ids, steps)):
         assert torch.equal(got_tokens, tokens)
-        torch.testing.assert_close(got_logits, logits, atol=1e-4, rtol=0)
+        assert_close(got_logits, logits, atol=1e-4, rtol=0)
     padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], dim=1)
     padded[1, :] = torch.cat([padded[1, 3:], padded[1, 3:6]])  # a longer neighbour
     mask = torch.ones_like(padded)
     mask[0, :3] = 0
     got_tokens, got_logits = generated(model, padded, steps, attention_mask=mask)
     assert torch.equal(got_tokens[0, 3:], tokens[0])
-    torch.testing.assert_close(got_logits[0], logits[0], atol=1e-4, rtol=0)
+    assert_close(got_logits[0], logits[0], atol=1e-4, rtol=0)
     longer, longer_logits = rollout(model, padded[1:], steps)
     assert torch.equal(got_tokens[1:], longer)
-    torch.testing.assert_close(got_logits[1:], longer_logits, atol=1e-4, rtol=0)
+    assert_close(got_logits[1:], longer_logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -156,13 +158,13 @@ def test_every_way_of_decoding_agrees_whatever_is_skipped(name, granularity, sca
 @pytest.mark.parametrize(("name", "layers"), [("llama", {1, 2, 3}), ("gemma3", {1}), ("mistral-window", {1, 2, 3})])
 def test_beams_static_caches_and_rollbacks_agree(name, layers):
     model = endless(tm.build(name))
-    ids = torch.randint(3, tm.VOCAB, (1, 5), generator=torch.Generator().manual_seed(4))
+    ids = tm.token_ids(1, 5, seed=4)
     with skipping(find_anatomy(model), layers):
         tokens, logits = rollout(model, ids, 6)
         assert torch.equal(generated(model, ids, 6, use_cache=False)[0], tokens)
         static = generated(model, ids, 6, cache_implementation="static")
         assert torch.equal(static[0], tokens)
-        torch.testing.assert_close(static[1], logits, atol=1e-4, rtol=0)
+        assert_close(static[1], logits, atol=1e-4, rtol=0)
         made = tf.StaticCache(config=model.config, max_cache_len=16)
         made.early_initialization(1, 2, 8, torch.float32, torch.device("cpu"))
         assert torch.equal(manual(model, ids, 6, cache=made)[0], tokens)
@@ -266,7 +268,7 @@ def test_models_that_cannot_skip_are_refused_with_the_reason(model, reason):
             pass
 
 
-class MlpOnly(torch.nn.Module):
+class MlpOnly(nn.Module):
     """A block without attention, as hybrids have them."""
 
     def __init__(self, block):
@@ -311,5 +313,5 @@ def test_a_model_compiled_as_a_whole_notices_every_switch():
         switches.scalars = scalars
         for number in (1.0, 0.5):
             scalars.get(2)["s_att"].data.fill_(number)
-            torch.testing.assert_close(logits_of(compiled, **tm.inputs(model)), logits_of(model))
+            assert_close(logits_of(compiled, **tm.inputs(model)), logits_of(model))
     assert torch.equal(logits_of(compiled, **tm.inputs(model)), plain)

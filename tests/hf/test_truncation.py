@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import transformers as tf
+from torch.testing import assert_close
 
 import tiny_models
 from families import zoo
@@ -28,7 +29,7 @@ def test_the_first_layers_are_a_model_of_the_same_class(name):
         own = {id(parameter) for parameter in model.parameters()}
         assert all(id(parameter) in own for parameter in cut.parameters())
     inputs = tiny_models.inputs(model)
-    torch.testing.assert_close(cut(**inputs)[0], model(**inputs)[0], rtol=0, atol=0)
+    assert_close(cut(**inputs)[0], model(**inputs)[0], rtol=0, atol=0)
     assert model.config.to_dict() == config
     assert tiny_models.same_weights(model, before)
 
@@ -41,7 +42,7 @@ def test_shared_layers_are_cut_where_their_groups_allow_it():
     cut = truncated(grouped, 2)
     inputs = zoo.inputs(grouped, 1)
     expected = grouped.predictions(grouped.albert(**inputs, output_hidden_states=True).hidden_states[2])
-    torch.testing.assert_close(cut(**inputs).logits, expected)
+    assert_close(cut(**inputs).logits, expected)
 
 
 def skipped(layer):

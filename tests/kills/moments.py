@@ -11,7 +11,6 @@ anything in parallel before (one thread, no pyarrow).
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
@@ -24,6 +23,7 @@ import torch
 
 from fulldepth import reporting
 from fulldepth.results import PAGE, Results
+from json_files import read_json
 
 EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -152,7 +152,7 @@ def _bytes(path):
 
 def _plain(path):
     if path.suffix == ".json":
-        return _timeless(json.loads(path.read_text()), path.name)
+        return _timeless(read_json(path), path.name)
     if path.suffix == ".parquet":
         table = pd.read_parquet(path)
         return table[~table.measure.isin(TIMED_ROWS)].to_csv(float_format=str, index=False)

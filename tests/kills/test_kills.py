@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from contextlib import suppress
@@ -27,6 +26,7 @@ from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.search import search
 from fulldepth.training import TrainSettings, train
+from json_files import read_json
 from kills.moments import differences, moments, resumed
 from marks import thorough
 from skip import planned, word_tokenizer
@@ -67,7 +67,7 @@ def sources(tmp_path_factory):
         for n in range(6)
     ]
     jsonl(home / "arc_easy_test.jsonl", *questions)
-    planned.plan(tiny_models.build("llama"), [2]).save(home / "plan.json")
+    planned.plan(tiny_models.build("llama")).save(home / "plan.json")
     text = [" ".join(part.split()) for part in builtin_texts("heldout")[0][:8_000].split("\n\n")]
     text = [part for part in text if len(part.split()) > 20]
     jsonl(home / "text.jsonl", *({"text": part} for part in text))
@@ -190,8 +190,8 @@ def half_done(copies):
             continue
         with suppress(ValueError, FulldepthError):
             steps = [Results.load(path.parent) for path in copy.glob("steps/*/results.json")]
-            losses = [json.loads(path.read_text()) for path in copy.glob("progress.json")]
-            seals = [json.loads(path.read_text()) for path in copy.glob("checkpoint-1/complete.json")]
+            losses = [read_json(path) for path in copy.glob("progress.json")]
+            seals = [read_json(path) for path in copy.glob("checkpoint-1/complete.json")]
             lines = [path.read_text().count("\n") for path in copy.glob("answers/*.jsonl")]
             if steps or losses or seals or any(count > 2 for count in lines):
                 return copy

@@ -5,19 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 from scipy.special import rel_entr, softmax
 
 from fulldepth.losses import Objective, distillation_loss
 from losses.trained_step import build, close, collate, examples, gradient, gradients, kept, same_step
 from refusals import refused
-from tiny_models import BUILDERS, shaken
+from tiny_models import BUILDERS, seeded, shaken
 
 VOCAB, TEMPERATURE = 50, 1.7
 
 
 def drawn(dtype=torch.float64):
     """Logits, states of a teacher, its head and labels; states without a label are not finite."""
-    generator = torch.Generator().manual_seed(2)
+    generator = seeded(2)
     labels = torch.randint(0, VOCAB, (3, 7), generator=generator)
     labels[0, 3:], labels[1] = -100, -100
     states = torch.randn(3, 7, 6, generator=generator, dtype=dtype)
@@ -38,7 +39,7 @@ def test_value_and_gradient_are_those_of_the_formula(chunk):
     expected = TEMPERATURE**2 * rel_entr(p, q).sum(-1)[counted].mean()
     assert value.item() == pytest.approx(expected, rel=1e-12)
     slope = TEMPERATURE * np.where(counted[..., None], q - p, 0) / counted.sum()
-    np.testing.assert_allclose(logits.grad.numpy(), slope, atol=1e-15)
+    assert_allclose(logits.grad.numpy(), slope, atol=1e-15)
 
 
 def test_only_the_logits_themselves_are_kept_whole():

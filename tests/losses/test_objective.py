@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fulldepth.losses import (
     Objective,
@@ -15,30 +16,18 @@ from fulldepth.losses import (
     similarity_penalty,
 )
 from fulldepth.losses.objective import CoherencePenalty, OrthogonalityPenalty
-from losses.trained_step import build, close, gradients, plain_jump, same_step, states_of
+from losses.trained_step import build, close, plain_jump, same_step, slopes, states_of, step
 from refusals import refused
-from tiny_models import BUILDERS
-
-VOCAB, LENGTH = 96, 12
+from tiny_models import BUILDERS, seeded, token_ids
 
 
 def batch(padded=False, rows=3):
-    ids = torch.randint(3, VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(3))
+    ids = token_ids(rows, 12, seed=3)
     mask = torch.ones_like(ids)
     if padded:
         mask[1, 9:] = 0
         mask[2, 5:] = 0
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-
-def step(model, objective, inputs):
-    model.train()
-    model.zero_grad()
-    objective.attach(model)
-    loss, parts = objective(model(**inputs), inputs)
-    objective.detach()
-    loss.backward()
-    return loss.detach(), parts
 
 
 @pytest.mark.parametrize(
@@ -57,8 +46,8 @@ def test_jreg_on_every_kind_of_decoder(name, alpha, padded):
     penalty = plain_jump(states, inputs["attention_mask"], alpha)
     objective = Objective(jump={"weight": 2.0, "alpha": alpha})
     parts = same_step(model, output.loss + 2.0 * penalty, objective, inputs)
-    assert float(parts["jump"]) == pytest.approx(float(penalty.detach()), rel=1e-9)
-    assert float(parts["ce"]) == pytest.approx(float(output.loss.detach()), rel=1e-6)
+    assert float(parts["jump"]) == pytest.approx(penalty.item(), rel=1e-9)
+    assert float(parts["ce"]) == pytest.approx(output.loss.item(), rel=1e-6)
 
 
 def test_similarity_and_aligned_on_a_stock_model():
@@ -72,7 +61,7 @@ def test_similarity_and_aligned_on_a_stock_model():
     aligned, similar = 0.0, 0.0
     for weight, state in zip(lambdas, states[1:], strict=True):
         logits = model.lm_head(model.model.norm(state))[:, :-1].flatten(0, 1).double()
-        aligned = aligned + weight * torch.nn.functional.cross_entropy(logits, targets)
+        aligned = aligned + weight * F.cross_entropy(logits, targets)
         similar = similar + weight * (1 - torch.cosine_similarity(state, states[-1], dim=-1))[mask].mean()
     for terms, expected in (
         ({"similarity": 0.7}, ce + 0.7 * similar),
@@ -104,7 +93,7 @@ def test_cr_takes_the_attention_sub_layers(name):
     same_step(model, expected, objective, inputs)
     off, _ = step(model, objective, inputs)  # the second step is after the warm-up
     without = sum(float(coherence_penalty(*pairs[layer], layer, depth, energy=False)) for layer in (0, 2))
-    assert float(off) == pytest.approx(float(expected - 0.3 * coherence) + 0.3 * without, rel=1e-6)
+    assert off.item() == pytest.approx(float(expected - 0.3 * coherence) + 0.3 * without, rel=1e-6)
 
 
 ALL = {
@@ -119,12 +108,12 @@ ALL = {
 def test_gradient_checkpointing_changes_nothing():
     model, inputs = build("gpt2"), batch()
     loss, parts = step(model, Objective(**ALL), inputs)
-    expected = gradients(model)
+    expected = slopes(model, loss)
     model.activation_checkpointing_enable({"use_reentrant": False})
     again, same = step(model, Objective(**ALL), inputs)
     assert torch.equal(loss, again)
     assert {n: float(v) for n, v in parts.items()} == {n: float(v) for n, v in same.items()}
-    close(gradients(model), expected, 1e-12)
+    close(slopes(model, again), expected, 1e-12)
 
 
 @pytest.mark.thorough
@@ -132,19 +121,17 @@ def test_a_compiled_model_gives_the_same():
     model, inputs = build("llama"), batch()
     terms = {name: ALL[name] for name in ("jump", "coherence", "similarity")}
     loss, _ = step(model, Objective(**terms), inputs)
-    expected = gradients(model)
-    model.zero_grad()
-    objective = Objective(**terms).attach(model)
-    again, _ = objective(torch.compile(model, backend="aot_eager")(**inputs), inputs)
-    again.backward()
-    objective.detach()
-    assert float(again.detach()) == pytest.approx(float(loss), rel=1e-9)
-    close(gradients(model), expected, 1e-9)
+    expected = slopes(model, loss)
+    with Objective(**terms).attach(model) as objective:
+        again, _ = objective(torch.compile(model, backend="aot_eager")(**inputs), inputs)
+        found = slopes(model, again)
+    assert again.item() == pytest.approx(loss.item(), rel=1e-9)
+    close(found, expected, 1e-9)
 
 
 def test_penalties_of_large_float16_states_are_finite():
     """Sums of squares of these states would overflow in float16."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     states = [(3e4 * torch.randn(3, 8, 16, generator=generator).tanh()).half().requires_grad_() for _ in range(4)]
     for penalty in (
         jump_penalty(states),
@@ -216,11 +203,8 @@ def test_what_cannot_be_right_is_refused():
     with refused("second derivatives"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
     objective.detach()
-    padded = batch(padded=True)
-    objective = Objective(coherence={"layers": [1]}).attach(model)
     with refused("got padding in 2 of 3"):
-        objective(model(**padded), padded)
-    objective.detach()
+        step(model, Objective(coherence={"layers": [1]}), batch(padded=True))
 
 
 @pytest.mark.parametrize(
@@ -249,8 +233,8 @@ def test_half_precision_stays_near_float32(dtype):
     model, inputs = BUILDERS["llama"](), batch()
 
     def taken():
-        _, parts = step(model, Objective(jump=4.0), inputs)
-        return torch.cat([g.flatten().float() for g in gradients(model).values()]), parts
+        loss, parts = step(model.train(), Objective(jump=4.0), inputs)
+        return torch.cat([g.flatten().float() for g in slopes(model, loss).values()]), parts
 
     expected, _ = taken()
     autocast = dtype == "autocast"

@@ -8,10 +8,11 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
 
 from fulldepth.losses import Objective
 from losses.trained_step import WEIGHTS, build, close, examples, gradient, plain_gradient
-from tiny_models import BUILDERS, VOCAB
+from tiny_models import BUILDERS, token_ids
 
 TERMS = {
     "jump": 1.5,
@@ -26,7 +27,7 @@ def step(mode):
     """Loss and gradients of the whole model from this process's share of a batch; mode: alone, ddp, sharded."""
     torch.manual_seed(0)
     plain = BUILDERS["llama"]().float().train()
-    ids = torch.randint(3, VOCAB, (4, 10), generator=torch.Generator().manual_seed(5))
+    ids = token_ids(4, 10, seed=5)
     objective = Objective(**TERMS).attach(plain)
     runner, rank, world = plain, 0, 1
     if mode != "alone":
@@ -59,7 +60,7 @@ def test_two_processes_equal_one(mode, two_processes):
     """Orthogonality is a mean over sequences and all else over tokens or the global batch, so equal shares add up."""
     expected = tensors(step("alone"))
     for found in map(tensors, two_processes(step, mode)):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def trained_step(kind, folder):

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from cli.conftest import main  # noqa: F401
 from fulldepth.losses import (
@@ -90,7 +91,7 @@ def zeros(*shapes):
 
 def wrong_aligned(head=None, labels=None, **options):
     labels = torch.zeros(3, 7, dtype=torch.long) if labels is None else labels
-    return lambda: aligned_loss(zeros(STATE, STATE), head or torch.nn.Linear(6, 4), labels, **options)
+    return lambda: aligned_loss(zeros(STATE, STATE), head or nn.Linear(6, 4), labels, **options)
 
 
 STATE = (3, 7, 6)

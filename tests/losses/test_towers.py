@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from fulldepth.losses import DepthTrainer, Objective
 from losses.trained_step import plain_jump, same_step, states_of
 from refusals import refused
-from tiny_models import DECODER
+from tiny_models import DECODER, seeded
 
 SIZES = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 2}
 TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -31,7 +31,7 @@ def clip():
 
 
 def translation():
-    numbers = torch.Generator().manual_seed(1)
+    numbers = seeded(1)
     ids, labels = torch.randint(3, 50, (2, 9), generator=numbers), torch.randint(3, 50, (2, 7), generator=numbers)
     mask = torch.ones_like(ids)
     mask[1, 6:], labels[0, 5:] = 0, -100
@@ -39,7 +39,7 @@ def translation():
 
 
 def captions():
-    numbers = torch.Generator().manual_seed(2)
+    numbers = seeded(2)
     ids, mask = torch.randint(3, 48, (2, 9), generator=numbers), torch.ones(2, 9, dtype=torch.int64)
     mask[1, 6:], ids[0, 8], ids[1, 5] = 0, 49, 49
     images = torch.randn(2, 3, 16, 16, generator=numbers, dtype=torch.float64)
@@ -116,7 +116,7 @@ def test_the_text_model_of_images_and_text_is_trained():
         eoi_token_index=92,
     )
     model = tf.Gemma3ForConditionalGeneration(config).double().train()
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     ids = torch.cat([torch.full((2, 4), image), torch.randint(3, image - 1, (2, 8), generator=generator)], 1)
     mask = torch.ones_like(ids)
     mask[1, -2:] = 0

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 import transformers as tf
+from torch import nn
 
 from fulldepth.losses import DepthTrainer, Objective
-from tiny_models import BUILDERS, VOCAB, gradients
+from tiny_models import BUILDERS, VOCAB, gradients, seeded
 
 ROWS, LENGTH = 8, 10
 
@@ -19,14 +20,14 @@ def build(kind):
     torch.manual_seed(0)
     model = BUILDERS["bert-classifier" if kind == "bert" else kind]().double()
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
+        if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model.train()
 
 
 def examples(kind, rows=ROWS):
     """Rows of a batch, `labels` first; sequences are padded to different lengths."""
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     if kind == "vit":
         images = torch.randn(rows, 3, 16, 16, generator=generator, dtype=torch.float64)
         return [{"labels": torch.tensor(row % 3), "pixel_values": images[row]} for row in range(rows)]
@@ -120,17 +121,25 @@ def same_step(model, expected, objective, batch, **options):
     """The parts of the loss of an objective, which is attached with the `options`, if it is the expected one to within
     1e-6 and has its gradients.
     """
-    model.zero_grad()
-    expected.backward(retain_graph=True)
-    wanted = gradients(model)
-    model.zero_grad()
-    with objective.attach(model, **options):
-        loss, parts = objective(model(**batch), batch)
+    wanted = slopes(model, expected, retain_graph=True)
+    loss, parts = step(model, objective, batch, **options)
     assert not objective.attached
-    loss.backward()
-    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
-    close(gradients(model), wanted, 1e-6)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    close(slopes(model, loss), wanted, 1e-6)
     return parts
+
+
+def slopes(model, loss, **options):
+    """Name -> gradient of a loss, of the weights that have one."""
+    model.zero_grad()
+    loss.backward(**options)
+    return gradients(model)
+
+
+def step(model, objective, inputs, **options):
+    """The loss of an objective, which is attached with the `options` for one forward pass, and its parts."""
+    with objective.attach(model, **options):
+        return objective(model(**inputs), inputs)
 
 
 def leaves(states, dtype=torch.float64):

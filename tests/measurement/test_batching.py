@@ -10,11 +10,12 @@ from families import zoo
 from fulldepth.data.sequences import Batch, Sequences
 from fulldepth.execution.batching import check_batching
 from refusals import refused
+from tiny_models import seeded
 
 
 def texts(lengths, seed=0):
     """Random token sequences of these lengths, right padded."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     rows = [torch.randint(3, zoo.VOCAB, (length,), generator=generator) for length in lengths]
 
     def collate(indices):

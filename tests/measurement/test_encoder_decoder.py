@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as tf
+from numpy.testing import assert_allclose
 
 import fulldepth
 from data.conftest import jsonl
@@ -62,11 +64,11 @@ def test_both_stacks(folder, rows, tokenizer):
         for name in states:
             states[name].append(oracle.taps(model, blocks.format(name), inputs)[0][:, 0])
         output = model(**inputs)
-        losses.append(torch.nn.functional.cross_entropy(output.logits[0], labels[0], reduction="none"))
+        losses.append(F.cross_entropy(output.logits[0], labels[0], reduction="none"))
         right.append((output.logits.argmax(-1) == labels)[0].double())
     for name, parts in states.items():
         h = np.concatenate(parts, axis=1)  # [L+1, N, D]
-        np.testing.assert_allclose(results.values("displacement", "mean", name), steps(h).mean(1), rtol=1e-6)
+        assert_allclose(results.values("displacement", "mean", name), steps(h).mean(1), rtol=1e-6)
         similar = cosines(h[0], h[-1]).mean()
         assert results.values("cosine", "mean_raw", name, other=len(h) - 1).iloc[0] == pytest.approx(similar, rel=1e-6)
     for name, values, rel in (("lens_loss", losses, 1e-5), ("lens_accuracy", right, 1e-9)):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 
-import pandas as pd
 import pytest
+from pandas.testing import assert_frame_equal
 from torch import distributed
 
 from fulldepth import files
@@ -50,7 +50,7 @@ def test_a_save_that_was_interrupted_is_measured_again(measured, tmp_path, monke
         measured("gpt2")  # the document is still that of the first run
     again, said = measured()
     assert "measured again" in said
-    pd.testing.assert_frame_equal(again.table, whole.table, check_dtype=False)
+    assert_frame_equal(again.table, whole.table, check_dtype=False)
     assert "nothing to do" in measured()[1]
 
 

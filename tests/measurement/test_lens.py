@@ -6,10 +6,10 @@ import io
 import json
 import sys
 
-import numpy as np
 import pytest
 import torch
 import transformers as tf
+from numpy.testing import assert_allclose
 
 from fulldepth.measurement import lens
 from fulldepth.progress import Watcher
@@ -41,11 +41,11 @@ def test_table_is_what_stopping_at_each_layer_predicts(family, checkpoint, token
         assert shown["rank"].tolist() == [*range(1, K + 1)] * ids.shape[1]
         assert shown["token"].tolist() == [tokenizer.decode([i]) for i in ids[0].tolist() for _ in range(K)]
         assert shown["top_token"].tolist() == [tokenizer.decode([i]) for i in tokens.flatten().tolist()]
-        np.testing.assert_allclose(shown["probability"], chances.flatten(), atol=5.1e-5)
+        assert_allclose(shown["probability"], chances.flatten(), atol=5.1e-5)
     single = lens(folder, TEXT, top_k=1, dtype="float64", tokenizer=tokenizer).lens()
     first = table[table["rank"] == 1].reset_index(drop=True)
     assert single.drop(columns="probability").equals(first.drop(columns="probability"))
-    np.testing.assert_allclose(single["probability"], first["probability"], atol=1.1e-4)
+    assert_allclose(single["probability"], first["probability"], atol=1.1e-4)
     assert Results.load(results.save(tmp_path / "saved", page=False)).lens().equals(table)
 
 

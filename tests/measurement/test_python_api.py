@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 
-import pandas as pd
 import pytest
 import torch
 import transformers as tf
+from pandas.testing import assert_frame_equal
 
 import fulldepth
 from fulldepth.errors import FulldepthError
@@ -24,7 +24,7 @@ def model(trained):
 def test_a_loaded_model_and_a_list_of_texts(model, tokenizer, trained, text_file):
     by_object = fulldepth.measure(model, [text_file.read_text()], tokenizer=tokenizer, sequence_length=16)
     by_name = fulldepth.measure(str(trained), str(text_file), sequence_length=16)
-    pd.testing.assert_frame_equal(by_object.table, by_name.table)
+    assert_frame_equal(by_object.table, by_name.table)
     assert by_object.meta["data"]["hash"] == by_name.meta["data"]["hash"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
+from pandas.testing import assert_frame_equal
 
 from fulldepth import measure
 from fulldepth.console import finish
@@ -26,7 +26,7 @@ def test_defaults_sample_and_exact_samples_nothing(trained, text_file, capsys):
     assert exact.meta["sampling"]["entropy_sequences"] == 24
     assert exact.meta["sampling"]["sentence"] is None
     by_hand = measure(trained, text_file, entropy_sequences=24, lens_tokens=None, **OPTIONS)
-    pd.testing.assert_frame_equal(exact.table, by_hand.table, check_exact=True)
+    assert_frame_equal(exact.table, by_hand.table, check_exact=True)
 
 
 def test_exact_contradicts_the_size_of_a_sample(trained, text_file):

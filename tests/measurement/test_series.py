@@ -6,12 +6,13 @@ import json
 import math
 import shutil
 
-import pandas as pd
 import pytest
+from pandas.testing import assert_frame_equal
 
 from fulldepth.hf import checkpoint_of, trained_steps
 from fulldepth.measurement import MeasureSettings, measure, measure_into
 from fulldepth.results import Results
+from json_files import write_json
 from refusals import refused
 
 STEPS = [5, 20, 100]
@@ -61,7 +62,7 @@ def same_as_alone(results, step, model, text_file):
     """Asserts that the rows of a step are those of its model alone, whose results are returned."""
     alone = measure(model, text_file, max_sequences=4, sequence_length=12)
     rows = results.table.query("step == @step").drop(columns="step").reset_index(drop=True)
-    pd.testing.assert_frame_equal(rows, alone.table, check_dtype=False)
+    assert_frame_equal(rows, alone.table, check_dtype=False)
     return alone
 
 
@@ -108,8 +109,8 @@ def test_goes_on_after_an_interruption(measured, output, trained_run):
     results, said = measured(trained_run, output)
     assert before.items() <= times(output).items()
     assert len(of(said, "measured already")) == 1
-    pd.testing.assert_frame_equal(results.table, whole.table, check_dtype=False)
-    pd.testing.assert_frame_equal(Results.load(output).table, whole.table)
+    assert_frame_equal(results.table, whole.table, check_dtype=False)
+    assert_frame_equal(Results.load(output).table, whole.table)
     assert all(Results.load(home).meta["complete"] is True for home in (half, bare))
 
 
@@ -139,7 +140,7 @@ def final_model(run, source, step=None):
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, run)
     if step is not None:
-        (run / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": [{"loss": math.nan}]}))
+        write_json(run / "trainer_state.json", {"global_step": step, "log_history": [{"loss": math.nan}]})
 
 
 def test_a_final_model_is_the_last_point_of_the_series(measured, run, checkpoint, text_file, tmp_path):
@@ -151,7 +152,7 @@ def test_a_final_model_is_the_last_point_of_the_series(measured, run, checkpoint
     assert results.headline == alone.headline
     assert checkpoint_of(run) == str(run)
     single, _ = measured(run, tmp_path / "single", series=False)
-    pd.testing.assert_frame_equal(single.table, alone.table, check_dtype=False)
+    assert_frame_equal(single.table, alone.table, check_dtype=False)
 
     shutil.copytree(run / "checkpoint-100", run / "checkpoint-200")  # training went on: another last model
     final_model(run, checkpoint("llama"), step=250)
@@ -187,4 +188,4 @@ def test_results_inside_the_model_folder_are_not_part_of_the_model(measured, che
         first, _ = measured(model, model / "depth")
         again, said = measured(model, model / "depth")
         assert of(said, "nothing to do")
-        pd.testing.assert_frame_equal(first.table, again.table, check_dtype=False)
+        assert_frame_equal(first.table, again.table, check_dtype=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as tf
 from PIL import Image
 from sklearn.datasets import load_digits
@@ -57,7 +58,7 @@ def clip(tmp_path_factory):
         rows = torch.randint(600, (64,))
         scores = model(pixel_values=pixels[rows], **tokens).logits_per_image
         optimiser.zero_grad()
-        torch.nn.functional.cross_entropy(scores, targets[rows]).backward()
+        F.cross_entropy(scores, targets[rows]).backward()
         optimiser.step()
     place = tmp_path_factory.mktemp("clip") / "clip"
     model.save_pretrained(place)
@@ -81,7 +82,7 @@ def projected(clip, source):
         model.visual_projection(model.vision_model.post_layernorm(torch.stack([h[:, 0] for h in seen]))),
         model.text_projection(model.text_model.final_layer_norm(last)),
     )
-    units = [torch.nn.functional.normalize(x.double(), dim=-1).numpy() for x in features]
+    units = [F.normalize(x.double(), dim=-1).numpy() for x in features]
     return *units, model(pixel_values=pixels, **tokens).logits_per_image.numpy()
 
 

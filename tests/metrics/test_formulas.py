@@ -13,9 +13,11 @@ import pytest
 import scipy.special
 import scipy.stats
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from numpy.testing import assert_allclose
 
 from fulldepth import metrics
 from fulldepth.metrics import METRICS, RenyiEntropy
@@ -80,7 +82,7 @@ def test_functions(name, dtype, generator):
     y[:3] = -100
     function, oracle = FUNCTIONS[name]
     expected = oracle(h.double().numpy(), y.numpy())
-    np.testing.assert_allclose(function(h, y), expected, rtol=1e-5, atol=1e-9 if dtype == torch.float64 else 2e-6)
+    assert_allclose(function(h, y), expected, rtol=1e-5, atol=1e-9 if dtype == torch.float64 else 2e-6)
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (2, 5, 3, 4), (3, 4, 3)])
@@ -88,8 +90,8 @@ def test_functions_of_routers(shape, generator):
     routing = torch.randn(shape, generator=generator, dtype=torch.float64)
     tokens = routing.flatten(0, 1) if len(shape) == 4 else routing[None]
     mass, share = retrieval(tokens.numpy())
-    np.testing.assert_allclose(metrics.retrieval_weight(routing), mass, rtol=1e-12)
-    np.testing.assert_allclose(metrics.retrieval_share(routing), share, rtol=1e-12)
+    assert_allclose(metrics.retrieval_weight(routing), mass, rtol=1e-12)
+    assert_allclose(metrics.retrieval_share(routing), share, rtol=1e-12)
     for heads in (3, 6):
         shares = torch.rand(heads, generator=generator, dtype=torch.float64).softmax(0)
         found = metrics.expected_retrieval(torch.from_numpy(share), shares)
@@ -100,7 +102,7 @@ def test_heads_count_by_the_norm_of_their_slice(generator):
     w_o = torch.randn(6, 4 * 3, generator=generator)
     w_o[:, 3:6] *= 7
     norms = [np.linalg.norm(w_o[:, 3 * h : 3 * h + 3].double()) for h in range(4)]
-    np.testing.assert_allclose(metrics.head_shares(w_o, 4), np.array(norms) / sum(norms), rtol=1e-12)
+    assert_allclose(metrics.head_shares(w_o, 4), np.array(norms) / sum(norms), rtol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (2, 5, 4, 6), (3, 2, 1, 3)])
@@ -108,7 +110,7 @@ def test_stream_mixing(shape, generator):
     mixing = torch.randn(shape, generator=generator, dtype=torch.float64)
     tokens = mixing.reshape(-1, *shape[-2:]).tolist()
     expected = np.mean([by_stream(token) for token in tokens], axis=0)
-    np.testing.assert_allclose(metrics.stream_mixing(mixing), expected, atol=1e-14)
+    assert_allclose(metrics.stream_mixing(mixing), expected, atol=1e-14)
 
 
 def test_numbers_at_the_edges(generator):
@@ -270,7 +272,7 @@ def test_rows(name, world_name, request, any_split, expect):
     if name == "effective_depth":  # a world of layers that are more and more often right
         known = world.targets != -100
         logits = world.logits.clone()
-        logits[2:, known] += 4 * torch.nn.functional.one_hot(world.targets[known], 5)
+        logits[2:, known] += 4 * F.one_hot(world.targets[known], 5)
         world = world.replace(logits=logits)
     rows = any_split(METRICS[name], world, rtol=1e-5, atol=1e-6)
     if name == "displacement":

@@ -14,7 +14,7 @@ import pandas as pd
 
 from fulldepth.results import Results, compare, tabulate
 from reporting import exit_folders, skip_folders, synthetic
-from reporting.synthetic import row
+from reporting.synthetic import row, versus
 
 FILE = Path(__file__).with_name("plotted.json.gz")
 
@@ -73,7 +73,7 @@ def sweeps():
 
 
 def evaluations():
-    return compare([exit_folders.evaluation(), exit_folders.evaluation("b", better=0.1)], names=["a", "b"])
+    return versus(exit_folders.evaluation(), exit_folders.evaluation("b", better=0.1))
 
 
 KINDS = {

@@ -22,6 +22,11 @@ FACTORS = (("mean", 1), ("standard_error", 0.01), ("std", 0.3), ("p05", 0.55), (
 """Statistic of the displacement -> its value over the mean."""
 
 
+def versus(one, other, **options):
+    """The comparison of `b` with `a`."""
+    return compare([one, other], names=["a", "b"], **options)
+
+
 def row(measure, layer, value, statistic="mean", site="residual", other=None, count=TOKENS, unit="1"):
     """A row of a table of results, by default a mean over the tokens at the residual stream."""
     return measure, site, layer, other, statistic, value, count, unit

@@ -11,6 +11,7 @@ from fulldepth.results import Results, compare
 from refusals import refused
 from reporting import exit_folders as folders
 from reporting.plotted import evaluations, sweeps
+from reporting.synthetic import versus
 
 
 def reported(results, rule):
@@ -126,7 +127,7 @@ def test_several_models_share_figures_and_tables():
 
 def test_what_cannot_be_compared_is_refused_in_one_sentence():
     with refused("a is an early-exit sweep, b is an evaluation"):
-        compare([folders.classifier_exit(), folders.evaluation()], names=["a", "b"])
+        versus(folders.classifier_exit(), folders.evaluation())
     with refused("generation"):
         compare([folders.generation(), folders.generation()])
     fewer = folders.evaluation("b")

@@ -11,6 +11,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pandas as pd
 import pytest
+from numpy.testing import assert_array_equal
+from pandas.testing import assert_series_equal
 
 from fulldepth.reporting import build, charts, page
 from fulldepth.reporting.charts import Figure, Line, every_record
@@ -77,7 +79,7 @@ def test_a_line_is_the_table(results):
         if len(rows) and not record.needs_first_line:
             (trace,) = [one for one in drawn[name].data if one.name == line.name]
             found = pd.Series(list(trace.y), index=list(trace.x), dtype=float)
-            pd.testing.assert_series_equal(found, rows, check_names=False)
+            assert_series_equal(found, rows, check_names=False)
             proven += 1
     assert proven >= 13
 
@@ -88,7 +90,7 @@ def test_maps(results, comparison):
     assert (cells.zmin, other.zmax) == (-cells.zmax, cells.zmax)
     once = results.table[~((results.table.measure == "cka") & (results.table.layer > results.table.other))]
     cells = np.array(build(once, results.meta)["cka"].data[0].z, dtype=float)
-    np.testing.assert_array_equal(cells, cells.T)  # a pair that is given once holds for both orders
+    assert_array_equal(cells, cells.T)  # a pair that is given once holds for both orders
 
 
 def test_one_line_a_model(comparison):

@@ -8,10 +8,10 @@ import json
 import math
 import re
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.testing import assert_allclose
 
 from fulldepth.reporting import measured, render
 from fulldepth.reporting.page import compact, embed, pack, payload
@@ -214,7 +214,7 @@ def test_the_first_screen_answers_and_figures_are_operated(pages, visit):
     assert not page.locator("#remarks li").first.is_visible()  # folded
     assert page.locator("[data-figure=lens_loss] .main-svg").count() == 0
     drawn = page.evaluate("document.querySelector('[data-figure=displacement]').data[2].y")
-    np.testing.assert_allclose(drawn, results.values("displacement", "mean", "residual"), rtol=1e-5)
+    assert_allclose(drawn, results.values("displacement", "mean", "residual"), rtol=1e-5)
     before = figure.evaluate("(div) => div.layout.xaxis.range.join()")
     box = figure.locator(".nsewdrag").first.bounding_box()
     page.mouse.move(box["x"] + 40, box["y"] + 20)
@@ -227,7 +227,7 @@ def test_the_first_screen_answers_and_figures_are_operated(pages, visit):
     raw = page.evaluate("document.querySelector(\"[data-figure='cosine:mean_raw']\").data[0].z[0][1]")
     assert raw == pytest.approx(results.values("cosine", "mean_raw", other=1)[0], rel=1e-5)
     rates = results.values("jump_rate", "value").sort_index()
-    np.testing.assert_allclose(page.locator("[data-figure=jump_rate]").evaluate("(div) => div.data[0].y"), rates, 1e-5)
+    assert_allclose(page.locator("[data-figure=jump_rate]").evaluate("(div) => div.data[0].y"), rates, 1e-5)
     unfold(page)
     assert page.locator("[data-figure=lens_loss]").evaluate("(div) => div.data[0].y.length") == 13
     text = page.locator("#verdict").inner_text().replace("\n", "")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.reporting.page import payload
@@ -154,7 +155,7 @@ def test_a_block_map_says_which_block_went_when_and_what_it_added(every):
         assert [layer for layer, *_ in shown["cells"]] == list(range(1, 13))
         gone = sorted((order, n, number(added)) for n, own in shown["cells"] for order, added in own.values())
         assert [layer for _, layer, _ in gone] == list(blocks)
-        np.testing.assert_allclose([added for *_, added in gone], np.diff(losses)[: len(blocks)], atol=6e-4)
+        assert_allclose([added for *_, added in gone], np.diff(losses)[: len(blocks)], atol=6e-4)
     assert "2.962 nats healed" in maps[0]["note"]
 
 

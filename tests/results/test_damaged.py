@@ -13,6 +13,7 @@ from fulldepth.reporting import render
 from fulldepth.results import DOCUMENT, TABLE, Results, compare
 from fulldepth.results.pages import together
 from fuzz.mutations import change_content
+from json_files import read_json, write_json
 from reporting import plotted
 
 SLICES, CASES = 2, 20
@@ -48,10 +49,10 @@ class Ground:
         kind, verb = draw.choice(list(KINDS)), draw.choice(("report", "report", "compare", "together"))
         folder = self.root / f"case-{seed}"
         self.made[kind].save(folder, page=False)
-        document = json.loads((folder / DOCUMENT).read_text())
+        document = read_json(folder / DOCUMENT)
         if draw.random() < 0.9:
             del document["table"]  # an earlier version's: the table is read whatever it holds
-            (folder / DOCUMENT).write_text(json.dumps(document))
+            write_json(folder / DOCUMENT, document)
         change_content(draw, folder / draw.choice((DOCUMENT, DOCUMENT, TABLE)))
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
         try:

@@ -17,6 +17,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+from pandas.testing import assert_frame_equal
 
 import fulldepth
 from fulldepth.results import (
@@ -36,6 +38,7 @@ from fulldepth.results import (
     tabulate,
 )
 from fulldepth.results import table as table_room
+from json_files import read_json, write_json
 from kills.moments import moments
 from refusals import refused
 
@@ -49,13 +52,18 @@ def results(value, groups=4):
     return Results(tabulate(rows), meta, gathered(entries, groups))
 
 
+def saved(folder, value=1.0):
+    """The folder with those results, without a page."""
+    return results(value).save(folder, page=False)
+
+
 def stored(folder, **entries):
     """Change entries of a document. No table is named any more, so that it may be any; influences may be any, too."""
-    document = json.loads((folder / DOCUMENT).read_text()) | entries
+    document = read_json(folder / DOCUMENT) | entries
     document.pop("table", None)
     frame = (folder / GROUPS).read_bytes()
     document["influences"] = {"sha256": hashlib.sha256(frame).hexdigest(), "bytes": len(frame)}
-    (folder / DOCUMENT).write_text(json.dumps(document))
+    write_json(folder / DOCUMENT, document)
     return folder
 
 
@@ -99,14 +107,14 @@ def test_a_kill_at_any_file_operation_never_mixes_two_results(tmp_path, named_pa
 
 
 def test_a_document_that_names_no_table_is_an_earlier_version_s(tmp_path):
-    assert set(Results.load(stored(results(1.0).save(tmp_path, page=False))).table["value"]) == {1.0}
-    assert "table" not in Results.load(results(1.0).save(tmp_path, page=False)).meta
+    assert set(Results.load(stored(saved(tmp_path))).table["value"]) == {1.0}
+    assert "table" not in Results.load(saved(tmp_path)).meta
 
 
 @pytest.mark.parametrize("name", [TABLE, GROUPS])
 def test_a_changed_or_missing_file_is_refused_before_it_is_parsed(tmp_path, monkeypatch, name):
-    folder = results(1.0).save(tmp_path / "one", page=False)
-    shutil.copy(results(2.0).save(tmp_path / "two", page=False) / name, folder)
+    folder = saved(tmp_path / "one")
+    shutil.copy(saved(tmp_path / "two", 2.0) / name, folder)
     monkeypatch.setattr(table_room, "read", lambda *_: pytest.fail("parsed"))
     with pytest.raises(TableMismatchError, match=name):
         Results.load(folder)
@@ -180,7 +188,7 @@ def column(name, values, file=TABLE):
     ],
 )
 def test_what_is_damaged_of_the_wrong_type_or_out_of_range_is_named(tmp_path, damage, words):
-    folder = results(1.0).save(tmp_path, page=False)
+    folder = saved(tmp_path)
     damage(folder)
     with refused(words) as caught:
         Results.load(folder)
@@ -189,7 +197,7 @@ def test_what_is_damaged_of_the_wrong_type_or_out_of_range_is_named(tmp_path, da
 
 
 def test_a_table_that_is_small_on_disk_and_large_in_memory_is_refused(tmp_path, monkeypatch):
-    folder = stored(results(1.0).save(tmp_path, page=False))
+    folder = stored(saved(tmp_path))
     monkeypatch.setattr(table_room, "MOST_ROWS", 2)
     with refused("3 rows"):
         Results.load(folder)
@@ -208,7 +216,7 @@ def test_a_table_that_is_small_on_disk_and_large_in_memory_is_refused(tmp_path, 
 
 def test_whose_a_folder_is(tmp_path):
     assert holder(tmp_path / "absent") is None
-    results(1.0).save(tmp_path, page=False)
+    saved(tmp_path)
     assert holder(tmp_path) is None
     (tmp_path / "plan.json").touch()
     assert holder(tmp_path) == "a plan of fulldepth skip"
@@ -227,17 +235,17 @@ def test_what_is_saved_is_loaded_and_other_tools_read_it(tmp_path):
     one.table, one.meta["note"] = tabulate(rows), "ünï</script>"
     folder = one.save(tmp_path / "deep" / "out", page=False)
     again = Results.load(folder)
-    pd.testing.assert_frame_equal(again.table, one.table)
+    assert_frame_equal(again.table, one.table)
     assert again.meta == {"schema_version": 1, **one.meta}
     assert (again.is_series, again.is_comparison) == (False, False)
     assert {path.name for path in folder.iterdir()} == {DOCUMENT, TABLE, GROUPS}
     read = pq.read_table(folder / TABLE).to_pylist()
     assert [tuple(row.values())[:5] for row in read] == [row[:5] for row in rows]
     assert list(read[0]) == COLUMNS
-    assert json.loads((folder / DOCUMENT).read_text())["note"] == "ünï</script>"
+    assert read_json(folder / DOCUMENT)["note"] == "ünï</script>"
     assert again.influences is not None
-    pd.testing.assert_frame_equal(again.influences, one.influences, check_dtype=False)
-    np.testing.assert_array_equal(again.influences.loc[0, "group_0":"group_3"], [0, 0.5, 1, 1.5])
+    assert_frame_equal(again.influences, one.influences, check_dtype=False)
+    assert_array_equal(again.influences.loc[0, "group_0":"group_3"], [0, 0.5, 1, 1.5])
     assert gathered([], 4) is None
     shorter = gathered([("cka", "residual", 1, 2, "debiased", [1.0, 2.0])], 3)
     assert shorter is not None
@@ -245,14 +253,14 @@ def test_what_is_saved_is_loaded_and_other_tools_read_it(tmp_path):
 
 
 def test_a_failed_save_leaves_the_old_result(tmp_path, monkeypatch):
-    results(1.0).save(tmp_path, page=False)
+    saved(tmp_path)
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pd.DataFrame, "to_parquet", full)
     with refused("No space left on device"):
-        results(2.0).save(tmp_path, page=False)
+        saved(tmp_path, 2.0)
     monkeypatch.undo()
     assert set(Results.load(tmp_path).table["value"]) == {1.0}
     assert len(list(tmp_path.iterdir())) == 3

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
+from numpy.testing import assert_allclose
 
 from fulldepth.results import Results, compare, tabulate
 from fulldepth.results.runs import seconds_per_step
 from refusals import refused
-from reporting.synthetic import of_model, row
+from reporting.synthetic import of_model, row, versus
 
 
 def run(
@@ -64,7 +65,7 @@ def test_differences_are_taken_at_equal_steps_and_layers():
     merged = b.table.merge(a.table, on=keys, suffixes=("", "_base"))
     expected = (merged["value"] - merged["value_base"]).to_numpy()
     own = found.table[found.table.model == "jreg"]
-    np.testing.assert_allclose(own["difference"].to_numpy(float), expected, atol=1e-12)
+    assert_allclose(own["difference"].to_numpy(float), expected, atol=1e-12)
     assert found.table[found.table.model == "plain"]["difference"].isna().all()
     assert found.is_comparison
     assert found.meta["of"] == "training"
@@ -131,7 +132,7 @@ def test_depths_that_differ_meet_at_relative_depth():
     profile = own[own.measure == "displacement"]
     base = 1.1 * np.array([0.3, 0.1, 0.4])
     expected = profile["value"] - np.interp(np.arange(1, 7) / 6, np.arange(1, 4) / 3, base)
-    np.testing.assert_allclose(profile["difference"], expected, atol=1e-12)
+    assert_allclose(profile["difference"], expected, atol=1e-12)
     rate = own[own.measure == "jump_rate"]["difference"].item()
     assert rate == pytest.approx(100 * 1.1 * (0.1 - 0.3))
     assert found.meta["warnings"][-1].startswith("deep and plain have 6 and 3 layers")
@@ -156,10 +157,10 @@ def test_costs_of_a_busy_machine_are_not_compared(load, reason):
 
 def test_what_makes_runs_unequal_is_said():
     changed = jreg(hash="sha256:bb", targets=128, tokenizer="u", global_batch_size=8)
-    losses_differ, steps_differ = compare([plain(), changed], names=["a", "b"]).meta["warnings"]
+    losses_differ, steps_differ = versus(plain(), changed).meta["warnings"]
     assert all(word in losses_differ for word in ("data", "tokenizers", "targets"))
     assert "batch sizes differ (b: 8, a: 4)" in steps_differ
-    only_start = compare([plain(), run({0: 7.0}, [0.3, 0.1, 0.2])], names=["a", "b"])
+    only_start = versus(plain(), run({0: 7.0}, [0.3, 0.1, 0.2]))
     assert only_start.meta["step"] == 0
     assert any("before training" in line for line in only_start.meta["warnings"])
 

@@ -11,6 +11,7 @@ import transformers as tf
 
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
+from tiny_models import seeded
 
 BRANCHES = {
     "gemma2": ("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -113,8 +114,8 @@ def sentences(count, seed, shortest=12, longest=28):
 
     A token depends on the two before it, so attention is needed, and earlier stretches come again.
     """
-    generator = torch.Generator().manual_seed(seed)
-    chain = torch.randint(3, VOCAB, (VOCAB, VOCAB, 2), generator=torch.Generator().manual_seed(7))
+    generator = seeded(seed)
+    chain = torch.randint(3, VOCAB, (VOCAB, VOCAB, 2), generator=seeded(7))
     made = []
     for number in range(count):
         length = int(torch.randint(shortest, longest + 1, (1,), generator=generator))

@@ -50,7 +50,7 @@ def analysed(model, plan, data, settings=None, **options):
         return outcome(plan, problem, watcher=Watcher())
 
 
-def plan(model, blocks, granularity="attention", values="fitted", **entries):
+def plan(model, blocks=(2,), granularity="attention", values="fitted", **entries):
     """A plan for a model; `values`: scalars, "fitted" for made-up ones, None for a plan that was not healed."""
     if values == "fitted":
         values = scalars(blocks, len(layers(model)), granularity)

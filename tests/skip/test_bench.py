@@ -6,10 +6,11 @@ import math
 from types import SimpleNamespace
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
+from pandas.testing import assert_frame_equal
 from safetensors.torch import load_file
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from data.conftest import jsonl
@@ -26,7 +27,7 @@ from refusals import refused
 from skip import plain
 from skip.planned import plan
 from skip.word_tokenizer import tokenizer
-from tiny_models import LAYERS, VOCAB, build
+from tiny_models import LAYERS, VOCAB, build, token_ids
 
 SMALL = {"batches": [2], "contexts": [12], "max_new_tokens": 3, "repeats": 1}
 NAMES = ("original", "folded", "fast")
@@ -67,7 +68,7 @@ def test_bytes_are_those_of_files_and_shapes_and_the_folder_says_what_was_compar
         assert value(found, "peak_memory", name) > size + 2 * 15 * KV
     assert value(found, "peak_memory", "fast") < value(found, "peak_memory", "original")
     again = Results.load(folders / "out")
-    pd.testing.assert_frame_equal(again.table, found.table)
+    assert_frame_equal(again.table, found.table)
     assert again.meta["settings"] | SMALL == again.meta["settings"]
     entries = again.meta["models"]
     described = [(one["label"], one["baseline"], one["granularity"], one["blocks"]) for one in entries]
@@ -97,11 +98,11 @@ def test_exports_are_loaded_as_the_original_is(folders):
 @torch.no_grad()
 def test_decoding_stands_at_the_right_positions(family, skipped_blocks):
     model = build(family)
-    ids = torch.randint(3, VOCAB, (2, 17), generator=torch.Generator().manual_seed(3))
+    ids = token_ids(2, 17, seed=3)
     with skipping(anatomy_candidates(model)[0], skipped_blocks):
         expected = model(input_ids=ids, use_cache=False).logits[:, -1]
         got = Runner(model).run(ids, 12).logits
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 def test_loaded_models_say_what_makes_a_comparison_unfair(folders):

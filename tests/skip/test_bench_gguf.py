@@ -18,6 +18,7 @@ from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.skip.bench import bench
 from refusals import refused
 from skip import plain
+from tiny_models import seeded
 
 SMALL = {"batches": [1, 2], "contexts": [12], "max_new_tokens": 3, "repeats": 9}
 GONE = {2}
@@ -50,7 +51,7 @@ def files(tmp_path_factory):
 @pytest.fixture(scope="module")
 def held():
     """Sequences of different lengths in four documents; a mark that ends texts is one of the targets."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     rows = [torch.randint(3, 320, (length,), generator=generator).tolist() for length in (9, 5, 12, 7, 7, 4, 11, 6)]
     rows[0][4] = 2
     examples = [Example.of(row, 1 + at % 3, len(row), document=at // 2) for at, row in enumerate(rows)]

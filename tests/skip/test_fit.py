@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch.nn import functional
+from torch.testing import assert_close
 
 import tiny_models as tm
 from fulldepth.execution.flops import Variant
@@ -20,6 +21,7 @@ from fulldepth.progress import Watcher
 from fulldepth.skip.fit import fit_scales, make_batches
 from refusals import refused
 from skip import plain, planned
+from tiny_models import seeded
 
 LAYERS = 5
 TRAIN, HELDOUT = plain.sentences(10, seed=21), plain.sentences(6, seed=22)
@@ -47,7 +49,7 @@ def trajectory(model, skipped, epochs, rate, batch_size, seed):
     first, second = ({key: torch.zeros_like(value) for key, value in values.items()} for _ in range(2))
     losses, kept, step = [plain.loss(model, HELDOUT, (), "attention")], [], 0
     for epoch in range(1, epochs + 1):
-        order = torch.randperm(len(TRAIN), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        order = torch.randperm(len(TRAIN), generator=seeded(seed * 1_000_003 + epoch))
         for at in order.split(batch_size):
             rows, targets = [], []
             for example in (TRAIN[int(index)] for index in at):
@@ -122,7 +124,7 @@ def test_gradient_checkpointing_changes_no_result(model, granularity):
     first, again = (fit_scales(model, {2}, TRAIN, HELDOUT, checkpointing=again, **options) for again in (False, True))
     assert again.losses == pytest.approx(first.losses, rel=1e-12, abs=0)
     assert again.train_losses == pytest.approx(first.train_losses, rel=1e-6)  # their sum is float32
-    torch.testing.assert_close(list(again.scalars.parameters()), list(first.scalars.parameters()), rtol=0, atol=1e-12)
+    assert_close(list(again.scalars.parameters()), list(first.scalars.parameters()), rtol=0, atol=1e-12)
     assert first.epoch
     assert again.flops > 1.2 * first.flops
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import tiny_models
@@ -19,8 +19,10 @@ from fulldepth.healing import heal as heal_into
 from fulldepth.results import Results
 from fulldepth.skip import heal
 from fulldepth.skip.plan import rows_of
+from json_files import read_json
 from refusals import refused
 from skip import plain, planned
+from tiny_models import seeded
 
 STRENGTH = 0.1
 ATTENTIONS = [((1, "mlp"), (2, "attention")), ((2, "mlp"), (3, "attention")), ((3, "mlp"), (3, "mlp"))]
@@ -45,7 +47,7 @@ PROJECTIONS = {
 
 
 def texts(count, seed):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     lengths = torch.randint(6, 14, (count,), generator=generator).tolist()
     drawn = [torch.randint(3, tiny_models.VOCAB, (length,), generator=generator) for length in lengths]
     return [Example.of(ids.tolist(), 1, len(ids), document=number) for number, ids in enumerate(drawn)]
@@ -143,7 +145,7 @@ def test_a_healed_model_has_the_weights_of_least_squares(family, granularity, bl
             [a.numpy() for a in part] for part in zip(*((own[0], own[1], ref[1]) for ref, own in passes), strict=True)
         )
         change, projection = torch.from_numpy(least_squares(*rows)), healed.projection(branch)
-        projection.weight += change.T if isinstance(projection, torch.nn.Linear) else change
+        projection.weight += change.T if isinstance(projection, nn.Linear) else change
     ids = texts(1, 3)[0].input_ids
     expected, removed = (Streams(own, gone)(ids, *pairs[0])[2] for own in (healed.model, model))
     got = healing.model(input_ids=ids[None]).logits[0]
@@ -163,8 +165,8 @@ def test_a_removed_layer_that_is_linear_in_its_host_is_healed_exactly(always):
     model.model.embed_tokens.weight[:, half:] = 0
     for zero in (first.self_attn.o_proj.weight, first.mlp.down_proj.weight[:half], second.self_attn.o_proj.weight):
         zero.zero_()
-    second.post_attention_layernorm = torch.nn.Identity()
-    second.mlp = torch.nn.Linear(tiny_models.WIDTH, tiny_models.WIDTH, bias=False).double()
+    second.post_attention_layernorm = nn.Identity()
+    second.mlp = nn.Linear(tiny_models.WIDTH, tiny_models.WIDTH, bias=False).double()
     second.mlp.weight[:, :half] = 0
     always(1e-12)
     healing = refit(model, [2])
@@ -178,7 +180,7 @@ def test_a_removed_layer_that_is_linear_in_its_host_is_healed_exactly(always):
 
 def test_the_strength_leaves_the_smallest_sum_on_rows_that_were_not_fitted():
     """Against the sums themselves, on rows of which half of what is wanted follows from the inputs."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     inputs, stream, noise = (torch.randn(2, 60, size, generator=generator).double() for size in (20, 6, 6))
     wanted = stream + inputs @ torch.randn(20, 6, generator=generator).double() / 4 + noise
     parts = heal.RidgeSums(), heal.RidgeSums()
@@ -254,7 +256,7 @@ def test_the_folder_is_a_checkpoint_with_results(granularity, family, tmp_path, 
     model = tiny_models.build("llama")
     plan = planned.plan(model, [2], granularity, None)
     results = heal_into(plan, model, data(), tmp_path / "healed", steps=0, progress=False)
-    config = json.loads((tmp_path / "healed" / "config.json").read_text())
+    config = read_json(tmp_path / "healed" / "config.json")
     assert config["architectures"] == [family]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "healed")
     healed = refit(model, [2], granularity).model
@@ -284,7 +286,7 @@ def test_the_folder_is_a_checkpoint_with_results(granularity, family, tmp_path, 
 def test_bad_input_is_refused(change, named, tmp_path):
     examples = data()
     given = {"model": tiny_models.build("llama"), "data": examples, "output": "healed", "heldout": None} | change
-    plan = planned.plan(tiny_models.build("llama"), [2], "layer", None, search="greedy")
+    plan = planned.plan(tiny_models.build("llama"), granularity="layer", values=None, search="greedy")
     plan = plan.changed(data={**plan.data, "heldout_rows": rows_of(examples.heldout)})
     with refused(named):
         heal_into(plan, output=tmp_path / given.pop("output"), steps=0, progress=False, **given)

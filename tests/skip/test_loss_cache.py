@@ -23,6 +23,7 @@ from fulldepth.skip import loss_cache
 from fulldepth.skip.plan import FILE, Plan
 from fulldepth.skip.search import search
 from hostile import damaged_json
+from json_files import read_json
 from marks import thorough
 from refusals import refused
 from skip import plain
@@ -179,7 +180,7 @@ def test_damaged_progress_is_refused_or_does_not_matter(model, examples, tmp_pat
     with pytest.raises(Killed):
         search(model, examples, watcher=stopping(8), **options)
     path, rng, messages = tmp_path / "out" / PROGRESS, random.Random(0), []
-    document = json.loads(path.read_text())
+    document = read_json(path)
     for _ in range(30):
         path.write_text(damaged_json(document, rng), encoding="utf-8", errors="replace")
         try:

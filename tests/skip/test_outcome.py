@@ -9,6 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from numpy.testing import assert_allclose
+from pandas.testing import assert_frame_equal
 
 from fulldepth.results import COLUMNS, Results
 from fulldepth.skip.outcome import headline
@@ -43,7 +45,7 @@ def test_rows_say_what_the_plan_says(tmp_path):
     last = results.table.query("measure == 'mmd' and layer == @LAYERS").set_index("state").value
     assert results.headline["mmd"]["value"] == last["healed"]
     again = Results.load(tmp_path / "out")
-    pd.testing.assert_frame_equal(again.table, results.table)
+    assert_frame_equal(again.table, results.table)
     assert (again.meta["kind"], again.meta["plan"], again.meta["warnings"]) == ("skip", plan.document(), [])
 
 
@@ -118,5 +120,5 @@ def test_the_discrepancy_is_that_of_stock_models(family, blocks, granularity, he
         rows = table[(table.measure == "mmd") & (table.state == ("healed" if healed else "skipped"))]
         assert rows.layer.tolist() == list(range(LAYERS + 1))
         assert set(rows["count"]) == {sum(map(len, EXAMPLES.heldout))}
-        np.testing.assert_allclose(rows.value, expected, rtol=1e-3, atol=1e-6)
+        assert_allclose(rows.value, expected, rtol=1e-3, atol=1e-6)
     assert torch.equal(model(input_ids=EXAMPLES.heldout[0].input_ids[None]).logits, logits)

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import tiny_models as tm
 from fulldepth.skip.search import search
@@ -25,7 +26,7 @@ def picked(model, name, granularity, **goal):
 def streams(model):
     """For each sequence, `[2 L + 1, T, D]` float64: the stream before, between and after attention and MLP."""
     model, branches = copy.deepcopy(model).double(), []
-    model.base_model.norm = torch.nn.Identity()  # the last hidden state is that of the last layer
+    model.base_model.norm = nn.Identity()  # the last hidden state is that of the last layer
     for block in plain.blocks_of(model):
         block.get_submodule(plain.branches_of(model)[0]).register_forward_hook(
             lambda module, args, output: branches.append(output[0] if isinstance(output, tuple) else output)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-import pandas as pd
 import pytest
+from pandas.testing import assert_frame_equal
 
 from data.conftest import jsonl
 from fulldepth.data.examples import read_examples
@@ -44,7 +44,7 @@ def test_a_search_leaves_its_plan_and_its_outcome_and_a_restart_makes_what_is_mi
     assert plan.model.name == checkpoint
     results, again = Results.load(out), planned.analysed(checkpoint, plan, data, SETTINGS)
     assert results.meta["plan"] == plan.document()
-    pd.testing.assert_frame_equal(results.table, again.table)
+    assert_frame_equal(results.table, again.table)
     assert results.headline == again.headline
     assert results.meta["settings"] == SETTINGS.model_dump()
     base = plain.loss(build("llama"), read_examples(data, tokenizer(), 64).heldout, (), "attention")
@@ -60,7 +60,7 @@ def test_a_search_leaves_its_plan_and_its_outcome_and_a_restart_makes_what_is_mi
         (out / name).unlink()
     assert search(checkpoint, data, output=out, settings=SETTINGS, resume=True) == plan
     after = Results.load(out)
-    pd.testing.assert_frame_equal(results.table, after.table)
+    assert_frame_equal(results.table, after.table)
     assert results.meta | {"created": ""} == after.meta | {"created": ""}
 
 

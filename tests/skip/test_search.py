@@ -8,6 +8,7 @@ import itertools
 import peft
 import pytest
 import torch
+import torch.nn.functional as F
 
 import tiny_models as tm
 from families import zoo
@@ -120,7 +121,7 @@ def slopes(model, example):
         for block, gate in zip(model.model.layers, gates, strict=True)
     ]
     logits = model(input_ids=example.input_ids[None]).logits[0, :-1]
-    loss = torch.nn.functional.cross_entropy(logits, example.labels[1:], ignore_index=-100, reduction="sum")
+    loss = F.cross_entropy(logits, example.labels[1:], ignore_index=-100, reduction="sum")
     for hook in hooks:
         hook.remove()
     return [float(slope) for slope in torch.autograd.grad(loss, gates)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import yaml
@@ -11,6 +13,7 @@ from data.conftest import jsonl
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.settings import layer, read
 from fulldepth.settings.train import TrainSettings
+from fulldepth.training import train
 from golden.tables import MODEL
 
 ENCODER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -52,6 +55,17 @@ WORDS = {"bad": ["dull", "bleak", "cold", "sour"], "good": ["fine", "lovely", "b
 def settings(path):
     """Of a recipe file."""
     return layer(TrainSettings, read(path, "train"))
+
+
+def train_by(path, folder, **options):
+    """Train by a recipe file."""
+    return train(settings(path), folder, **options)
+
+
+def interrupted(folder, step, copy):
+    """A copy of a run that has not come to a checkpoint."""
+    shutil.rmtree(shutil.copytree(folder, copy) / f"checkpoint-{step}")
+    return copy
 
 
 def without_times(table):

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import shutil
 from pathlib import Path
 from pickle import UnpicklingError
 
-import pandas as pd
 import pytest
 import torch
+from pandas.testing import assert_frame_equal
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import is_sealed, notes_of, seal
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
-from fulldepth.training import train
 from fulldepth.training.folder import dump, open_run
 from hostile import damaged_bytes, damaged_json
+from json_files import change_json
 from refusals import refused
-from training.conftest import settings, without_times
+from training.conftest import settings, train_by, without_times
 
 SHORT = {"steps": 4, "eval_every": 2, "save_every": 2}
 
@@ -39,24 +38,23 @@ def test_a_folder_of_something_else_stays_as_it_is(recipe, tmp_path):
         before = contents(run)
         for resume in (False, True):
             with refused(re.escape(name.partition("/")[0] if number < 5 else str(run))):
-                train(settings(recipe(**SHORT)), run, resume=resume)
+                train_by(recipe(**SHORT), run, resume=resume)
             assert contents(run) == before
 
 
 def test_results_of_another_command_in_a_run_folder_are_not_written_over(recipe, tmp_path):
     run, path = tmp_path / "run", recipe(**SHORT)
-    train(settings(path), run)
-    document = json.loads((run / "results.json").read_text())
-    (run / "results.json").write_text(json.dumps(document | {"kind": "measurement"}))
+    train_by(path, run)
+    change_json(run / "results.json", kind="measurement")
     before = contents(run)
     with refused("not of a training run, but of 'measurement'"):
-        train(settings(path), run, resume=True)
+        train_by(path, run, resume=True)
     assert contents(run) == before
 
 
 def test_foreign_checkpoints_are_renamed_and_half_written_ones_of_ours_go(recipe, tmp_path):
     run, path = tmp_path / "run", recipe(**SHORT)
-    train(settings(path), run)
+    train_by(path, run)
     whole = Results.load(run).table
     for step in (1, 3, 9):
         (run / f"checkpoint-{step}").mkdir()
@@ -67,7 +65,7 @@ def test_foreign_checkpoints_are_renamed_and_half_written_ones_of_ours_go(recipe
     (run / "checkpoint-4" / "model.safetensors").write_bytes(b"changed by somebody")
     (run / "unsealed-checkpoint-1").mkdir()
     said = []
-    train(settings(path), run, resume=True, watcher=Watcher(say=said.append))
+    train_by(path, run, resume=True, watcher=Watcher(say=said.append))
     assert sorted(p.name for p in run.glob("*checkpoint*")) == [
         *("checkpoint-2", "checkpoint-4", "unsealed-checkpoint-1", "unsealed-checkpoint-1-2"),
         *("unsealed-checkpoint-3", "unsealed-checkpoint-4", "unsealed-checkpoint-9"),
@@ -76,7 +74,7 @@ def test_foreign_checkpoints_are_renamed_and_half_written_ones_of_ours_go(recipe
     assert (run / "unsealed-checkpoint-4" / "model.safetensors").read_bytes() == b"changed by somebody"
     assert any("unsealed-checkpoint-9" in line for line in said)
     assert is_sealed(run / "checkpoint-4")
-    pd.testing.assert_frame_equal(without_times(whole), without_times(Results.load(run).table))
+    assert_frame_equal(without_times(whole), without_times(Results.load(run).table))
 
 
 def test_damaged_settings_of_a_run_are_refused_in_words(recipe, tmp_path):
@@ -103,7 +101,7 @@ def test_damaged_settings_of_a_run_are_refused_in_words(recipe, tmp_path):
 def stopped(recipe, tmp_path):
     """A run with one checkpoint, of 2 of 4 steps, and its recipe."""
     path = recipe(**SHORT)
-    train(settings(path), tmp_path / "run")
+    train_by(path, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint-4")
     return tmp_path / "run", path
 
@@ -112,10 +110,10 @@ def test_a_refused_setting_leaves_no_folder_that_blocks_the_corrected_command(re
     run = tmp_path / "run"
     for change in ({"tokenizer": str(tmp_path)}, {"data": {"validation": str(tmp_path / "absent.jsonl")}}):
         with refused() as caught:
-            train(settings(recipe(**SHORT | change)), run)
+            train_by(recipe(**SHORT | change), run)
         assert "another recipe" not in str(caught.value)
     (run / "tokenizer").mkdir()  # of a run of another size, which was refused after it had trained one
-    assert train(settings(recipe(**SHORT)), run).meta["complete"]
+    assert train_by(recipe(**SHORT), run).meta["complete"]
     assert not (run / "tokenizer").exists()
 
 
@@ -129,7 +127,7 @@ def test_a_changed_file_is_refused(stopped, name):
     file.write_bytes(changed)
     assert is_sealed(run / "checkpoint-2")
     with refused(r"Cannot read .*Remove .*checkpoint-2 to go on"):
-        train(settings(path), run, resume=True)
+        train_by(path, run, resume=True)
 
 
 def test_no_file_of_a_checkpoint_is_unpickled(stopped, tmp_path):
@@ -144,10 +142,10 @@ def test_no_file_of_a_checkpoint_is_unpickled(stopped, tmp_path):
         torch.save({"state": Evil()}, run / "checkpoint-2" / name)
         seal(run / "checkpoint-2", notes)
         if name == "training_args.bin":  # never read
-            train(settings(path), run, resume=True)
+            train_by(path, run, resume=True)
             shutil.rmtree(run / "checkpoint-4")
         else:
             with pytest.raises(UnpicklingError):
-                train(settings(path), run, resume=True)
+                train_by(path, run, resume=True)
         (run / "checkpoint-2" / name).write_bytes(before)
         assert not (tmp_path / "ran").exists()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 from sklearn.metrics import accuracy_score
@@ -27,9 +27,10 @@ from fulldepth.settings import layer
 from fulldepth.training import TrainSettings, train
 from fulldepth.training.model import with_new_head
 from fulldepth.training.trainer import multistep
+from json_files import change_json
 from refusals import refused
 from tiny_models import same_weights
-from training.conftest import ENCODER, GPT2, jsonl, sentences
+from training.conftest import ENCODER, GPT2, interrupted, jsonl, sentences
 
 VIT = {
     "task": "image-classification",
@@ -82,7 +83,7 @@ def test_accuracy_and_loss_are_those_of_the_stock_model(tmp_path):
         states = model(**processor(images=rgb, return_tensors="pt"), output_hidden_states=True)
     predicted = states.logits.argmax(-1).numpy()
     assert value(results, "validation_accuracy", 6) == pytest.approx(accuracy_score(labels, predicted), abs=1e-12)
-    loss = torch.nn.functional.cross_entropy(states.logits, torch.tensor(labels)).item()
+    loss = F.cross_entropy(states.logits, torch.tensor(labels)).item()
     assert value(results, "validation_loss", 6) == pytest.approx(loss, rel=1e-5)
     layers = results.table.query("measure == 'lens_accuracy' and step == 6").sort_values("layer")
     for row, state in zip(layers.itertuples(), states.hidden_states, strict=True):
@@ -94,9 +95,7 @@ def test_accuracy_and_loss_are_those_of_the_stock_model(tmp_path):
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
     changes = {"augmentation": {"crop": 1, "flip": True, "rotation": 15, "randaugment": 1, "erasing": 0.5}}
     train(asked(VIT, **changes), tmp_path / "run")
-    shutil.copytree(tmp_path / "run", tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / "checkpoint-6")
-    train(asked(VIT, workers=1, **changes), tmp_path / "cut", resume=True)
+    train(asked(VIT, workers=1, **changes), interrupted(tmp_path / "run", 6, tmp_path / "cut"), resume=True)
     whole, resumed = (load_file(tmp_path / name / "checkpoint-6" / "model.safetensors") for name in ("run", "cut"))
     assert same_weights(whole, resumed)
 
@@ -204,9 +203,7 @@ def test_fine_tuning_starts_from_the_exit_heads_of_a_checkpoint_of_the_same_clas
     stored, taken = (load_file(folder / EXIT_HEADS) for folder in (start, tmp_path / "again" / "checkpoint-2"))
     assert all(torch.allclose(taken[name], weight, atol=1e-7) for name, weight in stored.items())
     assert f"The heads of layers 1 to L-1 are those of {start}." in again.meta["warnings"]
-    config = json.loads((start / "config.json").read_text())
-    config["id2label"] = {number: f"other {number}" for number in range(10)}
-    (start / "config.json").write_text(json.dumps(config))
+    change_json(start / "config.json", id2label={number: f"other {number}" for number in range(10)})
     other = train(asked(recipe, method="multi-exit"), tmp_path / "other")
     assert any("are for other classes" in line for line in other.meta["warnings"])
     fresh = load_file(tmp_path / "other" / "checkpoint-2" / EXIT_HEADS)

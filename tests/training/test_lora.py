@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 from fulldepth.hf import load_checkpoint
 from fulldepth.settings import assignments, layer
@@ -18,7 +19,7 @@ from fulldepth.training import dry_run_lines, export_run, train
 from refusals import refused
 from skip import planned
 from tiny_models import shaken
-from training.conftest import GPT2, MODEL, settings
+from training.conftest import GPT2, MODEL, interrupted, settings, train_by
 
 TOKENS, RANK, VALIDATION = 400, 4, ("validation_loss", "mean")
 RUN = {"steps": 4, "eval_every": 4, "save_every": 2, "learning_rate": 1e-2, "tokenizer": None}
@@ -47,10 +48,8 @@ def of(folder):
 def test_a_checkpoint_holds_the_start_and_the_product_of_its_adapters(kind, start, recipe, tmp_path):
     """GPT-2's matrices are transposed."""
     base, run = start(kind), tmp_path / "run"
-    losses = train(settings(recipe(**RUN, model={"checkpoint": str(base)}, lora={"rank": RANK})), run).values(
-        *VALIDATION
-    )
-    after = train(settings(recipe(**RUN, model={"checkpoint": str(run)})), tmp_path / "after").values(*VALIDATION)
+    losses = train_by(recipe(**RUN, model={"checkpoint": str(base)}, lora={"rank": RANK}), run).values(*VALIDATION)
+    after = train_by(recipe(**RUN, model={"checkpoint": str(run)}), tmp_path / "after").values(*VALIDATION)
     assert losses[4] == pytest.approx(after[0], rel=1e-6)  # with adapters and merged
     last = run / "checkpoint-4"
     adapters, expected = load_file(last / "lora.safetensors"), of(base)
@@ -65,7 +64,7 @@ def test_a_checkpoint_holds_the_start_and_the_product_of_its_adapters(kind, star
     reference = tf.AutoModelForCausalLM.from_pretrained(base)
     reference.load_state_dict(expected, strict=False)
     loaded = load_checkpoint(export_run(run, tmp_path / "alone")).model
-    torch.testing.assert_close(loaded(ids).logits, reference(ids).logits, rtol=0, atol=1e-5)
+    assert_close(loaded(ids).logits, reference(ids).logits, rtol=0, atol=1e-5)
     assert not (tmp_path / "alone" / "lora.safetensors").exists()
 
 
@@ -79,8 +78,7 @@ def test_a_run_with_adapters_and_a_teacher_resumes_to_the_same_bytes(start, reci
     )
     results = train(chosen, tmp_path / "whole")
     assert results.table[results.table.site == "distillation"].value.item() > 0
-    again = shutil.copytree(tmp_path / "whole", tmp_path / "again")
-    shutil.rmtree(again / "checkpoint-4")
+    again = interrupted(tmp_path / "whole", 4, tmp_path / "again")
     train(chosen, again, resume=True)
     for file in ("model.safetensors", "lora.safetensors", "optimizer.pt"):
         assert (again / "checkpoint-4" / file).read_bytes() == (tmp_path / "whole" / "checkpoint-4" / file).read_bytes()
@@ -106,7 +104,7 @@ def test_a_run_from_an_export_keeps_its_class_and_what_was_removed(
     base, small, run = start("llama"), tmp_path / "small", tmp_path / "run"
     model = tf.AutoModelForCausalLM.from_pretrained(base)
     exporting.export(planned.plan(model, [2, 3], granularity, None), model, format, small, tokenizer=str(base))
-    train(settings(recipe(**RUN, model={"checkpoint": str(small)}, lora={"rank": rank})), run)
+    train_by(recipe(**RUN, model={"checkpoint": str(small)}, lora={"rank": rank}), run)
     before, after = of(small), of(run / "checkpoint-4")
     assert after.keys() == before.keys()
     removed = {name for name, weight in before.items() if not weight.any()}

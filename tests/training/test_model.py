@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as tf
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -18,7 +19,7 @@ from fulldepth.settings import layer
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training.model import build_config, build_model, reads_later_tokens, special_tokens
 from refusals import refused
-from tiny_models import same_weights, shaken
+from tiny_models import same_weights, shaken, token_ids
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2}
@@ -34,7 +35,7 @@ def made(settings, vocab_size=VOCAB, **more):
 
 
 def tokens():
-    return torch.randint(3, VOCAB, (2, TIME), generator=torch.Generator().manual_seed(1))
+    return token_ids(2, TIME, seed=1)
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def test_a_checkpoint_goes_on_as_it_is(checkpoint):
     assert model.config.attention_dropout == 0.1
     assert model.config.max_position_embeddings == 64
     assert same_weights(model, stock)
-    torch.testing.assert_close(model.eval()(tokens()).logits, stock(tokens()).logits, atol=1e-6, rtol=0)
+    assert_close(model.eval()(tokens()).logits, stock(tokens()).logits, atol=1e-6, rtol=0)
 
 
 def test_added_weights_are_drawn_from_the_seed_and_the_rest_is_the_checkpoints(checkpoint):

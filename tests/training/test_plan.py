@@ -13,6 +13,7 @@ from fulldepth.settings.train import TrainSettings
 from fulldepth.training.model import build_config, build_model, meta_model, tokens_of_an_image
 from fulldepth.training.plan import dry_run_lines, plan
 from refusals import refused
+from tiny_models import token_ids
 
 BATCH, TIME, VOCAB = 2, 32, 256
 SIZES = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 6, "num_attention_heads": 4}
@@ -42,7 +43,7 @@ def config_of(settings):
 
 
 def tokens(length=TIME):
-    return torch.randint(3, VOCAB, (BATCH, length), generator=torch.Generator().manual_seed(0))
+    return token_ids(BATCH, length)
 
 
 def counted(run, length=TIME):

@@ -6,8 +6,6 @@ Classifiers have 33 rows to validate on, in batches of 32: the second process ge
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -19,15 +17,17 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import distributed
+from torch.testing import assert_close
 
 from fulldepth.losses import ObjectiveMixin
 from fulldepth.results import Results
 from fulldepth.settings import layer
 from fulldepth.training import TrainSettings, train
+from json_files import read_json, write_json
 from marks import thorough
 from refusals import refused
 from tiny_models import same_weights
-from training.conftest import ENCODER, GPT2, sentences, settings
+from training.conftest import ENCODER, GPT2, interrupted, sentences, settings, train_by
 from training.conftest import MODEL as LLAMA
 from two_processes import fulldepth
 
@@ -110,10 +110,10 @@ def by_two(recipe, output, sharded):
     """Train in this process and the other one; the types that were seen if they shard."""
     seen = defaultdict(set)
     if not sharded:
-        train(settings(recipe), output)
+        train_by(recipe, output)
         return {}
     with sharding_on_cpus(seen):
-        train(settings(recipe).model_copy(update={"fsdp": True}), output)
+        train_by(recipe.model_copy(update={"fsdp": True}), output)
     return {name: sorted(types) for name, types in seen.items()}
 
 
@@ -149,7 +149,7 @@ def trained(made_once, sources, two_processes):
             path = folder / "recipe.yaml"
             path.write_text(yaml.safe_dump(recipe))
             types = two_processes(by_two, path, folder / "two", kind == "sharded")
-            (folder / "types.json").write_text(json.dumps(types[0]))
+            write_json(folder / "types.json", types[0])
             train(alone(path), folder / "one")
 
         made = made_once(f"{name}-{kind}", make)
@@ -178,7 +178,7 @@ def weights(checkpoint):
 def assert_same(one, two):
     """The same files and the same model in both checkpoints."""
     assert {path.name for path in one.iterdir()} ^ {path.name for path in two.iterdir()} <= RANDOM
-    torch.testing.assert_close(weights(one), weights(two), rtol=1e-5, atol=1e-5)
+    assert_close(weights(one), weights(two), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -211,7 +211,7 @@ def test_two_processes_train_and_evaluate_like_one(name, kind, trained):
 def test_losses_and_reductions_are_float32(name, trained):
     """Near 6 nats bfloat16 has steps of 1/32: a loss in that type is off by up to 0.016."""
     folder = trained(name, "sharded")
-    types = json.loads((folder / "types.json").read_text())
+    types = read_json(folder / "types.json")
     assert types == {"losses": ["torch.float32"], "reductions": ["torch.float32"]}
     states = torch.load(folder / "two" / "checkpoint-4" / "optimizer.pt", weights_only=True)["state"]
     dtypes = {state[key].dtype for state in states.values() for key in ("exp_avg", "exp_avg_sq")}
@@ -225,24 +225,16 @@ def test_losses_and_reductions_are_float32(name, trained):
 @pytest.mark.slow
 def test_a_sharded_run_is_resumed_to_the_same_bytes_and_by_other_processes(trained, two_processes, tmp_path):
     """A checkpoint of sharded weights by two processes and by one; one of whole weights by two that shard."""
-
-    def interrupted(which):
-        run = tmp_path / which
-        shutil.copytree(trained("tied", "sharded") / which, run)
-        shutil.rmtree(run / "checkpoint-4")
-        return run
-
-    recipe = trained("tied", "sharded") / "recipe.yaml"
-    whole = trained("tied", "sharded") / "one" / "checkpoint-4"
+    runs = trained("tied", "sharded")
+    recipe, whole = runs / "recipe.yaml", runs / "one" / "checkpoint-4"
     for which in ("two", "one"):
-        run = interrupted(which)
+        run = interrupted(runs / which, 4, tmp_path / which)
         for code, _, error in two_processes(command, "train", recipe, "fsdp=true", "--output", run, "--resume"):
             assert code == 0, error
         assert_same(run / "checkpoint-4", whole)
-    again, before = (weights(run / "checkpoint-4") for run in (tmp_path / "two", trained("tied", "sharded") / "two"))
+    again, before = (weights(run / "checkpoint-4") for run in (tmp_path / "two", runs / "two"))
     assert same_weights(again, before)
-    shutil.rmtree(tmp_path / "two")
-    run = interrupted("two")
+    run = interrupted(runs / "two", 4, tmp_path / "again")
     train(alone(recipe), run, resume=True)
     assert_same(run / "checkpoint-4", whole)
 

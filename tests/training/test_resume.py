@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import errno
-import json
 import shutil
 import signal
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
+from pandas.testing import assert_frame_equal
 from safetensors.torch import load_file
 
 from fulldepth.hf import find_checkpoints, is_sealed
@@ -22,9 +21,10 @@ from fulldepth.training.callback import RunCallback
 from fulldepth.training.folder import resume_notes
 from fulldepth.training.text import rows_hash
 from fulldepth.training.trainer import RunTrainer
+from json_files import read_json, write_json
 from refusals import refused
 from tiny_models import same_weights
-from training.conftest import settings, without_times
+from training.conftest import interrupted, settings, train_by, without_times
 
 EVERYTHING = {
     "jump": 0.5,
@@ -33,6 +33,8 @@ EVERYTHING = {
     "energy_warmup": 5,
 }
 """Terms with a schedule: odd and even steps, and a warm-up that ends between two checkpoints."""
+
+SHORT = {"steps": 2, "eval_every": 2, "save_every": 2}
 
 
 def weights(run, step=8):
@@ -47,7 +49,7 @@ def same(one, two, step=8):
 def whole(recipe, tmp_path):
     """A recipe with dropout, micro-batches and terms with a schedule, and the folder of its run."""
     path = recipe(model={"attention_dropout": 0.1}, objective=EVERYTHING, global_batch_size=4, micro_batch_size=2)
-    train(settings(path), tmp_path / "whole")
+    train_by(path, tmp_path / "whole")
     return path, tmp_path / "whole"
 
 
@@ -67,18 +69,17 @@ def test_kill_and_resume_is_bit_equal(whole, tmp_path, monkeypatch):
 
     monkeypatch.setattr(RunTrainer, "training_step", dying)
     with pytest.raises(Killed):
-        train(settings(path), tmp_path / "cut")
+        train_by(path, tmp_path / "cut")
     monkeypatch.setattr(RunTrainer, "training_step", step)
-    resumed = train(settings(path), tmp_path / "cut", resume=True)
+    resumed = train_by(path, tmp_path / "cut", resume=True)
     assert same(folder, tmp_path / "cut")
-    pd.testing.assert_frame_equal(without_times(resumed.table), without_times(Results.load(folder).table))
+    assert_frame_equal(without_times(resumed.table), without_times(Results.load(folder).table))
 
 
 @pytest.mark.parametrize("damage", ["cut short", "no seal", "file gone"])
 def test_a_half_written_checkpoint_is_skipped(damage, whole, tmp_path):
-    run, (path, folder) = tmp_path / "run", whole
-    shutil.copytree(folder, run)
-    shutil.rmtree(run / "checkpoint-8")
+    path, folder = whole
+    run = interrupted(folder, 8, tmp_path / "run")
     broken = run / "checkpoint-6"
     if damage == "cut short":
         (broken / "optimizer.pt").write_bytes((broken / "optimizer.pt").read_bytes()[:-100])
@@ -86,7 +87,7 @@ def test_a_half_written_checkpoint_is_skipped(damage, whole, tmp_path):
         (broken / ("complete.json" if damage == "no seal" else "model.safetensors")).unlink()
     assert [step for step, _ in find_checkpoints(run)] == [3]
     lines = []
-    train(settings(path), run, resume=True, watcher=Watcher(say=lines.append))
+    train_by(path, run, resume=True, watcher=Watcher(say=lines.append))
     assert any("checkpoint-3" in line for line in lines)
     assert same(folder, run)
 
@@ -112,23 +113,23 @@ def test_sigterm_saves_and_says_where(recipe, tmp_path, monkeypatch, main):
 
 
 def test_resume_with_nothing_there_starts_and_a_finished_run_stays(recipe, tmp_path):
-    path = recipe(steps=2, eval_every=2, save_every=2)
-    first = train(settings(path), tmp_path / "run", resume=True)
+    path = recipe(**SHORT)
+    first = train_by(path, tmp_path / "run", resume=True)
     stamp = (tmp_path / "run" / "checkpoint-2" / "model.safetensors").stat().st_mtime_ns
-    again = train(settings(path), tmp_path / "run", resume=True)
+    again = train_by(path, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "checkpoint-2" / "model.safetensors").stat().st_mtime_ns == stamp
-    pd.testing.assert_frame_equal(first.table, again.table)
+    assert_frame_equal(first.table, again.table)
 
 
 def test_a_folder_in_use_is_refused(recipe, tmp_path):
-    path = recipe(steps=2, eval_every=2, save_every=2)
+    path = recipe(**SHORT)
     run = tmp_path / "run"
-    train(settings(path), run)
+    train_by(path, run)
     before = [(p, p.stat().st_mtime_ns) for p in run.rglob("*")]
     with refused("--resume"):
-        train(settings(path), run)
+        train_by(path, run)
     with refused("learning_rate"):
-        train(settings(recipe(steps=2, eval_every=2, save_every=2, learning_rate=1e-3)), run, resume=True)
+        train_by(recipe(**SHORT, learning_rate=1e-3), run, resume=True)
     assert [(p, p.stat().st_mtime_ns) for p in run.rglob("*")] == before
 
 
@@ -143,21 +144,20 @@ def test_a_full_disk_names_the_last_whole_checkpoint(recipe, tmp_path, monkeypat
 
     monkeypatch.setattr(torch, "save", full)
     with refused(r"disk is full.*checkpoint-3; --resume"):
-        train(settings(path), tmp_path / "run")
+        train_by(path, tmp_path / "run")
     assert not is_sealed(tmp_path / "run" / "checkpoint-6")
     monkeypatch.undo()
-    train(settings(path), tmp_path / "run", resume=True)
-    train(settings(path), tmp_path / "whole")
+    train_by(path, tmp_path / "run", resume=True)
+    train_by(path, tmp_path / "whole")
     assert same(tmp_path / "run", tmp_path / "whole")
 
 
 def test_weights_that_are_saved_under_other_names_are_resumed_too(recipe, tmp_path):
     chosen = settings(recipe(model={"type": "mixtral"}, steps=4, eval_every=4, save_every=2))
     train(chosen, tmp_path / "whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "again")
-    shutil.rmtree(tmp_path / "again" / "checkpoint-4")
-    train(chosen, tmp_path / "again", resume=True)
-    assert same(tmp_path / "again", tmp_path / "whole", 4)
+    again = interrupted(tmp_path / "whole", 4, tmp_path / "again")
+    train(chosen, again, resume=True)
+    assert same(again, tmp_path / "whole", 4)
 
 
 @pytest.mark.parametrize("changed", ["text", "validation", "tokenizer", "model", "batch"])
@@ -176,16 +176,16 @@ def test_a_run_does_not_go_on_with_other_data_or_another_model(changed, recipe, 
     shutil.rmtree(run / "checkpoint-2")
     if changed == "tokenizer":  # the same name, the same number of tokens, other ids
         file = paths["tokenizer"] / "tokenizer.json"
-        content = json.loads(file.read_text())
+        content = read_json(file)
         ids = content["model"]["vocab"]
         one, two = (token for token in ids if token in ("e", "t"))
         ids[one], ids[two] = ids[two], ids[one]
-        file.write_text(json.dumps(content))
+        write_json(file, content)
     elif changed == "model":
         seal = run / "checkpoint-1" / "complete.json"
-        document = json.loads(seal.read_text())
+        document = read_json(seal)
         document["notes"]["origin"]["model configuration"] = "sha256:other"
-        seal.write_text(json.dumps(document))
+        write_json(seal, document)
     elif changed == "batch":
         chosen = chosen.model_copy(update={"micro_batch_size": 4})
     else:

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -17,7 +18,7 @@ from fulldepth.results import Results
 from fulldepth.settings import assignments, layer, read
 from fulldepth.training import TrainSettings, export_run, train
 from refusals import refused
-from training.conftest import settings
+from training.conftest import settings, train_by
 
 
 def values(results, measure, step, site=None):
@@ -38,7 +39,7 @@ def held_out(path, run):
 @pytest.mark.filterwarnings("error:.*will be removed in v6:FutureWarning")
 def test_the_record_tells_what_the_checkpoints_do(recipe, tmp_path):
     path = recipe(objective={"jump": 0.5}, gradient_checkpointing=True)
-    results = train(settings(path), tmp_path / "run")
+    results = train_by(path, tmp_path / "run")
     windows = held_out(path, tmp_path)
     assert sorted(set(results.table.step)) == [0, 3, 6, 8]
     for step in (3, 6, 8):
@@ -46,7 +47,7 @@ def test_the_record_tells_what_the_checkpoints_do(recipe, tmp_path):
         model.config.tie_last_hidden_states = False
         with torch.no_grad():
             out = model(windows, output_hidden_states=True)
-        loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), windows[:, 1:].flatten())
+        loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), windows[:, 1:].flatten())
         assert values(results, "validation_loss", step) == pytest.approx([float(loss)], rel=1e-5)
         pairs = pairwise(out.hidden_states)
         psi = [float((1 - torch.cosine_similarity(a, b, dim=-1)).mean() / 2) for a, b in pairs]
@@ -67,7 +68,7 @@ def test_the_record_tells_what_the_checkpoints_do(recipe, tmp_path):
 
 
 def test_an_exported_model_loads_in_its_precision(recipe, tmp_path):
-    train(settings(recipe(steps=2, eval_every=2, save_every=1)), tmp_path / "run")
+    train_by(recipe(steps=2, eval_every=2, save_every=1), tmp_path / "run")
     for dtype in (None, "bfloat16"):
         made = export_run(tmp_path / "run", tmp_path / str(dtype), step=1, dtype=dtype)
         model = AutoModelForCausalLM.from_pretrained(made)
@@ -92,14 +93,14 @@ def test_an_exported_model_loads_in_its_precision(recipe, tmp_path):
 def test_a_model_trained_from_a_run_generates_as_the_first_one_does(recipe, tmp_path, main):
     """The Trainer's switched-off cache is not saved; generation settings of a checkpoint are kept."""
     short = {"steps": 2, "eval_every": 2, "save_every": 2}
-    train(settings(recipe(**short)), tmp_path / "first")
+    train_by(recipe(**short), tmp_path / "first")
     first = tmp_path / "first" / "checkpoint-2"
     assert AutoConfig.from_pretrained(first).use_cache
     saved = GenerationConfig.from_pretrained(first)
     saved.update(eos_token_id=[1, 2], max_new_tokens=7)
     saved.save_pretrained(first)
     seal(first)
-    train(settings(recipe(**short, model={"checkpoint": str(tmp_path / "first")})), tmp_path / "second")
+    train_by(recipe(**short, model={"checkpoint": str(tmp_path / "first")}), tmp_path / "second")
     kept = GenerationConfig.from_pretrained(tmp_path / "second" / "checkpoint-2")
     assert {1, 2} <= set(kept.eos_token_id)  # the Trainer adds the tokenizer's own
     assert (kept.max_new_tokens, kept.use_cache) == (7, True)
@@ -122,7 +123,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(recipe, tmp_path, monkeypatch):
 
     monkeypatch.setattr(room, "build_model", broken)
     with refused(r"Step 1: .*ce.*layer 2") as stopped:
-        train(settings(recipe(objective={"jump": 0.5})), tmp_path / "run")
+        train_by(recipe(objective={"jump": 0.5}), tmp_path / "run")
     assert "not taken" in str(stopped.value)
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 

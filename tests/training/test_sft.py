@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fulldepth.data import builtin_texts, train_tokenizer, train_wordpiece
@@ -14,7 +15,7 @@ from fulldepth.targets import IGNORE
 from fulldepth.training import train
 from fulldepth.training.text import TEMPLATE, chat_examples
 from refusals import refused
-from training.conftest import jsonl, settings
+from training.conftest import jsonl, settings, train_by
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("trl")
@@ -39,7 +40,7 @@ def fine_tuning(recipe, tmp_path):
 
     def prepared(rows, **changes):
         short = {"steps": 2, "eval_every": 2, "save_every": 2, "sequence_length": 64}
-        train(settings(recipe(**short)), tmp_path / "base")
+        train_by(recipe(**short), tmp_path / "base")
         base = tmp_path / "base" / "checkpoint-2"
         data = {"name": str(jsonl(tmp_path / "rows.jsonl", *rows)), "validation_share": 0.4, "validation_sequences": 4}
         return settings(recipe(stage="sft", model={"checkpoint": str(base)}, data=data, **short | changes)), base
@@ -69,7 +70,7 @@ def test_fine_tuning_reports_the_loss_of_the_responses(rows, fine_tuning, tmp_pa
             logits = model(torch.tensor([ids])).logits[0]
         for position in range(1, len(ids)):
             if counts[position]:
-                total += float(torch.nn.functional.cross_entropy(logits[position - 1], torch.tensor(ids[position])))
+                total += float(F.cross_entropy(logits[position - 1], torch.tensor(ids[position])))
                 count += 1
     assert int(found["count"].iloc[0]) == count
     assert float(found.value.iloc[0]) == pytest.approx(total / count, rel=1e-4)

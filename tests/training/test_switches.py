@@ -16,7 +16,7 @@ from fulldepth.skip.exports.formats import as_stock
 from fulldepth.training.model import build_config, build_model
 from fulldepth.training.plan import plan
 from refusals import refused
-from tiny_models import SIZES, same_weights
+from tiny_models import SIZES, same_weights, token_ids
 
 BATCH, TIME, VOCAB = 4, 16, 64
 
@@ -88,7 +88,7 @@ def config_of(settings):
 
 
 def test_the_dry_run_has_the_cost_that_a_new_switch_declares():
-    ids = torch.randint(3, VOCAB, (BATCH, TIME), generator=torch.Generator().manual_seed(0))
+    ids = token_ids(BATCH, TIME)
     plans, counted = [], []
     for blend in (False, True):
         settings = asked(SIZES | {"blend": blend}, attention="eager")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pandas as pd
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.tokens import DocumentTokenizer
+from pandas.testing import assert_frame_equal
+
+from json_files import read_json
 
 SMALL = [
     "steps=4",
@@ -26,7 +27,7 @@ def test_the_output_of_datatrove_gives_the_losses_of_the_same_text(sources, tmp_
     texts.mkdir()
     for number in range(2):
         (texts / f"{number}.jsonl").write_text("\n".join(lines[number::2]))
-    end = json.loads((sources[1] / "tokenizer_config.json").read_text())["eos_token"]
+    end = read_json(sources[1] / "tokenizer_config.json")["eos_token"]
     tokenizer = DocumentTokenizer(
         output_folder=str(tmp_path / "tokens"),
         tokenizer_name_or_path=str(sources[1] / "tokenizer.json"),
@@ -43,4 +44,4 @@ def test_the_output_of_datatrove_gives_the_losses_of_the_same_text(sources, tmp_
         tables.append(pd.read_parquet(run / "results.parquet"))
     one, other = (table[table.measure.isin(["validation_loss", "training_loss", "penalty"])] for table in tables)
     assert len(one) > 4
-    pd.testing.assert_frame_equal(one, other)
+    assert_frame_equal(one, other)

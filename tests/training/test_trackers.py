@@ -6,9 +6,8 @@ import pytest
 from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
-from fulldepth.training import train
 from refusals import refused
-from training.conftest import settings
+from training.conftest import train_by
 
 DEPTH = 4
 
@@ -42,7 +41,7 @@ def expected(results, step):
 
 def run(recipe, folder, tracker):
     path = recipe(objective={"jump": 0.5}, report_to=[tracker], log_every=3)
-    return train(settings(path), folder)
+    return train_by(path, folder)
 
 
 def test_every_evaluation_is_tracked(recipe, tmp_path, monkeypatch):

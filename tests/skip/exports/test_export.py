@@ -21,13 +21,14 @@ from fulldepth.execution import readers
 from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.exports.export import NOTES, export, load
 from fulldepth.skip.exports.formats import FORMATS, decilm
+from json_files import read_json, write_json
 from refusals import refused
 from skip import planned
 from skip.word_tokenizer import checkpoint, tokenizer
 
 
 def ids(batch=2, length=12):
-    return torch.randint(3, tiny_models.VOCAB, (batch, length), generator=torch.Generator().manual_seed(2))
+    return tiny_models.token_ids(batch, length, seed=2)
 
 
 @torch.no_grad()
@@ -42,8 +43,7 @@ def relative(got, expected):
 def prepared(name, blocks, granularity="attention", **options):
     """A model whose stream is larger than eps, its plan, and the logits of the definition in float64."""
     model = tiny_models.build(name, **options)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(30.0)
+    model.get_input_embeddings().weight.data.mul_(30.0)
     plan = planned.plan(model, blocks, granularity)
     return model, plan, logits(planned.scaled(model, plan))
 
@@ -68,7 +68,7 @@ def test_every_format_gives_the_plans_logits_in_a_fresh_process(name, format, gr
     assert report.bytes == sum(path.stat().st_size for path in report.path.iterdir())
     assert tiny_models.same_weights(model, before)
     assert relative(logits(load(report.path)), expected) < 1e-4
-    notes = json.loads((report.path / NOTES).read_text())
+    notes = read_json(report.path / NOTES)
     assert (notes["plan"], notes["format"], notes["logit_error"]) == (plan.document(), format, report.logit_error)
     assert AutoTokenizer.from_pretrained(report.path)("w5 w9").input_ids == [15, 19]
     assert (report.path / "generation_config.json").is_file()
@@ -86,8 +86,8 @@ def test_what_a_fresh_process_does_not_load_is_dropped(tmp_path, monkeypatch):
     def stock_type(draft):
         notes, path = write(draft), draft.folder / "config.json"
         own = {"auto_map", "layer_types", "skipped_attention", "skipped_mlp", "stream_scale"}
-        values = {name: value for name, value in json.loads(path.read_text()).items() if name not in own}
-        path.write_text(json.dumps(values | {"model_type": "llama"}))
+        values = {name: value for name, value in read_json(path).items() if name not in own}
+        write_json(path, values | {"model_type": "llama"})
         return notes
 
     monkeypatch.setattr(FORMATS["fast"], "write", stock_type)
@@ -171,7 +171,7 @@ LLAMA_NAMES = {
 def test_decilm_speaks_by_the_published_names_also_when_saved_again(name, tmp_path):
     model, plan, expected = prepared(name, [1, 3])
     report = export(plan, model, "decilm", tmp_path / "out")
-    config = json.loads((report.path / "config.json").read_text())
+    config = read_json(report.path / "config.json")
     assert (config["model_type"], config["architectures"]) == ("nemotron-nas", ["DeciLMForCausalLM"])
     blocks = config["block_configs"]
     assert [{part: set(block[part]) for part in block} for block in blocks] == [PUBLISHED] * 3
@@ -209,22 +209,22 @@ def test_tokenizer_and_precision_are_those_of_the_search(tmp_path):
     source, words = tmp_path / "runs" / "checkpoint", tmp_path / "words"
     model.save_pretrained(source)
     tokenizer().save_pretrained(words)
-    plan = planned.plan(model, [2])
+    plan = planned.plan(model)
 
     def copied(name, plan, **options):
         file = export(plan, source, "folded", tmp_path / name, **options).path / "tokenizer.json"
         return file.is_file() and file.read_bytes() == (words / "tokenizer.json").read_bytes()
 
     settings = {"top_k": 7, "do_sample": False}  # as in some published checkpoints; transformers would not save it
-    (source / "generation_config.json").write_text(json.dumps(settings))
+    write_json(source / "generation_config.json", settings)
     assert not copied("none", plan)
-    assert json.loads((tmp_path / "none" / "generation_config.json").read_text())["top_k"] == 7
+    assert read_json(tmp_path / "none" / "generation_config.json")["top_k"] == 7
     assert copied("named", plan, tokenizer=words)
     assert copied("noted", plan.changed(data=plan.data | {"tokenizer": str(words)}))
     tokenizer().save_pretrained(source.parent)
     assert copied("beside", plan)
 
-    plan = planned.plan(model.to(torch.bfloat16), [2])
+    plan = planned.plan(model.to(torch.bfloat16))
     plan = plan.changed(cost=plan.cost | {"settings": {"dtype": "bfloat16"}})
     assert load(export(plan, source, "fast", tmp_path / "out").path).dtype == torch.bfloat16
     with refused("weights"):
@@ -271,7 +271,7 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced_and_an_adapter_is_refus
     model, target = tiny_models.build("llama"), tmp_path / "out"
     monkeypatch.setattr(exporting, "prove", lambda *_: target.mkdir() or 0.0)
     with refused("exists already"):
-        export(planned.plan(model, [2]), model, "folded", target)
+        export(planned.plan(model), model, "folded", target)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert not list(target.iterdir())
     config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
@@ -283,7 +283,7 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced_and_an_adapter_is_refus
 def test_a_full_disk_leaves_nothing_and_is_said(tmp_path):
     model = tiny_models.build("llama")
     with planned.full_disk():
-        export(planned.plan(model, [2]), model, "fast", tmp_path / "new" / "out")
+        export(planned.plan(model), model, "fast", tmp_path / "new" / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -307,7 +307,7 @@ def test_a_terminated_export_leaves_no_folder_and_no_process(tmp_path, monkeypat
     try:
         threading.Thread(target=terminate).start()
         with pytest.raises(SystemExit):
-            export(planned.plan(model, [2]), model, "folded", tmp_path / "new" / "out")
+            export(planned.plan(model), model, "folded", tmp_path / "new" / "out")
     finally:
         signal.signal(signal.SIGTERM, before)
     assert {path.name for path in tmp_path.iterdir()} == {"reader", "number"}
@@ -329,7 +329,7 @@ def test_a_terminated_export_leaves_no_folder_and_no_process(tmp_path, monkeypat
 def test_load_wants_an_export(change, words, tmp_path):
     model = tiny_models.build("llama")
     notes = {"schema_version": 1, "format": "decilm", "logit_error": 0.0, "parameters": 1, "verified": True}
-    notes |= {"notes": [], "versions": {}, "plan": planned.plan(model, [2]).document()}
+    notes |= {"notes": [], "versions": {}, "plan": planned.plan(model).document()}
     if change is None:
         model.save_pretrained(tmp_path)
     else:
@@ -343,5 +343,5 @@ def test_a_tokenizer_that_does_not_load_again_drops_the_export(tmp_path):
     model = checkpoint(tmp_path / "model")
     (model / "tokenizer.json").write_bytes(b'{"version": "1.0", "model": {}}')
     with refused("does not load in a fresh process"):
-        export(planned.plan(tiny_models.build("llama"), [2]), model, "folded", tmp_path / "out")
+        export(planned.plan(tiny_models.build("llama")), model, "folded", tmp_path / "out")
     assert not (tmp_path / "out").exists()

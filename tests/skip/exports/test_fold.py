@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny_models
@@ -32,8 +33,7 @@ def exact(name):
             if hasattr(norm, field):
                 setattr(norm, field, 1e-30)
     if name == "olmo":  # its eps is no setting
-        with torch.no_grad():
-            model.get_input_embeddings().weight.mul_(200)
+        model.get_input_embeddings().weight.data.mul_(200)
     return model
 
 
@@ -56,9 +56,8 @@ def test_nothing_but_eps_keeps_folding_from_being_exact(name):
 def test_what_eps_costs_is_measured_and_said(name):
     """A stream hardly larger than eps: the error is not rounding, and is reported as large as it is."""
     model = tiny_models.build(name, dtype=torch.float64)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(0.2)
-    plan = planned.plan(model, [2])
+    model.get_input_embeddings().weight.data.mul_(0.2)
+    plan = planned.plan(model)
     expected = logits(planned.scaled(model, plan))
     with planned.folded(model, plan, most=1.0) as folding:
         error = relative(logits(model), expected)
@@ -82,7 +81,7 @@ def test_a_bias_of_zeros_in_the_first_layer_hides_no_weights_of_the_others():
 def test_skipped_branches_are_zeros_and_a_plan_without_scalars_changes_nothing_else():
     model = tiny_models.build("gpt2")
     before = copy.deepcopy(model.state_dict())
-    folding = fold(model, planned.plan(model, [2], values=None))
+    folding = fold(model, planned.plan(model, values=None))
     changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
     assert changed == {"transformer.h.1.attn.c_proj.weight", "transformer.h.1.attn.c_proj.bias"}
     assert not any(model.state_dict()[name].any() for name in changed)
@@ -94,7 +93,7 @@ def test_negative_factors_of_branches_fold():
     model = exact("llama")
     values = planned.scalars([2])
     values["1"]["b_att"], values["3"]["b_mlp"] = -0.75, 0.0
-    plan = planned.plan(model, [2], values=values)
+    plan = planned.plan(model, values=values)
     expected = logits(planned.scaled(model, plan))
     fold(model, plan)
     assert relative(logits(model), expected) < 2e-6
@@ -107,9 +106,9 @@ def unfoldable(case):
     values = planned.scalars([2], tiny_models.LAYERS)
     if cause == "int8":
         projection = model.model.layers[0].self_attn.o_proj
-        projection.weight = torch.nn.Parameter(projection.weight.detach().to(torch.int8), requires_grad=False)
+        projection.weight = nn.Parameter(projection.weight.detach().to(torch.int8), requires_grad=False)
     values["3"] |= {"zero": {"s_att": 0.0}, "negative": {"s_mlp": -0.5}, "overflow": {"b_mlp": 1e8}}.get(cause, {})
-    return model, planned.plan(model, [2], values=values)
+    return model, planned.plan(model, values=values)
 
 
 @pytest.mark.parametrize(

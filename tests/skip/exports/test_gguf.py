@@ -26,6 +26,7 @@ from fulldepth.skip.exports.formats.checkpoint import Weight
 from fulldepth.skip.exports.formats.gguf import write_gguf
 from refusals import refused
 from skip import planned
+from tiny_models import seeded, token_ids
 
 PARTS = {"attention": ("att",), "mlp": ("mlp",), "layer": ("att", "mlp")}
 KINDS = gguf.GGMLQuantizationType
@@ -154,7 +155,7 @@ def test_changed_weights_are_stored_as_transformers_reads_them_and_equal_ones_as
 def test_folded_scalars_change_the_output_projections_alone(quantise, gguf_type, kind, allowed, tmp_path):
     path, model = source(tmp_path, quantise=quantise)
     scalars = planned.scalars([2], 4, low=0.9, high=1.1)
-    report = export(planned.plan(model, [2], values=scalars), path, "gguf", tmp_path / "o.gguf", gguf_type=gguf_type)
+    report = export(planned.plan(model, values=scalars), path, "gguf", tmp_path / "o.gguf", gguf_type=gguf_type)
     assert (by_llama_cpp(report.path) - without(model, {"attention": [2]}, scalars)).abs().max() < allowed
     tensors, before = stored(report.path)[0], stored(path)[0]
     assert "round changed weights" in report.notes[-1]
@@ -206,7 +207,7 @@ def test_the_command_writes_what_a_fresh_process_has_computed(tmp_path, main):  
 def test_the_file_of_a_healed_model_is_its_checkpoint(tmp_path):
     path, model = source(tmp_path)
     plan, small = planned.plan(model, ["mlp 2", "attention 3"], "any", None), tmp_path / "small.gguf"
-    drawn = torch.randint(3, 300, (40, 12), generator=torch.Generator().manual_seed(1)).tolist()
+    drawn = token_ids(40, 12, seed=1, most=300).tolist()
     rows = [Example.of(ids, 1, len(ids), document=number) for number, ids in enumerate(drawn)]
     texts = Examples(rows[:30], rows[30:], {"hash": "sha256:" + "1" * 64, "name": "texts", "kind": "text"})
     small.touch()
@@ -226,18 +227,18 @@ def test_a_file_is_proven_against_the_weights_that_it_holds(scaled, tmp_path, mo
     """Rounding all weights to four bits is no fault of the file; another value of one of them is."""
     path, model = source(tmp_path, quantise=KINDS.Q4_1)
     scalars = planned.scalars([2], 4, low=0.9, high=1.1) if scaled else None
-    generator = torch.Generator().manual_seed(2)
+    generator = seeded(2)
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1 + 0.2 * torch.rand(weight.shape, generator=generator))
     expected = without(model, {"attention": [2]}, scalars)
-    report = export(planned.plan(model, [2], values=scalars), model, "gguf", tmp_path / "small.gguf")
+    report = export(planned.plan(model, values=scalars), model, "gguf", tmp_path / "small.gguf")
     rounding = (by_llama_cpp(report.path) - expected).abs().max() / expected.abs().max()
     assert report.logit_error < rounding / 2
     encoded = writer.encoded
     monkeypatch.setattr(writer, "encoded", lambda values, *kind: encoded(1.3 * values, *kind))
     with refused(r"Q4_1 rounds the changed model\.\S+weight too much"):
-        export(planned.plan(model, [2], values=scalars), model, "gguf", tmp_path / "other.gguf")
+        export(planned.plan(model, values=scalars), model, "gguf", tmp_path / "other.gguf")
     assert {file.name for file in tmp_path.glob("*.gguf")} == {path.name, "small.gguf"}
 
 

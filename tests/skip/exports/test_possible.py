@@ -24,7 +24,7 @@ PAIRS = [{"prompt": words(n, n + 1), "response": " " + words(*((7 * n + i) % 80 
 def test_a_family_without_a_class_of_its_own_is_refused(tmp_path):
     model = zoo.build("stablelm", "causal-lm")
     with refused("stablelm"):
-        export(planned.plan(model, [2]), model, "fast", tmp_path / "out")
+        export(planned.plan(model), model, "fast", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -34,7 +34,7 @@ def test_a_family_without_a_class_of_its_own_is_refused(tmp_path):
 def test_models_that_read_images_are_exported_whole_or_as_their_language_model_alone(family, tmp_path):
     model = IMAGES[family](zoo.config_for(family)).eval()
     before = copy.deepcopy(model.state_dict())
-    plan = planned.plan(model, [2], values=planned.scalars([2], 3))
+    plan = planned.plan(model, values=planned.scalars([2], 3))
     ids = torch.arange(24).view(2, 12) + 3
     expected = scaled_logits(find_anatomy(model), plan, ids)
     report = export(plan, model, "fast", tmp_path / "fast")
