@@ -54,7 +54,6 @@ def test_broken_json_is_refused_with_its_reason(tmp_path, text, says):
     with refused(says) as caught:
         files.read_json(path, most=1000 if "larger" in says else files.MOST_BYTES)
     assert str(path) in str(caught.value)
-    assert len(str(caught.value)) < 1000
 
 
 def test_a_device_or_a_pipe_is_never_opened(tmp_path):

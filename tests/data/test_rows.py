@@ -346,9 +346,8 @@ BAD_DATA = [
 @pytest.mark.parametrize(("data", "options", "name"), BAD_DATA)
 def test_bad_names_and_objects(tmp_path, data, options, name):
     write(tmp_path / "bad.csv", "a")
-    with refused(name) as caught:
+    with refused(name):
         open_source(tmp_path if data == "FOLDER" else data, **options)
-    assert len(str(caught.value)) < 1000
     if not name:
         with refused():
             open_documents(data)

@@ -193,7 +193,6 @@ def test_what_is_damaged_of_the_wrong_type_or_out_of_range_is_named(tmp_path, da
     with refused(words) as caught:
         Results.load(folder)
     assert str(folder) in str(caught.value)
-    assert len(str(caught.value)) < 1000
 
 
 def test_a_table_that_is_small_on_disk_and_large_in_memory_is_refused(tmp_path, monkeypatch):

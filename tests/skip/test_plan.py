@@ -124,7 +124,6 @@ def test_a_plan_edited_into_nonsense_is_refused(tmp_path, path, value):
     with refused() as caught:
         Plan.of(edited)
     assert path.partition(".")[0] in str(caught.value) or "scalars" in str(caught.value)
-    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("text", [b"", b"[1]", b'{"seed": 0, "seed": 1}', b"[" * 100_000, None])
