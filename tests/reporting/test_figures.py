@@ -21,6 +21,7 @@ from fulldepth.reporting.notes import Note
 from fulldepth.reporting.source import VERBS
 from fulldepth.results import tabulate
 from reporting import plotted, synthetic
+from reporting.synthetic import payload_of
 
 WRITTEN = json.loads(gzip.decompress(plotted.FILE.read_bytes()))
 
@@ -167,15 +168,15 @@ def test_one_record_is_a_figure_a_place_and_a_note(results, comparison, monkeypa
     def where(made, name):
         return [section["id"] for section in made["sections"] if any(name in slot for slot in section["slots"])]
 
-    made, html = page.payload(results.table, results.meta), page.render(results.table, results.meta)
+    made, html = payload_of(results), page.render(results.table, results.meta)
     assert where(made, "fake") == ["geometry"]
     assert made["figures"]["fake"]["about"]["title"] == "Fake per layer"
     note = '<p class="formula">L</p><p>Counts layers.</p><p class="source">Nobody.</p></details>'
     assert f'<details class="method"><summary>A fake number</summary>{note}' in re.sub(r">\s+<", "><", html)
     assert "<summary>Another</summary>" not in html  # of a measure that the table lacks
-    compared, series = page.payload(comparison.table, comparison.meta), synthetic.series()
+    compared, series = payload_of(comparison), synthetic.series()
     assert where(compared, "fake") == where(compared, "difference_fake") == ["geometry"]
-    folded = [section for section in page.payload(series.table, series.meta)["sections"] if section["id"] == "training"]
+    folded = [section for section in payload_of(series)["sections"] if section["id"] == "training"]
     assert ["steps_fake"] in folded[0]["folded"]
 
 

@@ -19,8 +19,10 @@ from fulldepth.reporting.phrases import figure_of, quantity, scaled, seconds, vi
 from fulldepth.reporting.source import PageSource
 from fulldepth.reporting.tables import flatten
 from fulldepth.results import Results, compare, report, tabulate
+from json_files import any_value
 from refusals import refused
 from reporting import exit_folders, skip_folders, synthetic
+from reporting.synthetic import payload_of
 
 LIMIT = 2_000_000
 """Bytes of a page of one model."""
@@ -58,11 +60,7 @@ def test_the_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert (folder / "report.html").read_text() == before
 
 
-@given(
-    st.recursive(
-        st.text() | st.integers() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
-    )
-)
+@given(any_value())
 def test_embedded_data_comes_back_and_cannot_leave_its_element(value):
     text = embed(value)
     assert text.isascii()
@@ -80,7 +78,7 @@ def test_visible_text_has_no_character_that_draws_nothing(text):
 def test_standard_errors_stand_beside_their_numbers():
     results, compared = synthetic.language_model(), synthetic.comparison()
     results.meta["headline"]["zeta_L"]["standard_error"] = 0.01234
-    cards = {card["name"]: card["error"] for card in payload(results.table, results.meta)["cards"]}
+    cards = {card["name"]: card["error"] for card in payload_of(results)["cards"]}
     assert (cards["Jump of the last layer"], cards["Mean coherence"]) == ("± 0.012", "")
     compared.meta["models"][0]["headline"]["zeta_L"]["standard_error"] = 0.5
     rows = {name: cells for name, *cells in measured.side_by_side(PageSource(compared.table, compared.meta)).rows}
@@ -130,7 +128,7 @@ def test_routers_stand_before_the_figures_of_the_memory():
 
 def test_the_page_of_a_training_run():
     results = synthetic.training()
-    made = payload(results.table, results.meta)
+    made = payload_of(results)
     assert [section["id"] for section in made["sections"]] == ["loss", "displacement", "cost", "settings"]
     words = "300 steps × 16 sequences × 128 tokens = 614,400 tokens"
     assert words in render(results.table, results.meta)
@@ -151,7 +149,7 @@ def test_runs_in_one_table_at_the_common_step():
         return rows.sort_values("layer").value.iloc[-1]
 
     results, (base, *others) = synthetic.training_comparison(), synthetic.trainings()
-    page = payload(results.table, results.meta)
+    page = payload_of(results)
     _, *rows = [dict(zip(page["models"].columns, row[1:], strict=True)) for row in page["models"].rows]
     for cells, one in zip(rows, others, strict=True):
         loss, memory = (values(one, measure) for measure in ("validation_loss", "peak_memory"))

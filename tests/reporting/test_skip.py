@@ -25,6 +25,7 @@ from refusals import refused
 from reporting import skip_folders as folders
 from reporting import synthetic
 from reporting.plotted import joined
+from reporting.synthetic import payload_of
 from skip.word_tokenizer import tokenizer, words
 from tiny_models import build
 
@@ -45,7 +46,7 @@ def root(tmp_path_factory):
 def every(root):
     """All four on one page."""
     results = together([root / name for name in ORDER])
-    return payload(results.table, results.meta)
+    return payload_of(results)
 
 
 def drawn(results, name):
@@ -130,7 +131,7 @@ def test_models_side_by_side_are_the_rows(every):
 def test_a_page_opens_with_one_sentence_and_one_picture(every):
     expected = {"search": "blocks", "curve": "removal", "bench": None, "another": "blocks"}  # None: a table
     made = {name: getattr(folders, name)() for name in expected}
-    pages = {name: payload(results.table, results.meta) for name, results in made.items()} | {"every": every}
+    pages = {name: payload_of(results) for name, results in made.items()} | {"every": every}
     for name, section in (expected | {"every": "removal"}).items():
         opening = [one for one in pages[name]["sections"] if one["first"]]
         assert [one["id"] for one in opening] == [section] * (section is not None)
@@ -168,7 +169,7 @@ def test_rows_of_all_folders_keep_their_types_and_other_data_are_remarked(root, 
     other.meta["data"] = {**other.meta["data"], "hash": "sha256:" + "5" * 64}
     other.save(tmp_path / "other", page=False)
     mixed = together([root / "curve", tmp_path / "other"])
-    assert any("different data" in text for text in payload(mixed.table, mixed.meta)["warnings"])
+    assert any("different data" in text for text in payload_of(mixed)["warnings"])
 
 
 def test_what_does_not_belong_together_is_refused(root, tmp_path):
@@ -236,7 +237,7 @@ def real(tmp_path_factory):
 def test_real_folders_fill_their_page(real):
     assert all((real.place / name / "report.html").is_file() for name in ("out", "curve", "bench"))
     results = together([real.place / name for name in ("out", "curve", "bench")])
-    made = payload(results.table, results.meta)
+    made = payload_of(results)
     assert {"removal_loss", "kl", "greedy_agreement", "pareto", "pareto:prefill"} == set(made["figures"])
     (section,) = [one for one in made["sections"] if one["id"] == "blocks"]
     gone = [layer for layer, own in section["tables"][0]["cells"] if own]

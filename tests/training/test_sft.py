@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from data.conftest import talk
 from fulldepth.data import builtin_texts, train_tokenizer, train_wordpiece
 from fulldepth.targets import IGNORE
 from fulldepth.training import train
@@ -21,14 +22,7 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("trl")
 
 CHATS = [
-    {
-        "messages": [
-            {"role": "user", "content": f"say {word}"},
-            {"role": "assistant", "content": word * 2},
-            {"role": "user", "content": "again"},
-            {"role": "assistant", "content": word},
-        ]
-    }
+    {"messages": talk(f"say {word}", word * 2, "again", word)}
     for word in ("one", "two", "house", "river", "stone", "bread", "light", "water", "paper", "glass")
 ]
 PAIRS = [{"prompt": f"{n} and {n}?", "response": f"that is {2 * n}."} for n in range(12)]
@@ -77,10 +71,7 @@ def test_fine_tuning_reports_the_loss_of_the_responses(rows, fine_tuning, tmp_pa
 
 
 def _messages(row):
-    return row.get("messages") or [
-        {"role": "user", "content": row["prompt"]},
-        {"role": "assistant", "content": row["response"]},
-    ]
+    return row.get("messages") or talk(row["prompt"], row["response"])
 
 
 def _tokens(row, tokenizer):
@@ -148,11 +139,8 @@ def _tokenizer(kind):
 
 def test_what_is_cut_is_said_and_what_is_trained_is_counted(fine_tuning, tmp_path):
     """Of 14 chats two are cut, one of them before its answer, and two have none; the counts are those of a loop."""
-    unanswered = [{"messages": [{"role": "user", "content": word}]} for word in ("what", "why")]
-    long = [
-        {"messages": [{"role": "user", "content": "one two " * 40}, {"role": "assistant", "content": "yes"}]},
-        {"messages": [{"role": "user", "content": "tell me"}, {"role": "assistant", "content": "house river " * 40}]},
-    ]
+    unanswered = [{"messages": talk(word)} for word in ("what", "why")]
+    long = [{"messages": talk("one two " * 40, "yes")}, {"messages": talk("tell me", "house river " * 40)}]
     chosen, base = fine_tuning([*CHATS, *unanswered, *long])
     tokenizer = AutoTokenizer.from_pretrained(base)
     sizes = [len(_tokens(row, tokenizer)[0]) for row in [*CHATS, *long]]
