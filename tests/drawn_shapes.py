@@ -10,8 +10,9 @@ from functools import cache
 from pathlib import Path
 
 from fulldepth.data.coco import Objects
+from places import ROOT
 
-SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "shapes.py"))
+SCRIPT = runpy.run_path(str(ROOT / "examples" / "shapes.py"))
 CLASSES = SCRIPT["CLASSES"]
 
 

@@ -85,6 +85,11 @@ def write(path, model, *, rule = "smollm", quantise = None,
             writer.add_tensor(name, gguf.quantize(weight, quantise), raw_dtype=quantise)
         else:
             writer.add_tensor(name, weight)
+    return finished(writer, path)
+
+
+def finished(writer, path):
+    """The path, to which everything is written."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -110,11 +115,7 @@ def without_attention(source, target, layers):
         block, _, rest = tensor.name.removeprefix("blk.").partition(".")
         if not (block.isdigit() and int(block) + 1 in layers and rest.startswith("attn_")):
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target
+    return finished(writer, target)
 
 
 def _entries(config):

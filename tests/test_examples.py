@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 import runpy
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +16,10 @@ import fulldepth
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.execution.memory import parameter_bytes
 from json_files import read_json
+from places import ROOT
 from skip import plain, planned
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 def run(name):

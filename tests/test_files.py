@@ -44,9 +44,8 @@ def test_json_is_read_as_the_standard_library_reads_it(tmp_path_factory, value):
 def test_broken_json_is_refused_with_its_reason(tmp_path, text, says):
     path = tmp_path / "broken.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with refused(says) as caught:
+    with refused(says, str(path)):
         files.read_json(path, most=1000 if "larger" in says else files.MOST_BYTES)
-    assert str(path) in str(caught.value)
 
 
 def test_a_device_or_a_pipe_is_never_opened(tmp_path):

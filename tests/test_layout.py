@@ -9,13 +9,12 @@ import subprocess
 import sys
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
 import fulldepth
+from places import ROOT
 
-ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "fulldepth"
 
 NOUNS = {"architectures", "losses", "execution", "data", "results", "hf", "metrics"}

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 from fulldepth import files
 from fulldepth.cli.program import ending_cleanly
+from places import ROOT
 
-SOURCES = sorted((Path(__file__).parents[1] / "src").rglob("*.py"))
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
 MODULES = {"resource", "fcntl", "pwd", "grp", "termios", "tty", "pty", "syslog", "posix", "readline", "crypt", "nis"}
 FUNCTIONS = {
     "os": {

@@ -77,20 +77,19 @@ def test_documents_packed_in_one_row_do_not_see_each_other(name):
 
 
 @KINDS
+@torch.no_grad()
 def test_the_states_and_attentions_that_transformers_hands_out(name):
     """h_0..h_{L-1} as layers pass them on (streams: their sum), then the final norm's output, as for every decoder."""
     model, ids = build(name, attention="eager"), tokens()
-    with torch.no_grad():
-        output = model(ids, output_hidden_states=True, output_attentions=True)
-        _, trace = reference(model, ids)
+    output = model(ids, output_hidden_states=True, output_attentions=True)
+    _, trace = reference(model, ids)
     assert len(output.hidden_states) == len(trace.states)
     for index, (found, expected) in enumerate(zip(output.hidden_states[:-1], trace.states[:-1], strict=True)):
         streams = model.config.num_streams if index == 0 else 1  # the oracle's h_0 is one of n equal streams
         total = expected.sum(2) if expected.dim() == 4 else expected * (streams if "hyper" in name else 1)
         assert_close(found, total, **CLOSE)
     assert_close(model.lm_head(output.hidden_states[-1]), trace.logits, **CLOSE)
-    with torch.no_grad():
-        some = model(ids, output_hidden_states=[1]).hidden_states
+    some = model(ids, output_hidden_states=[1]).hidden_states
     assert [index for index, state in enumerate(some) if state is not None] == [1]
     assert torch.equal(some[1], output.hidden_states[1])
     for weights in output.attentions:
@@ -177,6 +176,7 @@ def test_routers_start_as_the_papers_say():
 
 
 @pytest.mark.parametrize(("name", "p"), [("static", 0.5), ("tree-static", 0.9), ("dynamic-raw", 0.7)])
+@torch.no_grad()
 def test_pruned_routers_keep_the_smallest_set_above_p(name, p, tmp_path):
     model, ids = build(name), tokens()
     before = [w for w in reference(model, ids)[1].routing if w is not None]
@@ -184,8 +184,7 @@ def test_pruned_routers_keep_the_smallest_set_above_p(name, p, tmp_path):
     seen = {}
     for index, layer in enumerate(model.model.layers[1:]):
         layer.self_attn.router.register_forward_hook(lambda _, i, out, index=index: seen.update({index: out}))
-    with torch.no_grad():
-        logits = model(input_ids=ids).logits
+    logits = model(input_ids=ids).logits
     # The first routed layer reads what it read before pruning, whatever the kind of router.
     assert_close(seen[0], oracle.top_p(before[0], p), **CLOSE)
     if model.config.memory == "static":
@@ -195,8 +194,7 @@ def test_pruned_routers_keep_the_smallest_set_above_p(name, p, tmp_path):
         assert any(abs(float(value) - float(share)) < 1e-6 for value in report.values() if isinstance(value, float))
     model.save_pretrained(tmp_path)
     again = DepthLlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
-    with torch.no_grad():
-        assert_close(again(input_ids=ids).logits, logits, **CLOSE)
+    assert_close(again(input_ids=ids).logits, logits, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["static", "dynamic", "kv"])

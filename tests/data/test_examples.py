@@ -4,7 +4,6 @@ Their losses in batches: `execution.test_scoring`.
 """
 
 import json
-import re
 
 import pytest
 
@@ -114,9 +113,8 @@ def test_pairs_that_are_too_long_are_refused_and_never_cut(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", *rows)
     for longest in (10, None):
         assert max(map(len, both(read_examples(path, tokenizer(), longest)))) == 10
-    with refused() as caught:
+    with refused(None, "a.jsonl line 2 has 9", "a.jsonl line 4 has 10"):
         read_examples(path, tokenizer(), 64, sequence_length=8)
-    assert all(f"a.jsonl line {line}" in str(caught.value) for line in ("2 has 9", "4 has 10"))
 
 
 def test_nothing_is_deduplicated():
@@ -154,7 +152,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("data", "options", "name"), REFUSED)
 def test_bad_data_and_settings_are_refused(data, options, name):
-    with refused(re.escape(name)) as caught:
+    with refused(None, name) as caught:
         read_examples(data, tokenizer(options.pop("template", None)), 64, **options)
     assert len(str(caught.value)) < 500
 

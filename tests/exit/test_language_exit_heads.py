@@ -134,6 +134,7 @@ def test_generation_leaves_by_the_layers_own_heads(cases, name):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
+@torch.no_grad()
 def test_a_cut_model_is_a_stock_checkpoint(cases, name, tmp_path, without_fresh_process):
     case, ids = cases(name), list(range(20, 32))
     expected, stored = case.plain.layers(ids), load_file(case.path / HEADS)
@@ -142,8 +143,7 @@ def test_a_cut_model_is_a_stock_checkpoint(cases, name, tmp_path, without_fresh_
     stock, report = auto.from_pretrained(tmp_path / "2", dtype=torch.float64, output_loading_info=True)
     assert not any(report.values())
     assert not stock.config.tie_word_embeddings
-    with torch.no_grad():
-        assert_close(stock(torch.tensor([ids])).logits[0], expected[1], rtol=1e-6, atol=1e-7)
+    assert_close(stock(torch.tensor([ids])).logits[0], expected[1], rtol=1e-6, atol=1e-7)
     kept = load_file(tmp_path / "2" / HEADS)
     assert list(kept) == ["exit_heads.1.weight"]
     assert torch.equal(kept["exit_heads.1.weight"], stored["exit_heads.1.weight"])
@@ -154,10 +154,8 @@ def test_a_cut_model_is_a_stock_checkpoint(cases, name, tmp_path, without_fresh_
         assert (short.get_output_embeddings().weight is short.get_input_embeddings().weight) == (
             layers == 3 and (name in TIED or name == "bert")
         )
-        with torch.no_grad():
-            assert_close(short(torch.tensor([ids])).logits[0], expected[layers - 1], rtol=1e-6, atol=1e-7)
-    with torch.no_grad():  # the original is as it was
-        assert_close(model(torch.tensor([ids])).logits[0], expected[2], rtol=1e-6, atol=1e-7)
+        assert_close(short(torch.tensor([ids])).logits[0], expected[layers - 1], rtol=1e-6, atol=1e-7)
+    assert_close(model(torch.tensor([ids])).logits[0], expected[2], rtol=1e-6, atol=1e-7)  # as it was
 
 
 def test_models_that_do_not_fit_are_refused(tmp_path):

@@ -53,15 +53,18 @@ def test_layers_are_those_of_a_plain_loop(seed, layers, classes, scale, rule, th
     min_layer = data.draw(st.integers(1, layers))
     values = torch.stack([certainty(layer, "margin" if rule == "patience" else rule) for layer in logits])
     assert bool(((values >= -1e-12) & (values <= 1)).all())
-    got = Exit(rule, threshold, min_layer, layers).layers(values, logits.argmax(-1))
+
+    def left(threshold):
+        return Exit(rule, threshold, min_layer, layers).layers(values, logits.argmax(-1))
+
+    got = left(threshold)
     margins = [] if rule == "patience" else (values - threshold).abs().flatten().tolist()
     if min(margins, default=1.0) > 1e-9:  # rounding decides nothing
         expected = [plain.leave(logits[:, i].tolist(), rule, threshold, min_layer) for i in range(9)]
         assert got.tolist() == expected
     assert int(got.min()) >= min(min_layer, layers)
-    assert Exit(rule, 1.0, min_layer, layers).layers(values, logits.argmax(-1)).tolist() == [layers] * 9
-    lower = Exit(rule, threshold / 2, min_layer, layers).layers(values, logits.argmax(-1))
-    assert bool((lower <= got).all())
+    assert left(1.0).tolist() == [layers] * 9
+    assert bool((left(threshold / 2) <= got).all())
 
 
 def world(seed, count=400, layers=4, classes=3):

@@ -130,16 +130,15 @@ def test_what_has_no_anatomy_is_refused_by_name(build, options, name):
         ([math.nan, 0.0, -math.inf], False),
     ],
 )
+@torch.no_grad()
 def test_pruned_weights_are_not_broken_where_their_module_says_so(row, fine):
     """-inf prunes a weight of a static router; a router that has nothing left, and any other weight, is broken."""
     model = tiny_models.build("depth_llama-static")
     router = next(name for name, _ in model.named_parameters() if name.endswith("logits") and "layers.2" in name)
-    with torch.no_grad():
-        model.get_parameter(router)[0] = torch.tensor(row)
+    model.get_parameter(router)[0] = torch.tensor(row)
     assert first_broken_weight(model) == (None if fine else router)
-    with torch.no_grad():
-        model.get_parameter(router).zero_()
-        model.model.norm.weight[3] = -math.inf
+    model.get_parameter(router).zero_()
+    model.model.norm.weight[3] = -math.inf
     assert first_broken_weight(model) == "model.norm.weight"
 
 

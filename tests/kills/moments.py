@@ -23,6 +23,7 @@ import torch
 
 from fulldepth import reporting
 from fulldepth.results import PAGE, Results
+from fuzz.oracle import TIMED
 from json_files import read_json
 
 EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
@@ -38,7 +39,6 @@ TIMED_KEYS = {
     "machine",
     "memory",
 }
-TIMED_ROWS = {"throughput", "elapsed", "peak_memory", "other_load"}
 
 
 def in_fork(work, report):
@@ -155,7 +155,7 @@ def _plain(path):
         return _timeless(read_json(path), path.name)
     if path.suffix == ".parquet":
         table = pd.read_parquet(path)
-        return table[~table.measure.isin(TIMED_ROWS)].to_csv(float_format=str, index=False)
+        return table[~table.measure.isin(TIMED)].to_csv(float_format=str, index=False)
     if path.name == PAGE:
         results = Results.load(path.parent)
         return path.read_text() == reporting.render(results.table, results.meta)

@@ -77,7 +77,7 @@ def of(said, words):
 def test_series_holds_every_checkpoint(finished, trained_run, text_file):
     results = Results.load(finished)
     assert results.is_series
-    assert list(dict.fromkeys(results.table["step"])) == [entry["step"] for entry in results.meta["steps"]] == STEPS
+    assert list(dict.fromkeys(results.table["step"])) == steps_of(results) == STEPS
     for step, entry in zip(STEPS, results.meta["steps"], strict=True):
         alone = same_as_alone(results, step, trained_run / f"checkpoint-{step}", text_file)
         assert entry["headline"] == alone.headline
@@ -135,6 +135,10 @@ def test_a_trainer_state_without_a_step_names_none(tmp_path):
         assert trained_steps(tmp_path) is None, state
 
 
+def steps_of(results):
+    return [entry["step"] for entry in results.meta["steps"]]
+
+
 def final_model(run, source, step=None):
     """What `Trainer.save_model` and `save_state` leave at the root of a run."""
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
@@ -147,7 +151,7 @@ def test_a_final_model_is_the_last_point_of_the_series(measured, run, checkpoint
     last = checkpoint("llama", 1)
     final_model(run, last, step=150)
     results, _ = measured(run, tmp_path / "out")
-    assert [entry["step"] for entry in results.meta["steps"]] == [*STEPS, 150]
+    assert steps_of(results) == [*STEPS, 150]
     alone = same_as_alone(results, 150, last, text_file)
     assert results.headline == alone.headline
     assert checkpoint_of(run) == str(run)
@@ -157,7 +161,7 @@ def test_a_final_model_is_the_last_point_of_the_series(measured, run, checkpoint
     shutil.copytree(run / "checkpoint-100", run / "checkpoint-200")  # training went on: another last model
     final_model(run, checkpoint("llama"), step=250)
     results, said = measured(run, tmp_path / "out")
-    assert [entry["step"] for entry in results.meta["steps"]] == [*STEPS, 200, 250]
+    assert steps_of(results) == [*STEPS, 200, 250]
     assert len(of(said, "measured already")) == 3
 
 
@@ -174,7 +178,7 @@ def test_a_final_model_is_the_last_point_of_the_series(measured, run, checkpoint
 def test_a_final_model_that_is_no_point_of_its_own(measured, run, checkpoint, tmp_path, source, step, says):
     final_model(run, run / source if source else checkpoint("llama", 1), step)
     results, said = measured(run, tmp_path / "out", SETTINGS.model_copy(update={"measures": ["displacement"]}))
-    assert [entry["step"] for entry in results.meta["steps"]] == STEPS
+    assert steps_of(results) == STEPS
     about_it = of(said, "at the root")
     assert len(about_it) == (says is not None)
     assert all(says in line and "--no-series" in line for line in about_it)

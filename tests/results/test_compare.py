@@ -228,6 +228,5 @@ ONE = measurement(1, displacements([0.1]))
     ],
 )
 def test_bad_inputs_are_refused(results, changes, name):
-    with refused() as caught:
+    with refused(None, name):
         compare(results, **changes)
-    assert name in str(caught.value)

@@ -190,9 +190,8 @@ def column(name, values, file=TABLE):
 def test_what_is_damaged_of_the_wrong_type_or_out_of_range_is_named(tmp_path, damage, words):
     folder = saved(tmp_path)
     damage(folder)
-    with refused(words) as caught:
+    with refused(words, str(folder)):
         Results.load(folder)
-    assert str(folder) in str(caught.value)
 
 
 def test_a_table_that_is_small_on_disk_and_large_in_memory_is_refused(tmp_path, monkeypatch):

@@ -173,10 +173,9 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
 def test_a_broken_or_hostile_file_is_refused_in_one_line(tmp_path, content, message):
     path = tmp_path / "broken.yaml"
     path.write_text(content)
-    with refused(message) as caught:
+    with refused(message, str(path)) as caught:
         read(path, "measure")
     assert "\n" not in str(caught.value)
-    assert str(path) in str(caught.value)
 
 
 def test_a_recipe_that_is_no_regular_file_is_not_opened(tmp_path):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from data.conftest import jsonl
 from fulldepth.data.batches import Example
-from fulldepth.data.examples import Examples, read_examples
+from fulldepth.data.examples import read_examples
 from fulldepth.execution.latency import Runner
 from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.results import Results
@@ -140,7 +140,7 @@ def test_what_is_refused(original, exports, options, named):
 
 def test_losses_are_those_of_stock_passes_on_the_same_sequences(folders):
     held = [Example(one.input_ids, one.labels, n // 3) for n, one in enumerate(plain.sentences(11, 5))]
-    examples = Examples([], held, {"hash": "sha256:" + "4" * 64, "name": "sentences", "kind": "pairs", "warnings": []})
+    examples = plain.held_out(held, name="sentences", kind="pairs", warnings=[])
     exports = [folders / name for name in NAMES[1:]]
     results = bench(folders / "original", exports, data=examples, batch_size=4, **SMALL)
     assert results.meta["data"]["hash"] == examples.meta["hash"]

@@ -11,7 +11,6 @@ import transformers as tf
 
 import gguf_files
 from fulldepth.data.batches import Example
-from fulldepth.data.examples import Examples
 from fulldepth.execution.latency import OtherLoad, Runner, Trial
 from fulldepth.execution.llama_cpp import LlamaCpp
 from fulldepth.hf import anatomy_candidates, skipping
@@ -31,9 +30,8 @@ def tiny(vocabulary=320):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     model = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=vocabulary, tie_word_embeddings=False, **sizes, **heads))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(6.0) if parameter.ndim == 2 else parameter.add_(0.3 * torch.randn_like(parameter))
+    for weight in model.state_dict().values():
+        weight.mul_(6.0) if weight.ndim == 2 else weight.add_(0.3 * torch.randn_like(weight))
     return model.eval()
 
 
@@ -55,7 +53,7 @@ def held():
     rows = [torch.randint(3, 320, (length,), generator=generator).tolist() for length in (9, 5, 12, 7, 7, 4, 11, 6)]
     rows[0][4] = 2
     examples = [Example.of(row, 1 + at % 3, len(row), document=at // 2) for at, row in enumerate(rows)]
-    return Examples([], examples, {"hash": "sha256:" + "4" * 64, "name": "rows", "kind": "text", "warnings": []})
+    return plain.held_out(examples, name="rows", kind="text", warnings=[])
 
 
 @pytest.fixture

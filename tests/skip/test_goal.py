@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import tiny_models as tm
-from fulldepth.data.examples import Examples
 from fulldepth.execution.flops import Costs
 from fulldepth.execution.latency import Runner, Trial
 from fulldepth.hf import Block
@@ -31,7 +30,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def examples():
-    return Examples([], plain.sentences(10, seed=5), {"hash": "sha256:" + "1" * 64})
+    return plain.held_out(plain.sentences(10, seed=5))
 
 
 def plain_search(model, examples, gains, needed):

@@ -14,6 +14,7 @@ from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.settings import layer, read
 from fulldepth.settings.train import TrainSettings
 from fulldepth.training import train
+from fuzz.oracle import TIMED
 from golden.tables import MODEL
 
 ENCODER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -49,6 +50,8 @@ SETTINGS = {
     "eval_every": 3,
     "save_every": 3,
 }
+SHORT = {"steps": 2, "eval_every": 2, "save_every": 2}
+"""Changes of those settings."""
 WORDS = {"bad": ["dull", "bleak", "cold", "sour"], "good": ["fine", "lovely", "bright", "warm"]}
 
 
@@ -70,8 +73,7 @@ def interrupted(folder, step, copy):
 
 def without_times(table):
     """The rows that are the same whenever a recipe is run."""
-    timed = ("throughput", "elapsed", "peak_memory", "other_load")
-    return table[~table.measure.isin(timed)].reset_index(drop=True)
+    return table[~table.measure.isin(TIMED)].reset_index(drop=True)
 
 
 def sentences(path, count, seed=0):

@@ -16,17 +16,16 @@ def values(found, measure):
     return [row.value for row in found if row.measure == measure]
 
 
+@torch.no_grad()
 def test_tokens_without_a_direction_are_left_out_of_a_layer():
     """The embedding of token 5 is zero; at the first position, which sees nothing else, so are all later states."""
     model = BUILDERS["llama"]().double()
     model.config.tie_last_hidden_states = False
-    with torch.no_grad():
-        model.model.embed_tokens.weight[5] = 0.0
+    model.model.embed_tokens.weight[5] = 0.0
     ids = 3 + token_ids(5, 8, most=90)
     ids[:, 0] = ids[3, 4] = 5
     found, _ = evaluate(model, [{"input_ids": row, "labels": row} for row in ids], default_data_collator, 2)
-    with torch.no_grad():
-        out = model(input_ids=ids, labels=ids, output_hidden_states=True)
+    out = model(input_ids=ids, labels=ids, output_hidden_states=True)
     states = torch.stack(out.hidden_states)
     psi = (1 - torch.cosine_similarity(states[:-1], states[1:], dim=-1)) / 2
     nonzero = states.norm(dim=-1) > 0

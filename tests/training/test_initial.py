@@ -113,9 +113,8 @@ def test_a_start_that_the_model_cannot_have_is_refused_and_by_the_dry_run_too(mo
     settings = asked(model, **initializer)
     config = build_config(settings.model, positions=16)
     for call in (lambda: build_model(config, settings), lambda: plan(settings, config)):
-        with refused() as caught:
+        with refused(None, *words):
             call()
-        assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_a_checkpoints_weights_are_never_drawn_again(tmp_path):

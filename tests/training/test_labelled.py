@@ -30,7 +30,7 @@ from fulldepth.training.trainer import multistep
 from json_files import change_json
 from refusals import refused
 from tiny_models import same_weights
-from training.conftest import ENCODER, GPT2, interrupted, jsonl, sentences
+from training.conftest import ENCODER, GPT2, SHORT, interrupted, jsonl, sentences
 
 VIT = {
     "task": "image-classification",
@@ -195,7 +195,7 @@ def test_a_multistep_schedule_divides_by_ten_at_each_milestone():
 
 
 def test_fine_tuning_starts_from_the_exit_heads_of_a_checkpoint_of_the_same_classes(tmp_path):
-    still = {"steps": 2, "eval_every": 2, "save_every": 2, "learning_rate": 1e-12, "weight_decay": 0.0, "seed": 3}
+    still = {**SHORT, "learning_rate": 1e-12, "weight_decay": 0.0, "seed": 3}
     train(asked(VIT, method="multi-exit"), tmp_path / "first")
     start = tmp_path / "first" / "checkpoint-6"
     recipe = VIT | still | {"model": {"checkpoint": str(start)}}

@@ -24,7 +24,7 @@ from fulldepth.training.trainer import RunTrainer
 from json_files import read_json, write_json
 from refusals import refused
 from tiny_models import same_weights
-from training.conftest import interrupted, settings, train_by, without_times
+from training.conftest import SHORT, interrupted, settings, train_by, without_times
 
 EVERYTHING = {
     "jump": 0.5,
@@ -33,8 +33,6 @@ EVERYTHING = {
     "energy_warmup": 5,
 }
 """Terms with a schedule: odd and even steps, and a warm-up that ends between two checkpoints."""
-
-SHORT = {"steps": 2, "eval_every": 2, "save_every": 2}
 
 
 def weights(run, step=8):
@@ -168,7 +166,7 @@ def test_a_run_does_not_go_on_with_other_data_or_another_model(changed, recipe, 
     paths["tokenizer"] = shutil.copytree(sources[1], tmp_path / "tokenizer")
     data = {"name": str(paths["text"]), "validation": str(paths["validation"])}
     path = recipe(
-        **{"steps": 2, "eval_every": 2, "save_every": 1, "micro_batch_size": 2 if changed == "batch" else None},
+        **{**SHORT, "save_every": 1, "micro_batch_size": 2 if changed == "batch" else None},
         **{"data": data, "tokenizer": str(paths["tokenizer"]), "objective": {"orthogonality": 0.1}},
     )
     chosen, run = settings(path), tmp_path / "run"

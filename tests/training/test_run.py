@@ -18,7 +18,7 @@ from fulldepth.results import Results
 from fulldepth.settings import assignments, layer, read
 from fulldepth.training import TrainSettings, export_run, train
 from refusals import refused
-from training.conftest import settings, train_by
+from training.conftest import SHORT, settings, train_by
 
 
 def values(results, measure, step, site=None):
@@ -92,15 +92,14 @@ def test_an_exported_model_loads_in_its_precision(recipe, tmp_path):
 
 def test_a_model_trained_from_a_run_generates_as_the_first_one_does(recipe, tmp_path, main):
     """The Trainer's switched-off cache is not saved; generation settings of a checkpoint are kept."""
-    short = {"steps": 2, "eval_every": 2, "save_every": 2}
-    train_by(recipe(**short), tmp_path / "first")
+    train_by(recipe(**SHORT), tmp_path / "first")
     first = tmp_path / "first" / "checkpoint-2"
     assert AutoConfig.from_pretrained(first).use_cache
     saved = GenerationConfig.from_pretrained(first)
     saved.update(eos_token_id=[1, 2], max_new_tokens=7)
     saved.save_pretrained(first)
     seal(first)
-    train_by(recipe(**short, model={"checkpoint": str(tmp_path / "first")}), tmp_path / "second")
+    train_by(recipe(**SHORT, model={"checkpoint": str(tmp_path / "first")}), tmp_path / "second")
     kept = GenerationConfig.from_pretrained(tmp_path / "second" / "checkpoint-2")
     assert {1, 2} <= set(kept.eos_token_id)  # the Trainer adds the tokenizer's own
     assert (kept.max_new_tokens, kept.use_cache) == (7, True)

@@ -16,7 +16,7 @@ from fulldepth.targets import IGNORE
 from fulldepth.training import train
 from fulldepth.training.text import TEMPLATE, chat_examples
 from refusals import refused
-from training.conftest import jsonl, settings, train_by
+from training.conftest import SHORT, jsonl, settings, train_by
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("trl")
@@ -33,7 +33,7 @@ def fine_tuning(recipe, tmp_path):
     """`fine_tuning(rows, **changes)`: settings of a run that fine-tunes a small model on rows, and that model."""
 
     def prepared(rows, **changes):
-        short = {"steps": 2, "eval_every": 2, "save_every": 2, "sequence_length": 64}
+        short = {**SHORT, "sequence_length": 64}
         train_by(recipe(**short), tmp_path / "base")
         base = tmp_path / "base" / "checkpoint-2"
         data = {"name": str(jsonl(tmp_path / "rows.jsonl", *rows)), "validation_share": 0.4, "validation_sequences": 4}

@@ -193,10 +193,9 @@ def small():
     torch.manual_seed(3)
     config = tf.LlamaConfig(**{**tm.DECODER, "vocab_size": VOCAB, "pad_token_id": None, "eos_token_id": None})
     model = tf.LlamaForCausalLM(config).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(6.0)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(6.0)
     model.generation_config.eos_token_id = None
     return model
 
