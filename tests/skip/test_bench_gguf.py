@@ -10,6 +10,7 @@ import torch
 import transformers as tf
 
 import gguf_files
+import tiny_models
 from fulldepth.data.batches import Example
 from fulldepth.execution.latency import OtherLoad, Runner, Trial
 from fulldepth.execution.llama_cpp import LlamaCpp
@@ -27,12 +28,8 @@ KV = 2 * 2 * 8 * 2
 
 def tiny(vocabulary=320):
     torch.manual_seed(3)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=vocabulary, tie_word_embeddings=False, **sizes, **heads))
-    for weight in model.state_dict().values():
-        weight.mul_(6.0) if weight.ndim == 2 else weight.add_(0.3 * torch.randn_like(weight))
-    return model.eval()
+    options = tiny_models.DECODER | {"vocab_size": vocabulary, "intermediate_size": 64}
+    return tiny_models.strengthened(tf.LlamaForCausalLM(tf.LlamaConfig(**options)), 6.0).eval()
 
 
 @pytest.fixture(scope="module")

@@ -37,11 +37,7 @@ def tiny(kind="llama", **options):
     """A tiny model with a vocabulary that GGUF files can hold, and rows that q8_0 can."""
     options = tiny_models.DECODER | {"vocab_size": 300, "intermediate_size": 64, "num_hidden_layers": 4} | options
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.3 * torch.randn_like(weight)) if weight.ndim == 1 else weight.mul_(4.0)
-    return model
+    return tiny_models.strengthened(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)), 4.0).eval()
 
 
 def source(tmp_path, kind="llama", quantise=None, **options):
