@@ -28,6 +28,7 @@ from places import ROOT
 from skip.word_tokenizer import tokenizer, words
 
 DOCS = ROOT / "docs"
+GALLERY = DOCS / "gallery"
 _spec = importlib.util.spec_from_file_location("generated_pages", DOCS / "generated_pages.py")
 generated_pages = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(generated_pages)
@@ -62,7 +63,7 @@ def states_no_number(prose):
 
 def points(name):
     """Key -> value of a file of stored points."""
-    lines = (DOCS / "gallery" / f"{name}.jsonl").read_text().splitlines()
+    lines = (GALLERY / f"{name}.jsonl").read_text().splitlines()
     return {point["key"]: point["value"] for point in map(json.loads, lines)}
 
 
@@ -70,7 +71,7 @@ class Measured:
     """The numbers of a gallery folder."""
 
     def __init__(self, name):
-        folder = DOCS / "gallery" / name
+        folder = GALLERY / name
         self.meta = read_json(folder / "results.json")
         assert not Path(self.meta["model"]["name"]).is_absolute()  # of the machine that measured it
         self.table = pd.read_parquet(folder / "results.parquet")
@@ -139,7 +140,7 @@ def test_the_gallerys_table_is_the_results(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_lambadas_rows_are_stored(name):
-    known = read_json(DOCS / "gallery" / "lambada.json")[name]
+    known = read_json(GALLERY / "lambada.json")[name]
     cells = row(NAMES[name], "LAMBADA")
     assert cells[2:6] == [shown(*known[key], digits) for key, digits in DIGITS.items() if key in known]
     assert cells[6] == f"{known['median']:.3f}"
@@ -264,7 +265,7 @@ def test_every_number_of_the_tutorial():
 
 def sentences_of_the_smaller_model():
     """Mark -> what docs/smaller.md says there, from the stored results of its commands."""
-    stored = {name: DOCS / "gallery" / f"smaller-{name}" for name in ("plan", "healed", "bench")}
+    stored = {name: GALLERY / f"smaller-{name}" for name in ("plan", "healed", "bench")}
     metas = {name: read_json(folder / "results.json") for name, folder in stored.items()}
     tables = {name: pd.read_parquet(folder / "results.parquet") for name, folder in stored.items()}
     plan, cost = metas["plan"]["plan"], metas["plan"]["plan"]["cost"]
@@ -347,7 +348,7 @@ class Removal(NamedTuple):
 
 def removals():
     """Number of removed blocks -> nats a token added, from the stored losses of every row."""
-    stored = read_json(DOCS / "gallery" / "removal.json")
+    stored = read_json(GALLERY / "removal.json")
     tokens, losses, choosing = (np.array(stored[name]) for name in ("tokens", "losses", "choosing"))
     rows = len(tokens)
     found = {}
@@ -360,13 +361,14 @@ def removals():
 
 
 def test_the_table_of_removed_blocks():
-    stored = read_json(DOCS / "gallery" / "removal.json")
-    assert f"$ {stored['command']}\n" in page("results")
-    assert f"bfloat16, not healed, {stored['measured']}." in page("results")
-    assert f"added to {sum(stored['losses'][0]) / sum(stored['tokens']):.3f}," in page("results")
+    stored = read_json(GALLERY / "removal.json")
+    written = page("results")
+    assert f"$ {stored['command']}\n" in written
+    assert f"bfloat16, not healed, {stored['measured']}." in written
+    assert f"added to {sum(stored['losses'][0]) / sum(stored['tokens']):.3f}," in written
     for row in removals().values():
         line = f"| {row.count} | {row.layer} | {row.chosen:+.3f} | {row} |\n"
-        assert line in page("results"), line
+        assert line in written, line
 
 
 def test_the_frontier():
