@@ -51,10 +51,9 @@ def _clip(name):
 
 def _depth_llama(**switches):
     model = DepthLlamaForCausalLM(DepthLlamaConfig(**DECODER, **switches))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if not parameter.any():  # what starts as a Llama has parts that do nothing yet
-                parameter.normal_(std=0.05)
+    for parameter in model.parameters():
+        if not parameter.any():  # what starts as a Llama has parts that do nothing yet
+            parameter.data.normal_(std=0.05)
     return model
 
 

@@ -94,12 +94,12 @@ def tokens(batch=2, length=9, seed=0):
 
 
 def padded(lengths=(9, 4, 6), side="left", seed=0):
-    """A batch of sequences of different lengths: ids, mask and positions (0 = first real token), each [B, T]."""
+    """A batch of sequences of different lengths; positions count from the first real token."""
     ids = tokens(len(lengths), max(lengths), seed)
     index = torch.arange(max(lengths)).expand(len(lengths), -1)
     count = torch.tensor(lengths)[:, None]
     mask = (index >= max(lengths) - count if side == "left" else index < count).long()
-    return ids * mask, mask, (mask.cumsum(-1) - 1).clamp(min=0)
+    return {"input_ids": ids * mask, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
 
 
 def parameters(model):

@@ -44,7 +44,7 @@ def in_pieces(model, ids, mask, positions, pieces, cache=None):
 
 @EVERY
 def test_a_padded_batch_with_a_cache_equals_each_sequence_alone(name):
-    model, (ids, mask, positions) = build(name), padded((9, 4, 6))
+    model, (ids, mask, positions) = build(name), padded((9, 4, 6)).values()
     real, expected = mask.bool(), alone(model, ids, mask)
     static = StaticCache(config=model.config, max_cache_len=12)
     for pieces, cache in (((1,) * 9, None), ((3, 4, 1, 1), None), ((6, 1, 1, 1), static)):
@@ -92,7 +92,7 @@ def greedy(model, sequence, steps):
 
 @EVERY
 def test_greedy_generation_of_a_padded_batch_is_repeated_argmax(name):
-    model, (ids, mask, _) = build(name), padded((7, 3, 5), seed=1)
+    model, (ids, mask, _) = build(name), padded((7, 3, 5), seed=1).values()
     found = model.generate(ids, attention_mask=mask, max_new_tokens=6, **GREEDY)
     for row, (sequence, real) in enumerate(zip(ids, mask.bool(), strict=True)):
         expected = greedy(model, sequence[real], 6)
@@ -108,7 +108,7 @@ def test_transformers_own_drafts_of_first_layers_are_refused():
 @KINDS
 def test_beams_are_the_same_with_and_without_a_cache(name):
     """Beams reorder the cache at every step."""
-    model, (ids, mask, _) = build(name), padded((6, 4), seed=2)
+    model, (ids, mask, _) = build(name), padded((6, 4), seed=2).values()
     options = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 4, "return_dict_in_generate": True}
     options |= {"output_scores": True, **GREEDY}
     cached, full = (model.generate(ids, attention_mask=mask, use_cache=use, **options) for use in (True, False))

@@ -31,8 +31,7 @@ def twins():
 
 @pytest.mark.parametrize("selected", [True, [0, -1]])
 def test_hidden_states_and_attentions_are_llamas(twins, selected):
-    ids, mask, positions = padded()
-    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    batch = padded()
     expected, found = (m(**batch, output_hidden_states=selected, output_attentions=True) for m in twins)
     assert list(found) == list(expected)
     for ours, theirs in zip(found.hidden_states, expected.hidden_states, strict=True):
@@ -67,8 +66,7 @@ def test_any_attention_function_gets_routed_keys_and_values_ungrouped(name):
 
     ALL_ATTENTION_FUNCTIONS.register("spy", spy)
     ALL_MASK_ATTENTION_FUNCTIONS.register("spy", sdpa_mask)
-    ids, mask, positions = padded()
-    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    batch = padded()
     torch.manual_seed(0)
     spied = build(name, attention="spy")
     plain = build(name)

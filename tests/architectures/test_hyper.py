@@ -29,9 +29,8 @@ def connect(streams, width=5, dynamic=True):
     """A connection with random weights, and the call with the branch f(x) = sin x as a function of tensors."""
     connection = HyperConnection(width, streams, start=1, dynamic=dynamic).double()
     source = seeded(streams)
-    with torch.no_grad():
-        for parameter in connection.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=source, dtype=torch.float64))
+    for parameter in connection.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=source, dtype=torch.float64))
     names, parameters = zip(*connection.named_parameters(), strict=True)
 
     def run(x, *tensors):

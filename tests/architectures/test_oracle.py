@@ -54,10 +54,11 @@ def test_logits_and_gradients_equal_the_plain_form(name):
 @EVERY
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_and_positions_count_as_in_the_plain_form(name, side):
-    ids, mask, positions = padded(side=side)
+    batch = padded(side=side)
+    ids, mask, positions = batch.values()
     model = build(name)
     with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+        logits = model(**batch).logits
         _, trace = reference(model, ids, mask=mask, positions=positions)
     assert logits.isfinite().all()
     assert_close(logits[mask.bool()], trace.logits[mask.bool()], **CLOSE)
@@ -104,8 +105,8 @@ def test_the_serial_form_is_llama(name):
     model = DepthLlamaForCausalLM(configuration(name)).eval()
     assert list(model.state_dict()) == list(llama.state_dict())
     model.load_state_dict(llama.state_dict())
-    ids, mask, positions = padded()
-    for batch in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask, "position_ids": positions}):
+    ids = padded()["input_ids"]
+    for batch in ({"input_ids": ids}, padded()):
         ours, theirs = model(**batch, labels=ids), llama(**batch, labels=ids)
         assert_close(ours.logits, theirs.logits, rtol=1e-6, atol=1e-6)
         assert_close(ours.loss, theirs.loss, rtol=1e-6, atol=1e-6)

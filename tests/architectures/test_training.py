@@ -48,9 +48,8 @@ def learn(model, batch):
 @KINDS
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_changes_neither_loss_nor_gradients(name, reentrant):
-    ids, mask, positions = padded()
-    labels = ids.masked_fill(mask == 0, -100)
-    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "labels": labels}
+    batch = padded()
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     model = build(name, attention_dropout=0.3)
     loss, expected = learn(model, batch)
     model.activation_checkpointing_enable({"use_reentrant": reentrant})

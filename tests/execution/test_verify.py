@@ -97,8 +97,7 @@ def test_a_head_that_does_more_than_the_lens_is_refused(name, change):
     ("weight", "word"), [("model.layers.1.mlp.down_proj", "LlamaForCausalLM gives NaN"), ("lm_head", REFUSED)]
 )
 def test_broken_weights_are_refused(llama, weight, word):
-    with torch.no_grad():
-        llama.get_parameter(f"{weight}.weight")[3:] = float("nan")
+    llama.get_parameter(f"{weight}.weight").data[3:] = float("nan")
     with refused(word):
         check(llama)
 

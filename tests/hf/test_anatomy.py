@@ -147,7 +147,6 @@ def test_the_first_broken_weight_is_named(bad):
     model = tiny_models.build("llama").half()
     model.model.norm.weight.data[:] = 60000.0  # whose sum overflows
     assert first_broken_weight(model) is None
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[3, 4:6] = torch.tensor([bad, -bad])
-        model.lm_head.weight[0, 0] = bad
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4:6] = torch.tensor([bad, -bad])
+    model.lm_head.weight.data[0, 0] = bad
     assert first_broken_weight(model) == "model.layers.1.mlp.up_proj.weight"

@@ -63,8 +63,7 @@ def test_the_replaced_loss_is_transformers_and_takes_batches_without_objects(mod
         target.update({name: torch.cat([value, crowd[name]]) for name, value in target.items()})
         target["crowd"] = torch.tensor([False] * size + [True])
     assert model(**inputs).loss.item() == pytest.approx(stock.item(), abs=1e-6)
-    with torch.no_grad():
-        model.class_labels_classifier.bias.fill_(torch.nan)
+    model.class_labels_classifier.bias.data.fill_(torch.nan)
     assert model(**inputs).loss.isnan()
 
 

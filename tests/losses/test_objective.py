@@ -30,6 +30,11 @@ def batch(padded=False, rows=3):
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
+def stock_llama():
+    """A model in float32 and what it reads."""
+    return BUILDERS["llama"](), batch()
+
+
 @pytest.mark.parametrize(
     ("name", "alpha", "padded"),
     [
@@ -146,7 +151,7 @@ def test_penalties_of_large_float16_states_are_finite():
 
 
 def test_steps_are_counted_by_calls_or_by_the_optimiser():
-    model, inputs = BUILDERS["llama"](), batch()
+    model, inputs = stock_llama()
     objective = Objective(aligned=1.0).attach(model)
     seen = ["aligned" in objective(model(**inputs), inputs)[1] for _ in range(4)]
     assert seen == [False, True, False, True]  # odd steps: the last layer's cross-entropy (App. B.3)
@@ -168,7 +173,7 @@ def test_steps_are_counted_by_calls_or_by_the_optimiser():
 
 
 def test_detach_heals_and_evaluation_records_nothing():
-    model, inputs = BUILDERS["llama"](), batch()
+    model, inputs = stock_llama()
 
     def hooks():
         return [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
@@ -186,7 +191,7 @@ def test_detach_heals_and_evaluation_records_nothing():
 
 
 def test_what_cannot_be_right_is_refused():
-    model, inputs = BUILDERS["llama"](), batch()
+    model, inputs = stock_llama()
     objective = Objective(jump=1.0)
     with refused("attach"):
         objective(model(**inputs), inputs)
@@ -230,7 +235,7 @@ def test_the_paper_s_layers_are_the_default():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "autocast"])
 def test_half_precision_stays_near_float32(dtype):
-    model, inputs = BUILDERS["llama"](), batch()
+    model, inputs = stock_llama()
 
     def taken():
         loss, parts = step(model.train(), Objective(jump=4.0), inputs)

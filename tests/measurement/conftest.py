@@ -106,10 +106,9 @@ def overflowing(tmp_path_factory, checkpoint, text_file):
     config = tf.GPT2Config.from_pretrained(folder, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None)
     model = tf.GPT2LMHeadModel(config)
     model.load_state_dict(tf.GPT2LMHeadModel.from_pretrained(folder).state_dict())
-    with torch.no_grad():
-        model.transformer.wte.weight[rare, 0] = 60000
-        for block in model.transformer.h:
-            block.attn.c_proj.bias[0] = 6000
+    model.transformer.wte.weight.data[rare, 0] = 60000
+    for block in model.transformer.h:
+        block.attn.c_proj.bias.data[0] = 6000
     model.half().save_pretrained(folder)
     return folder
 

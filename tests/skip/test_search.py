@@ -48,8 +48,7 @@ def test_exact_and_greedy_pick_what_the_plain_loop_picks_down_to_the_last_block(
 def test_layers_of_experts_are_candidates():
     """Experts are no linear layers; those of layer 1 add next to nothing."""
     model = zoo.build("mixtral", "causal-lm")
-    with torch.no_grad():
-        model.model.layers[0].mlp.experts.down_proj.mul_(1e-3)
+    model.model.layers[0].mlp.experts.down_proj.data.mul_(1e-3)
     plan = find(model, plain.examples(heldout=8), 3, search="exact", granularity="mlp")
     assert plan.blocks[0] == 1
     assert plan.losses[3] == pytest.approx(
@@ -191,8 +190,7 @@ def test_what_cannot_be_searched_is_refused(model, words, changes):
         given["model"] = peft.get_peft_model(plain.fresh(3, 32), config)
     if given["model"] == "broken":
         given["model"] = copy.deepcopy(model)
-        with torch.no_grad():
-            given["model"].model.layers[2].mlp.down_proj.weight[0, 0] = torch.nan
+        given["model"].model.layers[2].mlp.down_proj.weight.data[0, 0] = torch.nan
     data = Examples(given.pop("train"), given.pop("heldout"), examples.meta)
     with refused(words):
         find(given.pop("model"), data, **given)
