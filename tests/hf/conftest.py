@@ -34,7 +34,7 @@ class MineModel(transformers.PreTrainedModel):
     config_class = MineConfig
     def __init__(self, config):
         super().__init__(config)
-        self.scale = nn.Parameter(torch.ones(3))
+        self.scale = torch.nn.Parameter(torch.ones(3))
         self.post_init()
     def forward(self, input_ids=None):
         return self.scale
