@@ -9,38 +9,37 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from PIL import Image
-
 from fulldepth.data.coco import Objects
+from places import ROOT
 
-SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "shapes.py"))
+SCRIPT = runpy.run_path(str(ROOT / "examples" / "shapes.py"))
 CLASSES = SCRIPT["CLASSES"]
 
 
-def draw(split: str, side: int, index: int) -> tuple[Image.Image, Objects]:
+def draw(split, side, index):
     """An image and its objects."""
     image, classes, boxes = SCRIPT["draw"](split, side, index)
     floats = tuple(tuple(map(float, box)) for box in boxes)
-    return image, Objects(side, side, tuple(classes), floats, (False,) * len(boxes))  # type: ignore[arg-type]
+    return image, Objects(side, side, tuple(classes), floats, (False,) * len(boxes))
 
 
-def write_shapes(folder: Path, name: str) -> Path:
+def write_shapes(folder, name):
     """Write a set such as `32x12/train` (12 images of 32 pixels a side), its images in `images/`; returns its json."""
     sizes, split = name.split("/")
     side, count = map(int, sizes.split("x"))
-    path: Path = SCRIPT["write"](folder, split, side, count)
+    path = SCRIPT["write"](folder, split, side, count)
     (folder / split).rename(folder / "images")
     return path.rename(folder / "instances.json")
 
 
 @cache
-def shapes(name: str) -> str:
+def shapes(name):
     """The json file of a set of images that tests only read."""
     return str(write_shapes(_folder() / name, name))
 
 
 @cache
-def _folder() -> Path:
+def _folder():
     folder = tempfile.mkdtemp(prefix="fulldepth-shapes-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

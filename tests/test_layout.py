@@ -7,16 +7,14 @@ import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
 import fulldepth
+from places import ROOT
 
-ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "fulldepth"
 
 NOUNS = {"architectures", "losses", "execution", "data", "results", "hf", "metrics"}
@@ -24,7 +22,7 @@ VERBS = {"measurement", "training", "skip", "exit", "evaluation"}
 COMPOSITIONS = {"demonstration", "healing", "reproduction"}
 """Verbs made of verbs: they see only what other verbs show in their `__init__`."""
 
-ARROWS: dict[str, set[str]] = {
+ARROWS = {
     "errors": set(),
     "launch": set(),
     "targets": set(),
@@ -79,16 +77,16 @@ LIMITS = {"src": (600, 100), "tests": (600, 100)}
 """Folder -> lines of a file, lines of a function."""
 
 
-def files(folder: str) -> list[Path]:
+def files(folder):
     return sorted((ROOT / folder).rglob("*.py"))
 
 
 @cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+def parse(path):
+    return ast.parse(path.read_text(), str(path))
 
 
-def module(path: Path) -> str:
+def module(path):
     parts = path.relative_to(SOURCE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -96,7 +94,7 @@ def module(path: Path) -> str:
 MODULES = {module(path): path for path in files("src")}
 
 
-def imports(path: Path) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
+def imports(path):
     """Every import statement with the full name of each module that it loads."""
     package = module(path) if path.name == "__init__.py" else module(path).rpartition(".")[0]
     for node in ast.walk(parse(path)):
@@ -110,12 +108,12 @@ def imports(path: Path) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
                 yield node, inner if inner in MODULES else origin
 
 
-def room(name: str) -> str:
+def room(name):
     return name.split(".")[1] if "." in name else "__init__"
 
 
 @pytest.mark.parametrize("path", MODULES.values(), ids=MODULES)
-def test_rooms_import_only_along_the_arrows(path: Path) -> None:
+def test_rooms_import_only_along_the_arrows(path):
     here = room(module(path))
     assert here in ARROWS, f"{here} is a new room: draw its arrows here and in docs/architecture.md"
     for node, name in imports(path):
@@ -134,12 +132,12 @@ def test_rooms_import_only_along_the_arrows(path: Path) -> None:
             assert {alias.name for alias in node.names} <= {*shown}, f"{path}:{node.lineno}: {there} does not show it"
 
 
-def test_every_room_with_public_names_is_an_attribute_of_the_package() -> None:
+def test_every_room_with_public_names_is_an_attribute_of_the_package():
     rooms = {path.parent.name for path in SOURCE.glob("*/__init__.py")} - {"cli", "demonstration"}
     assert rooms == set(fulldepth.__all__) & rooms
 
 
-def test_no_module_imports_itself_in_a_circle() -> None:
+def test_no_module_imports_itself_in_a_circle():
     graph = {
         name: {other for _, other in imports(path) if other in MODULES and other != name}
         for name, path in MODULES.items()
@@ -151,12 +149,12 @@ def test_no_module_imports_itself_in_a_circle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def parts_of(package: str) -> dict[str, set[str]]:
+def parts_of(package):
     """Part of a package (a module or sub-package) -> the other parts that it imports."""
     inside = [name for name in MODULES if name.startswith(f"{package}.")]
     start = len(package.split("."))
     part = {name: name.split(".")[start] for name in inside}
-    graph: dict[str, set[str]] = {each: set() for each in part.values()}
+    graph = {each: set() for each in part.values()}
     for name in inside:
         graph[part[name]] |= {part[other] for _, other in imports(MODULES[name]) if other in part} - {part[name]}
     return graph
@@ -166,7 +164,7 @@ PACKAGES = [module(path) for path in MODULES.values() if path.name == "__init__.
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_the_parts_of_a_room_do_not_import_each_other_in_a_circle(package: str) -> None:
+def test_the_parts_of_a_room_do_not_import_each_other_in_a_circle(package):
     try:
         TopologicalSorter(parts_of(package)).prepare()
     except CycleError as error:
@@ -174,7 +172,7 @@ def test_the_parts_of_a_room_do_not_import_each_other_in_a_circle(package: str) 
 
 
 @pytest.mark.parametrize("path", MODULES.values(), ids=MODULES)
-def test_imports_stand_at_the_top(path: Path) -> None:
+def test_imports_stand_at_the_top(path):
     nested = {
         inner
         for node in ast.walk(parse(path))
@@ -191,7 +189,7 @@ def test_imports_stand_at_the_top(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", WITHOUT_TORCH)
-def test_what_reads_results_loads_no_torch(name: str) -> None:
+def test_what_reads_results_loads_no_torch(name):
     if not any(known == f"fulldepth{name}" for known in MODULES):
         pytest.skip(f"there is no fulldepth{name} yet")
     program = f"import sys, fulldepth{name}; sys.exit('torch' in sys.modules)"
@@ -199,11 +197,11 @@ def test_what_reads_results_loads_no_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("folder", LIMITS)
-def test_files_and_functions_stay_short(folder: str) -> None:
+def test_files_and_functions_stay_short(folder):
     most_in_file, most_in_function = LIMITS[folder]
     long = []
     for path in files(folder):
-        lines = len(path.read_text(encoding="utf-8").splitlines())
+        lines = len(path.read_text().splitlines())
         if lines > most_in_file:
             long.append(f"{path.relative_to(ROOT)} has {lines} lines")
         for node in ast.walk(parse(path)):
@@ -217,7 +215,7 @@ def test_files_and_functions_stay_short(folder: str) -> None:
     assert not long, "\n".join(long)
 
 
-def test_every_measure_has_a_test_and_units() -> None:
+def test_every_measure_has_a_test_and_units():
     from fulldepth.metrics import METRICS
     from metrics.test_formulas import ROWS
 
@@ -229,7 +227,7 @@ def test_every_measure_has_a_test_and_units() -> None:
         assert set(measure.units.values()) <= UNITS, f"{name} has an unknown unit"
 
 
-def test_every_penalty_and_architecture_has_a_test() -> None:
+def test_every_penalty_and_architecture_has_a_test():
     penalties = {path.stem for path in (SOURCE / "losses").glob("*_penalty.py")} | {"aligned_loss"}
     bare = [name for name in sorted(penalties) if not (ROOT / "tests" / "losses" / f"test_{name}.py").is_file()]
     models = [path.name for path in (SOURCE / "architectures").iterdir() if (path / "__init__.py").is_file()]
@@ -237,18 +235,18 @@ def test_every_penalty_and_architecture_has_a_test() -> None:
     assert not bare, f"no test for {', '.join(bare)}"
 
 
-def test_every_room_has_tests_of_the_same_name() -> None:
+def test_every_room_has_tests_of_the_same_name():
     rooms = [path.parent.name for path in SOURCE.glob("*/__init__.py")]
     bare = [name for name in rooms if not list((ROOT / "tests" / name).glob("test_*.py"))]
     assert not bare, f"no tests/{{room}}/test_*.py for {', '.join(bare)}"
 
 
-def test_every_recipe_folder_is_a_verb() -> None:
+def test_every_recipe_folder_is_a_verb():
     folders = {path.name for path in (ROOT / "recipes").iterdir() if path.is_dir()}
     assert folders <= {"measure", "train", "skip", "exit", "evaluate", "reproduce"}
 
 
-def test_nothing_is_left_for_later() -> None:
+def test_nothing_is_left_for_later():
     promise = re.compile(r"\b(?:TO" r"DO|FIX" r"ME|XX" r"X)\b")
     texts = [path for folder in ("src", "tests", "benchmarks") for path in files(folder)]
     texts += [
@@ -257,17 +255,17 @@ def test_nothing_is_left_for_later() -> None:
         *(ROOT / "recipes").rglob("*.yaml"),
         ROOT / "Makefile",
     ]
-    left = [str(path.relative_to(ROOT)) for path in texts if promise.search(path.read_text(encoding="utf-8"))]
+    left = [str(path.relative_to(ROOT)) for path in texts if promise.search(path.read_text())]
     assert not left
 
 
-def test_every_file_has_a_subject() -> None:
+def test_every_file_has_a_subject():
     vague = {"utils", "util", "helpers", "common", "misc"}
     found = [str(p.relative_to(ROOT)) for p in [*SOURCE.rglob("*"), *(ROOT / "tests").rglob("*")] if p.stem in vague]
     assert not found
 
 
-def test_no_code_of_a_checkpoint_runs_unasked() -> None:
+def test_no_code_of_a_checkpoint_runs_unasked():
     """transformers asks on the terminal where `trust_remote_code` is left out, and `y` on standard input runs code."""
     loaders = {"from_pretrained", "from_config"}
     silent = [

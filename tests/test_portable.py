@@ -7,14 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
 
 from fulldepth import files
 from fulldepth.cli.program import ending_cleanly
+from places import ROOT
 
-SOURCES = sorted((Path(__file__).parents[1] / "src").rglob("*.py"))
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
 MODULES = {"resource", "fcntl", "pwd", "grp", "termios", "tty", "pty", "syslog", "posix", "readline", "crypt", "nis"}
 FUNCTIONS = {
     "os": {
@@ -29,9 +27,9 @@ FUNCTIONS = {
 """Module -> what it lacks on Windows; `os.kill(process, 0)` exists there and interrupts the process."""
 
 
-def unguarded(path: Path) -> list[str]:
+def unguarded(path):
     """Uses of what only Unix has, in functions that do not ask whether it exists."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = ast.parse(path.read_text())
     found = []
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -53,11 +51,11 @@ def unguarded(path: Path) -> list[str]:
     return found
 
 
-def test_no_module_uses_what_only_unix_has_unguarded() -> None:
+def test_no_module_uses_what_only_unix_has_unguarded():
     assert [use for path in SOURCES for use in unguarded(path)] == []
 
 
-def test_the_search_finds_what_it_looks_for(tmp_path: Path) -> None:
+def test_the_search_finds_what_it_looks_for(tmp_path):
     path = tmp_path / "code.py"
     path.write_text(
         "import os, fcntl\nfrom signal import SIGALRM\nos.fork()\nif hasattr(os, 'nice'):\n    os.nice(1)\n"
@@ -65,7 +63,7 @@ def test_the_search_finds_what_it_looks_for(tmp_path: Path) -> None:
     assert unguarded(path) == ["code.py:1 imports fcntl", "code.py:2 SIGALRM", "code.py:3 os.fork"]
 
 
-def test_everything_is_imported_where_unix_modules_are_missing() -> None:
+def test_everything_is_imported_where_unix_modules_are_missing():
     script = (
         "import sys, os, signal\nimport psutil  # has code of its own for Windows\n"
         "for name in ('resource', 'fcntl', 'pwd', 'grp', 'termios'):\n    sys.modules[name] = None\n"
@@ -78,12 +76,12 @@ def test_everything_is_imported_where_unix_modules_are_missing() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_files_are_read_and_written_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_read_and_written_without_them(tmp_path, monkeypatch):
     for module, name in ((os, "pread"), (os, "sched_getaffinity"), (os, "fork"), (signal, "SIGHUP")):
         monkeypatch.delattr(module, name)
     flush = os.fsync
 
-    def windows_fsync(handle: int) -> None:
+    def windows_fsync(handle):
         assert os.get_blocking(handle) is not None
         os.write(handle, b"")  # fails for a file that is open for reading only, as FlushFileBuffers does
         flush(handle)

@@ -10,19 +10,16 @@ from fulldepth.threads import map_threads
 
 @pytest.fixture
 def two_threads():
-    before = torch.get_num_threads()
+    """Two threads of torch, here and in every new thread, also after the test; no thread of ours is left."""
+    before, values = torch.get_num_threads(), []
     torch.set_num_threads(2)
     yield
+    new = threading.Thread(target=lambda: values.append(torch.get_num_threads()))
+    new.start()
+    new.join()
+    assert [torch.get_num_threads(), *values] == [2, 2]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fulldepth")]
     torch.set_num_threads(before)
-
-
-def default_of_new_threads():
-    """What a thread that begins now starts with."""
-    values = []
-    thread = threading.Thread(target=lambda: values.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    return values[0]
 
 
 def test_results_come_in_order_from_threads_of_one_torch_thread(two_threads):
@@ -33,8 +30,6 @@ def test_results_come_in_order_from_threads_of_one_torch_thread(two_threads):
         return item, torch.get_num_threads(), threading.current_thread() is threading.main_thread()
 
     assert map_threads(work, range(4), torch.ones(1)) == [(item, 1, False) for item in range(4)]
-    assert (torch.get_num_threads(), default_of_new_threads()) == (2, 2)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fulldepth")]
 
 
 def test_an_exception_drops_the_rest_and_leaves_nothing_behind(two_threads):
@@ -49,8 +44,6 @@ def test_an_exception_drops_the_rest_and_leaves_nothing_behind(two_threads):
     with pytest.raises(ValueError, match="item 0"):
         map_threads(work, range(1000))
     assert len(begun) < 1000
-    assert (torch.get_num_threads(), default_of_new_threads()) == (2, 2)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fulldepth")]
 
 
 def test_modes_of_the_caller_hold_inside(two_threads):

@@ -13,9 +13,8 @@ import socket
 import sys
 import traceback
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -28,18 +27,18 @@ OTHER = 60
 class TwoProcesses:
     """The pool; it starts at the first call, and anew after a failure."""
 
-    def __init__(self) -> None:
-        self.processes: list[Any] = []
-        self.ends: list[Connection] = []
+    def __init__(self):
+        self.processes = []
+        self.ends = []
 
-    def __call__(self, function: Any, *arguments: Any, timeout: float = 300) -> list[Any]:
+    def __call__(self, function, *arguments, timeout=300):
         """What `function(*arguments)` returns in the processes of rank 0 and 1."""
         if not self.processes or not all(process.is_alive() for process in self.processes):
             self.stop()
             self.start()
         for end in self.ends:
             end.send((function, arguments))
-        results: dict[int, Any] = {}
+        results = {}
         while len(results) < 2:
             silent = [end for rank, end in enumerate(self.ends) if rank not in results]
             answered = wait(silent, timeout)
@@ -47,9 +46,9 @@ class TwoProcesses:
                 self.stop()
                 raise AssertionError(f"{function.__name__} did not end in time; so far: {results}")
             for end in answered:
-                rank = self.ends.index(end)  # type: ignore[arg-type]
+                rank = self.ends.index(end)
                 try:
-                    results[rank] = end.recv()  # type: ignore[union-attr]
+                    results[rank] = end.recv()
                 except EOFError:
                     results[rank] = (False, "the process ended")
                 if not results[rank][0]:
@@ -59,7 +58,7 @@ class TwoProcesses:
             raise AssertionError("\n".join(str(value) for done, value in results.values() if not done))
         return [results[rank][1] for rank in (0, 1)]
 
-    def start(self) -> None:
+    def start(self):
         """Start both processes, which meet at a free port."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -75,7 +74,7 @@ class TwoProcesses:
             self.processes.append(process)
             self.ends.append(ours)
 
-    def stop(self) -> None:
+    def stop(self):
         """End both processes."""
         for process in self.processes:
             process.kill()
@@ -83,7 +82,7 @@ class TwoProcesses:
         self.processes, self.ends = [], []
 
 
-def _serve(end: Connection, rank: int, port: int, path: list[str]) -> None:
+def _serve(end, rank, port, path):
     sys.path[:] = path
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
@@ -101,7 +100,7 @@ def _serve(end: Connection, rank: int, port: int, path: list[str]) -> None:
             end.send((False, f"rank {rank}: {traceback.format_exc()}"))
 
 
-def fulldepth(*arguments: object) -> tuple[int, str, str]:
+def fulldepth(*arguments):
     """The command `fulldepth ARGUMENTS` in each of the processes: exit code, standard output, standard error."""
     from fulldepth.cli import main
 

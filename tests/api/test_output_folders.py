@@ -5,14 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 import fulldepth
 from fulldepth.demonstration import demo
-from fulldepth.errors import FulldepthError
 from fulldepth.exit import generate_texts, sweep
 from fulldepth.results import DOCUMENT, Results, tabulate
 from fulldepth.skip import bench, curve, search
+from refusals import refused
 
 HOLD = "import sys; from fulldepth.files import locked\nwith locked(sys.argv[1]): print('held', flush=True); input()"
 VERBS = {
@@ -43,18 +41,18 @@ def test_a_folder_that_another_process_holds_is_refused_before_any_work(tmp_path
         assert other.stdout.readline() == "held\n"
         page = small(1.0).save(tmp_path / "measured")
         for call in (*VERBS.values(), demo, lambda output: fulldepth.report(page, output)):
-            with pytest.raises(FulldepthError, match="Another fulldepth process is writing into"):
+            with refused("Another fulldepth process is writing into"):
                 call(tmp_path)
     finally:
         other.communicate("\n")
     for call in VERBS.values():  # free again
-        with pytest.raises(FulldepthError, match="nowhere"):
+        with refused("nowhere"):
             call(tmp_path)
 
 
 def test_results_of_others_are_refused_before_any_work(tmp_path):
     before = (small(1.0).save(tmp_path) / DOCUMENT).read_bytes()
     for call in [call for verb, call in VERBS.items() if verb != "measure"]:
-        with pytest.raises(FulldepthError, match="already holds"):
+        with refused("already holds"):
             call(tmp_path)
     assert (tmp_path / DOCUMENT).read_bytes() == before

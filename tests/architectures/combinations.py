@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as tf
+from torch import nn
 
 from fulldepth.architectures import DepthLlamaConfig, DepthLlamaForCausalLM
+from tiny_models import seeded, token_ids
 
 SIZE = {
     "vocab_size": 61,
@@ -67,7 +69,7 @@ def llama_configuration(**changes):
 @torch.no_grad()
 def randomise(model, seed=0, spread=1.0):
     """Every parameter random: matrices at 1/sqrt(fan-in), the rest (gains, biases, routers, mixings) near its start."""
-    source = torch.Generator().manual_seed(seed)
+    source = seeded(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=source, dtype=torch.float64).to(parameter.dtype) * spread
         if name.endswith("_proj.weight") or "embed_tokens" in name or "lm_head" in name:
@@ -88,24 +90,23 @@ def build(name="serial", *, dtype=torch.float64, attention="sdpa", seed=0, sprea
 
 
 def tokens(batch=2, length=9, seed=0):
-    """[B, T] ids without the special ones."""
-    return torch.randint(3, SIZE["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
+    return token_ids(batch, length, seed, SIZE["vocab_size"])
 
 
 def padded(lengths=(9, 4, 6), side="left", seed=0):
-    """A batch of sequences of different lengths: ids, mask and positions (0 = first real token), each [B, T]."""
+    """A batch of sequences of different lengths; positions count from the first real token."""
     ids = tokens(len(lengths), max(lengths), seed)
     index = torch.arange(max(lengths)).expand(len(lengths), -1)
     count = torch.tensor(lengths)[:, None]
     mask = (index >= max(lengths) - count if side == "left" else index < count).long()
-    return ids * mask, mask, (mask.cumsum(-1) - 1).clamp(min=0)
+    return {"input_ids": ids * mask, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
 
 
 def parameters(model):
     """The state dict as leaves that collect gradients; tied tensors are one leaf."""
     leaves = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, torch.nn.Parameter):
+        if isinstance(tensor, nn.Parameter):
             leaves[name] = tensor.detach().clone().requires_grad_()
     if model.config.tie_word_embeddings:
         leaves.pop("lm_head.weight", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.testing import assert_close
 from transformers import StaticCache
 
 from architectures import oracle
@@ -43,13 +44,13 @@ def in_pieces(model, ids, mask, positions, pieces, cache=None):
 
 @EVERY
 def test_a_padded_batch_with_a_cache_equals_each_sequence_alone(name):
-    model, (ids, mask, positions) = build(name), padded((9, 4, 6))
+    model, (ids, mask, positions) = build(name), padded((9, 4, 6)).values()
     real, expected = mask.bool(), alone(model, ids, mask)
     static = StaticCache(config=model.config, max_cache_len=12)
     for pieces, cache in (((1,) * 9, None), ((3, 4, 1, 1), None), ((6, 1, 1, 1), static)):
         logits, _ = in_pieces(model, ids, mask, positions, pieces, cache)
         assert logits.isfinite().all()
-        torch.testing.assert_close(logits[real], expected[real], **CLOSE)
+        assert_close(logits[real], expected[real], **CLOSE)
 
 
 @KINDS
@@ -61,10 +62,10 @@ def test_positions_and_mask_may_be_left_to_the_model(name):
             output = model(piece, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
             logits.append(output.logits)
-        torch.testing.assert_close(torch.cat(logits, dim=1), expected, **CLOSE)
-        torch.testing.assert_close(model(ids, logits_to_keep=2).logits, expected[:, -2:], **CLOSE)
+        assert_close(torch.cat(logits, dim=1), expected, **CLOSE)
+        assert_close(model(ids, logits_to_keep=2).logits, expected[:, -2:], **CLOSE)
         embeds = model.get_input_embeddings()(ids)
-        torch.testing.assert_close(model(inputs_embeds=embeds).logits, expected, **CLOSE)
+        assert_close(model(inputs_embeds=embeds).logits, expected, **CLOSE)
 
 
 @EVERY
@@ -77,8 +78,8 @@ def test_the_cache_holds_only_the_routed_keys_and_values(name):
         trace = oracle.run(parameters(model), model.config, ids, frequencies=frequencies(model))
     assert len(cache.layers) == model.config.num_hidden_layers
     for layer, keys, values in zip(cache.layers, trace.keys, trace.values, strict=True):
-        torch.testing.assert_close(layer.keys, keys.transpose(1, 2), **CLOSE)
-        torch.testing.assert_close(layer.values, values.transpose(1, 2), **CLOSE)
+        assert_close(layer.keys, keys.transpose(1, 2), **CLOSE)
+        assert_close(layer.values, values.transpose(1, 2), **CLOSE)
 
 
 @torch.no_grad()
@@ -91,7 +92,7 @@ def greedy(model, sequence, steps):
 
 @EVERY
 def test_greedy_generation_of_a_padded_batch_is_repeated_argmax(name):
-    model, (ids, mask, _) = build(name), padded((7, 3, 5), seed=1)
+    model, (ids, mask, _) = build(name), padded((7, 3, 5), seed=1).values()
     found = model.generate(ids, attention_mask=mask, max_new_tokens=6, **GREEDY)
     for row, (sequence, real) in enumerate(zip(ids, mask.bool(), strict=True)):
         expected = greedy(model, sequence[real], 6)
@@ -107,12 +108,12 @@ def test_transformers_own_drafts_of_first_layers_are_refused():
 @KINDS
 def test_beams_are_the_same_with_and_without_a_cache(name):
     """Beams reorder the cache at every step."""
-    model, (ids, mask, _) = build(name), padded((6, 4), seed=2)
+    model, (ids, mask, _) = build(name), padded((6, 4), seed=2).values()
     options = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 4, "return_dict_in_generate": True}
     options |= {"output_scores": True, **GREEDY}
     cached, full = (model.generate(ids, attention_mask=mask, use_cache=use, **options) for use in (True, False))
     assert cached.sequences.tolist() == full.sequences.tolist()
-    torch.testing.assert_close(cached.sequences_scores, full.sequences_scores, rtol=1e-6, atol=1e-6)
+    assert_close(cached.sequences_scores, full.sequences_scores, rtol=1e-6, atol=1e-6)
 
 
 @KINDS
@@ -124,4 +125,4 @@ def test_a_cache_that_is_cropped_forgets(name):
         cache.crop(-5)
         logits = model(ids[:, 3:].flip(1), past_key_values=cache, use_cache=True).logits
         whole = torch.cat([ids[:, :3], ids[:, 3:].flip(1)], dim=1)
-        torch.testing.assert_close(logits, model(whole, use_cache=False).logits[:, 3:], **CLOSE)
+        assert_close(logits, model(whole, use_cache=False).logits[:, 3:], **CLOSE)

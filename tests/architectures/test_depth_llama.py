@@ -6,13 +6,18 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as tf
+from torch import nn
+from torch.testing import assert_close
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from architectures.combinations import KINDS, build, configuration, llama_configuration, padded, randomise, tokens
 from fulldepth.architectures import DepthLlamaForCausalLM
+from marks import thorough
+from tiny_models import gradients
 
 
 @pytest.fixture
@@ -26,8 +31,7 @@ def twins():
 
 @pytest.mark.parametrize("selected", [True, [0, -1]])
 def test_hidden_states_and_attentions_are_llamas(twins, selected):
-    ids, mask, positions = padded()
-    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    batch = padded()
     expected, found = (m(**batch, output_hidden_states=selected, output_attentions=True) for m in twins)
     assert list(found) == list(expected)
     for ours, theirs in zip(found.hidden_states, expected.hidden_states, strict=True):
@@ -47,7 +51,7 @@ def test_the_loss_is_llamas_with_the_trainers_count_of_targets(twins):
         theirs, ours = (m(input_ids=ids, labels=labels, num_items_in_batch=count).loss for m in twins)
         assert torch.equal(ours, theirs)
     logits = twins[1](ids).logits[:, :-1].double()
-    total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    total = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
     assert ours.item() == pytest.approx(total.item() / 29, rel=1e-6)
 
 
@@ -62,13 +66,12 @@ def test_any_attention_function_gets_routed_keys_and_values_ungrouped(name):
 
     ALL_ATTENTION_FUNCTIONS.register("spy", spy)
     ALL_MASK_ATTENTION_FUNCTIONS.register("spy", sdpa_mask)
-    ids, mask, positions = padded()
-    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    batch = padded()
     torch.manual_seed(0)
     spied = build(name, attention="spy")
     plain = build(name)
     plain.load_state_dict(spied.state_dict())
-    torch.testing.assert_close(spied(**batch).logits, plain(**batch).logits, rtol=0, atol=0)
+    assert_close(spied(**batch).logits, plain(**batch).logits, rtol=0, atol=0)
     assert seen == [(index, 4, 2, 2, 6**-0.5) for index in range(5)]
 
 
@@ -83,12 +86,12 @@ def test_switches_thrown_while_loading_are_checked_like_others(tmp_path):
     assert tree.model.layers[1].tree_norms is not None
 
 
-class Adapted(torch.nn.Module):
+class Adapted(nn.Module):
     """A projection with a low-rank addition, wrapped around it as peft does."""
 
     def __init__(self, base, update):
         super().__init__()
-        self.base_layer, self.update = base, torch.nn.Parameter(update)
+        self.base_layer, self.update = base, nn.Parameter(update)
         self.weight, self.bias, self.out_features = base.weight, base.bias, base.out_features
 
     def forward(self, x):
@@ -108,28 +111,25 @@ def test_adapters_on_projections_count_although_routing_folds_their_weights(name
             weight.data += update
             setattr(other.self_attn, key, Adapted(getattr(other.self_attn, key), update))
     found, expected = (model(ids, use_cache=False).logits for model in (adapted, merged))
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert_close(found, expected, rtol=1e-10, atol=1e-10)
     found.square().sum().backward()
     expected.square().sum().backward()
     found = dict(adapted.named_parameters())
     for key, parameter in merged.named_parameters():
         twin = key.replace(".weight", ".update") if "k_proj.w" in key or "v_proj.w" in key else key
         twin = twin if twin in found else key.replace("_proj.", "_proj.base_layer.")
-        torch.testing.assert_close(found[twin].grad, parameter.grad, rtol=1e-8, atol=1e-8, msg=key)
+        assert_close(found[twin].grad, parameter.grad, rtol=1e-8, atol=1e-8, msg=key)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(n, marks=pytest.mark.thorough) for n in ("tree-dynamic", "hyper")), "kv"]
-)
+@pytest.mark.parametrize("name", [*(thorough(n) for n in ("tree-dynamic", "hyper")), "kv"])
 def test_a_compiled_model_gives_the_same_loss_and_gradients(name):
     changes = {"tree": {1: (-1, 0)}} if name.startswith("tree") else {}
     model, ids = build(name, num_hidden_layers=3, **changes).train(), tokens()
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    expected = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+    expected = gradients(model)
     model.zero_grad()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager")
     compiled(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    for key, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-9, atol=1e-12, msg=key)
+    assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)

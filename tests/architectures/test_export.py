@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +16,8 @@ import tiny_models
 from architectures.combinations import build, tokens
 from fulldepth import architectures
 from fulldepth.architectures import SKIPPED, DepthLlamaConfig
+from json_files import read_json
+from marks import thorough
 
 ROOM = Path(architectures.__file__).parent / "depth_llama"
 SKIPPED_CODE = [path for path in (ROOM.parent / "skipped").glob("*.py") if path.stem != "__init__"]
@@ -50,7 +51,7 @@ def run(program, cache, *arguments):
 @pytest.mark.parametrize("path", [*ROOM.glob("*_depth_llama.py"), *SKIPPED_CODE], ids=lambda path: path.name)
 def test_modelling_files_import_torch_transformers_and_each_other(path):
     siblings = {other.name for other in path.parent.glob("*.py")} - {"__init__.py"}
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             tops = [alias.name.split(".")[0] for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -73,7 +74,7 @@ def test_a_skipped_checkpoint_loads_through_the_auto_classes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tree-dynamic", pytest.param("hyper", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ["tree-dynamic", thorough("hyper")])
 def test_a_checkpoint_lives_on_without_this_package(name, tmp_path):
     """Loaded, trained and saved elsewhere under every Auto class, it comes back to us with equal outputs."""
     model, ids = build(name, dtype=torch.float32), tokens()
@@ -83,7 +84,7 @@ def test_a_checkpoint_lives_on_without_this_package(name, tmp_path):
     run(ELSEWHERE, tmp_path / "modules", folder, tmp_path / "ids.pt", kept)
     for place in (folder, kept):
         assert {path.name for path in place.glob("*.py")} == CODE
-        assert set(json.loads((place / "config.json").read_text())["auto_map"]) == {
+        assert set(read_json(place / "config.json")["auto_map"]) == {
             "AutoConfig",
             "AutoModel",
             "AutoModelForCausalLM",
@@ -95,7 +96,7 @@ def test_a_checkpoint_lives_on_without_this_package(name, tmp_path):
 def test_a_configuration_says_everything_that_differs_from_llama(tmp_path):
     """Also what was left to defaults: another default tomorrow must not change today's checkpoints."""
     DepthLlamaConfig(residual="tree", num_hidden_layers=12, memory="dynamic").save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())
+    saved = read_json(tmp_path / "config.json")
     assert saved["tree"] == {"1": [-1, 0], "2": [0, 1], "4": [0, 3], "6": [1, 5], "8": [1, 7]}
     switches = ("residual", "memory", "num_streams", "hyper_dynamic", "kv_init", "router_input", "router_top_p")
     assert {key: saved[key] for key in switches} == {

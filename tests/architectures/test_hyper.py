@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from architectures import oracle
 from architectures.combinations import build, tokens
 from architectures.test_memory import saved_bytes
 from fulldepth.architectures.depth_llama.hyper_depth_llama import HyperConnection
+from tiny_models import seeded
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 
@@ -20,16 +22,15 @@ def test_dynamic_connections_of_scale_zero_are_static():
             for name, parameter in connection.named_parameters():
                 parameter.mul_(0.0 if "scale" in name else 1.0)
         static.load_state_dict(dynamic.state_dict(), strict=False)
-        torch.testing.assert_close(dynamic(ids).logits, static(ids).logits, **CLOSE)
+        assert_close(dynamic(ids).logits, static(ids).logits, **CLOSE)
 
 
 def connect(streams, width=5, dynamic=True):
     """A connection with random weights, and the call with the branch f(x) = sin x as a function of tensors."""
     connection = HyperConnection(width, streams, start=1, dynamic=dynamic).double()
-    source = torch.Generator().manual_seed(streams)
-    with torch.no_grad():
-        for parameter in connection.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=source, dtype=torch.float64))
+    source = seeded(streams)
+    for parameter in connection.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=source, dtype=torch.float64))
     names, parameters = zip(*connection.named_parameters(), strict=True)
 
     def run(x, *tensors):
@@ -46,12 +47,12 @@ def test_first_and_second_derivatives_are_those_of_the_plain_form(dynamic):
     run, tensors, parameters = connect(2, dynamic=dynamic)
     plain = oracle.through_connection(oracle.Weights(parameters), tensors[0], torch.sin)
     found = run(*tensors)
-    torch.testing.assert_close(found, plain, **CLOSE)
-    top = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert_close(found, plain, **CLOSE)
+    top = torch.randn(found.shape, generator=seeded(1), dtype=torch.float64)
     pairs = [torch.autograd.grad(output, tensors, top, create_graph=True) for output in (found, plain)]
-    torch.testing.assert_close(*pairs, **CLOSE)
+    assert_close(*pairs, **CLOSE)
     squares = [sum(gradient.square().sum() for gradient in gradients) for gradients in pairs]
-    torch.testing.assert_close(*(torch.autograd.grad(square, tensors) for square in squares), **CLOSE)
+    assert_close(*(torch.autograd.grad(square, tensors) for square in squares), **CLOSE)
 
 
 @pytest.mark.parametrize(("dynamic", "weights"), [(True, 2 * 4**2 + 6 * 4), (False, 0)])

@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.testing import assert_close
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from fulldepth.architectures.depth_llama import memory_depth_llama
@@ -19,6 +21,7 @@ from fulldepth.architectures.depth_llama.memory_depth_llama import (
     routed_key_value,
     top_p_mask,
 )
+from tiny_models import seeded
 
 EPS = 1e-5
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -33,7 +36,7 @@ class Case:
     """Random streams, router, norm gain and projections of one layer."""
 
     def __init__(self, kind, seed=0, batch=2, time=5, heads=3, width=4, sources=4, hidden=8, dtype=torch.float64):
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         self.kind, self.heads, self.sources = kind, heads, sources
         self.streams = [leaf(generator, batch, time, hidden, dtype=dtype) for _ in range(sources)]
         shape = (heads, sources) if kind == "static" else (heads * sources, hidden)
@@ -73,6 +76,15 @@ class Case:
         return [*outputs, *torch.autograd.grad(outputs, self.leaves, self.top)]
 
 
+@contextmanager
+def tiles(size):
+    """The smallest tiles, however little memory they take."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_depth_llama, "SMALLEST_TILE", size)
+        patch.setattr(memory_depth_llama, "CPU_TILE_ELEMENTS", 1)
+        yield
+
+
 @settings(max_examples=20)
 @given(
     st.sampled_from(KINDS),
@@ -87,11 +99,9 @@ class Case:
 )
 def test_outputs_and_gradients_are_the_pseudocodes(kind, seed, sizes, tile):
     case = Case(kind, seed, **sizes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_depth_llama, "SMALLEST_TILE", tile)
-        patch.setattr(memory_depth_llama, "CPU_TILE_ELEMENTS", 1)
+    with tiles(tile):
         ours = case.outcome(case.ours)
-    torch.testing.assert_close(ours, case.outcome(case.pseudocode), **CLOSE)
+    assert_close(ours, case.outcome(case.pseudocode), **CLOSE)
 
 
 @settings(max_examples=20)
@@ -102,23 +112,21 @@ def test_outputs_and_gradients_are_the_pseudocodes(kind, seed, sizes, tile):
 )
 def test_routed_heads_are_the_plain_sum(seed, sizes, tile):
     sources, batch, time, heads, width = sizes
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     weights = leaf(generator, heads, sources, heads)
     keys, values = ([leaf(generator, batch, time, heads * width) for _ in range(sources)] for _ in range(2))
     plain = [
         torch.einsum("hms,mbtsd->bthd", weights, torch.stack(layers).unflatten(-1, (heads, width))).flatten(2)
         for layers in (keys, values)
     ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_depth_llama, "SMALLEST_TILE", tile)
-        patch.setattr(memory_depth_llama, "CPU_TILE_ELEMENTS", 1)
+    with tiles(tile):
         ours = route_key_value(keys, values, weights)
         with torch.no_grad():
-            torch.testing.assert_close(list(route_key_value(keys, values, weights)), plain, **CLOSE)
+            assert_close(list(route_key_value(keys, values, weights)), plain, **CLOSE)
         top = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in plain]
         gradients = torch.autograd.grad(ours, [weights, *keys, *values], top)
-    torch.testing.assert_close(list(ours), plain, **CLOSE)
-    torch.testing.assert_close(gradients, torch.autograd.grad(plain, [weights, *keys, *values], top), **CLOSE)
+    assert_close(list(ours), plain, **CLOSE)
+    assert_close(gradients, torch.autograd.grad(plain, [weights, *keys, *values], top), **CLOSE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
@@ -130,10 +138,10 @@ def test_normalise_is_llamas_norm_without_gain(dtype, generator):
     (slope,) = torch.autograd.grad(expected, reference, top.double())
     tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
     found = normalise(x, EPS)
-    torch.testing.assert_close(found.double(), expected.detach(), **tolerance)
-    torch.testing.assert_close(torch.autograd.grad(found, x, top)[0].double(), slope, **tolerance)
+    assert_close(found.double(), expected.detach(), **tolerance)
+    assert_close(torch.autograd.grad(found, x, top)[0].double(), slope, **tolerance)
     assert found.dtype == dtype
-    torch.testing.assert_close(found, LlamaRMSNorm(33, eps=EPS).to(dtype)(x), **tolerance)
+    assert_close(found, LlamaRMSNorm(33, eps=EPS).to(dtype)(x), **tolerance)
 
 
 def saved_bytes(run, parameters=()):
@@ -205,8 +213,7 @@ def test_top_p_is_the_best_of_all_subsets(counts, p):
 def test_a_pruned_static_router_stays_pruned_and_trains_on():
     torch.manual_seed(0)
     router = StaticRouter(5, 6)
-    with torch.no_grad():
-        router.logits.mul_(20)
+    router.logits.data.mul_(20)
     share = router.prune(0.8)
     after = router().detach()
     assert 0 < share < 1

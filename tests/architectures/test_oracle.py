@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as tf
+from torch.testing import assert_close
 
 from architectures import oracle
 from architectures.combinations import (
@@ -39,27 +40,28 @@ def test_logits_and_gradients_equal_the_plain_form(name):
     leaves, trace = reference(model, ids)
     expected = oracle.loss(trace.logits, ids)
     expected.backward()
-    torch.testing.assert_close(output.logits, trace.logits, **CLOSE)
-    torch.testing.assert_close(output.loss.double(), expected, rtol=1e-6, atol=1e-6)
+    assert_close(output.logits, trace.logits, **CLOSE)
+    assert_close(output.loss.double(), expected, rtol=1e-6, atol=1e-6)
     found = {key: parameter.grad for key, parameter in model.named_parameters()}
     assert set(found) == set(leaves)
     for key, leaf in leaves.items():
         assert found[key] is not None, f"{key} has no gradient"
         scale = leaf.grad.abs().max()
         assert scale > 0, f"the test's oracle does not use {key}"
-        torch.testing.assert_close(found[key] / scale, leaf.grad / scale, **CLOSE, msg=key)
+        assert_close(found[key] / scale, leaf.grad / scale, **CLOSE, msg=key)
 
 
 @EVERY
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_and_positions_count_as_in_the_plain_form(name, side):
-    ids, mask, positions = padded(side=side)
+    batch = padded(side=side)
+    ids, mask, positions = batch.values()
     model = build(name)
     with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+        logits = model(**batch).logits
         _, trace = reference(model, ids, mask=mask, positions=positions)
     assert logits.isfinite().all()
-    torch.testing.assert_close(logits[mask.bool()], trace.logits[mask.bool()], **CLOSE)
+    assert_close(logits[mask.bool()], trace.logits[mask.bool()], **CLOSE)
 
 
 @EVERY
@@ -70,31 +72,30 @@ def test_documents_packed_in_one_row_do_not_see_each_other(name):
         packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         for start, stop in ((0, 4), (4, 9), (9, 11)):
             alone = model(input_ids=ids[:1, start:stop], use_cache=False).logits
-            torch.testing.assert_close(packed[:1, start:stop], alone, **CLOSE)
+            assert_close(packed[:1, start:stop], alone, **CLOSE)
         _, trace = reference(model, ids, positions=positions)
-    torch.testing.assert_close(packed, trace.logits, **CLOSE)
+    assert_close(packed, trace.logits, **CLOSE)
 
 
 @KINDS
+@torch.no_grad()
 def test_the_states_and_attentions_that_transformers_hands_out(name):
     """h_0..h_{L-1} as layers pass them on (streams: their sum), then the final norm's output, as for every decoder."""
     model, ids = build(name, attention="eager"), tokens()
-    with torch.no_grad():
-        output = model(ids, output_hidden_states=True, output_attentions=True)
-        _, trace = reference(model, ids)
+    output = model(ids, output_hidden_states=True, output_attentions=True)
+    _, trace = reference(model, ids)
     assert len(output.hidden_states) == len(trace.states)
     for index, (found, expected) in enumerate(zip(output.hidden_states[:-1], trace.states[:-1], strict=True)):
         streams = model.config.num_streams if index == 0 else 1  # the oracle's h_0 is one of n equal streams
         total = expected.sum(2) if expected.dim() == 4 else expected * (streams if "hyper" in name else 1)
-        torch.testing.assert_close(found, total, **CLOSE)
-    torch.testing.assert_close(model.lm_head(output.hidden_states[-1]), trace.logits, **CLOSE)
-    with torch.no_grad():
-        some = model(ids, output_hidden_states=[1]).hidden_states
+        assert_close(found, total, **CLOSE)
+    assert_close(model.lm_head(output.hidden_states[-1]), trace.logits, **CLOSE)
+    some = model(ids, output_hidden_states=[1]).hidden_states
     assert [index for index, state in enumerate(some) if state is not None] == [1]
     assert torch.equal(some[1], output.hidden_states[1])
     for weights in output.attentions:
         assert weights.shape == (2, 4, 9, 9)
-        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 9, dtype=torch.float64), **CLOSE)
+        assert_close(weights.sum(-1), torch.ones(2, 4, 9, dtype=torch.float64), **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["serial", "serial-odd"])
@@ -104,16 +105,16 @@ def test_the_serial_form_is_llama(name):
     model = DepthLlamaForCausalLM(configuration(name)).eval()
     assert list(model.state_dict()) == list(llama.state_dict())
     model.load_state_dict(llama.state_dict())
-    ids, mask, positions = padded()
-    for batch in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask, "position_ids": positions}):
+    ids = padded()["input_ids"]
+    for batch in ({"input_ids": ids}, padded()):
         ours, theirs = model(**batch, labels=ids), llama(**batch, labels=ids)
-        torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-6, atol=1e-6)
+        assert_close(ours.logits, theirs.logits, rtol=1e-6, atol=1e-6)
+        assert_close(ours.loss, theirs.loss, rtol=1e-6, atol=1e-6)
     scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
     llama = tf.LlamaForCausalLM(llama_configuration(**switches, rope_parameters=scaled)).eval()
     model = DepthLlamaForCausalLM(configuration(name, rope_parameters=scaled)).eval()
     model.load_state_dict(llama.state_dict())
-    torch.testing.assert_close(model(ids).logits, llama(ids).logits, rtol=1e-6, atol=1e-6)
+    assert_close(model(ids).logits, llama(ids).logits, rtol=1e-6, atol=1e-6)
 
 
 def with_plain_weights(model):
@@ -148,7 +149,7 @@ def test_fresh_forms_are_the_prenorm_network(name, changes):
     model, ids = DepthLlamaForCausalLM(configuration(name, **changes)).double().eval(), tokens()
     plain, final_eps = with_plain_weights(model), 1e-5 / changes.get("num_streams", 1) ** 2
     expected = oracle.run(plain, configuration(), ids, frequencies=frequencies(model), final_eps=final_eps)
-    torch.testing.assert_close(model(ids).logits, expected.logits, **CLOSE)
+    assert_close(model(ids).logits, expected.logits, **CLOSE)
 
 
 def routers(model):
@@ -176,6 +177,7 @@ def test_routers_start_as_the_papers_say():
 
 
 @pytest.mark.parametrize(("name", "p"), [("static", 0.5), ("tree-static", 0.9), ("dynamic-raw", 0.7)])
+@torch.no_grad()
 def test_pruned_routers_keep_the_smallest_set_above_p(name, p, tmp_path):
     model, ids = build(name), tokens()
     before = [w for w in reference(model, ids)[1].routing if w is not None]
@@ -183,19 +185,17 @@ def test_pruned_routers_keep_the_smallest_set_above_p(name, p, tmp_path):
     seen = {}
     for index, layer in enumerate(model.model.layers[1:]):
         layer.self_attn.router.register_forward_hook(lambda _, i, out, index=index: seen.update({index: out}))
-    with torch.no_grad():
-        logits = model(input_ids=ids).logits
+    logits = model(input_ids=ids).logits
     # The first routed layer reads what it read before pruning, whatever the kind of router.
-    torch.testing.assert_close(seen[0], oracle.top_p(before[0], p), **CLOSE)
+    assert_close(seen[0], oracle.top_p(before[0], p), **CLOSE)
     if model.config.memory == "static":
         for index, weights in enumerate(before):
-            torch.testing.assert_close(seen[index], oracle.top_p(weights, p), **CLOSE)
+            assert_close(seen[index], oracle.top_p(weights, p), **CLOSE)
         share = sum((w == 0).sum() for w in seen.values()) / sum(w.numel() for w in seen.values())
         assert any(abs(float(value) - float(share)) < 1e-6 for value in report.values() if isinstance(value, float))
     model.save_pretrained(tmp_path)
     again = DepthLlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(again(input_ids=ids).logits, logits, **CLOSE)
+    assert_close(again(input_ids=ids).logits, logits, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["static", "dynamic", "kv"])

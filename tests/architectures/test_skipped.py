@@ -13,6 +13,8 @@ from transformers import AutoConfig, DynamicCache, StaticCache
 import tiny_models
 from architectures.test_decoding import in_pieces
 from fulldepth.architectures import SKIPPED, DeciLMConfig, DeciLMForCausalLM
+from json_files import read_json
+from skip import plain
 
 LAYERS = tiny_models.LAYERS
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "gpt_neox", "gpt_neox-serial"]
@@ -30,28 +32,17 @@ def skipped(model, attention=(), mlp=(), **values):
     return found.to(model.dtype)
 
 
-def blocks(model):
-    return model.base_model.h if hasattr(model.base_model, "h") else model.base_model.layers
-
-
 def zeroed(model, attention=(), mlp=()):
     """A copy of the stock model in which these branches give zeros."""
     model = copy.deepcopy(model)
-    gemma = model.config.model_type.startswith("gemma")
-    names = ("post_attention_layernorm", "post_feedforward_layernorm") if gemma else ("self_attn attn attention", "mlp")
-    for which, layers in zip(names, (attention, mlp), strict=True):
-        for layer in layers:
-            block = blocks(model)[layer - 1]
-            module = next(getattr(block, name) for name in which.split() if hasattr(block, name))
-            module.register_forward_hook(
-                lambda _, __, out: (torch.zeros_like(out[0]), *out[1:]) if isinstance(out, tuple) else out * 0
-            )
+    plain.zero(model, attention, "attention")
+    plain.zero(model, mlp, "mlp")
     return model
 
 
 def tokens(length=14):
     """More than Gemma's window of 8; row 2 begins with padding."""
-    ids = torch.randint(3, tiny_models.VOCAB, (2, length), generator=torch.Generator().manual_seed(0))
+    ids = tiny_models.token_ids(2, length)
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     return ids.where(mask == 1, 0), mask
@@ -143,7 +134,7 @@ def test_a_configuration_marks_layers_so_that_nobody_else_loads_it(name, tmp_pat
     kind = SKIPPED[name].config_class
     stock = kind.__mro__[2]
     kind(num_hidden_layers=3, skipped_attention=[3, 1], skipped_mlp=[2]).save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "config.json").read_text())
+    saved = read_json(tmp_path / "config.json")
     assert saved["model_type"] == f"fulldepth_skipped_{name}"
     assert saved["skipped_attention"] == [1, 3]
     marks = saved["layer_types"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from architectures import oracle
 from architectures.combinations import build, frequencies, tokens
@@ -65,8 +66,8 @@ def test_every_layer_reads_the_two_states_that_the_mapping_names(case):
     states = []
     for layer in model.model.layers:
         layer.input_layernorm.register_forward_pre_hook(lambda _, args: states.append(args[0]))
-    torch.testing.assert_close(model(tokens()).logits, expected.logits, rtol=1e-10, atol=1e-10)
+    assert_close(model(tokens()).logits, expected.logits, rtol=1e-10, atol=1e-10)
     for index, parents in tree.items():
         gains = (norm.weight for norm in model.model.layers[index].tree_norms)
         ends = [oracle.rms_norm(expected.states[at + 1], gain, 1e-5) for at, gain in zip(parents, gains, strict=True)]
-        torch.testing.assert_close(states[index], sum(ends), rtol=1e-10, atol=1e-10)
+        assert_close(states[index], sum(ends), rtol=1e-10, atol=1e-10)

@@ -13,6 +13,7 @@ from cli.conftest import shell
 from fulldepth.errors import FulldepthError
 from fulldepth.measurement import MeasureSettings
 from fulldepth.metrics import METRICS
+from refusals import refused
 
 MEASURE = ["measure", "m", "--data", "d", "--output", "o"]
 COMMANDS = ["measure", "train", "compare", "report", "demo", "exit", "skip"]
@@ -158,6 +159,6 @@ def test_mistakes_end_with_2_and_one_message(main, tmp_path, command, words):
 def test_debug_shows_the_traceback(main, where):
     command = ["report", "/absent/folder"]
     arguments = ["--debug", *command] if where == "before" else [*command, "--debug"]
-    with pytest.raises(FulldepthError, match="/absent/folder"):
+    with refused("/absent/folder"):
         main(*arguments)
     assert main(*command)[0] == 2, "it does not stay on"

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-import tiny_models
 from fulldepth.settings.exit import file_size
-from skip.word_tokenizer import tokenizer, words
+from json_files import read_json
+from skip.word_tokenizer import checkpoint as saved
+from skip.word_tokenizer import words
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tiny_models.build("llama").save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    (folder / "text.txt").write_text("\n\n".join(words(*range(n, n + 20)) for n in range(12)), encoding="utf-8")
+    folder = saved(tmp_path_factory.mktemp("model"))
+    (folder / "text.txt").write_text("\n\n".join(words(*range(n, n + 20)) for n in range(12)))
     return folder
 
 
@@ -26,7 +23,7 @@ def test_a_checkpoint(main, checkpoint, tmp_path, monkeypatch):
     code, out, _ = main("exit", "export", checkpoint, "--layers", 2, "--output", tmp_path / "short")
     assert code == 0
     assert "2 of 3" in out
-    assert json.loads((tmp_path / "short" / "config.json").read_text())["num_hidden_layers"] == 2
+    assert read_json(tmp_path / "short" / "config.json")["num_hidden_layers"] == 2
     assert (tmp_path / "short" / "tokenizer.json").is_file()
 
 

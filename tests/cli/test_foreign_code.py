@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
 
 import pytest
@@ -11,6 +10,8 @@ import yaml
 
 import tiny_models
 from data.conftest import jsonl
+from json_files import change_json
+from marks import thorough
 from skip import planned, word_tokenizer
 
 EVIL = """
@@ -22,7 +23,7 @@ AUTO = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "Auto
 
 
 def change(path, **entries):
-    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    change_json(path, **entries)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def built(tmp_path_factory):
         (home / f"{name}.yaml").write_text(yaml.safe_dump(recipe | {"sequence_length": 8, "tokenizer": str(folder)}))
     change(home / "unknown" / "config.json", model_type="evil", architectures=["Model"])
     change(home / "unknown" / "tokenizer_config.json", tokenizer_class="EvilTokenizer")
-    plan = planned.plan(model, [2])
+    plan = planned.plan(model)
     settings = {"trust_remote_code": True, "tokenizer": str(home / "unknown"), "batch_size": 4}
     plan.changed(cost={**plan.cost, "settings": settings}).save(home / "plan.json")
     return home
@@ -73,7 +74,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param("known", marks=pytest.mark.thorough), "unknown"])
+@pytest.mark.parametrize("kind", [thorough("known"), "unknown"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_command_runs_code_of_a_checkpoint(main, house, tmp_path, name, kind):
     model = str(house / kind)

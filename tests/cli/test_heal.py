@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import tiny_models
+from data.conftest import jsonl
 from fulldepth.data.examples import read_examples
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.results import Results
@@ -25,7 +24,7 @@ def test_the_command_heals_trains_and_compares_with_its_control(tmp_path, main, 
     model.save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     rows = [words(*((n + i) % 8 for i in range(24))) for n in range(40)]
-    texts_file.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    jsonl(texts_file, *({"text": row} for row in rows))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     planned.plan(loaded, [2], "attention", None).changed(
         model={"name": str(tmp_path / "model"), "class": "LlamaForCausalLM", "hash": model_hash(loaded)}

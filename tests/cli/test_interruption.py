@@ -38,4 +38,4 @@ def test_the_command_that_is_advised_after_an_interruption_works(main, tmp_path,
     assert code == 0, err
     found = Results.load(output)
     assert [model["label"] for model in found.meta["models"]] == ["1.0", "2.0"]
-    assert (output / PAGE).read_text(encoding="utf-8") == reporting.render(found.table, found.meta)
+    assert (output / PAGE).read_text() == reporting.render(found.table, found.meta)

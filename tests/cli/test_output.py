@@ -23,6 +23,7 @@ from fulldepth.settings.measure import MeasureSettings
 from fulldepth.settings.search import ExportSettings, SearchSettings
 from fulldepth.settings.train import TrainSettings
 from fulldepth.skip.exports.formats import FORMATS
+from json_files import read_json
 
 COMMANDS = {
     "measure": MeasureSettings,
@@ -63,7 +64,7 @@ def test_home_in_paths(main, two, tmp_path, monkeypatch):
 def test_json_is_the_headline_and_nothing_else(main, two, tmp_path):
     code, out, err = main("compare", *two, "--output", tmp_path / "c", "--json")
     assert code == 0, err
-    assert json.loads(out) == json.loads((tmp_path / "c" / DOCUMENT).read_text())["headline"]
+    assert json.loads(out) == read_json(tmp_path / "c" / DOCUMENT)["headline"]
     assert "Page: " in err
     assert "Note: " in err
     code, plain, _ = main("compare", *two, "--output", tmp_path / "d")

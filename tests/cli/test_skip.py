@@ -11,7 +11,9 @@ import torch
 import tiny_models
 from cli.conftest import shell
 from data.conftest import jsonl
+from json_files import read_json
 from skip import word_tokenizer
+from tiny_models import seeded
 
 FRESH = """
 import json, sys
@@ -35,7 +37,7 @@ print(total / tokens)
 
 
 def rows(count, seed):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     made = []
     for _ in range(count):
         numbers = torch.randint(0, 80, (9,), generator=generator).tolist()
@@ -66,8 +68,8 @@ def planned(house):
     done = shell(sys.executable, "-m", "fulldepth", *command, *options, cwd=house)
     assert done.returncode == 0, done.stderr
     assert "Page: " in done.stderr
-    assert json.loads(done.stdout) == json.loads((house / "plan" / "results.json").read_text())["headline"]
-    return json.loads((house / "plan" / "plan.json").read_text())
+    assert json.loads(done.stdout) == read_json(house / "plan" / "results.json")["headline"]
+    return read_json(house / "plan" / "plan.json")
 
 
 def test_the_folded_export_has_the_plans_loss_in_stock_transformers(main, house, planned, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from drawn_shapes import shapes
 from fulldepth.hf import EXIT_HEADS
 from fulldepth.results import Results
 from fulldepth.settings import read
+from json_files import read_json
 
 SMOKE = ("steps=2", "eval_every=2", "save_every=2", "global_batch_size=4")
 METHODS = ("aligned", "multi-exit")
@@ -65,6 +65,6 @@ def test_a_tiny_recipe_is_trained_measured_and_left_early(main, tmp_path, made_o
         assert "DetrForObjectDetection" in err
         return
     assert code == 0, err
-    exits = {row["threshold"]: row for row in json.loads((tmp_path / "exits" / "results.json").read_text())["exits"]}
+    exits = {row["threshold"]: row for row in read_json(tmp_path / "exits" / "results.json")["exits"]}
     assert all(sum(row["exits"]) == 6 for row in exits.values())
     assert exits[1.0]["exits"][-1] == 6

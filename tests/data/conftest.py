@@ -1,18 +1,19 @@
-"""Toy tokenizers whose every id is known by hand, and where the shared data lie, if they do."""
+"""Toy tokenizers whose every id is known by hand."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 NUMBERS = {"[UNK]": 0, "[EOS]": 1, **{f"w{i}": i + 2 for i in range(500)}}
 """w0 is 2, w1 is 3, ...: the test can write down any stream of ids."""
+
+
+def talk(*contents):
+    """Messages of a user and an assistant in turn."""
+    return [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
 
 
 def jsonl(path, *rows):
@@ -52,13 +53,3 @@ def bert_tokenizer():
     words = [*names.values(), *(f"w{i}" for i in range(500))]
     inputs = ["input_ids", "token_type_ids", "attention_mask"]
     return splitting({word: i for i, word in enumerate(words)}, frame, model_input_names=inputs, **names)
-
-
-@pytest.fixture(scope="session")
-def shared_data():
-    """The folder of real data beside the repository; `FULLDEPTH_DATA` overrides it."""
-    beside = Path(__file__).parents[2] / ".." / "shared" / "data"
-    folder = Path(os.environ.get("FULLDEPTH_DATA", beside)).resolve()
-    if not folder.is_dir():
-        pytest.skip("the shared data are not here")
-    return folder

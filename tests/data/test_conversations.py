@@ -5,20 +5,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from data.conftest import jsonl
+from data.conftest import jsonl, talk
 from fulldepth.data import conversations, train_tokenizer
-from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
+from refusals import refused
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>\n{{ m['content'] }}<|endoftext|>{% endfor %}" + (
     "{% if add_generation_prompt %}<assistant>\n{% endif %}"
 )
 CHAT = [
     {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "One and one?"},
-    {"role": "assistant", "content": "Two."},
-    {"role": "user", "content": "And one?"},
-    {"role": "assistant", "content": "Three."},
+    *talk("One and one?", "Two.", "And one?", "Three."),
 ]
 
 
@@ -35,10 +32,8 @@ def templated(plain):
 
 
 def said(user, assistant):
-    return {
-        "prompt": [{"role": "user", "content": user}],
-        "completion": [{"role": "assistant", "content": assistant}],
-    }
+    asked, answered = talk(user, assistant)
+    return {"prompt": [asked], "completion": [answered]}
 
 
 def test_pairs_of_every_naming(tmp_path, plain, templated):
@@ -65,7 +60,7 @@ def test_chats(tmp_path, templated):
     assert found.to_list() == [{"messages": CHAT}, {"messages": CHAT[:3]}]
     assert lines == ["1 of the rows of a.jsonl have no response and are left out."]
     shared = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
-    expected = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    expected = [{"messages": talk("a", "b")}]
     assert conversations([shared]).to_list() == expected
     pd.DataFrame([shared]).to_parquet(tmp_path / "b.parquet")
     assert conversations(tmp_path / "b.parquet").to_list() == expected
@@ -84,12 +79,12 @@ BAD = [
 
 @pytest.mark.parametrize(("data", "message"), BAD)
 def test_bad_input(data, message):
-    with pytest.raises(FulldepthError, match=message):
+    with refused(message):
         conversations(data)
 
 
 def test_a_chat_needs_a_chat_template(plain):
-    with pytest.raises(FulldepthError, match="tokenizer has no chat template"):
+    with refused("tokenizer has no chat template"):
         conversations([{"messages": CHAT}], plain)
 
 

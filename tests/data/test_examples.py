@@ -4,15 +4,14 @@ Their losses in batches: `execution.test_scoring`.
 """
 
 import json
-import re
 
 import pytest
 
-from data.conftest import jsonl
+from data.conftest import jsonl, talk
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.data.conversations import encode_prompt
 from fulldepth.data.examples import read_examples
-from fulldepth.errors import FulldepthError
+from refusals import refused
 from skip.word_tokenizer import (
     ASSISTANT,
     BOS,
@@ -72,10 +71,7 @@ def test_white_space_between_prompt_and_response_is_not_doubled():
 
 TALK = [
     {"role": "system", "content": words(1)},
-    {"role": "user", "content": words(2)},
-    {"role": "assistant", "content": words(3)},
-    {"role": "user", "content": words(4)},
-    {"role": "assistant", "content": words(5, 6)},
+    *talk(words(2), words(3), words(4), words(5, 6)),
 ]
 
 
@@ -117,9 +113,8 @@ def test_pairs_that_are_too_long_are_refused_and_never_cut(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", *rows)
     for longest in (10, None):
         assert max(map(len, both(read_examples(path, tokenizer(), longest)))) == 10
-    with pytest.raises(FulldepthError) as caught:
+    with refused(None, "a.jsonl line 2 has 9", "a.jsonl line 4 has 10"):
         read_examples(path, tokenizer(), 64, sequence_length=8)
-    assert all(f"a.jsonl line {line}" in str(caught.value) for line in ("2 has 9", "4 has 10"))
 
 
 def test_nothing_is_deduplicated():
@@ -157,7 +152,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("data", "options", "name"), REFUSED)
 def test_bad_data_and_settings_are_refused(data, options, name):
-    with pytest.raises(FulldepthError, match=re.escape(name)) as caught:
+    with refused(None, name) as caught:
         read_examples(data, tokenizer(options.pop("template", None)), 64, **options)
     assert len(str(caught.value)) < 500
 

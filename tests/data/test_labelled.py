@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from fulldepth.data import ShuffledSampler, Source, open_source, train_wordpiece
 from fulldepth.data.labelled import EpochSampler, check_rows, held_out, name_classes
 from fulldepth.data.sources import DataRecord
-from fulldepth.errors import FulldepthError
+from refusals import refused
 
 
 def rows_of(texts, labels):
@@ -32,7 +31,7 @@ def test_held_out_rows_have_the_shares_of_all_and_share_no_content():
 
 
 def test_equal_rows_cannot_be_held_out():
-    with pytest.raises(FulldepthError, match="No row of rows can be held out"):
+    with refused("No row of rows can be held out"):
         held_out(rows_of(["a", "a", "b"], [0, 0, 1]), 5, seed=0)
 
 

@@ -1,6 +1,5 @@
 """Packed text: windows against the plain formula, tokens on disk, files laid out as datatrove does."""
 
-import json
 import pickle
 from itertools import count
 
@@ -10,10 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from data.conftest import jsonl
 from fulldepth.data import Documents, pack, packing, train_tokenizer
 from fulldepth.data.packing import Encoder
-from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
+from refusals import refused
 
 EOS = 1
 WORD = 2**64 - 1
@@ -85,7 +85,7 @@ def test_any_documents_parts_and_files(
     expected = [cut(part[:most], length) for part in by_hand(documents, share, seed)]
     options = {"sequence_length": length, "validation_share": share, "seed": seed, "across_documents": across}
     if not expected[0] or (share and not expected[1]):
-        with pytest.raises(FulldepthError):
+        with refused():
             pack(None, number_tokenizer, tokens=folder, max_tokens=most, **options)
         return
     packed = pack(None, number_tokenizer, tokens=folder, max_tokens=most, **options)
@@ -103,7 +103,7 @@ def packed_in(cache, data, tokenizer, **options):
 def test_every_way_of_tokenising_gives_the_same_file(tmp_path, number_tokenizer, monkeypatch):
     documents = [*texts(60), "", *texts(20, 1)]
     rows = [{"text": text} for text in documents]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    jsonl(tmp_path / "a.jsonl", *rows)
     stream = Documents("stream", {"name": "stream"}, lambda: iter(documents), is_stream=True)
     forms = [documents, tmp_path / "a.jsonl", datasets.Dataset.from_list(rows), stream]
     packed = [packed_in(tmp_path / str(n), form, number_tokenizer) for n, form in enumerate(forms)]
@@ -196,22 +196,22 @@ REFUSED = [
 
 @pytest.mark.parametrize(("documents", "options", "name"), REFUSED)
 def test_bad_text_and_settings_are_refused(tmp_path, number_tokenizer, documents, options, name):
-    with pytest.raises(FulldepthError, match=name):
+    with refused(name):
         packed_in(tmp_path, documents, number_tokenizer, **options)
 
 
 def test_bad_folders_and_tokenizers_are_refused(tmp_path, number_tokenizer, bare_tokenizer):
-    def refused(name, tokenizer=number_tokenizer, **options):
-        with pytest.raises(FulldepthError, match=name):
-            packed_in(options.pop("cache", tmp_path), texts(9), tokenizer, **options)
+    def refuse(name, tokenizer=number_tokenizer, cache=tmp_path, **options):
+        with refused(name):
+            packed_in(cache, texts(9), tokenizer, **options)
 
-    refused("eos_token", bare_tokenizer)
+    refuse("eos_token", bare_tokenizer)
     (tmp_path / "file").touch()
-    refused("data.cache", cache=tmp_path / "file")
+    refuse("data.cache", cache=tmp_path / "file")
     write(tmp_path / "tokens", texts(9))
-    refused("eos_token", train_tokenizer(texts(9), 300), tokens=tmp_path / "tokens")
-    refused("vocabulary", tokens=tmp_path / "tokens", vocab_size=100)
+    refuse("eos_token", train_tokenizer(texts(9), 300), tokens=tmp_path / "tokens")
+    refuse("vocabulary", tokens=tmp_path / "tokens", vocab_size=100)
     with (tmp_path / "tokens" / "a.ds").open("ab") as file:
         file.write(b"x")
-    refused(r"a\.ds", tokens=tmp_path / "tokens")
-    refused("gone", tokens=tmp_path / "gone")
+    refuse(r"a\.ds", tokens=tmp_path / "tokens")
+    refuse("gone", tokens=tmp_path / "gone")

@@ -12,10 +12,11 @@ import pandas as pd
 import pytest
 from scipy.stats import binomtest
 
+from data.conftest import jsonl
 from fulldepth.data import builtin_texts, files, open_documents, open_source, pack, train_tokenizer
 from fulldepth.data.examples import read_examples
 from fulldepth.data.opening import PIECE, open_data, sampled_texts, text_pieces
-from fulldepth.errors import FulldepthError
+from refusals import refused
 
 
 def write(path, content):
@@ -103,7 +104,7 @@ def test_names_of_classes_are_kept(tmp_path):
     for data in (tmp_path / "a.parquet", tables["a"]):
         source = open_source(data)
         assert (source.class_names, [record.label for record in source.records]) == (("x", "y"), [1, 0])
-    with pytest.raises(FulldepthError, match="have different names"):
+    with refused("have different names"):
         open_source(tmp_path)
 
 
@@ -120,7 +121,7 @@ def test_splits_and_streams():
         (lambda _: open_source(splits, split="test"), "train, validation"),
         (open_documents, "Give a Dataset"),
     ):
-        with pytest.raises(FulldepthError, match=named):
+        with refused(named):
             read(table.to_iterable_dataset())
 
 
@@ -156,14 +157,14 @@ def test_a_limit_reaches_the_reader(tmp_path, monkeypatch):
     parsed, original = Counter(), files._json_row
     monkeypatch.setattr(files, "_json_row", lambda *row: parsed.update(["rows"]) or original(*row))
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(f'{{"text": "row {i}", "label": {i % 3}}}\n' for i in range(200_000)))
+    jsonl(path, *({"text": f"row {i}", "label": i % 3} for i in range(200_000)))
     records = open_source(path, limit=64).records
     assert len({record.text for record in records}) == 64
     assert parsed["rows"] == 65  # the first row states the columns
     assert all(record.text[4:] == str(int(record.where.split()[-1]) - 1) for record in records)
     parsed.clear()
     long = "one two three four five six seven eight nine ten " * 60
-    path.write_text("".join(json.dumps({"text": f"{i} {long}"}) + "\n" for i in range(5000)))
+    jsonl(path, *({"text": f"{i} {long}"} for i in range(5000)))
     source = open_source(path, limit=64, window=256)
     assert sum(len(record.text) for record in source.records) >= 32 * 64 * 256
     assert parsed["rows"] <= 500
@@ -220,7 +221,7 @@ def test_of_a_hub_data_set_one_split_is_read_and_with_a_limit_little_of_it(monke
     assert [record.text for record in records] != [f"row {i}" for i in range(50)]
     assert len(read) <= 300
     for name, options, named in (("name", {"column": "txt"}, "txt"), ("name:one", {"config": "two"}, "configurations")):
-        with pytest.raises(FulldepthError, match=named):
+        with refused(named):
             list(open_documents(name, **options))
 
 
@@ -230,7 +231,7 @@ def test_hub_out_of_reach(monkeypatch):
 
     monkeypatch.setattr(datasets, "get_dataset_split_names", fails)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(FulldepthError, match=r"owner/name is .*reach the Hub.*HF_HUB_OFFLINE"):
+    with refused(r"owner/name is .*reach the Hub.*HF_HUB_OFFLINE"):
         open_source("owner/name")
 
 
@@ -322,10 +323,10 @@ BAD_FILES = [
 @pytest.mark.parametrize(("name", "content", "place"), BAD_FILES, ids=[name for name, _, _ in BAD_FILES])
 def test_bad_files(tmp_path, name, content, place):
     path = write(tmp_path / name, content)
-    with pytest.raises(FulldepthError, match=place):
+    with refused(place):
         open_source(path)
     if "label" not in str(content) and name != "b.tsv":
-        with pytest.raises(FulldepthError, match=place.split(".*")[0]):
+        with refused(place.split(".*")[0]):
             list(open_documents(path))
 
 
@@ -345,9 +346,8 @@ BAD_DATA = [
 @pytest.mark.parametrize(("data", "options", "name"), BAD_DATA)
 def test_bad_names_and_objects(tmp_path, data, options, name):
     write(tmp_path / "bad.csv", "a")
-    with pytest.raises(FulldepthError, match=name) as caught:
+    with refused(name):
         open_source(tmp_path if data == "FOLDER" else data, **options)
-    assert len(str(caught.value)) < 1000
     if not name:
-        with pytest.raises(FulldepthError):
+        with refused():
             open_documents(data)

@@ -9,9 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 pytest.importorskip("lm_eval")
+from torch import nn
+
 from evaluation import small_world
 from evaluation.test_layers import LIMIT, ours, scored, stock
 from fulldepth.evaluation.harness import Answers
+from tiny_models import seeded
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -20,7 +23,7 @@ def test_each_layer_is_scored_and_generates_by_its_own_head(tmp_path, monkeypatc
     if tied:
         model.config.tie_word_embeddings = True
         model.tie_weights()
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     matrices = {n: 0.3 * torch.randn(model.lm_head.weight.shape, generator=generator) for n in (1, 2, 3)}
     model.save_pretrained(tmp_path / "model")
     save_file({f"exit_heads.{n}.weight": w for n, w in matrices.items()}, tmp_path / "model/exit_heads.safetensors")
@@ -34,7 +37,7 @@ def test_each_layer_is_scored_and_generates_by_its_own_head(tmp_path, monkeypatc
         first = copy.deepcopy(model) if layer == 4 else small_world.first_layers(model, layer)
         if layer < 4:
             first.config.tie_word_embeddings = False  # the harness ties weights again
-            first.lm_head = torch.nn.Linear(32, 259, bias=False)
+            first.lm_head = nn.Linear(32, 259, bias=False)
             first.lm_head.weight.data.copy_(matrices[layer])
         expected = stock(first, "lambada_local", data)
         found = ours(results, "lambada_local", layer)

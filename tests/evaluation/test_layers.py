@@ -11,12 +11,14 @@ import tiny_models
 from data.conftest import jsonl
 from evaluation import small_world
 from evaluation.small_world import LAYERS
-from fulldepth.errors import FulldepthError
 from fulldepth.evaluation import evaluate
 from fulldepth.evaluation.harness import Answers, LayerReader, layered_model
 from fulldepth.evaluation.local_tasks import local_task
 from fulldepth.execution.verify import prove
 from fulldepth.hf.truncation import truncated
+from json_files import write_json
+from marks import thorough
+from refusals import refused
 from skip import word_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -57,8 +59,7 @@ def stock(model, task, data, replies=None, limit=LIMIT, batch_size=4, tokenizer=
 
 def ours(results, task, layer):
     """Metric -> (value, standard error) at an exit layer."""
-    table = results.table
-    rows = table[(table.site == task) & (table.layer == layer) & (table.measure == "task_score")]
+    rows = results.table.query("site == @task and layer == @layer and measure == 'task_score'")
     values = dict(zip(rows.statistic, rows.value, strict=True))
     return {name: (value, values[f"{name}_stderr"]) for name, value in values.items() if not name.endswith("_stderr")}
 
@@ -141,7 +142,7 @@ def test_a_continuation_longer_than_the_positions_is_refused(data):
     model.config.max_position_embeddings = 6
     with pytest.raises(AssertionError):
         stock(model, "arc_easy_local", data)
-    with pytest.raises(FulldepthError, match=r"continuation of \d+ tokens is longer than the model's 6 positions"):
+    with refused(r"continuation of \d+ tokens is longer than the model's 6 positions"):
         scored(model, ["arc_easy_local"], data)
 
 
@@ -159,7 +160,7 @@ def test_perplexities_of_whole_texts(data, tmp_path):
         "doc_to_target": "{{question}} {{answer}}",
         "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
     }
-    (tmp_path / "texts.yaml").write_text(json.dumps(task))
+    write_json(tmp_path / "texts.yaml", task)
     results = scored(model, ["texts"], data, include_path=str(tmp_path))
     rows = results.table.set_index(["layer", "statistic"]).value
     for layer in (2, LAYERS):
@@ -189,7 +190,7 @@ FAMILIES = ["gemma2", "cohere", "depth_llama-hyper"]
 FURTHER = ["gpt2", "gemma3", "gpt_neox", "granite", "depth_llama-dynamic"]
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.thorough) for name in FURTHER)])
+@pytest.mark.parametrize("name", [*FAMILIES, *(thorough(name) for name in FURTHER)])
 def test_families(name, tmp_path):
     """Soft caps, scaled logits, parallel blocks, sliding windows, learned positions, several streams."""
     words = word_tokenizer.words

@@ -9,8 +9,8 @@ import pytest
 
 from data.conftest import jsonl
 from evaluation import small_world
-from fulldepth.errors import FulldepthError
 from fulldepth.evaluation.local_tasks import LOCAL_TASKS, hellaswag_query, local_task
+from refusals import refused
 
 lm_eval = pytest.importorskip("lm_eval")
 LETTERS = "ABCDE"
@@ -102,7 +102,7 @@ def test_requests_targets_and_metrics_are_those_of_lm_eval(name, tmp_path):
 
 def test_hellaswag_prompts_of_the_real_file_capitalise_the_unfinished_sentence(shared_data):
     """3,243 of HellaSwag's 10,042 validation rows are captions, whose last sentence is unfinished."""
-    lines = (shared_data / "lm-eval/hellaswag_val.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (shared_data / "lm-eval/hellaswag_val.jsonl").read_text().splitlines()
     contexts = [json.loads(line)["context"] for line in lines]
     changed = [context for context in contexts if hellaswag_query(context) != context]
     assert hellaswag_query(contexts[0]) == "Roof shingle removal: A man is sitting on a roof. He"
@@ -123,11 +123,11 @@ def test_hellaswag_prompts_of_the_real_file_capitalise_the_unfinished_sentence(s
 def test_a_malformed_row_or_an_empty_file_is_named(line, message, tmp_path):
     row = '{"question": "{{ 1/0 }} {% raw", "choices": ["b", "{{c}}"], "gold": 0}\n'
     (tmp_path / "arc_easy_test.jsonl").write_text("" if line is None else row * 2 + line + "\n")
-    with pytest.raises(FulldepthError, match=message):
+    with refused(message):
         local_task("arc_easy_local", [tmp_path])["custom_dataset"]()
 
 
 def test_a_missing_file_is_named_with_the_places(tmp_path):
     for folders, named in (([tmp_path], "lm-eval/piqa_valid"), ([], "--task-data")):
-        with pytest.raises(FulldepthError, match=named):
+        with refused(named):
             local_task("piqa_local", folders)

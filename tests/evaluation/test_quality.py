@@ -12,9 +12,9 @@ import torch
 from data.conftest import jsonl
 from evaluation import small_world
 from evaluation.small_world import LAYERS
-from fulldepth.errors import FulldepthError
 from fulldepth.evaluation import evaluate
 from fulldepth.evaluation.quality import diversity, mean_of
+from refusals import refused
 
 PREFIX, NEW, PROMPTS = 8, 12, 6
 
@@ -131,14 +131,14 @@ def mean_perplexity(model, sequences):
 
 def test_refusals(text, tmp_path):
     model, options = small_world.model(), {"tokenizer": small_world.tokenizer()}
-    with pytest.raises(FulldepthError, match="more than the model's 2048 positions"):
+    with refused("more than the model's 2048 positions"):
         evaluate(model, generation_quality=text, prefix_tokens=2040, **options)
-    with pytest.raises(FulldepthError, match="has no text of 1300 tokens"):
+    with refused("has no text of 1300 tokens"):
         evaluate(model, generation_quality=text, prefix_tokens=1000, max_new_tokens=300, **options)
     small = small_world.model()
     small.config.max_position_embeddings = PREFIX + 2
     small.save_pretrained(tmp_path / "judge")
     small_world.tokenizer().save_pretrained(tmp_path / "judge")
     sizes = {"prompts": 2, "prefix_tokens": PREFIX, "max_new_tokens": NEW, "exit_layers": "full"}
-    with pytest.raises(FulldepthError, match=f"has {PREFIX + 2} positions, and a text has"):
+    with refused(f"has {PREFIX + 2} positions, and a text has"):
         evaluate(model, generation_quality=text, judge=str(tmp_path / "judge"), **sizes, **options)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import torch
 import transformers as tf
+from torch import nn
 
 import tiny_models as tm
 from fulldepth.architectures import SKIPPED
 
 LLAMA = SKIPPED["llama"]
 tm.UNLISTED |= {
-    "llama-fast": lambda: LLAMA(LLAMA.config_class(**tm.DECODER, skipped_attention=[1], skipped_mlp=[2])),
-    "mistral-window": lambda: tf.MistralForCausalLM(tf.MistralConfig(**tm.DECODER, sliding_window=6)),
-    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**tm.DECODER, num_local_experts=4)),
-    "bloom": lambda: tf.BloomForCausalLM(
-        tf.BloomConfig(vocab_size=tm.VOCAB, hidden_size=tm.WIDTH, n_layer=tm.LAYERS, n_head=tm.HEADS)
+    "llama-fast": tm.built(LLAMA, **tm.DECODER, skipped_attention=[1], skipped_mlp=[2]),
+    "mistral-window": tm.built(tf.MistralForCausalLM, **tm.DECODER, sliding_window=6),
+    "mixtral": tm.built(tf.MixtralForCausalLM, **tm.DECODER, num_local_experts=4),
+    "bloom": tm.built(
+        tf.BloomForCausalLM, vocab_size=tm.VOCAB, hidden_size=tm.WIDTH, n_layer=tm.LAYERS, n_head=tm.HEADS
     ),
-    "mamba": lambda: tf.MambaForCausalLM(
-        tf.MambaConfig(vocab_size=tm.VOCAB, hidden_size=tm.WIDTH, num_hidden_layers=tm.LAYERS)
-    ),
+    "mamba": tm.built(tf.MambaForCausalLM, vocab_size=tm.VOCAB, hidden_size=tm.WIDTH, num_hidden_layers=tm.LAYERS),
 }
 DECODERS = [
     *("llama", "qwen2", "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_neox-serial", "opt", "phi3", "granite", "olmo2"),
@@ -30,21 +29,25 @@ FLOAT32 = ("gemma2", "bloom", "mixtral")
 
 
 def build(name, *, late=1.0, seed=0):
-    """A decoder in float64 where possible; `late` < 1 shrinks the layers after the first, so that drafts agree."""
+    """A decoder in float64 where possible, without an end of text.
+
+    `late` < 1 shrinks the layers after the first, so that drafts agree.
+    """
     torch.manual_seed(seed)
     model = tm.build(name, seed=seed, dtype=torch.float32 if name in FLOAT32 else torch.float64)
-    blocks = max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
+    blocks = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
     with torch.no_grad():
         for block in blocks[1:]:
             for part, parameter in block.named_parameters():
                 if parameter.ndim > 1 or part.endswith("bias"):
                     parameter.mul_(late)
+    model.generation_config.eos_token_id = None
     return model
 
 
 def prompts(rows=2, length=9, padded=3, seed=2):
     """Prompts of different lengths: row b is padded on the left by `b * padded` positions."""
-    ids = torch.randint(3, tm.VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+    ids = tm.token_ids(rows, length, seed)
     mask = torch.ones_like(ids)
     for row in range(rows):
         mask[row, : min(row * padded, length - 1)] = 0

@@ -29,9 +29,8 @@ def constant(tokenizer):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), num_labels=2, pad_token_id=0, **sizes))
-    with torch.no_grad():
-        model.classifier.weight.zero_()
-        model.classifier.bias.copy_(torch.tensor([1.0, 0.0]))
+    model.classifier.weight.data.zero_()
+    model.classifier.bias.data.copy_(torch.tensor([1.0, 0.0]))
     return model
 
 
@@ -40,8 +39,7 @@ def is_about_nine_tenths(accuracy):
 
 
 def accuracy_of(table, measure):
-    rows = table[(table.measure == measure) & (table.statistic == "mean")]
-    return float(rows.value.iloc[-1])
+    return float(table.query("measure == @measure and statistic == 'mean'").value.iloc[-1])
 
 
 def test_measure_exit_and_the_balanced_option(constant, tokenizer):

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from architectures import combinations
 from architectures import oracle as plain
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import COEFFICIENTS, capture, verify
 from fulldepth.execution.verify import check_routing
 from fulldepth.hf import anatomy_candidates
+from refusals import refused
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 STATES = ["embeddings", "residual", "attention_input", "attention_output", "value"]
@@ -39,22 +40,22 @@ def streams(trace, config):
 def test_states_and_branches(name):
     model, found, states, trace = read(name, [*STATES, *BRANCHES])
     expected = streams(trace, model.config)
-    torch.testing.assert_close(states["residual"], expected, **EXACT)
-    torch.testing.assert_close(states["embeddings"], expected[:1], **EXACT)
-    torch.testing.assert_close(states["value"], [value.flatten(2) for value in trace.values], **EXACT)
+    assert_close(states["residual"], expected, **EXACT)
+    assert_close(states["embeddings"], expected[:1], **EXACT)
+    assert_close(states["value"], [value.flatten(2) for value in trace.values], **EXACT)
     after, carried = states["attention_output"], states["attention_carried"]
-    torch.testing.assert_close([c + a for c, a in zip(carried, states["attention_branch"], strict=True)], after)
+    assert_close([c + a for c, a in zip(carried, states["attention_branch"], strict=True)], after)
     ends = [m + b for m, b in zip(states["mlp_input"], states["mlp_branch"], strict=True)]
-    torch.testing.assert_close(ends, expected[1:], **EXACT)
+    assert_close(ends, expected[1:], **EXACT)
     tree = model.config.tree or {}
     gains = [[norm.weight for norm in layer.tree_norms or ()] for layer in model.model.layers]
     for index, x in enumerate(states["attention_input"]):
         ends = [trace.states[source + 1] for source in tree.get(index, ())]
         parts = [plain.rms_norm(h, g, model.config.rms_norm_eps) for h, g in zip(ends, gains[index], strict=True)]
-        torch.testing.assert_close(x, sum(parts) if parts else expected[index], **EXACT)
+        assert_close(x, sum(parts) if parts else expected[index], **EXACT)
         if model.config.residual != "hyper":
-            torch.testing.assert_close(states["attention_carried"][index], x, rtol=0, atol=0)
-            torch.testing.assert_close(states["mlp_input"][index], after[index], rtol=0, atol=0)
+            assert_close(states["attention_carried"][index], x, rtol=0, atol=0)
+            assert_close(states["mlp_input"][index], after[index], rtol=0, atol=0)
     assert found.branches
     assert found.chained is not bool(tree)
 
@@ -67,7 +68,7 @@ def test_routing(name):
     assert found.routed_heads == model.config.num_key_value_heads
     assert list(states["routing"]) == [2, 3, 4, 5]
     for layer, weights in states["routing"].items():
-        torch.testing.assert_close(weights, trace.routing[layer - 1], **EXACT)
+        assert_close(weights, trace.routing[layer - 1], **EXACT)
 
 
 @pytest.mark.parametrize("name", ["hyper", "hyper-static"])
@@ -92,11 +93,11 @@ def test_mixing(name):
             weights = weights.expand(*given.shape[:2], n, n + 2)
             carried = torch.einsum("btij,btid->btjd", weights[..., 1:-1], given)
             given = carried + weights[..., -1, None] * inner[layer, part][:, :, None]
-        torch.testing.assert_close(given, trace.states[layer], **EXACT)
+        assert_close(given, trace.states[layer], **EXACT)
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 9, 2, 4), (2, 4, 2), (3, 3)])
 def test_a_router_of_other_sources_or_heads_is_refused(shape):
-    with pytest.raises(FulldepthError, match=r"the router of layer \d gives .* expected \d sources and as many heads"):
+    with refused(r"the router of layer \d gives .* expected \d sources and as many heads"):
         check_routing({2: torch.ones(2, 2), 3: torch.ones(shape)})
     assert check_routing({2: torch.ones(2, 2), 3: torch.ones(1, 9, 2, 3), 4: torch.ones(2, 4, 2)}) == 2

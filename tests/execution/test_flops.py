@@ -24,7 +24,7 @@ def test_both_counts_are_those_of_torch(name):
     model = zoo.build(name, "causal-lm") if name in EXPERTS else tm.build(name)
     model.set_attn_implementation("eager")
     model.config._experts_implementation = "eager"  # torch counts no grouped product
-    ids = torch.randint(3, tm.VOCAB, (BATCH, TIME))
+    ids = tm.token_ids(BATCH, TIME)
     with torch.no_grad():
         expected = counted(lambda: model(input_ids=ids, use_cache=False))
     token = forward_flops(model, TIME)

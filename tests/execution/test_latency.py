@@ -13,7 +13,7 @@ import torch
 
 from fulldepth.execution.latency import OtherLoad, Runner, order
 from fulldepth.execution.memory import AllocationTracker, cache_bytes, parameter_bytes, reset_peak, run_peak
-from tiny_models import VOCAB, build
+from tiny_models import build, token_ids
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -44,7 +44,7 @@ def test_another_program_is_seen_and_our_own_work_is_not():
 
 
 def test_a_window_bounds_the_cache():
-    ids = torch.randint(3, VOCAB, (3, 30))
+    ids = token_ids(3, 30)
     held = cache_bytes(Runner(build("gemma2")).run(ids, 25).cache)
     assert held == 2 * 3 * 2 * 8 * 4 * (30 + 2 * 7)  # one full layer, two with a window of 8: the last 7 are kept
 

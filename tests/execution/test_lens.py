@@ -7,11 +7,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
+from torch.testing import assert_close
 
 import tiny_models
 from fulldepth.execution import body_inputs, capture, lens, read_and_show, read_layers, verify
 from fulldepth.execution.lens import CPU_CHUNK
 from fulldepth.hf import anatomy_candidates
+from tiny_models import seeded
 
 
 class Fake:
@@ -50,9 +53,9 @@ def oracle(logits, targets):
 
 
 def same(readout, expected, rtol=1e-5, atol=1e-5):
-    np.testing.assert_array_equal(readout.agrees.numpy(), expected.agrees)
-    np.testing.assert_array_equal(readout.correct.numpy(), expected.correct)
-    np.testing.assert_allclose(readout.loss.numpy(), expected.loss, rtol=rtol, atol=atol)
+    assert_array_equal(readout.agrees.numpy(), expected.agrees)
+    assert_array_equal(readout.correct.numpy(), expected.correct)
+    assert_allclose(readout.loss.numpy(), expected.loss, rtol=rtol, atol=atol)
 
 
 def invented(layers, batch, length, generator, width=6, vocabulary=11, share=0.7):
@@ -77,7 +80,7 @@ def full(states, weight, targets):
     seed=st.integers(0, 999),
 )
 def test_token_heads_against_full_logits(layers, batch, length, share, seed):
-    states, weight, targets = invented(layers, batch, length, torch.Generator().manual_seed(seed), share=share)
+    states, weight, targets = invented(layers, batch, length, seeded(seed), share=share)
     spoilt = states.masked_fill((targets == -100)[..., None], float("nan"))
     classifier = Fake(weight)
     readout = read_layers(classifier, spoilt, targets, torch.ones_like(targets))
@@ -125,7 +128,7 @@ def test_sequence_heads_read_each_sequence_once(name, generator):
     readout = read_layers(found.classifier, states, targets, mask)
     where = targets != -100
     logits = torch.stack([found.classifier.sequences(layer, mask)[where] for layer in states]).double()
-    torch.testing.assert_close(logits[-1].float(), model(**batch).logits[where], rtol=1e-4, atol=1e-4)
+    assert_close(logits[-1].float(), model(**batch).logits[where], rtol=1e-4, atol=1e-4)
     same(readout, oracle(logits, targets[where].numpy()))
 
 
@@ -151,7 +154,7 @@ def test_tiles_of_the_vocabulary_and_shown_positions_against_full_logits(name, g
         same(readout, oracle(logits[:, where], targets.flatten()[where].numpy()))
         probability = logits[:, shown.flatten()].softmax(-1).max(-1)
         assert torch.equal(top.token, probability.indices)
-        torch.testing.assert_close(top.probability, probability.values.float())
+        assert_close(top.probability, probability.values.float())
 
 
 @torch.no_grad()
@@ -166,6 +169,6 @@ def test_bfloat16_products_are_those_of_rounded_operands(generator, monkeypatch)
     readout = read_layers(found.classifier, states, targets, batch["attention_mask"])
     logits = (model.model.norm(states).double() @ model.lm_head.weight.double().T).bfloat16().flatten(1, 2)
     expected = oracle(logits.double(), targets.flatten().numpy())
-    np.testing.assert_allclose(readout.loss.numpy(), expected.loss, atol=2e-2)
+    assert_allclose(readout.loss.numpy(), expected.loss, atol=2e-2)
     assert (readout.agrees.numpy() == expected.agrees).mean() > 0.98
     assert 0 < (readout.loss - full.loss).abs().max() < 0.05

@@ -6,19 +6,21 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tiny_models
 from fulldepth.execution import SITES, body_inputs, capture, verify
 from fulldepth.hf import anatomy_candidates
 
-# Each function takes a block apart: (block, x, what else the block was given) -> branches A and M, x', y.
+# Each function takes a block apart: (block, x, what else the block was given) -> branches A and M, and x', y where they
+# are not x + A and x + A + M.
 
 
 def llama(block, x, given, scale=1.0):
     a = scale * block.self_attn(hidden_states=block.input_layernorm(x), **given)[0]
-    m = scale * block.mlp(block.post_attention_layernorm(x + a))
-    return a, m, x + a, x + a + m
+    return a, scale * block.mlp(block.post_attention_layernorm(x + a))
 
 
 def granite(block, x, given):
@@ -27,32 +29,27 @@ def granite(block, x, given):
 
 def gemma(block, x, given):
     a = block.post_attention_layernorm(block.self_attn(hidden_states=block.input_layernorm(x), **given)[0])
-    m = block.post_feedforward_layernorm(block.mlp(block.pre_feedforward_layernorm(x + a)))
-    return a, m, x + a, x + a + m
+    return a, block.post_feedforward_layernorm(block.mlp(block.pre_feedforward_layernorm(x + a)))
 
 
 def falcon(block, x, given):
     normed = block.input_layernorm(x)
-    a, m = block.self_attention(normed, **given)[0].clone(), block.mlp(normed)
-    return a, m, x + a, x + a + m
+    return block.self_attention(normed, **given)[0].clone(), block.mlp(normed)
 
 
 def gpt2(block, x, given):
     a = block.attn(block.ln_1(x), **given)[0]
-    m = block.mlp(block.ln_2(x + a))
-    return a, m, x + a, x + a + m
+    return a, block.mlp(block.ln_2(x + a))
 
 
 def neox(block, x, given):
     a = block.attention(block.input_layernorm(x), **given)[0]
-    m = block.mlp(block.post_attention_layernorm(x))
-    return a, m, x + a, x + a + m
+    return a, block.mlp(block.post_attention_layernorm(x))
 
 
 def opt(block, x, given):
     a = block.self_attn(hidden_states=block.self_attn_layer_norm(x), **given)[0]
-    m = block.fc2(F.relu(block.fc1(block.final_layer_norm(x + a))))
-    return a, m, x + a, x + a + m
+    return a, block.fc2(F.relu(block.fc1(block.final_layer_norm(x + a))))
 
 
 def bert(block, x, given):
@@ -64,8 +61,7 @@ def bert(block, x, given):
 
 def vit(block, x, given):
     a = block.attention(block.layernorm_before(x), **given)[0]
-    m = block.mlp(block.layernorm_after(x + a))
-    return a, m, x + a, x + a + m
+    return a, block.mlp(block.layernorm_after(x + a))
 
 
 def detr(block, x, given):
@@ -119,7 +115,8 @@ def taken_apart(name, model, batch):
     embeddings, layers = x, []
     for block, rest in zip(blocks, given, strict=True):
         rest.pop("hidden_states", None)
-        layers.append(by_hand(block, x, rest))
+        a, m, *sums = by_hand(block, x, rest)
+        layers.append((a, m, *(sums or (x + a, x + a + m))))
         x = layers[-1][-1]
     return embeddings, layers
 
@@ -140,19 +137,19 @@ def test_branches_and_stream_equal_the_block_taken_apart(name):
         "residual": 4,
         "final_normed": 1,
     }
-    torch.testing.assert_close(states["embeddings"], [embeddings], rtol=0, atol=0)
-    torch.testing.assert_close(states["residual"][0], embeddings, rtol=0, atol=0)
-    torch.testing.assert_close(states["attention_input"], states["residual"][:-1], rtol=0, atol=0)
+    assert_close(states["embeddings"], [embeddings], rtol=0, atol=0)
+    assert_close(states["residual"][0], embeddings, rtol=0, atol=0)
+    assert_close(states["attention_input"], states["residual"][:-1], rtol=0, atol=0)
     norm = BY_HAND[name][2]
     last = states["residual"][-1] if norm is None else model.get_submodule(norm)(states["residual"][-1])
-    torch.testing.assert_close(states["final_normed"], [last], rtol=0, atol=0)
+    assert_close(states["final_normed"], [last], rtol=0, atol=0)
     for site, expected in zip(ORDER, zip(*layers, strict=True), strict=True):
         got = states[site][1:] if site == "residual" else states[site]
-        torch.testing.assert_close(got, list(expected), rtol=1e-4, atol=1e-4, msg=site)
+        assert_close(got, list(expected), rtol=1e-4, atol=1e-4, msg=site)
     for layer, (a, m, _, y) in enumerate(layers, start=1):
-        ends = anatomy.part(layer, "mlp_norm") if anatomy.family.design == "post" else torch.nn.Identity()
+        ends = anatomy.part(layer, "mlp_norm") if anatomy.family.design == "post" else nn.Identity()
         total = states["mlp_input"][layer - 1] + m + (a if anatomy.family.design == "parallel" else 0)
-        torch.testing.assert_close(ends(total), y, rtol=1e-4, atol=1e-4)
+        assert_close(ends(total), y, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name in BY_HAND if name != "falcon"])
@@ -176,4 +173,4 @@ def test_value_states_are_those_that_attention_is_given(name, monkeypatch):
         model(**batch)
     own = [value for path, value in seen.items() if path.startswith(BY_HAND[name][1]) and "encoder_attn" not in path]
     assert len(own) == 3
-    torch.testing.assert_close(activations["value"], own, rtol=0, atol=0)
+    assert_close(activations["value"], own, rtol=0, atol=0)

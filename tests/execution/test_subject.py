@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 import pytest
+from pandas.testing import assert_frame_equal
 from PIL import Image
 
 import fulldepth
 import tiny_models
-from fulldepth.errors import FulldepthError
 from fulldepth.exit import subject as early_exit
 from fulldepth.measurement.subject import prepare_subject
 from fulldepth.settings.exit import ExitSettings
 from fulldepth.settings.measure import MeasureSettings
+from refusals import refused
 from skip.word_tokenizer import tokenizer, words
 
 
@@ -30,7 +30,7 @@ def test_measuring_and_leaving_early_read_the_same_sequences():
 def test_what_the_model_does_not_read_is_refused():
     model, settings = tiny_models.build("bert-classifier"), ExitSettings()
     checkpoint = early_exit.open_checkpoint(model, settings)
-    with pytest.raises(FulldepthError, match="holds images, but BertForSequenceClassification reads text"):
+    with refused("holds images, but BertForSequenceClassification reads text"):
         early_exit.prepare_subject(checkpoint, "digits:builtin/test", settings, tokenizer())
 
 
@@ -54,4 +54,4 @@ def test_batches_without_any_label_change_nothing(name, make, tmp_path):
     some = [row if n % 2 else {**row, "label": None} for n, row in enumerate(rows)]
     partly, alone = (fulldepth.measure(tmp_path, data, **options).table for data in (some, rows[1::2]))
     means = [table[~table.statistic.str.contains("error")] for table in (partly, alone)]
-    pd.testing.assert_frame_equal(*means, rtol=1e-5)
+    assert_frame_equal(*means, rtol=1e-5)

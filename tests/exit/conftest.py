@@ -40,8 +40,7 @@ def sharpened(name, factor, dtype=torch.float64):
     """A tiny model whose last layer's weights are larger, so that probabilities cover (0, 1)."""
     model = tiny_models.build(name, dtype=dtype)
     head = next(module for key, module in model.named_modules() if key in ("classifier", "score", "lm_head"))
-    with torch.no_grad():
-        head.weight.mul_(factor)
+    head.weight.data.mul_(factor)
     return model
 
 

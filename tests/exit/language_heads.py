@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 import transformers as tf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.testing import assert_close
 
 import tiny_models
 from skip.word_tokenizer import tokenizer
+from tiny_models import seeded
 
 HEADS = "exit_heads.safetensors"
 LLAMA = ("model.layers", "model.norm")
-FAMILIES: dict[str, tuple[str, str]] = {
+FAMILIES = {
     "gpt2": ("transformer.h", "transformer.ln_f"),
     "llama": LLAMA,
     "llama-tied": LLAMA,
@@ -28,32 +27,16 @@ FAMILIES: dict[str, tuple[str, str]] = {
 ENCODERS = {"bert": "bert.encoder.layer"}
 
 
-def _build(name: str) -> Any:
-    if name == "llama-tied":
-        config = tf.LlamaConfig(**tiny_models.DECODER, tie_word_embeddings=True)
-        model: Any = tf.LlamaForCausalLM(config)
-    else:
-        return tiny_models.build(name)
-    with torch.no_grad():
-        for part, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-            elif "embed" not in part:
-                parameter.mul_(4.0)
-    return model.eval()
-
-
-def write(name: str, folder: Path, *, scale: float = 0.7) -> Path:
+def write(name, folder, *, scale=0.7):
     """Files of a model, a tokenizer and heads, written by transformers and safetensors."""
-    torch.manual_seed(0)
-    model = _build(name)
+    model = tiny_models.build(name)
     own = model.get_output_embeddings().weight
     model.save_pretrained(folder)
     tokens = tokenizer()
     if name in ENCODERS:
         tokens.add_special_tokens({"mask_token": "w79"})
     tokens.save_pretrained(folder.parent / "tokenizer")  # beside the model, so that its type does not choose the class
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     noise = {n: scale * own.std() * torch.randn(own.shape, generator=generator) for n in (1, 2)}
     heads = {f"exit_heads.{n}.weight": (own.detach() + each) for n, each in noise.items()}
     save_file(heads, folder / HEADS)
@@ -63,31 +46,31 @@ def write(name: str, folder: Path, *, scale: float = 0.7) -> Path:
 class Plain:
     """A stock model in float64 whose layers are read one text at a time."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder, name):
         auto = tf.AutoModelForMaskedLM if name in ENCODERS else tf.AutoModelForCausalLM
-        self.model: Any = auto.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+        self.model = auto.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
         self.name, self.config = name, self.model.config
         stored = load_file(folder / HEADS) if (folder / HEADS).exists() else {}
         self.matrices = [stored[key].double() for key in sorted(stored)]
-        self.states: list[Tensor] = []
+        self.states = []
         self.blocks = self.model.get_submodule(ENCODERS.get(name) or FAMILIES[name][0])
         for block in self.blocks:
             block.register_forward_hook(self._keep)
 
-    def _keep(self, module: Any, args: Any, output: Any) -> None:
+    def _keep(self, module, args, output):
         self.states.append(output if isinstance(output, Tensor) else output[0])
 
     @torch.no_grad()
-    def layers(self, ids: list[int]) -> Tensor:
+    def layers(self, ids):
         """[L, T, V] logits of every layer for one text."""
         self.states = []
         options = {} if self.name in ENCODERS else {"use_cache": False}
         own = self.model(torch.tensor([ids]), **options).logits[0]
         read = [self.read(state.reshape(-1, state.shape[-1])[-len(ids) :], n) for n, state in enumerate(self.states)]
-        torch.testing.assert_close(read[-1], own, rtol=1e-9, atol=1e-9)
+        assert_close(read[-1], own, rtol=1e-9, atol=1e-9)
         return torch.stack(read)
 
-    def read(self, state: Tensor, index: int) -> Tensor:
+    def read(self, state, index):
         """[T, V] logits of the state after block `index`, by its matrix."""
         if self.name in ENCODERS:
             return self._masked(state, index)
@@ -100,20 +83,20 @@ class Plain:
             return logits / self.config.logits_scaling
         return logits * self.config.logit_scale if self.name == "cohere" else logits
 
-    def _masked(self, state: Tensor, index: int) -> Tensor:
+    def _masked(self, state, index):
         inner, last = self.model.cls.predictions.transform, self.model.cls.predictions.decoder
         feature = inner.LayerNorm(F.gelu(inner.dense(state)))
         logits = feature @ self._matrix(index, last).T
         return logits if index < len(self.matrices) else logits + last.bias
 
-    def _matrix(self, index: int, head: Any) -> Tensor:
+    def _matrix(self, index, head):
         return self.matrices[index] if index < len(self.matrices) else head.weight
 
 
-def texts(plain: Plain, count: int, length: int) -> list[list[int]]:
+def texts(plain, count, length):
     """Texts of words as token ids; of a decoder each layer predicts some of the next tokens."""
-    generator = torch.Generator().manual_seed(3)
-    rows: list[list[int]] = torch.randint(10, 89, (count, length), generator=generator).tolist()
+    generator = seeded(3)
+    rows = torch.randint(10, 89, (count, length), generator=generator).tolist()
     if plain.name not in ENCODERS:
         for at, row in enumerate(rows):
             for place in range(1, length):

@@ -6,13 +6,14 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 import tiny_models
 from exit.conftest import sharpened, taught
 from fulldepth import exit
-from fulldepth.errors import FulldepthError
 from fulldepth.losses import add_exit_heads
-from skip.word_tokenizer import tokenizer
+from refusals import refused
+from skip.word_tokenizer import checkpoint, tokenizer
 
 
 @torch.no_grad()
@@ -24,7 +25,7 @@ def test_a_decoder_is_written_with_its_tokenizer_and_card(tmp_path):
     assert again.config.layer_types == model.config.layer_types[:2]
     ids = torch.arange(3, 15).view(1, 12)
     states = model.model(ids, output_hidden_states=True).hidden_states
-    torch.testing.assert_close(again(ids).logits, model.lm_head(model.model.norm(states[2])), rtol=1e-4, atol=1e-4)
+    assert_close(again(ids).logits, model.lm_head(model.model.norm(states[2])), rtol=1e-4, atol=1e-4)
     assert (made.layers, made.num_layers) == (2, 3)
     assert made.parameters == sum(p.numel() for p in again.parameters())
     assert made.logit_error < 1e-5
@@ -55,7 +56,7 @@ def test_a_budget_counts_what_a_multi_exit_model_keeps(tmp_path, without_fresh_p
             if expected:
                 assert exit.export_layers(model, target, **options).layers == expected
             else:
-                with pytest.raises(FulldepthError, match="One layer with embeddings and head takes"):
+                with refused("One layer with embeddings and head takes"):
                     exit.export_layers(model, target, **options)
                 assert not target.exists()
 
@@ -68,7 +69,7 @@ def test_the_accuracy_chooses_the_layers(labelled, tmp_path, without_fresh_proce
         options = {"effective_depth": share, "data": known, "tokenizer": tokenizer()}
         made = exit.export_layers(model, tmp_path / f"c{share}", **options)
         assert made.layers == most if share == 0.05 else made.layers <= most
-    with pytest.raises(FulldepthError, match="nothing is advised"):
+    with refused("nothing is advised"):
         exit.export_layers(model, tmp_path / "d", effective_depth=0.1, data=labelled, tokenizer=tokenizer())
 
 
@@ -83,16 +84,15 @@ def test_the_accuracy_chooses_the_layers(labelled, tmp_path, without_fresh_proce
     ],
 )
 def test_what_cannot_be_exported_is_refused(tmp_path, options, name):
-    with pytest.raises(FulldepthError, match=name):
+    with refused(name):
         exit.export_layers(tiny_models.build("llama"), **{"output": tmp_path / "x", **options})
 
 
 def test_a_damaged_tokenizer_is_not_copied(tmp_path, without_fresh_process):
-    tiny_models.build("llama").save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    content = bytearray((tmp_path / "model" / "tokenizer.json").read_bytes())
+    file = checkpoint(tmp_path / "model") / "tokenizer.json"
+    content = bytearray(file.read_bytes())
     content[300:302] = b"\xe7 "  # no UTF-8
-    (tmp_path / "model" / "tokenizer.json").write_bytes(content)
-    with pytest.raises(FulldepthError, match=r"tokenizer\.json"):
+    file.write_bytes(content)
+    with refused(r"tokenizer\.json"):
         exit.export_layers(tmp_path / "model", tmp_path / "x", layers=1)
     assert not (tmp_path / "x").exists()

@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 import transformers as tf
+from numpy.testing import assert_allclose
 from safetensors.torch import load_file, save_file
 from scipy.special import softmax
-from torch import Tensor
 
 import fulldepth
 import tiny_models
 from exit import plain
 from fulldepth.data import open_source, prepare
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import find_anatomy
 from fulldepth.exit import sweep
 from fulldepth.hf import EXIT_HEADS, exit_heads_of, load_exit_heads, load_processor, open_model
 from golden.tables import images
 from metrics.oracle import of_lens
+from refusals import refused
+from tiny_models import seeded
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     """A stock checkpoint with the file of heads beside it."""
     folder, model = tmp_path_factory.mktemp("heads") / "model", tiny_models.build("vit")
     model.save_pretrained(folder)
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     heads = {f"exit_heads.{n}.weight": 0.5 * torch.randn(3, 32, generator=generator) for n in (1, 2)}
     save_file(heads, folder / EXIT_HEADS)
     return folder
 
 
 @torch.no_grad()
-def layer_logits(checkpoint: Path, pixels: Tensor) -> np.ndarray[Any, Any]:
+def layer_logits(checkpoint, pixels):
     """[L, N, C] logits of every layer, by transformers and the file alone."""
     model = tf.ViTForImageClassification.from_pretrained(checkpoint, dtype=torch.float64)
     model.config.tie_last_hidden_states = False
@@ -47,7 +45,7 @@ def layer_logits(checkpoint: Path, pixels: Tensor) -> np.ndarray[Any, Any]:
     return torch.stack([*early, model.classifier(features[2])]).numpy()
 
 
-def test_the_file_of_heads_changes_nothing_for_transformers_and_is_told_of(checkpoint: Path) -> None:
+def test_the_file_of_heads_changes_nothing_for_transformers_and_is_told_of(checkpoint):
     stock, report = tf.ViTForImageClassification.from_pretrained(checkpoint, output_loading_info=True)
     assert not any(report.values())
     batch, opened = tiny_models.inputs(stock), open_model(checkpoint, exit_heads=True).model
@@ -55,7 +53,7 @@ def test_the_file_of_heads_changes_nothing_for_transformers_and_is_told_of(check
     assert any(EXIT_HEADS in warning for warning in open_model(checkpoint).warnings)
 
 
-def test_measure_and_exit_read_each_layer_by_its_own_head(checkpoint: Path, tmp_path: Path) -> None:
+def test_measure_and_exit_read_each_layer_by_its_own_head(checkpoint, tmp_path):
     data = images(tmp_path / "pictures", 24, "LABEL_")
     anatomy = find_anatomy(open_model(checkpoint).model)
     processor = load_processor(checkpoint, anatomy.config)
@@ -66,8 +64,8 @@ def test_measure_and_exit_read_each_layer_by_its_own_head(checkpoint: Path, tmp_
 
     results = fulldepth.measure(checkpoint, data, measures=["lens_loss", "lens_accuracy"])
     accuracy, loss, _ = of_lens(logits, target)
-    np.testing.assert_allclose(results.values("lens_loss", "mean")[-3:], loss, rtol=1e-4)
-    np.testing.assert_allclose(results.values("lens_accuracy", "mean")[-3:], accuracy)
+    assert_allclose(results.values("lens_loss", "mean")[-3:], loss, rtol=1e-4)
+    assert_allclose(results.values("lens_accuracy", "mean")[-3:], accuracy)
     assert results.meta["model"]["exit_heads"] == 2
 
     threshold = float(np.median(softmax(logits[0], axis=-1).max(-1)))
@@ -78,10 +76,10 @@ def test_measure_and_exit_read_each_layer_by_its_own_head(checkpoint: Path, tmp_
     assert row["exits"][0] == 12
 
 
-def test_malformed_files_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_malformed_files_are_refused(checkpoint, tmp_path):
     model, path, content = tiny_models.build("vit"), tmp_path / EXIT_HEADS, (checkpoint / EXIT_HEADS).read_bytes()
     one, two = load_file(checkpoint / EXIT_HEADS).items()
-    cases: dict[str, dict[str, Tensor]] = {
+    cases = {
         r"\[1\]": dict([one]),
         r"\[1, 2, 3\]": dict([one, two, ("exit_heads.3.weight", one[1].clone())]),
         r"\[4, 32\]": dict([one, (two[0], torch.ones(4, 32))]),
@@ -90,10 +88,10 @@ def test_malformed_files_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     }
     for message, tensors in cases.items():
         save_file(tensors, path)
-        with pytest.raises(FulldepthError, match=message):
+        with refused(message):
             load_exit_heads(model, tmp_path)
     for damaged in (b"", b"\xff" * 40, content[:-9]):
         path.write_bytes(damaged)
-        with pytest.raises(FulldepthError, match="Cannot read"):
+        with refused("Cannot read"):
             load_exit_heads(model, path)
     assert not exit_heads_of(model)

@@ -5,24 +5,23 @@ The oracle (`language_heads.Plain`) is stock transformers in float64, one text a
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 import fulldepth
 from exit import plain
 from exit.language_heads import ENCODERS, FAMILIES, HEADS, Plain, texts, write
 from exit.test_sweep import RULES, check
 from fulldepth.data import open_source, prepare
-from fulldepth.errors import FulldepthError
 from fulldepth.exit import Decoder, export_layers, sweep
 from fulldepth.hf import open_model, save_exit_heads, truncated
 from fulldepth.losses import Objective
+from marks import thorough
+from refusals import refused
 from skip.word_tokenizer import words
 
 LENGTH, NEW, LAYERS = 12, 8, 3
@@ -30,7 +29,7 @@ DECODED = [
     "llama-tied",
     "gemma2",
     "granite",
-    *(pytest.param(n, marks=pytest.mark.thorough) for n in ("llama", "cohere")),
+    *(thorough(n) for n in ("llama", "cohere")),
 ]
 TIED = ("gpt2", "llama-tied", "gemma2", "cohere")
 
@@ -38,7 +37,7 @@ TIED = ("gpt2", "llama-tied", "gemma2", "cohere")
 class Case:
     """A checkpoint, its oracle, a text file, and the oracle's logits `[L, T, V]` of each window of the file."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name, folder):
         self.name, self.path, self.data = name, write(name, folder / "model"), folder / "text.txt"
         self.plain, self.tokenizer = Plain(self.path, name), str(folder / "tokenizer")
         self.data.write_text(" ".join(words(*(i - 10 for i in row)) for row in texts(self.plain, 8, LENGTH)))
@@ -63,22 +62,22 @@ class Case:
             self.logits.append(read[:, target != -100])
             self.targets += target[target != -100].tolist()
 
-    def decoder(self) -> Decoder:
+    def decoder(self):
         """In float64 but for Gemma 2, which gives NaN there with padding."""
         dtype = "float32" if self.name == "gemma2" else "float64"
         return Decoder(open_model(self.path, exit_heads=True, dtype=dtype).model)
 
     @property
-    def samples(self) -> np.ndarray[Any, Any]:
+    def samples(self):
         """[N, L, V] logits of every position with a target."""
         return torch.cat(self.logits, dim=1).transpose(0, 1).numpy()
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, Case] = {}
+def cases(tmp_path_factory):
+    made = {}
 
-    def of(name: str) -> Case:
+    def of(name):
         if name not in made:
             made[name] = Case(name, tmp_path_factory.mktemp(name))
         return made[name]
@@ -87,7 +86,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *ENCODERS])
-def test_exit(cases: Any, name: str) -> None:
+def test_exit(cases, name):
     case = cases(name)
     samples = [[list(layer) for layer in sample] for sample in case.samples.tolist()]
     thresholds = [middle(case, "confidence"), 0.5, 1.0]
@@ -98,12 +97,12 @@ def test_exit(cases: Any, name: str) -> None:
     assert all(row["measured_speedup"] is None for row in results.meta["exits"])
 
 
-def middle(case: Case, rule: str) -> float:
+def middle(case, rule):
     """A threshold that half of the predictions of layer 1 exceed."""
     return float(np.median([plain.certainty(list(sample[0]), rule) for sample in case.samples.tolist()]))
 
 
-def continued(case: Case, ids: list[int], exit_of: Any) -> tuple[list[int], list[int]]:
+def continued(case, ids, exit_of):
     """New tokens and their exit layers, without a cache: every step runs the whole text."""
     ids, exits, prompt = list(ids), [], len(ids)
     for _ in range(NEW):
@@ -114,7 +113,7 @@ def continued(case: Case, ids: list[int], exit_of: Any) -> tuple[list[int], list
 
 
 @pytest.mark.parametrize("name", DECODED)
-def test_generation_leaves_by_the_layers_own_heads(cases: Any, name: str) -> None:
+def test_generation_leaves_by_the_layers_own_heads(cases, name):
     case, ends = cases(name), {"eos_token_id": 96, "pad_token_id": 0}
     decoder = case.decoder()
     prompts, seen = [list(range(20, 29)), [60, 33, 12, 70, 41]], set()
@@ -135,7 +134,8 @@ def test_generation_leaves_by_the_layers_own_heads(cases: Any, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_a_cut_model_is_a_stock_checkpoint(cases: Any, name: str, tmp_path: Path, without_fresh_process: None) -> None:
+@torch.no_grad()
+def test_a_cut_model_is_a_stock_checkpoint(cases, name, tmp_path, without_fresh_process):
     case, ids = cases(name), list(range(20, 32))
     expected, stored = case.plain.layers(ids), load_file(case.path / HEADS)
     export_layers(case.path, tmp_path / "2", layers=2, tokenizer=case.tokenizer)
@@ -143,8 +143,7 @@ def test_a_cut_model_is_a_stock_checkpoint(cases: Any, name: str, tmp_path: Path
     stock, report = auto.from_pretrained(tmp_path / "2", dtype=torch.float64, output_loading_info=True)
     assert not any(report.values())
     assert not stock.config.tie_word_embeddings
-    with torch.no_grad():
-        torch.testing.assert_close(stock(torch.tensor([ids])).logits[0], expected[1], rtol=1e-6, atol=1e-7)
+    assert_close(stock(torch.tensor([ids])).logits[0], expected[1], rtol=1e-6, atol=1e-7)
     kept = load_file(tmp_path / "2" / HEADS)
     assert list(kept) == ["exit_heads.1.weight"]
     assert torch.equal(kept["exit_heads.1.weight"], stored["exit_heads.1.weight"])
@@ -155,26 +154,23 @@ def test_a_cut_model_is_a_stock_checkpoint(cases: Any, name: str, tmp_path: Path
         assert (short.get_output_embeddings().weight is short.get_input_embeddings().weight) == (
             layers == 3 and (name in TIED or name == "bert")
         )
-        with torch.no_grad():
-            torch.testing.assert_close(short(torch.tensor([ids])).logits[0], expected[layers - 1], rtol=1e-6, atol=1e-7)
-    with torch.no_grad():  # the original is as it was
-        torch.testing.assert_close(model(torch.tensor([ids])).logits[0], expected[2], rtol=1e-6, atol=1e-7)
+        assert_close(short(torch.tensor([ids])).logits[0], expected[layers - 1], rtol=1e-6, atol=1e-7)
+    assert_close(model(torch.tensor([ids])).logits[0], expected[2], rtol=1e-6, atol=1e-7)  # as it was
 
 
-def test_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_models_that_do_not_fit_are_refused(tmp_path):
     path = write("gpt2", tmp_path / "model")
     model = open_model(path, exit_heads=True).model
     model.resize_token_embeddings(104)
     rows = ["w1 w2 w3 w4 w5 w6"] * 9
     options = {"tokenizer": str(tmp_path / "tokenizer"), "sequence_length": 6}
-    refused: list[Any] = [
+    for call in (
         lambda: fulldepth.measure(model, rows, **options),
         lambda: sweep(model, rows, **options),
         lambda: Objective(multi_exit=1.0).attach(model),
         lambda: save_exit_heads(model, tmp_path),
         lambda: truncated(model, 1),
         lambda: Decoder(model),
-    ]
-    for call in refused:
-        with pytest.raises(FulldepthError, match=r"\[96, 32\].*\[104, 32\]"):
+    ):
+        with refused(r"\[96, 32\].*\[104, 32\]"):
             call()

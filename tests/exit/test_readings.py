@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exit import plain
-from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import certainty
 from fulldepth.exit.readings import Exit, Readings, calibrated, candidates, no_advice, splits
 from fulldepth.exit.served import SpeedUp
@@ -19,6 +19,8 @@ from fulldepth.exit.sweep import ExitRow, drop_sentence
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.uncertainty import median_ratio, quantile
 from metrics.oracle import of_ratio
+from refusals import refused
+from tiny_models import seeded
 
 RULES = ("confidence", "margin", "entropy", "patience")
 
@@ -47,26 +49,29 @@ def readings(logits, targets, per_sequence=1, clusters=None):
     data=st.data(),
 )
 def test_layers_are_those_of_a_plain_loop(seed, layers, classes, scale, rule, threshold, data):
-    logits = scale * torch.randn(layers, 9, classes, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    logits = scale * torch.randn(layers, 9, classes, dtype=torch.float64, generator=seeded(seed))
     min_layer = data.draw(st.integers(1, layers))
     values = torch.stack([certainty(layer, "margin" if rule == "patience" else rule) for layer in logits])
     assert bool(((values >= -1e-12) & (values <= 1)).all())
-    got = Exit(rule, threshold, min_layer, layers).layers(values, logits.argmax(-1))
+
+    def left(threshold):
+        return Exit(rule, threshold, min_layer, layers).layers(values, logits.argmax(-1))
+
+    got = left(threshold)
     margins = [] if rule == "patience" else (values - threshold).abs().flatten().tolist()
     if min(margins, default=1.0) > 1e-9:  # rounding decides nothing
         expected = [plain.leave(logits[:, i].tolist(), rule, threshold, min_layer) for i in range(9)]
         assert got.tolist() == expected
     assert int(got.min()) >= min(min_layer, layers)
-    assert Exit(rule, 1.0, min_layer, layers).layers(values, logits.argmax(-1)).tolist() == [layers] * 9
-    lower = Exit(rule, threshold / 2, min_layer, layers).layers(values, logits.argmax(-1))
-    assert bool((lower <= got).all())
+    assert left(1.0).tolist() == [layers] * 9
+    assert bool((left(threshold / 2) <= got).all())
 
 
 def world(seed, count=400, layers=4, classes=3):
     """Readings whose later layers are better and surer."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     targets = torch.randint(classes, (count,), generator=generator)
-    signal = torch.nn.functional.one_hot(targets, classes).double()
+    signal = F.one_hot(targets, classes).double()
     noise = torch.randn(layers + 1, count, classes, dtype=torch.float64, generator=generator)
     strength = torch.linspace(0.2, 2.5, layers + 1, dtype=torch.float64)[:, None, None]
     return readings(strength * signal * 2 + noise, targets)
@@ -92,7 +97,7 @@ def test_no_threshold_is_chosen_where_none_keeps_the_accuracy():
 
 
 def test_one_sequence_has_no_two_parts():
-    with pytest.raises(FulldepthError, match="two or more"):
+    with refused("two or more"):
         splits(readings(torch.randn(3, 5, 3), torch.randint(3, (5,)), per_sequence=5), 0.5, 0)
 
 
@@ -102,7 +107,7 @@ CLASSIFIER = SimpleNamespace(classifies=True)
 def made(correct, target, clusters=None):
     """Readings whose layers 0..L are right where `correct: [L+1, N]` says so, of binary targets."""
     prediction = torch.where(torch.as_tensor(correct), torch.as_tensor(target), 1 - torch.as_tensor(target))
-    logits = torch.nn.functional.one_hot(prediction, 2).double()
+    logits = F.one_hot(prediction, 2).double()
     return readings(logits, torch.as_tensor(target), clusters=clusters)
 
 
@@ -168,7 +173,7 @@ def test_parts_are_divided_by_the_hash_of_clusters():
     """Windows of a document stay together, and the same documents are chosen in every order of the rows."""
     clusters = torch.as_tensor(np.random.default_rng(0).integers(0, 2**62, 20)).repeat_interleave(3)
     logits, target = torch.randn(3, 60, 3), torch.randint(3, (60,))
-    order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(60, generator=seeded(0))
     chosen = []
     for rows in (torch.arange(60), order):
         parts = splits(readings(logits[:, rows], target[rows], clusters=clusters[rows]), 0.5, 0)

@@ -6,18 +6,19 @@ import json
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import tiny_models
 from exit import plain
 from exit.conftest import LABELS, sharpened, taught
 from fulldepth import exit
-from fulldepth.errors import FulldepthError
 from fulldepth.exit.readings import Exit
 from fulldepth.exit.served import EarlyExit
 from fulldepth.exit.subject import open_checkpoint, prepare_subject
 from fulldepth.results import Results
 from fulldepth.settings.exit import ExitSettings
 from measurement import oracle
+from refusals import refused
 from skip.word_tokenizer import tokenizer
 
 RULES = ["confidence", "margin", "entropy", "patience"]
@@ -80,7 +81,7 @@ def test_samples_leave_where_they_leave_alone(labelled):
         together = early.run(subject.sequences.collate(list(targets)).inputs, when)
         alone = [early.run(subject.sequences.collate([index]).inputs, when) for index in targets]
         assert together[1].tolist() == [int(part[1][0]) for part in alone]
-        torch.testing.assert_close(together[0], torch.cat([part[0] for part in alone]))
+        assert_close(together[0], torch.cat([part[0] for part in alone]))
         assert sorted(together[1].tolist()) == sorted(plain.leave(texts[i], rule, 0.6, 1) for i in order)
 
 
@@ -168,5 +169,5 @@ def test_what_cannot_leave_early_is_refused(texts, name, options, message):
     model = tiny_models.build("bert-classifier" if name == "regression" else name)
     if name == "regression":
         model.config.problem_type = "regression"
-    with pytest.raises(FulldepthError, match=message):
+    with refused(message):
         exit.sweep(model, texts, tokenizer=tokenizer(), **options)

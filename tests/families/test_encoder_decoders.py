@@ -10,7 +10,8 @@ import transformers as tf
 import fulldepth
 from families import zoo
 from families.stock import word_tokenizer
-from fulldepth.errors import FulldepthError
+from marks import thorough
+from refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROWS = [
@@ -20,7 +21,7 @@ ROWS = [
 ]
 
 
-RARE = [pytest.param(name, marks=pytest.mark.thorough) for name in ("UMT5", "LongT5", "SwitchTransformers")]
+RARE = [thorough(name) for name in ("UMT5", "LongT5", "SwitchTransformers")]
 
 
 def tiny(name):
@@ -52,7 +53,7 @@ def test_the_decoders_last_layer_is_the_stock_model(name):
 def test_a_classifier_of_two_stacks_names_a_way_that_works():
     model = zoo.build("t5", "text-classification", num_labels=3)
     rows = [{"text": row["input"], "label": index} for index, row in enumerate(ROWS)]
-    with pytest.raises(FulldepthError, match="The tower encoder alone can be read"):
+    with refused("The tower encoder alone can be read"):
         fulldepth.measure(model, rows, tokenizer=word_tokenizer())
     results = fulldepth.measure(model, rows, tokenizer=word_tokenizer(), tower="encoder", measures=["displacement"])
     assert results.meta["model"]["num_layers"] == 3

@@ -85,7 +85,7 @@ class Verdict:
 def stated(task, model_type):
     """The verdict of a row of the page."""
     begins = f"| `{model_type}` | `{zoo.class_name(model_type, task)}` | "
-    row = next(line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(begins))
+    row = next(line for line in PAGE.read_text().splitlines() if line.startswith(begins))
     return row.removeprefix(begins).partition(" | ")[0]
 
 
@@ -246,4 +246,4 @@ def rows():
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    PAGE.write_text(page(list(rows())), encoding="utf-8")
+    PAGE.write_text(page(list(rows())))

@@ -10,6 +10,8 @@ import transformers as tf
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tiny_models import seeded, strengthened
+
 VOCAB, LENGTH = 96, 16
 
 VALUES = {
@@ -101,19 +103,12 @@ def class_name(model_type, task):
 def build(model_type, task, seed=0, **fields):
     """A tiny random model in evaluation mode, with weights large enough that every part matters."""
     torch.manual_seed(seed)
-    model = getattr(tf, class_name(model_type, task))(config_for(model_type, **fields)).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:  # gains and biases that are not 1 and 0 catch a forgotten norm or bias
-                parameter.add_(0.3 * torch.randn_like(parameter))
-            elif "embed" not in name:
-                parameter.mul_(3.0)
-    return model
+    return strengthened(getattr(tf, class_name(model_type, task))(config_for(model_type, **fields)).eval(), 3.0)
 
 
 def inputs(model, seed):
     """Two sequences of random tokens, or two random images."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     if model.main_input_name == "pixel_values":
         vision = getattr(model.config, "vision_config", model.config)
         size = getattr(vision, "image_size", SMALL["image_size"])

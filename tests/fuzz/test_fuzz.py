@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 import fulldepth
+from marks import thorough
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [60, pytest.param(400, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("cases", [60, thorough(400)])
 def test_malformed_input_ends_with_a_message_and_whole_files(tmp_path, cases):
     """Each planted fault is noticed, and no seed of the slice gives a fault.
 

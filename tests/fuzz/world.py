@@ -7,8 +7,6 @@ places by their share of a file, so a seed means the same in both, up to a byte 
 
 from __future__ import annotations
 
-import json
-
 WORDS = [f"w{i}" for i in range(48)]
 MARKS = ["[UNK]", "[BOS]", "[EOS]", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 WIDTH, LAYERS, POSITIONS = 16, 2, 32
@@ -123,14 +121,10 @@ def _models(tf):
 
 
 def _tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from data.conftest import splitting
 
-    vocabulary = {word: i for i, word in enumerate(MARKS + WORDS)}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = dict(zip(["unk", "bos", "eos", "pad", "cls", "sep", "mask"], MARKS, strict=True))
-    tokens = PreTrainedTokenizerFast(tokenizer_object=core, **{f"{k}_token": v for k, v in names.items()})
+    names = zip(["unk", "bos", "eos", "pad", "cls", "sep", "mask"], MARKS, strict=True)
+    tokens = splitting({word: i for i, word in enumerate(MARKS + WORDS)}, **{f"{k}_token": v for k, v in names})
     tokens.chat_template = CHAT
     tokens.model_max_length = POSITIONS
     return tokens
@@ -143,6 +137,8 @@ def sentence(start, length):
 
 def _write_data(folder):
     import pandas as pd
+
+    from data.conftest import jsonl
 
     texts = [sentence(i, 24) for i in range(16)]
     rows = {
@@ -161,7 +157,7 @@ def _write_data(folder):
     ]
     (folder / "text.txt").write_text("\n\n".join(texts) + "\n")
     for name, table in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+        jsonl(folder / f"{name}.jsonl", *table)
     pd.DataFrame(rows["text"]).to_parquet(folder / "text.parquet")
     pd.DataFrame(rows["pairs"]).to_parquet(folder / "pairs.parquet")
     pd.DataFrame(rows["labelled"]).to_csv(folder / "labelled.tsv", sep="\t", index=False)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from hashlib import sha256
 from io import StringIO
@@ -31,6 +30,7 @@ import tiny_models
 from fulldepth import skip
 from fulldepth.cli import main
 from fulldepth.data import builtin_texts, train_tokenizer
+from tiny_models import seeded
 
 HERE = Path(__file__).parent
 Table = dict[str, list[Any]]
@@ -47,7 +47,7 @@ MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-RECIPES: dict[str, dict[str, Any]] = {
+RECIPES = {
     "train-jreg": {"method": "jreg", "micro_batch_size": 2},
     "train-tree-cr": {
         "model": {**MODEL, "type": "depth_llama", "residual": "tree", "tree": {"2": [0, 1], "3": [-1, 2]}},
@@ -61,22 +61,22 @@ RECIPES: dict[str, dict[str, Any]] = {
 STEPS = 30
 
 
-def text() -> str:
+def text():
     """A few pages of a novel."""
     return builtin_texts("heldout")[0][4000:30000]
 
 
-def tokenizer() -> Any:
+def tokenizer():
     """Byte-level, 320 tokens."""
     return train_tokenizer([text()], vocab_size=320)
 
 
-def labelled_texts(count: int = 24) -> list[str]:
+def labelled_texts(count=24):
     """Paragraphs of different lengths."""
     return [" ".join(p.split()) for p in text().split("\n\n") if 10 < len(p.split()) < 60][:count]
 
 
-def images(folder: Path, count: int = 12, label: str = "class") -> Path:
+def images(folder, count=12, label="class"):
     """Folder of seeded pictures in three classes."""
     random = np.random.default_rng(0)
     for number in range(count):
@@ -87,9 +87,9 @@ def images(folder: Path, count: int = 12, label: str = "class") -> Path:
     return folder
 
 
-def rows(table: pd.DataFrame) -> Table:
+def rows(table):
     """A tidy table of results as golden rows."""
-    found: Table = {}
+    found = {}
     for row in table.itertuples(index=False):
         values = row._asdict()
         if values["measure"] in OF_THE_MACHINE or values["statistic"].startswith("bin_"):
@@ -100,11 +100,11 @@ def rows(table: pd.DataFrame) -> Table:
     return found
 
 
-def _number(value: Any) -> Any:
+def _number(value):
     return None if pd.isna(value) else float(value)
 
 
-def measured(family: str) -> Table:
+def measured(family):
     """`fulldepth.measure` in float64 on one family."""
     model = tiny_models.build(family, dtype=torch.float64)
     options = {"batch_size": 4, "dtype": "float64", "lens_tokens": None, "entropy_sequences": 64}
@@ -128,13 +128,13 @@ def measured(family: str) -> Table:
     return rows(results.table)
 
 
-def trained(name: str) -> Table:
+def trained(name):
     """What `fulldepth train` notes in 30 steps, and a checksum of the weights it ends with."""
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         paragraphs = [" ".join(p.split()) for p in builtin_texts("heldout")[0][:60_000].split("\n\n")]
         lines = [json.dumps({"text": paragraph}) for paragraph in paragraphs if len(paragraph.split()) > 20]
-        (folder / "text.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
         tokenizer().save_pretrained(folder / "tokenizer")
         settings = {
             "model": MODEL,
@@ -149,7 +149,7 @@ def trained(name: str) -> Table:
             "save_every": STEPS,
             **RECIPES[name],
         }
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
         command = ["fulldepth", "train", str(folder / "recipe.yaml"), "--output", str(folder / "run")]
         with patch.object(sys, "argv", command), redirect_stdout(StringIO()), suppress(SystemExit):
             main()
@@ -158,13 +158,13 @@ def trained(name: str) -> Table:
         return {**rows(table), **checksums(model)}
 
 
-def checksums(model: Any) -> Table:
+def checksums(model):
     """Sum and sum of squares of every weight, in float64."""
     weights = ((name, weight.detach().double()) for name, weight in model.state_dict().items())
     return {f"weight {name}": [weight.sum().item(), weight.square().sum().item()] for name, weight in weights}
 
 
-def learnt(dtype: torch.dtype, characters: int) -> Any:
+def learnt(dtype, characters):
     """A Llama after 60 steps, so that its blocks differ in what they are worth."""
     model, own = tiny_models.build("llama", dtype=dtype).train(), tokenizer()
     model.resize_token_embeddings(len(own), mean_resizing=False)
@@ -178,11 +178,11 @@ def learnt(dtype: torch.dtype, characters: int) -> Any:
     return model.eval()
 
 
-def searched() -> Table:
+def searched():
     """A greedy search of two blocks with its scalars, and the folded export of its plan."""
     model, own = learnt(torch.float64, 3000), tokenizer()
     plan = skip.search(model, text()[:6000].split("\n\n"), 2, tokenizer=own, batch_size=4, seed=0)
-    table: Table = {
+    table = {
         "blocks": list(plan.blocks),
         "losses": [float(loss) for loss in plan.losses],
         "healed": [plan.healed_loss, *plan.document()["control_loss"].values()],
@@ -196,16 +196,16 @@ def searched() -> Table:
         return table | checksums(folded)
 
 
-MAKERS: dict[str, Callable[[], Table]] = {
+MAKERS = {
     **{f"measure-{family}": (lambda family=family: measured(family)) for family in MEASURED},
     **{name: (lambda name=name: trained(name)) for name in RECIPES},
     "search": searched,
 }
 
 
-def machine() -> str:
+def machine():
     """Hash of a few sums and exponentials: machines that agree here are asked for equal bits, others to rounding."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     digest = sha256(torch.__version__.encode())
     for dtype in (torch.float32, torch.float64):
         x = torch.randn(96, 320, generator=generator, dtype=dtype)
@@ -214,14 +214,14 @@ def machine() -> str:
     return digest.hexdigest()[:16]
 
 
-def path(name: str) -> Path:
+def path(name):
     """The stored table."""
     return HERE / f"{name}.json"
 
 
-def write(name: str) -> None:
+def write(name):
     """Store a table as the present code gives it."""
     table = MAKERS[name]()
     lines = [f" {json.dumps(row)}: {json.dumps(values)}" for row, values in table.items()]
     body = ",\n".join(lines)
-    path(name).write_text(f'{{"machine": {json.dumps(machine())}, "rows": {{\n{body}\n}}}}\n', encoding="utf-8")
+    path(name).write_text(f'{{"machine": {json.dumps(machine())}, "rows": {{\n{body}\n}}}}\n')

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
 from golden import tables
+from json_files import read_json
 
 TOLERANCE = {"measure": 1e-7, "train": 1e-3, "search": 1e-5}
 """Relative, for machines that round otherwise: some attention has a softmax in float32, and training amplifies it."""
@@ -15,7 +15,7 @@ REORDERED = {"cka": 1e-8}
 """Measure whose products round otherwise (by up to 4e-9) on machines that agree in all that `tables.machine` asks."""
 
 
-def close(found: Any, expected: Any, tolerance: float) -> bool:
+def close(found, expected, tolerance):
     """Whether numbers are near, in lists too, and all else is equal."""
     if isinstance(expected, list):
         return len(found) == len(expected) and all(map(close, found, expected, [tolerance] * len(expected)))
@@ -24,8 +24,8 @@ def close(found: Any, expected: Any, tolerance: float) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", tables.MAKERS)
-def test_numbers_are_those_of_before(name: str) -> None:
-    stored = json.loads(tables.path(name).read_text(encoding="utf-8"))
+def test_numbers_are_those_of_before(name):
+    stored = read_json(tables.path(name))
     rows = tables.MAKERS[name]()
     assert rows.keys() == stored["rows"].keys()
     same = stored["machine"] == tables.machine()

@@ -1,6 +1,5 @@
 """A saved checkpoint, a copy to break, and one that carries code."""
 
-import json
 import shutil
 import sys
 
@@ -9,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 import tiny_models
+from json_files import write_json
 
 WEIGHTS = "model.safetensors"
 
@@ -52,6 +52,6 @@ def foreign(tmp_path, monkeypatch):
     (folder / "mine.py").write_text(CODE.format(marker=str(mark)))
     auto = {"AutoConfig": "mine.MineConfig", "AutoModel": "mine.MineModel"}
     config = {"model_type": "mine", "architectures": ["MineModel"], "auto_map": auto}
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     save_file({"scale": torch.tensor([1.0, 2.0, 3.0])}, folder / WEIGHTS, metadata={"format": "pt"})
     return folder, mark

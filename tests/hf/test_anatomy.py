@@ -9,9 +9,9 @@ from torch import nn
 
 import tiny_models
 from families import zoo
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
 from fulldepth.hf import anatomy_candidates, first_broken_weight
+from refusals import refused
 
 EXPECTED = {
     **dict.fromkeys(["llama", "granite", "gemma2", "olmo2", "opt", "gpt2"], ("pre", "causal-lm", 64)),
@@ -78,9 +78,7 @@ def test_projections_are_every_weight_matrix_of_every_block():
 
 
 def test_the_finder_takes_a_model_of_one_block():
-    config = tf.Olmo2Config(
-        **{k: v for k, v in tiny_models.DECODER.items() if k != "head_dim"} | {"num_hidden_layers": 1}
-    )
+    config = tf.Olmo2Config(**tiny_models.PLAIN | {"num_hidden_layers": 1})
     model = tf.Olmo2ForCausalLM(config).eval()
     assert verify(anatomy_candidates(model), tiny_models.inputs(model)).anatomy.num_layers == 1
 
@@ -119,7 +117,7 @@ class Bare(tf.PreTrainedModel):
     ],
 )
 def test_what_has_no_anatomy_is_refused_by_name(build, options, name):
-    with pytest.raises(FulldepthError, match=name):
+    with refused(name):
         anatomy_candidates(build(), **options)
 
 
@@ -132,16 +130,15 @@ def test_what_has_no_anatomy_is_refused_by_name(build, options, name):
         ([math.nan, 0.0, -math.inf], False),
     ],
 )
+@torch.no_grad()
 def test_pruned_weights_are_not_broken_where_their_module_says_so(row, fine):
     """-inf prunes a weight of a static router; a router that has nothing left, and any other weight, is broken."""
     model = tiny_models.build("depth_llama-static")
     router = next(name for name, _ in model.named_parameters() if name.endswith("logits") and "layers.2" in name)
-    with torch.no_grad():
-        model.get_parameter(router)[0] = torch.tensor(row)
+    model.get_parameter(router)[0] = torch.tensor(row)
     assert first_broken_weight(model) == (None if fine else router)
-    with torch.no_grad():
-        model.get_parameter(router).zero_()
-        model.model.norm.weight[3] = -math.inf
+    model.get_parameter(router).zero_()
+    model.model.norm.weight[3] = -math.inf
     assert first_broken_weight(model) == "model.norm.weight"
 
 
@@ -150,7 +147,6 @@ def test_the_first_broken_weight_is_named(bad):
     model = tiny_models.build("llama").half()
     model.model.norm.weight.data[:] = 60000.0  # whose sum overflows
     assert first_broken_weight(model) is None
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[3, 4:6] = torch.tensor([bad, -bad])
-        model.lm_head.weight[0, 0] = bad
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4:6] = torch.tensor([bad, -bad])
+    model.lm_head.weight.data[0, 0] = bad
     assert first_broken_weight(model) == "model.layers.1.mlp.up_proj.weight"

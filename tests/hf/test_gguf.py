@@ -12,14 +12,18 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import gguf_files
 import tiny_models
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import load_checkpoint, load_tokenizer
+from marks import thorough
+from refusals import refuses
+from tiny_models import seeded
 
-IDS = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(0, 300, (2, 12), generator=seeded(0))
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +33,7 @@ def model():
         vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=64, tie_word_embeddings=True, rope_theta=5e4,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.05)
-    return model
+    return tiny_models.shaken(LlamaForCausalLM(config).eval(), 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +41,16 @@ def written(model, tmp_path_factory):
     return gguf_files.write(tmp_path_factory.mktemp("gguf") / "tiny.gguf", model)
 
 
-def logits(model):
+def opened(path):
+    return load_checkpoint(path, device="cpu").model
+
+
+def same_logits(found, expected, atol=1e-6):
     with torch.no_grad():
-        return model(IDS).logits
+        assert_close(found(IDS).logits, expected(IDS).logits, rtol=0, atol=atol)
 
 
-DECODER = {key: value for key, value in tiny_models.DECODER.items() if key != "head_dim"} | {"vocab_size": 300}
+DECODER = tiny_models.PLAIN | {"vocab_size": 300}
 GPT2 = {"vocab_size": 300, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1}
 FAMILIES = {
     "Qwen2": DECODER,
@@ -67,19 +71,14 @@ FAMILIES = {
 RARE = ("Qwen2", "Phi3", "Starcoder2", "StableLm", "Nemotron", "Mistral")
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.thorough) if name in RARE else name for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", [thorough(name) if name in RARE else name for name in FAMILIES])
 def test_every_family_has_the_stock_logits(family, tmp_path):
     torch.manual_seed(0)
     config_class = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
     name = f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-    model = getattr(transformers, name)(config_class(**FAMILIES[family])).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.1)
-    loaded = load_checkpoint(gguf_files.write(tmp_path / "tiny.gguf", model), device="cpu").model
-    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
+    model = tiny_models.shaken(getattr(transformers, name)(config_class(**FAMILIES[family])).eval())
+    loaded = opened(gguf_files.write(tmp_path / "tiny.gguf", model))
+    same_logits(loaded, model, 1e-5)
 
 
 @pytest.mark.thorough
@@ -87,9 +86,9 @@ def test_the_attention_scale_of_gemma_27b_is_not_the_default(tmp_path):
     options = FAMILIES["Gemma2"] | {"num_hidden_layers": 46, "hidden_size": 8, "intermediate_size": 8, "head_dim": 4}
     config = transformers.Gemma2Config(**options, query_pre_attn_scalar=8 // 4)
     model = transformers.Gemma2ForCausalLM(config).eval()
-    loaded = load_checkpoint(gguf_files.write(tmp_path / "tiny.gguf", model), device="cpu").model
+    loaded = opened(gguf_files.write(tmp_path / "tiny.gguf", model))
     assert loaded.config.query_pre_attn_scalar == 8 // 4
-    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-5)
+    same_logits(loaded, model, 1e-5)
 
 
 def test_untied_heads_and_quantised_matrices(tmp_path):
@@ -105,7 +104,7 @@ def test_untied_heads_and_quantised_matrices(tmp_path):
                 steps = np.divide(blocks, scale, out=np.zeros_like(blocks), where=scale > 0)
                 rounded = np.trunc(np.abs(steps) + 0.5) * np.sign(steps)
                 weight.copy_(torch.from_numpy(rounded * scale.astype(np.float16).astype(np.float32)).view_as(weight))
-    torch.testing.assert_close(logits(load_checkpoint(path, device="cpu").model), logits(model), rtol=0, atol=1e-5)
+    same_logits(opened(path), model, 1e-5)
 
 
 def test_tokens_are_cut_as_the_file_says(written, model, tmp_path):
@@ -115,20 +114,14 @@ def test_tokens_are_cut_as_the_file_says(written, model, tmp_path):
     expected = ["<|im_start|>", "the", "Ġ", "1", "2", "3", "Ġ", "of", "<|im_end|>"]  # smollm: digit by digit
     assert tokenizer.encode("<|im_start|>the 123 of<|im_end|>") == [number[token] for token in expected]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
-    load_checkpoint(written, device="cpu").model.save_pretrained(tmp_path / "again")
+    opened(written).save_pretrained(tmp_path / "again")
     tokenizer.save_pretrained(tmp_path / "again")
     again = AutoTokenizer.from_pretrained(tmp_path / "again")
     assert (again.encode("the 123 of"), again.chat_template) == (tokenizer.encode("the 123 of"), gguf_files.CHAT)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")
-    torch.testing.assert_close(logits(stock), logits(model), rtol=0, atol=1e-6)
+    same_logits(stock, model)
     whole = load_tokenizer(gguf_files.write(tmp_path / "gpt2.gguf", model, rule="gpt-2"))
     assert whole.encode("123") == [number["123"]]
-
-
-def refused(path, *words, load=load_checkpoint):
-    with pytest.raises(FulldepthError) as error:
-        load(path)
-    assert all(word in str(error.value) for word in words), str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -147,23 +140,23 @@ def refused(path, *words, load=load_checkpoint):
 def test_what_transformers_would_drop_is_refused(model, tmp_path, changes, name, load):
     path = gguf_files.write(tmp_path / "odd.gguf", model, **changes)
     if name is None:
-        torch.testing.assert_close(logits(load(path, device="cpu").model), logits(model), rtol=0, atol=1e-6)
+        same_logits(opened(path), model)
     else:
-        refused(path, name, load=load)
+        refuses(load, path, name)
 
 
 def test_parts_of_one_model_and_several_models_are_named_as_such(written, model, tmp_path):
     part = gguf_files.write(tmp_path / "part.gguf", model, whole_entries={"split.count": 3, "split.no": 0})
     for load in (load_checkpoint, load_tokenizer):
-        refused(part, "one of the 3 parts", "llama-gguf-split --merge", load=load)
+        refuses(load, part, "one of the 3 parts", "llama-gguf-split --merge")
     (tmp_path / "other.gguf").write_bytes(written.read_bytes())
-    refused(tmp_path, "part.gguf", "other.gguf", "name one")
+    refuses(load_checkpoint, tmp_path, "part.gguf", "other.gguf", "name one")
 
 
 def test_special_tokens_that_are_marked_as_absent_are_none(written, model, tmp_path):
     path = gguf_files.write(tmp_path / "no_pad.gguf", model, pad=2**32 - 1)
-    loaded = load_checkpoint(tmp_path, device="cpu").model  # the folder that holds the file
-    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-6)
+    loaded = opened(tmp_path)  # the folder that holds the file
+    same_logits(loaded, model)
     assert loaded.config.pad_token_id is None
     assert loaded.config.eos_token_id == 2
     tokenizer, other = load_tokenizer(path), load_tokenizer(written)
@@ -182,17 +175,17 @@ def test_a_model_in_an_installed_package(written, tmp_path, monkeypatch, model):
     monkeypatch.syspath_prepend(tmp_path)
     checkpoint = load_checkpoint("package:with-gguf", device="cpu")
     assert checkpoint.name == "package:with-gguf"
-    torch.testing.assert_close(logits(checkpoint.model), logits(model), rtol=0, atol=1e-6)
+    same_logits(checkpoint.model, model)
     assert load_tokenizer("package:with-gguf").encode("the") == load_tokenizer(written).encode("the")
-    refused("package:without", "no .gguf")
-    refused("package:quux", "not installed", "pip install")
+    refuses(load_checkpoint, "package:without", "no .gguf")
+    refuses(load_checkpoint, "package:quux", "not installed", "pip install")
     assert "with_gguf" not in sys.modules
 
 
 def test_without_the_package_gguf(written, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.setattr("fulldepth.hf.gguf.find_spec", lambda name: None)
-    refused(written, "fulldepth[gguf]")
+    refuses(load_checkpoint, written, "fulldepth[gguf]")
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

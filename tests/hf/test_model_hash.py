@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoModelForCausalLM
 
@@ -83,7 +84,7 @@ def test_hash_tells_precisions_apart_where_they_round():
 
 def test_hash_of_names_and_shapes():
     def module(**tensors):
-        found = torch.nn.Module()
+        found = nn.Module()
         for name, tensor in tensors.items():
             found.register_buffer(name, tensor)
         return found
@@ -109,8 +110,8 @@ def test_hash_of_a_quantised_weight():
     one, other = torch.arange(4.0), torch.arange(4.0) + 1
 
     def linear(first, second):
-        found = torch.nn.Linear(4, 1, bias=False)
-        found.weight = torch.nn.Parameter(TwoTensor(first[None], second[None]), requires_grad=False)
+        found = nn.Linear(4, 1, bias=False)
+        found.weight = nn.Parameter(TwoTensor(first[None], second[None]), requires_grad=False)
         return model_hash(found)
 
     assert linear(one, one) == linear(one.clone(), one.clone())

@@ -11,7 +11,6 @@ anything in parallel before (one thread, no pyarrow).
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
@@ -24,6 +23,8 @@ import torch
 
 from fulldepth import reporting
 from fulldepth.results import PAGE, Results
+from fuzz.oracle import TIMED
+from json_files import read_json
 
 EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -38,7 +39,6 @@ TIMED_KEYS = {
     "machine",
     "memory",
 }
-TIMED_ROWS = {"throughput", "elapsed", "peak_memory", "other_load"}
 
 
 def in_fork(work, report):
@@ -152,13 +152,13 @@ def _bytes(path):
 
 def _plain(path):
     if path.suffix == ".json":
-        return _timeless(json.loads(path.read_text(encoding="utf-8")), path.name)
+        return _timeless(read_json(path), path.name)
     if path.suffix == ".parquet":
         table = pd.read_parquet(path)
-        return table[~table.measure.isin(TIMED_ROWS)].to_csv(float_format=str, index=False)
+        return table[~table.measure.isin(TIMED)].to_csv(float_format=str, index=False)
     if path.name == PAGE:
         results = Results.load(path.parent)
-        return path.read_text(encoding="utf-8") == reporting.render(results.table, results.meta)
+        return path.read_text() == reporting.render(results.table, results.meta)
     if path.name == "optimizer.pt":  # equal numbers, once read again, may be stored with other references
         return _numbers(torch.load(path, weights_only=True))
     return path.read_bytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from contextlib import suppress
@@ -27,7 +26,9 @@ from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.search import search
 from fulldepth.training import TrainSettings, train
+from json_files import read_json
 from kills.moments import differences, moments, resumed
+from marks import thorough
 from skip import planned, word_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
@@ -49,10 +50,8 @@ def sources(tmp_path_factory):
     home = tmp_path_factory.mktemp("sources")
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    model = tiny_models.build("llama")
     for folder in (home / "model", home / "run" / "checkpoint-1", home / "run" / "checkpoint-2"):
-        model.save_pretrained(folder)
-        word_tokenizer.tokenizer().save_pretrained(folder)
+        word_tokenizer.checkpoint(folder)
     rows = [
         {"prompt": word_tokenizer.words(n, n + 1), "response": word_tokenizer.words(*range(n, n + 5))}
         for n in range(16)
@@ -68,7 +67,7 @@ def sources(tmp_path_factory):
         for n in range(6)
     ]
     jsonl(home / "arc_easy_test.jsonl", *questions)
-    planned.plan(model, [2]).save(home / "plan.json")
+    planned.plan(tiny_models.build("llama")).save(home / "plan.json")
     text = [" ".join(part.split()) for part in builtin_texts("heldout")[0][:8_000].split("\n\n")]
     text = [part for part in text if len(part.split()) > 20]
     jsonl(home / "text.jsonl", *({"text": part} for part in text))
@@ -145,10 +144,7 @@ def applying(home, output):
     [
         training,
         searching,
-        *(
-            pytest.param(rare, marks=pytest.mark.thorough)
-            for rare in (classifying, series, responding, applying, evaluating)
-        ),
+        *(thorough(rare) for rare in (classifying, series, responding, applying, evaluating)),
     ],
 )
 def test_a_run_killed_at_any_moment_comes_to_the_same_end(sources, tmp_path, command):
@@ -194,8 +190,8 @@ def half_done(copies):
             continue
         with suppress(ValueError, FulldepthError):
             steps = [Results.load(path.parent) for path in copy.glob("steps/*/results.json")]
-            losses = [json.loads(path.read_text()) for path in copy.glob("progress.json")]
-            seals = [json.loads(path.read_text()) for path in copy.glob("checkpoint-1/complete.json")]
+            losses = [read_json(path) for path in copy.glob("progress.json")]
+            seals = [read_json(path) for path in copy.glob("checkpoint-1/complete.json")]
             lines = [path.read_text().count("\n") for path in copy.glob("answers/*.jsonl")]
             if steps or losses or seals or any(count > 2 for count in lines):
                 return copy
@@ -212,8 +208,8 @@ def verdict(fresh, again):
 @pytest.mark.parametrize(
     ("command", "outcome"),
     [
-        pytest.param(series, "refused", marks=pytest.mark.thorough),
-        pytest.param(searching, "refused", marks=pytest.mark.thorough),
+        thorough(series, "refused"),
+        thorough(searching, "refused"),
         (training, "refused"),
         (evaluating, "same"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any
 
 import peft
 import pytest
@@ -15,16 +14,17 @@ from datasets import Dataset
 
 import fulldepth
 from fulldepth.data import train_tokenizer
-from fulldepth.errors import FulldepthError
 from fulldepth.losses import Objective, ObjectiveMixin
 from losses.trained_step import WEIGHTS, collate, examples, gradients, plain_loss, same_step
+from marks import thorough
+from refusals import refused
 from tiny_models import BUILDERS, DECODER
 
 TEXT = "The quick brown fox jumps over the lazy dog while seven wizards mix five boxing potions. " * 40
-LORA: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_dropout": 0.0}
+LORA = {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_dropout": 0.0}
 
 
-def adapted(wrap: Any = peft.get_peft_model, **options: Any) -> Any:
+def adapted(wrap=peft.get_peft_model, **options):
     """A tiny Llama in float64 with LoRA whose B is not zero."""
     torch.manual_seed(0)
     model = wrap(BUILDERS["llama"]().double(), peft.LoraConfig(task_type="CAUSAL_LM", **LORA, **options))
@@ -35,12 +35,10 @@ def adapted(wrap: Any = peft.get_peft_model, **options: Any) -> Any:
     return model.double().train()
 
 
-@pytest.mark.parametrize(
-    "kind", ["LoRA", "the last layer alone", "mixed", pytest.param("compiled", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("kind", ["LoRA", "the last layer alone", "mixed", thorough("compiled")])
 def test_adapters_have_the_plain_gradient(kind):
     options = {"layers_to_transform": [2]} if kind == "the last layer alone" else {}
-    wrap: Any = partial(peft.get_peft_model, mixed=True) if kind == "mixed" else peft.get_peft_model
+    wrap = partial(peft.get_peft_model, mixed=True) if kind == "mixed" else peft.get_peft_model
     model = adapted(wrap, **options)
     rows = examples("llama", 3)
     expected = plain_loss(model, "llama", rows, WEIGHTS)
@@ -50,12 +48,12 @@ def test_adapters_have_the_plain_gradient(kind):
     if kind == "LoRA":
         merged = copy.deepcopy(model).merge_and_unload()
         again = plain_loss(merged, "llama", rows, WEIGHTS).detach()
-        assert float(expected.detach()) == pytest.approx(float(again), rel=1e-6)
+        assert expected.item() == pytest.approx(float(again), rel=1e-6)
 
 
 def test_measuring_an_adapted_model_is_measuring_the_merged_one(tmp_path):
     tokenizer = train_tokenizer([TEXT], vocab_size=300)
-    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    (tmp_path / "text.txt").write_text(TEXT)
     torch.manual_seed(0)
     base = tf.LlamaForCausalLM(tf.LlamaConfig(**{**DECODER, "vocab_size": len(tokenizer)}))
     model = adapted(lambda _, config: peft.get_peft_model(base, config)).float()
@@ -69,7 +67,7 @@ def test_measuring_an_adapted_model_is_measuring_the_merged_one(tmp_path):
 
 
 def test_trl_makes_the_adapters_itself(tmp_path):
-    class Trainer(ObjectiveMixin, trl.SFTTrainer):  # type: ignore[misc]
+    class Trainer(ObjectiveMixin, trl.SFTTrainer):
         """TRL's SFTTrainer with an objective."""
 
     tokenizer = train_tokenizer([TEXT], vocab_size=300)
@@ -100,5 +98,5 @@ def test_virtual_tokens_are_refused():
     for kind in (peft.PromptTuningConfig, peft.PrefixTuningConfig):
         model = peft.get_peft_model(BUILDERS["llama"](), kind(task_type="CAUSAL_LM", num_virtual_tokens=4))
         for use in (Objective(jump=1.0).attach, lambda given: fulldepth.measure(given, "corpus:builtin")):
-            with pytest.raises(FulldepthError, match="_TUNING"):
+            with refused("_TUNING"):
                 use(model)

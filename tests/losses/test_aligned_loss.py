@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numpy.testing import assert_allclose
+from torch import nn
+from torch.testing import assert_close
 
 from fulldepth.losses.aligned_loss import aligned_loss
 from losses.trained_step import kept, leaves
@@ -30,12 +33,12 @@ def labels(generator):
 def head(generator):
     """Norm with a gain, then projection with a bias."""
 
-    class Head(torch.nn.Module):
+    class Head(nn.Module):
         def __init__(self):
             super().__init__()
-            self.gain = torch.nn.Parameter(1 + 0.3 * torch.randn(WIDTH, generator=generator, dtype=torch.float64))
-            self.weight = torch.nn.Parameter(torch.randn(CLASSES, WIDTH, generator=generator, dtype=torch.float64))
-            self.bias = torch.nn.Parameter(torch.randn(CLASSES, generator=generator, dtype=torch.float64))
+            self.gain = nn.Parameter(1 + 0.3 * torch.randn(WIDTH, generator=generator, dtype=torch.float64))
+            self.weight = nn.Parameter(torch.randn(CLASSES, WIDTH, generator=generator, dtype=torch.float64))
+            self.bias = nn.Parameter(torch.randn(CLASSES, generator=generator, dtype=torch.float64))
             self.rows = []
 
         def forward(self, x):
@@ -66,7 +69,7 @@ def test_value_and_gradients_are_those_of_all_logits_at_once(states, head, label
     assert value.item() == pytest.approx(expected.item(), rel=max(tolerance, 1e-10))
     for mine, other in zip([h.grad for h in ours] + [p.grad for p in head.parameters()], slopes, strict=True):
         mine = torch.zeros_like(other) if mine is None else mine.double()  # of a layer without weight
-        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
+        assert_close(mine, other, rtol=tolerance, atol=tolerance)
 
 
 def test_half_precision_sums_in_float32(states, head, labels):
@@ -75,7 +78,7 @@ def test_half_precision_sums_in_float32(states, head, labels):
     parts = [F.cross_entropy(x.double(), labels.flatten()).item() for x in logits]
     value = aligned_loss(states, head, labels, chunk=1000)
     assert value.dtype == torch.float32
-    np.testing.assert_allclose(value.item(), np.dot(WEIGHTS["linear"], parts), rtol=1e-6)
+    assert_allclose(value.item(), np.dot(WEIGHTS["linear"], parts), rtol=1e-6)
 
 
 def test_ignored_positions_have_no_effect(states, head, labels):
@@ -132,7 +135,7 @@ def test_sampled_positions_are_unbiased(states, head, labels):
     assert error > 0
     for total, exact in zip(sums, expected, strict=True):
         # a position is drawn with probability 4/12, so a gradient's deviation is at most about 2 of its size a draw
-        torch.testing.assert_close(total / draws, exact, rtol=0.0, atol=0.3 * float(exact.abs().max()))
+        assert_close(total / draws, exact, rtol=0.0, atol=0.3 * float(exact.abs().max()))
 
 
 def test_sampled_positions_are_those_that_are_read(states, head, labels):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from fulldepth.losses.coherence_penalty import coherence_penalty
 from fulldepth.losses.term import block_size
@@ -75,10 +76,10 @@ def test_gradient_is_that_of_the_listing(pair, shape, settings):
         ours = leaves(inputs, dtype)
         coherence_penalty(*ours, **settings).backward()
         for mine, other in zip(ours, expected, strict=True):
-            torch.testing.assert_close(mine.grad.double(), other, rtol=tolerance, atol=tolerance * other.abs().max())
+            assert_close(mine.grad.double(), other, rtol=tolerance, atol=tolerance * other.abs().max())
     alone = inputs[0].detach(), inputs[1]
     (mine,) = torch.autograd.grad(coherence_penalty(*alone, **settings), inputs[1])
-    torch.testing.assert_close(mine, expected[1], rtol=1e-10, atol=1e-12)
+    assert_close(mine, expected[1], rtol=1e-10, atol=1e-12)
 
 
 def test_only_the_states_and_the_spectra_are_kept(pair):

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 import tiny_models
 from drawn_shapes import draw
-from fulldepth.errors import FulldepthError
 from fulldepth.losses import Objective, add_exit_heads, use_detection_loss
-from losses.trained_step import states_of
+from losses.trained_step import states_of, step
+from refusals import refused
 
 
 def batch(size, empty=()):
@@ -42,14 +43,12 @@ def test_aligned_is_the_weighted_sum_of_the_losses_of_transformers(model, weight
     inputs = batch(4, empty=(2,))
     shares = {"linear": [1 / 6, 2 / 6, 3 / 6], "sum": [1.0] * 3}[weights]
     expected = sum(share * loss for share, loss in zip(shares, stock_layers(model, inputs), strict=True))
-    objective = Objective(aligned={"weights": weights, "schedule": "always"}).attach(model)
-    loss, parts = objective(model(**inputs), inputs)
-    objective.detach()
+    loss, parts = step(model, Objective(aligned={"weights": weights, "schedule": "always"}), inputs)
     assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
     assert list(parts) == ["ce", "aligned"]
     query = model.model.query_position_embeddings.weight
     ours, theirs = (torch.autograd.grad(value, [query])[0] for value in (loss, expected))
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+    assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
 
 
 def test_the_replaced_loss_is_transformers_and_takes_batches_without_objects(model):
@@ -64,11 +63,10 @@ def test_the_replaced_loss_is_transformers_and_takes_batches_without_objects(mod
         target.update({name: torch.cat([value, crowd[name]]) for name, value in target.items()})
         target["crowd"] = torch.tensor([False] * size + [True])
     assert model(**inputs).loss.item() == pytest.approx(stock.item(), abs=1e-6)
-    with torch.no_grad():
-        model.class_labels_classifier.bias.fill_(torch.nan)
+    model.class_labels_classifier.bias.data.fill_(torch.nan)
     assert model(**inputs).loss.isnan()
 
 
 def test_layers_of_a_detector_have_no_heads_of_their_own(model):
-    with pytest.raises(FulldepthError, match="detects objects"):
+    with refused("detects objects"):
         add_exit_heads(model)

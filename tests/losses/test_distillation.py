@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 from scipy.special import rel_entr, softmax
-from torch import Tensor
 
-from fulldepth.errors import FulldepthError
 from fulldepth.losses import Objective, distillation_loss
 from losses.trained_step import build, close, collate, examples, gradient, gradients, kept, same_step
-from tiny_models import BUILDERS
+from refusals import refused
+from tiny_models import BUILDERS, seeded, shaken
 
 VOCAB, TEMPERATURE = 50, 1.7
 
 
-def drawn(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Any, Tensor]:
+def drawn(dtype=torch.float64):
     """Logits, states of a teacher, its head and labels; states without a label are not finite."""
-    generator = torch.Generator().manual_seed(2)
+    generator = seeded(2)
     labels = torch.randint(0, VOCAB, (3, 7), generator=generator)
     labels[0, 3:], labels[1] = -100, -100
     states = torch.randn(3, 7, 6, generator=generator, dtype=dtype)
@@ -41,7 +39,7 @@ def test_value_and_gradient_are_those_of_the_formula(chunk):
     expected = TEMPERATURE**2 * rel_entr(p, q).sum(-1)[counted].mean()
     assert value.item() == pytest.approx(expected, rel=1e-12)
     slope = TEMPERATURE * np.where(counted[..., None], q - p, 0) / counted.sum()
-    np.testing.assert_allclose(logits.grad.numpy(), slope, atol=1e-15)
+    assert_allclose(logits.grad.numpy(), slope, atol=1e-15)
 
 
 def test_only_the_logits_themselves_are_kept_whole():
@@ -53,17 +51,13 @@ def test_only_the_logits_themselves_are_kept_whole():
     assert nothing.item() == 0.0
 
 
-def other(name: str = "llama") -> Any:
+def other(name="llama"):
     """A teacher that is not the model."""
     torch.manual_seed(9)
-    model = BUILDERS[name]().double().train()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.1 * torch.randn_like(weight))
-    return model
+    return shaken(BUILDERS[name]().double().train())
 
 
-def plain(model: Any, teacher: Any, batch: dict[str, Tensor], weight: float) -> Tensor:
+def plain(model, teacher, batch, weight):
     """The mixed loss with whole logits."""
     output, labels = model(**batch), batch["labels"][:, 1:]
     with torch.no_grad():
@@ -95,7 +89,7 @@ def test_a_teacher_with_the_models_weights_teaches_nothing(tmp_path):
     assert max(float(slope.abs().max()) for slope in gradients(model).values()) < 1e-12
 
 
-def trained_step(folder: str) -> dict[str, Any]:
+def trained_step(folder):
     """What a step of `DepthTrainer` takes away from the weights, in micro-batches of two rows with unlike labels."""
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     terms = {"distillation": {"teacher": other(), "weight": 0.7}}
@@ -109,7 +103,7 @@ def test_two_processes_that_accumulate_are_one_large_batch(two_processes, tmp_pa
         close({name: torch.as_tensor(value) for name, value in found.items()}, gradients(model), 1e-6)
 
 
-def smaller() -> Any:
+def smaller():
     model = BUILDERS["llama"]()
     model.resize_token_embeddings(40)
     return model
@@ -129,5 +123,5 @@ def smaller() -> Any:
     ],
 )
 def test_what_cannot_teach_is_refused(student, options, words):
-    with pytest.raises(FulldepthError, match=words):
+    with refused(words):
         Objective(distillation=options()).attach(build(student))

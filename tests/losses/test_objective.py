@@ -6,10 +6,8 @@ import math
 
 import pytest
 import torch
-import transformers as tf
-from torch import Tensor
+import torch.nn.functional as F
 
-from fulldepth.errors import FulldepthError
 from fulldepth.losses import (
     Objective,
     coherence_penalty,
@@ -18,14 +16,13 @@ from fulldepth.losses import (
     similarity_penalty,
 )
 from fulldepth.losses.objective import CoherencePenalty, OrthogonalityPenalty
-from losses.trained_step import build, close, gradients, plain_jump, same_step, states_of
-from tiny_models import BUILDERS
+from losses.trained_step import build, close, plain_jump, same_step, slopes, states_of, step
+from refusals import refused
+from tiny_models import BUILDERS, seeded, token_ids
 
-VOCAB, LENGTH = 96, 12
 
-
-def batch(padded: bool = False, rows: int = 3) -> dict[str, Tensor]:
-    ids = torch.randint(3, VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(3))
+def batch(padded=False, rows=3):
+    ids = token_ids(rows, 12, seed=3)
     mask = torch.ones_like(ids)
     if padded:
         mask[1, 9:] = 0
@@ -33,16 +30,9 @@ def batch(padded: bool = False, rows: int = 3) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def step(
-    model: tf.PreTrainedModel, objective: Objective, inputs: dict[str, Tensor]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    model.train()
-    model.zero_grad()
-    objective.attach(model)
-    loss, parts = objective(model(**inputs), inputs)
-    objective.detach()
-    loss.backward()
-    return loss.detach(), parts
+def stock_llama():
+    """A model in float32 and what it reads."""
+    return BUILDERS["llama"](), batch()
 
 
 @pytest.mark.parametrize(
@@ -61,8 +51,8 @@ def test_jreg_on_every_kind_of_decoder(name, alpha, padded):
     penalty = plain_jump(states, inputs["attention_mask"], alpha)
     objective = Objective(jump={"weight": 2.0, "alpha": alpha})
     parts = same_step(model, output.loss + 2.0 * penalty, objective, inputs)
-    assert float(parts["jump"]) == pytest.approx(float(penalty.detach()), rel=1e-9)
-    assert float(parts["ce"]) == pytest.approx(float(output.loss.detach()), rel=1e-6)
+    assert float(parts["jump"]) == pytest.approx(penalty.item(), rel=1e-9)
+    assert float(parts["ce"]) == pytest.approx(output.loss.item(), rel=1e-6)
 
 
 def test_similarity_and_aligned_on_a_stock_model():
@@ -76,7 +66,7 @@ def test_similarity_and_aligned_on_a_stock_model():
     aligned, similar = 0.0, 0.0
     for weight, state in zip(lambdas, states[1:], strict=True):
         logits = model.lm_head(model.model.norm(state))[:, :-1].flatten(0, 1).double()
-        aligned = aligned + weight * torch.nn.functional.cross_entropy(logits, targets)
+        aligned = aligned + weight * F.cross_entropy(logits, targets)
         similar = similar + weight * (1 - torch.cosine_similarity(state, states[-1], dim=-1))[mask].mean()
     for terms, expected in (
         ({"similarity": 0.7}, ce + 0.7 * similar),
@@ -90,7 +80,7 @@ def test_similarity_and_aligned_on_a_stock_model():
 def test_cr_takes_the_attention_sub_layers(name):
     """x and x' recomputed by hand from the block's own modules; the pure functions have oracles of their own."""
     model, inputs = build(name), batch()
-    seen: list[Tensor] = []
+    seen = []
     blocks = model.transformer.h if name == "gpt2" else model.model.layers
     after = [b.ln_2 if name == "gpt2" else b.post_attention_layernorm for b in blocks]
     handles = [b.register_forward_pre_hook(lambda m, a: seen.append(a[0])) for b in blocks]
@@ -108,7 +98,7 @@ def test_cr_takes_the_attention_sub_layers(name):
     same_step(model, expected, objective, inputs)
     off, _ = step(model, objective, inputs)  # the second step is after the warm-up
     without = sum(float(coherence_penalty(*pairs[layer], layer, depth, energy=False)) for layer in (0, 2))
-    assert float(off) == pytest.approx(float(expected - 0.3 * coherence) + 0.3 * without, rel=1e-6)
+    assert off.item() == pytest.approx(float(expected - 0.3 * coherence) + 0.3 * without, rel=1e-6)
 
 
 ALL = {
@@ -123,12 +113,12 @@ ALL = {
 def test_gradient_checkpointing_changes_nothing():
     model, inputs = build("gpt2"), batch()
     loss, parts = step(model, Objective(**ALL), inputs)
-    expected = gradients(model)
+    expected = slopes(model, loss)
     model.activation_checkpointing_enable({"use_reentrant": False})
     again, same = step(model, Objective(**ALL), inputs)
     assert torch.equal(loss, again)
     assert {n: float(v) for n, v in parts.items()} == {n: float(v) for n, v in same.items()}
-    close(gradients(model), expected, 1e-12)
+    close(slopes(model, again), expected, 1e-12)
 
 
 @pytest.mark.thorough
@@ -136,19 +126,17 @@ def test_a_compiled_model_gives_the_same():
     model, inputs = build("llama"), batch()
     terms = {name: ALL[name] for name in ("jump", "coherence", "similarity")}
     loss, _ = step(model, Objective(**terms), inputs)
-    expected = gradients(model)
-    model.zero_grad()
-    objective = Objective(**terms).attach(model)
-    again, _ = objective(torch.compile(model, backend="aot_eager")(**inputs), inputs)
-    again.backward()
-    objective.detach()
-    assert float(again.detach()) == pytest.approx(float(loss), rel=1e-9)
-    close(gradients(model), expected, 1e-9)
+    expected = slopes(model, loss)
+    with Objective(**terms).attach(model) as objective:
+        again, _ = objective(torch.compile(model, backend="aot_eager")(**inputs), inputs)
+        found = slopes(model, again)
+    assert again.item() == pytest.approx(loss.item(), rel=1e-9)
+    close(found, expected, 1e-9)
 
 
 def test_penalties_of_large_float16_states_are_finite():
     """Sums of squares of these states would overflow in float16."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     states = [(3e4 * torch.randn(3, 8, 16, generator=generator).tanh()).half().requires_grad_() for _ in range(4)]
     for penalty in (
         jump_penalty(states),
@@ -163,7 +151,7 @@ def test_penalties_of_large_float16_states_are_finite():
 
 
 def test_steps_are_counted_by_calls_or_by_the_optimiser():
-    model, inputs = BUILDERS["llama"](), batch()
+    model, inputs = stock_llama()
     objective = Objective(aligned=1.0).attach(model)
     seen = ["aligned" in objective(model(**inputs), inputs)[1] for _ in range(4)]
     assert seen == [False, True, False, True]  # odd steps: the last layer's cross-entropy (App. B.3)
@@ -185,46 +173,43 @@ def test_steps_are_counted_by_calls_or_by_the_optimiser():
 
 
 def test_detach_heals_and_evaluation_records_nothing():
-    model, inputs = BUILDERS["llama"](), batch()
+    model, inputs = stock_llama()
 
-    def hooks() -> list[tuple[int, int]]:
+    def hooks():
         return [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
 
     before = hooks()
     objective = Objective(**ALL).attach(model)
     with torch.no_grad():
         model(**inputs)
-    assert not objective._activations._seen  # type: ignore[union-attr]
+    assert not objective._activations._seen
     loss, _ = objective(model(**inputs), inputs)
-    assert not objective._activations._seen  # type: ignore[union-attr]
+    assert not objective._activations._seen
     loss.backward()
     objective.detach()
     assert hooks() == before
 
 
 def test_what_cannot_be_right_is_refused():
-    model, inputs = BUILDERS["llama"](), batch()
+    model, inputs = stock_llama()
     objective = Objective(jump=1.0)
-    with pytest.raises(FulldepthError, match="attach"):
+    with refused("attach"):
         objective(model(**inputs), inputs)
     objective.attach(model)
-    with pytest.raises(FulldepthError, match="attached already"):
+    with refused("attached already"):
         objective.attach(model)
-    with pytest.raises(FulldepthError, match="labels"):
+    with refused("labels"):
         objective(model(input_ids=inputs["input_ids"]), inputs)
     loss, _ = objective(model(**inputs), inputs)
     loss.backward(retain_graph=True)
-    with pytest.raises(FulldepthError, match="ran twice"):
+    with refused("ran twice"):
         loss.backward()
     loss, _ = objective(model(**inputs), inputs)
-    with pytest.raises(FulldepthError, match="second derivatives"):
+    with refused("second derivatives"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
     objective.detach()
-    padded = batch(padded=True)
-    objective = Objective(coherence={"layers": [1]}).attach(model)
-    with pytest.raises(FulldepthError, match="got padding in 2 of 3"):
-        objective(model(**padded), padded)
-    objective.detach()
+    with refused("got padding in 2 of 3"):
+        step(model, Objective(coherence={"layers": [1]}), batch(padded=True))
 
 
 @pytest.mark.parametrize(
@@ -239,7 +224,7 @@ def test_what_cannot_be_right_is_refused():
     ],
 )
 def test_terms_without_a_meaning_are_refused(terms, word):
-    with pytest.raises(FulldepthError, match=word):
+    with refused(word):
         Objective(**terms).attach(BUILDERS["llama"]())
 
 
@@ -250,11 +235,11 @@ def test_the_paper_s_layers_are_the_default():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "autocast"])
 def test_half_precision_stays_near_float32(dtype):
-    model, inputs = BUILDERS["llama"](), batch()
+    model, inputs = stock_llama()
 
-    def taken() -> tuple[Tensor, dict[str, Tensor]]:
-        _, parts = step(model, Objective(jump=4.0), inputs)
-        return torch.cat([g.flatten().float() for g in gradients(model).values()]), parts
+    def taken():
+        loss, parts = step(model.train(), Objective(jump=4.0), inputs)
+        return torch.cat([g.flatten().float() for g in slopes(model, loss).values()]), parts
 
     expected, _ = taken()
     autocast = dtype == "autocast"

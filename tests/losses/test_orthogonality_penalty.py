@@ -2,10 +2,11 @@
 
 import sys
 
-import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 from scipy.stats import ortho_group
+from torch.testing import assert_close
 
 from fulldepth.losses.orthogonality_penalty import orthogonality_penalty
 from fulldepth.losses.term import block_size
@@ -53,9 +54,7 @@ def test_gradient_is_that_of_the_listing(states, shape, options):
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
         x = h.detach().to(dtype).requires_grad_()
         orthogonality_penalty(x, **options).backward()
-        torch.testing.assert_close(
-            x.grad.double(), expected, rtol=tolerance, atol=tolerance * max(1.0, float(expected.abs().max()))
-        )
+        assert_close(x.grad.double(), expected, rtol=tolerance, atol=tolerance * max(1.0, float(expected.abs().max())))
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), 3e38])
@@ -68,18 +67,18 @@ def test_masked_positions_are_as_if_absent(states, garbage):
     alone = [orthogonality_penalty(h[None, i, : mask[i].sum()]) for i in range(3)]
     expected = sum(alone) / 3
     expected.backward()
-    torch.testing.assert_close(value, expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(dirty.grad, h.grad, rtol=1e-5, atol=1e-7)
+    assert_close(value, expected, rtol=1e-6, atol=0)
+    assert_close(dirty.grad, h.grad, rtol=1e-5, atol=1e-7)
     assert not dirty.grad[~mask].any()
 
 
 def test_closed_forms():
     basis = torch.from_numpy(ortho_group.rvs(8, random_state=0))
     orthogonal = 5 * basis[None, :, :6]  # six orthogonal channels over eight positions
-    np.testing.assert_allclose(orthogonality_penalty(orthogonal).item(), 0, atol=1e-15)
+    assert_allclose(orthogonality_penalty(orthogonal).item(), 0, atol=1e-15)
     equal = basis[None, :, :1].expand(1, 8, 6)
-    np.testing.assert_allclose(orthogonality_penalty(equal).item(), 30 / 36, rtol=1e-7)
-    np.testing.assert_allclose(orthogonality_penalty(equal, form="frobenius").item(), 30, rtol=1e-7)
+    assert_allclose(orthogonality_penalty(equal).item(), 30 / 36, rtol=1e-7)
+    assert_allclose(orthogonality_penalty(equal, form="frobenius").item(), 30, rtol=1e-7)
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 4), (2, 2, 6)])
@@ -87,7 +86,7 @@ def test_zero_channels_are_harmless(states, shape):
     zeros = torch.zeros(shape, requires_grad=True)
     value = orthogonality_penalty(zeros)
     value.backward()
-    np.testing.assert_allclose(value.item(), 1 / shape[2])  # G = 0: the diagonal is 1 away
+    assert_allclose(value.item(), 1 / shape[2])  # G = 0: the diagonal is 1 away
     assert not zeros.grad.any()
     h = states(shape)
     h[..., 1] = 0

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
 
 from fulldepth.losses import Objective
 from losses.trained_step import WEIGHTS, build, close, examples, gradient, plain_gradient
-from tiny_models import BUILDERS, VOCAB
+from tiny_models import BUILDERS, token_ids
 
-TERMS: dict[str, Any] = {
+TERMS = {
     "jump": 1.5,
     "similarity": 0.3,
     "coherence": {"weight": 0.5, "layers": [0, 1]},
@@ -24,11 +23,11 @@ TERMS: dict[str, Any] = {
 }
 
 
-def step(mode: str) -> dict[str, Any]:
+def step(mode):
     """Loss and gradients of the whole model from this process's share of a batch; mode: alone, ddp, sharded."""
     torch.manual_seed(0)
-    plain: Any = BUILDERS["llama"]().float().train()
-    ids = torch.randint(3, VOCAB, (4, 10), generator=torch.Generator().manual_seed(5))
+    plain = BUILDERS["llama"]().float().train()
+    ids = token_ids(4, 10, seed=5)
     objective = Objective(**TERMS).attach(plain)
     runner, rank, world = plain, 0, 1
     if mode != "alone":
@@ -52,7 +51,7 @@ def step(mode: str) -> dict[str, Any]:
     return {name: value.numpy() for name, value in found.items()}
 
 
-def tensors(values: dict[str, Any]) -> dict[str, Tensor]:
+def tensors(values):
     return {name: torch.as_tensor(value) for name, value in values.items()}
 
 
@@ -61,10 +60,10 @@ def test_two_processes_equal_one(mode, two_processes):
     """Orthogonality is a mean over sequences and all else over tokens or the global batch, so equal shares add up."""
     expected = tensors(step("alone"))
     for found in map(tensors, two_processes(step, mode)):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def trained_step(kind: str, folder: str) -> dict[str, Any]:
+def trained_step(kind, folder):
     """What a step of `DepthTrainer` with SGD takes away from the weights, in micro-batches of two rows."""
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     return {n: g.numpy() for n, g in gradient(build(kind), examples(kind), WEIGHTS, folder, **options)[0].items()}

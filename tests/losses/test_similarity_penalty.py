@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from fulldepth.losses.similarity_penalty import similarity_penalty
 from losses.trained_step import is_value, leaves
@@ -45,7 +46,7 @@ def test_value_and_gradient_are_the_papers_formula(states, mask, dtype, weights)
         torch.autograd.backward([value, expected])
         for mine, other in zip(ours, theirs, strict=True) if dtype == torch.float64 else ():
             slope = torch.zeros_like(mine) if mine.grad is None else mine.grad  # of a layer without weight
-            torch.testing.assert_close(slope, other.grad, rtol=1e-12, atol=1e-12)
+            assert_close(slope, other.grad, rtol=1e-12, atol=1e-12)
     pooled = [state[:, 0] for state in states]  # [B, D]
     is_value(similarity_penalty(pooled, weights), plain(pooled, WEIGHTS[weights], everything[:, 0]), dtype)
 

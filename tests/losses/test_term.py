@@ -4,22 +4,15 @@ mistakes that penalties refuse.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-import yaml
-from torch import Tensor
+from torch import nn
 
-from fulldepth.cli import main
-from fulldepth.data import builtin_texts, train_tokenizer
-from fulldepth.errors import FulldepthError
+from cli.conftest import main  # noqa: F401
 from fulldepth.losses import (
     TERMS,
-    Context,
     Term,
     aligned_loss,
     coherence_penalty,
@@ -31,6 +24,8 @@ from fulldepth.results import Results
 from fulldepth.settings import assignments, layer
 from fulldepth.training import TrainSettings
 from fulldepth.training.trainer import make_objective, resolved
+from refusals import refused
+from training.conftest import recipe, sources  # noqa: F401
 
 
 class Loudness(Term):
@@ -40,7 +35,7 @@ class Loudness(Term):
     sites = ("residual",)
     exponent: float = 2.0
 
-    def value(self, context: Context) -> Tensor:
+    def value(self, context):
         last = context.states["residual"][-1]
         return last.abs().pow(self.exponent).mean(-1)[context.task.counted(context.batch, last)].mean()
 
@@ -51,36 +46,16 @@ def loudness(monkeypatch):
 
 
 @pytest.mark.usefixtures("loudness")
-def test_a_new_penalty_in_a_recipe(tmp_path, monkeypatch, capsys):
-    texts = [" ".join(p.split()) for p in builtin_texts("heldout")[0][:30_000].split("\n\n") if len(p) > 100]
-    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
-    train_tokenizer(texts, vocab_size=300).save_pretrained(tmp_path / "tokenizer")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    recipe = {
-        "model": sizes,
-        "data": {"name": str(tmp_path / "text.jsonl"), "validation_share": 0.2, "validation_sequences": 4},
-        "tokenizer": str(tmp_path / "tokenizer"),
-        "objective": {"loudness": 0.1},
-        **{"steps": 2, "global_batch_size": 2, "sequence_length": 16, "eval_every": 2},
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-
-    def run(*options: str) -> str:
-        monkeypatch.setattr("sys.argv", ["fulldepth", "train", str(tmp_path / "recipe.yaml"), *options])
-        with pytest.raises(SystemExit) as end:
-            main()
-        assert not end.value.code
-        return capsys.readouterr().out
-
-    run("--output", str(tmp_path / "run"))
+def test_a_new_penalty_in_a_recipe(tmp_path, recipe, main):  # noqa: F811
+    path = recipe(objective={"loudness": 0.1}, steps=2, eval_every=2, save_every=2)
+    assert main("train", path, "--output", tmp_path / "run")[0] == 0
     results = Results.load(tmp_path / "run")
-    rows = results.table[(results.table.measure == "penalty") & (results.table.site == "loudness")]
-    assert rows.value.tolist()[0] > 0
+    assert results.table.query("measure == 'penalty' and site == 'loudness'").value.tolist()[0] > 0
     assert results.meta["settings"]["objective"] == {"energy_warmup": 800, "loudness": 0.1}
-    assert "loudness (weight 0.1)" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8").lower()
+    assert "loudness (weight 0.1)" in (tmp_path / "run" / "report.html").read_text().lower()
 
 
-def settings(*arguments: str) -> TrainSettings:
+def settings(*arguments):
     return layer(TrainSettings, assignments(arguments))
 
 
@@ -99,7 +74,7 @@ def settings(*arguments: str) -> TrainSettings:
     }.items(),
 )
 def test_terms_in_settings_are_checked_when_they_are_read(argument, word):
-    with pytest.raises(FulldepthError, match=word):
+    with refused(word):
         resolved(settings(argument))
 
 
@@ -110,17 +85,17 @@ def test_nothing_switches_off_what_the_method_has():
     assert resolved(resolved(chosen).model_copy(update={"method": "standard"})).objective == resolved(chosen).objective
 
 
-def zeros(*shapes: tuple[int, ...]) -> list[Tensor]:
+def zeros(*shapes):
     return [torch.zeros(shape) for shape in shapes]
 
 
-def wrong_aligned(head: Any = None, labels: Any = None, **options: Any) -> Any:
+def wrong_aligned(head=None, labels=None, **options):
     labels = torch.zeros(3, 7, dtype=torch.long) if labels is None else labels
-    return lambda: aligned_loss(zeros(STATE, STATE), head or torch.nn.Linear(6, 4), labels, **options)
+    return lambda: aligned_loss(zeros(STATE, STATE), head or nn.Linear(6, 4), labels, **options)
 
 
 STATE = (3, 7, 6)
-MISTAKES: list[tuple[Callable[[], Tensor], str]] = [
+MISTAKES = [
     (lambda: jump_penalty(zeros(STATE)), "2 hidden states"),
     (lambda: jump_penalty(zeros(STATE, (3, 7, 5), STATE)), r"\(3, 7, 5\)"),
     (lambda: jump_penalty(zeros(STATE, STATE), mask=torch.ones(7, dtype=torch.bool)), "mask"),
@@ -148,5 +123,5 @@ MISTAKES: list[tuple[Callable[[], Tensor], str]] = [
 
 @pytest.mark.parametrize(("call", "word"), MISTAKES)
 def test_mistakes_in_calls_of_the_formulas_are_refused(call, word):
-    with pytest.raises(FulldepthError, match=word):
+    with refused(word):
         call()

@@ -2,47 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import transformers as tf
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
-from fulldepth.errors import FulldepthError
 from fulldepth.losses import DepthTrainer, Objective
 from losses.trained_step import plain_jump, same_step, states_of
-from tiny_models import DECODER
+from refusals import refused
+from tiny_models import DECODER, seeded
 
 SIZES = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 2}
 TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-def t5() -> Any:
+def t5():
     torch.manual_seed(0)
     config = tf.T5Config(**SIZES, vocab_size=50, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
     return tf.T5ForConditionalGeneration(config).double().train()
 
 
-def clip() -> Any:
+def clip():
     torch.manual_seed(0)
     text = {**TOWER, "vocab_size": 50, "max_position_embeddings": 12, "eos_token_id": 49}
     vision = {**TOWER, "image_size": 16, "patch_size": 8}
     return tf.CLIPModel(tf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).double().train()
 
 
-def translation() -> dict[str, Tensor]:
-    numbers = torch.Generator().manual_seed(1)
+def translation():
+    numbers = seeded(1)
     ids, labels = torch.randint(3, 50, (2, 9), generator=numbers), torch.randint(3, 50, (2, 7), generator=numbers)
     mask = torch.ones_like(ids)
     mask[1, 6:], labels[0, 5:] = 0, -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def captions() -> dict[str, Any]:
-    numbers = torch.Generator().manual_seed(2)
+def captions():
+    numbers = seeded(2)
     ids, mask = torch.randint(3, 48, (2, 9), generator=numbers), torch.ones(2, 9, dtype=torch.int64)
     mask[1, 6:], ids[0, 8], ids[1, 5] = 0, 49, 49
     images = torch.randn(2, 3, 16, 16, generator=numbers, dtype=torch.float64)
@@ -81,7 +78,7 @@ def test_a_trainer_takes_an_objective_that_is_attached(tmp_path):
     rows = [{name: value[row] for name, value in batch.items()} for row in (0, 1)]
     objective = Objective(jump=1.5).attach(model, tower="decoder")
     arguments = tf.TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no")
-    with pytest.raises(FulldepthError, match="attached to another model"):
+    with refused("attached to another model"):
         DepthTrainer(t5(), arguments, train_dataset=rows, objective=objective)
     trainer = DepthTrainer(model, arguments, train_dataset=rows, objective=objective)
     output, states = states_of(model.decoder.block, lambda: model(**batch))
@@ -90,7 +87,7 @@ def test_a_trainer_takes_an_objective_that_is_attached(tmp_path):
     assert trainer.train().training_loss == pytest.approx(expected, rel=1e-6)
 
 
-REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any], str]] = {
+REFUSALS = {
     "no tower": (t5, {"jump": 1.0}, {}, "encoder or decoder"),
     "no tower of two": (clip, {"jump": 1.0}, {}, "text or vision"),
     "wrong tower": (t5, {"jump": 1.0}, {"tower": "vision"}, "vision"),
@@ -101,7 +98,7 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any
 @pytest.mark.parametrize("case", REFUSALS)
 def test_refusals_advise_what_python_can_do(case):
     build, terms, options, message = REFUSALS[case]
-    with pytest.raises(FulldepthError, match=message) as error:
+    with refused(message) as error:
         Objective(**terms).attach(build(), **options)
     assert " --" not in str(error.value)
 
@@ -119,7 +116,7 @@ def test_the_text_model_of_images_and_text_is_trained():
         eoi_token_index=92,
     )
     model = tf.Gemma3ForConditionalGeneration(config).double().train()
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     ids = torch.cat([torch.full((2, 4), image), torch.randint(3, image - 1, (2, 8), generator=generator)], 1)
     mask = torch.ones_like(ids)
     mask[1, -2:] = 0

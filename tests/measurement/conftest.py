@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import numpy as np
@@ -14,6 +13,7 @@ from tokenizers.processors import TemplateProcessing
 
 import tiny_models
 from cli.conftest import main  # noqa: F401
+from data.conftest import jsonl
 from fulldepth.measurement import measure_into
 from fulldepth.progress import Watcher
 from golden import tables
@@ -77,7 +77,7 @@ def trained(tmp_path_factory, tokenizer):
 def text_file(tmp_path_factory, corpus):
     """Plain text, which fills windows."""
     path = tmp_path_factory.mktemp("data") / "novel.txt"
-    path.write_text(corpus[:1500], encoding="utf-8")
+    path.write_text(corpus[:1500])
     return path
 
 
@@ -92,7 +92,7 @@ def windows(tokenizer, text_file):
 def documents_file(tmp_path_factory, corpus):
     """Twelve texts of several windows each, so that standard errors can be stated."""
     path = tmp_path_factory.mktemp("data") / "pages.jsonl"
-    path.write_text("\n".join(json.dumps({"text": corpus[n : n + 400]}) for n in range(0, 4800, 400)), "utf-8")
+    jsonl(path, *({"text": corpus[n : n + 400]} for n in range(0, 4800, 400)))
     return path
 
 
@@ -106,10 +106,9 @@ def overflowing(tmp_path_factory, checkpoint, text_file):
     config = tf.GPT2Config.from_pretrained(folder, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None)
     model = tf.GPT2LMHeadModel(config)
     model.load_state_dict(tf.GPT2LMHeadModel.from_pretrained(folder).state_dict())
-    with torch.no_grad():
-        model.transformer.wte.weight[rare, 0] = 60000
-        for block in model.transformer.h:
-            block.attn.c_proj.bias[0] = 6000
+    model.transformer.wte.weight.data[rare, 0] = 60000
+    for block in model.transformer.h:
+        block.attn.c_proj.bias.data[0] = 6000
     model.half().save_pretrained(folder)
     return folder
 
@@ -155,17 +154,3 @@ def into(text_file):
         return measure_into(model, data or str(text_file), output, settings, **options), said
 
     return measured
-
-
-@pytest.fixture
-def refused(main):  # noqa: F811
-    """`refused("measure", ..., says=[...])`: ends with 2 and one readable message that holds every one of `says`."""
-
-    def run(*arguments, says):
-        code, _, error = main(*arguments)
-        assert code == 2, error
-        assert "Traceback" not in error
-        assert sum(line.startswith("Error") for line in error.splitlines()) == 1, error
-        assert all(words in error for words in says), error
-
-    return run

@@ -29,11 +29,15 @@ def model(checkpoint, tmp_path):
 
 
 @pytest.fixture
-def wrong(refused, model, text_file, output):
-    """Measures the broken copy (or other data): must be refused with these words, and leave nothing behind."""
+def wrong(main, model, text_file, output):
+    """Measures the broken copy (or other data): one readable message with these words, code 2, and nothing left."""
 
     def run(*flags, says, model=model, data=text_file, few=FEW):
-        refused("measure", model, "--data", data, "--output", output, *few, *flags, says=says)
+        code, _, error = main("measure", model, "--data", data, "--output", output, *few, *flags)
+        assert code == 2, error
+        assert "Traceback" not in error
+        assert sum(line.startswith("Error") for line in error.splitlines()) == 1, error
+        assert all(words in error for words in says), error
         assert not list(output.rglob("[!.]*")), "a refused run leaves nothing behind"
 
     return run

@@ -8,13 +8,14 @@ import torch
 import fulldepth
 from families import zoo
 from fulldepth.data.sequences import Batch, Sequences
-from fulldepth.errors import FulldepthError
 from fulldepth.execution.batching import check_batching
+from refusals import refused
+from tiny_models import seeded
 
 
 def texts(lengths, seed=0):
     """Random token sequences of these lengths, right padded."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     rows = [torch.randint(3, zoo.VOCAB, (length,), generator=generator) for length in lengths]
 
     def collate(indices):
@@ -62,5 +63,5 @@ def test_a_model_that_draws_random_numbers_is_refused():
         return Batch({"pixel_values": pixels[list(indices)]}, None, torch.tensor(list(indices)))
 
     data = Sequences("noise", "images", "representation", "sha256:0", [0, 1], collate, [0, 0], 0)
-    with pytest.raises(FulldepthError, match="draws random numbers"):
+    with refused("draws random numbers"):
         fulldepth.measure(model, data, measures=["displacement"])

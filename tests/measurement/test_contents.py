@@ -10,6 +10,7 @@ import pytest
 
 from fulldepth.errors import FulldepthError
 from fulldepth.measurement import MeasureSettings
+from json_files import write_json
 
 SETTINGS = MeasureSettings(max_sequences=4, sequence_length=12, measures=["displacement"])
 
@@ -65,5 +66,5 @@ def test_text_weights_and_tokenizer_replaced_at_equal_size_and_time(is_known, ch
     (model / "optimizer.pt").write_bytes(b"never read")
     (model / "train.log").write_text("step 1")
     assert is_known(model, str(text))
-    tokenizer.write_text(json.dumps(words))
+    write_json(tokenizer, words)
     assert not is_known(model, str(text))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as tf
+from numpy.testing import assert_allclose
 
 import fulldepth
-from fulldepth.errors import FulldepthError
+from data.conftest import jsonl
 from measurement import oracle
-from metrics.oracle import cosines, psi
+from metrics.oracle import cosines, steps
+from refusals import refused
+from tiny_models import shaken
 
 PAIRS = [
     ("translate: the cat sat", "le chat"),
@@ -34,12 +36,8 @@ MODELS = {
 @pytest.fixture(scope="module", params=MODELS)
 def folder(request, tmp_path_factory, tokenizer):
     torch.manual_seed(0)
-    model = MODELS[request.param]()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
     place = tmp_path_factory.mktemp(request.param) / request.param
-    model.save_pretrained(place)
+    shaken(MODELS[request.param]()).save_pretrained(place)
     tokenizer.save_pretrained(place)
     return place
 
@@ -47,7 +45,7 @@ def folder(request, tmp_path_factory, tokenizer):
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-    path.write_text("\n".join(json.dumps({"input": a, "target": b}) for a, b in PAIRS))
+    jsonl(path, *({"input": a, "target": b} for a, b in PAIRS))
     return path
 
 
@@ -66,11 +64,11 @@ def test_both_stacks(folder, rows, tokenizer):
         for name in states:
             states[name].append(oracle.taps(model, blocks.format(name), inputs)[0][:, 0])
         output = model(**inputs)
-        losses.append(torch.nn.functional.cross_entropy(output.logits[0], labels[0], reduction="none"))
+        losses.append(F.cross_entropy(output.logits[0], labels[0], reduction="none"))
         right.append((output.logits.argmax(-1) == labels)[0].double())
     for name, parts in states.items():
         h = np.concatenate(parts, axis=1)  # [L+1, N, D]
-        np.testing.assert_allclose(results.values("displacement", "mean", name), psi(h[:-1], h[1:]).mean(1), rtol=1e-6)
+        assert_allclose(results.values("displacement", "mean", name), steps(h).mean(1), rtol=1e-6)
         similar = cosines(h[0], h[-1]).mean()
         assert results.values("cosine", "mean_raw", name, other=len(h) - 1).iloc[0] == pytest.approx(similar, rel=1e-6)
     for name, values, rel in (("lens_loss", losses, 1e-5), ("lens_accuracy", right, 1e-9)):
@@ -85,5 +83,5 @@ def test_one_stack_alone_and_refusals(folder, rows, text_file):
     for data in (rows, text_file):
         one = fulldepth.measure(folder, data, tower="encoder", progress=False, measures=["displacement"])
         assert "residual" in set(one.table.site) <= {"residual", "final_normed"}
-    with pytest.raises(FulldepthError, match="input and a target"):
+    with refused("input and a target"):
         fulldepth.measure(str(folder), str(text_file), progress=False)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from torch import nn
 
 import tiny_models
 from fulldepth.hf import anatomy_candidates
@@ -57,6 +58,6 @@ def test_experts_that_cannot_be_read_are_said():
     """Experts packed by a quantiser, say: there is no stack of matrices, and that is not passed over."""
     model = MODELS["mixtral"]().eval()
     experts = model.model.layers[1].mlp.experts
-    experts.down_proj = torch.nn.Parameter(torch.zeros(4, 32, 2, 24), requires_grad=False)
+    experts.down_proj = nn.Parameter(torch.zeros(4, 32, 2, 24), requires_grad=False)
     del experts.gate_up_proj
     assert fed(model)[1] == ["mlp.experts"]

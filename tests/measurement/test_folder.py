@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 
-import pandas as pd
 import pytest
+from pandas.testing import assert_frame_equal
 from torch import distributed
 
 from fulldepth import files
@@ -14,6 +14,7 @@ from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.measurement import MeasureSettings
 from fulldepth.results import DOCUMENT, Results, TableMismatchError
+from refusals import refused
 
 SETTINGS = MeasureSettings(max_sequences=2, sequence_length=12, measures=["displacement"])
 
@@ -45,11 +46,11 @@ def test_a_save_that_was_interrupted_is_measured_again(measured, tmp_path, monke
             measured("gpt2", overwrite=True)
     with pytest.raises(TableMismatchError):
         Results.load(tmp_path / "out")
-    with pytest.raises(FulldepthError, match="another run"):
+    with refused("another run"):
         measured("gpt2")  # the document is still that of the first run
     again, said = measured()
     assert "measured again" in said
-    pd.testing.assert_frame_equal(again.table, whole.table, check_dtype=False)
+    assert_frame_equal(again.table, whole.table, check_dtype=False)
     assert "nothing to do" in measured()[1]
 
 
@@ -57,12 +58,12 @@ def test_a_damaged_document_and_a_folder_of_another_command_are_refused(measured
     out = tmp_path / "out"
     measured()
     (out / DOCUMENT).write_text('{"schema_version": 1, "headline": 3}')
-    with pytest.raises(FulldepthError, match=r"headline.*--overwrite"):
+    with refused(r"headline.*--overwrite"):
         measured()
     assert measured(overwrite=True)[0].headline
     before = (out / DOCUMENT).read_bytes()
     (out / "plan.json").touch()
-    with pytest.raises(FulldepthError, match="skip"):
+    with refused("skip"):
         measured(overwrite=True)
     assert (out / DOCUMENT).read_bytes() == before
 

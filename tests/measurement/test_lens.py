@@ -6,12 +6,11 @@ import io
 import json
 import sys
 
-import numpy as np
 import pytest
 import torch
 import transformers as tf
+from numpy.testing import assert_allclose
 
-from fulldepth import cli
 from fulldepth.measurement import lens
 from fulldepth.progress import Watcher
 from fulldepth.results import PAGE, Results
@@ -42,11 +41,11 @@ def test_table_is_what_stopping_at_each_layer_predicts(family, checkpoint, token
         assert shown["rank"].tolist() == [*range(1, K + 1)] * ids.shape[1]
         assert shown["token"].tolist() == [tokenizer.decode([i]) for i in ids[0].tolist() for _ in range(K)]
         assert shown["top_token"].tolist() == [tokenizer.decode([i]) for i in tokens.flatten().tolist()]
-        np.testing.assert_allclose(shown["probability"], chances.flatten(), atol=5.1e-5)
+        assert_allclose(shown["probability"], chances.flatten(), atol=5.1e-5)
     single = lens(folder, TEXT, top_k=1, dtype="float64", tokenizer=tokenizer).lens()
     first = table[table["rank"] == 1].reset_index(drop=True)
     assert single.drop(columns="probability").equals(first.drop(columns="probability"))
-    np.testing.assert_allclose(single["probability"], first["probability"], atol=1.1e-4)
+    assert_allclose(single["probability"], first["probability"], atol=1.1e-4)
     assert Results.load(results.save(tmp_path / "saved", page=False)).lens().equals(table)
 
 
@@ -63,18 +62,14 @@ def test_a_long_text_is_shown_whole_or_said_to_be_cut(trained, tokenizer):
     assert any("40 tokens and cut" in line for line in said)
 
 
-def test_command(trained, monkeypatch, capsys, tmp_path):
-    def run(*words, stdin=""):
-        monkeypatch.setattr(sys, "argv", ["fulldepth", "lens", str(trained), *map(str, words)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as leaving:
-            cli.main()
-        assert not leaving.value.code
-        return capsys.readouterr().out
-
-    rows = json.loads(run(TEXT, "--top-k", 2, "--json"))
-    assert rows == lens(trained, TEXT, top_k=2).lens().to_dict("records")
-    grid = run("-", "--output", tmp_path / "out", stdin=TEXT).splitlines()
+def test_command(trained, monkeypatch, main, tmp_path):
+    code, shown, _ = main("lens", trained, TEXT, "--top-k", 2, "--json")
+    rows = json.loads(shown)
+    assert (code, rows) == (0, lens(trained, TEXT, top_k=2).lens().to_dict("records"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(TEXT))
+    code, shown, _ = main("lens", trained, "-", "--output", tmp_path / "out")
+    assert code == 0
+    grid = shown.splitlines()
     tops = [row["top_token"].strip() for row in rows if row["layer"] == 3 and row["rank"] == 1]
     assert grid[1].split()[0] == "3"  # the last layer is on top
     assert [word.strip("·") for word in grid[1].split()[1:3]] == [top[:11] for top in tops[:2]]

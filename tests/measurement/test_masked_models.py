@@ -7,10 +7,11 @@ import shutil
 import numpy as np
 import torch
 import transformers as tf
+from numpy.testing import assert_allclose
 
 from fulldepth.measurement import measure
 from measurement import oracle
-from metrics.oracle import of_lens, psi
+from metrics.oracle import of_lens, steps
 
 T, N = 16, 5
 FEW = {"order": "first", "max_sequences": N, "sequence_length": T, "batch_size": N, "dtype": "float64"}
@@ -21,9 +22,7 @@ NAMES = ["displacement", "lens_accuracy", "lens_loss", "saturation", "effective_
 def check_clean(results, model, ids):
     """Displacement is that of the text as it is; BERT has no final norm, so its last hidden state is the stream."""
     states = np.stack([h.numpy() for h in model(input_ids=ids, output_hidden_states=True).hidden_states])
-    np.testing.assert_allclose(
-        results.values("displacement", "mean", "residual"), psi(states[:-1], states[1:]).mean((1, 2)), rtol=1e-9
-    )
+    assert_allclose(results.values("displacement", "mean", "residual"), steps(states).mean((1, 2)), rtol=1e-9)
 
 
 def test_only_the_lens_reads_masked_text(checkpoint, text_file, bert_tokenizer):
@@ -41,8 +40,8 @@ def test_only_the_lens_reads_masked_text(checkpoint, text_file, bert_tokenizer):
     inputs = {"input_ids": ids.masked_fill(masked, bert_tokenizer.mask_token_id)}
     logits = oracle.exits(model, "bert.encoder.layer", inputs)[0][:, masked.numpy()]  # [L+1, M, V]
     accuracy, loss, counts = of_lens(logits, ids[masked].numpy())
-    np.testing.assert_allclose(results.values("lens_loss", "mean"), loss, rtol=3e-6)
-    np.testing.assert_allclose(results.values("lens_accuracy", "mean"), accuracy)
+    assert_allclose(results.values("lens_loss", "mean"), loss, rtol=3e-6)
+    assert_allclose(results.values("lens_accuracy", "mean"), accuracy)
     assert results.values("saturation", "count").tolist() == counts.tolist()
     assert results.meta["data"]["masked_share"] == 0.15
     assert "15 % of its tokens masked" in results.meta["token_policy"]["sentence"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 
 from architectures import combinations
 from architectures import oracle as plain
@@ -114,7 +115,7 @@ def test_nearest_tokens_of_dynamic_routers(measured, tokenizer):
         near = cosines(embeddings, weight.view(heads, layer, 24)[head, source].numpy()[None])
         best = np.argsort(-near)[:30]
         assert [token for token, _ in entry["tokens"]] == [tokenizer.decode([i]) for i in best]
-        np.testing.assert_allclose([cosine for _, cosine in entry["tokens"]], near[best], atol=6e-5)
+        assert_allclose([cosine for _, cosine in entry["tokens"]], near[best], atol=6e-5)
         strength.append(near[best].mean())
     assert len(seen) == listed["of"] == heads * (2 + 3 + 4 + 5)
     assert strength == sorted(strength, reverse=True)
@@ -123,5 +124,5 @@ def test_nearest_tokens_of_dynamic_routers(measured, tokenizer):
 def test_padding_and_batches_change_no_weight(measured, ragged_tsv):
     options = {"measures": ["retrieval_weight"], "sequence_length": 32}
     one, five = (measure(measured("dynamic")[3], ragged_tsv, batch_size=size, **options).table for size in (1, 5))
-    np.testing.assert_allclose(one.value, five.value, **EXACT)
+    assert_allclose(one.value, five.value, **EXACT)
     assert one["count"].tolist() == five["count"].tolist()

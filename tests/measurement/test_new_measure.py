@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 import transformers as tf
+from numpy.testing import assert_allclose
 
 import fulldepth
 from fulldepth.metrics import METRICS, Measure, Row
@@ -47,6 +48,6 @@ def test_a_registered_measure_is_measured_stored_and_shown(checkpoint, text_file
     states, _ = oracle.taps(model, "model.layers", {"input_ids": ids})
     expected = np.linalg.norm(states, axis=-1).mean((1, 2))
     for found in (results, fulldepth.Results.load(tmp_path / "out")):
-        np.testing.assert_allclose(found.values("stream_norm", "mean"), expected, rtol=1e-5)
+        assert_allclose(found.values("stream_norm", "mean"), expected, rtol=1e-5)
         assert set(found.table["count"]) == {ids.numel()}
     assert (tmp_path / "out" / "report.html").is_file()

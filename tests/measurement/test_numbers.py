@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from numpy.testing import assert_allclose
 
 from fulldepth.measurement import measure
 from measurement import oracle
-from metrics.oracle import cosines, mmd, nc1, of_lens, plain_cka, plain_coherence, psi, ratio, zeta
+from metrics.oracle import cosines, mmd, nc1, of_lens, plain_cka, plain_coherence, psi, ratio, steps, zeta
 
 T, N = 16, 9
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
@@ -44,8 +45,16 @@ def logits(model, ids):
     """[L+1, N, T, V] what stopping at each layer really predicts."""
     (found,) = oracle.exits(model, "model.layers", {"input_ids": ids})
     with torch.no_grad():
-        np.testing.assert_allclose(found[-1], model(input_ids=ids).logits.numpy(), **EXACT)
+        assert_allclose(found[-1], model(input_ids=ids).logits.numpy(), **EXACT)
     return found
+
+
+def check_lens(results, logits, targets):
+    """Accuracies and losses of all layers; returns the accuracies and how many positions settle at each layer."""
+    accuracy, loss, counts = of_lens(logits, targets)
+    assert_allclose(results.values("lens_accuracy", "mean"), accuracy, **EXACT)
+    assert_allclose(results.values("lens_loss", "mean"), loss, **SINGLE)
+    return accuracy, counts
 
 
 @pytest.mark.parametrize(("suffix", "start"), [("", 0), (":no-first", 1)])
@@ -53,7 +62,7 @@ def test_displacement_norms_and_similarity(results, taps, suffix, start):
     states = taps[0][:, :, start:].reshape(4, -1, taps[0].shape[-1])  # [L+1, tokens, D]
     for name, function in (("displacement", psi), ("norm_ratio", ratio)):
         expected = function(states[:-1], states[1:]).mean(1)
-        np.testing.assert_allclose(results.values(name, "mean" + suffix, "residual"), expected, **EXACT)
+        assert_allclose(results.values(name, "mean" + suffix, "residual"), expected, **EXACT)
     table = results.table.set_index(["measure", "statistic"])
     for measured, statistic, of in (
         ("cosine", "mean_raw", lambda a, b: cosines(a, b).mean()),
@@ -62,12 +71,12 @@ def test_displacement_norms_and_similarity(results, taps, suffix, start):
         ("cka", "biased", lambda a, b: plain_cka(a, b, False)),
     ):
         found = table.loc[[(measured, statistic + suffix)]].pivot(index="layer", columns="other", values="value")
-        np.testing.assert_allclose(found, [[of(a, b) for b in states] for a in states], **SINGLE)
+        assert_allclose(found, [[of(a, b) for b in states] for a in states], **SINGLE)
 
 
 def test_jump_rate_and_the_normed_reading(results, taps, model):
     states = taps[0]
-    mean = psi(states[:-1], states[1:]).mean((1, 2))
+    mean = steps(states).mean((1, 2))
     expected = {layer: zeta(mean, layer) for layer in (2, 3)}
     assert results.values("jump_rate", "value").to_dict() == pytest.approx(expected, rel=1e-9)
     with torch.no_grad():
@@ -89,12 +98,10 @@ def test_coherence(results, taps, site):
 
 def test_lens(results, logits, ids):
     predictions = logits[:, :, :-1].reshape(len(logits), -1, logits.shape[-1])
-    accuracy, loss, counts = of_lens(predictions, ids[:, 1:].flatten().numpy())
+    accuracy, counts = check_lens(results, predictions, ids[:, 1:].flatten().numpy())
     assert accuracy[-1] > 0.3, "the model has learnt too little for this test to mean anything"
-    np.testing.assert_allclose(results.values("lens_accuracy", "mean"), accuracy, **EXACT)
-    np.testing.assert_allclose(results.values("lens_loss", "mean"), loss, **SINGLE)
     assert results.values("saturation", "count").tolist() == counts.tolist()
-    np.testing.assert_allclose(results.values("saturation", "cumulative"), counts.cumsum() / counts.sum())
+    assert_allclose(results.values("saturation", "cumulative"), counts.cumsum() / counts.sum())
     depths = results.table.query("measure == 'effective_depth'").set_index("statistic").value
     assert depths["eps=0.05"] == next((n for n in (1, 2, 3) if accuracy[n] >= 0.95), 3)
     assert depths["relative_eps=0.05"] == next(n for n in (1, 2, 3) if accuracy[n] >= 0.95 * accuracy[3])
@@ -107,7 +114,7 @@ def test_mmd_between_two_models_and_to_itself(trained, model, checkpoint, text_f
     expected = [mmd(a.reshape(4 * T, -1), b.reshape(4 * T, -1)) for a, b in pairs]
     for reference, values in ((other, expected), (trained, np.zeros(4))):
         found = measure(trained, text_file, measures=["mmd"], reference=str(reference), max_sequences=4, **WHOLE)
-        np.testing.assert_allclose(found.values("mmd", "value"), values, rtol=1e-7, atol=1e-12)
+        assert_allclose(found.values("mmd", "value"), values, rtol=1e-7, atol=1e-12)
 
 
 def test_text_classifier(checkpoint, ragged_tsv, ragged_texts, bert_tokenizer):
@@ -118,8 +125,6 @@ def test_text_classifier(checkpoint, ragged_tsv, ragged_texts, bert_tokenizer):
     inputs = [dict(bert_tokenizer(text, return_tensors="pt")) for text, _ in ragged_texts]  # one by one: no padding
     states = np.stack([oracle.taps(model, "bert.encoder.layer", each)[0][:, 0, 0] for each in inputs], 1)
     logits = np.concatenate(oracle.exits(model, "bert.encoder.layer", *inputs), 1)
-    np.testing.assert_allclose(results.values("displacement", "mean"), psi(states[:-1], states[1:]).mean(1), **EXACT)
-    np.testing.assert_allclose(results.values("nc1", "value")[1:], [nc1(x, labels) for x in states[1:]], **SINGLE)
-    accuracy, loss, _ = of_lens(logits, labels)
-    np.testing.assert_allclose(results.values("lens_accuracy", "mean"), accuracy, **EXACT)
-    np.testing.assert_allclose(results.values("lens_loss", "mean"), loss, **SINGLE)
+    assert_allclose(results.values("displacement", "mean"), steps(states).mean(1), **EXACT)
+    assert_allclose(results.values("nc1", "value")[1:], [nc1(x, labels) for x in states[1:]], **SINGLE)
+    check_lens(results, logits, labels)

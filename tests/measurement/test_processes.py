@@ -7,8 +7,8 @@ import re
 import subprocess
 import sys
 
-import pandas as pd
 import pytest
+from pandas.testing import assert_frame_equal
 
 from fulldepth.measurement import MeasureSettings, measure_into
 from fulldepth.results import Results
@@ -29,12 +29,12 @@ def compare(two_processes, model, data, folder, **settings):
     two = Results.load(folder / "two")
     keys = [*KEYS, "step"] if one.is_series else KEYS
     left, right = (r.table.set_index(keys)[["value", "count", "unit"]].sort_index() for r in (one, two))
-    pd.testing.assert_frame_equal(left, right, rtol=1e-6, atol=1e-6)
+    assert_frame_equal(left, right, rtol=1e-6, atol=1e-6)
     if one.influences is None:  # too few documents for errors
         assert two.influences is None
     else:
         groups = [r.influences.set_index(keys).sort_index() for r in (one, two)]
-        pd.testing.assert_frame_equal(*groups, rtol=1e-5, atol=1e-6, check_dtype=False)
+        assert_frame_equal(*groups, rtol=1e-5, atol=1e-6, check_dtype=False)
     assert two.meta["headline"].keys() == one.meta["headline"].keys()
     for key in ("sampling", "left_out", "warnings", "token_policy", "model", "data", "groups", "lens_grid"):
         assert two.meta[key] == one.meta[key], key

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 
-import pandas as pd
 import pytest
 import torch
 import transformers as tf
+from pandas.testing import assert_frame_equal
 
 import fulldepth
 from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
+from tiny_models import same_weights
 
 
 @pytest.fixture
@@ -22,7 +24,7 @@ def model(trained):
 def test_a_loaded_model_and_a_list_of_texts(model, tokenizer, trained, text_file):
     by_object = fulldepth.measure(model, [text_file.read_text()], tokenizer=tokenizer, sequence_length=16)
     by_name = fulldepth.measure(str(trained), str(text_file), sequence_length=16)
-    pd.testing.assert_frame_equal(by_object.table, by_name.table)
+    assert_frame_equal(by_object.table, by_name.table)
     assert by_object.meta["data"]["hash"] == by_name.meta["data"]["hash"]
 
 
@@ -49,12 +51,12 @@ def test_model_is_left_as_it_was(model, tokenizer, text_file, training, options,
         hooks = [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks]
         return modes, grads, hooks, model.config.to_dict()
 
-    before, weights = state(), {name: value.clone() for name, value in model.state_dict().items()}
+    before, weights = state(), copy.deepcopy(model.state_dict())
     options = {"max_sequences": 4, "sequence_length": 12, **options}
     with pytest.raises(error) if error else nullcontext():
         fulldepth.measure(model, str(text_file), tokenizer=tokenizer, **options)
     assert state() == before
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert same_weights(model, weights)
     model(input_ids=torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
-import pytest
+from pandas.testing import assert_frame_equal
 
 from fulldepth import measure
 from fulldepth.console import finish
-from fulldepth.errors import FulldepthError
 from fulldepth.settings.measure import MeasureSettings
+from refusals import refused
 
 OPTIONS = {"max_sequences": 24, "sequence_length": 16}
 
@@ -27,11 +26,11 @@ def test_defaults_sample_and_exact_samples_nothing(trained, text_file, capsys):
     assert exact.meta["sampling"]["entropy_sequences"] == 24
     assert exact.meta["sampling"]["sentence"] is None
     by_hand = measure(trained, text_file, entropy_sequences=24, lens_tokens=None, **OPTIONS)
-    pd.testing.assert_frame_equal(exact.table, by_hand.table, check_exact=True)
+    assert_frame_equal(exact.table, by_hand.table, check_exact=True)
 
 
 def test_exact_contradicts_the_size_of_a_sample(trained, text_file):
-    with pytest.raises(FulldepthError, match="--lens-tokens"):
+    with refused("--lens-tokens"):
         measure(trained, text_file, exact=True, lens_tokens=100)
     resolved = MeasureSettings(exact=True)
     assert MeasureSettings.model_validate(resolved.model_dump()) == resolved, "saved settings can be read again"

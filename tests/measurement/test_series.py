@@ -6,13 +6,14 @@ import json
 import math
 import shutil
 
-import pandas as pd
 import pytest
+from pandas.testing import assert_frame_equal
 
-from fulldepth.errors import FulldepthError
 from fulldepth.hf import checkpoint_of, trained_steps
 from fulldepth.measurement import MeasureSettings, measure, measure_into
 from fulldepth.results import Results
+from json_files import write_json
+from refusals import refused
 
 STEPS = [5, 20, 100]
 SETTINGS = MeasureSettings(max_sequences=4, sequence_length=12)
@@ -61,7 +62,7 @@ def same_as_alone(results, step, model, text_file):
     """Asserts that the rows of a step are those of its model alone, whose results are returned."""
     alone = measure(model, text_file, max_sequences=4, sequence_length=12)
     rows = results.table.query("step == @step").drop(columns="step").reset_index(drop=True)
-    pd.testing.assert_frame_equal(rows, alone.table, check_dtype=False)
+    assert_frame_equal(rows, alone.table, check_dtype=False)
     return alone
 
 
@@ -76,7 +77,7 @@ def of(said, words):
 def test_series_holds_every_checkpoint(finished, trained_run, text_file):
     results = Results.load(finished)
     assert results.is_series
-    assert list(dict.fromkeys(results.table["step"])) == [entry["step"] for entry in results.meta["steps"]] == STEPS
+    assert list(dict.fromkeys(results.table["step"])) == steps_of(results) == STEPS
     for step, entry in zip(STEPS, results.meta["steps"], strict=True):
         alone = same_as_alone(results, step, trained_run / f"checkpoint-{step}", text_file)
         assert entry["headline"] == alone.headline
@@ -108,8 +109,8 @@ def test_goes_on_after_an_interruption(measured, output, trained_run):
     results, said = measured(trained_run, output)
     assert before.items() <= times(output).items()
     assert len(of(said, "measured already")) == 1
-    pd.testing.assert_frame_equal(results.table, whole.table, check_dtype=False)
-    pd.testing.assert_frame_equal(Results.load(output).table, whole.table)
+    assert_frame_equal(results.table, whole.table, check_dtype=False)
+    assert_frame_equal(Results.load(output).table, whole.table)
     assert all(Results.load(home).meta["complete"] is True for home in (half, bare))
 
 
@@ -123,7 +124,7 @@ def test_a_series_whose_past_is_another_is_not_extended(measured, run, checkpoin
         lambda: shutil.copy(checkpoint("llama", 1) / "model.safetensors", middle) and settings,
         lambda: shutil.rmtree(middle) or settings,
     ):
-        with pytest.raises(FulldepthError, match="another run"):
+        with refused("another run"):
             measured(run, tmp_path / "again", change())
         assert times(tmp_path / "again") == before
 
@@ -134,29 +135,33 @@ def test_a_trainer_state_without_a_step_names_none(tmp_path):
         assert trained_steps(tmp_path) is None, state
 
 
+def steps_of(results):
+    return [entry["step"] for entry in results.meta["steps"]]
+
+
 def final_model(run, source, step=None):
     """What `Trainer.save_model` and `save_state` leave at the root of a run."""
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, run)
     if step is not None:
-        (run / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": [{"loss": math.nan}]}))
+        write_json(run / "trainer_state.json", {"global_step": step, "log_history": [{"loss": math.nan}]})
 
 
 def test_a_final_model_is_the_last_point_of_the_series(measured, run, checkpoint, text_file, tmp_path):
     last = checkpoint("llama", 1)
     final_model(run, last, step=150)
     results, _ = measured(run, tmp_path / "out")
-    assert [entry["step"] for entry in results.meta["steps"]] == [*STEPS, 150]
+    assert steps_of(results) == [*STEPS, 150]
     alone = same_as_alone(results, 150, last, text_file)
     assert results.headline == alone.headline
     assert checkpoint_of(run) == str(run)
     single, _ = measured(run, tmp_path / "single", series=False)
-    pd.testing.assert_frame_equal(single.table, alone.table, check_dtype=False)
+    assert_frame_equal(single.table, alone.table, check_dtype=False)
 
     shutil.copytree(run / "checkpoint-100", run / "checkpoint-200")  # training went on: another last model
     final_model(run, checkpoint("llama"), step=250)
     results, said = measured(run, tmp_path / "out")
-    assert [entry["step"] for entry in results.meta["steps"]] == [*STEPS, 200, 250]
+    assert steps_of(results) == [*STEPS, 200, 250]
     assert len(of(said, "measured already")) == 3
 
 
@@ -173,7 +178,7 @@ def test_a_final_model_is_the_last_point_of_the_series(measured, run, checkpoint
 def test_a_final_model_that_is_no_point_of_its_own(measured, run, checkpoint, tmp_path, source, step, says):
     final_model(run, run / source if source else checkpoint("llama", 1), step)
     results, said = measured(run, tmp_path / "out", SETTINGS.model_copy(update={"measures": ["displacement"]}))
-    assert [entry["step"] for entry in results.meta["steps"]] == STEPS
+    assert steps_of(results) == STEPS
     about_it = of(said, "at the root")
     assert len(about_it) == (says is not None)
     assert all(says in line and "--no-series" in line for line in about_it)
@@ -187,4 +192,4 @@ def test_results_inside_the_model_folder_are_not_part_of_the_model(measured, che
         first, _ = measured(model, model / "depth")
         again, said = measured(model, model / "depth")
         assert of(said, "nothing to do")
-        pd.testing.assert_frame_equal(first.table, again.table, check_dtype=False)
+        assert_frame_equal(first.table, again.table, check_dtype=False)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 import transformers as tf
+from numpy.testing import assert_allclose
+from pandas.testing import assert_frame_equal
 
 from fulldepth.data import open_source
-from fulldepth.errors import FulldepthError
 from fulldepth.hf import load_processor
 from fulldepth.measurement import measure
 from fulldepth.metrics import nc1
 from measurement import oracle
-from metrics.oracle import cosines, psi
+from metrics.oracle import cosines, steps
+from refusals import refused
 
 KEYS = ["measure", "site", "layer", "other", "statistic"]
 
@@ -22,7 +23,7 @@ KEYS = ["measure", "site", "layer", "other", "statistic"]
 def assert_same(left, right, *, rtol=1e-9, atol=1e-9, but=()):
     """Two tables hold the same rows with the same numbers, apart from the measures in `but`."""
     tables = [table[~table.measure.isin(but)].set_index(KEYS)[["value", "count", "unit"]] for table in (left, right)]
-    pd.testing.assert_frame_equal(*tables, check_like=True, rtol=rtol, atol=atol)
+    assert_frame_equal(*tables, check_like=True, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("family", ["llama", "bert-classifier"])
@@ -58,9 +59,7 @@ def test_policies_choose_tokens(checkpoint, ragged_tsv, ragged_texts, tokenizer,
     kept = np.concatenate(states, axis=1)
     rows = results.table.query("measure == 'displacement' and site == 'residual'")
     assert set(rows["count"][~rows.statistic.str.contains("no-first")]) == {kept.shape[1]}
-    np.testing.assert_allclose(
-        results.values("displacement", "mean", "residual"), psi(kept[:-1], kept[1:]).mean(1), rtol=1e-9
-    )
+    assert_allclose(results.values("displacement", "mean", "residual"), steps(kept).mean(1), rtol=1e-9)
     similar = cosines(kept[0], kept[2]).mean()
     assert results.values("cosine", "mean_raw", other=2)[0] == pytest.approx(similar, rel=1e-9)
     assert bool(results.table.statistic.str.endswith(":no-first").any()) is (policy == "all")
@@ -95,11 +94,9 @@ def test_policies_for_images(checkpoint, picture_folder, family, policy, chosen)
     kept = cut.get(chosen, states[:, :, 1:].mean(2, keepdims=True))
     labels = np.repeat([record.label for record in source.records], kept.shape[2])
     flat = kept.reshape(len(kept), -1, kept.shape[-1])
-    np.testing.assert_allclose(
-        results.values("displacement", "mean", "residual"), psi(flat[:-1], flat[1:]).mean(1), rtol=1e-7
-    )
+    assert_allclose(results.values("displacement", "mean", "residual"), steps(flat).mean(1), rtol=1e-7)
     expected = [nc1(torch.from_numpy(h), torch.tensor(labels)).item() for h in flat]
-    np.testing.assert_allclose(results.values("nc1", "value"), expected, rtol=1e-3)
+    assert_allclose(results.values("nc1", "value"), expected, rtol=1e-3)
     right = (output.logits.argmax(-1).numpy() == [record.label for record in source.records]).mean()
     assert results.values("lens_accuracy", "mean").iloc[-1] == pytest.approx(right)
 
@@ -109,7 +106,7 @@ def test_end_of_sequence_policy(checkpoint, tokenizer, corpus):
     ended = [{**entry, "text": entry["text"] + tokenizer.eos_token} for entry in texts]
     options = {"sequence_length": 64, "measures": ["displacement"], "dtype": "float64"}
     assert_same(*(measure(checkpoint("llama"), ended, token_policy=p, **options).table for p in ("eos", "last")))
-    with pytest.raises(FulldepthError, match=r"end-of-sequence token"):
+    with refused(r"end-of-sequence token"):
         measure(checkpoint("llama"), texts, token_policy="eos", **options)
 
 

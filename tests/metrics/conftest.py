@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numpy.testing import assert_allclose
 
 from fulldepth.metrics import Observation, Readout, Setup
 
@@ -225,7 +226,7 @@ def same_rows():
         for key, row in expected.items():
             assert got[key].count == row.count, key
             assert got[key].unit == row.unit, key
-            np.testing.assert_allclose(got[key].value, row.value, rtol=rtol, atol=atol, err_msg=str(key))
+            assert_allclose(got[key].value, row.value, rtol=rtol, atol=atol, err_msg=str(key))
 
     return check
 
@@ -257,7 +258,7 @@ def expect():
         rows = {key: row for key, row in rows.items() if not re.search("standard_error|(low|high)_of_", key[3])}
         assert rows.keys() == expected.keys(), rows.keys() ^ expected.keys()
         for key, (value, count) in expected.items():
-            np.testing.assert_allclose(rows[key].value, value, rtol=rtol, atol=atol, err_msg=str(key))
+            assert_allclose(rows[key].value, value, rtol=rtol, atol=atol, err_msg=str(key))
             assert count is None or rows[key].count == count, (key, rows[key].count, count)
 
     return check

@@ -9,7 +9,7 @@ batches; the truth is computed in plain numpy from a large population of the sam
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
 from typing import NamedTuple
@@ -61,7 +61,7 @@ class Sample(NamedTuple):
     """[N] what the sequences of a document have in common."""
 
 
-def sample(rng: np.random.Generator, order: str, clusters: int) -> Sample:
+def sample(rng, order, clusters):
     """A sample of documents (of 1 to 12 windows each, more where the effect is larger) or rows."""
     classes = rng.random(clusters) < 0.4
     effect = np.where(classes, 1.0, -0.7) + 0.3 * rng.normal(size=clusters)
@@ -76,7 +76,7 @@ def sample(rng: np.random.Generator, order: str, clusters: int) -> Sample:
     return Sample(np.arange(clusters), effect)
 
 
-def states(rng: np.random.Generator, effect: np.ndarray) -> np.ndarray:
+def states(rng, effect):
     """[5, N, T, D] a residual stream; the effect scales a direction that all tokens share, and the updates.
 
     The last two updates turn the stream about as far: the jump rate of the last layer is near its clamp at 0.
@@ -89,7 +89,7 @@ def states(rng: np.random.Generator, effect: np.ndarray) -> np.ndarray:
     return np.stack(stream)
 
 
-def lens(rng: np.random.Generator, effect: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def lens(rng, effect):
     """[LAYERS+1, N, P] agreement with the last layer, right predictions, and losses.
 
     There are many layers, so that an interval has several, and the true median and depth are no multiples of a step.
@@ -104,7 +104,7 @@ def lens(rng: np.random.Generator, effect: np.ndarray) -> tuple[np.ndarray, np.n
     return agrees, agrees & known & ~missed, loss
 
 
-def observations(rng: np.random.Generator, drawn: Sample) -> list[Observation]:
+def observations(rng, drawn):
     """Two batches of the sample."""
     stream = torch.tensor(states(rng, drawn.effect), dtype=torch.float32)
     agrees, correct, loss = (torch.tensor(part) for part in lens(rng, drawn.effect))
@@ -119,7 +119,7 @@ def observations(rng: np.random.Generator, drawn: Sample) -> list[Observation]:
     return found
 
 
-def part_of(batch: Observation, layers: int) -> Observation:
+def part_of(batch, layers):
     """What a model of fewer layers would give; see `Case.layers`."""
     read, step = batch.lens, LAYERS // layers
     lens = Readout(read.agrees[::step], read.correct[::step], read.loss[::step], read.row)
@@ -134,7 +134,7 @@ class Interval(NamedTuple):
     high: float
 
 
-def interval(metric: Measure, layer: int | None, value: str, error: str) -> Interval:
+def interval(metric, layer, value, error):
     """Estimate plus and minus its error, by Student's t over the groups; of a step the stated interval."""
     rows = {row.statistic: row.value for row in metric.rows() if row.layer == layer and row.site == "residual"}
     if not error:
@@ -159,7 +159,7 @@ class Case(NamedTuple):
 class Population:
     """A large sample, with the numbers of every token in plain numpy."""
 
-    def __init__(self, order: str) -> None:
+    def __init__(self, order):
         rng = np.random.default_rng(99)
         effect = sample(rng, order, POPULATION).effect
         self.states = states(rng, effect)
@@ -169,19 +169,19 @@ class Population:
         self.accuracy = np.array([(agrees & final).mean() for agrees in self.agrees])
         self.accuracy[:-1] *= 1 - MISSED  # its mean: by the noise of chance misses, a layer could cross too early
 
-    def psi(self, layer: int) -> float:
+    def psi(self, layer):
         """Mean displacement."""
         return float(psi(*self.states[layer - 1 : layer + 1]).mean())
 
-    def jump(self, layer: int) -> float:
+    def jump(self, layer):
         """Jump rate of a last layer, in per cent."""
         return 100 * max(0.0, self.psi(layer) - self.psi(layer - 1))
 
-    def ratio(self) -> float:
+    def ratio(self):
         """Mean norm ratio of layer 1."""
         return float(ratio(*self.states[:2]).mean())
 
-    def coherence(self) -> float:
+    def coherence(self):
         """Mean coherence of layer 1."""
         spectra = []
         for x in self.states[:2]:
@@ -192,11 +192,11 @@ class Population:
         cross = np.abs((x * y.conj()).sum(0)) ** 2
         return float((cross / (np.abs(x) ** 2).sum(0) / (np.abs(y) ** 2).sum(0)).mean())
 
-    def entropy(self) -> float:
+    def entropy(self):
         """Mean entropy of layer 1."""
         return float(np.mean([renyi(z, 1) for z in self.states[1]]))
 
-    def depth(self) -> float:
+    def depth(self):
         """First layer with 95 % of the last layer's accuracy."""
         accuracy = self.accuracy[:: LAYERS // FEWER]
         return float(np.argmax(accuracy[1:] >= 0.95 * accuracy[-1]) + 1)
@@ -222,7 +222,7 @@ EXIT = "accuracy of an exit"
 NAMES = (*CASES, EXIT)
 
 
-def intervals(rng: np.random.Generator, order: str, few: int, names: Sequence[str]) -> dict[str, Interval]:
+def intervals(rng, order, few, names):
     """The intervals that measures state of one draw of `few` to `MOST` documents or rows."""
     drawn = sample(rng, order, int(rng.integers(few, MOST + 1)))
     clusters = tuple(int(cluster) for cluster in drawn.cluster)
@@ -253,16 +253,14 @@ def intervals(rng: np.random.Generator, order: str, few: int, names: Sequence[st
 
 
 @cache
-def truths(windows: bool) -> dict[str, float]:
+def truths(windows):
     """The numbers of the population of windows or rows."""
     population = Population("windows" if windows else "shuffled")
     found = {name: case.truth(population) for name, case in CASES.items()}
     return {**found, EXIT: found["lens accuracy"]}
 
 
-def simulated(
-    order: str, draws: int, names: Sequence[str] = NAMES, few: int = FEWEST
-) -> dict[str, tuple[float, float]]:
+def simulated(order, draws, names=NAMES, few=FEWEST):
     """Number -> share of the draws whose interval holds the population's; mean error over the scatter of estimates."""
     true = truths(order == "windows")
     found = [intervals(np.random.default_rng((ORDERS.index(order), draw)), order, few, names) for draw in range(draws)]
@@ -275,7 +273,7 @@ def simulated(
     return result
 
 
-def main(draws: int) -> None:
+def main(draws):
     """Print the table."""
     columns = [simulated(order, draws) for order in ORDERS]
     print(f"{draws:,} draws, {datetime.now(UTC):%Y-%m-%d}\n")

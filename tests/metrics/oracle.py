@@ -29,6 +29,11 @@ def psi(x, y):
     return (1 - cosines(x, y)) / 2
 
 
+def steps(states):
+    """[L, ...] displacements of layers 1 to L of states [L+1, ..., D]."""
+    return psi(states[:-1], states[1:])
+
+
 def ratio(x, y):
     """[...] norm ratios."""
     return np.linalg.norm(x, axis=-1) / np.linalg.norm(y - x, axis=-1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.testing import assert_allclose
 
 from fulldepth.metrics import Coherence, coherence
 from fulldepth.metrics.coherence import spectra
@@ -37,10 +38,10 @@ def test_against_explicit_sums(length, dtype, tolerance, generator):
     h_in, noise = torch.randn(2, 5, length, 3, generator=generator)
     h_in, h_out = h_in.to(dtype), (h_in + noise).to(dtype)
     expected = plain_coherence(h_in.double(), h_out.double())
-    np.testing.assert_allclose(coherence(h_in, h_out), expected, atol=tolerance)
-    np.testing.assert_allclose(coherence(h_in, h_out, corrected=True), corrected(expected, 5), atol=2 * tolerance)
+    assert_allclose(coherence(h_in, h_out), expected, atol=tolerance)
+    assert_allclose(coherence(h_in, h_out, corrected=True), corrected(expected, 5), atol=2 * tolerance)
     without = coherence(h_in, h_out, include_dc=False)
-    np.testing.assert_allclose(without[:, -(length // 2) :], expected[:, 1:], atol=tolerance)
+    assert_allclose(without[:, -(length // 2) :], expected[:, 1:], atol=tolerance)
     assert without.nanmean().item() == pytest.approx(expected[:, 1:].mean(), abs=tolerance)
 
 

@@ -46,7 +46,7 @@ def test_coverage_is_between_its_limits(order):
 
 
 def test_the_page_shows_the_coverage_of_every_number_within_its_limits():
-    rows = re.findall(r"^\| ([a-z0 ]+) \|((?: [01]\.\d{3} \|){4})$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| ([a-z0 ]+) \|((?: [01]\.\d{3} \|){4})$", PAGE.read_text(), re.MULTILINE)
     shares = {name: [float(cell) for cell in cells.split("|")[:-1]] for name, cells in rows}
     assert shares.keys() >= set(coverage.NAMES)
     assert all(within(name, share) for name in coverage.NAMES for share in shares[name]), shares

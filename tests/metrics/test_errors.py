@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from torch.testing import assert_close
 
 from fulldepth.metrics import (
     METRICS,
@@ -151,4 +152,4 @@ def test_a_sample_of_channels_gives_the_error_over_all(shared, most):
     without = torch.tensor(leave_one_out(values[:, :, ::8].transpose(1, 0, 2)) / 15)  # [16, draws, 64]
     influence, error = influence_of_channel_mean(without, 512)
     assert 0.9 < float(error.square().mean().sqrt()) / values.mean((1, 2)).std() < most
-    torch.testing.assert_close(torch.tensor(error_of(influence.numpy())), error)
+    assert_close(torch.tensor(error_of(influence.numpy())), error)

@@ -6,6 +6,7 @@ into batches and with any padding.
 
 import math
 import re
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -13,9 +14,11 @@ import pytest
 import scipy.special
 import scipy.stats
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from numpy.testing import assert_allclose
 
 from fulldepth import metrics
 from fulldepth.metrics import METRICS, RenyiEntropy
@@ -47,29 +50,31 @@ def by_stream(token):
 
 
 FUNCTIONS = {
-    "displacement": (lambda h, y: metrics.displacement(h[0], h[1]), lambda h, y: psi(h[0], h[1])),
-    "norm_ratio": (lambda h, y: metrics.norm_ratio(h[0], h[1]), lambda h, y: ratio(h[0], h[1])),
-    "cosine": (lambda h, y: metrics.cosine_matrix(h), lambda h, y: matrix_of_cosines(h)),
+    "displacement": (metrics.displacement, psi, lambda h, y: h[:2]),
+    "norm_ratio": (metrics.norm_ratio, ratio, lambda h, y: h[:2]),
+    "cosine": (metrics.cosine_matrix, matrix_of_cosines, lambda h, y: [h]),
     "raw cosine": (
-        lambda h, y: metrics.cosine_matrix(h, center=False),
-        lambda h, y: matrix_of_cosines(h, center=False),
+        partial(metrics.cosine_matrix, center=False),
+        partial(matrix_of_cosines, center=False),
+        lambda h, y: [h],
     ),
-    "mmd": (lambda h, y: metrics.mmd(h[0], h[1, :9]), lambda h, y: mmd(h[0], h[1, :9])),
-    "mmd of a bandwidth": (lambda h, y: metrics.mmd(h[0], h[1, :1], 0.7), lambda h, y: mmd(h[0], h[1, :1], 0.7)),
-    "nc1": (lambda h, y: metrics.nc1(h[0], y.abs()), lambda h, y: nc1(h[0], np.abs(y))),
-    "nc1 of few": (lambda h, y: metrics.nc1(h[0, :7], y[:7].abs()), lambda h, y: nc1(h[0, :7], np.abs(y)[:7])),
-    "lens_accuracy": (lambda h, y: metrics.lens_accuracy(h[0], y), lambda h, y: accuracy(h[0], y)),
-    "lens_loss": (lambda h, y: metrics.lens_loss(h[0], y), lambda h, y: loss(h[0], y)),
+    "mmd": (metrics.mmd, mmd, lambda h, y: (h[0], h[1, :9])),
+    "mmd of a bandwidth": (metrics.mmd, mmd, lambda h, y: (h[0], h[1, :1], 0.7)),
+    "nc1": (metrics.nc1, nc1, lambda h, y: (h[0], abs(y))),
+    "nc1 of few": (metrics.nc1, nc1, lambda h, y: (h[0, :7], abs(y[:7]))),
+    "lens_accuracy": (metrics.lens_accuracy, accuracy, lambda h, y: (h[0], y)),
+    "lens_loss": (metrics.lens_loss, loss, lambda h, y: (h[0], y)),
     **{
         f"entropy of {side} at {alpha:g}": (
-            lambda h, y, n=n, alpha=alpha: metrics.renyi_entropy(h[:, :n], alpha),
-            lambda h, y, n=n, alpha=alpha: [renyi(z[:n], alpha) for z in h],
+            metrics.renyi_entropy,
+            lambda h, alpha: [renyi(z, alpha) for z in h],
+            lambda h, y, n=n, alpha=alpha: (h[:, :n], alpha),
         )
         for side, n in (("many", 20), ("few", 5))
         for alpha in (*ALPHAS, 3.0)
     },
 }
-"""Name -> function and oracle of states h [4, 20, 8] and targets y [20]."""
+"""Name -> function, oracle, and what both are given of states h [4, 20, 8] and targets y [20]."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -78,9 +83,9 @@ def test_functions(name, dtype, generator):
     h = (torch.randn(4, 20, 8, generator=generator).cumsum(0) + 2).to(dtype)
     y = torch.randint(4, (20,), generator=generator)
     y[:3] = -100
-    function, oracle = FUNCTIONS[name]
-    expected = oracle(h.double().numpy(), y.numpy())
-    np.testing.assert_allclose(function(h, y), expected, rtol=1e-5, atol=1e-9 if dtype == torch.float64 else 2e-6)
+    function, oracle, given = FUNCTIONS[name]
+    expected = oracle(*given(h.double().numpy(), y.numpy()))
+    assert_allclose(function(*given(h, y)), expected, rtol=1e-5, atol=1e-9 if dtype == torch.float64 else 2e-6)
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (2, 5, 3, 4), (3, 4, 3)])
@@ -88,8 +93,8 @@ def test_functions_of_routers(shape, generator):
     routing = torch.randn(shape, generator=generator, dtype=torch.float64)
     tokens = routing.flatten(0, 1) if len(shape) == 4 else routing[None]
     mass, share = retrieval(tokens.numpy())
-    np.testing.assert_allclose(metrics.retrieval_weight(routing), mass, rtol=1e-12)
-    np.testing.assert_allclose(metrics.retrieval_share(routing), share, rtol=1e-12)
+    assert_allclose(metrics.retrieval_weight(routing), mass, rtol=1e-12)
+    assert_allclose(metrics.retrieval_share(routing), share, rtol=1e-12)
     for heads in (3, 6):
         shares = torch.rand(heads, generator=generator, dtype=torch.float64).softmax(0)
         found = metrics.expected_retrieval(torch.from_numpy(share), shares)
@@ -100,7 +105,7 @@ def test_heads_count_by_the_norm_of_their_slice(generator):
     w_o = torch.randn(6, 4 * 3, generator=generator)
     w_o[:, 3:6] *= 7
     norms = [np.linalg.norm(w_o[:, 3 * h : 3 * h + 3].double()) for h in range(4)]
-    np.testing.assert_allclose(metrics.head_shares(w_o, 4), np.array(norms) / sum(norms), rtol=1e-12)
+    assert_allclose(metrics.head_shares(w_o, 4), np.array(norms) / sum(norms), rtol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (2, 5, 4, 6), (3, 2, 1, 3)])
@@ -108,7 +113,7 @@ def test_stream_mixing(shape, generator):
     mixing = torch.randn(shape, generator=generator, dtype=torch.float64)
     tokens = mixing.reshape(-1, *shape[-2:]).tolist()
     expected = np.mean([by_stream(token) for token in tokens], axis=0)
-    np.testing.assert_allclose(metrics.stream_mixing(mixing), expected, atol=1e-14)
+    assert_allclose(metrics.stream_mixing(mixing), expected, atol=1e-14)
 
 
 def test_numbers_at_the_edges(generator):
@@ -270,7 +275,7 @@ def test_rows(name, world_name, request, any_split, expect):
     if name == "effective_depth":  # a world of layers that are more and more often right
         known = world.targets != -100
         logits = world.logits.clone()
-        logits[2:, known] += 4 * torch.nn.functional.one_hot(world.targets[known], 5)
+        logits[2:, known] += 4 * F.one_hot(world.targets[known], 5)
         world = world.replace(logits=logits)
     rows = any_split(METRICS[name], world, rtol=1e-5, atol=1e-6)
     if name == "displacement":

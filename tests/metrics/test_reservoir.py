@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 from scipy.stats import kstest
 
 from fulldepth.metrics.reservoir import Reservoir, priority
@@ -56,5 +57,5 @@ def test_measures_that_share_a_reservoir_fill_it_once(world):
     total = int(world.mask.sum())
     assert sample.seen == total
     assert [(k >> 24, k & (2**24 - 1)) for k in sample.keys.tolist()] == list(world.positions())
-    np.testing.assert_array_equal(sample.features.transpose(0, 1), world.tokens().astype(np.float32))
-    np.testing.assert_array_equal(sample.labels, [world.labels[n] for n, _ in world.positions()])
+    assert_array_equal(sample.features.transpose(0, 1), world.tokens().astype(np.float32))
+    assert_array_equal(sample.labels, [world.labels[n] for n, _ in world.positions()])

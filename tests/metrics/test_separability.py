@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedKFold, cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -28,7 +29,7 @@ def words(generator, per_word, width, distance):
 def test_against_scikit_learn(distance, folds, seed, generator):
     features, labels = words(generator, 60, 6, distance)
     got = separability(features, labels, folds=folds, seed=seed)
-    np.testing.assert_allclose([float(x) for x in got], oracle(features, labels, folds, seed), atol=1e-9)
+    assert_allclose([float(x) for x in got], oracle(features, labels, folds, seed), atol=1e-9)
 
 
 def test_rows_against_scikit_learn(invented, generator, any_split, same_rows):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 import fulldepth
@@ -32,13 +34,13 @@ def test_displacement_is_that_of_the_stock_hidden_states():
     stock = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name).eval()
     with torch.no_grad():
         states = torch.stack(stock(ids, output_hidden_states=True).hidden_states).double()  # the last one is normed
-    cosine = torch.nn.functional.cosine_similarity(states[:-2], states[1:-1], dim=-1)
+    cosine = F.cosine_similarity(states[:-2], states[1:-1], dim=-1)
     expected = ((1 - cosine) / 2).mean((1, 2))  # layers 1..29
     results = fulldepth.measure(
         NAME, [TEXT], measures=["displacement"], sequence_length=20, max_sequences=2, device="cpu"
     )
     measured = torch.tensor(results.values("displacement", "mean", "residual").to_numpy())
-    torch.testing.assert_close(measured[:29].double(), expected, rtol=1e-4, atol=1e-6)
+    assert_close(measured[:29].double(), expected, rtol=1e-4, atol=1e-6)
     assert measured[29] > 3 * measured[:29].median()
 
 

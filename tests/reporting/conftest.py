@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -46,7 +45,7 @@ def visit(browser):
     """Open a page and wait until every figure is drawn; afterwards nothing may have gone wrong in it."""
     opened, wrong = [], []
 
-    def open_page(path: Path, **settings):
+    def open_page(path, **settings):
         context = browser.new_context(
             **{"viewport": {"width": 1280, "height": 900}, "color_scheme": "light", **settings}
         )

@@ -8,14 +8,13 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 
 from fulldepth.results import Results, compare, tabulate
 from reporting import exit_folders, skip_folders, synthetic
-from reporting.synthetic import row
+from reporting.synthetic import row, versus
 
 FILE = Path(__file__).with_name("plotted.json.gz")
 
@@ -74,10 +73,10 @@ def sweeps():
 
 
 def evaluations():
-    return compare([exit_folders.evaluation(), exit_folders.evaluation("b", better=0.1)], names=["a", "b"])
+    return versus(exit_folders.evaluation(), exit_folders.evaluation("b", better=0.1))
 
 
-KINDS: dict[str, Callable[[], Results]] = {
+KINDS = {
     "language_model": synthetic.language_model,
     "classifier": synthetic.classifier,
     "two_towers": synthetic.two_towers,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from functools import partial
 from itertools import islice, product
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from fulldepth.reporting.page import payload
 from fulldepth.results import Results, compare, tabulate
 
 TOKENS = 16384
@@ -21,7 +21,16 @@ POLICY = {"name": "all", "sentence": "Every token counts; padding never does."}
 VERSIONS = {"fulldepth": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "python": "3.11.9"}
 FACTORS = (("mean", 1), ("standard_error", 0.01), ("std", 0.3), ("p05", 0.55), ("p50", 0.95), ("p95", 1.6))
 """Statistic of the displacement -> its value over the mean."""
-Rows = list[tuple[Any, ...]]
+
+
+def versus(one, other, **options):
+    """The comparison of `b` with `a`."""
+    return compare([one, other], names=["a", "b"], **options)
+
+
+def payload_of(results):
+    """What the page of results is made of."""
+    return payload(results.table, results.meta)
 
 
 def row(measure, layer, value, statistic="mean", site="residual", other=None, count=TOKENS, unit="1"):

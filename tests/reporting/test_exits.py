@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fulldepth.errors import FulldepthError
 from fulldepth.reporting.exits import points_of
-from fulldepth.reporting.page import payload
 from fulldepth.results import Results, compare
+from refusals import refused
 from reporting import exit_folders as folders
 from reporting.plotted import evaluations, sweeps
+from reporting.synthetic import payload_of, versus
 
 
 def reported(results, rule):
@@ -26,13 +26,13 @@ def trace(figure, name):
 
 
 def cells(results, section, title):
-    (found,) = [one for one in payload(results.table, results.meta)["sections"] if one["id"] == section]
+    (found,) = [one for one in payload_of(results)["sections"] if one["id"] == section]
     (table,) = [one for one in found["tables"] if one.title == title]
     return {row[0]: dict(zip(table.columns, row[1:], strict=True)) for row in table.rows}
 
 
 def story(results):
-    told = payload(results.table, results.meta)["story"]
+    told = payload_of(results)["story"]
     return " ".join(told["sentences"]), told.get("next")
 
 
@@ -90,7 +90,7 @@ def test_paragraphs_are_the_findings_and_the_export_that_follows():
 def test_generation_shows_a_repeated_prompt_once():
     results = folders.generation()
     results.meta["generation"] |= {"prompts": ["a b"], "texts": ["a b c\u202e\nd"]}
-    sections = {one["id"]: one for one in payload(results.table, results.meta)["sections"]}
+    sections = {one["id"]: one for one in payload_of(results)["sections"]}
     assert sections["texts"]["tables"][0]["items"] == [["a b", " c⟨U+202E⟩\nd"]]
     assert ["New tokens", "16"] not in sections["statistics"]["tables"][0].rows
     assert ["Tokens", "16"] in sections["statistics"]["tables"][0].rows
@@ -113,9 +113,7 @@ def test_the_layer_that_is_enough_is_the_one_stated():
 
 def test_several_models_share_figures_and_tables():
     results = sweeps()
-    one = folders.classifier_exit("runs/aligned", accuracy=0.905, share=0.99)
-    aligned = trace(results.figures()["exit_tradeoff"], "aligned, confidence")
-    assert list(aligned.x) == [entry["measured_speedup"] for entry in reported(one, "confidence")]
+    assert trace(results.figures()["exit_tradeoff"], "aligned, confidence")  # its points: `plotted.json.gz`
     assert [line.name for line in results.figures()["lens_accuracy"].data] == ["plain", "aligned"]
     rows = cells(results, "thresholds", "Speed at equal accuracy")
     assert {label: row["Full accuracy"] for label, row in rows.items()} == {
@@ -123,13 +121,13 @@ def test_several_models_share_figures_and_tables():
     }  # fmt: skip
     scored = evaluations()
     assert [line.name for line in scored.figures()["task_scores"].data] == ["a", "b"]
-    assert payload(scored.table, scored.meta)["models"].columns == ["a (baseline)", "b"]
+    assert payload_of(scored)["models"].columns == ["a (baseline)", "b"]
 
 
 def test_what_cannot_be_compared_is_refused_in_one_sentence():
-    with pytest.raises(FulldepthError, match="a is an early-exit sweep, b is an evaluation"):
-        compare([folders.classifier_exit(), folders.evaluation()], names=["a", "b"])
-    with pytest.raises(FulldepthError, match="generation"):
+    with refused("a is an early-exit sweep, b is an evaluation"):
+        versus(folders.classifier_exit(), folders.evaluation())
+    with refused("generation"):
         compare([folders.generation(), folders.generation()])
     fewer = folders.evaluation("b")
     fewer.meta["tasks"]["piqa_local"]["count"] = 20
@@ -148,5 +146,5 @@ def test_what_cannot_be_compared_is_refused_in_one_sentence():
 def test_documents_that_contradict_themselves_are_refused(tmp_path, entry, value, words):
     results = folders.classifier_exit()
     results.meta[entry] = value
-    with pytest.raises(FulldepthError, match=words):
+    with refused(words):
         Results.load(results.save(tmp_path / "out", page=False))

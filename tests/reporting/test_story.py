@@ -19,12 +19,12 @@ ERROR = 0.0001
 """Standard error of every number that is not about noise."""
 
 
-def facts(means, error=ERROR, settled=None, right=None, loss=None, jump_error=0.1) -> Facts:
+def facts(means, error=ERROR, settled=None, right=None, loss=None, jump_error=0.1):
     """Facts of a model with these mean displacements, shares settled so far, accuracies and losses (layers 0..L)."""
     layers = len(means)
     rows = []
 
-    def add(measure, values, statistic="mean", first=1, name="standard_error", spread=error) -> None:
+    def add(measure, values, statistic="mean", first=1, name="standard_error", spread=error):
         for layer, value in enumerate(values or [], first):
             rows.append(row(measure, layer, value, statistic, count=9))
             if spread:

@@ -37,12 +37,12 @@ VISION = {  # Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB
 }
 
 
-def linear(colour: str) -> np.ndarray:
+def linear(colour):
     parts = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
 
 
-def cielab(rgb: np.ndarray) -> np.ndarray:
+def cielab(rgb):
     ratio = TO_XYZ @ np.clip(rgb, 0, 1) / np.array([0.95047, 1.0, 1.08883])
     f = np.where(ratio > 216 / 24389, np.cbrt(ratio), (24389 / 27 * ratio + 16) / 116)
     return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])

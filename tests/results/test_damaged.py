@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -14,13 +13,14 @@ from fulldepth.reporting import render
 from fulldepth.results import DOCUMENT, TABLE, Results, compare
 from fulldepth.results.pages import together
 from fuzz.mutations import change_content
+from json_files import read_json, write_json
 from reporting import plotted
 
 SLICES, CASES = 2, 20
 """Seeds in this test."""
 
 
-def page(results: Results) -> str:
+def page(results):
     return render(results.table, results.meta)
 
 
@@ -35,7 +35,7 @@ PARTNERS = {
 class Ground:
     """Whole results of every kind, and folders to damage them in."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root = root
         self.made = {kind: make() for kind, make in KINDS.items()}
         self.whole = {
@@ -43,16 +43,16 @@ class Ground:
             for kind in ("language_model", "search", *set(PARTNERS.values()))
         }
 
-    def case(self, seed: int) -> str:
+    def case(self, seed):
         """One damaged folder, given to one command; the error that it ended with, or nothing."""
         draw = random.Random(seed)
         kind, verb = draw.choice(list(KINDS)), draw.choice(("report", "report", "compare", "together"))
         folder = self.root / f"case-{seed}"
         self.made[kind].save(folder, page=False)
-        document = json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))
+        document = read_json(folder / DOCUMENT)
         if draw.random() < 0.9:
             del document["table"]  # an earlier version's: the table is read whatever it holds
-            (folder / DOCUMENT).write_text(json.dumps(document), encoding="utf-8")
+            write_json(folder / DOCUMENT, document)
         change_content(draw, folder / draw.choice((DOCUMENT, DOCUMENT, TABLE)))
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
         try:
@@ -72,11 +72,11 @@ class Ground:
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
+def ground(tmp_path_factory):
     return Ground(tmp_path_factory.mktemp("ground"))
 
 
-def test_whole_folders_of_every_kind_are_read_as_they_are(ground: Ground) -> None:
+def test_whole_folders_of_every_kind_are_read_as_they_are(ground):
     for results in ground.made.values():
         again = Results.load(results.save(ground.root / "again", page=False))
         assert again.meta == {"schema_version": 1, **json.loads(json.dumps(results.meta))}
@@ -84,7 +84,7 @@ def test_whole_folders_of_every_kind_are_read_as_they_are(ground: Ground) -> Non
 
 
 @pytest.mark.parametrize("piece", range(SLICES))
-def test_damaged_folders_end_in_a_page_or_a_clear_error(ground: Ground, piece: int) -> None:
+def test_damaged_folders_end_in_a_page_or_a_clear_error(ground, piece):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ended = [ground.case(seed) for seed in range(piece * CASES, (piece + 1) * CASES)]

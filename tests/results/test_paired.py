@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from numpy.testing import assert_allclose
 
-from fulldepth.results import Results, compare, gathered, groups_entry, tabulate
+from fulldepth.results import Results, gathered, groups_entry, tabulate
 from fulldepth.results.differences import difference_errors, is_paired, step_interval
 from fulldepth.uncertainty import deal, quantile, ratio_error, ratio_influence
+from marks import thorough
 from metrics.oracle import of_ratio
-from reporting.synthetic import row
-
-Array = np.ndarray[Any, Any]
+from reporting.synthetic import row, versus
 
 
-def result(values: Array, weights: Array, documents: Array, measure: str = "displacement", step: int = 1) -> Results:
+def result(values, weights, documents, measure="displacement", step=1):
     """Results whose layer l has the mean of `values[:, l - 1]` over documents, as a measurement stores them.
 
     Args:
@@ -49,7 +48,7 @@ def result(values: Array, weights: Array, documents: Array, measure: str = "disp
     return Results(tabulate(rows), meta, gathered(entries, count))
 
 
-def two_models(seed: int, difference: float, count: int = 120, layers: int = 1) -> tuple[Any, ...]:
+def two_models(seed, difference, count=120, layers=1):
     """Two models on the same documents: the difficulty of a document is common, and ten times as large as the rest.
 
     Returns:
@@ -64,9 +63,7 @@ def two_models(seed: int, difference: float, count: int = 120, layers: int = 1) 
     return *(result(one, weights, documents) for one in sums), sums, weights, documents
 
 
-@pytest.mark.parametrize(
-    ("trials", "least", "most"), [(15, 0.90, 0.98), pytest.param(150, 0.935, 0.965, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize(("trials", "least", "most"), [(15, 0.90, 0.98), thorough(150, 0.935, 0.965)])
 def test_the_paired_interval_holds_the_true_difference_and_is_narrow(trials, least, most):
     """Over 40 layers with noise of their own in each trial."""
     held, ratios = [], []
@@ -84,21 +81,21 @@ def test_the_paired_error_is_the_cluster_formula_over_documents():
     """SPEC: sqrt(C / (C - 1) sum_c d_c^2) with d_c the difference of the documents' residuals, one loop in float64."""
     base, other, (first, second), weights, documents = two_models(1, 0.01, count=20, layers=3)
     expected = [of_ratio(documents, difference, weights) for difference in (second - first).T]
-    np.testing.assert_allclose(difference_errors(other, base, "layer")[::2], expected, rtol=1e-5)
+    assert_allclose(difference_errors(other, base, "layer")[::2], expected, rtol=1e-5)
 
 
 def test_a_difference_of_twenty_standard_errors_is_found():
     """The independent formula, sqrt(s^2 + s_0^2), hides it."""
     base, other, *_ = two_models(2, 0.02, layers=4)
-    found = compare([base, other], names=["a", "b"])
-    rows = found.table[(found.table.model == "b") & (found.table.statistic == "mean")]
+    found = versus(base, other)
+    rows = found.table.query("model == 'b' and statistic == 'mean'")
     errors = found.table[found.table.statistic == "standard_error"].groupby("layer")["value"].agg(np.linalg.norm)
     assert (rows["difference"].abs().to_numpy() < 2 * errors.to_numpy()).all(), "what the old sentence rested on"
     assert (rows["difference"] / rows["difference_error"]).min() > 15
     assert "at 4 of 4 layers" in found.headline["redundancy_change:b"]["sentence"]
     assert [model.get("paired") for model in found.meta["models"]] == [None, True]
     bars = found.figures()["difference_displacement"].data[0].error_y.array
-    np.testing.assert_allclose(bars, 2 * rows["difference_error"])
+    assert_allclose(bars, 2 * rows["difference_error"])
 
 
 def test_layers_of_one_sentence_share_its_risk():
@@ -106,8 +103,8 @@ def test_layers_of_one_sentence_share_its_risk():
     called = plain = 0
     for seed in range(10):
         base, other, *_ = two_models(seed, 0.0, layers=40)
-        found = compare([base, other], names=["a", "b"])
-        rows = found.table[(found.table.model == "b") & (found.table.statistic == "mean")]
+        found = versus(base, other)
+        rows = found.table.query("model == 'b' and statistic == 'mean'")
         plain += int((rows["difference"].abs() > 2 * rows["difference_error"]).sum())
         called += "no measurable difference at any" not in found.headline["redundancy_change:b"]["sentence"]
     assert plain > 10
@@ -119,7 +116,7 @@ def test_other_text_is_unpaired():
     other = result(sums[1], weights, documents + 1)
     error = difference_errors(other, base, "layer")[0]
     assert error == pytest.approx(math.hypot(base.table["value"][1], other.table["value"][1]))
-    found = compare([base, other], names=["a", "b"])
+    found = versus(base, other)
     assert "(unpaired, at most" in found.headline["redundancy_change:b"]["sentence"]
     assert found.meta["models"][1]["paired"] is False
     without = Results(base.table, base.meta)
@@ -139,10 +136,10 @@ def test_influences_are_interpolated_like_the_values():
     found = difference_errors(six, result(shallow, weights, documents), "relative")[::2]
     at = np.clip(np.arange(1, 7) / 2, 1, 3)
     base = np.stack([np.interp(at, [1, 2, 3], row) for row in shallow])
-    np.testing.assert_allclose(found, ratio_error(deep - base, weights[:, None]), rtol=1e-5)
+    assert_allclose(found, ratio_error(deep - base, weights[:, None]), rtol=1e-5)
 
 
-def depths(seed: int, shift: int = 2) -> tuple[Results, Results]:
+def depths(seed, shift=2):
     """Two models on the same 60 documents; their accuracy rises to 0.5 at layer 8 and layer 8 + `shift`."""
     rng = np.random.default_rng(seed)
     weights, documents = rng.integers(50, 300, 60).astype(float), rng.integers(0, 1 << 60, 60)
@@ -172,7 +169,7 @@ def test_the_interval_of_a_difference_of_depths():
 
 
 def test_depths_of_different_text_have_the_interval_of_independent_ones():
-    def one(value: float, low: float, high: float) -> Results:
+    def one(value, low, high):
         stated = {"": value, "low_of_": low, "high_of_": high}
         rows = [
             row("effective_depth", None, number, f"{kind}relative_eps=0.05", unit="layers")
@@ -183,13 +180,13 @@ def test_depths_of_different_text_have_the_interval_of_independent_ones():
 
     base, other = one(10, 7, 11), one(20, 16, 23)
     assert step_interval("effective_depth", other, base) == (10 - math.hypot(4, 1), 10 + math.hypot(3, 3), False)
-    found = compare([base, other], names=["a", "b"]).headline["effective_depth:b"]
+    found = versus(base, other).headline["effective_depth:b"]
     assert found["interval"] == [pytest.approx(10 - math.hypot(4, 1)), pytest.approx(10 + math.hypot(3, 3))]
 
 
 def test_the_last_layers_predictions_are_compared_too():
     base, other = depths(1)
-    found = compare([base, other], names=["a", "b"]).headline["last_layer_accuracy:b"]
+    found = versus(base, other).headline["last_layer_accuracy:b"]
     rows = [one.table[one.table.layer == 16].set_index("statistic")["value"] for one in (other, base)]
     assert found["value"] == pytest.approx(rows[0]["mean"] - rows[1]["mean"])
     assert found["standard_error"] < 0.2 * math.hypot(*(row["standard_error"] for row in rows))
@@ -206,9 +203,9 @@ def test_a_series_enters_with_its_last_step_which_is_paired(tmp_path):
         for frames in ((early.table, late.table), (early.influences, late.influences))
     )
     series = Results(tables, {**base.meta, "steps": steps}, influences)
-    found = compare([base, Results.load(series.save(tmp_path, page=False))], names=["a", "b"])
+    found = versus(base, Results.load(series.save(tmp_path, page=False)))
     rows = found.table[found.table.model == "b"]
-    np.testing.assert_allclose(rows["difference_error"], difference_errors(late, base, "layer"))
+    assert_allclose(rows["difference_error"], difference_errors(late, base, "layer"))
     assert rows["difference"].iloc[0] == pytest.approx(late.table["value"][0] - base.table["value"][0])
     assert "step" not in found.table
     assert found.meta["models"][1]["model"]["name"] == "checkpoint-20"

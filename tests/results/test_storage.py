@@ -7,10 +7,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,9 +17,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+from pandas.testing import assert_frame_equal
 
 import fulldepth
-from fulldepth.errors import FulldepthError
 from fulldepth.results import (
     COLUMNS,
     DOCUMENT,
@@ -40,10 +38,12 @@ from fulldepth.results import (
     tabulate,
 )
 from fulldepth.results import table as table_room
+from json_files import any_value, read_json, write_json
 from kills.moments import moments
+from refusals import refused
 
 
-def results(value: float, groups: int = 4) -> Results:
+def results(value, groups=4):
     """Results with influences of every row."""
     rows = [("displacement", "residual", n, None, "mean", value, 10, "1") for n in range(1, 4)]
     entries = [(*row[:5], np.arange(groups) * value) for row in rows]
@@ -52,33 +52,38 @@ def results(value: float, groups: int = 4) -> Results:
     return Results(tabulate(rows), meta, gathered(entries, groups))
 
 
-def stored(folder: Path, **entries: Any) -> Path:
+def saved(folder, value=1.0):
+    """The folder with those results, without a page."""
+    return results(value).save(folder, page=False)
+
+
+def stored(folder, **entries):
     """Change entries of a document. No table is named any more, so that it may be any; influences may be any, too."""
-    document = json.loads((folder / DOCUMENT).read_text(encoding="utf-8")) | entries
+    document = read_json(folder / DOCUMENT) | entries
     document.pop("table", None)
     frame = (folder / GROUPS).read_bytes()
     document["influences"] = {"sha256": hashlib.sha256(frame).hexdigest(), "bytes": len(frame)}
-    (folder / DOCUMENT).write_text(json.dumps(document), encoding="utf-8")
+    write_json(folder / DOCUMENT, document)
     return folder
 
 
 @pytest.fixture
-def named_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def named_pages(monkeypatch):
     """Pages that only name their model."""
     monkeypatch.setattr("fulldepth.reporting.render", lambda _, meta: meta["model"]["name"])
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_kill_at_any_file_operation_never_mixes_two_results(tmp_path: Path, named_pages: None) -> None:
+def test_a_kill_at_any_file_operation_never_mixes_two_results(tmp_path, named_pages):
     folder = results(1.0).save(tmp_path / "out")
     _, copies = moments(folder, tmp_path / "copies", lambda: results(2.0).save(folder))
-    refused: list[TableMismatchError] = []
+    mixed = []
     without_page, values = 0, set()
     for copy in copies:
         try:
             found = Results.load(copy)
         except TableMismatchError as error:
-            refused.append(error)
+            mixed.append(error)
             assert not (copy / PAGE).exists()
         else:
             (value,) = set(found.table["value"])
@@ -95,57 +100,52 @@ def test_a_kill_at_any_file_operation_never_mixes_two_results(tmp_path: Path, na
         )
     assert values == {1.0, 2.0}
     assert len(copies) > 5
-    assert len(refused) >= 2, "between the three renames"
+    assert len(mixed) >= 2, "between the three renames"
     assert without_page, "after the old page was removed"
-    assert all("interrupted while it was written" in str(error) for error in refused)
-    assert {error.meta["model"]["name"] for error in refused} == {"model-1.0"}
+    assert all("interrupted while it was written" in str(error) for error in mixed)
+    assert {error.meta["model"]["name"] for error in mixed} == {"model-1.0"}
 
 
-def test_a_document_that_names_no_table_is_an_earlier_version_s(tmp_path: Path) -> None:
-    assert set(Results.load(stored(results(1.0).save(tmp_path, page=False))).table["value"]) == {1.0}
-    assert "table" not in Results.load(results(1.0).save(tmp_path, page=False)).meta
+def test_a_document_that_names_no_table_is_an_earlier_version_s(tmp_path):
+    assert set(Results.load(stored(saved(tmp_path))).table["value"]) == {1.0}
+    assert "table" not in Results.load(saved(tmp_path)).meta
 
 
 @pytest.mark.parametrize("name", [TABLE, GROUPS])
-def test_a_changed_or_missing_file_is_refused_before_it_is_parsed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    folder = results(1.0).save(tmp_path / "one", page=False)
-    shutil.copy(results(2.0).save(tmp_path / "two", page=False) / name, folder)
+def test_a_changed_or_missing_file_is_refused_before_it_is_parsed(tmp_path, monkeypatch, name):
+    folder = saved(tmp_path / "one")
+    shutil.copy(saved(tmp_path / "two", 2.0) / name, folder)
     monkeypatch.setattr(table_room, "read", lambda *_: pytest.fail("parsed"))
     with pytest.raises(TableMismatchError, match=name):
         Results.load(folder)
     (folder / name).unlink()
-    with pytest.raises(FulldepthError, match=name):
+    with refused(name):
         Results.load(folder)
 
 
-Damage = Callable[[Path], object]
-
-
-def entry(**entries: Any) -> Damage:
+def entry(**entries):
     return lambda folder: stored(folder, **entries)
 
 
-def document(content: bytes | None) -> Damage:
+def document(content):
     return lambda folder: (folder / DOCUMENT).unlink() if content is None else (folder / DOCUMENT).write_bytes(content)
 
 
-def table(name: str, change: Callable[[pa.Table], pa.Table]) -> Damage:
-    def damage(folder: Path) -> None:
+def table(name, change):
+    def damage(folder):
         pq.write_table(change(pq.read_table(folder / name)), folder / name)
         stored(folder)
 
     return damage
 
 
-def with_column(table: pa.Table, name: str, values: Any) -> pa.Table:
+def with_column(table, name, values):
     if name not in table.column_names:
         return table.append_column(name, pa.array(values))
     return table.set_column(table.column_names.index(name), name, pa.array(values))
 
 
-def column(name: str, values: Any, file: str = TABLE) -> Damage:
+def column(name, values, file=TABLE):
     return table(file, lambda rows: with_column(rows, name, values))
 
 
@@ -187,21 +187,17 @@ def column(name: str, values: Any, file: str = TABLE) -> Damage:
         (column("layer", [1, 2, 900], GROUPS), "layer 900"),
     ],
 )
-def test_what_is_damaged_of_the_wrong_type_or_out_of_range_is_named(tmp_path: Path, damage: Damage, words: str) -> None:
-    folder = results(1.0).save(tmp_path, page=False)
+def test_what_is_damaged_of_the_wrong_type_or_out_of_range_is_named(tmp_path, damage, words):
+    folder = saved(tmp_path)
     damage(folder)
-    with pytest.raises(FulldepthError, match=words) as caught:
+    with refused(words, str(folder)):
         Results.load(folder)
-    assert str(folder) in str(caught.value)
-    assert len(str(caught.value)) < 1000
 
 
-def test_a_table_that_is_small_on_disk_and_large_in_memory_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = stored(results(1.0).save(tmp_path, page=False))
+def test_a_table_that_is_small_on_disk_and_large_in_memory_is_refused(tmp_path, monkeypatch):
+    folder = stored(saved(tmp_path))
     monkeypatch.setattr(table_room, "MOST_ROWS", 2)
-    with pytest.raises(FulldepthError, match="3 rows"):
+    with refused("3 rows"):
         Results.load(folder)
     monkeypatch.undo()
     rows = pq.read_table(folder / TABLE)
@@ -209,16 +205,16 @@ def test_a_table_that_is_small_on_disk_and_large_in_memory_is_refused(
     pq.write_table(with_column(rows, "site", long), folder / TABLE)
     assert (folder / TABLE).stat().st_size < 20_000
     monkeypatch.setattr(table_room, "MOST_BYTES", 400_000)
-    with pytest.raises(FulldepthError, match=r"300,0\d\d bytes of text"):
+    with refused(r"300,0\d\d bytes of text"):
         Results.load(folder)
     monkeypatch.setattr(table_room, "MOST_BYTES", 1000)
-    with pytest.raises(FulldepthError, match=r"larger than|declares"):
+    with refused(r"larger than|declares"):
         Results.load(folder)
 
 
-def test_whose_a_folder_is(tmp_path: Path) -> None:
+def test_whose_a_folder_is(tmp_path):
     assert holder(tmp_path / "absent") is None
-    results(1.0).save(tmp_path, page=False)
+    saved(tmp_path)
     assert holder(tmp_path) is None
     (tmp_path / "plan.json").touch()
     assert holder(tmp_path) == "a plan of fulldepth skip"
@@ -226,7 +222,7 @@ def test_whose_a_folder_is(tmp_path: Path) -> None:
     assert holder(tmp_path) == "a training run"
 
 
-def test_what_is_saved_is_loaded_and_other_tools_read_it(tmp_path: Path) -> None:
+def test_what_is_saved_is_loaded_and_other_tools_read_it(tmp_path):
     rows = [
         ("displacement", "residual", 1, None, "mean", 0.25, 10, "1"),
         ("displacement", "residual", 2, None, "mean", math.nan, 10, "1"),
@@ -237,38 +233,38 @@ def test_what_is_saved_is_loaded_and_other_tools_read_it(tmp_path: Path) -> None
     one.table, one.meta["note"] = tabulate(rows), "ünï</script>"
     folder = one.save(tmp_path / "deep" / "out", page=False)
     again = Results.load(folder)
-    pd.testing.assert_frame_equal(again.table, one.table)
+    assert_frame_equal(again.table, one.table)
     assert again.meta == {"schema_version": 1, **one.meta}
     assert (again.is_series, again.is_comparison) == (False, False)
     assert {path.name for path in folder.iterdir()} == {DOCUMENT, TABLE, GROUPS}
     read = pq.read_table(folder / TABLE).to_pylist()
     assert [tuple(row.values())[:5] for row in read] == [row[:5] for row in rows]
     assert list(read[0]) == COLUMNS
-    assert json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))["note"] == "ünï</script>"
+    assert read_json(folder / DOCUMENT)["note"] == "ünï</script>"
     assert again.influences is not None
-    pd.testing.assert_frame_equal(again.influences, one.influences, check_dtype=False)
-    np.testing.assert_array_equal(again.influences.loc[0, "group_0":"group_3"], [0, 0.5, 1, 1.5])
+    assert_frame_equal(again.influences, one.influences, check_dtype=False)
+    assert_array_equal(again.influences.loc[0, "group_0":"group_3"], [0, 0.5, 1, 1.5])
     assert gathered([], 4) is None
     shorter = gathered([("cka", "residual", 1, 2, "debiased", [1.0, 2.0])], 3)
     assert shorter is not None
     assert np.isnan(shorter["group_2"][0])
 
 
-def test_a_failed_save_leaves_the_old_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results(1.0).save(tmp_path, page=False)
+def test_a_failed_save_leaves_the_old_result(tmp_path, monkeypatch):
+    saved(tmp_path)
 
-    def full(*_: object, **__: object) -> None:
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pd.DataFrame, "to_parquet", full)
-    with pytest.raises(FulldepthError, match="No space left on device"):
-        results(2.0).save(tmp_path, page=False)
+    with refused("No space left on device"):
+        saved(tmp_path, 2.0)
     monkeypatch.undo()
     assert set(Results.load(tmp_path).table["value"]) == {1.0}
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_numbers_that_json_lacks_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_numbers_that_json_lacks_are_refused_before_anything_is_written(tmp_path):
     bad = results(1.0)
     bad.meta["bad"] = math.nan
     with pytest.raises(ValueError, match="JSON compliant"):
@@ -276,15 +272,8 @@ def test_numbers_that_json_lacks_are_refused_before_anything_is_written(tmp_path
     assert not (tmp_path / "out").exists()
 
 
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(plain)
-def test_finite_makes_anything_valid_json_and_changes_nothing_else(value: object) -> None:
+@given(any_value(st.floats()))
+def test_finite_makes_anything_valid_json_and_changes_nothing_else(value):
     safe = finite(value)
     assert json.loads(json.dumps(safe, allow_nan=False)) == safe
     if "nan" not in repr(value) and "inf" not in repr(value):
@@ -304,7 +293,7 @@ WRITTEN = {
 }
 
 
-def test_a_finding_is_the_entry_of_a_headline(tmp_path: Path) -> None:
+def test_a_finding_is_the_entry_of_a_headline(tmp_path):
     headline = {str(n): finding for n, finding in enumerate(WRITTEN)}
     meta = finite({"kind": "measure", "headline": headline})
     assert [json.dumps(entry) for entry in meta["headline"].values()] == [*WRITTEN.values()]
@@ -312,7 +301,7 @@ def test_a_finding_is_the_entry_of_a_headline(tmp_path: Path) -> None:
     assert [*Results.load(tmp_path).headline.values()] == [json.loads(text) for text in WRITTEN.values()]
 
 
-def test_provenance_says_when_and_with_which_versions() -> None:
+def test_provenance_says_when_and_with_which_versions():
     before = datetime.now(UTC) - timedelta(seconds=1)
     block = provenance("bench", {"rounds": 3}, packages=("torch", "numpy"), seed=7)
     assert before <= datetime.fromisoformat(block.pop("created")) <= datetime.now(UTC)

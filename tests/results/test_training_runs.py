@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 import pytest
+from numpy.testing import assert_allclose
 
-from fulldepth.errors import FulldepthError
 from fulldepth.results import Results, compare, tabulate
 from fulldepth.results.runs import seconds_per_step
-from reporting.synthetic import of_model, row
+from refusals import refused
+from reporting.synthetic import of_model, row, versus
 
 
 def run(
-    losses: dict[int, float],
-    profile: list[float],
-    seconds: float = 1.0,
-    memory: float = 100.0,
-    load: float | None = 0.02,
-    parameters: int = 1000,
-    hash: str = "sha256:aa",
-    targets: int = 64,
-    **settings: Any,
-) -> Results:
+    losses,
+    profile,
+    seconds=1.0,
+    memory=100.0,
+    load=0.02,
+    parameters=1000,
+    hash="sha256:aa",
+    targets=64,
+    **settings,
+):
     """A run with a loss for each step, one displacement profile that grows with the step, and steady costs."""
     tables = []
     for step, loss in losses.items():
@@ -50,42 +49,42 @@ def run(
     return Results(pd.concat(tables, ignore_index=True), meta)
 
 
-def plain(**changes: Any) -> Results:
+def plain(**changes):
     return run({0: 7.0, 10: 5.0, 20: 4.0, 30: 3.5}, [0.3, 0.1, 0.4], **changes)
 
 
-def jreg(**changes: Any) -> Results:
+def jreg(**changes):
     made = {"seconds": 1.25, "memory": 110.0, "parameters": 1500, **changes}
     return run({0: 7.1, 10: 5.2, 20: 4.1, 30: 3.25}, [0.3, 0.2, 0.21], **made)
 
 
 def test_differences_are_taken_at_equal_steps_and_layers():
     a, b = plain(), jreg()
-    found = compare([a, b], names=["plain", "jreg"])
+    found = versus(a, b)
     keys = ["measure", "site", "layer", "statistic", "step"]
     merged = b.table.merge(a.table, on=keys, suffixes=("", "_base"))
     expected = (merged["value"] - merged["value_base"]).to_numpy()
-    own = found.table[found.table.model == "jreg"]
-    np.testing.assert_allclose(own["difference"].to_numpy(float), expected, atol=1e-12)
-    assert found.table[found.table.model == "plain"]["difference"].isna().all()
+    own = found.table[found.table.model == "b"]
+    assert_allclose(own["difference"].to_numpy(float), expected, atol=1e-12)
+    assert found.table[found.table.model == "a"]["difference"].isna().all()
     assert found.is_comparison
     assert found.meta["of"] == "training"
     assert found.meta["step"] == 30
 
 
 def test_the_headline_by_hand():
-    found = compare([plain(), jreg()], names=["plain", "jreg"])
+    found = versus(plain(), jreg())
     # At step 30 every displacement is 1.3 times its profile: plain 0.39, 0.13, 0.52; jreg 0.39, 0.26, 0.273.
     expected = {
-        "validation_loss:jreg": -0.25,
-        "peak_memory:jreg": 1.1,
-        "parameters:jreg": 1.5,
-        "redundancy_change:jreg": 0.0,  # the median of 0, 13 and -24.7
-        "zeta_L:jreg": 1.3 - 39.0,
-        "last_layer_displacement:jreg": 0.273 - 0.52,
+        "validation_loss:b": -0.25,
+        "peak_memory:b": 1.1,
+        "parameters:b": 1.5,
+        "redundancy_change:b": 0.0,  # the median of 0, 13 and -24.7
+        "zeta_L:b": 1.3 - 39.0,
+        "last_layer_displacement:b": 0.273 - 0.52,
     }
     values = {name: entry["value"] for name, entry in found.headline.items()}
-    assert values.pop("time_per_step:jreg") is None  # three intervals
+    assert values.pop("time_per_step:b") is None  # three intervals
     assert values == pytest.approx(expected)
 
 
@@ -98,7 +97,7 @@ def test_times_are_compared_interval_by_interval(factor, differs):
         clock = one.table["measure"] == "elapsed"
         one.table.loc[clock, "value"] = np.r_[0.0, 10 * seconds.cumsum()]
         made.append(one)
-    found = compare(made, names=["a", "b"]).headline["time_per_step:b"]
+    found = versus(*made).headline["time_per_step:b"]
     ratios = np.sort(factor * noise[1] / noise[0])
     if differs:  # the third smallest and the third largest of 12 ratios hold their median with 0.961
         assert found["value"] == pytest.approx(np.median(ratios))
@@ -119,8 +118,8 @@ def test_the_last_common_step_decides():
 
 def test_means_since_the_last_evaluation_meet_only_over_the_same_steps():
     other = run({0: 7.0, 20: 5.0, 30: 3.0}, [0.3, 0.1, 0.2])
-    found = compare([plain(), other], names=["plain", "other"]).table
-    own = found[found.model == "other"].set_index(["measure", "step"])["difference"]
+    found = versus(plain(), other).table
+    own = found[found.model == "b"].set_index(["measure", "step"])["difference"]
     assert own["validation_loss"].to_dict() == pytest.approx({0: 0.0, 20: 1.0, 30: -0.5})
     assert np.isnan(own["train_loss"][20])  # over steps 1 to 20, where the baseline's is over 11 to 20
     assert own["train_loss"][30] == pytest.approx(-0.5)
@@ -128,15 +127,15 @@ def test_means_since_the_last_evaluation_meet_only_over_the_same_steps():
 
 def test_depths_that_differ_meet_at_relative_depth():
     deep = run({0: 7.0, 10: 5.0}, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
-    found = compare([plain(), deep], names=["plain", "deep"])
-    own = found.table[(found.table.model == "deep") & (found.table.step == 10)]
+    found = versus(plain(), deep)
+    own = found.table.query("model == 'b' and step == 10")
     profile = own[own.measure == "displacement"]
     base = 1.1 * np.array([0.3, 0.1, 0.4])
     expected = profile["value"] - np.interp(np.arange(1, 7) / 6, np.arange(1, 4) / 3, base)
-    np.testing.assert_allclose(profile["difference"], expected, atol=1e-12)
+    assert_allclose(profile["difference"], expected, atol=1e-12)
     rate = own[own.measure == "jump_rate"]["difference"].item()
     assert rate == pytest.approx(100 * 1.1 * (0.1 - 0.3))
-    assert found.meta["warnings"][-1].startswith("deep and plain have 6 and 3 layers")
+    assert found.meta["warnings"][-1].startswith("b and a have 6 and 3 layers")
 
 
 def test_the_time_of_a_step_by_interval():
@@ -147,21 +146,21 @@ def test_the_time_of_a_step_by_interval():
     assert seconds_per_step(table, 0) == {}
 
 
-@pytest.mark.parametrize(("load", "reason"), [(0.35, "used 35% of its CPU during jreg"), (None, "not recorded")])
+@pytest.mark.parametrize(("load", "reason"), [(0.35, "used 35% of its CPU during b"), (None, "not recorded")])
 def test_costs_of_a_busy_machine_are_not_compared(load, reason):
-    found = compare([plain(), jreg(load=load)], names=["plain", "jreg"])
+    found = versus(plain(), jreg(load=load))
     assert not [name for name in found.headline if "time_per_step" in name or "peak_memory" in name]
-    assert "parameters:jreg" in found.headline
+    assert "parameters:b" in found.headline
     assert any(reason in line for line in found.meta["warnings"])
     assert found.meta["models"][1]["headline"]["peak_memory"]["value"] == 110.0  # its own number stays
 
 
 def test_what_makes_runs_unequal_is_said():
     changed = jreg(hash="sha256:bb", targets=128, tokenizer="u", global_batch_size=8)
-    losses_differ, steps_differ = compare([plain(), changed], names=["a", "b"]).meta["warnings"]
+    losses_differ, steps_differ = versus(plain(), changed).meta["warnings"]
     assert all(word in losses_differ for word in ("data", "tokenizers", "targets"))
     assert "batch sizes differ (b: 8, a: 4)" in steps_differ
-    only_start = compare([plain(), run({0: 7.0}, [0.3, 0.1, 0.2])], names=["a", "b"])
+    only_start = versus(plain(), run({0: 7.0}, [0.3, 0.1, 0.2]))
     assert only_start.meta["step"] == 0
     assert any("before training" in line for line in only_start.meta["warnings"])
 
@@ -172,5 +171,5 @@ def test_runs_that_have_nothing_in_common_are_refused():
     lost = plain()
     lost.table["value"] = lost.table["value"].where(lost.table.measure != "validation_loss")
     for other in (measured, odd, lost):
-        with pytest.raises(FulldepthError, match="other"):
+        with refused("other"):
             compare([plain(), other], names=["plain", "other"])

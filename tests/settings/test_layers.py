@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fulldepth.errors import FulldepthError
 from fulldepth.settings import Settings, assignments, layer, names, read
 from fulldepth.settings.train import TrainSettings
+from refusals import refused
 
 
 class Optimiser(Settings):
@@ -68,7 +68,7 @@ def test_a_single_value_of_a_list_is_a_list_of_one():
     assert (settings.numbers, settings.choices, settings.either) == ([0.5], ["b"], "text")
     assert layer(Lists, {"numbers": "0.5, 1", "choices": "a,b"}) == Lists(numbers=[0.5, 1.0], choices=["a", "b"])
     for wrong in ({"numbers": "0.5,x"}, {"numbers": True}, {"choices": "c"}, {"choices": ""}):
-        with pytest.raises(FulldepthError, match=next(iter(wrong))):
+        with refused(next(iter(wrong))):
             layer(Lists, wrong)
 
 
@@ -98,7 +98,7 @@ def test_settings_are_frozen_and_their_resolved_copy_loads_again():
     ],
 )
 def test_what_is_wrong_is_said_one_line_each(source, lines):
-    with pytest.raises(FulldepthError) as caught:
+    with refused() as caught:
         layer(Sample, source)
     said = str(caught.value).splitlines()
     assert len(said) == len(lines)
@@ -142,9 +142,9 @@ def test_every_shipped_recipe_fits_its_verb(name):
 
 def test_a_file_is_read_and_an_empty_one_changes_nothing(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("seed: 3\nwords: [no, yes]\n", encoding="utf-8")
+    path.write_text("seed: 3\nwords: [no, yes]\n")
     assert read(path, "measure") == {"seed": 3, "words": ["no", "yes"]}
-    path.write_text("# nothing\n", encoding="utf-8")
+    path.write_text("# nothing\n")
     assert read(str(path), "measure") == {}
 
 
@@ -172,45 +172,39 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
 )
 def test_a_broken_or_hostile_file_is_refused_in_one_line(tmp_path, content, message):
     path = tmp_path / "broken.yaml"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(FulldepthError, match=message) as caught:
+    path.write_text(content)
+    with refused(message, str(path)) as caught:
         read(path, "measure")
-    said = str(caught.value)
-    assert "\n" not in said
-    assert len(said) < 1000
-    assert str(path) in said
+    assert "\n" not in str(caught.value)
 
 
 def test_a_recipe_that_is_no_regular_file_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     for name in (tmp_path / "pipe.yaml", tmp_path, Path("/dev/zero"), "a\0b", "x" * 100_000):
-        with pytest.raises(FulldepthError) as caught:
+        with refused():
             read(name, "measure")
-        assert len(str(caught.value)) < 1000
 
 
 def test_hostile_settings_are_refused_at_once_in_few_characters():
     hostile = ["=3", "a..b=3", "a=[1", ".".join("a" * 10_000) + "=1", "a=" + "[" * 10_000, "a=&x [*x]", "x" * 100_000]
     for argument in hostile:
-        with pytest.raises(FulldepthError) as caught:
+        with refused():
             assignments([argument])
-        assert len(str(caught.value)) < 1000
     for settings in ({"x" * 100_000: 1}, {f"unknown_{i}": i for i in range(1000)}, {"seed": "y" * 100_000}):
-        with pytest.raises(FulldepthError) as caught:
+        with refused():
             layer(Sample, settings)
-        assert len(str(caught.value)) < 1000
     endless = {}
     endless["seed"] = endless
     deep = 1
     for _ in range(100_000):
         deep = {"seed": deep}
     for settings in (endless, deep):
-        with pytest.raises(FulldepthError, match="plain values"):
+        with refused("plain values"):
             layer(Sample, settings, settings)
 
 
 def test_an_unknown_recipe_names_the_near_and_the_known(tmp_path):
-    with pytest.raises(FulldepthError, match=r"Unknown measure recipe 'quik'. Did you mean 'quick'\?"):
+    with refused(r"Unknown measure recipe 'quik'. Did you mean 'quick'\?"):
         read("quik", "measure")
-    with pytest.raises(FulldepthError, match=r"no recipe file .*nothing\.yaml"):
+    with refused(r"no recipe file .*nothing\.yaml"):
         read(tmp_path / "nothing.yaml", "measure")

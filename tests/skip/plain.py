@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import torch
 import transformers as tf
 
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import Examples
+from tiny_models import seeded
 
 BRANCHES = {
     "gemma2": ("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -26,42 +25,52 @@ BRANCHES = {
 """Model type -> the modules whose output a block adds to its stream, read in the source of transformers; of all others
 `self_attn` and `mlp`."""
 VOCAB = 19
+BLANK = Example(torch.arange(3, 9), torch.full((6,), -100), 0)
+"""None of its tokens counts."""
 
 
-def blocks_of(model: tf.PreTrainedModel) -> torch.nn.ModuleList:
+def blocks_of(model):
     body = getattr(model.base_model, "decoder", model.base_model)
     return body.h if hasattr(body, "h") else body.layers
 
 
-def branches_of(model: tf.PreTrainedModel) -> tuple[str, str]:
+def branches_of(model):
     """Names of the modules of a block whose outputs, of attention and of MLP, are added to the stream."""
     return BRANCHES.get(model.config.model_type, ("self_attn", "mlp"))
 
 
-@contextmanager
-def zeroed(model: tf.PreTrainedModel, removed: Iterable[Any], granularity: str) -> Iterator[None]:
-    """Branches of 1-based layers, or of pairs of a layer and a part, that add nothing."""
+def zero(model, removed, granularity=""):
+    """Let branches of 1-based layers, or of pairs of a layer and a part, add nothing; the hooks that do it."""
     attention, mlp = branches_of(model)
     names = {"attention": (attention,), "mlp": (mlp,), "layer": (attention, mlp)}
     pairs = [one if isinstance(one, tuple) else (one, granularity) for one in removed]
-    with ExitStack() as hooks:
-        for module in (blocks_of(model)[layer - 1].get_submodule(n) for layer, part in pairs for n in names[part]):
-            hooks.callback(module.register_forward_hook(_zeros).remove)
+    modules = (blocks_of(model)[layer - 1].get_submodule(name) for layer, part in pairs for name in names[part])
+    return [module.register_forward_hook(_zeros) for module in modules]
+
+
+@contextmanager
+def zeroed(model, removed, granularity):
+    """Branches that add nothing inside `with`."""
+    hooks = zero(model, removed, granularity)
+    try:
         yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
-def _zeros(module: Any, args: Any, output: Any) -> Any:
+def _zeros(module, args, output):
     return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
 
 
 @torch.no_grad()
-def log_probabilities(model: tf.PreTrainedModel, example: Example) -> torch.Tensor:
+def log_probabilities(model, example):
     """[R, V] float64 at the positions whose next token counts."""
     logits = model(input_ids=example.input_ids[None]).logits[0].double()
     return logits[:-1][example.labels[1:] != -100].log_softmax(-1)
 
 
-def loss(model: tf.PreTrainedModel, examples: Sequence[Example], layers: Iterable[Any], granularity: str) -> float:
+def loss(model, examples, layers, granularity):
     """Mean nats over labelled tokens."""
     total, tokens = 0.0, 0
     with zeroed(model, layers, granularity):
@@ -72,9 +81,7 @@ def loss(model: tf.PreTrainedModel, examples: Sequence[Example], layers: Iterabl
     return total / tokens
 
 
-def divergence(
-    model: tf.PreTrainedModel, examples: Sequence[Example], layers: Iterable[Any], granularity: str
-) -> float:
+def divergence(model, examples, layers, granularity):
     """Mean KL(base || variant) in nats over labelled positions."""
     total, tokens = 0.0, 0
     layers = list(layers)
@@ -87,9 +94,9 @@ def divergence(
     return total / tokens
 
 
-def plain_loop(model, examples, blocks: int, granularity: str, measure=loss) -> tuple[list[int], list[float]]:
+def plain_loop(model, examples, blocks, granularity, measure=loss):
     """Picks, and the measure before and after each removal."""
-    picks: list[int] = []
+    picks = []
     losses = [measure(model, examples, (), granularity)]
     for _ in range(blocks):
         scores = {
@@ -102,13 +109,13 @@ def plain_loop(model, examples, blocks: int, granularity: str, measure=loss) -> 
     return picks, losses
 
 
-def sentences(count: int, seed: int, shortest: int = 12, longest: int = 28) -> list[Example]:
+def sentences(count, seed, shortest=12, longest=28):
     """Sequences of a small language; half are pairs.
 
     A token depends on the two before it, so attention is needed, and earlier stretches come again.
     """
-    generator = torch.Generator().manual_seed(seed)
-    chain = torch.randint(3, VOCAB, (VOCAB, VOCAB, 2), generator=torch.Generator().manual_seed(7))
+    generator = seeded(seed)
+    chain = torch.randint(3, VOCAB, (VOCAB, VOCAB, 2), generator=seeded(7))
     made = []
     for number in range(count):
         length = int(torch.randint(shortest, longest + 1, (1,), generator=generator))
@@ -125,7 +132,12 @@ def sentences(count: int, seed: int, shortest: int = 12, longest: int = 28) -> l
     return made
 
 
-def examples(train: int = 24, heldout: int = 24, seed: int = 0) -> Examples:
+def held_out(rows, digit="1", **entries):
+    """Held-out rows, read with other training rows for every digit, so that the hash of all data is another one."""
+    return Examples([], rows, {"hash": "sha256:" + digit * 64, **entries})
+
+
+def examples(train=24, heldout=24, seed=0):
     return Examples(
         sentences(train, 2 * seed + 1),
         sentences(heldout, 2 * seed + 2),
@@ -134,7 +146,7 @@ def examples(train: int = 24, heldout: int = 24, seed: int = 0) -> Examples:
 
 
 @cache
-def trained_weights(layers: int, width: int, steps: int) -> dict[str, torch.Tensor]:
+def trained_weights(layers, width, steps):
     model = fresh(layers, width)
     model.train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.02)
@@ -150,7 +162,7 @@ def trained_weights(layers: int, width: int, steps: int) -> dict[str, torch.Tens
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def fresh(layers: int, width: int) -> tf.PreTrainedModel:
+def fresh(layers, width):
     torch.manual_seed(0)
     config = tf.LlamaConfig(
         vocab_size=VOCAB,
@@ -168,7 +180,7 @@ def fresh(layers: int, width: int) -> tf.PreTrainedModel:
     return tf.LlamaForCausalLM(config)
 
 
-def trained(layers: int = 5, width: int = 32, steps: int = 60) -> tf.PreTrainedModel:
+def trained(layers=5, width=32, steps=60):
     """A Llama that knows the small language somewhat."""
     model = fresh(layers, width)
     model.load_state_dict(trained_weights(layers, width, steps))

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import copy
 import random
+import resource
+import signal
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from fulldepth.distributed import Processes
 from fulldepth.execution import find_anatomy
 from fulldepth.hf.model_hash import model_hash
-from fulldepth.results import Results
 from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.exports import fold
 from fulldepth.skip.outcome import outcome
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.problem import prepared
+from refusals import refused
 from skip.plain import blocks_of as layers
 from skip.plain import branches_of
 
@@ -26,7 +27,7 @@ FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "g
 NAMES = ("b_att", "s_att", "b_mlp", "s_mlp")
 
 
-def scalars(blocks, num_layers=3, granularity="attention", seed=0, low=0.7, high=1.4) -> dict[str, dict[str, float]]:
+def scalars(blocks, num_layers=3, granularity="attention", seed=0, low=0.7, high=1.4):
     """Scalars as a fit could leave them."""
     generator = random.Random(seed)
     pairs = [(b.split()[0], int(b.split()[1])) if isinstance(b, str) else (granularity, b) for b in blocks]
@@ -40,7 +41,7 @@ def scalars(blocks, num_layers=3, granularity="attention", seed=0, low=0.7, high
     return found
 
 
-def analysed(model, plan, data, settings=None, **options: Any) -> Results:
+def analysed(model, plan, data, settings=None, **options):
     """The results of a plan without the search for it."""
     given = {"blocks": len(plan.blocks), "granularity": plan.granularity, **options}
     opened = {"tokenizer": None, "heldout": None}
@@ -48,7 +49,7 @@ def analysed(model, plan, data, settings=None, **options: Any) -> Results:
         return outcome(plan, problem)
 
 
-def plan(model, blocks, granularity="attention", values="fitted", **entries: Any) -> Plan:
+def plan(model, blocks=(2,), granularity="attention", values="fitted", **entries):
     """A plan for a model; `values`: scalars, "fitted" for made-up ones, None for a plan that was not healed."""
     if values == "fitted":
         values = scalars(blocks, len(layers(model)), granularity)
@@ -72,7 +73,7 @@ def plan(model, blocks, granularity="attention", values="fitted", **entries: Any
     return Plan.of(document | entries)
 
 
-def scaled(model, plan: Plan) -> Any:
+def scaled(model, plan):
     """A copy of a model, in float64, that computes the definition of a plan."""
     model, factors = copy.deepcopy(model).double(), {}
     for layer in range(1, len(layers(model)) + 1):
@@ -83,7 +84,7 @@ def scaled(model, plan: Plan) -> Any:
     return model
 
 
-def scale(model, factors) -> None:
+def scale(model, factors):
     """Let a model compute `x' = b_att A + s_att x`, `y = b_mlp M + s_mlp x'` with `factors[layer][name]`.
 
     A block that multiplies what it adds by g adds `g (A + (s - 1) x / g)`. A parallel one adds `b_mlp M` to
@@ -105,6 +106,19 @@ def scale(model, factors) -> None:
         for name, part in zip(branches_of(model), ("att", "mlp"), strict=True):
             b, s = own[f"b_{part}"], own[f"s_{part}"]
             block.get_submodule(name).register_forward_hook(lambda m, args, output, b=b, s=s: mix(output, b, s))
+
+
+@contextmanager
+def full_disk():
+    """The system refuses to write more than 20,000 bytes into any file, and the block ends with the refusal."""
+    limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with refused("Cannot write"):
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
 
 
 @contextmanager

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from types import SimpleNamespace
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
+from pandas.testing import assert_frame_equal
 from safetensors.torch import load_file
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from data.conftest import jsonl
 from fulldepth.data.batches import Example
-from fulldepth.data.examples import Examples, read_examples
-from fulldepth.errors import FulldepthError
+from fulldepth.data.examples import read_examples
 from fulldepth.execution.latency import Runner
 from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.results import Results
@@ -23,10 +23,11 @@ from fulldepth.settings.bench import BenchSettings
 from fulldepth.skip.bench import Cell, Measured, _headline, _opened, bench, in_words
 from fulldepth.skip.elimination import Difference, compare
 from fulldepth.skip.exports.export import export
+from refusals import refused
 from skip import plain
 from skip.planned import plan
 from skip.word_tokenizer import tokenizer
-from tiny_models import LAYERS, VOCAB, build
+from tiny_models import LAYERS, VOCAB, build, token_ids
 
 SMALL = {"batches": [2], "contexts": [12], "max_new_tokens": 3, "repeats": 1}
 NAMES = ("original", "folded", "fast")
@@ -53,14 +54,11 @@ def folders(unproven, tmp_path_factory):
     return root
 
 
-def value(results, measure, model, statistic=None):
-    table = results.table
-    keep = (table.measure == measure) & (table.model == model)
-    (number,) = table[keep if statistic is None else keep & (table.statistic == statistic)]["value"]
-    return number
+def value(results, measure, model, statistic="value"):
+    return results.table.query("measure == @measure and model == @model and statistic == @statistic").value.item()
 
 
-def test_bytes_are_those_of_files_and_shapes_and_the_folder_says_what_was_compared(folders) -> None:
+def test_bytes_are_those_of_files_and_shapes_and_the_folder_says_what_was_compared(folders):
     found = bench(folders / "original", [folders / "folded", folders / "fast"], folders / "out", **SMALL)
     for name in NAMES:
         stored = [load_file(path) for path in (folders / name).glob("*.safetensors")]
@@ -70,7 +68,7 @@ def test_bytes_are_those_of_files_and_shapes_and_the_folder_says_what_was_compar
         assert value(found, "peak_memory", name) > size + 2 * 15 * KV
     assert value(found, "peak_memory", "fast") < value(found, "peak_memory", "original")
     again = Results.load(folders / "out")
-    pd.testing.assert_frame_equal(again.table, found.table)
+    assert_frame_equal(again.table, found.table)
     assert again.meta["settings"] | SMALL == again.meta["settings"]
     entries = again.meta["models"]
     described = [(one["label"], one["baseline"], one["granularity"], one["blocks"]) for one in entries]
@@ -83,7 +81,7 @@ def test_bytes_are_those_of_files_and_shapes_and_the_folder_says_what_was_compar
     assert set(again.headline) in ({"times"}, {f"{p}_time_ratio {n}" for p in ("prefill", "decode") for n in NAMES[1:]})
 
 
-def test_exports_are_loaded_as_the_original_is(folders) -> None:
+def test_exports_are_loaded_as_the_original_is(folders):
     """In bfloat16 rotary frequencies stay float32; DeciLM's first layer keeps its attention, as its modules show."""
     exports = [folders / name for name in (*NAMES[1:], "decilm")]
     first, *others = _opened(folders / "original", exports, BenchSettings(dtype="bfloat16"))
@@ -98,16 +96,16 @@ def test_exports_are_loaded_as_the_original_is(folders) -> None:
 
 @pytest.mark.parametrize(("family", "skipped_blocks"), [("gpt2", (1,)), ("gemma2", (1, 2, 3))])
 @torch.no_grad()
-def test_decoding_stands_at_the_right_positions(family, skipped_blocks) -> None:
+def test_decoding_stands_at_the_right_positions(family, skipped_blocks):
     model = build(family)
-    ids = torch.randint(3, VOCAB, (2, 17), generator=torch.Generator().manual_seed(3))
+    ids = token_ids(2, 17, seed=3)
     with skipping(anatomy_candidates(model)[0], skipped_blocks):
         expected = model(input_ids=ids, use_cache=False).logits[:, -1]
         got = Runner(model).run(ids, 12).logits
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_loaded_models_say_what_makes_a_comparison_unfair(folders) -> None:
+def test_loaded_models_say_what_makes_a_comparison_unfair(folders):
     other, fast = build("llama", seed=5).train(), AutoModelForCausalLM.from_pretrained(folders / "fast")
     results = bench(other, [fast.eval(), folders / "fast", build("llama", dtype=torch.bfloat16)], **SMALL)
     assert other.training
@@ -135,14 +133,14 @@ def bigger():
         ("llama", ["/no/such/folder"], {}, "/no/such/folder"),
     ],
 )
-def test_what_is_refused(original, exports, options, named) -> None:
-    with pytest.raises(FulldepthError, match=named):
+def test_what_is_refused(original, exports, options, named):
+    with refused(named):
         bench(build(original), exports, **{**SMALL, **options})
 
 
-def test_losses_are_those_of_stock_passes_on_the_same_sequences(folders) -> None:
+def test_losses_are_those_of_stock_passes_on_the_same_sequences(folders):
     held = [Example(one.input_ids, one.labels, n // 3) for n, one in enumerate(plain.sentences(11, 5))]
-    examples = Examples([], held, {"hash": "sha256:" + "4" * 64, "name": "sentences", "kind": "pairs", "warnings": []})
+    examples = plain.held_out(held, name="sentences", kind="pairs", warnings=[])
     exports = [folders / name for name in NAMES[1:]]
     results = bench(folders / "original", exports, data=examples, batch_size=4, **SMALL)
     assert results.meta["data"]["hash"] == examples.meta["hash"]
@@ -167,11 +165,10 @@ def test_losses_are_those_of_stock_passes_on_the_same_sequences(folders) -> None
             assert ("no measurable" not in finding["sentence"]) == gap.measurable
 
 
-def test_losses_are_read_from_files_as_a_search_reads_them(folders, tmp_path) -> None:
+def test_losses_are_read_from_files_as_a_search_reads_them(folders, tmp_path):
     texts = [" ".join(f"w{(7 * row + 3 * at) % 80}" for at in range(9 + row)) for row in range(10)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    file = str(jsonl(tmp_path / "data.jsonl", *({"text": text} for text in texts)))
     tokenizer().save_pretrained(tmp_path / "words")
-    file = str(tmp_path / "data.jsonl")
     searched = read_examples(file, tokenizer(), 64, sequence_length=8, limit=14)
     original = AutoModelForCausalLM.from_pretrained(folders / "original").eval()
     made = plan(original, [1], values=None, data={"hash": searched.meta["hash"]}, search="greedy")
@@ -186,7 +183,7 @@ def test_losses_are_read_from_files_as_a_search_reads_them(folders, tmp_path) ->
 CELL, OTHER = Cell(1, 8), Cell(4, 8)
 
 
-def timed(own, load=0.0) -> Measured:
+def timed(own, load=0.0):
     """Two models, timed in one cell; the original takes 10 s in every round."""
     times = {
         (n, CELL, p): s for n, s in (("original", [10.0] * len(own)), ("other", own)) for p in ("prefill", "decode")
@@ -196,16 +193,16 @@ def timed(own, load=0.0) -> Measured:
     )
 
 
-def ratios(measured) -> dict[str, float]:
+def ratios(measured):
     rows = measured.table()
-    rows = rows[(rows.measure == "time_ratio") & (rows.site == "decode") & rows.batch.isna()]
+    rows = rows[rows.batch.isna()].query("measure == 'time_ratio' and site == 'decode'")
     return rows.set_index("statistic").value.to_dict()
 
 
 NINE = [8.0, 8.2, 8.4, 8.6, 8.8, 9.0, 9.2, 9.4, 20.0]
 
 
-def test_a_ratio_is_the_median_of_rounds_with_the_interval_of_its_order_statistics() -> None:
+def test_a_ratio_is_the_median_of_rounds_with_the_interval_of_its_order_statistics():
     measured = timed(NINE)
     # the second smallest and the second largest of nine: 1 - 2 (1 + 9) / 512 = 0.961
     assert ratios(measured) == pytest.approx({"median": 0.88, "low": 0.82, "high": 0.94})
@@ -218,7 +215,7 @@ def test_a_ratio_is_the_median_of_rounds_with_the_interval_of_its_order_statisti
     assert measured.ratio("other", "prefill") == pytest.approx([0.9**2] * 3)
 
 
-def test_few_rounds_and_a_busy_machine_give_no_verdict() -> None:
+def test_few_rounds_and_a_busy_machine_give_no_verdict():
     assert "9 rounds" in timed(NINE[:8]).ratio_text("other", "decode")
     assert set(ratios(timed(NINE[:8]))) == {"median"}
     busy = timed(NINE, load=0.35)
@@ -238,7 +235,7 @@ def test_few_rounds_and_a_busy_machine_give_no_verdict() -> None:
         (0.04, math.inf, 2, False),
     ],
 )
-def test_the_verdict_is_gated_by_two_errors(mean, error, documents, measurable) -> None:
+def test_the_verdict_is_gated_by_two_errors(mean, error, documents, measurable):
     gap = Difference(mean, 0.0, error, 2 * documents, documents, 0.0)
     assert gap.measurable is measurable
     assert measurable is ("standard error" in in_words(gap, "original"))

@@ -10,14 +10,15 @@ import torch
 import transformers as tf
 
 import gguf_files
+import tiny_models
 from fulldepth.data.batches import Example
-from fulldepth.data.examples import Examples
-from fulldepth.errors import FulldepthError
 from fulldepth.execution.latency import OtherLoad, Runner, Trial
 from fulldepth.execution.llama_cpp import LlamaCpp
 from fulldepth.hf import anatomy_candidates, skipping
 from fulldepth.skip.bench import bench
+from refusals import refused
 from skip import plain
+from tiny_models import seeded
 
 SMALL = {"batches": [1, 2], "contexts": [12], "max_new_tokens": 3, "repeats": 9}
 GONE = {2}
@@ -25,15 +26,10 @@ KV = 2 * 2 * 8 * 2
 """Bytes of a token's keys and values in one layer: two, of 2 heads of 8 float16 numbers."""
 
 
-def tiny(vocabulary=320) -> tf.PreTrainedModel:
+def tiny(vocabulary=320):
     torch.manual_seed(3)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=vocabulary, tie_word_embeddings=False, **sizes, **heads))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(6.0) if parameter.ndim == 2 else parameter.add_(0.3 * torch.randn_like(parameter))
-    return model.eval()
+    options = tiny_models.DECODER | {"vocab_size": vocabulary, "intermediate_size": 64}
+    return tiny_models.strengthened(tf.LlamaForCausalLM(tf.LlamaConfig(**options)), 6.0).eval()
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +44,13 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def held() -> Examples:
+def held():
     """Sequences of different lengths in four documents; a mark that ends texts is one of the targets."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     rows = [torch.randint(3, 320, (length,), generator=generator).tolist() for length in (9, 5, 12, 7, 7, 4, 11, 6)]
     rows[0][4] = 2
     examples = [Example.of(row, 1 + at % 3, len(row), document=at // 2) for at, row in enumerate(rows)]
-    return Examples([], examples, {"hash": "sha256:" + "4" * 64, "name": "rows", "kind": "text", "warnings": []})
+    return plain.held_out(examples, name="rows", kind="text", warnings=[])
 
 
 @pytest.fixture
@@ -76,12 +72,10 @@ def timed(monkeypatch):
 
 
 def row(results, measure, model, statistic, site="model"):
-    table = results.table
-    keep = (table.measure == measure) & (table.model == model) & (table.statistic == statistic) & (table.site == site)
-    return table[keep]
+    return results.table.query("measure == @measure and model == @model and statistic == @statistic and site == @site")
 
 
-def test_losses_and_sizes_of_llama_cpp_are_those_of_the_model_in_the_file(files, held) -> None:
+def test_losses_and_sizes_of_llama_cpp_are_those_of_the_model_in_the_file(files, held):
     options = {**SMALL, "batches": [1], "repeats": 1}
     results = bench(files / "full.gguf", [files / "small.gguf"], data=held, batch_size=3, **options)
     model, tokens = tiny(), sum(one.predicted for one in held.heldout)
@@ -111,7 +105,7 @@ def test_losses_and_sizes_of_llama_cpp_are_those_of_the_model_in_the_file(files,
 
 
 @pytest.mark.parametrize("original", ["full.gguf", "folder"])
-def test_times_are_compared_within_a_program_in_common_rounds(files, timed, original) -> None:
+def test_times_are_compared_within_a_program_in_common_rounds(files, timed, original):
     exports = [files / "small.gguf"] if original == "full.gguf" else [files / "full.gguf", files / "small.gguf"]
     results = bench(files / original, [tiny(), *exports], **SMALL, warmup=0)
     base = "full.gguf (llama.cpp)" if original == "full.gguf" else "full.gguf"
@@ -130,7 +124,7 @@ def test_times_are_compared_within_a_program_in_common_rounds(files, timed, orig
     assert all(text in line for text, line in zip(remarks, results.meta["warnings"], strict=True))
 
 
-def test_llama_cpp_times_the_prompt_and_each_token_after_it(files) -> None:
+def test_llama_cpp_times_the_prompt_and_each_token_after_it(files):
     model = LlamaCpp(files / "small.gguf")
     asked, answer = [], {"timings": {"prompt_ms": 80.0, "predicted_ms": 60.0}}
     model._complete = lambda prompt, count, **_: asked.append((prompt, count)) or answer
@@ -152,18 +146,18 @@ def unknown(files, tmp_path):
         (lambda files, _: files / "nothing.gguf", {}, "nothing.gguf"),
     ],
 )
-def test_what_is_refused(files, tmp_path, export, options, named) -> None:
-    with pytest.raises(FulldepthError, match=named):
+def test_what_is_refused(files, tmp_path, export, options, named):
+    with refused(named):
         bench(files / "folder", [export(files, tmp_path)], tmp_path / "out", **{**SMALL, **options})
     assert not (tmp_path / "out").exists()
 
 
-def test_other_tokens_and_a_missing_llama_cpp_are_refused(files, tmp_path, monkeypatch) -> None:
+def test_other_tokens_and_a_missing_llama_cpp_are_refused(files, tmp_path, monkeypatch):
     words = gguf_files.vocabulary
     monkeypatch.setattr(gguf_files, "vocabulary", lambda size: (words(size)[0][::-1], words(size)[1]))
     gguf_files.write(tmp_path / "other.gguf", tiny())
-    with pytest.raises(FulldepthError, match=r"other.gguf has other tokens than full.gguf \(llama.cpp\)"):
+    with refused(r"other.gguf has other tokens than full.gguf \(llama.cpp\)"):
         bench(files / "full.gguf", [tmp_path / "other.gguf"], **SMALL)
     monkeypatch.setitem(sys.modules, "xllamacpp", None)
-    with pytest.raises(FulldepthError, match="pip install xllamacpp"):
+    with refused("pip install xllamacpp"):
         bench(files / "full.gguf", [files / "small.gguf"], **SMALL)

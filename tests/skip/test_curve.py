@@ -9,11 +9,12 @@ import pytest
 from scipy import stats
 
 from fulldepth.data.examples import read_examples
-from fulldepth.errors import FulldepthError
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.skip.curve import FEWEST, LEVEL, curve, find_breakpoint
 from fulldepth.skip.plan import Plan
+from marks import thorough
+from refusals import refused
 from skip import plain
 from skip.word_tokenizer import tokenizer, words
 from tiny_models import LAYERS, build
@@ -44,7 +45,7 @@ def windowed(mean, documents, share, seed, spread=0.2):
 
 
 @pytest.mark.parametrize("kink", [2, 4, 11])
-def test_a_closed_form_without_noise_is_found_exactly(kink) -> None:
+def test_a_closed_form_without_noise_is_found_exactly(kink):
     losses = hinge(kink) + np.linspace(0, 3, 6)[:, None]
     found = find_breakpoint(losses, np.ones(6))
     assert (found.blocks, found.low, found.high, found.straight_until) == (kink, kink, kink, kink)
@@ -52,8 +53,8 @@ def test_a_closed_form_without_noise_is_found_exactly(kink) -> None:
     assert found.excess == pytest.approx(0.28)
 
 
-@pytest.mark.parametrize("kink", [3, pytest.param(7, marks=pytest.mark.thorough)])
-def test_a_break_is_found_in_noise(kink) -> None:
+@pytest.mark.parametrize("kink", [3, thorough(7)])
+def test_a_break_is_found_in_noise(kink):
     found = [find_breakpoint(noisy(hinge(kink), 300, s), np.ones(300), seed=s, resamples=200) for s in range(20)]
     assert sum(one.blocks == kink for one in found) >= 14
     assert sum(one.low is not None and one.low <= kink <= one.high for one in found) >= 18
@@ -71,7 +72,7 @@ SMOOTH = {
 
 
 @pytest.mark.parametrize(("name", "most"), [*((name, 12) for name in SMOOTH), ("doubling", 3)])
-def test_a_smooth_curve_has_no_break_however_far_it_is_followed(name, most) -> None:
+def test_a_smooth_curve_has_no_break_however_far_it_is_followed(name, most):
     curve_of = 2.0 + SMOOTH[name][: most + 1]
     exact = find_breakpoint(np.tile(curve_of, (8, 1)), np.ones(8), resamples=20)
     assert (exact.blocks, exact.confidence) == (None, 1)
@@ -82,12 +83,12 @@ def test_a_smooth_curve_has_no_break_however_far_it_is_followed(name, most) -> N
 
 
 @pytest.mark.parametrize("mean", [hinge(4, 0.1, 0.1), np.zeros(13), hinge(5, 0.3, 0.02)], ids=["line", "0", "down"])
-def test_what_does_not_bend_upwards_has_no_break(mean) -> None:
+def test_what_does_not_bend_upwards_has_no_break(mean):
     found = find_breakpoint(np.tile(mean, (8, 1)), np.ones(8))
     assert (found.blocks, found.low, found.confidence) == (None, None, 1)
 
 
-def test_the_answer_depends_on_the_seed_of_the_resamples_and_not_on_how_far_the_curve_is_followed() -> None:
+def test_the_answer_depends_on_the_seed_of_the_resamples_and_not_on_how_far_the_curve_is_followed():
     losses = noisy(hinge(4), 200, 3, 0.1)
     found = [find_breakpoint(losses[:, : most + 1], np.ones(200), resamples=100) for most in (5, 8, 12)]
     assert {(one.blocks, one.straight_until, one.excess) for one in found} == {(4, 4, found[0].excess)}
@@ -100,11 +101,11 @@ def test_the_answer_depends_on_the_seed_of_the_resamples_and_not_on_how_far_the_
     assert first.confidence != other.confidence
 
 
-THOROUGH = [pytest.param(n, share, 1000, marks=pytest.mark.thorough) for n in (5, 12, 40) for share in (0.3, 0.7)]
+THOROUGH = [thorough(n, share, 1000) for n in (5, 12, 40) for share in (0.3, 0.7)]
 
 
 @pytest.mark.parametrize(("documents", "share", "draws"), [(5, 0.5, 200), (20, 0.5, 200), *THOROUGH])
-def test_straight_curves_bend_no_more_often_than_the_level_says(documents, share, draws) -> None:
+def test_straight_curves_bend_no_more_often_than_the_level_says(documents, share, draws):
     """Upwards or downwards; with windows taken as independent two thirds bend or more."""
     line = hinge(4, 0.1, 0.1)
     found = (find_breakpoint(*windowed(line, documents, share, seed), resamples=1) for seed in range(draws))
@@ -112,7 +113,7 @@ def test_straight_curves_bend_no_more_often_than_the_level_says(documents, share
     assert stats.binom.sf(false - 1, draws, LEVEL) > 0.001
 
 
-def test_errors_sum_by_document_whatever_the_order_and_the_labels() -> None:
+def test_errors_sum_by_document_whatever_the_order_and_the_labels():
     losses, tokens, owner = windowed(0.02 * NUMBERS**2.2, 12, 0.5, 1, 0.05)
     found = find_breakpoint(losses, tokens, owner, resamples=10)
     until = found.straight_until
@@ -163,7 +164,7 @@ def drawn(tmp_path_factory):
     return SimpleNamespace(found=found, model=model, folder=folder, columns=columns)
 
 
-def test_every_number_is_that_of_a_stock_model(drawn) -> None:
+def test_every_number_is_that_of_a_stock_model(drawn):
     plan, results = drawn.found
     assert len(plan.blocks) == TRIED
     table, tokens = results.table, drawn.columns[0][:, 3]
@@ -171,7 +172,7 @@ def test_every_number_is_that_of_a_stock_model(drawn) -> None:
         means = column.sum(0) / tokens.sum()
         expected = dict(zip(("loss", "kl", "greedy_agreement"), means, strict=False))
         expected["loss_added"] = means[0] - drawn.columns[0][:, 0].sum() / tokens.sum()
-        rows = table[(table.removed == number) & (table.statistic == "mean")].set_index("measure")
+        rows = table.query("removed == @number and statistic == 'mean'").set_index("measure")
         for measure, value in expected.items():
             assert rows.loc[measure, "value"] == pytest.approx(value, abs=2e-4), (measure, number)
             assert rows.loc[measure, "count"] == tokens.sum()
@@ -181,7 +182,7 @@ def test_every_number_is_that_of_a_stock_model(drawn) -> None:
     gap = drawn.columns[TRIED][:, 0] - drawn.columns[0][:, 0]
     residuals = gap - gap.sum() / tokens.sum() * tokens  # every pair is a document
     error = (len(gap) / (len(gap) - 1) * (residuals**2).sum()) ** 0.5 / tokens.sum()
-    last = table[(table.measure == "loss_added") & (table.removed == TRIED)].set_index("statistic")["value"]
+    last = table.query("measure == 'loss_added' and removed == @TRIED").set_index("statistic")["value"]
     assert last["high"] - last["low"] == pytest.approx(2 * error * stats.t.isf(0.025, len(gap) - 1), rel=2e-3)
     for _, rows in table[table.measure != "break_point"].groupby(["measure", "removed"]):
         by = rows.set_index("statistic")["value"]
@@ -193,20 +194,20 @@ def test_every_number_is_that_of_a_stock_model(drawn) -> None:
     assert len(table[table.measure == "break_point"]) == (0 if expected.blocks is None else 3)
 
 
-def test_an_interrupted_curve_goes_on(drawn) -> None:
+def test_an_interrupted_curve_goes_on(drawn):
     plan, results = drawn.found
     again = Results.load(drawn.folder)
     assert (again.meta["kind"], again.meta["plan"]) == ("curve", plan.document())
     assert Plan.load(drawn.folder) == plan
     options = {"blocks": TRIED, "output": drawn.folder, "tokenizer": tokenizer(), "batch_size": 4}
-    with pytest.raises(FulldepthError, match="already holds"):
+    with refused("already holds"):
         curve(drawn.model, pairs(), **options)
     resumed = curve(drawn.model, pairs(), resume=True, **options)
     assert resumed.plan == plan
     assert resumed.results.table["value"].tolist() == again.table["value"].tolist() == results.table["value"].tolist()
 
 
-def test_all_blocks_in_another_order() -> None:
+def test_all_blocks_in_another_order():
     model, said = build("gpt2"), []
     heard = Watcher(say=said.append)
     found = curve(model, pairs(12), tokenizer=tokenizer(), search="last", granularity="layer", watcher=heard)
@@ -224,6 +225,6 @@ def test_all_blocks_in_another_order() -> None:
         ("bert", {}, "causal language model"),
     ],
 )
-def test_what_is_refused(family, options, named) -> None:
-    with pytest.raises(FulldepthError, match=named):
+def test_what_is_refused(family, options, named):
+    with refused(named):
         curve(build(family), pairs(6), tokenizer=tokenizer(), **options)

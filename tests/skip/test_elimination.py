@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -79,7 +78,7 @@ def test_risk_is_shared_among_the_tests_that_can_happen(documents, tests):
 
 def test_the_reserve_is_its_formula():
     """max(1.2 log 20 N, largest D) / tokens (1 / D + q u), for 200 sequences of 5 tokens, two to a document."""
-    cache: Any = SimpleNamespace(chunks=range(4), sequences=200)
+    cache = SimpleNamespace(chunks=range(4), sequences=200)
     cache.owners, cache.counts = lambda chunks: np.arange(200) // 2, lambda chunks: np.full(200, 5.0)
     h, gap = 1.2 * np.log(20), Difference(0.1, 0.1, 0.1, 50, 40, 0.3)
     assert reserve(cache, [gap], 0.95) == pytest.approx(h / 5 * (1 / 100 + 0.02 * 0.75))

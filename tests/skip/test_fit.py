@@ -7,10 +7,9 @@ import copy
 import pytest
 import torch
 from torch.nn import functional
+from torch.testing import assert_close
 
 import tiny_models as tm
-from fulldepth.data.batches import Example
-from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import Variant
 from fulldepth.execution.memory import AllocationTracker
 from fulldepth.execution.scoring import Scorer
@@ -20,7 +19,9 @@ from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.progress import Watcher
 from fulldepth.skip.fit import fit_scales, make_batches
+from refusals import refused
 from skip import plain, planned
+from tiny_models import seeded
 
 LAYERS = 5
 TRAIN, HELDOUT = plain.sentences(10, seed=21), plain.sentences(6, seed=22)
@@ -48,7 +49,7 @@ def trajectory(model, skipped, epochs, rate, batch_size, seed):
     first, second = ({key: torch.zeros_like(value) for key, value in values.items()} for _ in range(2))
     losses, kept, step = [plain.loss(model, HELDOUT, (), "attention")], [], 0
     for epoch in range(1, epochs + 1):
-        order = torch.randperm(len(TRAIN), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        order = torch.randperm(len(TRAIN), generator=seeded(seed * 1_000_003 + epoch))
         for at in order.split(batch_size):
             rows, targets = [], []
             for example in (TRAIN[int(index)] for index in at):
@@ -109,7 +110,7 @@ def test_only_the_scalars_of_a_bfloat16_model_are_trained_in_float32(model):
     # In bfloat16 the next number above 1 is 1.0078; steps of 0.003 would never get there.
     assert ((values > 1.003) & (values < 1.0078)).any()
     assert min(found.losses[1:]) < found.losses[0]
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert tm.same_weights(model, before)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert [parameter.requires_grad for parameter in model.parameters()] == asked
     assert model.training
@@ -123,7 +124,7 @@ def test_gradient_checkpointing_changes_no_result(model, granularity):
     first, again = (fit_scales(model, {2}, TRAIN, HELDOUT, checkpointing=again, **options) for again in (False, True))
     assert again.losses == pytest.approx(first.losses, rel=1e-12, abs=0)
     assert again.train_losses == pytest.approx(first.train_losses, rel=1e-6)  # their sum is float32
-    torch.testing.assert_close(list(again.scalars.parameters()), list(first.scalars.parameters()), rtol=0, atol=1e-12)
+    assert_close(list(again.scalars.parameters()), list(first.scalars.parameters()), rtol=0, atol=1e-12)
     assert first.epoch
     assert again.flops > 1.2 * first.flops
 
@@ -152,14 +153,11 @@ def test_gradient_checkpointing_keeps_one_state_a_layer():
     assert many_peak - many < 2 * (many_all - few_all) / 6 + 4 * state  # a whole block beside the states that are kept
 
 
-BLANK = Example(torch.arange(3, 9), torch.full((6,), -100), 0)
-
-
 @pytest.mark.parametrize(
     ("words", "changes"),
     [
         ("layer 6", {"blocks": {6}}),
-        ("no examples", {"train": [BLANK]}),
+        ("no examples", {"train": [plain.BLANK]}),
         ("no token counts", {"heldout": []}),
         ("learning_rate", {"learning_rate": -1.0}),
         ("granularity", {"granularity": "head"}),
@@ -167,5 +165,5 @@ BLANK = Example(torch.arange(3, 9), torch.full((6,), -100), 0)
     ],
 )
 def test_what_cannot_be_fitted_is_refused(model, words, changes):
-    with pytest.raises(FulldepthError, match=words):
+    with refused(words):
         fit_scales(**{"model": model, "blocks": {1}, "train": TRAIN, "heldout": HELDOUT, **changes})

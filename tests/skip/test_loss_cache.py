@@ -23,6 +23,9 @@ from fulldepth.skip import loss_cache
 from fulldepth.skip.plan import FILE, Plan
 from fulldepth.skip.search import search
 from hostile import damaged_json
+from json_files import read_json
+from marks import thorough
+from refusals import refused
 from skip import plain
 from skip.searching import LAYERS, OPTIONS, SIZES, STEPS, WEIGHTS, WIDTH
 
@@ -77,7 +80,7 @@ def stopping(after):
         ("greedy", "loss"),
         ("exact", "kl"),
         ("taylor", "loss"),
-        pytest.param("greedy", "scaled", marks=pytest.mark.thorough),
+        thorough("greedy", "scaled"),
     ],
 )
 def test_a_search_broken_off_anywhere_goes_on_to_the_same_plan(model, examples, tmp_path, name, criterion):
@@ -103,7 +106,7 @@ def test_a_search_broken_off_anywhere_goes_on_to_the_same_plan(model, examples, 
     [
         "greedy-scaled",
         "greedy-loss-speedup",
-        *(pytest.param(f"{k}-loss", marks=pytest.mark.thorough) for k in ("exact", "taylor")),
+        *(thorough(f"{k}-loss") for k in ("exact", "taylor")),
     ],
 )
 def test_two_processes_find_the_plan_of_one(model, tmp_path, kind):
@@ -166,7 +169,7 @@ def test_progress_of_another_search_is_refused(model, examples, tmp_path):
         ("data was", model, plain.examples(train=12, heldout=48, seed=1), {}),
         ("model was", other, examples, {}),
     ):
-        with pytest.raises(FulldepthError, match=words):
+        with refused(words):
             search(one, data, output=folder, **(OPTIONS | {"resume": True} | options))
         assert (folder / PROGRESS).read_bytes() == before
 
@@ -176,31 +179,31 @@ def test_damaged_progress_is_refused_or_does_not_matter(model, examples, tmp_pat
     options = {**OPTIONS, "search": name, "fit": False, "output": tmp_path / "out", "resume": True}
     with pytest.raises(Killed):
         search(model, examples, watcher=stopping(8), **options)
-    path, rng, refused = tmp_path / "out" / PROGRESS, random.Random(0), []
-    document = json.loads(path.read_text())
+    path, rng, messages = tmp_path / "out" / PROGRESS, random.Random(0), []
+    document = read_json(path)
     for _ in range(30):
         path.write_text(damaged_json(document, rng), encoding="utf-8", errors="replace")
         try:
             plan = search(model, examples, **options)
         except FulldepthError as error:
-            refused.append(str(error))
+            messages.append(str(error))
         else:
             assert len(plan.blocks) == OPTIONS["blocks"]
             for file in path.parent.iterdir():
                 file.unlink()
-    assert len(refused) > 8
-    assert all(len(text) < 1000 and ("Remove the file" in text or "another search" in text) for text in refused)
+    assert len(messages) > 8
+    assert all(len(text) < 1000 and ("Remove the file" in text or "another search" in text) for text in messages)
 
 
 def test_a_finished_plan_is_neither_written_over_nor_found_again(model, examples, tmp_path):
     options, told = {**OPTIONS, "fit": False, "output": tmp_path / "out"}, []
     plan = search(model, examples, **options)
-    with pytest.raises(FulldepthError, match=r"already holds a plan\.json"):
+    with refused(r"already holds a plan\.json"):
         search(model, examples, **options)
     again = search(model, examples, resume=True, watcher=Watcher(say=told.append), **options)
     assert again.document() == plan.document()
     assert not told
-    with pytest.raises(FulldepthError, match="plan of another search"):
+    with refused("plan of another search"):
         search(model, examples, resume=True, **options | {"seed": 1})
 
 
@@ -215,5 +218,5 @@ def test_a_loss_that_is_not_finite_is_never_ranked(model, examples, monkeypatch)
         return found | worse
 
     monkeypatch.setattr(Scorer, "sums", overflowing)
-    with pytest.raises(FulldepthError, match=r"Without .*attention 2.* the loss is not finite in torch.float32"):
+    with refused(r"Without .*attention 2.* the loss is not finite in torch.float32"):
         search(model, examples, **OPTIONS)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-import pandas as pd
 import pytest
+from pandas.testing import assert_frame_equal
 
 from fulldepth.results import COLUMNS, Results
 from fulldepth.skip.outcome import headline
@@ -21,7 +21,7 @@ def healed_plan(model, **entries):
     return planned.plan(model, (3, 1), **entries)
 
 
-def test_rows_say_what_the_plan_says(tmp_path) -> None:
+def test_rows_say_what_the_plan_says(tmp_path):
     model = build("llama")
     plan = healed_plan(model, data=EXAMPLES.meta)
     results = planned.analysed(model, plan, EXAMPLES)
@@ -38,11 +38,11 @@ def test_rows_say_what_the_plan_says(tmp_path) -> None:
     ]
     assert set(losses["count"]) == {sum(example.predicted for example in EXAMPLES.heldout)}
     again = Results.load(tmp_path / "out")
-    pd.testing.assert_frame_equal(again.table, results.table)
+    assert_frame_equal(again.table, results.table)
     assert (again.meta["kind"], again.meta["plan"], again.meta["warnings"]) == ("skip", plan.document(), [])
 
 
-def test_a_plan_that_was_not_healed_says_so_and_what_is_doubtful_is_warned_of() -> None:
+def test_a_plan_that_was_not_healed_says_so_and_what_is_doubtful_is_warned_of():
     model = build("gpt2")
     doubtful = NOTHING | {"unsure_rounds": [1]}
     plan = planned.plan(model, (2,), values=None, losses=[1.0, 1.5], cost=doubtful)
@@ -54,7 +54,7 @@ def test_a_plan_that_was_not_healed_says_so_and_what_is_doubtful_is_warned_of() 
 
 
 @pytest.mark.parametrize(("losses", "healed"), [([2.0, 2.1, 2.5], 2.2), ([2.0, 1.9, 1.8], 1.8)])
-def test_losses_without_errors_are_not_interpreted(losses, healed) -> None:
+def test_losses_without_errors_are_not_interpreted(losses, healed):
     plan = healed_plan(build("llama"), losses=losses, healed_loss=healed, search="greedy")
     found = headline(plan, LAYERS)
     assert found["loss_added"].value == pytest.approx(losses[-1] - losses[0])

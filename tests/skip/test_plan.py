@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fulldepth.errors import FulldepthError
 from fulldepth.skip.plan import CRITERIA, SEARCHES, Plan
+from json_files import read_json, write_json
+from refusals import refused
 from skip import planned
 from tiny_models import build
 
@@ -78,7 +79,7 @@ def test_the_file_has_its_keys_in_order(tmp_path):
     shuffled = dict(reversed(document(12).items()))
     shuffled["scalars"] = {key: dict(reversed(v.items())) for key, v in reversed(shuffled["scalars"].items())}
     Plan.of(shuffled).save(tmp_path)
-    assert json.dumps(json.loads((tmp_path / "plan.json").read_text())) == json.dumps(document(12))
+    assert json.dumps(read_json(tmp_path / "plan.json")) == json.dumps(document(12))
 
 
 NONSENSE = {
@@ -117,20 +118,19 @@ def test_a_plan_edited_into_nonsense_is_refused(tmp_path, path, value):
     for key in outer:
         inner = inner[key]
     inner[int(last) if isinstance(inner, list) else last] = value
-    (tmp_path / "plan.json").write_text(json.dumps(edited))
-    with pytest.raises(FulldepthError, match=r"plan\.json"):
+    write_json(tmp_path / "plan.json", edited)
+    with refused(r"plan\.json"):
         Plan.load(tmp_path)
-    with pytest.raises(FulldepthError) as caught:
+    with refused() as caught:
         Plan.of(edited)
     assert path.partition(".")[0] in str(caught.value) or "scalars" in str(caught.value)
-    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("text", [b"", b"[1]", b'{"seed": 0, "seed": 1}', b"[" * 100_000, None])
 def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
     if text is not None:
         (tmp_path / "plan.json").write_bytes(text)
-    with pytest.raises(FulldepthError, match=r"plan\.json"):
+    with refused(r"plan\.json"):
         Plan.load(tmp_path)
 
 
@@ -143,7 +143,7 @@ def test_nothing_half_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     for target in (tmp_path, tmp_path / "plan.json" / "below"):
-        with pytest.raises(FulldepthError, match="Cannot write"):
+        with refused("Cannot write"):
             plan.changed(seed=1).save(target)
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
     assert (tmp_path / "plan.json").read_bytes() == before
@@ -151,10 +151,10 @@ def test_nothing_half_written(tmp_path, monkeypatch):
 
 def test_the_plan_of_a_model_takes_no_other():
     model, deeper = build("gpt2"), planned.scalars([2], 4)
-    plan = planned.plan(model, [2])
+    plan = planned.plan(model)
     plan.check_model(model)
     wrong = [(plan, build("mistral")), (plan, build("gpt2", seed=1))]
-    wrong += [(planned.plan(model, [2], values=deeper), model), (planned.plan(model, [9], values=None), model)]
+    wrong += [(planned.plan(model, values=deeper), model), (planned.plan(model, [9], values=None), model)]
     for made, other in wrong:
-        with pytest.raises(FulldepthError, match="plan"):
+        with refused("plan"):
             made.check_model(other)

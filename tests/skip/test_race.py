@@ -2,57 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-import torch
 from scipy import stats
 
-from fulldepth.distributed import Processes
-from fulldepth.execution.flops import Costs, Variant
-from fulldepth.execution.scoring import ScoredBatch
+from fulldepth.execution.flops import Variant
 from fulldepth.hf import Block
-from fulldepth.skip.elimination import Round, eliminate
+from fulldepth.skip.elimination import eliminate
 from fulldepth.skip.goal import count_goal
-from fulldepth.skip.loss_cache import LossCache
+from skip.known_losses import cache_of
 
 CANDIDATES, RISK = 12, 0.05
 
 
-class Table:
-    """A scorer that knows losses by sequence: batches carry the rows of the table in place of tokens."""
-
-    def __init__(self, losses: np.ndarray) -> None:
-        layers = len(losses)
-        self.losses = np.concatenate([np.full((1, losses.shape[1]), 1.0), losses])
-        able = tuple(Block(layer, "attention") for layer in range(1, layers + 1))
-        self.costs = Costs("attention", (1.0,) * layers, (0.0,) * layers, (1.0,) * layers, 1.0, able=able)
-
-    def sums(self, batch: Any, variants: Any, *, divergence: bool, advance: Any) -> Any:
-        rows = batch.inputs["rows"]
-        return {v: {"loss": list(self.losses[max(v, default=Block(0, "")).layer, rows])} for v in variants}
-
-
-def race(losses: np.ndarray, documents: np.ndarray, generator: np.random.Generator) -> tuple[bool, float, Round]:
+def race(losses, documents, generator):
     """One round of the greedy search on summed losses `[candidates, rows]` in nats, in chunks as of `problem.split`.
 
     Whether the pick has the lowest loss on all rows; the share of (candidate, row) pairs that were computed; the round.
     """
     count = losses.shape[1]
     parts = np.array_split(generator.permutation(count), min(32, count))
-    chunks = [
-        [ScoredBatch({"rows": p}, torch.ones(len(p), 1, dtype=bool), *[torch.arange(len(p))] * 2, d)]
-        for p, d in ((part, documents[part]) for part in parts)
-    ]
-    loss_cache = LossCache(Table(losses), chunks, Processes())
+    table = np.concatenate([np.ones((1, count)), losses])  # the whole model first
+    loss_cache = cache_of(len(losses), lambda gone, rows: table[max(gone, default=0), rows], parts, documents)
     (pick,), (how,) = eliminate(loss_cache, count_goal(loss_cache.costs, 1), confidence=1 - RISK)
     known = (loss_cache.known_chunks(Variant({Block(layer, "attention")})) for layer in range(1, len(losses) + 1))
     scored = sum(len(parts[chunk]) for chunks in known for chunk in chunks)
     return min(pick).layer - 1 == losses.sum(1).argmin(), scored / losses.size, how
 
 
-def drawn(kind: str, rows: int, noise: float, spread: float, generator: np.random.Generator) -> Any:
+def drawn(kind, rows, noise, spread, generator):
     """Losses `[12, rows]`, the document of each row, and the expected loss of each candidate."""
     worth = generator.permutation(np.linspace(0, spread, CANDIDATES))
     shape, documents = (CANDIDATES, rows), np.arange(rows)
@@ -76,7 +54,7 @@ def drawn(kind: str, rows: int, noise: float, spread: float, generator: np.rando
     return losses, documents, worth
 
 
-def check(kind: str, rows: int, noise: float, spread: float, draws: int) -> float:
+def check(kind, rows, noise, spread, draws):
     """Few picks are wrong, few that are called sure are not the best in expectation; the mean share of the cost."""
     wrong, unsound, shares = 0, 0, []
     for seed in range(draws):

@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import tiny_models as tm
-from fulldepth.errors import FulldepthError
 from fulldepth.skip.search import search
+from refusals import refused
 from skip import plain
 
 EXAMPLES = plain.examples(heldout=22)
@@ -25,7 +26,7 @@ def picked(model, name, granularity, **goal):
 def streams(model):
     """For each sequence, `[2 L + 1, T, D]` float64: the stream before, between and after attention and MLP."""
     model, branches = copy.deepcopy(model).double(), []
-    model.base_model.norm = torch.nn.Identity()  # the last hidden state is that of the last layer
+    model.base_model.norm = nn.Identity()  # the last hidden state is that of the last layer
     for block in plain.blocks_of(model):
         block.get_submodule(plain.branches_of(model)[0]).register_forward_hook(
             lambda module, args, output: branches.append(output[0] if isinstance(output, tuple) else output)
@@ -87,5 +88,5 @@ def test_groups_are_the_runs_of_smallest_angle(model):
     ],
 )
 def test_groups_that_cannot_be_chosen(words, options):
-    with pytest.raises(FulldepthError, match=words):
+    with refused(words):
         picked(plain.fresh(5, 32).eval(), "groups", **options)

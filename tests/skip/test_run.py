@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
-import pandas as pd
 import pytest
+from pandas.testing import assert_frame_equal
 
+from data.conftest import jsonl
 from fulldepth.data.examples import read_examples
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import verify
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.progress import Watcher
@@ -18,7 +17,9 @@ from fulldepth.settings.search import SearchSettings
 from fulldepth.skip.plan import Plan
 from fulldepth.skip.responses import Sampling, respond
 from fulldepth.skip.search import search
+from refusals import refused
 from skip import plain, planned
+from skip.word_tokenizer import checkpoint as saved
 from skip.word_tokenizer import tokenizer, words
 from tiny_models import build
 
@@ -32,21 +33,18 @@ PAIRS = [
 @pytest.fixture
 def checkpoint(tmp_path):
     """A checkpoint with its tokenizer, and pairs beside it."""
-    folder = tmp_path / "model"
-    build("llama").save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, PAIRS)), encoding="utf-8")
-    return str(folder)
+    jsonl(tmp_path / "pairs.jsonl", *PAIRS)
+    return str(saved(tmp_path / "model"))
 
 
-def test_a_search_leaves_its_plan_and_its_outcome_and_a_restart_makes_what_is_missing(checkpoint, tmp_path) -> None:
+def test_a_search_leaves_its_plan_and_its_outcome_and_a_restart_makes_what_is_missing(checkpoint, tmp_path):
     data, out = str(tmp_path / "pairs.jsonl"), tmp_path / "out"
     plan = search(checkpoint, data, output=out, settings=SETTINGS)
     assert Plan.load(out) == plan
     assert plan.model.name == checkpoint
     results, again = Results.load(out), planned.analysed(checkpoint, plan, data, SETTINGS)
     assert results.meta["plan"] == plan.document()
-    pd.testing.assert_frame_equal(results.table, again.table)
+    assert_frame_equal(results.table, again.table)
     assert results.headline == again.headline
     assert results.meta["settings"] == SETTINGS.model_dump()
     base = plain.loss(build("llama"), read_examples(data, tokenizer(), 64).heldout, (), "attention")
@@ -62,30 +60,30 @@ def test_a_search_leaves_its_plan_and_its_outcome_and_a_restart_makes_what_is_mi
         (out / name).unlink()
     assert search(checkpoint, data, output=out, settings=SETTINGS, resume=True) == plan
     after = Results.load(out)
-    pd.testing.assert_frame_equal(results.table, after.table)
+    assert_frame_equal(results.table, after.table)
     assert results.meta | {"created": ""} == after.meta | {"created": ""}
 
 
-def test_other_files_are_not_written_over(checkpoint, tmp_path) -> None:
+def test_other_files_are_not_written_over(checkpoint, tmp_path):
     data, out = tmp_path / "out" / "responses.jsonl", tmp_path / "out"
     out.mkdir()
     data.write_text((tmp_path / "pairs.jsonl").read_text())
-    with pytest.raises(FulldepthError, match="would replace"):
+    with refused("would replace"):
         search(checkpoint, str(data), output=out, settings=SETTINGS, responses=9, max_new_tokens=2)
     for name in ("plan.json", "results.json", "settings.yaml"):
         folder = tmp_path / name
         folder.mkdir()
         (folder / name).write_text("{}")
         for resume in (False, True):
-            with pytest.raises(FulldepthError):
+            with refused():
                 search(checkpoint, str(data), output=folder, settings=SETTINGS, resume=resume)
         assert {path.name: path.read_text() for path in folder.iterdir()} == {name: "{}"}
     assert [path.name for path in out.iterdir()] == ["responses.jsonl"]
 
 
-def test_a_model_is_read_hashed_and_proven_once(checkpoint, tmp_path, monkeypatch) -> None:
+def test_a_model_is_read_hashed_and_proven_once(checkpoint, tmp_path, monkeypatch):
     """However many steps use it: counted at every place of the package that holds the function."""
-    calls: list[str] = []
+    calls = []
 
     def counted(function):
         def counting(*args, **kwargs):
@@ -107,11 +105,11 @@ def test_a_model_is_read_hashed_and_proven_once(checkpoint, tmp_path, monkeypatc
 
 def test_models_without_a_next_token_are_refused_before_anything_is_read(tmp_path):
     build("vit").save_pretrained(tmp_path / "model")
-    with pytest.raises(FulldepthError, match="is no causal language model"):
+    with refused("is no causal language model"):
         search(tmp_path / "model", "absent.jsonl", output=tmp_path / "out", settings=SETTINGS)
 
 
-def test_responses_are_found_again_and_never_written_over(tmp_path, monkeypatch) -> None:
+def test_responses_are_found_again_and_never_written_over(tmp_path, monkeypatch):
     notes, file, model = tmp_path / "responses.json", tmp_path / "responses.jsonl", build("llama")
 
     def made(count=2):
@@ -125,12 +123,12 @@ def test_responses_are_found_again_and_never_written_over(tmp_path, monkeypatch)
     assert file.read_bytes() == before
     monkeypatch.setattr("fulldepth.skip.responses.generate_responses", lambda *_, **__: pytest.fail("generated again"))
     assert made() == first
-    with pytest.raises(FulldepthError, match="count was 2, is 3"):
+    with refused("count was 2, is 3"):
         made(3)
     file.write_text("edited\n")
-    with pytest.raises(FulldepthError, match="has changed"):
+    with refused("has changed"):
         made()
     notes.unlink()
-    with pytest.raises(FulldepthError, match="holds other responses"):
+    with refused("holds other responses"):
         made()
     assert file.read_text() == "edited\n"

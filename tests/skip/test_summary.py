@@ -25,11 +25,6 @@ def model():
     return build("llama").eval()
 
 
-def read(rows, digit="1"):
-    """Held-out rows, read with other training rows for every digit, so that the hash of all data is another one."""
-    return Examples([], rows, {"hash": "sha256:" + digit * 64})
-
-
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
@@ -40,31 +35,31 @@ def read(rows, digit="1"):
         (OTHERS, None),
     ],
 )
-def test_rows_are_known_by_their_tokens(model, rows, said) -> None:
+def test_rows_are_known_by_their_tokens(model, rows, said):
     data = {"hash": "sha256:" + "0" * 64, ENTRY: rows_of(OURS)}
-    assert overlap(plan(model, [1], values=None, data=data, search="greedy"), read(rows)) == said
-    assert overlap(plan(model, [1], values=None, data=data, search="random"), read(rows)) is None
+    assert overlap(plan(model, [1], values=None, data=data, search="greedy"), plain.held_out(rows)) == said
+    assert overlap(plan(model, [1], values=None, data=data, search="random"), plain.held_out(rows)) is None
 
 
-def test_older_plans_list_no_rows(model) -> None:
+def test_older_plans_list_no_rows(model):
     made = plan(model, [1], values=None, search="greedy", data={"hash": "sha256:" + "0" * 64})
-    assert "It is not known whether the held-out rows also chose the blocks" in str(overlap(made, read(OURS)))
-    assert overlap(made, read(OURS, "0")) == SENTENCE  # the very same data
+    assert "It is not known whether the held-out rows also chose the blocks" in str(overlap(made, plain.held_out(OURS)))
+    assert overlap(made, plain.held_out(OURS, "0")) == SENTENCE  # the very same data
 
 
-def test_losses_are_in_sample_where_their_rows_decided_something(model) -> None:
+def test_losses_are_in_sample_where_their_rows_decided_something(model):
     both, fit = "chose the blocks and stopped the training of scalars", "stopped the training of scalars"
     for searched, values, expected in (("greedy", "fitted", both), ("given", "fitted", fit), ("given", None, None)):
         assert decided(plan(model, [2], values=values, search=searched)) == expected
 
 
-def test_a_search_lists_its_rows_and_the_card_says_it(model) -> None:
+def test_a_search_lists_its_rows_and_the_card_says_it(model):
     train, held = plain.sentences(4, 1), plain.sentences(6, 2)
     meta = {"hash": "sha256:" + "4" * 64, "heldout": {"name": "a seeded fifth of a|b.jsonl"}, "warnings": []}
     made = search(model, Examples(train, held, meta), 1, tokenizer=tokenizer(), fit=False)
     assert len(made.data[ENTRY]) == 16 * len({tuple(example.input_ids.tolist()) for example in held})
-    assert overlap(made, read(held)) == SENTENCE
-    assert overlap(made, read(train)) is None
+    assert overlap(made, plain.held_out(held)) == SENTENCE
+    assert overlap(made, plain.held_out(train)) is None
     card, other = (card_of(of, FORMATS["fast"], 0.0, 1, []).text() for of in (made, plan(model, [1], values=None)))
     assert f"| In-sample | {SENTENCE} |" in card
     assert r"| Held-out text | a seeded fifth of a\|b.jsonl |" in card

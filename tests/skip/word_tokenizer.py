@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
+
+from tiny_models import build
 
 MARKS = ["[UNK]", "[BOS]", "[EOS]", "[PAD]", "<system>", "<user>", "<assistant>", "<think>", "</think>", "\n"]
 VOCABULARY = {mark: i for i, mark in enumerate(MARKS)} | {f"w{i}": i + len(MARKS) for i in range(80)}
@@ -30,7 +30,7 @@ COUNTING = "{{ messages | length }}" + CHAT
 STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('A user must begin') }}{% endif %}" + CHAT
 
 
-def tokenizer(template: str | None = None, bos: bool = False) -> Any:
+def tokenizer(template=None, bos=False):
     """Splits at spaces; special tokens are found anywhere."""
     core = Tokenizer(models.WordLevel(VOCABULARY, unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
@@ -48,11 +48,18 @@ def tokenizer(template: str | None = None, bos: bool = False) -> Any:
     return found
 
 
-def words(*numbers: int) -> str:
+def words(*numbers):
     """`w3 w5 ...`."""
     return " ".join(f"w{number}" for number in numbers)
 
 
-def ids(*numbers: int) -> list[int]:
+def ids(*numbers):
     """Their ids."""
     return [number + len(MARKS) for number in numbers]
+
+
+def checkpoint(folder, name="llama"):
+    """The folder, with a tiny model and the tokenizer."""
+    build(name).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder

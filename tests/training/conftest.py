@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 
 import numpy as np
 import pytest
 import yaml
 
+from cli.conftest import main  # noqa: F401
+from data.conftest import jsonl
 from fulldepth.data import builtin_texts, train_tokenizer
 from fulldepth.settings import layer, read
 from fulldepth.settings.train import TrainSettings
+from fulldepth.training import train
+from fuzz.oracle import TIMED
+from golden.tables import MODEL
 
-MODEL = {
-    "type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 ENCODER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
 ENCODER |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GPT2 = {"type": "gpt2", "n_embd": 16, "n_layer": 3, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
@@ -53,6 +50,8 @@ SETTINGS = {
     "eval_every": 3,
     "save_every": 3,
 }
+SHORT = {"steps": 2, "eval_every": 2, "save_every": 2}
+"""Changes of those settings."""
 WORDS = {"bad": ["dull", "bleak", "cold", "sour"], "good": ["fine", "lovely", "bright", "warm"]}
 
 
@@ -61,15 +60,20 @@ def settings(path):
     return layer(TrainSettings, read(path, "train"))
 
 
+def train_by(path, folder, **options):
+    """Train by a recipe file."""
+    return train(settings(path), folder, **options)
+
+
+def interrupted(folder, step, copy):
+    """A copy of a run that has not come to a checkpoint."""
+    shutil.rmtree(shutil.copytree(folder, copy) / f"checkpoint-{step}")
+    return copy
+
+
 def without_times(table):
     """The rows that are the same whenever a recipe is run."""
-    timed = ("throughput", "elapsed", "peak_memory", "other_load")
-    return table[~table.measure.isin(timed)].reset_index(drop=True)
-
-
-def jsonl(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return table[~table.measure.isin(TIMED)].reset_index(drop=True)
 
 
 def sentences(path, count, seed=0):
@@ -107,7 +111,7 @@ def recipe(sources, tmp_path):
             merged = isinstance(value, dict) and "checkpoint" not in value
             settings[key] = {**settings.get(key, {}), **value} if merged else value
         path = tmp_path / "recipe.yaml"
-        path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+        path.write_text(yaml.safe_dump(settings))
         return path
 
     return write

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from PIL import Image
+from torch.testing import assert_close
 from transformers import DetrImageProcessorPil
 
 from fulldepth.data.coco import Objects
@@ -58,7 +59,7 @@ def test_a_batch_holds_the_boxes_of_its_pixels_and_half_of_the_images_are_mirror
             found = scanned(pixels.permute(1, 2, 0).numpy().astype(int))
             width = picture.objects.width
             expected = [((x + w / 2) / width, (y + h / 2) / 30, w / width, h / 30) for x, y, w, h in found]
-            torch.testing.assert_close(objects["boxes"], torch.tensor(expected), rtol=0, atol=1e-6)
+            assert_close(objects["boxes"], torch.tensor(expected), rtol=0, atol=1e-6)
             flipped.append(found != list(picture.objects.boxes))
     assert 25 <= sum(flipped) <= 55  # of 80; binomial, 3.3 standard deviations
     assert flipped[:40] != flipped[40:]

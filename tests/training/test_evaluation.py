@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.testing import assert_close
 from transformers import default_data_collator
 
 from fulldepth.training.evaluation import evaluate
-from tiny_models import BUILDERS
+from tiny_models import BUILDERS, token_ids
 
 
 def values(found, measure):
@@ -15,24 +16,23 @@ def values(found, measure):
     return [row.value for row in found if row.measure == measure]
 
 
+@torch.no_grad()
 def test_tokens_without_a_direction_are_left_out_of_a_layer():
     """The embedding of token 5 is zero; at the first position, which sees nothing else, so are all later states."""
     model = BUILDERS["llama"]().double()
     model.config.tie_last_hidden_states = False
-    with torch.no_grad():
-        model.model.embed_tokens.weight[5] = 0.0
-    ids = torch.randint(6, 90, (5, 8), generator=torch.Generator().manual_seed(0))
+    model.model.embed_tokens.weight[5] = 0.0
+    ids = 3 + token_ids(5, 8, most=90)
     ids[:, 0] = ids[3, 4] = 5
     found, _ = evaluate(model, [{"input_ids": row, "labels": row} for row in ids], default_data_collator, 2)
-    with torch.no_grad():
-        out = model(input_ids=ids, labels=ids, output_hidden_states=True)
+    out = model(input_ids=ids, labels=ids, output_hidden_states=True)
     states = torch.stack(out.hidden_states)
     psi = (1 - torch.cosine_similarity(states[:-1], states[1:], dim=-1)) / 2
     nonzero = states.norm(dim=-1) > 0
     counted = nonzero[:-1] & nonzero[1:]
     assert (~counted).sum(dim=(1, 2)).tolist() == [6, 5, 5]
     expected = [values[which].mean() for values, which in zip(psi, counted, strict=True)]
-    torch.testing.assert_close(torch.tensor(values(found, "displacement")), torch.stack(expected).to(torch.float32))
+    assert_close(torch.tensor(values(found, "displacement")), torch.stack(expected).to(torch.float32))
     counts = {row.measure: row.count for row in found}
     assert (counts["displacement"], counts["validation_loss"]) == (40, 35)
     assert abs(found[0].value - float(out.loss)) < 1e-6
@@ -45,7 +45,7 @@ def test_texts_that_end_with_the_padding_token(family, body, norm, side):
     model = BUILDERS[f"{family}-classifier"]().eval()
     model.config.tie_last_hidden_states = False
     pad, length = model.config.pad_token_id, 9
-    texts = torch.randint(6, 90, (24, length), generator=torch.Generator().manual_seed(0))
+    texts = 3 + token_ids(24, length, most=90)
     ends, sizes = (1, 2, 0), (9, 7, 5, 8)  # padding ids that belong to the text; tokens of a text with them
     items, places = [], []
     for number, ids in enumerate(texts):
@@ -61,7 +61,7 @@ def test_texts_that_end_with_the_padding_token(family, body, norm, side):
         output = model(**batch, output_hidden_states=True)
         states = torch.stack(output.hidden_states)[:, range(len(items)), places]  # [L+1, B, D]
         logits = model.score(getattr(getattr(model, body), norm)(states))
-    torch.testing.assert_close(logits[-1], output.logits, rtol=1e-5, atol=1e-5)
+    assert_close(logits[-1], output.logits, rtol=1e-5, atol=1e-5)
     labels = output.logits.argmax(-1)
     labels[::5] = (labels[::5] + 1) % output.logits.shape[-1]
     rows = [{**item, "labels": label} for item, label in zip(items, labels, strict=True)]

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import shutil
 from pathlib import Path
 from pickle import UnpicklingError
 
-import pandas as pd
 import pytest
 import torch
+from pandas.testing import assert_frame_equal
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf import is_sealed, notes_of, seal
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
-from fulldepth.training import train
 from fulldepth.training.folder import dump, open_run
 from hostile import damaged_bytes, damaged_json
-from training.conftest import settings, without_times
+from json_files import change_json
+from refusals import refused
+from training.conftest import settings, train_by, without_times
 
 SHORT = {"steps": 4, "eval_every": 2, "save_every": 2}
 
@@ -37,25 +37,24 @@ def test_a_folder_of_something_else_stays_as_it_is(recipe, tmp_path):
         (run / name).write_text("steps: 5  # mine\n" if name == "settings.yaml" else '{"kind": "measurement"}')
         before = contents(run)
         for resume in (False, True):
-            with pytest.raises(FulldepthError, match=re.escape(name.partition("/")[0] if number < 5 else str(run))):
-                train(settings(recipe(**SHORT)), run, resume=resume)
+            with refused(re.escape(name.partition("/")[0] if number < 5 else str(run))):
+                train_by(recipe(**SHORT), run, resume=resume)
             assert contents(run) == before
 
 
 def test_results_of_another_command_in_a_run_folder_are_not_written_over(recipe, tmp_path):
     run, path = tmp_path / "run", recipe(**SHORT)
-    train(settings(path), run)
-    document = json.loads((run / "results.json").read_text())
-    (run / "results.json").write_text(json.dumps(document | {"kind": "measurement"}))
+    train_by(path, run)
+    change_json(run / "results.json", kind="measurement")
     before = contents(run)
-    with pytest.raises(FulldepthError, match="not of a training run, but of 'measurement'"):
-        train(settings(path), run, resume=True)
+    with refused("not of a training run, but of 'measurement'"):
+        train_by(path, run, resume=True)
     assert contents(run) == before
 
 
 def test_foreign_checkpoints_are_renamed_and_half_written_ones_of_ours_go(recipe, tmp_path):
     run, path = tmp_path / "run", recipe(**SHORT)
-    train(settings(path), run)
+    train_by(path, run)
     whole = Results.load(run).table
     for step in (1, 3, 9):
         (run / f"checkpoint-{step}").mkdir()
@@ -66,7 +65,7 @@ def test_foreign_checkpoints_are_renamed_and_half_written_ones_of_ours_go(recipe
     (run / "checkpoint-4" / "model.safetensors").write_bytes(b"changed by somebody")
     (run / "unsealed-checkpoint-1").mkdir()
     said = []
-    train(settings(path), run, resume=True, watcher=Watcher(say=said.append))
+    train_by(path, run, resume=True, watcher=Watcher(say=said.append))
     assert sorted(p.name for p in run.glob("*checkpoint*")) == [
         *("checkpoint-2", "checkpoint-4", "unsealed-checkpoint-1", "unsealed-checkpoint-1-2"),
         *("unsealed-checkpoint-3", "unsealed-checkpoint-4", "unsealed-checkpoint-9"),
@@ -75,14 +74,14 @@ def test_foreign_checkpoints_are_renamed_and_half_written_ones_of_ours_go(recipe
     assert (run / "unsealed-checkpoint-4" / "model.safetensors").read_bytes() == b"changed by somebody"
     assert any("unsealed-checkpoint-9" in line for line in said)
     assert is_sealed(run / "checkpoint-4")
-    pd.testing.assert_frame_equal(without_times(whole), without_times(Results.load(run).table))
+    assert_frame_equal(without_times(whole), without_times(Results.load(run).table))
 
 
 def test_damaged_settings_of_a_run_are_refused_in_words(recipe, tmp_path):
     given, rng, path = settings(recipe(**SHORT)), random.Random(3), tmp_path / "settings.yaml"
     path.write_text(dump(given))
     open_run(tmp_path, given, resume=True)
-    document, refused = given.model_dump(mode="json"), []
+    document, messages = given.model_dump(mode="json"), []
     for number in range(90):
         if number % 3:
             path.write_text(damaged_json(document, rng), encoding="utf-8", errors="replace")
@@ -91,9 +90,9 @@ def test_damaged_settings_of_a_run_are_refused_in_words(recipe, tmp_path):
         try:
             open_run(tmp_path, given, resume=True)
         except FulldepthError as error:
-            refused.append(str(error))
-    assert len(refused) > 45
-    for message in refused:
+            messages.append(str(error))
+    assert len(messages) > 45
+    for message in messages:
         assert len(message) < 1000
         assert str(tmp_path) in message
 
@@ -102,7 +101,7 @@ def test_damaged_settings_of_a_run_are_refused_in_words(recipe, tmp_path):
 def stopped(recipe, tmp_path):
     """A run with one checkpoint, of 2 of 4 steps, and its recipe."""
     path = recipe(**SHORT)
-    train(settings(path), tmp_path / "run")
+    train_by(path, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint-4")
     return tmp_path / "run", path
 
@@ -110,11 +109,11 @@ def stopped(recipe, tmp_path):
 def test_a_refused_setting_leaves_no_folder_that_blocks_the_corrected_command(recipe, tmp_path):
     run = tmp_path / "run"
     for change in ({"tokenizer": str(tmp_path)}, {"data": {"validation": str(tmp_path / "absent.jsonl")}}):
-        with pytest.raises(FulldepthError) as refused:
-            train(settings(recipe(**SHORT | change)), run)
-        assert "another recipe" not in str(refused.value)
+        with refused() as caught:
+            train_by(recipe(**SHORT | change), run)
+        assert "another recipe" not in str(caught.value)
     (run / "tokenizer").mkdir()  # of a run of another size, which was refused after it had trained one
-    assert train(settings(recipe(**SHORT)), run).meta["complete"]
+    assert train_by(recipe(**SHORT), run).meta["complete"]
     assert not (run / "tokenizer").exists()
 
 
@@ -127,8 +126,8 @@ def test_a_changed_file_is_refused(stopped, name):
     changed = content.replace(b'"elapsed": ', b'"elapsed":-') if name == "complete.json" else content[:-9] + b"x" * 9
     file.write_bytes(changed)
     assert is_sealed(run / "checkpoint-2")
-    with pytest.raises(FulldepthError, match=r"Cannot read .*Remove .*checkpoint-2 to go on"):
-        train(settings(path), run, resume=True)
+    with refused(r"Cannot read .*Remove .*checkpoint-2 to go on"):
+        train_by(path, run, resume=True)
 
 
 def test_no_file_of_a_checkpoint_is_unpickled(stopped, tmp_path):
@@ -143,10 +142,10 @@ def test_no_file_of_a_checkpoint_is_unpickled(stopped, tmp_path):
         torch.save({"state": Evil()}, run / "checkpoint-2" / name)
         seal(run / "checkpoint-2", notes)
         if name == "training_args.bin":  # never read
-            train(settings(path), run, resume=True)
+            train_by(path, run, resume=True)
             shutil.rmtree(run / "checkpoint-4")
         else:
             with pytest.raises(UnpicklingError):
-                train(settings(path), run, resume=True)
+                train_by(path, run, resume=True)
         (run / "checkpoint-2" / name).write_bytes(before)
         assert not (tmp_path / "ran").exists()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 
-import pandas as pd
 import torch
+from pandas.testing import assert_frame_equal
 
 from fulldepth.data import ShuffledSampler
-from fulldepth.training import TrainSettings, train
+from fulldepth.training import TrainSettings
 from fulldepth.training.trainer import RunTrainer, worker_count
-from training.conftest import settings, without_times
+from training.conftest import train_by, without_times
 
 
 def test_a_run_reads_the_order_in_full_batches_over_epochs(recipe, tmp_path, monkeypatch):
@@ -26,7 +26,7 @@ def test_a_run_reads_the_order_in_full_batches_over_epochs(recipe, tmp_path, mon
 
     monkeypatch.setattr(RunTrainer, "compute_loss", note)
     path = recipe(sequence_length=96, steps=40, global_batch_size=12, micro_batch_size=4, eval_every=40, save_every=40)
-    train(settings(path), tmp_path / "run")
+    train_by(path, tmp_path / "run")
     (data,) = windows
     assert len(data) < 40 * 12  # more than one epoch
     assert len(data) % 12
@@ -37,7 +37,7 @@ def test_a_run_reads_the_order_in_full_batches_over_epochs(recipe, tmp_path, mon
 
 def test_workers_change_no_number_and_leave_sigterm_alone(recipe, tmp_path, monkeypatch):
     changes = {"steps": 12, "eval_every": 6, "save_every": 12, "model": {"attention_dropout": 0.1}}
-    alone = train(settings(recipe(**changes, workers=0)), tmp_path / "alone")
+    alone = train_by(recipe(**changes, workers=0), tmp_path / "alone")
     step = RunTrainer.training_step
 
     def with_signal(self, *arguments):
@@ -47,8 +47,8 @@ def test_workers_change_no_number_and_leave_sigterm_alone(recipe, tmp_path, monk
         return step(self, *arguments)
 
     monkeypatch.setattr(RunTrainer, "training_step", with_signal)
-    shared = train(settings(recipe(**changes, workers=2)), tmp_path / "shared")
-    pd.testing.assert_frame_equal(*(without_times(results.table) for results in (alone, shared)))
+    shared = train_by(recipe(**changes, workers=2), tmp_path / "shared")
+    assert_frame_equal(*(without_times(results.table) for results in (alone, shared)))
 
 
 def test_workers_start_by_themselves_where_reading_is_long(monkeypatch):

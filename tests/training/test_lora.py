@@ -9,15 +9,17 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
-from fulldepth.errors import FulldepthError
 from fulldepth.hf import load_checkpoint
 from fulldepth.settings import assignments, layer
 from fulldepth.settings.train import TrainSettings
 from fulldepth.skip.exports import export as exporting
 from fulldepth.training import dry_run_lines, export_run, train
+from refusals import refused
 from skip import planned
-from training.conftest import GPT2, MODEL, settings
+from tiny_models import shaken
+from training.conftest import GPT2, MODEL, interrupted, settings, train_by
 
 TOKENS, RANK, VALIDATION = 400, 4, ("validation_loss", "mean")
 RUN = {"steps": 4, "eval_every": 4, "save_every": 2, "learning_rate": 1e-2, "tokenizer": None}
@@ -31,11 +33,7 @@ def start(sources, tmp_path):
         torch.manual_seed(1)
         sizes = {name: value for name, value in (GPT2 if kind == "gpt2" else MODEL).items() if name != "type"}
         config = tf.AutoConfig.for_model(kind, **sizes, vocab_size=TOKENS, bos_token_id=0, eos_token_id=0)
-        model = tf.AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(0.1 * torch.randn_like(weight))
-        model.save_pretrained(tmp_path / kind)
+        shaken(tf.AutoModelForCausalLM.from_config(config)).save_pretrained(tmp_path / kind)
         shutil.copytree(sources[1], tmp_path / kind, dirs_exist_ok=True)
         return tmp_path / kind
 
@@ -50,10 +48,8 @@ def of(folder):
 def test_a_checkpoint_holds_the_start_and_the_product_of_its_adapters(kind, start, recipe, tmp_path):
     """GPT-2's matrices are transposed."""
     base, run = start(kind), tmp_path / "run"
-    losses = train(settings(recipe(**RUN, model={"checkpoint": str(base)}, lora={"rank": RANK})), run).values(
-        *VALIDATION
-    )
-    after = train(settings(recipe(**RUN, model={"checkpoint": str(run)})), tmp_path / "after").values(*VALIDATION)
+    losses = train_by(recipe(**RUN, model={"checkpoint": str(base)}, lora={"rank": RANK}), run).values(*VALIDATION)
+    after = train_by(recipe(**RUN, model={"checkpoint": str(run)}), tmp_path / "after").values(*VALIDATION)
     assert losses[4] == pytest.approx(after[0], rel=1e-6)  # with adapters and merged
     last = run / "checkpoint-4"
     adapters, expected = load_file(last / "lora.safetensors"), of(base)
@@ -68,7 +64,7 @@ def test_a_checkpoint_holds_the_start_and_the_product_of_its_adapters(kind, star
     reference = tf.AutoModelForCausalLM.from_pretrained(base)
     reference.load_state_dict(expected, strict=False)
     loaded = load_checkpoint(export_run(run, tmp_path / "alone")).model
-    torch.testing.assert_close(loaded(ids).logits, reference(ids).logits, rtol=0, atol=1e-5)
+    assert_close(loaded(ids).logits, reference(ids).logits, rtol=0, atol=1e-5)
     assert not (tmp_path / "alone" / "lora.safetensors").exists()
 
 
@@ -82,14 +78,13 @@ def test_a_run_with_adapters_and_a_teacher_resumes_to_the_same_bytes(start, reci
     )
     results = train(chosen, tmp_path / "whole")
     assert results.table[results.table.site == "distillation"].value.item() > 0
-    again = shutil.copytree(tmp_path / "whole", tmp_path / "again")
-    shutil.rmtree(again / "checkpoint-4")
+    again = interrupted(tmp_path / "whole", 4, tmp_path / "again")
     train(chosen, again, resume=True)
     for file in ("model.safetensors", "lora.safetensors", "optimizer.pt"):
         assert (again / "checkpoint-4" / file).read_bytes() == (tmp_path / "whole" / "checkpoint-4" / file).read_bytes()
     shutil.rmtree(again / "checkpoint-4")
     shutil.copy(again / "checkpoint-2" / "model.safetensors", base / "model.safetensors")
-    with pytest.raises(FulldepthError, match="The model to start from differs"):
+    with refused("The model to start from differs"):
         train(chosen, again, resume=True)
 
 
@@ -109,7 +104,7 @@ def test_a_run_from_an_export_keeps_its_class_and_what_was_removed(
     base, small, run = start("llama"), tmp_path / "small", tmp_path / "run"
     model = tf.AutoModelForCausalLM.from_pretrained(base)
     exporting.export(planned.plan(model, [2, 3], granularity, None), model, format, small, tokenizer=str(base))
-    train(settings(recipe(**RUN, model={"checkpoint": str(small)}, lora={"rank": rank})), run)
+    train_by(recipe(**RUN, model={"checkpoint": str(small)}, lora={"rank": rank}), run)
     before, after = of(small), of(run / "checkpoint-4")
     assert after.keys() == before.keys()
     removed = {name for name, weight in before.items() if not weight.any()}
@@ -136,7 +131,7 @@ def test_what_cannot_be_trained_is_refused(given, words, start, recipe, tmp_path
     if "absent" in given:
         monkeypatch.setitem(sys.modules, "peft", None)
     chosen = [each.replace("BASE", str(start("llama"))) for each in given if each != "absent"]
-    with pytest.raises(FulldepthError, match=words):
+    with refused(words):
         train(recipe(**RUN), tmp_path / "run", settings=layer(TrainSettings, assignments(chosen)))
 
 

@@ -6,8 +6,6 @@ Classifiers have 33 rows to validate on, in batches of 32: the second process ge
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -19,13 +17,17 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import distributed
+from torch.testing import assert_close
 
-from fulldepth.errors import FulldepthError
 from fulldepth.losses import ObjectiveMixin
 from fulldepth.results import Results
 from fulldepth.settings import layer
 from fulldepth.training import TrainSettings, train
-from training.conftest import ENCODER, GPT2, sentences, settings
+from json_files import read_json, write_json
+from marks import thorough
+from refusals import refused
+from tiny_models import same_weights
+from training.conftest import ENCODER, GPT2, interrupted, sentences, settings, train_by
 from training.conftest import MODEL as LLAMA
 from two_processes import fulldepth
 
@@ -108,10 +110,10 @@ def by_two(recipe, output, sharded):
     """Train in this process and the other one; the types that were seen if they shard."""
     seen = defaultdict(set)
     if not sharded:
-        train(settings(recipe), output)
+        train_by(recipe, output)
         return {}
     with sharding_on_cpus(seen):
-        train(settings(recipe).model_copy(update={"fsdp": True}), output)
+        train_by(recipe.model_copy(update={"fsdp": True}), output)
     return {name: sorted(types) for name, types in seen.items()}
 
 
@@ -145,9 +147,9 @@ def trained(made_once, sources, two_processes):
                 recipe["model"] = {"checkpoint": str(folder / "start")}
                 recipe["objective"] = {"distillation": {"teacher": str(folder / "start"), "temperature": 2.0}}
             path = folder / "recipe.yaml"
-            path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+            path.write_text(yaml.safe_dump(recipe))
             types = two_processes(by_two, path, folder / "two", kind == "sharded")
-            (folder / "types.json").write_text(json.dumps(types[0]))
+            write_json(folder / "types.json", types[0])
             train(alone(path), folder / "one")
 
         made = made_once(f"{name}-{kind}", make)
@@ -176,7 +178,7 @@ def weights(checkpoint):
 def assert_same(one, two):
     """The same files and the same model in both checkpoints."""
     assert {path.name for path in one.iterdir()} ^ {path.name for path in two.iterdir()} <= RANDOM
-    torch.testing.assert_close(weights(one), weights(two), rtol=1e-5, atol=1e-5)
+    assert_close(weights(one), weights(two), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -191,7 +193,7 @@ def assert_same(one, two):
             ("lora", "sharded"),
             ("bert", "copied"),
         ),
-        *(pytest.param(*each, marks=pytest.mark.thorough) for each in (("lime", "sharded"), ("multi-exit", "copied"))),
+        *(thorough(*each) for each in (("lime", "sharded"), ("multi-exit", "copied"))),
     ],
 )
 def test_two_processes_train_and_evaluate_like_one(name, kind, trained):
@@ -205,11 +207,11 @@ def test_two_processes_train_and_evaluate_like_one(name, kind, trained):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["autocast", pytest.param("bfloat16", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ["autocast", thorough("bfloat16")])
 def test_losses_and_reductions_are_float32(name, trained):
     """Near 6 nats bfloat16 has steps of 1/32: a loss in that type is off by up to 0.016."""
     folder = trained(name, "sharded")
-    types = json.loads((folder / "types.json").read_text())
+    types = read_json(folder / "types.json")
     assert types == {"losses": ["torch.float32"], "reductions": ["torch.float32"]}
     states = torch.load(folder / "two" / "checkpoint-4" / "optimizer.pt", weights_only=True)["state"]
     dtypes = {state[key].dtype for state in states.values() for key in ("exp_avg", "exp_avg_sq")}
@@ -223,24 +225,16 @@ def test_losses_and_reductions_are_float32(name, trained):
 @pytest.mark.slow
 def test_a_sharded_run_is_resumed_to_the_same_bytes_and_by_other_processes(trained, two_processes, tmp_path):
     """A checkpoint of sharded weights by two processes and by one; one of whole weights by two that shard."""
-
-    def interrupted(which):
-        run = tmp_path / which
-        shutil.copytree(trained("tied", "sharded") / which, run)
-        shutil.rmtree(run / "checkpoint-4")
-        return run
-
-    recipe = trained("tied", "sharded") / "recipe.yaml"
-    whole = trained("tied", "sharded") / "one" / "checkpoint-4"
+    runs = trained("tied", "sharded")
+    recipe, whole = runs / "recipe.yaml", runs / "one" / "checkpoint-4"
     for which in ("two", "one"):
-        run = interrupted(which)
+        run = interrupted(runs / which, 4, tmp_path / which)
         for code, _, error in two_processes(command, "train", recipe, "fsdp=true", "--output", run, "--resume"):
             assert code == 0, error
         assert_same(run / "checkpoint-4", whole)
-    again, before = (weights(run / "checkpoint-4") for run in (tmp_path / "two", trained("tied", "sharded") / "two"))
-    assert all(torch.equal(again[name], weight) for name, weight in before.items())
-    shutil.rmtree(tmp_path / "two")
-    run = interrupted("two")
+    again, before = (weights(run / "checkpoint-4") for run in (tmp_path / "two", runs / "two"))
+    assert same_weights(again, before)
+    run = interrupted(runs / "two", 4, tmp_path / "again")
     train(alone(recipe), run, resume=True)
     assert_same(run / "checkpoint-4", whole)
 
@@ -250,5 +244,5 @@ def test_what_cannot_be_sharded_is_refused(recipe, tmp_path):
         (settings(recipe(fsdp=True)), "fsdp needs accelerators"),
         (layer(TrainSettings, {**RECIPES["vit"], "fsdp": True}), "fsdp shards language models"),
     ):
-        with pytest.raises(FulldepthError, match=words):
+        with refused(words):
             train(chosen, tmp_path / "run")

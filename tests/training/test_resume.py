@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import errno
-import json
 import shutil
 import signal
-import sys
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
+from pandas.testing import assert_frame_equal
 from safetensors.torch import load_file
 
-from fulldepth.cli import main
-from fulldepth.errors import FulldepthError
 from fulldepth.hf import find_checkpoints, is_sealed
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
@@ -25,7 +21,10 @@ from fulldepth.training.callback import RunCallback
 from fulldepth.training.folder import resume_notes
 from fulldepth.training.text import rows_hash
 from fulldepth.training.trainer import RunTrainer
-from training.conftest import settings, without_times
+from json_files import read_json, write_json
+from refusals import refused
+from tiny_models import same_weights
+from training.conftest import SHORT, interrupted, settings, train_by, without_times
 
 EVERYTHING = {
     "jump": 0.5,
@@ -40,16 +39,15 @@ def weights(run, step=8):
     return load_file(run / f"checkpoint-{step}" / "model.safetensors")
 
 
-def same_weights(one, two, step=8):
-    left, right = weights(one, step), weights(two, step)
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+def same(one, two, step=8):
+    return same_weights(weights(one, step), weights(two, step))
 
 
 @pytest.fixture
 def whole(recipe, tmp_path):
     """A recipe with dropout, micro-batches and terms with a schedule, and the folder of its run."""
     path = recipe(model={"attention_dropout": 0.1}, objective=EVERYTHING, global_batch_size=4, micro_batch_size=2)
-    train(settings(path), tmp_path / "whole")
+    train_by(path, tmp_path / "whole")
     return path, tmp_path / "whole"
 
 
@@ -69,18 +67,17 @@ def test_kill_and_resume_is_bit_equal(whole, tmp_path, monkeypatch):
 
     monkeypatch.setattr(RunTrainer, "training_step", dying)
     with pytest.raises(Killed):
-        train(settings(path), tmp_path / "cut")
+        train_by(path, tmp_path / "cut")
     monkeypatch.setattr(RunTrainer, "training_step", step)
-    resumed = train(settings(path), tmp_path / "cut", resume=True)
-    assert same_weights(folder, tmp_path / "cut")
-    pd.testing.assert_frame_equal(without_times(resumed.table), without_times(Results.load(folder).table))
+    resumed = train_by(path, tmp_path / "cut", resume=True)
+    assert same(folder, tmp_path / "cut")
+    assert_frame_equal(without_times(resumed.table), without_times(Results.load(folder).table))
 
 
 @pytest.mark.parametrize("damage", ["cut short", "no seal", "file gone"])
 def test_a_half_written_checkpoint_is_skipped(damage, whole, tmp_path):
-    run, (path, folder) = tmp_path / "run", whole
-    shutil.copytree(folder, run)
-    shutil.rmtree(run / "checkpoint-8")
+    path, folder = whole
+    run = interrupted(folder, 8, tmp_path / "run")
     broken = run / "checkpoint-6"
     if damage == "cut short":
         (broken / "optimizer.pt").write_bytes((broken / "optimizer.pt").read_bytes()[:-100])
@@ -88,12 +85,12 @@ def test_a_half_written_checkpoint_is_skipped(damage, whole, tmp_path):
         (broken / ("complete.json" if damage == "no seal" else "model.safetensors")).unlink()
     assert [step for step, _ in find_checkpoints(run)] == [3]
     lines = []
-    train(settings(path), run, resume=True, watcher=Watcher(say=lines.append))
+    train_by(path, run, resume=True, watcher=Watcher(say=lines.append))
     assert any("checkpoint-3" in line for line in lines)
-    assert same_weights(folder, run)
+    assert same(folder, run)
 
 
-def test_sigterm_saves_and_says_where(recipe, tmp_path, monkeypatch, capsys):
+def test_sigterm_saves_and_says_where(recipe, tmp_path, monkeypatch, main):
     evaluate = RunCallback._evaluate
 
     def signalled(self, step):
@@ -103,36 +100,34 @@ def test_sigterm_saves_and_says_where(recipe, tmp_path, monkeypatch, capsys):
             handler(signal.SIGTERM, None)
 
     monkeypatch.setattr(RunCallback, "_evaluate", signalled)
-    monkeypatch.setattr(sys, "argv", ["fulldepth", "train", str(recipe(save_every=8)), "-o", str(tmp_path / "run")])
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as leaving:
-        main()
+    code, _, error = main("train", recipe(save_every=8), "-o", tmp_path / "run")
     assert signal.getsignal(signal.SIGTERM) == before
-    assert leaving.value.code == 128 + signal.SIGTERM
+    assert code == 128 + signal.SIGTERM
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
     assert is_sealed(checkpoint)
     assert checkpoint.name == "checkpoint-3"
-    assert str(checkpoint) in capsys.readouterr().err.replace("\n", "")
+    assert str(checkpoint) in error.replace("\n", "")
 
 
 def test_resume_with_nothing_there_starts_and_a_finished_run_stays(recipe, tmp_path):
-    path = recipe(steps=2, eval_every=2, save_every=2)
-    first = train(settings(path), tmp_path / "run", resume=True)
+    path = recipe(**SHORT)
+    first = train_by(path, tmp_path / "run", resume=True)
     stamp = (tmp_path / "run" / "checkpoint-2" / "model.safetensors").stat().st_mtime_ns
-    again = train(settings(path), tmp_path / "run", resume=True)
+    again = train_by(path, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "checkpoint-2" / "model.safetensors").stat().st_mtime_ns == stamp
-    pd.testing.assert_frame_equal(first.table, again.table)
+    assert_frame_equal(first.table, again.table)
 
 
 def test_a_folder_in_use_is_refused(recipe, tmp_path):
-    path = recipe(steps=2, eval_every=2, save_every=2)
+    path = recipe(**SHORT)
     run = tmp_path / "run"
-    train(settings(path), run)
+    train_by(path, run)
     before = [(p, p.stat().st_mtime_ns) for p in run.rglob("*")]
-    with pytest.raises(FulldepthError, match="--resume"):
-        train(settings(path), run)
-    with pytest.raises(FulldepthError, match="learning_rate"):
-        train(settings(recipe(steps=2, eval_every=2, save_every=2, learning_rate=1e-3)), run, resume=True)
+    with refused("--resume"):
+        train_by(path, run)
+    with refused("learning_rate"):
+        train_by(recipe(**SHORT, learning_rate=1e-3), run, resume=True)
     assert [(p, p.stat().st_mtime_ns) for p in run.rglob("*")] == before
 
 
@@ -146,22 +141,21 @@ def test_a_full_disk_names_the_last_whole_checkpoint(recipe, tmp_path, monkeypat
         save(what, file, *more, **options)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(FulldepthError, match=r"disk is full.*checkpoint-3; --resume"):
-        train(settings(path), tmp_path / "run")
+    with refused(r"disk is full.*checkpoint-3; --resume"):
+        train_by(path, tmp_path / "run")
     assert not is_sealed(tmp_path / "run" / "checkpoint-6")
     monkeypatch.undo()
-    train(settings(path), tmp_path / "run", resume=True)
-    train(settings(path), tmp_path / "whole")
-    assert same_weights(tmp_path / "run", tmp_path / "whole")
+    train_by(path, tmp_path / "run", resume=True)
+    train_by(path, tmp_path / "whole")
+    assert same(tmp_path / "run", tmp_path / "whole")
 
 
 def test_weights_that_are_saved_under_other_names_are_resumed_too(recipe, tmp_path):
     chosen = settings(recipe(model={"type": "mixtral"}, steps=4, eval_every=4, save_every=2))
     train(chosen, tmp_path / "whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "again")
-    shutil.rmtree(tmp_path / "again" / "checkpoint-4")
-    train(chosen, tmp_path / "again", resume=True)
-    assert same_weights(tmp_path / "again", tmp_path / "whole", 4)
+    again = interrupted(tmp_path / "whole", 4, tmp_path / "again")
+    train(chosen, again, resume=True)
+    assert same(again, tmp_path / "whole", 4)
 
 
 @pytest.mark.parametrize("changed", ["text", "validation", "tokenizer", "model", "batch"])
@@ -172,7 +166,7 @@ def test_a_run_does_not_go_on_with_other_data_or_another_model(changed, recipe, 
     paths["tokenizer"] = shutil.copytree(sources[1], tmp_path / "tokenizer")
     data = {"name": str(paths["text"]), "validation": str(paths["validation"])}
     path = recipe(
-        **{"steps": 2, "eval_every": 2, "save_every": 1, "micro_batch_size": 2 if changed == "batch" else None},
+        **{**SHORT, "save_every": 1, "micro_batch_size": 2 if changed == "batch" else None},
         **{"data": data, "tokenizer": str(paths["tokenizer"]), "objective": {"orthogonality": 0.1}},
     )
     chosen, run = settings(path), tmp_path / "run"
@@ -180,24 +174,24 @@ def test_a_run_does_not_go_on_with_other_data_or_another_model(changed, recipe, 
     shutil.rmtree(run / "checkpoint-2")
     if changed == "tokenizer":  # the same name, the same number of tokens, other ids
         file = paths["tokenizer"] / "tokenizer.json"
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         ids = content["model"]["vocab"]
         one, two = (token for token in ids if token in ("e", "t"))
         ids[one], ids[two] = ids[two], ids[one]
-        file.write_text(json.dumps(content), encoding="utf-8")
+        write_json(file, content)
     elif changed == "model":
         seal = run / "checkpoint-1" / "complete.json"
-        document = json.loads(seal.read_text())
+        document = read_json(seal)
         document["notes"]["origin"]["model configuration"] = "sha256:other"
-        seal.write_text(json.dumps(document))
+        write_json(seal, document)
     elif changed == "batch":
         chosen = chosen.model_copy(update={"micro_batch_size": 4})
     else:
-        rows = paths[changed].read_text(encoding="utf-8").splitlines()
-        paths[changed].write_text("\n".join(rows[::-1]) + "\n", encoding="utf-8")
+        rows = paths[changed].read_text().splitlines()
+        paths[changed].write_text("\n".join(rows[::-1]) + "\n")
     before = resume_notes(run / "checkpoint-1").origin
     name = {"model": "model configuration", "batch": "batch of orthogonality"}.get(changed, "training data")
-    with pytest.raises(FulldepthError, match=f"The {name} differs: {before[name][:19]}"):
+    with refused(f"The {name} differs: {before[name][:19]}"):
         train(chosen, run, resume=True)
     assert not (run / "checkpoint-2").exists()
 

@@ -11,12 +11,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers import modeling_flash_attention_utils as flash
 
 import fulldepth.architectures  # noqa: F401  registers depth_llama
-from fulldepth.errors import FulldepthError
 from fulldepth.training import run as room
-from fulldepth.training import train
 from fulldepth.training.text import require_separate_documents
 from fulldepth.training.trainer import window_collator
-from training.conftest import settings
+from refusals import refused
+from training.conftest import settings, train_by
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 SMALL |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -51,7 +50,7 @@ def test_a_model_that_mixes_documents_is_refused(kind, attention, refusal):
     if refusal is None:
         require_separate_documents(model)
     else:
-        with pytest.raises(FulldepthError, match=refusal):
+        with refused(refusal):
             require_separate_documents(model)
     assert model.config._attn_implementation == attention
     assert model.training
@@ -74,7 +73,7 @@ def plain_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, **options):
 def test_flash_attention_trains_like_sdpa(recipe, tmp_path, monkeypatch):
     """transformers' own path, with flash-attn's two functions replaced by plain ones."""
     changes = {"data": {"across_documents": False}, "objective": {"jump": 0.5}, "steps": 4, "save_every": 4}
-    expected = train(settings(recipe(**changes)), tmp_path / "sdpa")
+    expected = train_by(recipe(**changes), tmp_path / "sdpa")
 
     def flash_functions(*_, **__):
         return plain_flash, plain_varlen, None, None, None
@@ -89,7 +88,7 @@ def test_flash_attention_trains_like_sdpa(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(flash, "_lazy_imports", flash_functions)
     monkeypatch.setattr(flash, "_loaded_implementation", None)
     monkeypatch.setattr(room, "build_model", build_flash)
-    found = train(settings(recipe(**changes, attention="flash_attention_2", micro_batch_size=2)), tmp_path / "flash")
+    found = train_by(recipe(**changes, attention="flash_attention_2", micro_batch_size=2), tmp_path / "flash")
     monkeypatch.setattr(flash, "_loaded_implementation", None)
     assert values(found) == pytest.approx(values(expected), rel=2e-4)
     columns = ["measure", "step", "layer"]
@@ -105,6 +104,6 @@ def values(results):
 @pytest.mark.parametrize("term", ["coherence", "orthogonality"])
 def test_penalties_of_whole_sequences_are_refused_in_a_row(term, recipe):
     path = recipe(data={"across_documents": False}, attention="flash_attention_2", objective={term: 0.1})
-    with pytest.raises(FulldepthError, match=f"{term} is a function of each sequence"):
+    with refused(f"{term} is a function of each sequence"):
         window_collator(settings(path))
     window_collator(settings(recipe(attention="sdpa")))

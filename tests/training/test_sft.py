@@ -7,27 +7,22 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from data.conftest import talk
 from fulldepth.data import builtin_texts, train_tokenizer, train_wordpiece
-from fulldepth.errors import FulldepthError
 from fulldepth.targets import IGNORE
 from fulldepth.training import train
 from fulldepth.training.text import TEMPLATE, chat_examples
-from training.conftest import jsonl, settings
+from refusals import refused
+from training.conftest import SHORT, jsonl, settings, train_by
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("trl")
 
 CHATS = [
-    {
-        "messages": [
-            {"role": "user", "content": f"say {word}"},
-            {"role": "assistant", "content": word * 2},
-            {"role": "user", "content": "again"},
-            {"role": "assistant", "content": word},
-        ]
-    }
+    {"messages": talk(f"say {word}", word * 2, "again", word)}
     for word in ("one", "two", "house", "river", "stone", "bread", "light", "water", "paper", "glass")
 ]
 PAIRS = [{"prompt": f"{n} and {n}?", "response": f"that is {2 * n}."} for n in range(12)]
@@ -38,8 +33,8 @@ def fine_tuning(recipe, tmp_path):
     """`fine_tuning(rows, **changes)`: settings of a run that fine-tunes a small model on rows, and that model."""
 
     def prepared(rows, **changes):
-        short = {"steps": 2, "eval_every": 2, "save_every": 2, "sequence_length": 64}
-        train(settings(recipe(**short)), tmp_path / "base")
+        short = {**SHORT, "sequence_length": 64}
+        train_by(recipe(**short), tmp_path / "base")
         base = tmp_path / "base" / "checkpoint-2"
         data = {"name": str(jsonl(tmp_path / "rows.jsonl", *rows)), "validation_share": 0.4, "validation_sequences": 4}
         return settings(recipe(stage="sft", model={"checkpoint": str(base)}, data=data, **short | changes)), base
@@ -69,17 +64,14 @@ def test_fine_tuning_reports_the_loss_of_the_responses(rows, fine_tuning, tmp_pa
             logits = model(torch.tensor([ids])).logits[0]
         for position in range(1, len(ids)):
             if counts[position]:
-                total += float(torch.nn.functional.cross_entropy(logits[position - 1], torch.tensor(ids[position])))
+                total += float(F.cross_entropy(logits[position - 1], torch.tensor(ids[position])))
                 count += 1
     assert int(found["count"].iloc[0]) == count
     assert float(found.value.iloc[0]) == pytest.approx(total / count, rel=1e-4)
 
 
 def _messages(row):
-    return row.get("messages") or [
-        {"role": "user", "content": row["prompt"]},
-        {"role": "assistant", "content": row["response"]},
-    ]
+    return row.get("messages") or talk(row["prompt"], row["response"])
 
 
 def _tokens(row, tokenizer):
@@ -147,11 +139,8 @@ def _tokenizer(kind):
 
 def test_what_is_cut_is_said_and_what_is_trained_is_counted(fine_tuning, tmp_path):
     """Of 14 chats two are cut, one of them before its answer, and two have none; the counts are those of a loop."""
-    unanswered = [{"messages": [{"role": "user", "content": word}]} for word in ("what", "why")]
-    long = [
-        {"messages": [{"role": "user", "content": "one two " * 40}, {"role": "assistant", "content": "yes"}]},
-        {"messages": [{"role": "user", "content": "tell me"}, {"role": "assistant", "content": "house river " * 40}]},
-    ]
+    unanswered = [{"messages": talk(word)} for word in ("what", "why")]
+    long = [{"messages": talk("one two " * 40, "yes")}, {"messages": talk("tell me", "house river " * 40)}]
     chosen, base = fine_tuning([*CHATS, *unanswered, *long])
     tokenizer = AutoTokenizer.from_pretrained(base)
     sizes = [len(_tokens(row, tokenizer)[0]) for row in [*CHATS, *long]]
@@ -164,5 +153,5 @@ def test_what_is_cut_is_said_and_what_is_trained_is_counted(fine_tuning, tmp_pat
         f"2 of 12 conversations are longer than 64 tokens and are cut there (the longest has {max(sizes)}); 1 of them "
         "are left out, because no response begins before the cut.",
     ]
-    with pytest.raises(FulldepthError, match="holds 12 conversations, 0 of them with a response that begins within"):
+    with refused("holds 12 conversations, 0 of them with a response that begins within"):
         train(chosen.model_copy(update={"sequence_length": 4}), tmp_path / "short")

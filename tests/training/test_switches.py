@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import transformers as tf
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from fulldepth.errors import FulldepthError
 from fulldepth.settings import layer
 from fulldepth.settings.train import TrainSettings
 from fulldepth.skip.exports.formats import as_stock
-from fulldepth.training.model import build_config, build_model
+from fulldepth.training.model import build_model
 from fulldepth.training.plan import plan
-
-BATCH, TIME, WIDTH, LAYERS, VOCAB = 4, 16, 32, 3, 64
-SIZES = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+from refusals import refused
+from tiny_models import SIZES, same_weights
+from training.test_plan import TIME, VOCAB, config_of, counted, tokens
 
 
 class BlendConfig(tf.LlamaConfig):
@@ -83,21 +83,14 @@ def asked(model, **over):
     return layer(TrainSettings, {"model": {"type": "blend_llama", **model}, "sequence_length": TIME, **over})
 
 
-def config_of(settings):
-    return build_config(settings.model, vocab_size=VOCAB, positions=TIME)
-
-
 def test_the_dry_run_has_the_cost_that_a_new_switch_declares():
-    ids = torch.randint(3, VOCAB, (BATCH, TIME), generator=torch.Generator().manual_seed(0))
-    plans, counted = [], []
+    plans, operations = [], []
     for blend in (False, True):
         settings = asked(SIZES | {"blend": blend}, attention="eager")
         plans.append(plan(settings, config_of(settings)))
-        with FlopCounterMode(display=False) as counter:
-            build_model(config_of(settings), settings)(input_ids=ids)
-        counted.append(counter.get_total_flops())
+        operations.append(counted(partial(build_model(config_of(settings), settings), tokens()))[0])
     plain, switched = plans
-    assert switched.flops.forward - plain.flops.forward == (counted[1] - counted[0]) / (BATCH * TIME) > 0
+    assert switched.flops.forward - plain.flops.forward == operations[1] - operations[0] > 0
     assert switched.step_flops - plain.step_flops == 3 * switched.flops.extra
 
 
@@ -109,9 +102,9 @@ def test_a_new_switch_starts_from_a_stock_checkpoint_and_keeps_its_own_start(tmp
     model = build_model(config_of(settings), settings)
     assert type(model) is BlendForCausalLM
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in stock.state_dict().items())
-    with pytest.raises(FulldepthError, match="blend True is no stock decoder; one without is a llama"):
+    with refused("blend True is no stock decoder; one without is a llama"):
         as_stock(model)
     off = asked({"checkpoint": str(tmp_path)})
     back = as_stock(build_model(config_of(off), off))
     assert type(back) is tf.LlamaForCausalLM
-    assert all(torch.equal(back.state_dict()[name], weight) for name, weight in stock.state_dict().items())
+    assert same_weights(back, stock)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pandas as pd
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.tokens import DocumentTokenizer
-from typer.testing import CliRunner
+from pandas.testing import assert_frame_equal
 
-from fulldepth.cli import app
+from json_files import read_json
 
 SMALL = [
     "steps=4",
@@ -23,13 +21,13 @@ SMALL = [
 SMALL += ["model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=3"]
 
 
-def test_the_output_of_datatrove_gives_the_losses_of_the_same_text(sources, tmp_path):
+def test_the_output_of_datatrove_gives_the_losses_of_the_same_text(sources, tmp_path, main):
     """Two local tasks, one for each file."""
-    lines, texts = sources[0].read_text(encoding="utf-8").splitlines(), tmp_path / "texts"
+    lines, texts = sources[0].read_text().splitlines(), tmp_path / "texts"
     texts.mkdir()
     for number in range(2):
-        (texts / f"{number}.jsonl").write_text("\n".join(lines[number::2]), encoding="utf-8")
-    end = json.loads((sources[1] / "tokenizer_config.json").read_text())["eos_token"]
+        (texts / f"{number}.jsonl").write_text("\n".join(lines[number::2]))
+    end = read_json(sources[1] / "tokenizer_config.json")["eos_token"]
     tokenizer = DocumentTokenizer(
         output_folder=str(tmp_path / "tokens"),
         tokenizer_name_or_path=str(sources[1] / "tokenizer.json"),
@@ -41,10 +39,9 @@ def test_the_output_of_datatrove_gives_the_losses_of_the_same_text(sources, tmp_
     tables = []
     for data in (f"data.tokens={tmp_path / 'tokens'}", f"data.name={texts}"):
         run = tmp_path / data.partition("=")[0]
-        command = ["train", "tiny-jreg", data, f"tokenizer={sources[1]}", *SMALL, "--output", str(run)]
-        outcome = CliRunner().invoke(app, command)
-        assert outcome.exit_code == 0, outcome.output
+        code, _, error = main("train", "tiny-jreg", data, f"tokenizer={sources[1]}", *SMALL, "--output", run)
+        assert code == 0, error
         tables.append(pd.read_parquet(run / "results.parquet"))
     one, other = (table[table.measure.isin(["validation_loss", "training_loss", "penalty"])] for table in tables)
     assert len(one) > 4
-    pd.testing.assert_frame_equal(one, other)
+    assert_frame_equal(one, other)

@@ -6,9 +6,8 @@ import pytest
 from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
-from fulldepth.errors import FulldepthError
-from fulldepth.training import train
-from training.conftest import settings
+from refusals import refused
+from training.conftest import train_by
 
 DEPTH = 4
 
@@ -42,7 +41,7 @@ def expected(results, step):
 
 def run(recipe, folder, tracker):
     path = recipe(objective={"jump": 0.5}, report_to=[tracker], log_every=3)
-    return train(settings(path), folder)
+    return train_by(path, folder)
 
 
 def test_every_evaluation_is_tracked(recipe, tmp_path, monkeypatch):
@@ -61,6 +60,6 @@ def test_every_evaluation_is_tracked(recipe, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("tracker", ["tensorbord", "neptune"])
 def test_a_tracker_that_is_absent_is_refused_before_the_run(recipe, tmp_path, tracker):
-    with pytest.raises(FulldepthError, match=tracker):
+    with refused(tracker):
         run(recipe, tmp_path / "run", tracker)
     assert not (tmp_path / "run").exists()

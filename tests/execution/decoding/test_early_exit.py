@@ -48,7 +48,6 @@ class Stock:
 def test_early_exit_gives_what_a_loop_without_a_cache_gives(name):
     """A batch of three lengths, padded on the left, against each sequence alone in a loop over whole sequences."""
     model = decoders.build(name, late=0.4)
-    model.generation_config.eos_token_id = None
     prompts, decoder, exits = decoders.prompts(3), Decoder(model), set()
     for rule in RULES if name == "llama" else ("confidence",):
         stock = Stock(model, name)
@@ -91,6 +90,7 @@ def test_one_exit_layer_is_the_model_cut_off_there(name):
             config.layer_types = config.layer_types[:layer]
         short = type(model)(config).to(torch.float64).eval()
         short.load_state_dict(model.state_dict(), strict=False)
+        short.generation_config.eos_token_id = None
         prompts = decoders.prompts(2)
         expected = short.generate(**prompts, max_new_tokens=new, do_sample=False)
         found = Decoder(model).generate(**prompts, max_new_tokens=new, exit_layer=layer)

@@ -13,9 +13,10 @@ import transformers as tf
 
 import tiny_models as tm
 from execution import decoders
-from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding.session import DecodingSession
 from fulldepth.exit import Decoder, generate
+from marks import thorough
+from refusals import refused
 
 NEW, VOCAB = 20, 6
 EVERY_PUSH = (
@@ -31,9 +32,7 @@ EVERY_PUSH = (
     "bloom",
 )
 """One decoder of each design: norms, soft caps, windows, positions, parallel branches, streams, experts, biases."""
-FAMILIES = [
-    name if name in EVERY_PUSH else pytest.param(name, marks=pytest.mark.thorough) for name in decoders.DECODERS
-]
+FAMILIES = [name if name in EVERY_PUSH else thorough(name) for name in decoders.DECODERS]
 LATE = {"falcon": 1.0, "bloom": 10.0, "gpt2": 0.6}
 """Factor of the later layers at which some drafts agree with them, where it is not 0.2."""
 
@@ -49,7 +48,6 @@ def stock(model, prompts, **options):
 def test_greedy_output_is_that_of_generate_for_every_family(name):
     """One prompt, and three padded on the left whose drafts are accepted differently; drafts of one and two layers."""
     model = decoders.build(name, late=LATE.get(name, 0.2))
-    model.generation_config.eos_token_id = None
     decoder, drafted, accepted = Decoder(model), 0, 0
     for rows in (1, 3):
         prompts = decoders.prompts(rows)
@@ -73,7 +71,6 @@ def test_greedy_output_is_that_of_generate_for_every_family(name):
 def test_a_batch_is_drafted_up_to_the_last_of_learned_positions():
     """Sequences whose drafts are accepted differently; the longest must not be drafted beyond the table."""
     model = decoders.build("gpt2", late=0.5)
-    model.generation_config.eos_token_id = None
     prompts, new = decoders.prompts(3, padded=0), model.config.max_position_embeddings - 9
     found = Decoder(model).generate(**prompts, max_new_tokens=new, speculate_from=1, draft_length=7)
     assert torch.equal(found.sequences, stock(model, prompts, max_new_tokens=new))
@@ -82,7 +79,6 @@ def test_a_batch_is_drafted_up_to_the_last_of_learned_positions():
 
 def test_drafts_end_where_the_model_is_unsure():
     model, prompts = decoders.build("llama", late=0.2), decoders.prompts(1)
-    model.generation_config.eos_token_id = None
     decoder, drafted = Decoder(model), []
     for threshold in (0.001, 0.03, 1.0):
         options = {"max_new_tokens": NEW, "speculate_from": 2, "draft_length": 4, "draft_threshold": threshold}
@@ -95,7 +91,6 @@ def test_drafts_end_where_the_model_is_unsure():
 def test_end_tokens_and_the_last_token_inside_and_after_drafts():
     """Every token of the plain continuation in turn is the end token; lists of two; a maximum inside a draft."""
     model = decoders.build("llama", late=0.2)
-    model.generation_config.eos_token_id = None
     prompts, decoder = decoders.prompts(3), Decoder(model)
     plain = stock(model, prompts)[:, 9:]
     ends = sorted({int(token) for token in plain[0]})
@@ -120,7 +115,6 @@ def test_end_tokens_and_the_last_token_inside_and_after_drafts():
 )
 def test_the_generation_configuration_applies_to_drafts_too(settings):
     model = decoders.build("llama", late=0.2)
-    model.generation_config.eos_token_id = None
     for name, value in settings.items():
         setattr(model.generation_config, name, value)
     prompts, decoder = decoders.prompts(3), Decoder(model)
@@ -149,7 +143,7 @@ def test_the_generation_configuration_applies_to_drafts_too(settings):
 )
 def test_options_out_of_range_and_without_effect_are_refused(options, name):
     given = {"input_ids": decoders.prompts(1)["input_ids"], "max_new_tokens": 2, **options}
-    with pytest.raises(FulldepthError, match=name):
+    with refused(name):
         generate(llama(), **given)
 
 
@@ -171,13 +165,13 @@ def test_a_decoder_is_a_loop_for_generate():
         "output_scores": True,
         "num_beams": 2,
     }.items():
-        refused = {**options, "return_dict_in_generate": True, name: value}
-        with pytest.raises(FulldepthError, match=name):
-            model.generate(**prompts, **refused, custom_generate=decoder)
-    with pytest.raises(FulldepthError, match="another model"):
+        wrong = {**options, "return_dict_in_generate": True, name: value}
+        with refused(name):
+            model.generate(**prompts, **wrong, custom_generate=decoder)
+    with refused("another model"):
         decoders.build("llama").generate(**prompts, **options, custom_generate=decoder)
     for other in ("bert", "mamba"):
-        with pytest.raises(FulldepthError, match=type(tm.build(other)).__name__):
+        with refused(type(tm.build(other)).__name__):
             generate(tm.build(other), prompts["input_ids"], max_new_tokens=3)
 
 
@@ -190,7 +184,6 @@ def test_a_trial_keeps_drafting_only_where_that_is_faster(options, late, pays, m
     """
     monkeypatch.setattr(DecodingSession, "clock", lambda session: float(sum(session.stats.layer_calls)))
     model, prompts = decoders.build("llama", late=late), decoders.prompts(1)
-    model.generation_config.eos_token_id = None
     found = Decoder(model).generate(**prompts, max_new_tokens=48, **options)
     stats = found.stats
     assert torch.equal(found.sequences, model.generate(**prompts, max_new_tokens=48, do_sample=False))
@@ -211,10 +204,9 @@ def small():
     torch.manual_seed(3)
     config = tf.LlamaConfig(**{**tm.DECODER, "vocab_size": VOCAB, "pad_token_id": None, "eos_token_id": None})
     model = tf.LlamaForCausalLM(config).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(6.0)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(6.0)
     model.generation_config.eos_token_id = None
     return model
 

@@ -12,15 +12,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
-sys.modules["fulldepth"] = None  # type: ignore[assignment]  # an export stands without it
-
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import transformers
 
 
-def load(folder: Path) -> Any:
+def load(folder):
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype="auto",
@@ -35,7 +32,8 @@ def load(folder: Path) -> Any:
 
 
 @torch.no_grad()
-def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def in_steps(model, ids):
+    """Logits of half of the tokens at once, then of one after the other with the cache; and the cache."""
     half, found, cache = ids.shape[1] // 2, [], None
     mask = (ids != 0).long()
     places = (mask.cumsum(1) - 1).clamp(min=0)
@@ -44,16 +42,17 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
         outputs = model(input_ids=ids[:, begin:end], use_cache=True, **given)
         cache = outputs.past_key_values
         found.append(outputs.logits)
-    return torch.cat(found, dim=1)
+    return torch.cat(found, dim=1), cache
 
 
-def main(ids_file: str, *folders: str) -> None:
+def main(ids_file, *folders):
+    sys.modules["fulldepth"] = None  # an export stands without it
     transformers.logging.set_verbosity_error()
     ids = torch.load(ids_file, weights_only=True)
     for folder in map(Path, folders):
-        torch.save(logits(load(folder), ids), folder / "logits.pt")
+        torch.save(in_steps(load(folder), ids)[0], folder / "logits.pt")
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        (folder / "tokens.json").write_text(json.dumps(tokenizer("w5 w9").input_ids), encoding="utf-8")
+        (folder / "tokens.json").write_text(json.dumps(tokenizer("w5 w9").input_ids))
     print(transformers.__version__)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import resource
 import signal
 import threading
 import time
@@ -15,20 +14,21 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import tiny_models
-from fulldepth.errors import FulldepthError
 from fulldepth.execution import readers
 from fulldepth.skip.exports import export as exporting
 from fulldepth.skip.exports.export import NOTES, export, load
 from fulldepth.skip.exports.formats import FORMATS, decilm
+from json_files import read_json, write_json
+from refusals import refused
 from skip import planned
+from skip.word_tokenizer import checkpoint, tokenizer
 
 
 def ids(batch=2, length=12):
-    return torch.randint(3, tiny_models.VOCAB, (batch, length), generator=torch.Generator().manual_seed(2))
+    return tiny_models.token_ids(batch, length, seed=2)
 
 
 @torch.no_grad()
@@ -40,18 +40,10 @@ def relative(got, expected):
     return float((got.double() - expected.double()).abs().max() / expected.double().abs().max())
 
 
-def tokenizer():
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, tiny_models.VOCAB)}
-    found = Tokenizer(models.WordLevel(words, unk_token="w3"))
-    found.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=found, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-
-
 def prepared(name, blocks, granularity="attention", **options):
     """A model whose stream is larger than eps, its plan, and the logits of the definition in float64."""
     model = tiny_models.build(name, **options)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(30.0)
+    model.get_input_embeddings().weight.data.mul_(30.0)
     plan = planned.plan(model, blocks, granularity)
     return model, plan, logits(planned.scaled(model, plan))
 
@@ -68,17 +60,17 @@ def prepared(name, blocks, granularity="attention", **options):
 )
 def test_every_format_gives_the_plans_logits_in_a_fresh_process(name, format, granularity, blocks, tmp_path):
     model, plan, expected = prepared(name, blocks, granularity)
-    before = {n: w.clone() for n, w in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     report = export(plan, model, format, tmp_path / "made" / "here", tokenizer=tokenizer())
     assert [path.name for path in report.path.parent.iterdir()] == ["here"]
     assert report.logit_error < 1e-4
     assert report.verified or format == "decilm"
     assert report.bytes == sum(path.stat().st_size for path in report.path.iterdir())
-    assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
+    assert tiny_models.same_weights(model, before)
     assert relative(logits(load(report.path)), expected) < 1e-4
-    notes = json.loads((report.path / NOTES).read_text())
+    notes = read_json(report.path / NOTES)
     assert (notes["plan"], notes["format"], notes["logit_error"]) == (plan.document(), format, report.logit_error)
-    assert AutoTokenizer.from_pretrained(report.path)("w5 w9").input_ids == [5, 9]
+    assert AutoTokenizer.from_pretrained(report.path)("w5 w9").input_ids == [15, 19]
     assert (report.path / "generation_config.json").is_file()
     if format == "fast":
         stored = load_file(report.path / "model.safetensors")
@@ -94,8 +86,8 @@ def test_what_a_fresh_process_does_not_load_is_dropped(tmp_path, monkeypatch):
     def stock_type(draft):
         notes, path = write(draft), draft.folder / "config.json"
         own = {"auto_map", "layer_types", "skipped_attention", "skipped_mlp", "stream_scale"}
-        values = {name: value for name, value in json.loads(path.read_text()).items() if name not in own}
-        path.write_text(json.dumps(values | {"model_type": "llama"}))
+        values = {name: value for name, value in read_json(path).items() if name not in own}
+        write_json(path, values | {"model_type": "llama"})
         return notes
 
     monkeypatch.setattr(FORMATS["fast"], "write", stock_type)
@@ -179,7 +171,7 @@ LLAMA_NAMES = {
 def test_decilm_speaks_by_the_published_names_also_when_saved_again(name, tmp_path):
     model, plan, expected = prepared(name, [1, 3])
     report = export(plan, model, "decilm", tmp_path / "out")
-    config = json.loads((report.path / "config.json").read_text())
+    config = read_json(report.path / "config.json")
     assert (config["model_type"], config["architectures"]) == ("nemotron-nas", ["DeciLMForCausalLM"])
     blocks = config["block_configs"]
     assert [{part: set(block[part]) for part in block} for block in blocks] == [PUBLISHED] * 3
@@ -217,25 +209,25 @@ def test_tokenizer_and_precision_are_those_of_the_search(tmp_path):
     source, words = tmp_path / "runs" / "checkpoint", tmp_path / "words"
     model.save_pretrained(source)
     tokenizer().save_pretrained(words)
-    plan = planned.plan(model, [2])
+    plan = planned.plan(model)
 
     def copied(name, plan, **options):
         file = export(plan, source, "folded", tmp_path / name, **options).path / "tokenizer.json"
         return file.is_file() and file.read_bytes() == (words / "tokenizer.json").read_bytes()
 
     settings = {"top_k": 7, "do_sample": False}  # as in some published checkpoints; transformers would not save it
-    (source / "generation_config.json").write_text(json.dumps(settings))
+    write_json(source / "generation_config.json", settings)
     assert not copied("none", plan)
-    assert json.loads((tmp_path / "none" / "generation_config.json").read_text())["top_k"] == 7
+    assert read_json(tmp_path / "none" / "generation_config.json")["top_k"] == 7
     assert copied("named", plan, tokenizer=words)
     assert copied("noted", plan.changed(data=plan.data | {"tokenizer": str(words)}))
     tokenizer().save_pretrained(source.parent)
     assert copied("beside", plan)
 
-    plan = planned.plan(model.to(torch.bfloat16), [2])
+    plan = planned.plan(model.to(torch.bfloat16))
     plan = plan.changed(cost=plan.cost | {"settings": {"dtype": "bfloat16"}})
     assert load(export(plan, source, "fast", tmp_path / "out").path).dtype == torch.bfloat16
-    with pytest.raises(FulldepthError, match="weights"):
+    with refused("weights"):
         export(plan, source, "fast", tmp_path / "other", dtype="float32")
 
 
@@ -270,7 +262,7 @@ def test_what_cannot_be_is_refused(name, format, granularity, blocks, options, w
     named = {"tokenizer": options.pop("tokenizer", None)}
     for option, value in options.items():
         monkeypatch.setattr(model.config, option, value)
-    with pytest.raises(FulldepthError, match=words):
+    with refused(words):
         export(plan, model, format, tmp_path / target, **named)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there"]
 
@@ -278,28 +270,20 @@ def test_what_cannot_be_is_refused(name, format, granularity, blocks, options, w
 def test_a_folder_that_appears_meanwhile_is_not_replaced_and_an_adapter_is_refused(tmp_path, monkeypatch):
     model, target = tiny_models.build("llama"), tmp_path / "out"
     monkeypatch.setattr(exporting, "prove", lambda *_: target.mkdir() or 0.0)
-    with pytest.raises(FulldepthError, match="exists already"):
-        export(planned.plan(model, [2]), model, "folded", target)
+    with refused("exists already"):
+        export(planned.plan(model), model, "folded", target)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert not list(target.iterdir())
     config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(model, config).base_model.model
-    with pytest.raises(FulldepthError, match="merge_and_unload"):
+    with refused("merge_and_unload"):
         export(planned.plan(adapted, [2]), adapted, "fast", tmp_path / "fast")
 
 
 def test_a_full_disk_leaves_nothing_and_is_said(tmp_path):
-    """The system refuses to write more than 20,000 bytes into any file."""
     model = tiny_models.build("llama")
-    plan, limits = planned.plan(model, [2]), resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        with pytest.raises(FulldepthError, match="Cannot write"):
-            export(plan, model, "fast", tmp_path / "new" / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, ignored)
+    with planned.full_disk():
+        export(planned.plan(model), model, "fast", tmp_path / "new" / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -323,7 +307,7 @@ def test_a_terminated_export_leaves_no_folder_and_no_process(tmp_path, monkeypat
     try:
         threading.Thread(target=terminate).start()
         with pytest.raises(SystemExit):
-            export(planned.plan(model, [2]), model, "folded", tmp_path / "new" / "out")
+            export(planned.plan(model), model, "folded", tmp_path / "new" / "out")
     finally:
         signal.signal(signal.SIGTERM, before)
     assert {path.name for path in tmp_path.iterdir()} == {"reader", "number"}
@@ -345,21 +329,19 @@ def test_a_terminated_export_leaves_no_folder_and_no_process(tmp_path, monkeypat
 def test_load_wants_an_export(change, words, tmp_path):
     model = tiny_models.build("llama")
     notes = {"schema_version": 1, "format": "decilm", "logit_error": 0.0, "parameters": 1, "verified": True}
-    notes |= {"notes": [], "versions": {}, "plan": planned.plan(model, [2]).document()}
+    notes |= {"notes": [], "versions": {}, "plan": planned.plan(model).document()}
     if change is None:
         model.save_pretrained(tmp_path)
     else:
         (tmp_path / NOTES).write_text(change if isinstance(change, str) else json.dumps(notes | change))
-    with pytest.raises(FulldepthError, match=words):
+    with refused(words):
         load(tmp_path)
 
 
 @pytest.mark.slow
 def test_a_tokenizer_that_does_not_load_again_drops_the_export(tmp_path):
-    model = tiny_models.build("llama")
-    model.save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").write_bytes(b'{"version": "1.0", "model": {}}')
-    with pytest.raises(FulldepthError, match="does not load in a fresh process"):
-        export(planned.plan(model, [2]), tmp_path / "model", "folded", tmp_path / "out")
+    model = checkpoint(tmp_path / "model")
+    (model / "tokenizer.json").write_bytes(b'{"version": "1.0", "model": {}}')
+    with refused("does not load in a fresh process"):
+        export(planned.plan(tiny_models.build("llama")), model, "folded", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -10,6 +10,7 @@ from families import zoo
 from fulldepth.execution import find_anatomy
 from fulldepth.skip import export, load
 from skip import planned
+from skip.exports.older_reader import in_steps
 from skip.exports.test_export import relative
 from skip.plain import branches_of
 
@@ -32,19 +33,6 @@ def logits_of(model, tokens):
     mask = (tokens != 0).long()
     places = (mask.cumsum(1) - 1).clamp(min=0)
     return model(input_ids=tokens, attention_mask=mask, position_ids=places, use_cache=False).logits
-
-
-@torch.no_grad()
-def logits_in_steps(model, tokens):
-    """Half of the tokens at once, then one after the other with the cache."""
-    mask, half, cache, found = (tokens != 0).long(), tokens.shape[1] // 2, None, []
-    places = (mask.cumsum(1) - 1).clamp(min=0)
-    for begin, end in [(0, half), *((at, at + 1) for at in range(half, tokens.shape[1]))]:
-        given = {"attention_mask": mask[:, :end], "position_ids": places[:, begin:end], "past_key_values": cache}
-        outputs = model(input_ids=tokens[:, begin:end], use_cache=True, **given)
-        cache = outputs.past_key_values
-        found.append(outputs.logits)
-    return torch.cat(found, dim=1), cache
 
 
 def turning(family):
@@ -75,7 +63,7 @@ def parts(model, granularity):
 def test_fast_leaves_parts_of_any_family_out_and_computes_the_plan(family, tmp_path):
     """Whatever the norms' eps, which is not small here; at once, in steps, with padding, and after saving again."""
     model = turning(family)
-    tokens = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(3))
+    tokens = tiny_models.token_ids(2, 16, seed=3)
     tokens[1, :5] = 0
     read = tokens != 0
     for granularity, blocks in (("attention", [1, 3]), ("mlp", [2])):
@@ -90,7 +78,7 @@ def test_fast_leaves_parts_of_any_family_out_and_computes_the_plan(family, tmp_p
         for found in (made, load(tmp_path / f"again-{granularity}")):
             assert type(found) is type(made)
             assert relative(logits_of(found, tokens)[read], expected) < 1e-5
-        stepped, cache = logits_in_steps(made, tokens)
+        stepped, cache = in_steps(made, tokens)
         assert relative(stepped[read], expected) < 1e-5
         assert len(cache.layers) == (1 if granularity == "attention" else 3)
         removed = [planned.layers(model)[n - 1].get_submodule(parts(model, granularity)) for n in blocks]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,10 +13,13 @@ import torch
 import tiny_models
 from fulldepth.hf.checkpoint_folder import copy_tokenizer
 from fulldepth.skip.exports.export import export, load
+from json_files import read_json
+from marks import thorough
 from skip import planned
-from skip.exports.test_export import ids, relative, tokenizer
+from skip.exports.test_export import ids, relative
 from skip.exports.test_family_exports import ZOO, logits_of
 from skip.exports.test_family_exports import turning as turning_family
+from skip.word_tokenizer import tokenizer
 
 OLDER = Path(os.environ.get("FULLDEPTH_OLDER_TRANSFORMERS", Path(__file__).parents[3] / ".venv" / "older"))
 READER = Path(__file__).with_name("older_reader.py")
@@ -55,19 +57,18 @@ def turning(name, rope):
     config = type(plain.config).from_dict(plain.config.to_dict() | {"rope_parameters": rope})
     torch.manual_seed(1)
     model = type(plain)(config).eval()
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(30.0)
-        for weight_name, weight in model.named_parameters():
-            if any(part in weight_name for part in ("q_proj", "k_proj", "query_key")):
-                weight.mul_(12.0)
+    model.get_input_embeddings().weight.data.mul_(30.0)
+    for weight_name, weight in model.named_parameters():
+        if any(part in weight_name for part in ("q_proj", "k_proj", "query_key")):
+            weight.data.mul_(12.0)
     return model
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not OLDER.is_dir() and "CI" not in os.environ, reason=f"no transformers 4 in {OLDER}: make test")
-@pytest.mark.parametrize("exports", [EXPORTS, pytest.param(REST, marks=pytest.mark.thorough)], ids=["some", "rest"])
+@pytest.mark.parametrize("exports", [EXPORTS, thorough(REST)], ids=["some", "rest"])
 @pytest.mark.usefixtures("unproven")
-def test_exports_load_as_the_same_models_under_transformers_4(exports, tmp_path) -> None:
+def test_exports_load_as_the_same_models_under_transformers_4(exports, tmp_path):
     folders = []
     for format, kind in exports:
         if kind in ZOO.split():
@@ -81,7 +82,7 @@ def test_exports_load_as_the_same_models_under_transformers_4(exports, tmp_path)
             again = tmp_path / f"{format}-{kind}-again"
             load(folder).save_pretrained(again)
             assert copy_tokenizer(str(folder), again)
-            assert "rope_theta" not in json.loads((again / "config.json").read_text())
+            assert "rope_theta" not in read_json(again / "config.json")
             folders.append(again)
     tokens = ids()
     tokens[1, :4] = 0
@@ -98,4 +99,4 @@ def test_exports_load_as_the_same_models_under_transformers_4(exports, tmp_path)
     for folder in folders:
         expected, found = logits_of(load(folder), tokens), torch.load(folder / "logits.pt", weights_only=True)
         assert relative(found[tokens != 0], expected[tokens != 0]) < 1e-5, folder.name
-        assert json.loads((folder / "tokens.json").read_text()) == [5, 9]
+        assert read_json(folder / "tokens.json") == [15, 19]

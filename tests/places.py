@@ -1,0 +1,5 @@
+"""Where this project lies."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
