@@ -113,7 +113,7 @@ def by_two(recipe, output, sharded):
         train_by(recipe, output)
         return {}
     with sharding_on_cpus(seen):
-        train_by(recipe.model_copy(update={"fsdp": True}), output)
+        train(settings(recipe).model_copy(update={"fsdp": True}), output)
     return {name: sorted(types) for name, types in seen.items()}
 
 
