@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tiny_models as tm
+from execution import decoders
 from execution.test_scoring import counted
 from families import zoo
 from fulldepth.execution.flops import Shape, Variant, costs_of, forward_flops, weight_products
@@ -33,6 +34,19 @@ def test_both_counts_are_those_of_torch(name):
     for granularity in ("attention", "mlp", "layer"):
         costs = costs_of(anatomy, classifier, granularity)
         assert costs.whole(Variant(), Shape(BATCH, TIME, 0), every_position=True) == expected
+
+
+def test_parts_that_an_export_lacks_cannot_be_removed_again():
+    model = decoders.build("llama-fast")  # without the attention of layer 1 and the MLP of layer 2
+    anatomy, classifier = prove(
+        model, {"input_ids": (ids := tm.token_ids(2, 4)), "attention_mask": torch.ones_like(ids)}
+    )
+    able = {kind: costs_of(anatomy, classifier, kind).able for kind in ("attention", "mlp", "layer")}
+    assert {kind: [block.layer for block in own] for kind, own in able.items()} == {
+        "attention": [2, 3],
+        "mlp": [1, 3],
+        "layer": [1, 2, 3],
+    }
 
 
 def test_packed_weights_count_as_the_matrices_that_they_stand_for():

@@ -286,7 +286,13 @@ def costs_of(anatomy: Anatomy, classifier: Classifier, granularity: str, keep: C
     kept = math.inf if is_offloaded(anatomy.body) else float(KEPT_BYTES * anatomy.width * anatomy.num_layers)
     layers: dict[str, Any] = {"layer": range(1, anatomy.num_layers + 1)}
     parts = ("attention", "mlp") if granularity == "any" else (granularity,)
-    able = [Block(n, part) for part in parts for n in layers.get(part) or anatomy.layers_with(part) if n not in keep]
+    products = {"attention": attention, "mlp": mlp, "layer": [a + m for a, m in zip(attention, mlp, strict=True)]}
+    able = [
+        Block(n, part)
+        for part in parts
+        for n in layers.get(part) or anatomy.layers_with(part)
+        if n not in keep and products[part][n - 1] > 0  # an export may lack the part
+    ]
     kinds = getattr(anatomy.config, "layer_types", None) or []
     full = frozenset(n for n, kind in enumerate(kinds, start=1) if kind == "full_attention")
     costs = tuple(attention), tuple(keys), tuple(mlp), head, kept

@@ -264,6 +264,11 @@ def load_gguf_config(path: Path) -> Any:
     """
     header = read_header(path)
     check_numbers(path, header.entries)
+    if header.architecture == "deci":
+        raise FulldepthError(
+            f"{path} has layers without attention or MLP (llama.cpp's architecture deci), which transformers does not "
+            "read. llama.cpp and `fulldepth skip bench` run it; elsewhere give the same model as a folder."
+        )
     with _without_absent_ids(path) as source:
         config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
     config.name_or_path = str(path.parent)
