@@ -20,9 +20,8 @@ from fulldepth.hf import open_model
 from fulldepth.progress import Watcher
 from fulldepth.settings import layer
 from fulldepth.settings.search import PLACES, TARGETS
-from fulldepth.skip import Plan, SearchSettings, search, skipping
+from fulldepth.skip import Plan, Scalars, SearchSettings, search, skipping
 from fulldepth.skip.bench import HeldoutLosses, heldout_losses, in_words
-from fulldepth.skip.plan import plan_scalars
 from fulldepth.skip.problem import read_data
 
 
@@ -66,7 +65,9 @@ def main(model: str | PreTrainedModel, plan: str | Plan, data: Any, heldout: Any
         ("skipped, then quantised", quantised, plan),
     ):
         anatomy = find_anatomy(one)
-        removed, scalars = (used.blocks, plan_scalars(used, anatomy)) if used else ((), None)
+        removed, scalars = used.blocks if used else (), None
+        if used and used.scalars:
+            scalars = Scalars.from_dict(used.scalars, anatomy.num_layers, used.granularity).to(one.device)
         with skipping(anatomy, removed, plan.granularity, scalars):
             read = heldout_losses({name: one}, examples.heldout, settings.batch_size, Watcher())["loss"]
         losses = read if losses is None else replace(losses, sums={**losses.sums, **read.sums})
