@@ -7,7 +7,7 @@ import torch
 
 import fulldepth
 from families import zoo
-from fulldepth.data.sequences import Batch, Sequences
+from fulldepth.data.batches import Batch, Sequences
 from fulldepth.execution.batching import check_batching
 from refusals import refused
 from tiny_models import seeded

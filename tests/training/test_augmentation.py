@@ -8,9 +8,9 @@ from PIL import Image
 from torch.testing import assert_close
 from transformers import DetrImageProcessorPil
 
+from fulldepth.data.batches import Picture
 from fulldepth.data.coco import Objects
 from fulldepth.data.labelled import Item
-from fulldepth.data.sequences import Picture
 from fulldepth.settings.train import AugmentationSettings
 from fulldepth.training.labelled import Augmentation
 

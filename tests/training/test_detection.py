@@ -7,8 +7,8 @@ from transformers import AutoImageProcessor, DetrForObjectDetection
 
 from drawn_shapes import draw, shapes, write_shapes
 from fulldepth import measure
+from fulldepth.data.batches import Picture
 from fulldepth.data.labelled import Collator, Item
-from fulldepth.data.sequences import Picture
 from fulldepth.metrics import average_precision
 from fulldepth.settings import layers as recipes
 from fulldepth.settings.train import TrainSettings

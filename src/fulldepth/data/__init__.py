@@ -1,5 +1,6 @@
 """Text, prompts with responses, labelled text and images, from files, the Hub, Python or the built-in corpus."""
 
+from fulldepth.data.batches import Batch, Sequences
 from fulldepth.data.conversations import conversations
 from fulldepth.data.corpus import builtin_texts, train_tokenizer, train_wordpiece
 from fulldepth.data.labelled import balanced_sample
@@ -7,7 +8,6 @@ from fulldepth.data.opening import Documents, open_documents
 from fulldepth.data.order import ORDER, ShuffledSampler
 from fulldepth.data.packing import Packed, Windows, flatten_windows, pack
 from fulldepth.data.preparation import MASKED_SHARE, Preparation, input_texts, prepare
-from fulldepth.data.sequences import Batch, Sequences
 from fulldepth.data.sources import DataRecord, Source, choose, content_hash, identities, open_source
 from fulldepth.data.tokens import decode_ids
 

@@ -1,18 +1,22 @@
-"""One text as token ids with its labels, and padded batches of such texts."""
+"""Sequences as tensors: `Example` and `Picture`, prepared data (`Sequences`), and padded batches of them (`Batch`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 import torch
+from PIL import Image, ImageOps
 from torch import Tensor
 
+from fulldepth.data.coco import Objects
 from fulldepth.errors import FulldepthError
+from fulldepth.files import reading
 from fulldepth.targets import IGNORE
 
 T = TypeVar("T")
+Batching = Literal["padded", "equal", "single"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,3 +109,218 @@ def padded(rows: Sequence[Tensor], value: int) -> Tensor:
 def id_bytes(ids: Tensor) -> bytes:
     """Token ids as bytes, for a hash: little-endian int64 on every machine."""
     return ids.numpy().astype("<i8").tobytes()
+
+
+@dataclass
+class Batch:
+    """`B` sequences, right padded to the longest of them, `T`."""
+
+    inputs: dict[str, Tensor]
+    """For `model(**inputs)`: `input_ids`, `attention_mask` [B, T] int64 (and `token_type_ids`), or `pixel_values`.
+    Nothing is masked."""
+    attention_mask: Tensor | None
+    """[B, T] bool, False = padding; None for images."""
+    sequence: Tensor
+    """[B] int64: index of each sequence in the whole data set."""
+    labels: Tensor | None = None
+    """[B] int64 class, -100 where unknown; None where the data have none."""
+    targets: Tensor | None = None
+    """[B, T] int64, the head's target at each position (causal: the next token; masked: the true token, given
+    `masked_inputs`), -100 = none."""
+    words: Tensor | None = None
+    """[B, T] int64: index of the word that ends at each position, -1 elsewhere; None if no words are searched for."""
+    token_ids: Tensor | None = None
+    """[B, T] int64: the tokens, with the padding token where there is padding; None for images."""
+    objects: list[dict[str, Tensor]] | None = None
+    """For each image its `class_labels` [n] int64, `boxes` [n, 4] (centre x, centre y, width, height, as shares of the
+    image) and `crowd` [n] bool; None for data without boxes."""
+    masked_inputs: dict[str, Tensor] | None = None
+    """`inputs` with the mask token in place of every token that is a target; None unless the task is `masked-lm`."""
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+
+@dataclass
+class Picture:
+    """One prepared image, decoded by `load`."""
+
+    load: Callable[[], Image.Image]
+    class_index: int = IGNORE
+    objects: Objects | None = None
+    """Objects in the image, in the model's classes; None for data without boxes."""
+
+    def mirrored(self) -> Picture:
+        """The image and its boxes, with left and right exchanged."""
+        load, objects = self.load, None if self.objects is None else self.objects.mirrored()
+        return replace(self, load=lambda: ImageOps.mirror(load()), objects=objects)
+
+
+@dataclass
+class Sequences:
+    """All prepared sequences, in order."""
+
+    name: str
+    kind: str
+    """Kind of the source: `text`, `pairs`, `labelled-text`, `images` or `objects`."""
+    task: str
+    hash: str
+    """`sha256:...` over tokens, masked tokens, targets and labels, or pixels and processor; independent of batching."""
+    examples: Sequence[Any]
+    collate: Callable[[Sequence[int]], Batch] = field(repr=False)
+    lengths: list[int]
+    """Tokens of each sequence, special tokens included; 0 for images, whose patches the model makes."""
+    num_targets: int
+    """Positions with a target; for classification sequences with a label, for detection objects other than crowds."""
+    num_classes: int | None = None
+    """Class indices are 0..num_classes-1; None where the data have no labels."""
+    class_names: tuple[str, ...] = ()
+    batching: Batching = "padded"
+    """What a batch may hold without changing the model's numbers: sequences of any length, padded; of `equal` length;
+    or a `single` one."""
+    warnings: list[str] = field(default_factory=list)
+    """One sentence for each kind of data that was cut, dropped or not found."""
+    text_hash: str | None = None
+    """`sha256:...` over the texts of the source, whatever the tokenizer; None for images."""
+    no_targets: str | None = None
+    """Reason why no position has a target although the task's head predicts tokens; None otherwise."""
+    clusters: list[int] = field(default_factory=list, repr=False)
+    """Identity of each sequence's unit of independence (`fulldepth.uncertainty`): its document, row or image; empty =
+    each sequence is its own."""
+    unit: str = "sequence"
+    """What a cluster is, for sentences on errors: `document`, `row`, `image`, `block of 4,096 tokens`, ..."""
+    no_error: str | None = None
+    """Reason why no standard error can be stated for these data; None if it can."""
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @property
+    def masked(self) -> bool:
+        """Whether batches have `masked_inputs`."""
+        return self.task == "masked-lm" and self.num_targets > 0
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.lengths)
+
+    @property
+    def equal_lengths(self) -> bool:
+        """Whether all sequences have one length, so that nothing is padded."""
+        return len(set(self.lengths)) == 1
+
+    def describe(self) -> dict[str, Any]:
+        """The entry `data` of `results.json`."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "hash": self.hash,
+            "text_hash": self.text_hash,
+            "sequences": len(self),
+            "tokens": sum(self.lengths),
+            "num_classes": self.num_classes,
+            "clusters": len(set(self.clusters)) or len(self),
+            "unit": self.unit,
+            "no_error": self.no_error,
+        }
+
+    def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """The batches of process `rank` of `world`: batch `i` belongs to rank `i % world`.
+
+        Raises:
+            FulldepthError: if `batch_size` is less than 1.
+            ValueError: if `rank` is not one of 0..world-1.
+        """
+        if not 0 <= rank < world:
+            raise ValueError(f"rank must be in 0..{world - 1}, got {rank}")
+        return (self.collate(group) for group in self.share(batch_size, rank, world))
+
+    def share(self, batch_size: int, rank: int, world: int) -> list[list[int]]:
+        """The sequences of each batch of process `rank`; see `batches`."""
+        return self.groups(batch_size)[rank::world]
+
+    def groups(self, batch_size: int) -> list[list[int]]:
+        """Indices of the sequences of each batch, as `batching` allows."""
+        indices = range(len(self))
+        if self.batching == "padded":
+            return in_batches(indices, batch_size)
+        if self.batching == "single":
+            return in_batches(indices, min(batch_size, 1))
+        by_length: dict[int, list[int]] = {}
+        for index in indices:
+            by_length.setdefault(self.lengths[index], []).append(index)
+        return [group for equal in by_length.values() for group in in_batches(equal, batch_size)]
+
+
+def collate_texts(
+    examples: Sequence[Example],
+    indices: Sequence[int],
+    *,
+    pad_id: int,
+    targets: Callable[[Tensor], Tensor] | None = None,
+    encoder: Sequence[Example] | None = None,
+) -> Batch:
+    """Pad the chosen examples on the right to the longest of them.
+
+    Args:
+        examples: all examples.
+        indices: indices of the chosen examples.
+        pad_id: token id of padding.
+        targets: what the head predicts at each position, from the labels `[B, T]`; None if it predicts no tokens.
+        encoder: what the encoder of an encoder-decoder reads, whose decoder reads the examples.
+    """
+    chosen = [examples[i] for i in indices]
+    inputs = padded_batch(chosen, pad_id)
+    labels, token_ids, mask = inputs.pop("labels"), inputs["input_ids"], inputs["attention_mask"]
+    if encoder is not None:
+        read = padded_batch([encoder[i] for i in indices], pad_id)
+        inputs = {f"decoder_{name}": ids for name, ids in inputs.items()} | {name: read[name] for name in inputs}
+    if types := [example.types for example in chosen if example.types is not None]:
+        inputs["token_type_ids"] = padded(types, 0)
+    masked_ids = [example.masked_ids for example in chosen if example.masked_ids is not None]
+    words = [example.words for example in chosen if example.words is not None]
+    return Batch(
+        inputs=inputs,
+        attention_mask=mask.bool(),
+        sequence=torch.tensor(list(indices), dtype=torch.int64),
+        labels=_classes(examples, indices),
+        targets=None if targets is None else targets(labels),
+        words=padded(words, -1) if words else None,
+        token_ids=token_ids,
+        masked_inputs={**inputs, "input_ids": padded(masked_ids, pad_id)} if masked_ids else None,
+    )
+
+
+def collate_images(examples: Sequence[Picture], indices: Sequence[int], processor: Any) -> Batch:
+    """Decode the chosen images and run the (untrusted) processor on them; a `FulldepthError` names what fails."""
+    chosen = [examples[i] for i in indices]
+    images = [example.load() for example in chosen]
+    with reading(f"images with a {type(processor).__name__}"):
+        processed = processor(images=images, return_tensors="pt")
+        inputs = {name: value for name, value in processed.items() if isinstance(value, Tensor)}
+    if not all(value.isfinite().all() for value in inputs.values()):
+        raise FulldepthError(f"The {type(processor).__name__} of the model gives pixels that are not finite.")
+    return Batch(
+        inputs=inputs,
+        attention_mask=None,
+        sequence=torch.tensor(list(indices), dtype=torch.int64),
+        labels=_classes(examples, indices),
+        objects=[object_tensors(e.objects) for e in chosen if e.objects is not None] or None,
+    )
+
+
+def object_tensors(objects: Objects) -> dict[str, Tensor]:
+    """`class_labels`, `boxes` and `crowd` of an image, see `Batch.objects`."""
+    return {
+        "class_labels": torch.tensor(objects.classes, dtype=torch.int64),
+        "boxes": torch.tensor(objects.relative, dtype=torch.float32).reshape(-1, 4),
+        "crowd": torch.tensor(objects.crowd, dtype=torch.bool),
+    }
+
+
+def _classes(examples: Sequence[Any], indices: Sequence[int]) -> Tensor | None:
+    """[B] classes of the chosen examples; None if no example has one."""
+    if all(example.class_index == IGNORE for example in examples):
+        return None
+    return torch.tensor([examples[i].class_index for i in indices], dtype=torch.int64)

@@ -73,13 +73,11 @@ def conversations(
     left_out: Counter[str] = Counter()
 
     def whole() -> Iterator[dict[str, Any]]:
-        for _, examples in read_conversations(opened.rows(), tokenizer):
-            left_out["no response"] += not examples
-            for example in examples:
-                if example.get(CUT_OFF):
-                    left_out["a response that was cut off"] += 1
-                else:
-                    yield example
+        for _, example in read_conversations(opened.rows(), tokenizer):
+            left_out["no response"] += not example
+            left_out["a response that was cut off"] += CUT_OFF in example
+            if example and CUT_OFF not in example:
+                yield example
 
     examples, chunks, text = whole(), [], datasets.Value("string")
     messages = [{"role": text, "content": text}]
@@ -95,9 +93,9 @@ def conversations(
     return datasets.concatenate_datasets(chunks)
 
 
-def read_conversations(rows: Rows, tokenizer: Any = None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Location of each row, and the examples that `conversations` makes of it, before it leaves out those with
-    `CUT_OFF`: one, or none if the row has no response.
+def read_conversations(rows: Rows, tokenizer: Any = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Location of each row, and the example that `conversations` makes of it, before it leaves out those with
+    `CUT_OFF`; empty if the row has no response.
 
     The first row determines the columns. Arguments and errors are those of `conversations`.
     """
@@ -123,7 +121,7 @@ def read_conversations(rows: Rows, tokenizer: Any = None) -> Iterator[tuple[str,
             if answered:
                 cut_off = {CUT_OFF: True} if row.get(CUT_OFF) is True else {}
                 example = {"prompt": prompt, "completion": completion, **cut_off}
-        yield where, [example] if example else []
+        yield where, example
 
 
 def is_conversation(row: Mapping[str, Any]) -> bool:
@@ -255,7 +253,11 @@ def encode_pair(
         if text not in full[start:]:
             raise FulldepthError(f"{where}: the chat template rewrites the response, so its cut end is not known.")
         return before, plain_ids(tokenizer, full[start : full.rfind(text) + len(text)]), []
-    return before, _to_end_of_turn(tokenizer, plain_ids(tokenizer, full[start:])), []
+    answer = plain_ids(tokenizer, full[start:])
+    if tokenizer.eos_token_id in answer:  # generation stops there, before white space
+        last = len(answer) - answer[::-1].index(tokenizer.eos_token_id)
+        answer = answer if tokenizer.decode(answer[last:]).strip() else answer[:last]
+    return before, answer, []
 
 
 def _render(tokenizer: Any, messages: list[Message], where: str, *, answer: bool) -> str:
@@ -268,11 +270,3 @@ def _render(tokenizer: Any, messages: list[Message], where: str, *, answer: bool
     except Exception as error:  # a template is code of the checkpoint, run in jinja2's sandbox: it may fail in any way
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise FulldepthError(f"{where}: the tokenizer's chat template fails: {reason}.") from error
-
-
-def _to_end_of_turn(tokenizer: Any, ids: list[int]) -> list[int]:
-    """`ids` without white space after the end-of-turn token, where generation stops."""
-    if tokenizer.eos_token_id not in ids:
-        return ids
-    last = len(ids) - ids[::-1].index(tokenizer.eos_token_id)
-    return ids if tokenizer.decode(ids[last:]).strip() else ids[:last]

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fulldepth.uncertainty import distinct, identity, ranks, sample
 
@@ -26,33 +25,6 @@ BLOCK = 4096
 """Tokens of a block of a document, at least."""
 FEWEST_DOCUMENTS, FEWEST_BLOCKS = 3, 8
 """Fewest clusters of either kind from which an error is stated."""
-
-
-class Pieces(NamedTuple):
-    """Pieces of documents, `[P]` each."""
-
-    document: NDArray[np.int64]
-    """Index of the document."""
-    number: NDArray[np.int64]
-    """Number of the piece in its document, from 0."""
-    key: NDArray[np.float64]
-    """Smaller ones are drawn first."""
-    filled: NDArray[np.float64]
-    """Share of a window's text in the piece, at most 1."""
-
-
-def pieces_of(documents: Sequence[tuple[int, str]], window: int, seed: int) -> Pieces:
-    """The pieces of documents, each an identity and a text."""
-    most = CHARACTERS * window
-    sizes = np.array([len(text) for _, text in documents], dtype=np.int64)
-    identities = distinct([number for number, _ in documents])
-    counts = np.maximum(1, sizes // most)
-    document = np.repeat(np.arange(len(sizes)), counts)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
-    chance = (ranks(identities[document] ^ (ranks(number, 2) * (number > 0)), seed).astype(np.float64) + 1) * 2.0**-64
-    characters = sizes[document] / counts[document]
-    key = -np.log(chance) / np.maximum(characters, most / 2)
-    return Pieces(document, number, key, np.minimum(1.0, characters / most))
 
 
 class Window(NamedTuple):
@@ -115,12 +87,17 @@ def draw_windows(
             of their own.
         least: tokens of a short window, at least.
     """
-    pieces, totals = pieces_of(documents, window, seed), np.zeros(0, np.int64)
+    most, sizes = CHARACTERS * window, np.array([len(text) for _, text in documents], dtype=np.int64)
+    totals = np.maximum(1, sizes // most)  # [documents] numbers of their pieces
+    owner = np.repeat(np.arange(len(sizes)), totals)  # [pieces] index of their document
+    place = np.arange(len(owner)) - np.repeat(np.cumsum(totals) - totals, totals)  # [pieces] number in its document
+    hashes = ranks(distinct([name for name, _ in documents])[owner] ^ (ranks(place, 2) * (place > 0)), seed)
+    characters = sizes[owner] / totals[owner]
+    keys = -np.log((hashes.astype(np.float64) + 1) * 2.0**-64) / np.maximum(characters, most / 2)
+    is_sample = np.minimum(1.0, characters / most).sum() >= count - 1e-9  # else all windows are needed
     short, found = _Short(window, join, least), list[tuple[int, int, Window]]()
-    if pieces.filled.sum() >= count - 1e-9:
-        totals = np.bincount(pieces.document)
-    for index in pieces.key.argsort(kind="stable").tolist() if len(totals) else ():
-        document, number = int(pieces.document[index]), int(pieces.number[index])
+    for index in keys.argsort(kind="stable").tolist() if is_sample else ():
+        document, number = int(owner[index]), int(place[index])
         total, (name, text) = int(totals[document]), documents[document]
         start, stop = (_cut(text, part * len(text) // total) for part in (number, number + 1))
         ids = list(tokenise(Text(text[start:stop], start == 0, stop == len(text))))

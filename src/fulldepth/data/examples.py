@@ -50,6 +50,7 @@ class _Part(NamedTuple):
     examples: list[Example]
 
     def counts(self) -> dict[str, int]:
+        """Entries of a plan's `data`."""
         return {
             "examples": len(self.examples),
             "documents": len({example.document for example in self.examples}),
@@ -189,10 +190,9 @@ def _windows(
 def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: int | None) -> list[Example]:
     """An example for each response, with labels on its tokens."""
     examples, too_long = [], []
-    for document, (where, conversation) in enumerate(rows):
-        cut_off = any(row.get(CUT_OFF) for row in conversation)
-        for prompt, response in _turns(conversation, where):
-            before, answer, after = encode_pair(tokenizer, prompt, response, where, cut_off=cut_off)
+    for document, (where, row) in enumerate(rows):
+        for prompt, response in _turns(row, where):
+            before, answer, after = encode_pair(tokenizer, prompt, response, where, cut_off=CUT_OFF in row)
             size = len(before) + len(answer) + len(after)
             if longest is not None and size > longest:
                 too_long.append(f"{where} has {size} ({len(before)} in the prompt, {len(answer)} in the response)")
@@ -210,23 +210,22 @@ def _pairs(name: str, rows: Iterable[tuple[str, Any]], tokenizer: Any, longest: 
     return examples
 
 
-def _turns(conversation: list[dict[str, Any]], where: str) -> Iterator[tuple[Any, Any]]:
+def _turns(row: dict[str, Any], where: str) -> Iterator[tuple[Any, Any]]:
     """(prompt, response) of each response: two texts, or messages and a message."""
-    for row in conversation:
-        if "messages" not in row and isinstance(row["prompt"], str):
-            if not row["prompt"].strip():
-                raise FulldepthError(f"{where} has an empty prompt. Leave the row out, or give it one.")
-            yield row["prompt"], row["completion"]
-            continue
-        messages = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
-        first = max(1, 0 if "messages" in row else len(row["prompt"]))
-        for index in range(first, len(messages)):
-            if messages[index]["role"] != "assistant":
-                continue
-            if not messages[index]["content"].strip():
-                raise FulldepthError(f"{where} has an empty response, message {index + 1}. Leave it out.")
-            if not any(message["content"].strip() for message in messages[:index]):
-                raise FulldepthError(f"{where} has an empty prompt. Leave the row out, or give it one.")
-            yield messages[:index], messages[index]
-    if not conversation:
+    if not row:
         raise FulldepthError(f"{where} has no response. Leave the row out, or give it one.")
+    prompt = row.get("prompt", [])
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise FulldepthError(f"{where} has an empty prompt. Leave the row out, or give it one.")
+        yield prompt, row["completion"]
+        return
+    messages = row.get("messages") or [*prompt, *row["completion"]]
+    for index in range(max(1, len(prompt)), len(messages)):
+        if messages[index]["role"] != "assistant":
+            continue
+        if not messages[index]["content"].strip():
+            raise FulldepthError(f"{where} has an empty response, message {index + 1}. Leave it out.")
+        if not any(message["content"].strip() for message in messages[:index]):
+            raise FulldepthError(f"{where} has an empty prompt. Leave the row out, or give it one.")
+        yield messages[:index], messages[index]

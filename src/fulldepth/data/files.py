@@ -39,14 +39,6 @@ BATCH_ROWS, BATCH_BYTES, NESTED_BATCH_ROWS = 1 << 14, 64 << 20, 16
 """Most rows of a parquet file that are decoded at a time, and their bytes; rows if columns hold lists or mappings."""
 
 
-def path_of(name: str | Path) -> Path:
-    """The path of a data argument, which need not exist; `~` is the home folder."""
-    with reading(one_line(name)):
-        path = Path(name).expanduser()
-        path.exists()
-    return path
-
-
 def folder_files(folder: Path) -> Iterator[Path]:
     """The files of a folder and its sub-folders, links followed.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -32,17 +32,14 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 SPLITS = ("validation", "valid", "val", "dev", "test", "train")
 """Names of splits, in order of preference if none is requested; the labels of `test` may be hidden."""
 
-ImageLoader = Callable[[], Image.Image]
-"""Decodes an image to RGB; a `StoredImage` also gives the stored bytes without decoding."""
-
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
     """An image that is decoded to RGB when called."""
 
-    decode: ImageLoader
+    decode: Callable[[], Image.Image]
     content: Callable[[], bytes]
-    """Returns the stored bytes, which determine every pixel."""
+    """Returns bytes that determine every pixel: the stored bytes without decoding if available, else the pixels."""
     name: str = ""
     """Name of the file; empty if the image is in no file."""
 
@@ -51,14 +48,15 @@ class StoredImage:
         return self.decode()
 
 
-def image_value(value: Any, where: str) -> ImageLoader:
-    """A loader for an image given as a Pillow image, a path, bytes, a {bytes, path} mapping, or a `StoredImage`."""
+def image_value(value: Any, where: str) -> StoredImage:
+    """An image given as a Pillow image, a path, bytes, a {bytes, path} mapping, or a `StoredImage`."""
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, StoredImage):
         return value
     if isinstance(value, Image.Image):
-        return partial(_rgb, value, where)
+        decode = partial(_rgb, value, where)
+        return StoredImage(decode, lambda: f"RGB {value.size} ".encode() + decode().tobytes())
     if isinstance(value, bytes):
         return StoredImage(partial(decode_image, value, where), lambda: value)
     if isinstance(value, str | Path):
@@ -95,14 +93,6 @@ def _unreadable(where: str, error: Exception) -> FulldepthError:
     return FulldepthError(f"Cannot read the image {where}: {reason}. {expected}")
 
 
-def image_content(load: ImageLoader) -> bytes:
-    """Bytes that determine every pixel of an image: the stored bytes if available, else its pixels."""
-    if isinstance(load, StoredImage):
-        return load.content()
-    image = load()
-    return f"{image.mode} {image.size} ".encode() + image.tobytes()
-
-
 def stored_image(path: Path, name: str) -> StoredImage:
     """The image in a file, which `name` names in results."""
     content = partial(read_bytes, path, most=MOST_IMAGE_BYTES)
@@ -122,63 +112,45 @@ def decode_image(data: bytes, where: str) -> Image.Image:
         raise _unreadable(where, error) from error
 
 
-def has_images(path: Path) -> bool:
-    """Whether a folder or one of its sub-folders holds an image."""
-    with reading(path):
-        return any(file.suffix.lower() in SUFFIXES for file in folder_files(path))
-
-
 def folder_images(
     path: Path, split: str | None = None, *, held_out: bool = True
-) -> tuple[str, list[Any], Callable[[Any], dict[str, Any]], tuple[str, ...]]:
+) -> tuple[str, list[Any], Callable[[Any], dict[str, Any]], tuple[str, ...]] | None:
     """The images below a folder, `[train|validation|test/]class/file`; the classes are in sorted order of their names.
 
     Without `split`, the first of `SPLITS` that exists (if not `held_out`, `train` before all others).
 
     Returns:
-        Name, images, a function that makes a row of an image, with `image` (a loader) and `label` (class index, or
-        None); and names of the classes.
+        Name, images, a function that makes a row of an image, with `image` (a `StoredImage`) and `label` (class index,
+        or None); and names of the classes. None if the folder holds no image.
 
     Raises:
-        FulldepthError: if there are no images, or not the split.
+        FulldepthError: if the split does not exist.
     """
-    files = [PurePosixPath(file.relative_to(path).as_posix()) for file in folder_files(path)]
-    images, chosen = _arrange(path.name, files, split, held_out)
+    with reading(path):
+        files = [PurePosixPath(file.relative_to(path).as_posix()) for file in folder_files(path)]
+    found = sorted(
+        f for f in files if f.suffix.lower() in SUFFIXES and not f.name.startswith(".") and "__MACOSX" not in f.parts
+    )
+    if not found:
+        return None
+
+    def folder(file: PurePosixPath, depth: int) -> str | None:
+        return file.parts[depth].lower() if len(file.parts) > depth + 1 else None
+
+    one = len({f.parts[0] for f in found}) == 1 and all(len(f.parts) > 2 for f in found)
+    depth = int(one and folder(found[0], 0) not in SPLITS)  # a single folder may contain everything
+    splits = {name for f in found if (name := folder(f, depth)) in SPLITS}
+    if split is None:
+        split = next((s for s in (SPLITS if held_out else ("train", *SPLITS)) if s in splits), None)
+    elif split not in splits:
+        raise FulldepthError(f"{path.name} has no split {split!r}. It has: {', '.join(sorted(splits)) or 'no splits'}.")
+    if split is not None:
+        found, depth = [f for f in found if folder(f, depth) == split], depth + 1
+    images = [(f, f.parent.name if len(f.parts) > depth + 1 else None) for f in found]
     classes = tuple(sorted({label for _, label in images if label is not None}))
 
     def row_of(image: tuple[PurePosixPath, str | None]) -> dict[str, Any]:
         file, label = image
         return {"image": stored_image(path / file, str(file)), "label": None if label is None else classes.index(label)}
 
-    return f"{path.name}/{chosen}" if chosen else path.name, images, row_of, classes
-
-
-def _arrange(
-    name: str, files: Sequence[PurePosixPath], split: str | None, held_out: bool
-) -> tuple[list[tuple[PurePosixPath, str | None]], str | None]:
-    """Sorted (file, class name) of the images among `files`, and the split they belong to, if there are splits."""
-
-    def folder(file: PurePosixPath, depth: int) -> str | None:
-        return file.parts[depth].lower() if len(file.parts) > depth + 1 else None
-
-    images = sorted(
-        f for f in files if f.suffix.lower() in SUFFIXES and not f.name.startswith(".") and "__MACOSX" not in f.parts
-    )
-    if not images:
-        have = one_line(", ".join(sorted({f.suffix or "(no suffix)" for f in files})) or "nothing", 200)
-        raise FulldepthError(f"No images in {name}. Found: {have}. Expected {', '.join(sorted(SUFFIXES))}.")
-    one = len({f.parts[0] for f in images}) == 1 and all(len(f.parts) > 2 for f in images)
-    depth = int(one and folder(images[0], 0) not in SPLITS)  # a single folder may contain everything
-    splits = {found for f in images if (found := folder(f, depth)) in SPLITS}
-    if split is None:
-        split = next((s for s in (SPLITS if held_out else ("train", *SPLITS)) if s in splits), None)
-    elif split not in splits:
-        raise FulldepthError(f"{name} has no split {split!r}. It has: {', '.join(sorted(splits)) or 'no splits'}.")
-    if split is not None:
-        images, depth = [f for f in images if folder(f, depth) == split], depth + 1
-    return [(f, f.parent.name if len(f.parts) > depth + 1 else None) for f in images], split
-
-
-def image_name(load: ImageLoader) -> str:
-    """Name of the file of an image, within its folder; empty if it is in no file."""
-    return load.name if isinstance(load, StoredImage) else ""
+    return f"{path.name}/{split}" if split else path.name, images, row_of, classes

@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fulldepth.data.batches import Example
+from fulldepth.data.batches import Batch, Example, Picture, collate_images, collate_texts
 from fulldepth.data.columns import LABEL_COLUMNS
-from fulldepth.data.images import image_content
 from fulldepth.data.order import ShuffledSampler
-from fulldepth.data.sequences import Batch, Picture, collate_images, collate_texts
 from fulldepth.data.sources import SKIP, DataRecord, Source, identities
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.uncertainty import distinct, ranks, sample
@@ -110,7 +108,7 @@ def _digest(record: DataRecord, read: bool) -> bytes:
     if record.image is not None:
         if read:
             record.image()  # finds damaged files before the model runs
-        sha.update(image_content(record.image) if read else record.where.encode())
+        sha.update(record.image.content() if read else record.where.encode())
         return sha.digest()
     if not (record.text or "").strip():
         raise FulldepthError(f"{record.where} has no text.")
@@ -209,24 +207,23 @@ def name_classes(source: Source, declared: int | None = None) -> tuple[str, ...]
     return (*names, *(f"LABEL_{number}" for number in range(len(names), count)))
 
 
-def check_rows(
-    source: Source, task: str, classes: Sequence[str], *, skip_bad: bool = False, read: bool | None = None
-) -> Rows:
+def check_rows(source: Source, task: str, classes: Sequence[str], *, skip_bad: bool = False) -> Rows:
     """The rows of a source with a valid label, or boxes, and content.
+
+    Up to `MOST_READ` images, and with `skip_bad` all, are decoded.
 
     Args:
         source: from `open_source`.
         task: `image-classification`, `text-classification` or `detection`.
         classes: names of the classes, see `number_labels`.
         skip_bad: leave bad rows out and count them in the warnings.
-        read: whether every image is decoded; None = up to `MOST_READ` images, and always with `skip_bad`.
 
     Raises:
         FulldepthError: for data of another kind, and as `number_labels`.
     """
     if source.kind != KINDS[task]:
         raise FulldepthError(f"task: {task} trains on {KINDS[task]}; {source.name} holds {source.kind}.")
-    read = (skip_bad or len(source) <= MOST_READ) if read is None else read
+    read = skip_bad or len(source) <= MOST_READ
     numbered, digests = number_labels(source, classes, required=True, read=read, skip_bad=skip_bad)
     return Rows(replace(numbered, class_names=tuple(classes)), digests)
 
@@ -310,7 +307,7 @@ class Collator:
         if self.augment is not None:
             batch = self.augment(items)
         elif self.processor is None:
-            batch = collate_texts(examples, everything, pad_id=self.pad_id or 0, targets=None)
+            batch = collate_texts(examples, everything, pad_id=self.pad_id or 0)
         else:
             batch = collate_images(examples, everything, processor=self.processor)
         labels = batch.labels if batch.objects is None else batch.objects

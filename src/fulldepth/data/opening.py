@@ -29,17 +29,13 @@ from fulldepth.data.files import (
     folder_files,
     parquet_classes,
     parquet_columns,
-    path_of,
     read_rows,
     text_lines,
 )
 from fulldepth.data.images import (
     SPLITS,
-    ImageLoader,
     StoredImage,
     folder_images,
-    has_images,
-    image_content,
     image_value,
 )
 from fulldepth.errors import FulldepthError, one_line, unknown
@@ -61,10 +57,6 @@ PIECE = 8192
 """Characters after which a long plain text is cut at the next empty line."""
 
 
-def _text_row(item: Any) -> Any:
-    return {"text": item} if isinstance(item, str) else item
-
-
 @dataclass(frozen=True)
 class Opened:
     """Opened data in one of three forms: `files`, a `table`, or `items`."""
@@ -81,7 +73,9 @@ class Opened:
     """Repository of a table from the Hub."""
     items: Sequence[Any] = field(default=(), repr=False)
     """Texts, mappings, or what `row_of` makes mappings of."""
-    row_of: Callable[[Any], Any] = field(default=_text_row, repr=False)
+    row_of: Callable[[Any], Any] = field(
+        default=lambda item: {"text": item} if isinstance(item, str) else item, repr=False
+    )
     labels: tuple[str, ...] = ()
     """Names of the classes in the column `label` of `items`."""
     warnings: tuple[str, ...] = ()
@@ -139,12 +133,12 @@ class Opened:
                 def stored(index: int) -> StoredImage:
                     where = f"in row {index + 1} of the data set"
 
-                    def load() -> ImageLoader:
+                    def load() -> StoredImage:
                         with reading(f"the image {where}"):
                             value = table[index][image]
                         return image_value(value, where)  # stored, or decoded if the data set transforms its rows
 
-                    return StoredImage(lambda: load()(), lambda: image_content(load()))
+                    return StoredImage(lambda: load()(), lambda: load().content())
 
                 for index in range(len(table)) if numbers is None else numbers:
                     row = {image: stored(index), **{column: values[column][index] for column in others}}
@@ -275,12 +269,15 @@ def open_data(
     if isinstance(data, Sequence) and not isinstance(data, str | bytes):
         kinds = {isinstance(item, Mapping) - isinstance(item, str) for item in data}
         if kinds - {1} and kinds != {-1}:
-            found = ", ".join(sorted({type(item).__name__ for item in data}))
-            raise FulldepthError(f"A list of data must hold texts only or mappings only, got {found}.")
+            types = ", ".join(sorted({type(item).__name__ for item in data}))
+            raise FulldepthError(f"A list of data must hold texts only or mappings only, got {types}.")
         return Opened("texts" if kinds == {-1} else "rows", items=data)
     if not isinstance(data, str | Path):
         raise FulldepthError(f"Cannot read data of type {type(data).__name__}. Expected {', '.join(expected)}, a list.")
-    name, path = str(data), path_of(str(data))
+    name = str(data)
+    with reading(one_line(name)):
+        path = Path(name).expanduser()
+        exists = path.exists()
     if ":" in name and name.partition(":")[0] in {key.partition(":")[0] for key in built_in}:
         key, _, part = name.partition("/")
         if key not in BUILTIN:
@@ -288,11 +285,16 @@ def open_data(
         parts, read, labels = BUILTIN[key]
         part = part or split or parts[held_out]
         return Opened(f"{key}/{part}", items=read(part), labels=labels)
-    if path.exists():
-        opened = _pictures(path, split, held_out, skip_bad) if images else None
-        if opened is None and (split is not None or config is not None):
+    if exists:
+        if images and path.suffix.lower() == ".json" and path.is_file():
+            rows, classes, warnings = coco_rows(path, skip_bad=skip_bad)
+            return Opened(path.name, items=rows, labels=classes, warnings=warnings)
+        if images and path.is_dir() and (found := folder_images(path, split, held_out=held_out)):
+            title, pictures, row_of, classes = found
+            return Opened(title, items=pictures, row_of=row_of, labels=classes)
+        if split is not None or config is not None:
             raise FulldepthError(f"{path} has no splits and no configurations. Leave out {split or config!r}.")
-        return opened or Opened(path.name, tuple(_list_files(path, suffixes, images=images)), path)
+        return Opened(path.name, tuple(_list_files(path, suffixes, images=images)), path)
     if path.suffix.lower() in (*SUFFIXES, ".json") or HUB_NAME.fullmatch(name) is None:
         raise FulldepthError(f"There is no file or folder {one_line(name)}. Expected {', '.join(expected)}.")
     repository, _, configuration = name.partition(":")
@@ -331,17 +333,6 @@ def _split(name: str, splits: Iterable[str], split: str | None, held_out: bool) 
     if chosen is None and (split or not (held_out or len(names) == 1)):
         raise FulldepthError(f"{name} has no split {split or 'train'!r}. It has: {', '.join(names)}.")
     return chosen or names[0]
-
-
-def _pictures(path: Path, split: str | None, held_out: bool, skip_bad: bool) -> Opened | None:
-    """The images of a file in COCO's format, or of a folder; None if the path is neither."""
-    if path.suffix.lower() == ".json" and path.is_file():
-        rows, classes, warnings = coco_rows(path, skip_bad=skip_bad)
-        return Opened(path.name, items=rows, labels=classes, warnings=warnings)
-    if not path.is_dir() or not has_images(path):
-        return None
-    name, images, row_of, classes = folder_images(path, split, held_out=held_out)
-    return Opened(name, items=images, row_of=row_of, labels=classes)
 
 
 def _list_files(path: Path, suffixes: Sequence[str], *, images: bool) -> list[Path]:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -244,61 +244,36 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
     return np.memmap(path, dtype, mode="r")
 
 
-@dataclass(frozen=True)
-class CorpusPart:
-    """The documents of one part of a text, joined, read by position; 16 bytes of memory for each document."""
+class Part(NamedTuple):
+    """The documents of one part of a text, without those that have no tokens; 16 bytes of memory for each."""
 
     files: TokenFiles
     places: np.ndarray
     """[documents] positions in the whole text at which the documents of this part begin."""
     stops: np.ndarray
-    """[documents] positions in this part at which they end."""
-
-    @property
-    def documents(self) -> int:
-        """Number of documents, without those that have no tokens."""
-        return len(self.stops)
-
-    @property
-    def tokens(self) -> int:
-        """Number of ids."""
-        return int(self.stops[-1]) if len(self.stops) else 0
-
-    def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids at positions `start` up to `stop`, [stop - start] int64, and at which of them documents begin."""
-        one, other = np.searchsorted(self.stops, [start, stop - 1], side="right")
-        at = np.arange(one, other + 1)  # [documents] indices of those that are read
-        begins = np.where(at > 0, self.stops[at - 1], 0)  # [documents] positions in this part
-        first, last = np.maximum(begins, start), np.minimum(self.stops[at], stop)
-        places = self.places[at] + first - begins
-        pairs = zip(places.tolist(), (places + last - first).tolist(), strict=True)
-        parts = [self.files.ids(place, end) for place, end in pairs]
-        return np.concatenate(parts).astype(np.int64), begins[begins >= start] - start
+    """[documents] positions in this part, whose documents are joined, at which they end."""
 
 
-def held_out(numbers: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """[n] bool: which documents are held out, for [n] numbers of documents from 0: whether u(seed, number) < share.
+def split_tokens(files: TokenFiles, share: float, seed: int, max_tokens: int | None) -> list[Part]:
+    """The training and the held-out part of a text; arguments as for `pack`.
 
-    u is the output number `number` of the generator splitmix64 whose state is the first output for `seed`, in units of
-    2**-64. It depends on the number and the seed alone, so appending documents moves none.
+    Document number n, from 0, is held out if u(seed, n) < share. u is output number n of the generator splitmix64 whose
+    state is the first output for `seed`, in units of 2**-64. It depends on number and seed alone, so appending
+    documents moves none.
 
     Source: Steele, Lea, Flood 2014 (splitmix64).
     """
-    bits = ranks(ranks([0], seed) + numbers.astype(np.uint64) * np.uint64(GOLDEN), 0)
-    return (bits >> np.uint64(11)) * 2.0**-53 < share
-
-
-def split_tokens(files: TokenFiles, share: float, seed: int, max_tokens: int | None) -> tuple[CorpusPart, CorpusPart]:
-    """The training and the held-out part of a text; arguments as for `pack`."""
     lengths = np.diff(files.ends, prepend=0)
-    starts, outside = files.ends - lengths, held_out(np.arange(len(lengths)), share, seed)
+    counters = np.arange(len(lengths), dtype=np.uint64) * np.uint64(GOLDEN)
+    held_out = (ranks(ranks([0], seed) + counters, 0) >> np.uint64(11)) * 2.0**-53 < share
     parts = []
-    for part in (False, True):
-        kept = (outside == part) & (lengths > 0)
+    for chosen in (~held_out, held_out):
+        kept = chosen & (lengths > 0)
         stops = np.cumsum(lengths[kept])
         used = len(stops) if max_tokens is None else int(np.searchsorted(stops, max_tokens)) + 1
-        parts.append(CorpusPart(files, starts[kept][:used], stops[:used].clip(max=max_tokens or NO_LIMIT)))
-    return parts[0], parts[1]
+        places = (files.ends - lengths)[kept][:used]
+        parts.append(Part(files, places, stops[:used].clip(max=max_tokens or NO_LIMIT)))
+    return parts
 
 
 class Windows(Dataset[dict[str, Tensor]]):
@@ -310,18 +285,19 @@ class Windows(Dataset[dict[str, Tensor]]):
     them if the model gets neither an `attention_mask` nor a cache: pass `use_cache=False`, which is not the default.
 
     Args:
-        part: the token ids to cut.
+        part: the documents to cut, from `split_tokens`.
         sequence_length: T.
         across_documents: whether attention may cross from one document into the next.
         limit: most windows, spread evenly over all n: window i is number floor(i n / limit).
     """
 
     def __init__(
-        self, part: CorpusPart, sequence_length: int, *, across_documents: bool = True, limit: int | None = None
+        self, part: Part, sequence_length: int, *, across_documents: bool = True, limit: int | None = None
     ) -> None:
         self.part, self.sequence_length, self.across_documents = part, sequence_length, across_documents
-        self.documents, self.tokens = part.documents, part.tokens  # of the whole part, regardless of `limit`
-        self.available = part.tokens // sequence_length
+        self.documents = len(part.stops)  # of the whole part, regardless of `limit`, as are the tokens
+        self.tokens = int(part.stops[-1]) if self.documents else 0
+        self.available = self.tokens // sequence_length
         self.count = self.available if limit is None else min(self.available, limit)
 
     def __len__(self) -> int:
@@ -331,13 +307,21 @@ class Windows(Dataset[dict[str, Tensor]]):
         if not -self.count <= index < self.count:
             raise IndexError(f"window {index} of {self.count}")
         start = (index % self.count) * self.available // self.count * self.sequence_length
-        read, begins = self.part.read(start, start + self.sequence_length)
-        ids = torch.from_numpy(read)
+        stop, stops = start + self.sequence_length, self.part.stops
+        first, last = np.searchsorted(stops, [start, stop - 1], side="right")
+        read = np.arange(first, last + 1)  # [documents] indices of those in the window
+        begins = np.where(read > 0, stops[read - 1], 0)  # [documents] positions in this part
+        inside = np.maximum(begins, start)
+        places = self.part.places[read] + inside - begins
+        ends = places + np.minimum(stops[read], stop) - inside
+        parts = [self.part.files.ids(*place) for place in zip(places.tolist(), ends.tolist(), strict=True)]
+        ids = torch.from_numpy(np.concatenate(parts).astype(np.int64))
         item = {"input_ids": ids, "labels": ids.clone()}
         if not self.across_documents:
-            first = np.zeros(len(ids), np.int64)  # [T], start of each token's document, at least 0
-            first[begins] = begins
-            item["position_ids"] = torch.from_numpy(np.arange(len(ids)) - np.maximum.accumulate(first))
+            own = begins[begins >= start] - start
+            document = np.zeros(len(ids), np.int64)  # [T], start of each token's document, at least 0
+            document[own] = own
+            item["position_ids"] = torch.from_numpy(np.arange(len(ids)) - np.maximum.accumulate(document))
         return item
 
 
@@ -457,18 +441,19 @@ def pack(
                 f"token {encoder.end}. Give the tokenizer that made these files, and make them with eos_token."
             )
     train, held = split_tokens(files, share, seed, max_tokens)
-    if share and not (train.documents and held.documents):
+    counts = len(train.stops), len(held.stops)
+    if share and not all(counts):
         raise FulldepthError(
-            f"{name} has {train.documents + held.documents} documents, too few to hold out a share of {share}: none is "
-            f"left for {'validation' if train.documents else 'training'}. Give more documents, another share, or other "
-            "validation text."
+            f"{name} has {sum(counts)} documents, too few to hold out a share of {share}: none is left for "
+            f"{'validation' if counts[0] else 'training'}. Give more documents, another share, or other validation "
+            "text."
         )
     highest, content = files.scan()
     hashes = [content]
     if validation is not None:
-        other = tokenised(open_documents(validation), *stored)
-        held = split_tokens(other, 1.0, seed, max_tokens)[1]
-        highest, hashes = max(highest, other.scan()[0]), [content, other.scan()[1]]
+        held = split_tokens(tokenised(open_documents(validation), *stored), 1.0, seed, max_tokens)[1]
+        other, content = held.files.scan()
+        highest, hashes = max(highest, other), [*hashes, content]
     cut = partial(Windows, sequence_length=sequence_length, across_documents=across_documents)
     windows, held_windows = cut(train), cut(held, limit=validation_sequences)
     warnings = check_vocabulary(highest, tokenizer, vocab_size)
@@ -481,6 +466,6 @@ def pack(
     if held_windows.documents and len(held_windows) < (validation_sequences or 0):
         warnings.append(f"The validation text fills only {len(held_windows)} of {validation_sequences} sequences.")
     places = [hashlib.sha256(part.places.tobytes()).hexdigest() for part in (train, held)]
-    counts = [train.tokens, held.tokens, sequence_length, across_documents, len(held_windows)]
-    digest = f"sha256:{_sha256([hashes, places, counts])}"
+    sizes = [windows.tokens, held_windows.tokens, sequence_length, across_documents, len(held_windows)]
+    digest = f"sha256:{_sha256([hashes, places, sizes])}"
     return Packed(name, windows, held_windows, digest, files.folder, tuple(warnings))

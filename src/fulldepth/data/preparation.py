@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -12,11 +12,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from fulldepth.data.batches import Example, id_bytes, padded_batch
+from fulldepth.data.batches import (
+    Example,
+    Picture,
+    Sequences,
+    collate_images,
+    collate_texts,
+    id_bytes,
+)
 from fulldepth.data.drawing import Text, block_clusters, draw_windows, first_windows
 from fulldepth.data.labelled import balanced_sample
 from fulldepth.data.opening import Order
-from fulldepth.data.sequences import Batch, Picture, Sequences, collate_images, collate_texts
 from fulldepth.data.sources import SKIP, DataRecord, Source, choose, content_hash, identities
 from fulldepth.data.tokens import (
     Frame,
@@ -91,10 +97,9 @@ class Preparation:
 
 @dataclass
 class Encoded:
-    """Examples with their clusters, and what a cluster is."""
+    """Examples, whose `document` is their cluster, and what a cluster is."""
 
     examples: list[Example]
-    clusters: list[int]
     unit: str
     no_error: str | None = None
     """Reason why no standard error can be stated."""
@@ -205,12 +210,8 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     if not examples:
         raise FulldepthError(" ".join([f"{source.name} gives no sequence with this tokenizer.", *warnings]))
     masks = task == "masked-lm" and tokenizer.mask_token_id is not None
-    for index, example in enumerate(examples if masks else ()):
-        ids = example.input_ids.numpy()
-        special = np.isin(ids, tokenizer.all_special_ids)
-        masked = mask_tokens(ids, special, tokenizer.mask_token_id, seed=plan.seed, index=index)
-        masked_ids, predicted = map(torch.from_numpy, masked)
-        examples[index] = replace(example, masked_ids=masked_ids, labels=predicted)
+    if masks:
+        examples = [_masked(example, tokenizer, plan.seed, index) for index, example in enumerate(examples)]
     fed = [ids for e in (*examples, *(encoded.inputs or ())) for ids in (e.input_ids, e.masked_ids) if ids is not None]
     warnings += check_vocabulary(max(int(ids.max()) for ids in fed), tokenizer, plan.vocab_size)
     if plan.words:
@@ -231,9 +232,6 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
         for tensor in parts:
             fingerprint.add(b"" if tensor is None else id_bytes(tensor))
         fingerprint.add(str(example.class_index).encode())
-    collate: Callable[[Sequence[int]], Batch] = partial(collate_texts, examples, pad_id=pad, targets=targets)
-    if encoded.inputs is not None:
-        collate = partial(_collate_both, encoded.inputs, collate, pad_id=pad)
     classified = task == "text-classification"
     return Sequences(
         name=source.name,
@@ -242,14 +240,14 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
         hash=str(fingerprint),
         text_hash=content_hash(source),
         examples=examples,
-        collate=collate,
+        collate=partial(collate_texts, examples, encoder=encoded.inputs, pad_id=pad, targets=targets),
         lengths=[len(example) for example in examples],
         num_targets=sum(e.class_index != IGNORE if classified else e.predicted for e in examples),
         num_classes=source.num_classes,
         class_names=source.class_names,
         warnings=warnings,
         no_targets=NO_MASK if task == "masked-lm" and not masks else None,
-        clusters=encoded.clusters,
+        clusters=[example.document for example in examples],
         unit=encoded.unit,
         no_error=encoded.no_error,
     )
@@ -268,8 +266,6 @@ def _windows(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]
     if task == "causal-lm":
         outer = Frame(_opening(frame, plan, warnings))
         inner = Frame(frame.prefix if outer.prefix else (), frame.suffix)
-    if length <= len(outer):
-        raise FulldepthError(_no_room(length, outer))
     separator = tokenizer.eos_token_id
 
     def join(ids: list[int], following: Sequence[int]) -> list[int]:
@@ -284,7 +280,7 @@ def _windows(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]
         ids = leading_ids(tokenizer, text, needed)
         return [*ids, *inner.suffix] if ids else []
 
-    size = {"window": length - len(outer), "count": plan.max_sequences}
+    size = {"window": _room(length, outer), "count": plan.max_sequences}
     joined = None if task == "representation" else join
     if plan.order == "first":
         drawn = first_windows((text for _, text in documents), leading, join=joined, **size)
@@ -293,8 +289,10 @@ def _windows(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]
     if drawn.left_over:
         warnings.append(f"{drawn.left_over} tokens at the ends of documents do not fill a sequence and are left out.")
     typed = _has_types(tokenizer, documents[0][1])
-    examples = [_example(outer.wrap(each.ids), task, typed) for each in drawn.windows]
-    return Encoded(examples, *block_clusters(drawn.windows, [identity for identity, _ in documents]))
+    clusters, unit, no_error = block_clusters(drawn.windows, [identity for identity, _ in documents])
+    windows = zip(drawn.windows, clusters, strict=True)
+    examples = [_example(outer.wrap(window.ids), task, typed, document=cluster) for window, cluster in windows]
+    return Encoded(examples, unit, no_error)
 
 
 def _opening(frame: Frame, plan: Preparation, warnings: list[str]) -> tuple[int, ...]:
@@ -318,9 +316,7 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
     frame, typed = Frame.of(tokenizer, texts), _has_types(tokenizer, texts[0])
     if source.kind == "text" and task == "causal-lm":
         frame = Frame(_opening(frame, plan, warnings), frame.suffix)
-    room = most - len(frame)
-    if room < 1:
-        raise FulldepthError(_no_room(most, frame))
+    room = _room(most, frame)
     examples: list[Example | None] = []
     cut: list[int] = []
     for index, (record, text) in enumerate(zip(given, texts, strict=True)):
@@ -336,7 +332,8 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
                 joined = encode_texts(tokenizer, text, record.second, truncation="longest_first", max_length=most)
             ids = wrapped = joined["input_ids"]
             types = joined.get("token_type_ids")
-        examples.append(_example(wrapped, task, types, record.label) if ids else None)
+        example = _example(wrapped, task, types, class_index=record.label, document=record.identity)
+        examples.append(example if ids else None)
     empty = examples.count(None)
     warnings += _empty_warning(empty)
     if cut and not plan.truncate and source.kind == "labelled-text" and task == "text-classification":
@@ -354,16 +351,15 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
     elif cut:
         noun = "text is" if len(cut) == 1 else "texts are"
         warnings.append(f"{len(cut)} {noun} longer than {most} tokens and cut there.")
-    clusters = [int(r.identity or 0) for r, example in zip(given, examples, strict=True) if example is not None]
     unit = "document" if source.kind == "text" else "row"
-    return Encoded([example for example in examples if example is not None], clusters, unit)
+    return Encoded([example for example in examples if example is not None], unit)
 
 
 def _pairs(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
     """Prompts and responses, tokenised separately so that every target is a token of the response."""
     tokenizer, most = plan.tokenizer, plan.longest
     frame = Frame.of(tokenizer, (record.prompt or "" for record in given))
-    examples, lengths, clusters = [], [], []
+    examples, lengths = [], []
     for record in given:
         prompt = [*frame.prefix, *plain_ids(tokenizer, record.prompt or "")]
         response = plain_ids(tokenizer, record.response or "")
@@ -372,8 +368,7 @@ def _pairs(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) 
         ids = [*prompt, *response, *frame.suffix]
         lengths.append(len(ids))
         start = max(1, len(prompt))  # the first token has no context
-        examples.append(Example.of(ids[:most], start, len(prompt) + len(response)))
-        clusters.append(int(record.identity or 0))
+        examples.append(Example.of(ids[:most], start, len(prompt) + len(response), document=record.identity))
     warnings += _empty_warning(len(given) - len(examples), "response")
     if too_long := sum(length > most for length in lengths):
         message = f"{too_long} of {len(lengths)} prompts with their responses are longer than {most} tokens"
@@ -383,7 +378,7 @@ def _pairs(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) 
                 f"positions are {plan.max_positions or 'not limited'}. Raise sequence_length, or ask for truncation."
             )
         warnings.append(f"{message} and cut there.")
-    return Encoded(examples, clusters, "row")
+    return Encoded(examples, "row")
 
 
 def _translation(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
@@ -393,25 +388,20 @@ def _translation(given: Sequence[DataRecord], plan: Preparation, warnings: list[
     tokenizer, length = plan.tokenizer, plan.sequence_length
     pairs = [(record.prompt or "", record.response or "") for record in given]
     frame = Frame.of(tokenizer, chain.from_iterable(pairs))
-    room = length - len(frame)
-    if room < 1:
-        raise FulldepthError(_no_room(length, frame))
+    room = _room(length, frame)
     ids = [[plain_ids(tokenizer, text) for text in pair] for pair in pairs]
     if cut := sum(len(part) > room for pair in ids for part in pair):
         warnings.append(f"{cut} texts are longer than {length} tokens and cut there.")
-    inputs, targets = ([Example.of(frame.wrap(pair[side][:room])) for pair in ids] for side in (0, 1))
+    inputs, targets = (
+        [
+            Example.of(frame.wrap(pair[side][:room]), document=record.identity)
+            for pair, record in zip(ids, given, strict=True)
+        ]
+        for side in (0, 1)
+    )
     start = torch.tensor([plan.start])
     read = [replace(e, input_ids=torch.cat([start, e.input_ids[:-1]]), labels=e.input_ids) for e in targets]
-    return Encoded(read, [int(record.identity or 0) for record in given], "row", inputs=inputs)
-
-
-def _collate_both(
-    inputs: Sequence[Example], decoder: Callable[[Sequence[int]], Batch], indices: Sequence[int], *, pad_id: int
-) -> Batch:
-    """The batch of the decoder, with what both stacks read."""
-    batch, read = decoder(indices), padded_batch([inputs[index] for index in indices], pad_id)
-    del read["labels"]
-    return replace(batch, inputs={**read, **{f"decoder_{name}": value for name, value in batch.inputs.items()}})
+    return Encoded(read, "row", inputs=inputs)
 
 
 def input_texts(source: Source) -> Source:
@@ -431,8 +421,13 @@ def _empty_warning(count: int, noun: str = "text") -> list[str]:
     return [f"{what} no token with this tokenizer and {verb} left out."] if count else []
 
 
-def _no_room(length: int, frame: Frame) -> str:
-    return f"A sequence_length of {length} leaves no room beside the tokenizer's {len(frame)} special tokens."
+def _room(length: int, frame: Frame) -> int:
+    """Tokens of a sequence beside the special ones, at least 1."""
+    if length <= len(frame):
+        raise FulldepthError(
+            f"A sequence_length of {length} leaves no room beside the tokenizer's {len(frame)} special tokens."
+        )
+    return length - len(frame)
 
 
 def _has_types(tokenizer: Any, text: str) -> list[int] | None:
@@ -440,37 +435,26 @@ def _has_types(tokenizer: Any, text: str) -> list[int] | None:
     return [] if "token_type_ids" in encode_texts(tokenizer, text[:8]) else None
 
 
-def _example(ids: Sequence[int], task: str, types: Sequence[int] | None, class_index: int | None = IGNORE) -> Example:
+def _example(ids: Sequence[int], task: str, types: Sequence[int] | None, **entries: Any) -> Example:
     """A sequence; of a causal model every token but the first, which has no context, is predicted."""
     kinds = None if types is None else torch.tensor(types or [0] * len(ids), dtype=torch.int64)[: len(ids)]
     predicted = (1, len(ids)) if task == "causal-lm" else (0, 0)
-    return Example.of(ids, *predicted, types=kinds, class_index=class_index)
+    return Example.of(ids, *predicted, types=kinds, **entries)
 
 
-def mask_tokens(
-    ids: np.ndarray, special: np.ndarray, mask_id: int, *, seed: int, index: int, share: float = MASKED_SHARE
-) -> tuple[np.ndarray, np.ndarray]:
-    """Replace a share of the ordinary tokens by the mask token.
+def _masked(example: Example, tokenizer: Any, seed: int, index: int) -> Example:
+    """Mask `MASKED_SHARE` of the ordinary tokens, at least one if there is any, which become the labels.
 
-    Args:
-        ids: `[T]` token ids.
-        special: `[T]` bool, positions that are never masked.
-        mask_id: id of the mask token.
-        seed: determines the positions together with `index`, independently of batching and order.
-        index: index of the sequence in the whole data set.
-        share: share of the ordinary tokens, rounded; at least one token if there is any.
-
-    Returns:
-        `[T]` ids with masks, and `[T]` targets: the true token where masked, -100 elsewhere.
+    Seed and index (of the sequence in the whole data set) determine the positions, independently of batching and order.
 
     Source: Devlin et al. 2019, section 3.1.
     """
-    ordinary = np.flatnonzero(~special)
-    count = min(len(ordinary), max(1, round(share * len(ordinary))))
-    chosen = np.random.default_rng([seed, index]).choice(ordinary, count, replace=False)
-    masked_ids, targets = ids.copy(), np.full_like(ids, IGNORE)
-    targets[chosen], masked_ids[chosen] = ids[chosen], mask_id
-    return masked_ids, targets
+    ids = example.input_ids
+    ordinary = np.flatnonzero(~np.isin(ids.numpy(), tokenizer.all_special_ids))
+    count = min(len(ordinary), max(1, round(MASKED_SHARE * len(ordinary))))
+    chosen = torch.from_numpy(np.random.default_rng([seed, index]).choice(ordinary, count, replace=False))
+    labels = torch.full_like(ids, IGNORE).index_copy(0, chosen, ids[chosen])
+    return replace(example, masked_ids=ids.index_fill(0, chosen, tokenizer.mask_token_id), labels=labels)
 
 
 def _images(source: Source, plan: Preparation) -> Sequences:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fulldepth.data.batches import Sequences
 from fulldepth.data.coco import Objects
 from fulldepth.data.columns import (
     EXPECTED,
@@ -17,9 +18,8 @@ from fulldepth.data.columns import (
     require_columns,
     text_value,
 )
-from fulldepth.data.images import ImageLoader, image_content, image_name, image_value
+from fulldepth.data.images import StoredImage, image_value
 from fulldepth.data.opening import Opened, Order, open_data
-from fulldepth.data.sequences import Sequences
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import Fingerprint
 from fulldepth.uncertainty import distinct, identity, sample
@@ -40,8 +40,8 @@ class DataRecord:
     """The second text of a pair such as premise and hypothesis."""
     prompt: str | None = None
     response: str | None = None
-    image: ImageLoader | None = None
-    """Loader that decodes the image to RGB. Its caption, if it has one, is `text`."""
+    image: StoredImage | None = None
+    """Decodes the image to RGB when called. Its caption, if it has one, is `text`."""
     label: int | None = None
     """Class index, None where unknown."""
     objects: Objects | None = None
@@ -207,15 +207,12 @@ def _source(
 
 def identities(source: Source) -> list[int]:
     """Identity of each record, of no two the same: of its text, or of the name or place of its image."""
-
-    def own(record: DataRecord) -> int:
-        if record.identity is not None:
-            return record.identity
-        if record.image is not None:
-            return identity(image_name(record.image) or record.where)
-        return identity(*(part or "" for part in (record.text, record.second, record.prompt, record.response)))
-
-    return [int(number) for number in distinct([own(record) for record in source.records])]
+    numbers = []
+    for record in source.records:
+        parts = (record.text, record.second, record.prompt, record.response)
+        content = [part or "" for part in parts] if record.image is None else [record.image.name or record.where]
+        numbers.append(identity(*content) if record.identity is None else record.identity)
+    return [int(number) for number in distinct(numbers)]
 
 
 def _class_indices(
@@ -273,5 +270,5 @@ def content_hash(data: Source | Sequences) -> str:
         fingerprint.add(str(record.label).encode())
         if record.objects is not None:
             fingerprint.add(repr(record.objects).encode())
-        fingerprint.add(b"" if record.image is None else b"=" + image_content(record.image))
+        fingerprint.add(b"" if record.image is None else b"=" + record.image.content())
     return str(fingerprint)

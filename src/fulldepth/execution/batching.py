@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.data import Sequences
-from fulldepth.data.sequences import Batching
+from fulldepth.data.batches import Batching
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.hooks import capture
 from fulldepth.execution.stream import TOLERANCE, relative_error

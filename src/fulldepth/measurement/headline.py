@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from fulldepth.data.sequences import Sequences
+from fulldepth.data.batches import Sequences
 from fulldepth.metrics.jump_rate import describe_jump, growth, size_of_jump
 from fulldepth.results import Finding
 from fulldepth.thresholds import COPY, NOISE

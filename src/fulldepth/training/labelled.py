@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from fulldepth.data import Source, open_source, prepare
+from fulldepth.data.batches import Batch, Picture, collate_images
 from fulldepth.data.labelled import (
     Collator,
     Item,
@@ -29,7 +30,6 @@ from fulldepth.data.labelled import (
     listed,
     name_classes,
 )
-from fulldepth.data.sequences import Batch, Picture, collate_images
 from fulldepth.errors import FulldepthError, needing, one_line
 from fulldepth.execution.stream import is_close, relative_error
 from fulldepth.files import Fingerprint
