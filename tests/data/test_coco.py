@@ -59,7 +59,7 @@ def test_a_hand_made_file_is_read_as_written(written):
     assert first.objects.boxes == ((10, 5, 20, 10), (0, 0, 4, 20))  # half a pixel outside is cut off
     assert first.objects.crowd == (False, True)
     assert_allclose(first.objects.relative[0], (0.5, 0.5, 0.5, 0.5))
-    assert (first.image().size, second.image().size, len(second.objects)) == ((40, 20), (20, 20), 0)
+    assert (first.image().size, second.image().size, len(second.objects.classes)) == ((40, 20), (20, 20), 0)
 
 
 def test_the_layout_of_coco_is_found(written, tmp_path):
@@ -93,7 +93,7 @@ def test_defects_are_refused_with_their_entry_and_skipped_on_request(written, ch
         open_source(path)
     source = open_source(path, skip_bad=True)
     assert f"1 {kind}s" in source.warnings[0]
-    count = sum(len(record.objects) for record in source.records)
+    count = sum(len(record.objects.classes) for record in source.records)
     assert (len(source), count) == ((2, 1) if kind == "annotation" else (1, 2))
 
 

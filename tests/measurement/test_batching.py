@@ -8,7 +8,7 @@ import torch
 import fulldepth
 from families import zoo
 from fulldepth.data.batches import Batch, Sequences
-from fulldepth.execution.batching import check_batching
+from fulldepth.execution.batching import batched
 from refusals import refused
 from tiny_models import seeded
 
@@ -49,8 +49,9 @@ def test_a_model_whose_sequences_see_each_other_runs_them_alone():
     block = model.model.layers[1]
     plain = block.forward
     block.forward = lambda states, *args, **kwargs: plain(states - states.mean(0, keepdim=True), *args, **kwargs)
-    batching, sentence = check_batching(fulldepth.execution.find_anatomy(model), texts([8, 8, 8]), torch.device("cpu"))
-    assert batching == "single"
+    anatomy = fulldepth.execution.find_anatomy(model)
+    sequences, sentence = batched(anatomy, texts([8, 8, 8]), torch.device("cpu"))
+    assert sequences.batching == "single"
     assert sentence is not None
 
 

@@ -7,8 +7,7 @@ from fulldepth.cli.lens import lens_command
 from fulldepth.cli.train import train_command, train_export_command
 from fulldepth.cli.pages import compare_command, demo_command, report_command
 from fulldepth.cli.skip import apply_command, bench_command, curve_command, search_command
-from fulldepth.cli.exit import exit_command
-from fulldepth.cli.generate import generate_command
+from fulldepth.cli.exit import exit_command, generate_command
 from fulldepth.cli.evaluate import evaluate_command
 
 __all__ = [

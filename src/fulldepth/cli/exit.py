@@ -1,4 +1,4 @@
-"""`fulldepth exit`."""
+"""`fulldepth exit` and `fulldepth generate`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Annotated
 import typer
 
 from fulldepth import console
-from fulldepth.cli.options import Model, NewFolder, Output, Overwrite, command
+from fulldepth.cli.options import Model, NewFolder, OptionalOutput, Output, Overwrite, command
 from fulldepth.cli.program import app
 from fulldepth.settings.exit import ExitSettings, LayersSettings
+from fulldepth.settings.generate import GenerateSettings
 
 DATA = (
     "For classifiers rows with text + label, or a folder of images in class folders; for language models text as for "
     "measure, a Hub data set, or corpus:builtin."
 )
+TEXT = "Text"
 
 
 @command(app, "exit", ExitSettings, headline=True)
@@ -62,3 +64,61 @@ def exit_export_command(
 
     exported = export_layers(model, output, data=data, settings=settings, progress=True)
     console.checkpoint(exported, output, [("layers", f"{exported.layers} of {exported.num_layers}")])
+
+
+@command(app, "generate", GenerateSettings, headline=True)
+def generate_command(
+    model: Model,
+    settings: GenerateSettings,
+    prompt: Annotated[
+        list[str], typer.Option("--prompt", help="Text to continue; may be given several times.", show_default=False)
+    ],
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Put the prompt into the chat template, or continue it as it is. [default: chat template if the "
+            "tokenizer has one]",
+            rich_help_panel=TEXT,
+        ),
+    ] = None,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Print text while it is generated; one prompt.", rich_help_panel=TEXT)
+    ] = False,
+    output: OptionalOutput = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Continue a text, drafting tokens with the model's own first layers or leaving layers out where it is sure.
+
+    With --speculate-from, drafts of the first layers are confirmed by the others: greedy text is that of plain
+    decoding, sampled text has the same distribution, and `auto` decodes plainly where a short trial is no faster. With
+    --threshold, tokens leave at the first layer that is sure of them. Text is printed on stdout, statistics on
+    stderr.
+
+    Example: `fulldepth generate MODEL --prompt "The capital of France is" --speculate-from auto`
+    """
+    from fulldepth.results import PAGE, check_free
+
+    if output is not None:
+        check_free(output, overwrite)  # before torch is imported
+    console.loading()
+    from fulldepth.exit import generate_texts
+
+    written = generate_texts(
+        model,
+        prompt,
+        output=output,
+        overwrite=overwrite,
+        show=(lambda text, last: console.texts(text, end="\n" if last else "")) if stream else None,
+        settings=settings,
+        chat=chat,
+        progress=True,
+    )
+    if not stream:
+        for number, text in enumerate(written.texts, start=1):
+            console.texts(text if len(written.texts) == 1 else f"[{number}] {text}")
+    for finding in written.results.headline.values():
+        console.note(finding["sentence"])
+    console.answer({"texts": written.texts, "stats": written.generation.stats.as_dict()})
+    if output is not None:
+        console.note(f"Page: {output / PAGE}")

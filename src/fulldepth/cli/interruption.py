@@ -46,8 +46,12 @@ def advice(argv: Sequence[str]) -> str:
         argv: the program and its arguments.
     """
     program = ["python", "-m", "fulldepth"] if Path(argv[0]).name == "__main__.py" else [Path(argv[0]).name]
-    if (folder := _running.get("folder")) is not None and _is_complete(Path(folder)):
-        return f"The results are complete. Make their page with: {shlex.join([*program, 'report', str(folder)])}"
+    if (folder := _running.get("folder")) is not None:
+        with suppress(OSError, ValueError):  # the document is written last, but by a training run again and again
+            document = json.loads((Path(folder) / "results.json").read_text(encoding="utf-8"))
+            if isinstance(document, dict) and document.get("complete") is not False:
+                page = shlex.join([*program, "report", str(folder)])
+                return f"The results are complete. Make their page with: {page}"
     goes_on = _running.get("goes_on", False)
     more = [OPTION] if _running.get("has_option") and OPTION not in argv else []
     if launch.world() > 1:
@@ -55,11 +59,3 @@ def advice(argv: Sequence[str]) -> str:
         return f"{same} {'goes on where it stopped' if goes_on else 'starts again'}."
     command = shlex.join([*program, *argv[1:], *more])
     return f"{'Go on' if goes_on else 'Start again'} with: {command}"
-
-
-def _is_complete(folder: Path) -> bool:
-    """Whether a folder holds finished results; the document is written last, but by a training run again and again."""
-    with suppress(OSError, ValueError):
-        document = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-        return isinstance(document, dict) and document.get("complete") is not False
-    return False

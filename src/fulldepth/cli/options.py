@@ -13,8 +13,7 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic.fields import FieldInfo
@@ -23,7 +22,7 @@ from fulldepth import console
 from fulldepth.cli import interruption
 from fulldepth.cli.program import DEBUG, Debug
 from fulldepth.settings import Settings, assignments, layer, merge, names, read
-from fulldepth.settings.layers import kinds
+from fulldepth.settings.layers import kinds, members
 
 Command = TypeVar("Command", bound=Callable[..., None])
 TEXTS = ("prompt", "text")
@@ -163,7 +162,7 @@ def starting(choices: Iterable[str]) -> Callable[[str], list[str]]:
 
 def _choices(annotation: Any) -> list[str]:
     """The texts that a setting accepts; none if it accepts any."""
-    literals = [part for part in _parts(annotation) if get_origin(part) is Literal]
+    literals = [part for part in members(annotation) if get_origin(part) is Literal]
     return [str(choice) for literal in literals for choice in get_args(literal)]
 
 
@@ -183,12 +182,3 @@ def _help(field: FieldInfo) -> str:
     if default is True:
         return f"{text} [default: on]"
     return f"{text} [default: {','.join(map(str, default)) if isinstance(default, list) else default}]"
-
-
-def _parts(annotation: Any) -> list[Any]:
-    """The annotation, or the members of a union, without bounds."""
-    if get_origin(annotation) is Annotated:
-        return _parts(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return [part for member in get_args(annotation) for part in _parts(member)]
-    return [annotation]

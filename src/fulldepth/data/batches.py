@@ -140,6 +140,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.sequence)
 
+    def mask(self, positions: int, device: torch.device | str = "cpu") -> Tensor:
+        """[B, positions] bool, False = padding; images have none."""
+        mask = self.attention_mask
+        return (torch.ones(len(self), positions, dtype=torch.bool) if mask is None else mask).to(device)
+
 
 @dataclass
 class Picture:
@@ -242,15 +247,10 @@ class Sequences:
 
     def groups(self, batch_size: int) -> list[list[int]]:
         """Indices of the sequences of each batch, as `batching` allows."""
-        indices = range(len(self))
-        if self.batching == "padded":
-            return in_batches(indices, batch_size)
-        if self.batching == "single":
-            return in_batches(indices, min(batch_size, 1))
-        by_length: dict[int, list[int]] = {}
-        for index in indices:
-            by_length.setdefault(self.lengths[index], []).append(index)
-        return [group for equal in by_length.values() for group in in_batches(equal, batch_size)]
+        together: dict[int, list[int]] = {}
+        for index, length in enumerate(self.lengths):
+            together.setdefault({"padded": 0, "equal": length, "single": index}[self.batching], []).append(index)
+        return [group for indices in together.values() for group in in_batches(indices, batch_size)]
 
 
 def collate_texts(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from PIL import Image
@@ -24,6 +24,7 @@ SLACK = 1.0
 """Pixels by which a box may leave its image: annotation tools round."""
 SHOWN = 3
 """Defects that a warning quotes."""
+Entry = TypeVar("Entry", bound="CocoEntry")
 Edge = Annotated[int, Field(ge=1, le=10**6)]
 Box = tuple[float, float, float, float]
 """x and y of the upper left corner, width, height, in pixels."""
@@ -39,9 +40,6 @@ class Objects:
     boxes: tuple[Box, ...] = ()
     crowd: tuple[bool, ...] = ()
     """Whether the box holds a group of objects (COCO's `iscrowd`): it is no target, detections in it do not count."""
-
-    def __len__(self) -> int:
-        return len(self.classes)
 
     @property
     def relative(self) -> list[Box]:
@@ -124,20 +122,16 @@ def coco_rows(path: Path, *, skip_bad: bool = False) -> tuple[list[dict[str, Any
             "categories."
         )
     reader, bad, first = _CocoReader(path), Counter[str](), list[str]()
-    uses: dict[str, tuple[type[CocoEntry], Callable[[str, Any], None]]] = {
-        "categories": (Category, reader.category),
-        "images": (ImageEntry, reader.image),
-        "annotations": (Annotation, reader.annotation),
-    }
-    for key, (kind, use) in uses.items():
+    uses = {"categories": reader.category, "images": reader.image, "annotations": reader.annotation}
+    for key, use in uses.items():
         for position, value in enumerate(content[key]):
             where = f"{path.name} {key}[{position}]"
             if isinstance(value, dict) and "id" in value:
                 where += f" (id {one_line(repr(value['id']), 40)})"
             try:
-                use(where, _validated(value, kind, where))
+                use(where, value)
             except FulldepthError as error:
-                if kind is Category:
+                if key == "categories":
                     raise
                 if not skip_bad:
                     advice = "--skip-bad (in training: data.skip_bad=true) leaves such entries out and counts them."
@@ -171,7 +165,8 @@ class _CocoReader:
         self.images: dict[int, tuple[StoredImage, ImageEntry]] = {}
         self.objects: defaultdict[int, list[tuple[Annotation, Box]]] = defaultdict(list)
 
-    def category(self, where: str, entry: Category) -> None:
+    def category(self, where: str, value: Any) -> None:
+        entry = _validated(value, Category, where)
         title = one_line(entry.name, 200)
         if not title or entry.id in self.names or title in self.names.values():
             raise FulldepthError(
@@ -180,7 +175,8 @@ class _CocoReader:
             )
         self.names[entry.id] = title
 
-    def image(self, where: str, entry: ImageEntry) -> None:
+    def image(self, where: str, value: Any) -> None:
+        entry = _validated(value, ImageEntry, where)
         if entry.id in self.images:
             raise FulldepthError(f"{where}: another image has the same id.")
         name, path = entry.file_name, PurePosixPath(entry.file_name)
@@ -204,7 +200,8 @@ class _CocoReader:
 
         self.images[entry.id] = replace(stored, decode=decode), entry
 
-    def annotation(self, where: str, entry: Annotation) -> None:
+    def annotation(self, where: str, value: Any) -> None:
+        entry = _validated(value, Annotation, where)
         if entry.image_id not in self.images:
             raise FulldepthError(f"{where}: image_id {entry.image_id} is not among the images.")
         if entry.category_id not in self.names:
@@ -222,7 +219,7 @@ class _CocoReader:
         self.objects[entry.image_id].append((entry, (left, top, float(right - left), float(bottom - top))))
 
 
-def _validated(value: Any, kind: type[CocoEntry], where: str) -> Any:
+def _validated(value: Any, kind: type[Entry], where: str) -> Entry:
     try:
         return kind.model_validate(value)
     except pydantic.ValidationError as error:

@@ -124,11 +124,6 @@ def read_conversations(rows: Rows, tokenizer: Any = None) -> Iterator[tuple[str,
         yield where, example
 
 
-def is_conversation(row: Mapping[str, Any]) -> bool:
-    """Whether a row has the columns of a chat, or of a prompt with its response."""
-    return any(column in row for column in CHAT_COLUMNS) or any(set(pair) <= set(row) for pair in PROMPT_COLUMNS)
-
-
 def conversation_prompts(rows: Rows, tokenizer: Any) -> Iterator[tuple[str, Prompt]]:
     """Location and prompt of each row: messages for a chat template, else text that ends in white space.
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fulldepth.data.batches import Example, id_bytes
-from fulldepth.data.columns import TEXT_COLUMNS
-from fulldepth.data.conversations import CUT_OFF, encode_pair, is_conversation, read_conversations
+from fulldepth.data.columns import PROMPT_COLUMNS, TEXT_COLUMNS
+from fulldepth.data.conversations import CHAT_COLUMNS, CUT_OFF, encode_pair, read_conversations
 from fulldepth.data.corpus import CORPUS
 from fulldepth.data.drawing import Text, draw_windows
 from fulldepth.data.files import TABLES
@@ -155,7 +155,7 @@ def _read(data: Any, *, tokenizer: Any, longest: int | None, window: int, limit:
         where, row = next(opened.rows(), ("", {}))
         if not row:
             raise FulldepthError(f"{opened.name} is empty. Expected rows with {EXPECTED}.")
-        if is_conversation(row):
+        if row.keys() & {*CHAT_COLUMNS} or any(row.keys() >= {*pair} for pair in PROMPT_COLUMNS):
             rows = opened.rows() if limit is None else opened.sampled(list(row), limit, seed=seed)
             pairs = _pairs(opened.name, read_conversations(rows, tokenizer), tokenizer, longest)
             return _Part(opened.name, "pairs", pairs)

@@ -61,22 +61,40 @@ class Preparation:
     """The options of `prepare`."""
 
     task: str
-    tokenizer: Any
-    processor: Any
-    max_sequences: int
-    sequence_length: int
-    max_positions: int | None
-    vocab_size: int | None
-    pad_id: int | None
-    start: int | None
-    words: Sequence[str]
-    truncate: bool
-    skip_bad: bool
-    seed: int
-    order: Order
-    bos: Bos
-    one_per_row: bool
-    balanced: bool
+    """`causal-lm`, `masked-lm`, `seq2seq-lm`, `text-classification`, `image-classification`, `detection` or
+    `representation`."""
+    tokenizer: Any = None
+    """For text."""
+    processor: Any = None
+    """For images."""
+    max_sequences: int = 256
+    """At most this many."""
+    sequence_length: int = 256
+    """Tokens of a window, and at most of any sequence; special tokens included."""
+    max_positions: int | None = None
+    """Most tokens that the model can read; None = no limit."""
+    vocab_size: int | None = None
+    """Rows of the model's embedding; None = not checked."""
+    pad_id: int | None = None
+    """Padding token of the model, by which some classifiers find the last token; None = the tokenizer's."""
+    start: int | None = None
+    """First token of an encoder-decoder's decoder."""
+    words: Sequence[str] = ()
+    """To locate (`Batch.words`)."""
+    truncate: bool = False
+    """Cut prompts with responses, and a classifier's labelled texts, that are too long; else refuse them."""
+    skip_bad: bool = False
+    """Leave labelled texts that are too long out, and count them in the warnings."""
+    seed: int = 0
+    """Of the sample and the masks."""
+    order: Order = "random"
+    """`first` takes the first records, and the first windows of all texts joined, instead of a sample."""
+    bos: Bos = "auto"
+    """Whether a causal model's windows of plain text begin with the BOS token; `auto`: if the tokenizer adds it."""
+    one_per_row: bool = False
+    """One sequence for each plain text too, cut at `sequence_length`."""
+    balanced: bool = False
+    """Sample the classes in turn. Means are then over classes, which a warning says."""
 
     @property
     def longest(self) -> int:
@@ -107,27 +125,7 @@ class Encoded:
     """What the encoder of an encoder-decoder reads."""
 
 
-def prepare(
-    source: Source,
-    *,
-    task: str,
-    tokenizer: Any = None,
-    processor: Any = None,
-    max_sequences: int = 256,
-    sequence_length: int = 256,
-    max_positions: int | None = None,
-    vocab_size: int | None = None,
-    pad_id: int | None = None,
-    start: int | None = None,
-    words: Sequence[str] = (),
-    truncate: bool = False,
-    skip_bad: bool = False,
-    seed: int = 0,
-    order: Order = "random",
-    bos: Bos = "auto",
-    one_per_row: bool = False,
-    balanced: bool = False,
-) -> Sequences:
+def prepare(source: Source, **options: Any) -> Sequences:
     """Tokenise, pack or cut, mask, sample and label the records of a source.
 
     For `masked-lm` the inputs are not masked; a masked copy of them is added with its targets (`Batch.masked_inputs`).
@@ -139,29 +137,12 @@ def prepare(
 
     Args:
         source: from `open_source`; labels are taken as they are (`number_labels` gives them a model's numbers).
-        task: `causal-lm`, `masked-lm`, `seq2seq-lm`, `text-classification`, `image-classification`, `detection` or
-            `representation`.
-        tokenizer: for text.
-        processor: for images.
-        max_sequences: at most this many.
-        sequence_length: tokens of a window, and at most of any sequence; special tokens included.
-        max_positions: most tokens that the model can read; None = no limit.
-        vocab_size: rows of the model's embedding; None = not checked.
-        pad_id: padding token of the model, by which some classifiers find the last token; None = the tokenizer's.
-        start: first token of an encoder-decoder's decoder.
-        words: to locate (`Batch.words`).
-        truncate: cut prompts with responses, and a classifier's labelled texts, that are too long; else refuse them.
-        skip_bad: leave labelled texts that are too long out, and count them in the warnings.
-        seed: of the sample and the masks.
-        order: `first` takes the first records, and the first windows of all texts joined, instead of a sample.
-        bos: whether a causal model's windows of plain text begin with the BOS token; `auto`: if the tokenizer adds it.
-        one_per_row: one sequence for each plain text too, cut at `sequence_length`.
-        balanced: sample the classes in turn. Means are then over classes, which a warning says.
+        **options: the fields of `Preparation`: `task`, and a `tokenizer` or a `processor`; all others have defaults.
 
     Raises:
         FulldepthError: if task, data and model do not match, or no sequence remains.
     """
-    plan = Preparation(**{name: value for name, value in locals().items() if name != "source"})
+    plan = Preparation(**options)
     if plan.max_sequences < 1 or plan.sequence_length < 1:
         given = f"{plan.max_sequences} and {plan.sequence_length}"
         raise FulldepthError(f"max_sequences and sequence_length must be at least 1, got {given}.")
@@ -423,11 +404,12 @@ def _empty_warning(count: int, noun: str = "text") -> list[str]:
 
 def _room(length: int, frame: Frame) -> int:
     """Tokens of a sequence beside the special ones, at least 1."""
-    if length <= len(frame):
+    special = len(frame.wrap([]))
+    if length <= special:
         raise FulldepthError(
-            f"A sequence_length of {length} leaves no room beside the tokenizer's {len(frame)} special tokens."
+            f"A sequence_length of {length} leaves no room beside the tokenizer's {special} special tokens."
         )
-    return length - len(frame)
+    return length - special
 
 
 def _has_types(tokenizer: Any, text: str) -> list[int] | None:

@@ -99,9 +99,6 @@ class Frame:
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
 
-    def __len__(self) -> int:
-        return len(self.prefix) + len(self.suffix)
-
     def wrap(self, ids: Sequence[int]) -> list[int]:
         """`ids` with the special tokens around them."""
         return [*self.prefix, *ids, *self.suffix]

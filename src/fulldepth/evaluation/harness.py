@@ -24,7 +24,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.hooks import capture
@@ -38,16 +37,16 @@ MOST_LOGITS = 1 << 25
 """Logits of one exit layer that exist at once."""
 MOST_LINE = 64 << 20
 """Longest line of a file of answers in bytes."""
+HarnessModel: Any = object
+"""`HFLM`, which `LayeredAnswers` is put before."""
 Request = tuple[Any, list[int], list[int]]
 """(texts, tokens of the context, tokens of the continuation)."""
 
 Likelihoods = list[tuple[float, bool]]
 """Of one request, for each exit layer: the log-probability of the continuation, and whether it is the greedy one."""
-MOST_LINE = 64 << 20
-"""Longest line of a file in bytes."""
 
 
-class Answers:
+class Answers(dict[str, Any]):
     """Key of a request -> answer: for log-likelihoods one pair per exit layer, for generation the text.
 
     Args:
@@ -59,8 +58,8 @@ class Answers:
     """
 
     def __init__(self, path: Path | None, identity: Mapping[str, Any], layers: int) -> None:
+        super().__init__()
         self.path, self.identity, self.layers = path, json.loads(json.dumps(identity)), layers
-        self._answers: dict[str, Any] = {}
         self._file: Any = None
         self.reused = 0
         """Answers that were read from the file."""
@@ -87,19 +86,13 @@ class Answers:
         if self._file is not None:
             self._file.close()
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._answers
-
-    def __getitem__(self, key: str) -> Any:
-        return self._answers[key]
-
     def put(self, answers: Mapping[str, Any]) -> None:
         """Add answers, and write them.
 
         Raises:
             FulldepthError: if they cannot be written.
         """
-        self._answers.update(answers)
+        self.update(answers)
         if self._file is not None:
             with self._writing():
                 self._write([[key, value] for key, value in answers.items()])
@@ -127,11 +120,11 @@ class Answers:
                     if entry != self.identity:
                         return 0
                 elif (pair := self._checked(entry)) is not None:
-                    self._answers.update([pair])
+                    self.update([pair])
                 else:
                     break
                 valid += len(line)
-        self.reused = len(self._answers)
+        self.reused = len(self)
         return valid
 
     def _checked(self, entry: Any) -> tuple[str, Any] | None:
@@ -202,36 +195,22 @@ class LayerReader:
         return torch.cat(values).view(len(self.layers), -1), torch.cat(hits).view(len(self.layers), -1)
 
 
-class LayeredAnswers:
-    """The methods that replace those of `HFLM`; see `layered_model`."""
+class LayeredAnswers(HarnessModel):
+    """The methods that replace those of `HFLM`; see `layered_model`, which sets the further attributes."""
 
-    reader: LayerReader
-    layer: int
-    answers: Answers
-    watcher: Watcher
-    title: str
-    shortened: Callable[[int], PreTrainedModel]
-    cut: int
     cache_hook: Any
-    batch_size: int
-    max_length: int
-    logits_cache: bool
-    softmax_dtype: Any
-    device: Any
     _model: Any
-    _model_call: Callable[[Tensor], Tensor]
-    _encoded: dict[tuple[str, str], tuple[list[int], list[int]]]
     _texts: dict[str, str]
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-probabilities of continuations at the exit layer."""
         with audible():
-            return super().loglikelihood(requests, disable_tqdm=True)  # type: ignore[misc]
+            return super().loglikelihood(requests, disable_tqdm=True)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Tokens of a context and its continuation; every exit layer asks for them again."""
         if (pair := self._encoded.get((context, continuation))) is None:
-            pair = self._encoded[context, continuation] = super()._encode_pair(context, continuation)  # type: ignore[misc]
+            pair = self._encoded[context, continuation] = super()._encode_pair(context, continuation)
         return pair
 
     def _loglikelihood_tokens(
@@ -305,7 +284,7 @@ class LayeredAnswers:
         """Log-probabilities of whole texts at the exit layer, in the harness's windows."""
         self.watcher.begin(self.title, 1)  # the number of windows is known to the harness alone
         with audible():
-            values = super().loglikelihood_rolling(requests, disable_tqdm=True)  # type: ignore[misc]
+            values = super().loglikelihood_rolling(requests, disable_tqdm=True)
         self.watcher.advance(1)
         return list(values)
 
@@ -343,7 +322,7 @@ class LayeredAnswers:
         self._model = whole if self.layer == self.reader.anatomy.num_layers else self.shortened(self.layer)
         try:
             with audible():
-                return super().generate_until(requests, disable_tqdm=True)  # type: ignore[misc]
+                return super().generate_until(requests, disable_tqdm=True)
         finally:
             self._model = whole
 

@@ -6,9 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fulldepth.evaluation.scoring import Score, Scored
 from fulldepth.metrics.jackknife import Mean
@@ -33,6 +31,8 @@ class TaskCurve(NamedTuple):
     lead: Mean | None
     """Lead of the whole model over the most frequent answer or a random choice, paired; None for scores that are not
     shares of right answers."""
+    chance: float | None
+    """See `Scored`."""
 
     @property
     def full(self) -> Score:
@@ -68,7 +68,8 @@ class TaskCurve(NamedTuple):
 def curves(scored: Scored) -> Iterator[TaskCurve]:
     """The main metric of every task, in the order of evaluation.
 
-    It is the first metric of which higher is better, or the first one of a task without such.
+    It is the first metric of which higher is better, or the first one of a task without such. Scores whose examples are
+    not known lose unpaired.
     """
     for task, layers in scored.layers.items():
         by_layer = [[score for score in scored.scores[layer] if score.task == task] for layer in layers]
@@ -77,28 +78,21 @@ def curves(scored: Scored) -> Iterator[TaskCurve]:
         metric = next((name for name in names if directions.get(name.partition(":")[0])), names[0])
         scores = [next(score for score in each if score.metric == metric) for each in by_layer]
         higher = bool(directions.get(metric.partition(":")[0], True))
-        clusters = scored.clusters.get(task)
-        drops = [_drop(scores[-1], score, higher, clusters) for score in scores]
-        lead = _lead(scores[-1], scored.guesses.get(task), clusters)
-        yield TaskCurve(task, metric, higher, layers, scores, drops, lead)
-
-
-def _drop(full: Score, score: Score, higher_is_better: bool, clusters: NDArray[np.int64] | None) -> Mean:
-    """What a score loses against the whole model's; unpaired where the examples are not known."""
-    sign = 1 if higher_is_better else -1
-    if full.values is not None and score.values is not None and clusters is not None:
-        return Mean.of(torch.from_numpy(sign * (full.values - score.values)), torch.from_numpy(clusters))
-    known = full.error is not None and score.error is not None
-    error = math.hypot(full.error or 0.0, score.error or 0.0) if known else None
-    return Mean(sign * (full.value - score.value), error, min(GROUPS, full.count), max(1, full.count))
-
-
-def _lead(full: Score, guess: NDArray[np.float64] | None, clusters: NDArray[np.int64] | None) -> Mean | None:
-    """The whole model's lead over a guess; None unless its score is the share of right answers."""
-    values = full.values
-    if values is None or guess is None or clusters is None or not set(np.unique(values)) <= {0.0, 1.0}:
-        return None
-    return Mean.of(torch.from_numpy(values - guess), torch.from_numpy(clusters))
+        full, sign, known = scores[-1], 1 if higher else -1, scored.clusters.get(task)
+        clusters = None if known is None else torch.from_numpy(known)
+        drops: list[Mean] = []
+        for score in scores:
+            if full.values is not None and score.values is not None and clusters is not None:
+                drops.append(Mean.of(torch.from_numpy(sign * (full.values - score.values)), clusters))
+            else:
+                errors = (full.error, score.error)
+                error = None if None in errors else math.hypot(*errors)  # type: ignore[arg-type]
+                drop = sign * (full.value - score.value)
+                drops.append(Mean(drop, error, min(GROUPS, full.count), max(1, full.count)))
+        lead, guess = None, scored.guesses.get(task)
+        if full.values is not None and guess is not None and clusters is not None and {*full.values} <= {0.0, 1.0}:
+            lead = Mean.of(torch.from_numpy(full.values - guess), clusters)
+        yield TaskCurve(task, metric, higher, layers, scores, drops, lead, scored.chance.get(task))
 
 
 def task_entries(scored: Scored) -> dict[str, dict[str, Any]]:
@@ -108,7 +102,7 @@ def task_entries(scored: Scored) -> dict[str, dict[str, Any]]:
             "metric": curve.metric,
             "higher_is_better": curve.higher_is_better,
             "count": curve.full.count,
-            "chance": scored.chance.get(curve.task) if curve.metric.startswith("acc") else None,
+            "chance": curve.chance if curve.metric.startswith("acc") else None,
             "advised": curve.is_advised,
             "earliest": curve.earliest,
             "earliest_by_estimate": curve.by_estimate,
@@ -121,23 +115,23 @@ def findings(scored: Scored) -> dict[str, Finding]:
     """Two findings of each task: the whole model's score, and the earliest exit layer that keeps it."""
     found = {}
     for curve in curves(scored):
-        full, chance = curve.full, scored.chance.get(curve.task)
-        guess = f"; a guess gives {chance:.3f}" if chance is not None and curve.metric.startswith("acc") else ""
+        full, is_accuracy = curve.full, curve.metric.startswith("acc")
+        guess = f"; a guess gives {curve.chance:.3f}" if curve.chance is not None and is_accuracy else ""
         sentence = (
             f"{curve.task}: {_shown(full)} {curve.metric} with all {curve.layers[-1]} layers ({full.count:,} "
             f"examples{guess})."
         )
         found[f"score {curve.task}"] = Finding(full.value, "1", sentence, standard_error=full.error)
         if len(curve.layers) > 1:
-            found[f"earliest_exit {curve.task}"] = _earliest(curve, scored.chance.get(curve.task))
+            found[f"earliest_exit {curve.task}"] = _earliest(curve)
     return found
 
 
-def _earliest(curve: TaskCurve, chance: float | None) -> Finding:
+def _earliest(curve: TaskCurve) -> Finding:
     depth, earliest, plain = curve.layers[-1], curve.earliest, curve.by_estimate
     why = "the layer of a threshold has no standard error"
     if not curve.is_advised:
-        guess = "a guess" if chance is None else f"a guess ({chance:.3f})"
+        guess = "a guess" if curve.chance is None else f"a guess ({curve.chance:.3f})"
         known = "is not measurably better than" if curve.lead is not None else "cannot be compared with"
         sentence = f"{curve.task}: the whole model ({_shown(curve.full)}) {known} {guess}: nothing is advised."
         return Finding(None, "layers", sentence, no_standard_error=why)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,15 @@ def evaluate(
     if settings.log_samples and folder is None:
         raise FulldepthError("log_samples writes into the result folder, and no output is named.")
     loaded = load_tasks(settings)
-    with _held(folder, resume=resume, overwrite=overwrite), opened(model, settings, tokenizer, plan) as subject:
+    with ExitStack() as held:
+        held.enter_context(claimed(folder, resume or overwrite))
+        if folder is not None and (folder / ANSWERS).is_dir() and not resume:
+            if not overwrite:
+                raise FulldepthError(
+                    f"{folder} holds an unfinished evaluation: continue it with resume, or start again with overwrite."
+                )
+            shutil.rmtree(folder / ANSWERS, ignore_errors=True)
+        subject = held.enter_context(opened(model, settings, tokenizer, plan))
         quality = None if settings.generation_quality is None else Quality(subject, settings)
         content = {name: each.content for name, each in loaded.items()}, None if quality is None else quality.content
         places = {"task_data", "include_path", "generation_quality", "tokenizer"}
@@ -99,23 +106,6 @@ def evaluate(
         if folder is not None:
             shutil.rmtree(folder / ANSWERS, ignore_errors=True)
         return results
-
-
-@contextmanager
-def _held(folder: Path | None, *, resume: bool, overwrite: bool) -> Iterator[None]:
-    """Hold the result folder; refuse one that belongs to something else."""
-    if folder is None:
-        yield
-        return
-    with claimed(folder, resume or overwrite):
-        answers = folder / ANSWERS
-        if answers.is_dir() and not resume:
-            if not overwrite:
-                raise FulldepthError(
-                    f"{folder} holds an unfinished evaluation: continue it with resume, or start again with overwrite."
-                )
-            shutil.rmtree(answers, ignore_errors=True)
-        yield
 
 
 def _evaluated(

@@ -222,7 +222,12 @@ def _scores(output: Mapping[str, Any]) -> Iterator[Score]:
             stated = results.get(f"{metric}_stderr,{how}")
             error = float(stated) if isinstance(stated, int | float) and math.isfinite(stated) else None
             name = metric if how == "none" else f"{metric}:{how}"
-            values = _values(_examples(samples, how), metric, float(value))
+            values = None
+            listed = [row.get(metric) for row in _examples(samples, how)]
+            if listed and all(isinstance(number, int | float | np.number) for number in listed):
+                numbers = np.array(listed, np.float64)
+                is_mean = abs(numbers.mean() - value) <= 1e-9 * max(1.0, abs(value))
+                values = numbers if is_mean else None
             yield Score(task, name, float(value), error, count, values)
 
 
@@ -230,15 +235,6 @@ def _examples(samples: Sequence[Mapping[str, Any]], how: str | None = None) -> l
     """The examples of a filter (None = the first one), in the order of the task."""
     how = samples[0].get("filter") if how is None and samples else how
     return sorted((one for one in samples if one.get("filter") == how), key=lambda one: int(one["doc_id"]))
-
-
-def _values(rows: Sequence[Mapping[str, Any]], metric: str, score: float) -> NDArray[np.float64] | None:
-    """A metric's value for each example; None unless the score is their mean."""
-    values = [row.get(metric) for row in rows]
-    if not values or not all(isinstance(value, int | float | np.number) for value in values):
-        return None
-    found = np.array(values, np.float64)
-    return found if abs(found.mean() - score) <= 1e-9 * max(1.0, abs(score)) else None
 
 
 def _guesses(rows: Sequence[Mapping[str, Any]], choices: Mapping[int, int]) -> NDArray[np.float64]:

@@ -27,7 +27,6 @@ from fulldepth.hf import (
     anatomy_candidates,
     device_of,
     evaluating,
-    first_broken_weight,
     open_model,
     open_tokenizer,
     skipping,
@@ -105,17 +104,8 @@ class EvaluationSubject:
     @property
     def document(self) -> dict[str, Any]:
         """The entry `model` of the results."""
-        model = self.model
-        return {
-            "name": self.checkpoint.name,
-            "class": type(model).__name__,
-            "task": self.anatomy.task,
-            "num_layers": self.num_layers,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "hash": self.hash,
-            "revision": self.checkpoint.revision,
-        }
+        own = {"task": self.anatomy.task, "num_layers": self.num_layers, "hash": self.hash}
+        return self.checkpoint.describe() | own
 
 
 @contextmanager
@@ -132,8 +122,7 @@ def opened(
     checkpoint = open_model(model, exit_heads=plan is None, **options)  # a plan's hash is that of the checkpoint alone
     owner = checkpoint.model
     check_is_decoder(owner)
-    if broken := first_broken_weight(owner):
-        raise FulldepthError(f"{checkpoint.name} has NaN or infinite weights (first: {broken}).")
+    checkpoint.check_weights()
     named = settings.tokenizer if tokenizer is None else tokenizer
     reading: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
     tokens = open_tokenizer(checkpoint, named, **reading)

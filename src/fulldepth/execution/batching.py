@@ -18,24 +18,18 @@ from fulldepth.hf import Anatomy, Classifier, body_inputs
 STRICTNESS: tuple[Batching, ...] = ("padded", "equal", "single")
 
 
-def batched(anatomy: Anatomy, sequences: Sequences, device: torch.device) -> tuple[Sequences, str | None]:
-    """The sequences, batched so that this model's results do not change, and a note if batching is restricted.
-
-    Restrictions required by one model do not affect the results of another, so they accumulate over several calls.
-    """
-    batching, sentence = check_batching(anatomy, sequences, device)
-    return replace(sequences, batching=max(batching, sequences.batching, key=STRICTNESS.index)), sentence
-
-
 def model_inputs(inputs: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """A batch's inputs on the model's device, images in the model's precision."""
     return {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in inputs.items()}
 
 
 @torch.no_grad()
-def check_batching(anatomy: Anatomy, sequences: Sequences, device: torch.device) -> tuple[Batching, str | None]:
-    """Compare the states of a sequence run alone, and the logits of a head that pools them itself, with those in a
-    batch with another one, with and without padding.
+def batched(anatomy: Anatomy, sequences: Sequences, device: torch.device) -> tuple[Sequences, str | None]:
+    """The sequences, batched so that this model's results do not change, and a note if batching is restricted.
+
+    The states of a sequence run alone, and the logits of a head that pools them itself, are compared with those in a
+    batch with another one, with and without padding. Restrictions required by one model do not affect the results of
+    another, so they accumulate over several calls.
 
     FNet mixes padding into the tokens, and so do ConvBERT's convolutions; capacity limits of experts mix sequences;
     XLNet's head reads the last position, whether it is padding or not.
@@ -44,9 +38,6 @@ def check_batching(anatomy: Anatomy, sequences: Sequences, device: torch.device)
         anatomy: a verified model in evaluation mode.
         sequences: the data; its shortest and longest sequences are tried.
         device: device of the model's inputs.
-
-    Returns:
-        What a batch may hold, and a sentence on the restriction, if any.
 
     Raises:
         FulldepthError: if two passes over the same batch differ: the model draws random numbers.
@@ -68,19 +59,27 @@ def check_batching(anatomy: Anatomy, sequences: Sequences, device: torch.device)
         return difference
 
     equal_length = [index for index, length in enumerate(lengths) if length == lengths[shortest] and index != shortest]
+    batching: Batching = "padded"
+    sentence = None
     if equal_length and (difference := change(equal_length[0])):
-        return "single", (
-            f"The results of {kind} depend on the other sequences of a batch (by {difference:.1e}, relative), so each "
-            "sequence is run alone."
+        batching, sentence = (
+            "single",
+            (
+                f"The results of {kind} depend on the other sequences of a batch (by {difference:.1e}, relative), so "
+                "each sequence is run alone."
+            ),
         )
-    if lengths[longest] != lengths[shortest] and (difference := change(longest)):
-        return "equal", (
-            f"The results of {kind} change when a sequence is padded (by {difference:.1e}, relative), so a batch holds "
-            "sequences of one length only."
+    elif lengths[longest] != lengths[shortest] and (difference := change(longest)):
+        batching, sentence = (
+            "equal",
+            (
+                f"The results of {kind} change when a sequence is padded (by {difference:.1e}, relative), so a batch "
+                "holds sequences of one length only."
+            ),
         )
-    if not equal_length and lengths[longest] == lengths[shortest]:  # a single sequence
+    elif not equal_length and lengths[longest] == lengths[shortest]:  # a single sequence
         change()
-    return "padded", None
+    return replace(sequences, batching=max(batching, sequences.batching, key=STRICTNESS.index)), sentence
 
 
 def _results(anatomy: Anatomy, sequences: Sequences, indices: Sequence[int], device: torch.device) -> list[Tensor]:
@@ -91,12 +90,10 @@ def _results(anatomy: Anatomy, sequences: Sequences, indices: Sequence[int], dev
     with capture(anatomy, ["residual"]) as activations:
         anatomy.runner(**body_inputs(anatomy, model_inputs(batch.inputs, device, anatomy.model.dtype)))
         states = activations.stack("residual")  # [L+1, B, T, D]
-    mask = batch.attention_mask
-    logits = []
+    mask, logits = batch.mask(states.shape[2], states.device), []
     if anatomy.head is not None and anatomy.head.pool == "inside":
-        seen = torch.ones(states.shape[1:3], device=states.device) if mask is None else mask.to(states.device)
-        logits = [Classifier(anatomy).sequences(states[-1], seen)[None, :1]]
-    return [states[:, 0] if mask is None else states[:, 0, mask[0].to(states.device)], *logits]
+        logits = [Classifier(anatomy).sequences(states[-1], mask)[None, :1]]
+    return [states[:, 0, mask[0]], *logits]
 
 
 def _difference(got: Tensor, expected: Tensor) -> float:

@@ -157,22 +157,18 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
     width = 4.0 * (getattr(config, "num_attention_heads", None) or 0) * head_channels(config)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     windows = [getattr(config, "sliding_window", None) if "sliding" in kind else None for kind in kinds]
+    visible = [min(sequence_length, window or sequence_length) for window in windows]  # min(position, window), averaged
+    keys = sum((most * (most + 1) / 2 + (sequence_length - most) * most) / sequence_length for most in visible)
     full = width * sequence_length * len(windows)
     extra = getattr(config, "extra_flops", None)
     return TokenFlops(
         linear=token_products(model, outside),
         head=pooled if causal else pooled / sequence_length,
-        attention=width * sum(_mean_keys(sequence_length, window) for window in windows) if causal else full,
+        attention=width * keys if causal else full,
         attention_full=full,
         extra=(extra(sequence_length) if extra is not None else 0.0) + pixels,
         pooled=pooled if classifies else None,
     )
-
-
-def _mean_keys(length: int, window: int | None) -> float:
-    """Keys that a causal position sees, averaged over positions 1..T: min(position, window)."""
-    visible = min(length, window or length)
-    return (visible * (visible + 1) / 2 + (length - visible) * visible) / length
 
 
 class Shape(NamedTuple):
@@ -186,6 +182,11 @@ class Shape(NamedTuple):
 def parts_of(variant: Variant, layer: int) -> tuple[str, ...]:
     """The removed parts of a 1-based layer, in a fixed order; empty if it is whole."""
     return tuple(part for part in ("attention", "layer", "mlp") if Block(layer, part) in variant)
+
+
+def attends(variant: Variant, layer: int) -> bool:
+    """Whether a 1-based layer keeps its attention."""
+    return not {"attention", "layer"} & set(parts_of(variant, layer))
 
 
 @dataclass(frozen=True)
@@ -252,8 +253,7 @@ class Costs:
         gradient checkpointing, the forward pass of the blocks counts once more.
         """
         head = shape.labelled * self.head
-        read = (k for n, k in enumerate(self.keys, start=1) if not {"attention", "layer"} & set(parts_of(variant, n)))
-        scores = shape.batch * shape.length**2 * sum(read)
+        scores = shape.batch * shape.length**2 * sum(k for n, k in enumerate(self.keys, start=1) if attends(variant, n))
         passes = 3 if self.checkpoints(shape, checkpointing) else 2
         return passes * (self.whole(variant, shape) - head) + scores + 3 * head
 
@@ -265,11 +265,7 @@ class Costs:
             pairs = [{Block(layer, "attention"), Block(layer, "mlp")} for layer in layers]
             more += [pair for pair in pairs if pair <= set(self.able) - removed]
         variants = [removed | one for one in sorted(more, key=sorted)]
-        return [v for v in variants if not self.global_layers or any(self._attends(v, n) for n in self.global_layers)]
-
-    @staticmethod
-    def _attends(variant: Variant, layer: int) -> bool:
-        return not {"attention", "layer"} & set(parts_of(variant, layer))
+        return [v for v in variants if not self.global_layers or any(attends(v, n) for n in self.global_layers)]
 
 
 def costs_of(anatomy: Anatomy, classifier: Classifier, granularity: str, keep: Collection[int] = ()) -> Costs:

@@ -33,6 +33,8 @@ class LayerCache(DynamicCache):
         FulldepthError: if a layer keeps anything but keys and values of its own (recurrent states, another layer's).
     """
 
+    layers: list[Any]
+
     def __init__(self, config: PreTrainedConfig) -> None:
         try:
             super().__init__(config=config)
@@ -50,7 +52,7 @@ class LayerCache(DynamicCache):
     @property
     def lengths(self) -> list[int]:
         """[L] number of positions that each layer has seen."""
-        return [self._layer(index).get_seq_length() for index in range(len(self.layers))]
+        return [layer.get_seq_length() for layer in self.layers]
 
     @contextmanager
     def starting_at(self, start: int) -> Iterator[None]:
@@ -84,7 +86,7 @@ class LayerCache(DynamicCache):
         Raises:
             FulldepthError: within `starting_at`, if the layer does not end where the new positions start.
         """
-        if self._start is not None and (length := self._layer(layer_idx).get_seq_length()) != self._start:
+        if self._start is not None and (length := self.layers[layer_idx].get_seq_length()) != self._start:
             raise FulldepthError(
                 f"Layer {layer_idx + 1} has {length} positions in the cache, but the tokens start at position "
                 f"{self._start}; run the layer on the tokens between, or crop the cache."
@@ -111,8 +113,7 @@ class LayerCache(DynamicCache):
         differ = min(lengths) < max(lengths)
         if differ and (len({*self.lengths}) > 1 or max(lengths) > self.lengths[0]):
             raise FulldepthError("Sequences can keep different numbers of positions only if all layers hold them.")
-        for index in range(len(self.layers)):
-            layer = self._layer(index)
+        for index, layer in enumerate(self.layers):
             if layer.is_initialized:
                 own = [min(lengths[0], layer.get_seq_length())] * len(layer.keys)
                 self._cut(index, layer, lengths if differ else own)
@@ -123,8 +124,7 @@ class LayerCache(DynamicCache):
         Args:
             count: number of positions, no more than any layer has seen.
         """
-        for index in range(len(self.layers)):
-            layer = self._layer(index)
+        for layer in self.layers:
             if not layer.is_initialized:
                 continue
             length = layer.get_seq_length() - count
@@ -155,11 +155,7 @@ class LayerCache(DynamicCache):
         if layer.is_sliding:
             layer.cumulative_length = max(ends)
 
-    def _layer(self, index: int) -> Any:
-        """A 0-based layer, of a type in `KNOWN_LAYERS`."""
-        return self.layers[index]
-
     def _window(self, index: int) -> int:
         """Maximum number of earlier positions that a 0-based layer reads."""
-        layer = self._layer(index)
+        layer = self.layers[index]
         return layer.sliding_window - 1 if layer.is_sliding else sys.maxsize

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +17,7 @@ from fulldepth.hf import Anatomy, Classifier, Head, body_inputs, logits_of
 from fulldepth.hf.families import FUNCTIONS, Pool
 from fulldepth.hf.finder import STACKS
 from fulldepth.hf.heads import pool
+from fulldepth.hf.model_hash import equal
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest accepted error (rounding) in each precision, relative to the largest entry."""
@@ -53,26 +54,9 @@ class Trace:
     logits: Tensor | None = None
     """Logits of the whole model; None without a head."""
 
-    def of(self, modules: Iterable[nn.Module]) -> list[Call]:
-        """The calls of these modules."""
-        members = set(modules)
-        return [call for call in self.calls if call.module in members]
-
-    def at(self, path: str) -> Call | None:
-        """The last call of the module with this name."""
-        return next((call for call in reversed(self.calls) if call.path == path), None)
-
     def readers(self, state: Tensor) -> Iterator[Call]:
         """The calls whose input is this state."""
         return (call for call in self.calls if equal(call.given, state))
-
-
-def equal(state: Tensor, other: Tensor) -> bool:
-    """Whether two states have the same shape, dtype and values."""
-    if state.shape != other.shape or state.dtype != other.dtype:
-        return False
-    is_view = state.data_ptr() == other.data_ptr() and state.stride() == other.stride()
-    return is_view or torch.equal(state.to(other.device), other)
 
 
 @torch.no_grad()
@@ -194,12 +178,13 @@ def prove_stream(anatomy: Anatomy, trace: Trace) -> tuple[Anatomy, Tensor]:
         The anatomy with the order of the calls, and h_L, `[B, T, D]` (`[B, T, n, D]` for several streams).
 
     Raises:
-        FulldepthError: if blocks did not run, ran out of order, or are not one after another.
+        FulldepthError: if blocks did not run, ran out of order, work on states of several shapes or not of the batch's
+            positions, or are not one after another.
     """
     blocks = list(anatomy.block_list)
-    calls = trace.of(blocks)
     path = anatomy.family.blocks
     number = {block: index for index, block in enumerate(blocks)}
+    calls = [call for call in trace.calls if call.module in number]
     order = tuple(number[call.module] for call in calls)
     silent = [index for index in range(len(blocks)) if index not in order]
     if silent:
@@ -209,12 +194,16 @@ def prove_stream(anatomy: Anatomy, trace: Trace) -> tuple[Anatomy, Tensor]:
     if len(order) == len(blocks) and list(order) != sorted(order):
         raise FulldepthError(f"the blocks of {path} run in the order {_listed(order)}")
     _check_beginning(anatomy, trace, calls)
-    _check_shapes(
-        calls,
-        path,
-        trace.positions and trace.positions[:: -1 if anatomy.family.sequence_first else 1],
-        4 if anatomy.has_streams else 3,
-    )
+    shapes = {tuple(state.shape) for call in calls for state in (call.given, call.gave)}
+    shape = next(iter(shapes))
+    if len(shapes) > 1 or len(shape) != (4 if anatomy.has_streams else 3):
+        raise FulldepthError(f"the blocks of {path} read and give states of shapes {_listed(sorted(shapes))}")
+    positions = trace.positions and trace.positions[:: -1 if anatomy.family.sequence_first else 1]
+    if positions is not None and shape[:2] != positions:
+        raise FulldepthError(
+            f"the blocks of {path} work on {shape[0]} x {shape[1]} positions where the batch has {positions[0]} "
+            f"sequences of {positions[1]} tokens (the model pads or rearranges them)"
+        )
     ordered = anatomy if list(order) == sorted(number.values()) else replace(anatomy, order=order)
     for layer, (before, call) in enumerate(pairwise(calls), start=2):
         if ordered.part(layer, "input_norms") is None and not equal(call.given, ordered.handed_on(before.gave)):
@@ -248,19 +237,6 @@ def _check_beginning(anatomy: Anatomy, trace: Trace, calls: list[Call]) -> None:
                 f"{anatomy.family.blocks} is only a part of the stack: {call.path} ({type(call.module).__name__}) "
                 "changes the stream too"
             )
-
-
-def _check_shapes(calls: list[Call], path: str, positions: tuple[int, ...] | None, dimensions: int) -> None:
-    """Check that all calls read and return states of one shape and, for text, with the batch's positions."""
-    shapes = {tuple(state.shape) for call in calls for state in (call.given, call.gave)}
-    if len(shapes) > 1 or len(next(iter(shapes))) != dimensions:
-        raise FulldepthError(f"the blocks of {path} read and give states of shapes {_listed(sorted(shapes))}")
-    shape = next(iter(shapes))
-    if positions is not None and shape[:2] != positions:
-        raise FulldepthError(
-            f"the blocks of {path} work on {shape[0]} x {shape[1]} positions where the batch has {positions[0]} "
-            f"sequences of {positions[1]} tokens (the model pads or rearranges them)"
-        )
 
 
 def _listed(items: object) -> str:
@@ -314,8 +290,8 @@ def _end(anatomy: Anatomy, trace: Trace) -> Tensor:
     """
     names = next(name for name, module in anatomy.model.named_modules() if module is anatomy.block_list).split(".")
     around = [".".join(names[:count]) for count in range(len(names))]
-    calls = [call for path in around if (call := trace.at(path)) is not None]
-    ends = [call.gave for call in calls if call.path or trace.logits is None]
+    last = {call.path: call for call in trace.calls}
+    ends = [last[path].gave for path in around if path in last and (path or trace.logits is None)]
     if not ends:
         raise FulldepthError("no module around the blocks gives a last hidden state, so it is not known where they end")
     return ends[0]

@@ -81,18 +81,14 @@ class Verified:
 
     def describe(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """The model's entry in `results.json`."""
-        model, anatomy = checkpoint.model, self.anatomy
+        anatomy = self.anatomy
         return {
-            "name": checkpoint.name,
-            "class": type(model).__name__,
+            **checkpoint.describe(),
             "family": anatomy.family.name,
             "task": anatomy.task,
             "num_layers": anatomy.num_layers,
             "width": self.width,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "dtype": str(model.dtype).removeprefix("torch."),
             "config_hash": checkpoint.config_hash,
-            "revision": checkpoint.revision,
             **({"exit_heads": len(self.classifier.exits)} if self.classifier and self.classifier.exits else {}),
         }
 

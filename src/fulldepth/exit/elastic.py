@@ -35,7 +35,7 @@ from fulldepth.hf import (
 )
 from fulldepth.hf.checkpoint_folder import (
     check_target,
-    copy_processor,
+    copy_files,
     count_parameters,
     folder_to_be,
     generation_settings,
@@ -44,6 +44,7 @@ from fulldepth.hf.checkpoint_folder import (
     save_tokenizer,
     strip_foreign_code,
 )
+from fulldepth.hf.file_checks import PROCESSOR_FILES
 from fulldepth.progress import Watcher
 from fulldepth.settings.exit import LayersSettings, file_size
 from fulldepth.settings.keywords import takes_settings
@@ -123,7 +124,7 @@ def export_layers(
             save_exit_heads(cut, folder)
             publish_older_names(folder)
             if anatomy.family.modality == "images":
-                if not copy_processor(checkpoint.name, folder, settings.revision):
+                if not copy_files(PROCESSOR_FILES, checkpoint.name, folder, settings.revision):
                     notes.append("No image processor was found with the checkpoint.")
             else:
                 hub: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}

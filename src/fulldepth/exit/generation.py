@@ -185,7 +185,6 @@ def _results(
     checkpoint: Checkpoint, prompts: Sequence[str], texts: list[str], stats: Stats, settings: GenerateSettings
 ) -> Results:
     """Document and table."""
-    model = checkpoint.model
     seconds = stats.prompt_seconds + stats.seconds
     sentence = f"{stats.tokens:,} tokens in {seconds:.2f} s. {stats.reason}"
     findings = {"tokens": Finding(stats.tokens, "tokens", sentence)}
@@ -206,16 +205,10 @@ def _results(
         )
         findings["theoretical_speedup"] = Finding(stats.theoretical_speedup, "1", sentence)
     document = {
-        **provenance("generation", settings.model_dump(), seed=settings.seed, machine=machine(device_of(model))),
-        "model": {
-            "name": checkpoint.name,
-            "class": type(model).__name__,
-            "task": "causal-lm",
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "num_layers": stats.num_layers,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "revision": checkpoint.revision,
-        },
+        **provenance(
+            "generation", settings.model_dump(), seed=settings.seed, machine=machine(device_of(checkpoint.model))
+        ),
+        "model": checkpoint.describe() | {"task": "causal-lm", "num_layers": stats.num_layers},
         "timings": {"forward": stats.seconds, "total": seconds},
         "warnings": list(checkpoint.warnings),
         "headline": {name: finding.document() for name, finding in findings.items()},

@@ -223,10 +223,8 @@ def _read_batch(
     chosen = targets != IGNORE
     if highest is not None:
         chosen &= position_ranks(targets, batch.sequence, seed) <= highest
-    target, mask = targets[chosen], batch.attention_mask
-    if mask is None:
-        mask = torch.ones(states[0].shape[:2], dtype=torch.bool)
-    mask = subject.classifier.sample_mask(batch.inputs, mask)
+    target = targets[chosen]
+    mask = subject.classifier.sample_mask(batch.inputs, batch.mask(states[0].shape[1]))
     size = max(1, len(target) if subject.classifies else CHUNK_ELEMENTS // (subject.anatomy.vocab_size or 1))
     layers: list[list[Tensor]] = []  # of each layer: predictions, losses, value of each rule, [N] each
     named = [rule for rule in rules if rule != "patience"]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fulldepth.data.batches import in_batches
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import ExitRule
 from fulldepth.execution.latency import OtherLoad, now, order
@@ -148,7 +149,11 @@ def timed(
     """
     early, load, model = EarlyExit(subject), OtherLoad(), subject.checkpoint.model
     place = {int(sequence): row for row, sequence in enumerate(readings.sequence)}
-    groups, rounds = _groups(subject, place), settings.repeats
+    # full batches of the samples that were read
+    groups = [[index for index in group if index in place] for group in subject.sequences.groups(subject.batch_size)]
+    if subject.sequences.batching == "padded":
+        groups = in_batches([index for group in groups for index in group], subject.batch_size)
+    groups, rounds = [group for group in groups if group], settings.repeats
     watcher.begin("Timing early exit", rounds * len(groups))
     seconds = [[0.0] * rounds for _ in range(1 + len(exits))]
     found = {exit: torch.zeros_like(readings.sequence) for exit in exits}
@@ -178,13 +183,3 @@ def timed(
     share = load.share()
     speedups = {exit: SpeedUp.of(seconds[0], own, share) for exit, own in zip(exits, seconds[1:], strict=True)}
     return speedups, median(seconds[0])
-
-
-def _groups(subject: ExitSubject, present: Mapping[int, Any]) -> list[list[int]]:
-    """Indices of the sequences of each timed batch: full batches of those that are present."""
-    sequences, size = subject.sequences, subject.batch_size
-    held = [[index for index in group if index in present] for group in sequences.groups(size)]
-    if sequences.batching != "padded":
-        return [group for group in held if group]
-    kept = [index for group in held for index in group]
-    return [kept[start : start + size] for start in range(0, len(kept), size)]

@@ -23,7 +23,6 @@ from fulldepth.hf import (
     checkpoint_of,
     depth_of,
     device_of,
-    first_broken_weight,
     no_single_class,
 )
 from fulldepth.settings.exit import ExitSettings, LayerReadingSettings
@@ -69,8 +68,7 @@ def open_checkpoint(model: str | Path | PreTrainedModel, settings: LayerReadingS
     if not isinstance(model, PreTrainedModel):  # before weights are loaded
         _check_min_layer(settings, depth_of(checkpoint_of(model), settings.revision, settings.trust_remote_code))
     checkpoint = subject.open_checkpoint(model, settings)
-    if broken := first_broken_weight(checkpoint.model):
-        raise FulldepthError(f"{checkpoint.name} has NaN or infinite weights (first: {broken}).")
+    checkpoint.check_weights()
     return checkpoint
 
 

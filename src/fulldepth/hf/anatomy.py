@@ -69,12 +69,9 @@ class Anatomy:
         `representation`.
         """
         if self.family.tower == "decoder":
-            return "seq2seq-lm" if self._class.endswith("ForConditionalGeneration") else "representation"
+            generates = type(self.model).__name__.endswith("ForConditionalGeneration")
+            return "seq2seq-lm" if generates else "representation"
         return task_of(self.model)
-
-    @property
-    def _class(self) -> str:
-        return type(self.model).__name__
 
     @property
     def body(self) -> nn.Module:
@@ -120,7 +117,8 @@ class Anatomy:
         for name in ("hidden_size", "d_model", "n_embd", "dim"):
             if isinstance(width := getattr(self.config, name, None), int):
                 return width
-        raise FulldepthError(f"The configuration of {self._class} does not say the width of its residual stream.")
+        kind = type(self.model).__name__
+        raise FulldepthError(f"The configuration of {kind} does not say the width of its residual stream.")
 
     def part(self, layer: int, role: str) -> nn.Module | None:
         """The module with a role (a field of `Family`) in a 1-based layer; None where the family has none there.
@@ -213,10 +211,8 @@ class Anatomy:
     @property
     def head(self) -> Head | None:
         """The path from `h_L` to the logits; None for models without a prediction head."""
-        for suffix, head in (self.family.heads or {}).items():
-            if self._class.endswith(suffix):
-                return head
-        return None
+        heads, kind = self.family.heads or {}, type(self.model).__name__
+        return next((head for suffix, head in heads.items() if kind.endswith(suffix)), None)
 
     def head_modules(self, head: Head) -> list[nn.Module]:
         """The modules of a head, in order; functions of `FUNCTIONS` as modules.

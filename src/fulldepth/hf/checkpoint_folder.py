@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from fulldepth.architectures.skipped import older_rope
 from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic, atomic_folder, read_json, remove_leftovers
-from fulldepth.hf.file_checks import PROCESSOR_FILES, check_tokenizer_files, stored_file
+from fulldepth.hf.file_checks import check_tokenizer_files, stored_file
 from fulldepth.hf.gguf import find_gguf
 from fulldepth.hf.load import find_tokenizer, load_tokenizer
 
@@ -138,7 +138,7 @@ def save_tokenizer(
                 return []
         elif name:
             check_tokenizer_files(name, revision)  # damaged files are refused, not copied
-            if copy_tokenizer(name, folder, revision):
+            if copy_files(TOKENIZER_FILES, name, folder, revision):
                 return []
     if tokenizer is not None:
         load_tokenizer(tokenizer, revision=revision, trust_remote_code=trust_remote_code).save_pretrained(folder)
@@ -146,48 +146,32 @@ def save_tokenizer(
     return ["No tokenizer was given, and none was found with the checkpoint."]
 
 
-def copy_processor(source: str, folder: Path, revision: str | None = None) -> bool:
-    """Copy a checkpoint's image processor unchanged; returns whether it has one.
-
-    Args:
-        source: the checkpoint: a folder, or a Hub name whose files are in the local cache.
-        folder: destination.
-        revision: branch, tag or commit, for a Hub name.
-    """
-    return _copy(PROCESSOR_FILES, source, folder, revision)
-
-
 def publish_older_names(folder: Path) -> None:
-    """Add the older names to a checkpoint's `config.json`, where transformers 5 reads the same from both."""
+    """Add to a checkpoint's `config.json` the names before transformers 5, which reads the same from both, of rotary
+    positions, the type of the weights and the number of experts.
+    """
     path = folder / "config.json"
     values = json.loads(path.read_text(encoding="utf-8"))
     for config in (values, *(part for part in values.values() if isinstance(part, dict))):
-        config |= older_names(config)
+        kind = str(config.get("model_type")).removeprefix("fulldepth_skipped_")
+        renamed = {"dtype": "torch_dtype"} if isinstance(config.get("dtype"), str) else {}
+        if config.get("model_type") == "gpt2":
+            renamed["n_positions"] = "n_ctx"  # read by mlx-lm and llama.cpp's converter
+        renamed |= RENAMED.get(kind, {})
+        names = {older: config[name] for name, older in renamed.items() if name in config}
+        config |= names | older_rope(kind, config)
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def older_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries with their names before transformers 5: rotary positions, type of the weights, number of experts."""
-    kind = str(config.get("model_type")).removeprefix("fulldepth_skipped_")
-    renamed = {"dtype": "torch_dtype"} if isinstance(config.get("dtype"), str) else {}
-    if config.get("model_type") == "gpt2":
-        renamed["n_positions"] = "n_ctx"  # read by mlx-lm and llama.cpp's converter
-    names = {older: config[name] for name, older in (renamed | RENAMED.get(kind, {})).items() if name in config}
-    return names | older_rope(kind, config)
-
-
-def copy_tokenizer(source: str, folder: Path, revision: str | None = None) -> bool:
-    """Copy a checkpoint's tokenizer files unchanged; returns whether it has any.
+def copy_files(names: Iterable[str], source: str, folder: Path, revision: str | None = None) -> bool:
+    """Copy files of a checkpoint unchanged; returns whether it has any.
 
     Args:
+        names: of the files: `TOKENIZER_FILES`, or `PROCESSOR_FILES` of an image processor.
         source: the checkpoint: a folder, or a Hub name whose files are in the local cache.
         folder: destination.
         revision: branch, tag or commit, for a Hub name.
     """
-    return _copy(TOKENIZER_FILES, source, folder, revision)
-
-
-def _copy(names: Iterable[str], source: str, folder: Path, revision: str | None) -> bool:
     paths = {name: path for name in names if (path := stored_file(source, name, revision)) is not None}
     for name, path in paths.items():
         shutil.copyfile(path, folder / name)

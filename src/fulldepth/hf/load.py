@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from fulldepth.errors import FulldepthError, is_out_of_memory, one_line, unknown
+from fulldepth.hf.anatomy import first_broken_weight
 from fulldepth.hf.exit_heads import EXIT_HEADS, find_exit_heads, load_exit_heads
 from fulldepth.hf.file_checks import (
     MOST_EDGE,
@@ -69,6 +70,25 @@ class Checkpoint:
 
         document = json.dumps(lasting(self.model.config.to_diff_dict()), sort_keys=True, default=str)
         return "sha256:" + hashlib.sha256(document.encode()).hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """Entries of the model in `results.json`."""
+        return {
+            "name": self.name,
+            "class": type(self.model).__name__,
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "revision": self.revision,
+        }
+
+    def check_weights(self) -> None:
+        """Refuse NaN or infinite weights.
+
+        Raises:
+            FulldepthError: with the name of the first (`first_broken_weight`).
+        """
+        if broken := first_broken_weight(self.model):
+            raise FulldepthError(f"{self.name} has NaN or infinite weights (first: {broken}).")
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:

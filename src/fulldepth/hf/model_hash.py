@@ -40,7 +40,7 @@ def model_hash(model: nn.Module) -> str:
         if (
             target in state
             and source in state
-            and (state[target] is state[source] or _are_equal(loaded(target), loaded(source)))
+            and (state[target] is state[source] or equal(loaded(target), loaded(source)))
         ):
             del state[target]
     fingerprint = Fingerprint("fulldepth model 1")
@@ -53,12 +53,14 @@ def model_hash(model: nn.Module) -> str:
     return str(fingerprint)
 
 
-def _are_equal(first: Any, second: Any) -> bool:
-    """Whether two values are tensors of one type and of equal values."""
-    if not (isinstance(first, Tensor) and isinstance(second, Tensor)) or first.dtype != second.dtype:
+def equal(first: Any, second: Any) -> bool:
+    """Whether two values are tensors of the same shape, dtype and values."""
+    if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
         return False
-    same = first.data_ptr() == second.data_ptr() and first.shape == second.shape and first.stride() == second.stride()
-    return same or torch.equal(first, second.to(first.device))
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    is_view = first.data_ptr() == second.data_ptr() and first.stride() == second.stride()
+    return is_view or torch.equal(first.to(second.device), second)
 
 
 def _plain_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 from huggingface_hub import ModelCardData
-from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import validate_repo_id
 
@@ -72,7 +71,8 @@ def _inherited(source: str | None) -> dict[str, Any]:
             stated = metadata_load(card) or {}
             license_name, languages = stated.get("license"), stated.get("language")
         else:
-            return {"base_model": source} if not Path(source).exists() and _is_hub_name(source) else {}
+            validate_repo_id(source)  # a ValueError for other names
+            return {"base_model": source} if source.count("/") == 1 and not Path(source).exists() else {}
     except (FulldepthError, ValueError, OSError, yaml.YAMLError):  # gone since it was loaded, or damaged
         return {}
     entries: dict[str, Any] = {}
@@ -83,12 +83,3 @@ def _inherited(source: str | None) -> dict[str, Any]:
     if names and all(isinstance(name, str) and name for name in names):
         entries["language"] = [one_line(name, 20) for name in names]
     return entries
-
-
-def _is_hub_name(name: str) -> bool:
-    """Whether a name has the form `user/model`."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return name.count("/") == 1

@@ -8,12 +8,10 @@ import numpy as np
 import pandas as pd
 from torch import nn
 
-from fulldepth.errors import FulldepthError
 from fulldepth.measurement.headline import Clusters, plural
 from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.metrics import Setup
 from fulldepth.metrics.base import NO_FIRST
-from fulldepth.metrics.cka import few_samples
 from fulldepth.settings.measure import MeasureSettings
 from fulldepth.uncertainty import quantile
 
@@ -52,25 +50,12 @@ def caveats(subject: MeasuredSubject, setup: Setup, table: pd.DataFrame) -> list
             f"{quantile(clusters.number):.1f} standard errors to either side (Student's t)."
         )
     tokens = table["count"][table.measure == "cka"].max()
-    if pd.notna(tokens) and few_samples(int(tokens), setup.width):
+    if pd.notna(tokens) and tokens < 10 * setup.width:
         lines.append(
             f"Biased CKA rests on {tokens} tokens, fewer than ten times the width ({setup.width}), and "
             "is inflated: read the debiased one."
         )
     return [line for line in lines if line] + gaps(table, setup.num_layers)
-
-
-def refuse_nothing(table: pd.DataFrame, subject: MeasuredSubject, setup: Setup) -> None:
-    """Raise unless the table holds at least one finite number.
-
-    Raises:
-        FulldepthError: if there is none; lists the problems of the weights and each measure.
-    """
-    if not np.isfinite(table.value.to_numpy(np.float64)).any():
-        why = " ".join([zero_weights(subject.checkpoint.model), *gaps(table, setup.num_layers)]).strip()
-        raise FulldepthError(
-            f"Nothing that was measured of {subject.checkpoint.name} is a finite number. {why}".strip()[:950]
-        )
 
 
 def sampling(subject: MeasuredSubject, settings: MeasureSettings, setup: Setup, table: pd.DataFrame) -> dict[str, Any]:

@@ -21,8 +21,7 @@ from fulldepth.measurement import tokens
 from fulldepth.measurement.lens_reader import LensReader
 from fulldepth.measurement.plan import MeasurePlan
 from fulldepth.measurement.subject import MeasuredSubject
-from fulldepth.measurement.weights import feed_projections
-from fulldepth.metrics import Detections, Observation, Readout, SpectralNorm
+from fulldepth.metrics import Detections, Observation, Readout
 from fulldepth.settings.measure import MeasureSettings
 
 SIMILARITY = {"displacement", "jump_rate", "cosine"}
@@ -127,8 +126,8 @@ def observe(
                 f"Activations are NaN or infinite in sequences {int(batch.sequence[0])}..{int(batch.sequence[-1])}; "
                 "the weights are broken or the precision is too low (try --dtype float32)."
             )
-    device, mask = residual.device, batch.attention_mask
-    mask = torch.ones(residual.shape[1:3], dtype=torch.bool, device=device) if mask is None else mask.to(device)
+    device = residual.device
+    mask = batch.mask(residual.shape[2], device)
     observation = Observation(
         states=states,
         attention_mask=mask,
@@ -166,13 +165,3 @@ def feed(plan: MeasurePlan, observation: Observation, clock: Clock) -> None:
         if "weights" not in measure.needs:
             with clock(name):
                 measure.update(observation)
-
-
-def weigh(subject: MeasuredSubject, plan: MeasurePlan, process: Processes, clock: Clock) -> None:
-    """Compute the spectral norms; the matrices are divided among the processes."""
-    if isinstance(norms := plan.measures.get("spectral_norm"), SpectralNorm):
-        with clock("spectral_norm"):
-            unreadable = feed_projections(norms, subject.anatomy, process.rank, process.world)
-        if unreadable:
-            reason = f"{len(unreadable)} weights are offloaded, packed or of unknown form (first: {unreadable[0]})"
-            plan.left_out.append({"measure": "spectral_norm (in part)", "reason": reason})

@@ -74,8 +74,7 @@ def _features(subject: MeasuredSubject, sequences: Sequences, settings: MeasureS
             subject.anatomy.body(**body_inputs(subject.anatomy, inputs))
             states = torch.stack([state.float().cpu() for state in activations["residual"]])  # [L+1, B, T, D]
             activations.clear()
-            present = batch.attention_mask
-            mask = torch.ones(states.shape[1:3], dtype=torch.bool) if present is None else present.cpu()
+            mask = batch.mask(states.shape[2])
             chosen = counted(subject.policy, mask, batch.token_ids, subject.eos, subject.leading)[..., None].float()
             labelled = batch.labels != IGNORE
             mean = (states * chosen).sum(2) / chosen.sum(1).clamp(min=1)

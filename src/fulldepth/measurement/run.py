@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from transformers import PreTrainedModel
@@ -24,9 +25,10 @@ from fulldepth.execution.memory import reset_peak, run_peak
 from fulldepth.execution.subject import open_checkpoint, prove, read_source, small_batch
 from fulldepth.hf import anatomy_candidates, evaluating, find_checkpoints, task_of, unwrapped
 from fulldepth.hf.finder import stacks, towers
-from fulldepth.measurement.caveats import EMPTY, caveats, refuse_nothing, sampling
+from fulldepth.measurement import tokens
+from fulldepth.measurement.caveats import EMPTY, caveats, gaps, sampling, zero_weights
 from fulldepth.measurement.headline import Clusters, headline
-from fulldepth.measurement.passes import Clock, run_pass, weigh
+from fulldepth.measurement.passes import Clock, run_pass
 from fulldepth.measurement.plan import MeasurePlan, check_memory, make_plan, make_setup
 from fulldepth.measurement.probe import probe_rows
 from fulldepth.measurement.series import (
@@ -40,7 +42,8 @@ from fulldepth.measurement.series import (
 )
 from fulldepth.measurement.subject import MeasuredSubject, prepare_subject
 from fulldepth.measurement.towers import Extra, measure_each, measure_towers
-from fulldepth.measurement.weights import nearest_tokens
+from fulldepth.measurement.weights import feed_projections, nearest_tokens
+from fulldepth.metrics import SpectralNorm
 from fulldepth.metrics.cosine import SITE
 from fulldepth.progress import Watcher
 from fulldepth.results import (
@@ -340,7 +343,12 @@ def measure_subject(
     share = subject.sequences.share(settings.batch_size, process.rank, process.world)
     watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}", sum(map(len, share)))
     grid = run_pass(subject, plan, settings, process, clock, reference=reference, advance=watcher.advance)
-    weigh(subject, plan, process, clock)
+    if isinstance(norms := plan.measures.get("spectral_norm"), SpectralNorm):
+        with clock("spectral_norm"):
+            unreadable = feed_projections(norms, subject.anatomy, process.rank, process.world)
+        if unreadable:
+            reason = f"{len(unreadable)} weights are offloaded, packed or of unknown form (first: {unreadable[0]})"
+            plan.left_out.append({"measure": "spectral_norm (in part)", "reason": reason})
 
     rows, influences = [], []
     for name, accumulator in plan.measures.items():
@@ -359,7 +367,11 @@ def measure_subject(
         with clock("probe_accuracy"):
             rows += process.first(lambda: probe_rows(subject, settings))  # fitting them is no work to share
     table = tabulate(rows)
-    refuse_nothing(table, subject, setup)
+    if not np.isfinite(table.value.to_numpy(np.float64)).any():
+        why = " ".join([zero_weights(subject.checkpoint.model), *gaps(table, setup.num_layers)]).strip()
+        raise FulldepthError(
+            f"Nothing that was measured of {subject.checkpoint.name} is a finite number. {why}".strip()[:950]
+        )
     clock.seconds["total"] = time.perf_counter() - start
     return Results(
         table,
@@ -400,6 +412,9 @@ def _document(
     # without clusters, the numbers of sequences identify groups within one text only
     text = "" if clusters else sequences.text_hash or sequences.hash
     groups = groups_entry(clusters or range(len(sequences)), sequences.unit, text)
+    first = (subject.anatomy.family.modality, subject.class_token) if subject.policy == "cls" else None
+    counts = tokens.FIRST.get(first, tokens.SENTENCES[subject.policy])
+    counting = (counts, subject.openings.sentence, tokens.MASKED if plan.masked_pass else "")
     document = {
         **provenance("measure", settings.model_dump(), seed=settings.seed),
         "model": subject.verified.describe(subject.checkpoint),
@@ -410,7 +425,11 @@ def _document(
             "sequence_length": setup.sequence_length,
             "masked_share": MASKED_SHARE if plan.masked_pass else None,
         },
-        "token_policy": subject.describe_tokens(plan.masked_pass),
+        "token_policy": {
+            "name": subject.policy,
+            "sentence": " ".join(filter(None, counting)),
+            "begin_with_bos": subject.openings.begin_with_bos,
+        },
         "timings": {
             "load": seconds.pop("load"),
             "forward": seconds.pop("forward", 0.0),

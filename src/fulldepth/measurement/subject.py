@@ -14,7 +14,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution import Verified
 from fulldepth.execution.batching import batched
 from fulldepth.execution.subject import open_checkpoint, prove, sequences_for, small_batch, tokenizer_for
-from fulldepth.hf import Anatomy, Checkpoint, anatomy_candidates, device_of, first_broken_weight
+from fulldepth.hf import Anatomy, Checkpoint, anatomy_candidates, device_of
 from fulldepth.measurement import tokens
 from fulldepth.settings.measure import MeasureSettings
 
@@ -50,21 +50,6 @@ class MeasuredSubject:
         own = getattr(self.tokenizer, "eos_token_id", None)
         return own if own is not None else getattr(self.anatomy.config, "eos_token_id", None)
 
-    def describe_tokens(self, masked_pass: bool) -> dict[str, Any]:
-        """The token policy's entry in `results.json`.
-
-        Args:
-            masked_pass: whether the lens uses a separate pass over masked text.
-        """
-        sentence = tokens.sentence(self.policy, self.anatomy.family.modality, self.class_token)
-        return {
-            "name": self.policy,
-            "sentence": " ".join(
-                filter(None, (sentence, self.openings.sentence, tokens.MASKED if masked_pass else ""))
-            ),
-            "begin_with_bos": self.openings.begin_with_bos,
-        }
-
 
 def prepare_subject(
     model: str | Path | PreTrainedModel | Checkpoint,
@@ -80,9 +65,7 @@ def prepare_subject(
         FulldepthError: if the model or the data are invalid or do not fit each other.
     """
     checkpoint = open_checkpoint(model, settings, device, settings.device_map)
-    broken = first_broken_weight(checkpoint.model)
-    if broken:
-        raise FulldepthError(f"{checkpoint.name} has NaN or infinite weights (first: {broken}).")
+    checkpoint.check_weights()
     candidates = anatomy_candidates(checkpoint.model, tower=settings.tower, override=settings.anatomy)
     tokenizer = tokenizer_for(checkpoint, candidates[0], data, settings, tokenizer)
     sequences = sequences_for(checkpoint, candidates[0], data, tokenizer, settings, settings.words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ MASKED = (
 )
 """Appended to the sentence for a masked language model."""
 
-FIRST = {
+FIRST: dict[Any, str] = {
     ("images", True): "Only the first token ([CLS]) of each image counts.",
     ("images", False): "Only the first patch of each image counts; the model has no [CLS] token.",
     ("text", True): "Only the first token ([CLS]) of each sequence counts.",
@@ -95,12 +96,6 @@ def leading_tokens(batch: Batch, anatomy: Anatomy, positions: int) -> int | None
     else:
         return None
     return positions - patches if positions >= patches else None
-
-
-def sentence(policy: str, modality: str, class_token: bool | None) -> str:
-    """One sentence on which tokens a policy counts in this model."""
-    first = FIRST.get((modality, class_token)) if policy == "cls" and class_token is not None else None
-    return first or SENTENCES[policy]
 
 
 def resolve(policy: str, anatomy: Anatomy, class_token: bool | None = None) -> str:

@@ -16,12 +16,8 @@ from fulldepth.measurement.subject import MeasuredSubject
 from fulldepth.metrics import SpectralNorm, head_shares
 
 
-def plain_weight(module: nn.Module) -> Tensor | None:
-    """A module's weight as a plain tensor; None if it is offloaded, or packed in a form that cannot be dequantised."""
-    return _plain(module.get_parameter("weight"))
-
-
-def _plain(parameter: nn.Parameter | None) -> Tensor | None:
+def plain(parameter: nn.Parameter | None) -> Tensor | None:
+    """A weight as a plain tensor; None if it is offloaded, or packed in a form that cannot be dequantised."""
     if parameter is None:
         return None
     weight: Tensor = parameter.detach()
@@ -49,7 +45,7 @@ def feed_projections(measure: SpectralNorm, anatomy: Anatomy, rank: int = 0, wor
     def readable() -> Iterator[tuple[str, int, Tensor]]:
         alone = ((site, layer, module.get_parameter("weight")) for site, layer, module in anatomy.projections())
         for index, (site, layer, parameter) in enumerate(chain(alone, anatomy.expert_projections())):
-            weight = _plain(parameter)
+            weight = plain(parameter)
             if weight is None:
                 unreadable.append(site)
             elif index % world == rank:
@@ -74,7 +70,7 @@ def shares_of_heads(anatomy: Anatomy) -> tuple[tuple[float, ...], ...]:
     shares = []
     for layer in range(1, anatomy.num_layers + 1):
         projection = anatomy.part(layer, "output")
-        weight = None if projection is None else plain_weight(projection)
+        weight = None if projection is None else plain(projection.get_parameter("weight"))
         if weight is None:
             return ()
         shares.append(tuple(head_shares(weight, anatomy.config.num_attention_heads).tolist()))
@@ -101,7 +97,7 @@ def nearest_tokens(subject: MeasuredSubject) -> dict[str, Any] | None:
         for layer in anatomy.layers_with("router")
         if (vector := anatomy.router_vectors(layer)) is not None
     }
-    embeddings = plain_weight(anatomy.body.get_input_embeddings()) if vectors else None  # type: ignore[operator]
+    embeddings = plain(anatomy.body.get_input_embeddings().weight) if vectors else None  # type: ignore[operator]
     if embeddings is None:
         return None
     names = [(layer, m, h) for layer, vector in vectors.items() for h in range(len(vector)) for m in range(layer)]

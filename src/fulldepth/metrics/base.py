@@ -267,11 +267,6 @@ class Observation:
         group = setup.group_of.to(self.keys.device)[self.keys >> POSITION_BITS]
         return one_hot(group, setup.groups).double()[:, :, None] * self.view_weights[:, None, :]
 
-    def lens_groups(self, setup: Setup) -> Tensor:
-        """[M] int64: the group of each lens position."""
-        where = self.lens.row.device
-        return setup.group_of.to(where)[self.sequence.to(where)[self.lens.row]]
-
     @cached_property
     def token_labels(self) -> Tensor:
         """[N] int64: the label of each counted token's sequence, -100 without labels."""

@@ -27,7 +27,7 @@ def linear_cka(x: Tensor, y: Tensor, debiased: bool = False) -> Tensor:
         \quad K = X X^T, \; L = Y Y^T
 
     With the biased HSIC (features centred) this is :math:`\|Y^T X\|_F^2 / (\|X^T X\|_F \|Y^T Y\|_F)`, which is far too
-    high unless `N` is much larger than `D` and `E`: see `few_samples`. The debiased form uses the unbiased estimate
+    high unless `N` is at least ten times as large as `D` and `E`. The debiased form uses the unbiased estimate
 
     .. math:: \mathrm{HSIC}_1 = \frac{1}{N(N-3)} \Big( \langle\tilde K, \tilde L\rangle
         + \frac{1^T \tilde K 1 \; 1^T \tilde L 1}{(N-1)(N-2)} - \frac{2}{N-2} 1^T \tilde K \tilde L 1 \Big)
@@ -71,11 +71,6 @@ def cka_matrix(features: Tensor, debiased: bool = True) -> Tensor:
     if features.ndim != 3:
         raise ValueError(f"features must be [L+1, N, D], got {tuple(features.shape)}")
     return _ratio(_chosen(hsic_of(list(features)), debiased))
-
-
-def few_samples(samples: int, width: int) -> bool:
-    """Whether the bias dominates biased CKA: `N < 10 D`."""
-    return samples < 10 * width
 
 
 class Cka(Measure):

@@ -154,8 +154,9 @@ class LensMean(Means):
 
     def update(self, observation: Observation) -> None:
         """Add one batch."""
-        values = self.reading(observation.lens).to(self.sums.device)
-        group = observation.lens_groups(self.setup).to(values.device)
+        lens, where = observation.lens, self.sums.device
+        values, row = self.reading(lens).to(where), lens.row.to(where)  # [L+1, M], [M]
+        group = self.setup.group_of.to(where)[observation.sequence.to(where)[row]]
         self.sums.index_add_(0, group, values.double().T)
         self.counts += group.bincount(minlength=len(self.counts))[:, None]
 

@@ -100,7 +100,18 @@ def _compared(results: Sequence[Results | str | Path], settings: CompareSettings
     if isinstance(results, str | Path | Results) or len(results) < 2:
         raise FulldepthError("A comparison needs at least two result folders.")
     loaded = [_readable(item) for item in results]
-    labels, first = _labels(results, settings.names), settings.baseline
+    labels, first = settings.names, settings.baseline
+    if labels is None:
+        labels = names(
+            [
+                Path(item.meta["model"].get("name") or "model") if isinstance(item, Results) else Path(item).resolve()
+                for item in results
+            ]
+        )
+    if len(labels) != len(results):
+        raise FulldepthError(f"{len(labels)} names were given for {len(results)} results.")
+    if len(set(labels)) < len(labels) or "" in labels:
+        raise FulldepthError(f"Names must differ from one another and not be empty, got {', '.join(labels)!r}.")
     kinds = [str(one.meta["kind"]) for one in loaded]
     if len(set(kinds)) > 1:
         listed = ", ".join(f"{label} is {KINDS[kind]}" for label, kind in zip(labels, kinds, strict=True))
@@ -193,19 +204,3 @@ def _last_step(series: Results) -> Results:
     table, influences = (None if rows is None else rows[rows["step"] == step].drop(columns="step") for rows in frames)
     assert table is not None
     return Results(table, meta, influences)
-
-
-def _labels(results: Sequence[Results | str | Path], given: list[str] | None) -> list[str]:
-    """The given names, or the shortest endings of the paths that are unique."""
-    if given is not None:
-        if len(given) != len(results):
-            raise FulldepthError(f"{len(given)} names were given for {len(results)} results.")
-        if len(set(given)) < len(given) or "" in given:
-            raise FulldepthError(f"Names must differ from one another and not be empty, got {', '.join(given)!r}.")
-        return given
-    return names(
-        [
-            Path(item.meta["model"].get("name") or "model") if isinstance(item, Results) else Path(item).resolve()
-            for item in results
-        ]
-    )

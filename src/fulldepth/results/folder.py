@@ -317,7 +317,8 @@ def check_consistent(
 
     Raises:
         FulldepthError: if the kind is not that of a result folder, a required column or entry is missing, the table
-            has more layers than the model, or the influences `groups` are of another number of groups.
+            has more layers than the model, counts by layer are of another depth than the model's, or the influences
+            `groups` are of another number of groups.
     """
     kind = str(meta.get("kind"))
     stated = (meta.get("groups") or {}).get("count")
@@ -343,20 +344,16 @@ def check_consistent(
         deepest = pd.concat(places).max().max()
         if layers is not None and not pd.isna(deepest) and deepest > layers:
             raise FulldepthError(f"Cannot read {folder}: the table has layer {deepest} of a model of {layers} layers.")
-        if kind in EXITS:
-            _check_exits(folder, kind, meta, layers)
-
-
-def _check_exits(folder: Path, kind: str, meta: Mapping[str, Any], layers: int | None) -> None:
-    """Refuse counts by layer of another depth than the model's, and entries of another kind of results."""
-    generation = meta.get("generation")
-    if generation is not None and isinstance(generation, list) is not (kind == "exit"):
-        raise FulldepthError(f"Cannot read {folder}: the entry `generation` is not that of results of kind {kind}.")
-    runs = [*(meta.get("exits") or []), *(generation if isinstance(generation, list) else [])]
-    stats = (generation.get("stats") or {}) if isinstance(generation, Mapping) else {}
-    counts = [run.get("exits") for run in (*runs, stats)]
-    counts += [stats.get(name) for name in ("layer_positions", "prompt_positions")]
-    depths = {len(count) for count in counts if count is not None} | ({layers} if layers is not None else set())
-    if len(depths) > 1:
-        listed = ", ".join(map(str, sorted(depths)[:4]))
-        raise FulldepthError(f"Cannot read {folder}: counts by layer for {listed} layers in one document.")
+        if kind not in EXITS:
+            return
+        generation = meta.get("generation")
+        if generation is not None and isinstance(generation, list) is not (kind == "exit"):
+            raise FulldepthError(f"Cannot read {folder}: the entry `generation` is not that of results of kind {kind}.")
+        runs = [*(meta.get("exits") or []), *(generation if isinstance(generation, list) else [])]
+        stats = (generation.get("stats") or {}) if isinstance(generation, Mapping) else {}
+        counts = [run.get("exits") for run in (*runs, stats)]
+        counts += [stats.get(name) for name in ("layer_positions", "prompt_positions")]
+        depths = {len(count) for count in counts if count is not None} | ({layers} if layers is not None else set())
+        if len(depths) > 1:
+            listed = ", ".join(map(str, sorted(depths)[:4]))
+            raise FulldepthError(f"Cannot read {folder}: counts by layer for {listed} layers in one document.")

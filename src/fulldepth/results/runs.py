@@ -64,8 +64,12 @@ def compare_runs(
     Raises:
         FulldepthError: if no step has a validation loss in every run.
     """
-    step = last_common_step(runs, labels)
-    baseline = runs[first]
+    evaluated = [sorted(map(int, set(_rows(run.table, "validation_loss")["step"]))) for run in runs]
+    common = set.intersection(*map(set, evaluated))
+    if not common:
+        listing = "; ".join(f"{label}: {one_line(steps, 60)}" for label, steps in zip(labels, evaluated, strict=True))
+        raise FulldepthError(f"The runs have no evaluated step in common ({listing}).")
+    step, baseline = max(common), runs[first]
     before = _previous(baseline.table)
     tables, models, times = [], [], {}
     clock = seconds_per_step(baseline.table, step)
@@ -100,20 +104,6 @@ def compare_runs(
         "headline": costs | verdict.headline(at_step, models, names=names),
         "warnings": _warnings(models, step),
     }
-
-
-def last_common_step(runs: list[Results], labels: list[str]) -> int:
-    """The last step with a validation loss in every run.
-
-    Raises:
-        FulldepthError: if there is none.
-    """
-    evaluated = [sorted(map(int, set(_rows(run.table, "validation_loss")["step"]))) for run in runs]
-    common = set.intersection(*map(set, evaluated))
-    if not common:
-        listing = "; ".join(f"{label}: {one_line(steps, 60)}" for label, steps in zip(labels, evaluated, strict=True))
-        raise FulldepthError(f"The runs have no evaluated step in common ({listing}).")
-    return int(max(common))
 
 
 def _previous(table: pd.DataFrame) -> dict[int, int | None]:

@@ -81,17 +81,14 @@ def chosen(curve: SpeedCurve, level: float) -> Entry | None:
         curve: of a model with a calibration part.
         level: accuracy to be kept on the calibration part.
     """
-
-    def mean_layer(entry: Entry) -> float:
-        counts = entry["exits"]
-        return float(sum(layer * count for layer, count in enumerate(counts, start=1)) / max(1, sum(counts)))
-
-    kept = [one for one in curve.calibration if one["threshold"] < 1 and one["accuracy"] >= level - 1e-12]
     timed = {(one["rule"], one["threshold"]): one for one in curve.timed}
-    ranked = sorted(kept, key=lambda one: (mean_layer(one), -one["accuracy"]))
-    return next(
-        (timed[one["rule"], one["threshold"]] for one in ranked if (one["rule"], one["threshold"]) in timed), None
-    )
+    kept = []  # (mean exit layer, -accuracy, place, reported entry)
+    for place, one in enumerate(curve.calibration):
+        entry, counts = timed.get((one["rule"], one["threshold"])), one["exits"]
+        if entry is not None and one["threshold"] < 1 and one["accuracy"] >= level - 1e-12:
+            mean_layer = sum(layer * count for layer, count in enumerate(counts, start=1)) / max(1, sum(counts))
+            kept.append((mean_layer, -one["accuracy"], place, entry))
+    return min(kept)[-1] if kept else None
 
 
 def speedups(models: Sequence[Entry]) -> dict[str, dict[str, Any]]:

@@ -82,7 +82,13 @@ def read(path: Path, required: Sequence[str] = COLUMNS) -> pd.DataFrame:
             texts = [name for name, kind in fields.items() if _is_text(kind)]
             columns = pyarrow.parquet.ParquetFile(path, read_dictionary=texts).read()
             columns.validate(full=True)
-    _check_text(path, columns, texts)
+    total = 0  # text is stored once per value, and may become too long when expanded
+    for chunk in (chunk for name in texts for chunk in columns[name].chunks):
+        lengths = np.asarray(pyarrow.compute.binary_length(chunk.dictionary).fill_null(0), dtype=np.int64)
+        counts = np.bincount(chunk.indices.drop_null().to_numpy(), minlength=len(lengths))
+        total += int((lengths * counts).sum())
+    if total > MOST_BYTES // 2:
+        raise FulldepthError(f"Cannot read {path}: it holds {total:,} bytes of text.")
     with reading(path):
         table = pd.DataFrame({name: _series(columns[name], name) for name in names})
     for name in table.columns:
@@ -114,18 +120,6 @@ def _check_type(path: Path, name: str, kind: pa.DataType, rows: int) -> None:
         raise FulldepthError(
             f"Cannot read {path}: the column {one_line(name, 60)} is of type {one_line(kind, 60)}, expected {expected}."
         )
-
-
-def _check_text(path: Path, table: pa.Table, names: list[str]) -> None:
-    """Refuse text that is stored once per value and becomes too long when expanded."""
-    total = 0
-    for name in names:
-        for chunk in table[name].chunks:
-            lengths = np.asarray(pyarrow.compute.binary_length(chunk.dictionary).fill_null(0), dtype=np.int64)
-            counts = np.bincount(chunk.indices.drop_null().to_numpy(), minlength=len(lengths))
-            total += int((lengths * counts).sum())
-    if total > MOST_BYTES // 2:
-        raise FulldepthError(f"Cannot read {path}: it holds {total:,} bytes of text.")
 
 
 def _series(column: pa.ChunkedArray, name: str) -> pd.Series:

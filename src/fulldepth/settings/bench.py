@@ -6,13 +6,12 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from fulldepth.settings.loading import Length
+from fulldepth.settings.loading import LOADING, Length
 from fulldepth.settings.search import HeldoutSettings
 
 MOST_ROUNDS = 100_000
 TIMED = ("batches", "contexts", "max_new_tokens", "repeats")
 DATA = ("max_sequences", "sequence_length", "batch_size")
-LOADING = ("dtype", "device", "tokenizer", "revision", "trust_remote_code")
 
 
 class BenchSettings(HeldoutSettings):

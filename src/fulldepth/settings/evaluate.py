@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.settings.loading import Count, Length, LoadingSettings, Seed
+from fulldepth.settings.loading import LOADING, Count, Length, LoadingSettings, Seed
 
 QUALITY = ("judge", "prompts", "prefix_tokens", "max_new_tokens", "top_p")
 """Settings of `generation_quality`."""
@@ -55,7 +55,7 @@ class EvaluateSettings(LoadingSettings):
             "apply_chat_template",
         ),
         "Generation quality": ("generation_quality", "max_new_tokens", "top_p"),
-        "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
+        "Loading the model": LOADING,
     }
 
     tasks: Annotated[list[str], AfterValidator(_some_tasks)] | None = None

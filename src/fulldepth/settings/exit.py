@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.settings.loading import Count, Length, ReadingSettings, Seed
+from fulldepth.settings.loading import LOADING, Count, Length, ReadingSettings, Seed
 
 Rule = Literal["confidence", "margin", "entropy", "patience"]
 Threshold = Annotated[float, Field(gt=0, le=1)]
@@ -16,7 +16,6 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 EXPORTS = ("layers", "memory_budget", "effective_depth")
 """Settings that choose the number of layers of a shorter checkpoint; one of them."""
 READING = ("max_sequences", "sequence_length", "batch_size", "seed", "split", "skip_bad")
-LOADING = ("dtype", "device", "tokenizer", "revision", "trust_remote_code")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 

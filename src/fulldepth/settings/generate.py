@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from fulldepth.errors import FulldepthError
-from fulldepth.settings.loading import Length, LoadingSettings, Seed
+from fulldepth.settings.loading import LOADING, Length, LoadingSettings, Seed
 
 AUTO = "auto"
 
@@ -19,7 +19,7 @@ class GenerateSettings(LoadingSettings):
         "Text": ("max_new_tokens", "temperature", "top_p", "seed"),
         "Speculation": ("speculate_from",),
         "Early exit": ("threshold", "rule"),
-        "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
+        "Loading the model": LOADING,
     }
 
     max_new_tokens: Length = 64

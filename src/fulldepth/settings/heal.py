@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from fulldepth.settings.loading import Precision, Rate
+from fulldepth.settings.loading import LOADING, Precision, Rate
 from fulldepth.settings.search import Batch, GgufType, HeldoutSettings
 
 
@@ -20,7 +20,7 @@ class HealSettings(HeldoutSettings):
         "Data": ("max_sequences", "sequence_length", "batch_size", "seed"),
         "Training": ("steps", "global_batch_size", "learning_rate", "rank", "precision"),
         "Writing": ("format", "gguf", "gguf_type"),
-        "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
+        "Loading the model": LOADING,
     }
 
     steps: Annotated[int, Field(ge=0, le=10**9)] = 100

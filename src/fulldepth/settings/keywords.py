@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import reduce, wraps
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from fulldepth import bars
-from fulldepth.progress import Watcher
 from fulldepth.settings.layers import Settings, layer, merge, read
 
 Result = TypeVar("Result")
@@ -28,7 +27,8 @@ def with_progress(function: Callable[..., Result]) -> Callable[..., Result]:
 
     @wraps(function)
     def call(*args: Any, progress: bool | None = None, **given: Any) -> Result:
-        with _watching(progress, given.pop("watcher", None)) as watcher:
+        own = given.pop("watcher", None)
+        with bars.watching(progress) if own is None else nullcontext(own) as watcher:
             return function(*args, watcher=watcher, **given)
 
     signature = inspect.signature(function)
@@ -89,16 +89,6 @@ def takes_settings(
         return with_progress(call) if "watcher" in own.parameters else call
 
     return add
-
-
-@contextmanager
-def _watching(progress: bool | None, watcher: Watcher | None) -> Iterator[Watcher]:
-    """The caller's watcher, or else one that shows progress as `bars.watching` does."""
-    if watcher is not None:
-        yield watcher
-        return
-    with bars.watching(progress) as shown:
-        yield shown
 
 
 def _stated(settings: Settings | Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -212,28 +212,26 @@ def _with_lists(model: type[pydantic.BaseModel], values: Mapping[str, Any]) -> d
             expected = kinds(field.annotation)
             if list in expected and type(value) not in expected:
                 items = [part.strip() for part in str(value).split(",") if part.strip()]
-                value = items if str in _item_kinds(field.annotation) else [_parse(item) for item in items]
+                lists = (part for part in members(field.annotation) if get_origin(part) is list)
+                of_text = any(str in kinds(get_args(part)[0]) for part in lists)
+                value = items if of_text else [_parse(item) for item in items]
         listed[key] = value
     return listed
 
 
+def members(annotation: Any) -> list[Any]:
+    """The annotation, or the members of a union, without bounds."""
+    if get_origin(annotation) is Annotated:
+        return members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [part for member in get_args(annotation) for part in members(member)]
+    return [annotation]
+
+
 def kinds(annotation: Any) -> set[Any]:
     """The plain types of an annotation, without None, bounds and choices; `list` for a list of anything."""
-    if get_origin(annotation) is Annotated:
-        return kinds(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return set().union(*map(kinds, get_args(annotation)))
-    if get_origin(annotation) is Literal:
-        return {str}
-    return set() if annotation is NoneType else {get_origin(annotation) or annotation}
-
-
-def _item_kinds(annotation: Any) -> set[Any]:
-    """The plain types of a list's items in an annotation."""
-    if get_origin(annotation) is list:
-        return kinds(get_args(annotation)[0])
-    parts = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
-    return set().union(*map(_item_kinds, parts))
+    origins = [get_origin(part) or part for part in members(annotation)]
+    return {str if origin is Literal else origin for origin in origins} - {NoneType}
 
 
 def _inner_class(model: type[pydantic.BaseModel] | None, key: str) -> type[pydantic.BaseModel] | None:

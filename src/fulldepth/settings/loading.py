@@ -16,6 +16,10 @@ Rate = Annotated[float, Field(gt=0, le=1e3)]
 
 Precision = Literal["float32", "autocast", "bfloat16"]
 """Of a training."""
+LOADING = ("dtype", "device", "tokenizer", "revision", "trust_remote_code")
+"""Settings of `LoadingSettings` that have an option."""
+SPREADING = ("dtype", "device", "device_map", "tokenizer", "revision", "trust_remote_code")
+"""The same, of commands that can spread a model over devices."""
 
 
 class LoadingSettings(Settings):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from fulldepth.errors import FulldepthError
-from fulldepth.settings.loading import Count, Length, LoadingSettings, ReadingSettings
+from fulldepth.settings.loading import LOADING, SPREADING, Count, Length, LoadingSettings, ReadingSettings
 
 TokenPolicy = Literal["auto", "all", "no-first", "last", "cls", "eos", "patches", "mean", "mean-patches"]
 
@@ -21,7 +21,7 @@ class MeasureSettings(ReadingSettings):
     options: ClassVar = {
         "What to measure": ("measures", "token_policy", "words", "reference"),
         "Data": ("max_sequences", "sequence_length", "batch_size", "exact", "seed", "split", "skip_bad"),
-        "Loading the model": ("dtype", "device", "device_map", "tokenizer", "revision", "trust_remote_code"),
+        "Loading the model": SPREADING,
     }
 
     measures: list[str] | None = None
@@ -81,7 +81,7 @@ class LensSettings(LoadingSettings):
 
     options: ClassVar = {
         "Lens": ("top_k", "sequence_length"),
-        "Loading the model": ("dtype", "device", "tokenizer", "revision", "trust_remote_code"),
+        "Loading the model": LOADING,
     }
 
     top_k: int = Field(default=5, ge=1, le=100)

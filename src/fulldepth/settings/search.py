@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.settings.loading import Length, LoadingSettings, Rate, Seed
+from fulldepth.settings.loading import SPREADING, Length, LoadingSettings, Rate, Seed
 
 Criterion = Literal["loss", "scaled", "kl"]
 Method = Literal["greedy", "exact", "one-shot", "cosine", "groups", "taylor", "random", "last", "given"]
@@ -67,7 +67,7 @@ class SearchSettings(HeldoutSettings):
         "The search": ("search", "criterion", "granularity", "given", "budget", "seed"),
         "Data": ("max_sequences", "sequence_length", "batch_size"),
         "Healing": ("fit",),
-        "Loading the model": ("dtype", "device", "device_map", "tokenizer", "revision", "trust_remote_code"),
+        "Loading the model": SPREADING,
     }
 
     blocks: Layer | None = None
@@ -154,7 +154,7 @@ class CurveSettings(SearchSettings):
     options: ClassVar = {
         "The search": ("blocks", "search", "granularity", "seed"),
         "Data": ("max_sequences", "sequence_length", "batch_size"),
-        "Loading the model": ("dtype", "device", "device_map", "tokenizer", "revision", "trust_remote_code"),
+        "Loading the model": SPREADING,
     }
 
     blocks: Layer = 12
@@ -171,7 +171,7 @@ class ExportSettings(LoadingSettings):
     """How `fulldepth skip apply` loads the model and writes its weights."""
 
     options: ClassVar = {
-        "Loading the model": ("dtype", "device", "device_map", "tokenizer", "revision", "trust_remote_code"),
+        "Loading the model": SPREADING,
         "Writing": ("shard_size", "gguf_type"),
     }
 

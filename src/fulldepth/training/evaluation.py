@@ -59,7 +59,12 @@ def evaluate(
                 value = value.to(device, torch.float64)
                 sums[name] = sums.get(name, 0) + (value if counts else torch.zeros_like(value))
             if counts and precision is not None:
-                precision.update(_detected(anatomy, batch, states, start))
+                heads, dtype = DetectionHeads(Classifier(anatomy)), next(anatomy.model.parameters()).dtype
+                read = [heads.read(state.to(dtype), layer) for layer, state in enumerate(states[1:], start=1)]
+                logits, boxes = (torch.stack(part).float() for part in zip(*read, strict=True))  # [L, B, Q, C or 4]
+                mask = torch.ones(logits.shape[1:3], dtype=torch.bool)
+                images, found = torch.arange(start, start + len(mask)), Detections(logits, boxes, batch["labels"])
+                precision.update(Observation({}, mask, mask, images, detections=found))
             activations.clear()
     for total in sums.values():
         add_up(total)
@@ -124,16 +129,6 @@ def _batch_sums(
         sums["correct"] = ((outputs.logits.argmax(-1) == labels) & (labels != IGNORE)).sum()
         sums["read"] = read.correct.double().sum(1)  # [L + 1]
     return sums
-
-
-def _detected(anatomy: Anatomy, batch: Mapping[str, Any], states: list[Tensor], first: int) -> Observation:
-    """Boxes and classes that every decoder layer finds in a batch, whose first image has the number `first`."""
-    heads, dtype = DetectionHeads(Classifier(anatomy)), next(anatomy.model.parameters()).dtype
-    read = [heads.read(state.to(dtype), layer) for layer, state in enumerate(states[1:], start=1)]
-    logits, boxes = (torch.stack(part).float() for part in zip(*read, strict=True))  # [L, B, Q, C], [L, B, Q, 4]
-    mask = torch.ones(logits.shape[1:3], dtype=torch.bool)
-    images = torch.arange(first, first + len(mask))
-    return Observation({}, mask, mask, images, detections=Detections(logits, boxes, batch["labels"]))
 
 
 def tracked(rows: Sequence[Row], means: Mapping[str, Sequence[float]]) -> dict[str, float]:

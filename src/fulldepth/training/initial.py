@@ -82,7 +82,7 @@ def check_initializer(model: PreTrainedModel, settings: InitializerSettings) -> 
         )
     if settings.distribution == "truncated-normal":
         matrices = {module.weight for module in _matrices(model)}
-        added = _added(model)
+        added: set[str] = getattr(model, "added_parameters", set)()
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and parameter not in matrices and name not in added:
                 raise FulldepthError(
@@ -91,14 +91,10 @@ def check_initializer(model: PreTrainedModel, settings: InitializerSettings) -> 
                 )
 
 
-def _added(model: nn.Module) -> set[str]:
-    """Names of the weights that the model's switches add to a stock model; they keep their initialisation."""
-    return getattr(model, "added_parameters", set)()
-
-
 def _matrices(model: nn.Module) -> list[Any]:
     """Linear layers and embeddings of the stock model; of tied ones the first."""
-    added, by_weight = _added(model), dict[Any, Any]()
+    added: set[str] = getattr(model, "added_parameters", set)()
+    by_weight = dict[Any, Any]()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding | Conv1D) and f"{name}.weight" not in added:
             by_weight.setdefault(module.weight, module)

@@ -156,7 +156,11 @@ def build_config(
         if base is None:
             defaults = {"vocab_size": vocab_size, POSITIONS: positions}
             sizes = {name: size for name, size in defaults.items() if size is not None and name in known} | given
-            options = _no_tokens(kind, sizes.get("vocab_size") or math.inf) | sizes | ids | given
+            limit = sizes.get("vocab_size") or math.inf
+            original = {field.name: field.default for field in fields(kind) if field.name in TOKEN_IDS}
+            # ids of the class, of the original's tokenizer, may lie outside the vocabulary
+            outside = {name: None for name, own in original.items() if isinstance(own, int) and own >= limit}
+            options = outside | sizes | ids | given
             config = kind(**options)
             if POSITIONS in sizes and POSITIONS not in given:
                 config = kind(**options | {POSITIONS: sizes[POSITIONS] + _unused_positions(config, task)})
@@ -321,12 +325,6 @@ def _kind(model: ModelSettings, base: PreTrainedConfig | None, task: str) -> typ
             "model.type to keep the checkpoint's."
         )
     return kind
-
-
-def _no_tokens(kind: type[PreTrainedConfig], vocab_size: float) -> dict[str, None]:
-    """None for special tokens whose ids in the class, of the original's tokenizer, lie outside the vocabulary."""
-    tokens = [field for field in fields(kind) if field.name in TOKEN_IDS]
-    return {token.name: None for token in tokens if isinstance(token.default, int) and token.default >= vocab_size}
 
 
 def _check_sizes(config: PreTrainedConfig, task: str, vocab_size: int | None, positions: int | None) -> None:

@@ -136,7 +136,8 @@ class DepthLlamaConfig(LlamaConfig):
         streams, and if dynamic `2 n (n + 2) D`. None depends on the sequence's length.
         """
         layers, width, streams = self.num_hidden_layers, self.hidden_size, self.num_streams
-        heads, channels = self._key_value_sizes
+        heads = self.num_key_value_heads or self.num_attention_heads
+        channels = self.head_dim or width // self.num_attention_heads
         sources = layers * (layers + 1) // 2 - 1  # the sum of r = 2..L
         per_source = {"none": 0, "static": width, "dynamic": 2 * width, "kv": 2 * heads * channels}
         flops = 2.0 * sources * heads * per_source[self.memory]
@@ -144,12 +145,6 @@ class DepthLlamaConfig(LlamaConfig):
             products = streams + 1 + (streams + 2 if self.hyper_dynamic else 0)
             flops += 4.0 * layers * streams * products * width
         return flops
-
-    @property
-    def _key_value_sizes(self) -> tuple[int, int]:
-        """H_kv and d_h."""
-        heads = self.num_attention_heads
-        return self.num_key_value_heads or heads, self.head_dim or self.hidden_size // heads
 
     def resolve(self) -> None:
         """Check the switches and fill in the tree; models call it again, because attributes may be set later.
