@@ -8,14 +8,14 @@ from fulldepth.errors import FulldepthError
 
 
 @contextmanager
-def refused(words=None, *parts):
-    """`with refused("layer 9"):` passes if its block raises a short `FulldepthError` that matches the words, a regular
-    expression, and has all parts as they stand.
+def refused(words=None, *parts, most=1000):
+    """`with refused("layer 9"):` passes if its block raises a `FulldepthError` of fewer than `most` characters that
+    matches the words, a regular expression, and has all parts as they stand.
     """
     with pytest.raises(FulldepthError, match=words) as caught:
         yield caught
     message = str(caught.value)
-    assert len(message) < 1000
+    assert len(message) < most
     for part in parts:
         assert part in message, message
 

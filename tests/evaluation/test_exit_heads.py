@@ -28,7 +28,7 @@ def test_each_layer_is_scored_and_generates_by_its_own_head(tmp_path, monkeypatc
     model.save_pretrained(tmp_path / "model")
     save_file({f"exit_heads.{n}.weight": w for n, w in matrices.items()}, tmp_path / "model/exit_heads.safetensors")
     data, texts, replies = small_world.write_data(tmp_path / "tasks"), [], {}
-    monkeypatch.setattr(Answers, "put", lambda self, new: (texts.extend(new.values()), self._answers.update(new)))
+    monkeypatch.setattr(Answers, "put", lambda self, new: (texts.extend(new.values()), self.update(new)))
     path = str(tmp_path / "model")
     results = scored(path, ["lambada_local"], data, exit_layers="all")
     texts.clear()

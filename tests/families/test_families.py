@@ -135,7 +135,7 @@ def test_a_model_type_is_what_the_page_says(task, model_type, tmp_path):
     assert verdict.row in PAGE, "python tests/families/verdicts.py makes the page anew"
     if subject is not None and verdict.verdict != "right":
         for run in (fulldepth.measure, exit.sweep):
-            with refused():
+            with refused(most=1200):  # three reasons and what to do
                 run(subject.folder, subject.data)
         return
     if subject is not None:
@@ -149,7 +149,7 @@ def test_a_model_type_is_what_the_page_says(task, model_type, tmp_path):
     if verdict.verdict == "right":
         check_own_heads(model, batch, tmp_path / "heads", cut=verdict.cut == "yes")
     else:
-        with refused():
+        with refused(most=1200):  # three reasons and what to do
             loss_of(model, batch, aligned="uniform")
 
 

@@ -103,6 +103,7 @@ BROKEN = [
     (entries(CONFIG, hidden_size="wide"), "hidden_size"),
     *((text(CONFIG, content), CONFIG) for content in (b"[1]", b"[" * 100_000, b'{"a": 1, "a": 2}')),
     (text("generation_config.json", b'{"a": 1, "a": 2}'), "generation_config.json"),
+    (text("generation_config.json", b'{"bos_token_id": "fifo"}'), "bos_token_id"),
     *((entries(CONFIG, architectures=names), "architectures") for names in (None, [3])),
     *((entries(CONFIG, architectures=[name]), name) for name in ("LlamaForTeleportation", "logging")),
     (entries(CONFIG, model_type="teleporter"), "teleporter"),

@@ -62,20 +62,16 @@ def batched(anatomy: Anatomy, sequences: Sequences, device: torch.device) -> tup
     batching: Batching = "padded"
     sentence = None
     if equal_length and (difference := change(equal_length[0])):
-        batching, sentence = (
-            "single",
-            (
-                f"The results of {kind} depend on the other sequences of a batch (by {difference:.1e}, relative), so "
-                "each sequence is run alone."
-            ),
+        batching = "single"
+        sentence = (
+            f"The results of {kind} depend on the other sequences of a batch (by {difference:.1e}, relative), so each "
+            "sequence is run alone."
         )
     elif lengths[longest] != lengths[shortest] and (difference := change(longest)):
-        batching, sentence = (
-            "equal",
-            (
-                f"The results of {kind} change when a sequence is padded (by {difference:.1e}, relative), so a batch "
-                "holds sequences of one length only."
-            ),
+        batching = "equal"
+        sentence = (
+            f"The results of {kind} change when a sequence is padded (by {difference:.1e}, relative), so a batch holds "
+            "sequences of one length only."
         )
     elif not equal_length and lengths[longest] == lengths[shortest]:  # a single sequence
         change()

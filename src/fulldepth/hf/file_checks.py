@@ -159,7 +159,12 @@ def check_model_files(where: str, revision: str | None = None) -> Weights:
             "it into the model (merge_and_unload of peft, then save_pretrained), or remove the adapter's files."
         )
     if path := locate(where, "generation_config.json", revision):
-        check_numbers(path, _read_object(path))
+        settings = _read_object(path)
+        check_numbers(path, settings)
+        for name, value in settings.items():
+            ids = value if isinstance(value, list) else [value]
+            if name.endswith("_token_id") and not all(each is None or isinstance(each, int) for each in ids):
+                raise FulldepthError(f"{path}: {one_line(name, 60)} is {one_line(repr(value), 100)}, not a token id.")
     if locate(where, WEIGHTS, revision):
         names = [WEIGHTS]
     elif index := locate(where, INDEX, revision):
