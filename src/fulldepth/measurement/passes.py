@@ -21,7 +21,8 @@ from fulldepth.measurement import tokens
 from fulldepth.measurement.lens_reader import LensReader
 from fulldepth.measurement.plan import MeasurePlan
 from fulldepth.measurement.subject import MeasuredSubject
-from fulldepth.metrics import Detections, Observation, Readout
+from fulldepth.measurement.weights import feed_projections
+from fulldepth.metrics import Detections, Observation, Readout, SpectralNorm
 from fulldepth.settings.measure import MeasureSettings
 
 SIMILARITY = {"displacement", "jump_rate", "cosine"}
@@ -165,3 +166,13 @@ def feed(plan: MeasurePlan, observation: Observation, clock: Clock) -> None:
         if "weights" not in measure.needs:
             with clock(name):
                 measure.update(observation)
+
+
+def weigh(subject: MeasuredSubject, plan: MeasurePlan, process: Processes, clock: Clock) -> None:
+    """Compute the spectral norms; the matrices are divided among the processes."""
+    if isinstance(norms := plan.measures.get("spectral_norm"), SpectralNorm):
+        with clock("spectral_norm"):
+            unreadable = feed_projections(norms, subject.anatomy, process.rank, process.world)
+        if unreadable:
+            reason = f"{len(unreadable)} weights are offloaded, packed or of unknown form (first: {unreadable[0]})"
+            plan.left_out.append({"measure": "spectral_norm (in part)", "reason": reason})

@@ -28,7 +28,7 @@ from fulldepth.hf.finder import stacks, towers
 from fulldepth.measurement import tokens
 from fulldepth.measurement.caveats import EMPTY, caveats, gaps, sampling, zero_weights
 from fulldepth.measurement.headline import Clusters, headline
-from fulldepth.measurement.passes import Clock, run_pass
+from fulldepth.measurement.passes import Clock, run_pass, weigh
 from fulldepth.measurement.plan import MeasurePlan, check_memory, make_plan, make_setup
 from fulldepth.measurement.probe import probe_rows
 from fulldepth.measurement.series import (
@@ -42,8 +42,7 @@ from fulldepth.measurement.series import (
 )
 from fulldepth.measurement.subject import MeasuredSubject, prepare_subject
 from fulldepth.measurement.towers import Extra, measure_each, measure_towers
-from fulldepth.measurement.weights import feed_projections, nearest_tokens
-from fulldepth.metrics import SpectralNorm
+from fulldepth.measurement.weights import nearest_tokens
 from fulldepth.metrics.cosine import SITE
 from fulldepth.progress import Watcher
 from fulldepth.results import (
@@ -343,12 +342,7 @@ def measure_subject(
     share = subject.sequences.share(settings.batch_size, process.rank, process.world)
     watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}", sum(map(len, share)))
     grid = run_pass(subject, plan, settings, process, clock, reference=reference, advance=watcher.advance)
-    if isinstance(norms := plan.measures.get("spectral_norm"), SpectralNorm):
-        with clock("spectral_norm"):
-            unreadable = feed_projections(norms, subject.anatomy, process.rank, process.world)
-        if unreadable:
-            reason = f"{len(unreadable)} weights are offloaded, packed or of unknown form (first: {unreadable[0]})"
-            plan.left_out.append({"measure": "spectral_norm (in part)", "reason": reason})
+    weigh(subject, plan, process, clock)
 
     rows, influences = [], []
     for name, accumulator in plan.measures.items():
