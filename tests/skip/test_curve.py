@@ -228,3 +228,12 @@ def test_all_blocks_in_another_order():
 def test_what_is_refused(family, options, named):
     with refused(named):
         curve(build(family), pairs(6), tokenizer=tokenizer(), **options)
+
+
+@pytest.mark.parametrize(
+    ("losses", "weights"),
+    [(np.ones((3, 4)), np.ones(4)), (np.ones(4), np.ones(4)), (np.full((3, 4), np.nan), np.ones(3))],
+)
+def test_losses_that_make_no_curve_are_refused(losses, weights):
+    with pytest.raises(AssertionError):
+        find_breakpoint(losses, weights)

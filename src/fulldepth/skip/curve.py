@@ -261,6 +261,8 @@ def find_breakpoint(
     break point off the curve.
     """
     curves, tokens = np.asarray(losses, np.float64), np.asarray(weights, np.float64)
+    assert curves.ndim == 2 and tokens.shape == curves.shape[:1], "N x K losses, N weights"  # noqa: PT018
+    assert np.isfinite(curves).all() and (tokens > 0).all()  # noqa: PT018
     at = np.unique(np.arange(len(curves)) if documents is None else np.asarray(documents), return_inverse=True)[1]
     total = np.bincount(at.reshape(-1), tokens)  # [D]
     sums = [np.bincount(at.reshape(-1), tokens * column) for column in curves.T]
