@@ -24,7 +24,7 @@ def drawn(dtype=torch.float64):
     states = torch.randn(3, 7, 6, generator=generator, dtype=dtype)
     states[labels == -100] = torch.nan
     weight = torch.randn(VOCAB, 6, generator=generator, dtype=dtype)
-    logits = 2 * torch.randn(3, 7, VOCAB, generator=generator, dtype=dtype)
+    logits = 2 * torch.randn(7, 3, VOCAB, generator=generator, dtype=dtype).transpose(0, 1)  # not contiguous
     return logits.requires_grad_(), states, lambda rows: rows @ weight.T, labels
 
 
@@ -42,11 +42,10 @@ def test_value_and_gradient_are_those_of_the_formula(chunk):
     assert_allclose(logits.grad.numpy(), slope, atol=1e-15)
 
 
-def test_only_the_logits_themselves_are_kept_whole():
+def test_only_the_gradient_is_kept():
     logits, states, head, labels = drawn(torch.float32)
     _, saved = kept(lambda: distillation_loss(logits, states, head, labels, chunk=4))
-    assert {tensor.data_ptr() for tensor in saved if tensor.numel() >= logits.numel()} <= {logits.data_ptr()}
-    assert sum(t.numel() for t in saved if t.untyped_storage().data_ptr() != logits.data_ptr()) < logits.numel() / 2
+    assert [tensor.shape for tensor in saved if tensor.dim()] == [logits.shape]
     nothing = distillation_loss(logits, states, head, torch.full_like(labels, -100))
     assert nothing.item() == 0.0
 

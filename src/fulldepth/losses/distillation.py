@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pydantic
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError
 from fulldepth.execution import body_inputs, capture, find_anatomy
 from fulldepth.hf import Anatomy, Classifier, device_of, evaluating, open_model
-from fulldepth.losses.aligned_loss import Reader, labelled_chunks
-from fulldepth.losses.term import Context, Term, check_states, recomputed, statistics_dtype
+from fulldepth.losses.aligned_loss import Reader
+from fulldepth.losses.term import Context, Term, check_states, statistics_dtype
 from fulldepth.targets import IGNORE
 
 CHUNK = 256
@@ -99,8 +100,8 @@ def distillation_loss(
     .. math:: L_{distillation} = T^2 \, \mathrm{mean}_{n: y_n \ne ignored} \sum_v p_{nv} \log \frac{p_{nv}}{q_{nv}},
         \quad p_n = \mathrm{softmax}(t_n / T), \; q_n = \mathrm{softmax}(s_n / T)
 
-    The factor `T^2` keeps the size of the gradient. The teacher's logits `t` exist for `chunk` positions at a time, and
-    are computed again in the backward pass.
+    The factor `T^2` keeps the size of the gradient. The teacher's logits `t` exist for `chunk` positions at a time; the
+    gradient is computed with the value.
 
     Args:
         logits: `s`, `[..., V]`; receives gradients.
@@ -120,23 +121,40 @@ def distillation_loss(
 
     Source: Hinton et al. 2015 (arXiv 1503.02531), Sec. 2 and 2.1.
     """
-    check_states([logits], labels != ignore_index)
-    labels, dtype = labels.to(logits.device).flatten(), statistics_dtype(logits)
-    total = torch.zeros((), dtype=dtype, device=logits.device)
-    parts = (logits.flatten(0, -2).split(chunk), states.flatten(0, -2).split(chunk))
-    for own, read, (index, _) in zip(*parts, labelled_chunks(labels, ignore_index, chunk), strict=True):
-        if len(index):
-            total = total + recomputed(_divergence, own, read, index, head, temperature, dtype)
-    return temperature**2 * total / (labels != ignore_index).sum().clamp(min=1)
+    counted = labels != ignore_index
+    check_states([logits], counted)
+    total = _Divergence.apply(logits, states, head, counted.to(logits.device), temperature, chunk)
+    return temperature**2 * total / counted.sum().clamp(min=1).to(logits.device)
 
 
-def _divergence(
-    logits: Tensor, states: Tensor, index: Tensor, head: Reader, temperature: float, dtype: torch.dtype
-) -> Tensor:
-    """Summed divergence of the chosen rows of one chunk."""
-    with torch.no_grad():
-        expected = head(states[index]).to(dtype)
-    if expected.shape[-1] != logits.shape[-1]:
-        raise FulldepthError(f"The teacher predicts {expected.shape[-1]:,} tokens, the model {logits.shape[-1]:,}.")
-    predicted, target = ((each / temperature).log_softmax(-1) for each in (logits[index].to(dtype), expected))
-    return F.kl_div(predicted, target, reduction="sum", log_target=True)
+class _Divergence(torch.autograd.Function):
+    """Summed divergence at the counted positions, and its gradient in the same pass.
+
+    Recomputed in the backward pass, as other terms are, the teacher's head and both softmaxes would cost a second time:
+    docs/log.md, 2026-11-27.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, states: Tensor, head: Reader, counted: Tensor, temperature: float, chunk: int
+    ) -> Tensor:
+        dtype = statistics_dtype(logits)
+        slopes = torch.zeros_like(logits, memory_format=torch.contiguous_format)
+        total = torch.zeros((), dtype=dtype, device=logits.device)
+        flat = [each.flatten(0, counted.dim() - 1) for each in (counted, states, logits, slopes)]
+        for part, read, own, slope in zip(*(each.split(chunk) for each in flat), strict=True):
+            expected = head(read[part]).to(dtype)  # [n, V]
+            if expected.shape[-1] != own.shape[-1]:
+                raise FulldepthError(
+                    f"The teacher predicts {expected.shape[-1]:,} tokens, the model {own.shape[-1]:,}."
+                )
+            log_p, log_q = (each.div_(temperature).log_softmax(-1) for each in (expected, own[part].to(dtype)))
+            total += F.kl_div(log_q, log_p, reduction="sum", log_target=True)
+            slope[part] = log_q.exp_().sub_(log_p.exp_()).div_(temperature).to(slope.dtype)
+        ctx.save_for_backward(slopes)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        return slope * ctx.saved_tensors[0], None, None, None, None, None
