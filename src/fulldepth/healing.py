@@ -109,7 +109,10 @@ def _training(healing: Healing, source: str | Path, teacher: str | Path, work: P
     return {
         "model": {"checkpoint": str(source)},
         "tokenizer": str(work / "start"),
-        "data": {"name": str(work / TRAIN), "validation": str(work / VALIDATION), "cache": str(work / "tokens")},
+        "data": {
+            **{"name": str(work / TRAIN), "validation": str(work / VALIDATION), "cache": str(work / "tokens")},
+            "validation_sequences": 8,  # progress only: the result is measured on other rows
+        },
         "objective": {"distillation": {"teacher": str(teacher)}},
         "lora": {"rank": settings.rank or None, "target_modules": sorted(changed) or None},
         "sequence_length": settings.sequence_length or healing.examples.meta.get("sequence_length") or 256,
