@@ -110,7 +110,9 @@ def _training(healing: Healing, source: str | Path, teacher: str | Path, work: P
         "model": {"checkpoint": str(source)},
         "tokenizer": str(work / "start"),
         "data": {
-            **{"name": str(work / TRAIN), "validation": str(work / VALIDATION), "cache": str(work / "tokens")},
+            "name": str(work / TRAIN),
+            "validation": str(work / VALIDATION),
+            "cache": str(work / "tokens"),
             "validation_sequences": 8,  # progress only: the result is measured on other rows
         },
         "objective": {"distillation": {"teacher": str(teacher)}},
