@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, needing
 from fulldepth.files import locked
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
@@ -66,13 +66,16 @@ def heal(
         Held-out losses of the original, the removed and the healed models; see `fulldepth.skip.healed`.
 
     Raises:
-        FulldepthError: as `fulldepth.skip.refit` and `export`; if `output` exists.
+        FulldepthError: as `fulldepth.skip.refit` and `export`; if `output` exists, or peft is needed and not installed.
     """
     target = Path(output)
     if target.exists():
         raise FulldepthError(f"{target} exists already; a checkpoint is never written over anything.")
     if settings.steps and (settings.revision is not None or not isinstance(model, str | Path)):
         raise FulldepthError("Training reads the original from its folder or by its name; give that, or steps=0.")
+    if settings.steps and settings.rank:
+        with needing("peft", "lora", "Training with adapters (rank)"):  # before the refit, which takes minutes
+            import peft  # noqa: F401, PLC0415
     plan, work = plan if isinstance(plan, Plan) else Plan.load(plan), target.with_name(f"{target.name}-work")
     opened = {"tokenizer": tokenizer, "heldout": heldout, "watcher": watcher}
     with locked(work):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import numpy as np
 import pytest
@@ -281,13 +282,16 @@ def test_the_folder_is_a_checkpoint_with_results(granularity, family, tmp_path, 
         ({"model": cpu_offload(tiny_models.build("llama"))}, "Offloaded"),
         ({"output": "."}, "exists already"),
         ({"heldout": "the rows of the search"}, "12 of 12 held-out rows also chose the blocks"),
+        ({"model": "a/model", "steps": 1}, r"needs peft: pip install 'fulldepth\[lora\]'"),  # before the refit
     ],
 )
-def test_bad_input_is_refused(change, named, tmp_path):
+def test_bad_input_is_refused(change, named, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
     examples = data()
-    given = {"model": tiny_models.build("llama"), "data": examples, "output": "healed", "heldout": None} | change
+    given = {"model": tiny_models.build("llama"), "data": examples, "output": "healed", "heldout": None, "steps": 0}
+    given |= change
     plan = planned.plan(tiny_models.build("llama"), granularity="layer", values=None, search="greedy")
     plan = plan.changed(data={**plan.data, "heldout_rows": rows_of(examples.heldout)})
     with refused(named):
-        heal_into(plan, output=tmp_path / given.pop("output"), steps=0, progress=False, **given)
+        heal_into(plan, output=tmp_path / given.pop("output"), progress=False, **given)
     assert not list(tmp_path.iterdir())
