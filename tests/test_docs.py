@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sys
+import tomllib
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -491,6 +492,15 @@ def test_every_option_in_the_documentation_exists():
             if names:
                 wrong = flags - takes[max(names, key=len)] - {"--help"}
                 assert not wrong, (path.name, command, wrong)
+
+
+def test_every_extra_that_is_named_can_be_installed():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
+    named = re.findall(r"[`'](?:fulldepth|\.)\[([\w,-]+)\][`']", "".join(path.read_text() for path in files))
+    named += re.findall(r'needing\("[\w-]+", "([\w-]+)"', "".join(path.read_text() for path in files))
+    assert {extra for extras in named for extra in extras.split(",")} >= {"gguf", "lora", "sft", "evaluate"}
+    assert {extra for extras in named for extra in extras.split(",")} <= declared.keys()
 
 
 def test_every_setting_in_the_documentation_exists():
