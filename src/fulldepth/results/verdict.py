@@ -189,8 +189,8 @@ def warnings(table: pd.DataFrame, models: list[Entry]) -> list[str]:
         if reasons := unlike(model, baseline, OTHER_REASONS, where_stated=True):
             lines.append(f"{pair}: a small difference may have other reasons than the models: {reasons}.")
         for task in [name for name in model.get("tasks") or () if name in (baseline.get("tasks") or ())]:
-            scores = ({"label": entry["label"], **entry["tasks"][task]} for entry in (model, baseline))
-            if reasons := unlike(*scores, TASK, where_stated=True):
+            own, other = ({"label": entry["label"], **entry["tasks"][task]} for entry in (model, baseline))
+            if reasons := unlike(own, other, TASK, where_stated=True):
                 lines.append(f"{task}: its scores are not comparable because {reasons}.")
         lines += depth_warning(model, baseline)
         for label, other in ((model["label"], baseline["label"]), (baseline["label"], model["label"])):
