@@ -19,7 +19,7 @@ from fulldepth.evaluation.subject import EvaluationSubject, opened
 from fulldepth.files import Fingerprint
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, claimed, finite, provenance, tabulate
-from fulldepth.settings.evaluate import EvaluateSettings, check_asked, parse_layers
+from fulldepth.settings.evaluate import EvaluateSettings, parse_layers
 from fulldepth.settings.keywords import takes_settings
 
 KIND = "evaluation"
@@ -69,7 +69,6 @@ def evaluate(
             malformed, the model is no causal language model, an exit layer does not exist, or the folder holds other
             results.
     """
-    check_asked(settings)
     folder = None if output is None else Path(output)
     if settings.log_samples and folder is None:
         raise FulldepthError("log_samples writes into the result folder, and no output is named.")

@@ -105,17 +105,13 @@ class EvaluateSettings(LoadingSettings):
 
     @model_validator(mode="after")
     def _options_fit(self) -> EvaluateSettings:
+        if not self.tasks and not self.generation_quality:
+            raise FulldepthError("Nothing to evaluate: name --tasks, or text data with --generation-quality.")
         for needed, names in {"generation_quality": QUALITY, "tasks": TASKS}.items():
             for name in names if not getattr(self, needed) else ():
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise FulldepthError(f"{name} is used by {needed}, which is not set.")
         return self
-
-
-def check_asked(settings: EvaluateSettings) -> None:
-    """Refuse an evaluation of nothing."""
-    if not settings.tasks and not settings.generation_quality:
-        raise FulldepthError("Nothing to evaluate: name --tasks, or text data with --generation-quality.")
 
 
 def parse_layers(text: str | None, num_layers: int, default: list[int]) -> list[int]:
@@ -140,4 +136,4 @@ def parse_layers(text: str | None, num_layers: int, default: list[int]) -> list[
     return sorted({*layers, num_layers})
 
 
-__all__ = ["EvaluateSettings", "check_asked", "parse_layers"]
+__all__ = ["EvaluateSettings", "parse_layers"]
