@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ def watching(progress: bool | None = True) -> Iterator[Watcher]:
         progress: True = a bar in a terminal, elsewhere lines; None = the same in a terminal or a notebook, elsewhere
             nothing; False = nothing. Under torchrun only the first process shows anything.
     """
-    terminal = Console(stderr=True)
+    terminal = Console(file=sys.stderr)  # of now: libraries that are silenced get others
     seen = terminal.is_terminal or terminal.is_jupyter
     if not launch.is_main() or progress is False or (progress is None and not seen):
         yield Watcher()
@@ -70,7 +71,6 @@ def _bar(console: Console) -> Iterator[Watcher]:
             lambda line: progress.console.print(line, **PLAIN),
             begin,
             lambda done: progress.advance(tasks[-1], done),
-            lambda title: progress.update(tasks[-1], description=title),
         )
 
 
@@ -87,7 +87,7 @@ class LogLines:
 
     def watcher(self) -> Watcher:
         """The callbacks."""
-        return Watcher(self.write, self.begin, self.advance, self.retitle)
+        return Watcher(self.write, self.begin, self.advance)
 
     def begin(self, title: str, total: int) -> None:
         """Start a task."""
@@ -107,7 +107,3 @@ class LogLines:
             remaining = f", {rest} left" if self.done and left > 0 else ""
             self.write(f"{self.title}: {self.done:,} of {self.total:,}, {clock} elapsed{remaining}")
             self._written = now
-
-    def retitle(self, title: str) -> None:
-        """Change the title of the task."""
-        self.title = title

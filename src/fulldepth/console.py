@@ -25,11 +25,6 @@ _document: list[Any] = []
 _is_json = {"on": False}
 
 
-def is_main() -> bool:
-    """Whether this process prints (under torchrun, only the first does)."""
-    return launch.is_main()
-
-
 @contextmanager
 def json_on_stdout() -> Iterator[None]:
     """Print the headline that `finish` receives as one JSON document on stdout, and everything else on stderr."""
@@ -41,7 +36,7 @@ def json_on_stdout() -> Iterator[None]:
             yield
     finally:
         _is_json["on"] = False
-    if _document and is_main():
+    if _document and launch.is_main():
         print(json.dumps(_document[-1], indent=1, allow_nan=False), file=stdout)
 
 
@@ -64,6 +59,8 @@ def finish(results: Any, page: Path | None = None) -> None:
         results: whose headline is printed; with `--json` as it is in `results.json`.
         page: path of the page.
     """
+    if not launch.is_main():
+        return
     shown, more = _headline(results)
     if _is_json["on"]:
         _document.append(results.headline)
@@ -158,7 +155,7 @@ def answer(value: Any) -> None:
 
 def loading() -> None:
     """Print a line before torch is imported, which may take seconds."""
-    if is_main() and "torch" not in sys.modules:
+    if launch.is_main() and "torch" not in sys.modules:
         Console(stderr=True).print("Loading...", **PLAIN)
 
 

@@ -16,8 +16,6 @@ class Watcher:
     """Called when a task of `total` parts starts."""
     advance: Callable[[int], None] = lambda done: None
     """Called with the number of parts completed since the last call."""
-    retitle: Callable[[str], None] = lambda title: None
-    """Called with a new title of the current task."""
 
 
 def without_repeats(watcher: Watcher) -> Watcher:

@@ -88,7 +88,7 @@ def test_a_signal_ends_the_program_and_leaves_nothing_half_written(main, monkeyp
     inside(monkeypatch, write)
     code, _, err = main("report", "somewhere")
     assert code == 128 + number
-    assert err.endswith(". Start again with: fulldepth report somewhere\n")
+    assert err.endswith(". Run again: fulldepth report somewhere\n")
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(number) == before
 
@@ -109,9 +109,9 @@ def test_ctrl_c_is_no_bug_wherever_it_comes(main, monkeypatch):
 
     for action in (importing, cleaning):
         inside(monkeypatch, action)
-        assert main("report", "somewhere")[::2] == (130, "Interrupted. Start again with: fulldepth report somewhere\n")
+        assert main("report", "somewhere")[::2] == (130, "Interrupted. Run again: fulldepth report somewhere\n")
     monkeypatch.setattr(program, "ending_cleanly", lambda: throw(KeyboardInterrupt()))
-    assert main("report", "somewhere")[::2] == (130, "Interrupted. Start again with: fulldepth report somewhere\n")
+    assert main("report", "somewhere")[::2] == (130, "Interrupted. Run again: fulldepth report somewhere\n")
 
 
 def test_the_first_process_tells_of_a_mistake_and_the_others_only_if_they_are_left(main, monkeypatch):

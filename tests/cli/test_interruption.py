@@ -1,4 +1,4 @@
-"""Ctrl-C while models are compared: the command in the message goes on."""
+"""Ctrl-C while models are compared: the command in the message works."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fulldepth import reporting
 from fulldepth.results import DOCUMENT, PAGE, Results
 
 
-@pytest.mark.parametrize(("moment", "overwrite"), [("document", True), ("page", False), ("page", True)])
+@pytest.mark.parametrize(("moment", "overwrite"), [("document", True), ("document", False), ("page", True)])
 def test_the_command_that_is_advised_after_an_interruption_works(main, tmp_path, monkeypatch, moment, overwrite):
     """Ctrl-C before the document of a comparison is renamed, and while its page is made."""
     folders = [small(value).save(tmp_path / f"{value}") for value in (1.0, 2.0)]

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import shlex
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from rich.console import Console
 
 from cli.conftest import shell
 from fulldepth import bars
-from fulldepth.cli import interruption, options
+from fulldepth.cli import options, program
 from fulldepth.results import DOCUMENT, Results, tabulate
 from fulldepth.settings.bench import BenchSettings
 from fulldepth.settings.compare import CompareSettings
@@ -192,19 +191,23 @@ def test_without_a_terminal_progress_is_shown_only_if_it_is_asked_for(capsys, pr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "values", "resumes", "expected"),
+    ("arguments", "resumable", "expected"),
     [
-        (["train", "x", "-o", "a b"], {"resume": False}, False, "Go on with: fulldepth train x -o 'a b' --resume"),
-        (["train", "x", "--resume"], {"resume": True}, False, "Go on with: fulldepth train x --resume"),
-        (["demo"], {}, True, "Go on with: fulldepth demo"),
-        (["skip", "bench"], {}, False, "Start again with: fulldepth skip bench"),
+        (["train", "x", "-o", "a b"], True, "fulldepth train x -o 'a b' --resume"),
+        (["train", "x", "--resume"], True, "fulldepth train x --resume"),
+        (["skip", "bench"], False, "fulldepth skip bench"),
     ],
 )
-def test_the_advice_after_an_interruption(monkeypatch, arguments, values, resumes, expected):
-    interruption.note(values, resumes)
-    assert interruption.advice(["/bin/fulldepth", *arguments]) == expected
-    assert shlex.split(expected.partition(": ")[2])[0] == "fulldepth"
-    module = interruption.advice([str(Path("fulldepth") / "__main__.py"), *arguments])
-    assert module == expected.replace("fulldepth", "python -m fulldepth", 1)
+def test_the_advice_after_an_interruption(monkeypatch, capsys, arguments, resumable, expected):
+    monkeypatch.setitem(program.RESUMABLE, "on", resumable)
+
+    def advised(name):
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        with pytest.raises(SystemExit):
+            program._end(130, "Interrupted")
+        return capsys.readouterr().err
+
+    assert advised("/bin/fulldepth") == f"Interrupted. Run again: {expected}\n"
+    assert f": python -m {expected}\n" in advised(str(Path("fulldepth") / "__main__.py"))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "torchrun" in interruption.advice(["fulldepth", *arguments])
+    assert f": torchrun ... -m {expected}\n" in advised("fulldepth")

@@ -147,7 +147,7 @@ def test_finished_results_of_other_content_are_not_returned(change, checkpoint, 
         name, before, after = EDITS[change]
         (tmp_path / name).write_text((tmp_path / name).read_text().replace(before, after))
     elif change == "lm-eval":
-        monkeypatch.setattr("fulldepth.evaluation.loading.lm_eval_version", lambda: "99")
+        monkeypatch.setattr("fulldepth.evaluation.loading.version", lambda name: "99")
     else:
         tokenizer.add_tokens(["river"])
     with refused("other content"):
@@ -237,7 +237,6 @@ def own_task(data):
         ("--tasks piqa_local --set include_path=absent", "absent"),
         ("--tasks piqa_local --set gen_kwargs=max_gen_toks=8", "gen_kwargs"),
         ("--tasks piqa_local --apply-chat-template", "chat template"),
-        ("--tasks piqa_local --set fewshot_as_multiturn=true", "--apply-chat-template"),
         ("--tasks piqa_local --top-p 0.5", "generation_quality"),
         ("--tasks piqa_local --task-data absent", "piqa_valid.jsonl"),
     ],

@@ -107,15 +107,14 @@ CHAT = (
 )
 
 
-@pytest.mark.parametrize("multiturn", [None, False])
-def test_chat_templates_and_arguments_of_generation_are_those_of_lm_eval(data, tmp_path, multiturn):
+def test_chat_templates_and_arguments_of_generation_are_those_of_lm_eval(data, tmp_path):
     """Scores and logs of examples against a stock run with the same options."""
     model, tokenizer, out = small_world.model(), small_world.tokenizer(), tmp_path / "out"
     tokenizer.chat_template = CHAT
     prompting = {"apply_chat_template": True, "system_instruction": "Be brief.", "gen_kwargs": "max_gen_toks=7"}
     options = {"num_fewshot": 2, **RESAMPLES}
     tasks, given = ["lambada_local", "arc_easy_local", "gsm8k_local"], {**options, "exit_layers": "2"}
-    logging = {"output": out, "log_samples": True, "fewshot_as_multiturn": multiturn}
+    logging = {"output": out, "log_samples": True}
     results = scored(model, tasks, data, tokenizer, **prompting, **logging, **given)
     plain = scored(model, tasks, data, tokenizer, **given)
     assert not results.table.value.equals(plain.table.value)
@@ -124,7 +123,7 @@ def test_chat_templates_and_arguments_of_generation_are_those_of_lm_eval(data, t
         for layer in (LAYERS, 2):
             replies = {}
             first = small_world.first_layers(model, layer)
-            reading = {"replies": replies, "tokenizer": tokenizer, "fewshot_as_multiturn": multiturn is None}
+            reading = {"replies": replies, "tokenizer": tokenizer, "fewshot_as_multiturn": True}
             whole = stock(first, task, data, **prompting, **options, **reading)
             near(ours(results, task, layer), whole, 0 if layer == LAYERS else 1e-5)
             logged = [entry["resps"][0][0] for entry in logs if entry["exit_layer"] == layer]
@@ -133,7 +132,7 @@ def test_chat_templates_and_arguments_of_generation_are_those_of_lm_eval(data, t
                 assert logged == replies[task]
         prompts = [entry["arguments"]["gen_args_0"]["arg_0"] for entry in logs]
         assert all(prompt.startswith("<s>system: Be brief.\n<s>user: ") for prompt in prompts)
-        assert {prompt.count("<s>user: ") for prompt in prompts} == {3 if multiturn is None else 1}
+        assert {prompt.count("<s>user: ") for prompt in prompts} == {3}
 
 
 def test_a_continuation_longer_than_the_positions_is_refused(data):

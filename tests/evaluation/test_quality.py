@@ -69,13 +69,10 @@ def nats(model, ids, start):
 
 
 def test_quality_of_data_and_of_generated_text_at_exit_layers(text, tmp_path):
-    model, judge, tokens = small_world.model(), small_world.model(seed=3), small_world.tokenizer()
-    judge.save_pretrained(tmp_path / "judge")
-    tokens.save_pretrained(tmp_path / "judge")
+    model, tokens = small_world.model(), small_world.tokenizer()
     options = {"prompts": PROMPTS, "prefix_tokens": PREFIX, "max_new_tokens": NEW, "seed": 7, "batch_size": 4}
-    judging = {"judge": str(tmp_path / "judge")}
     results = evaluate(
-        model, tokenizer=tokens, output=tmp_path / "out", generation_quality=text, exit_layers="2", **options, **judging
+        model, tokenizer=tokens, output=tmp_path / "out", generation_quality=text, exit_layers="2", **options
     )
     got = values(results)
     texts = [json.loads(line)["text"] for line in Path(text).read_text().splitlines()]
@@ -89,9 +86,6 @@ def test_quality_of_data_and_of_generated_text_at_exit_layers(text, tmp_path):
         sequences = generated(first, windows)
         assert got["full model", layer, "perplexity"] == pytest.approx(mean_perplexity(model, sequences), rel=1e-4)
         texts = [tokens.decode(sequence[PREFIX:], skip_special_tokens=True) for sequence in sequences]
-        prefixes = [tokens.decode(window[:PREFIX]) for window in windows]
-        judged = [tokens(prefix + text)["input_ids"] for prefix, text in zip(prefixes, texts, strict=True)]
-        assert got[judging["judge"], layer, "perplexity"] == pytest.approx(mean_perplexity(judge, judged), rel=1e-4)
         known = [share for share in map(diversity, texts) if share is not None]
         assert ("full model", layer, "diversity") in got or not known
         assert not known or got["full model", layer, "diversity"] == pytest.approx(sum(known) / len(known))
@@ -129,16 +123,9 @@ def mean_perplexity(model, sequences):
     return math.exp(sum(losses) / len(losses))
 
 
-def test_refusals(text, tmp_path):
+def test_refusals(text):
     model, options = small_world.model(), {"tokenizer": small_world.tokenizer()}
     with refused("more than the model's 2048 positions"):
         evaluate(model, generation_quality=text, prefix_tokens=2040, **options)
     with refused("has no text of 1300 tokens"):
         evaluate(model, generation_quality=text, prefix_tokens=1000, max_new_tokens=300, **options)
-    small = small_world.model()
-    small.config.max_position_embeddings = PREFIX + 2
-    small.save_pretrained(tmp_path / "judge")
-    small_world.tokenizer().save_pretrained(tmp_path / "judge")
-    sizes = {"prompts": 2, "prefix_tokens": PREFIX, "max_new_tokens": NEW, "exit_layers": "full"}
-    with refused(f"has {PREFIX + 2} positions, and a text has"):
-        evaluate(model, generation_quality=text, judge=str(tmp_path / "judge"), **sizes, **options)

@@ -10,7 +10,7 @@ import typer
 from fulldepth import console
 from fulldepth.cli.options import Model, Output, Overwrite, command
 from fulldepth.cli.program import app
-from fulldepth.settings.evaluate import EvaluateSettings, check_asked
+from fulldepth.settings.evaluate import EvaluateSettings
 
 
 @command(app, "evaluate", EvaluateSettings, headline=True)
@@ -39,7 +39,6 @@ def evaluate_command(
     Instruction-tuned models want `--apply-chat-template`. Tasks need `pip install 'fulldepth[evaluate]'`.
     `fulldepth exit` judges classifiers on labelled data.
     """
-    check_asked(settings)
     from fulldepth.results import PAGE, check_free
 
     check_free(output, resume or overwrite)  # before torch is imported

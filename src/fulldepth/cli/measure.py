@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,16 +12,7 @@ from fulldepth.cli.program import app
 from fulldepth.settings.measure import MeasureSettings
 
 
-def _is_series(values: Mapping[str, Any]) -> bool:
-    """Whether an interrupted command goes on: a series does after its last finished checkpoint."""
-    if not values["series"] or values["overwrite"]:
-        return False
-    with suppress(OSError):  # a name that the system refuses
-        return any(Path(values["model"]).glob("checkpoint-*"))
-    return False
-
-
-@command(app, "measure", MeasureSettings, recipes="measure", headline=True, resumes=_is_series)
+@command(app, "measure", MeasureSettings, recipes="measure", headline=True)
 def measure_command(
     model: Annotated[
         str,
@@ -77,5 +65,4 @@ def measure_command(
 
     with bars.watching() as watcher:
         results = measure_into(model, data, output, settings, overwrite=overwrite, series=series, watcher=watcher)
-    if console.is_main():
-        console.finish(results, output / PAGE)
+    console.finish(results, output / PAGE)

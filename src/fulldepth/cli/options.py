@@ -19,8 +19,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from fulldepth import console
-from fulldepth.cli import interruption
-from fulldepth.cli.program import DEBUG, Debug
+from fulldepth.cli.program import DEBUG, RESUMABLE, Debug
 from fulldepth.settings import Settings, assignments, layer, merge, names, read
 from fulldepth.settings.layers import kinds, members
 
@@ -62,7 +61,6 @@ def command(
     *,
     recipes: str | None = None,
     headline: bool = False,
-    resumes: interruption.Resumes = False,
 ) -> Callable[[Command], Command]:
     """Add a function to a program as a command.
 
@@ -77,7 +75,6 @@ def command(
         recipes: the verb whose recipes the command reads, from its argument `recipe` (which `KEY=VALUE` arguments may
             follow) if the function has such a parameter, else from the option `--recipe`. None = no recipes.
         headline: whether the command prints a headline, which gives it the option `--json`.
-        resumes: whether the command goes on where it was interrupted, if it has no parameter `resume`.
     """
 
     def add(function: Command) -> Command:
@@ -91,7 +88,7 @@ def command(
         def run(**values: Any) -> None:
             DEBUG["on"] |= values.pop("debug")
             values = {key: value if key in TEXTS else at_home(value) for key, value in values.items()}
-            interruption.note(values, resumes)
+            RESUMABLE["on"] = "resume" in values
             as_json = values.pop("as_json", False)
             if settings is not None:
                 chosen = {key: value for key in fields if (value := values.pop(key)) is not None}

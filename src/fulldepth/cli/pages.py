@@ -56,7 +56,7 @@ def report_command(
     typer.echo(f"Page: {report(folders, output, overwrite=overwrite)}")
 
 
-@command(app, "demo", headline=True, resumes=True)
+@command(app, "demo", headline=True)
 def demo_command(
     output: Output = Path("demo-run"),
     model: Annotated[

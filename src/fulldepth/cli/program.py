@@ -6,51 +6,31 @@ are imported when called, so that `--help` needs no torch.
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from fulldepth import console, launch
-from fulldepth.cli import interruption
 from fulldepth.errors import FulldepthError, StoppedError, brief, is_out_of_memory, one_line
 
 
 class Program(typer.core.TyperGroup):
-    """The group of all commands; usage errors shorten long arguments."""
-
-    def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        """The context of the program, from its general options."""
-        with _short_usage_errors():
-            return super().make_context(*args, **kwargs)
+    """The group of all commands."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the arguments name; the name may consist of two words."""
         if len(args) > 1 and f"{args[0]} {args[1]}" in self.commands:
             args = [f"{args[0]} {args[1]}", *args[2:]]
         return super().resolve_command(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Parse the command's own options and run it."""
-        with _short_usage_errors():
-            return super().invoke(ctx)
-
-
-@contextmanager
-def _short_usage_errors() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        usage: Any = error  # of typer's bundled click, which has no public name for it
-        if hasattr(usage, "format_message") and isinstance(getattr(usage, "message", None), str):
-            usage.message = one_line(usage.message, 300)
-        raise
 
 
 app = typer.Typer(
@@ -67,6 +47,8 @@ app = typer.Typer(
 
 DEBUG = {"on": False}
 """Set by `--debug`: errors show their traceback."""
+RESUMABLE = {"on": False}
+"""Whether the running command has the option `--resume`."""
 
 ENDINGS = {130: "Interrupted", 128 + signal.SIGTERM: "Terminated", 129: "Hung up"}
 """Exit code of a signal -> message."""
@@ -102,7 +84,7 @@ def options(
 def main() -> None:
     """Run the command line; every error ends with one message and exit code 2, every signal with 128 + its number."""
     try:
-        interruption.forget()
+        RESUMABLE["on"] = False
         with ending_cleanly():
             for argument in sys.argv[1:]:  # may be written to results, pages and logs
                 try:
@@ -124,7 +106,7 @@ def main() -> None:
         if DEBUG["on"]:
             raise
         message = _message(error)
-        if not console.is_main():
+        if not launch.is_main():
             # The first process reports errors that all share; torchrun ends this one as soon as the first exits.
             time.sleep(PATIENCE)
             message = f"process {launch.rank()}: {message}"
@@ -142,9 +124,14 @@ def _is_interrupted(error: BaseException | None) -> bool:
 
 
 def _end(code: int, message: str) -> NoReturn:
-    """Print the message of a signal with the command that goes on, and exit."""
-    if console.is_main():
-        typer.echo(f"{message}. {interruption.advice(sys.argv)}", err=True)
+    """Print the message of a signal with the command to run again, and exit."""
+    if launch.is_main():
+        name = Path(sys.argv[0]).name
+        start = "python -m fulldepth" if name == "__main__.py" else name
+        if launch.world() > 1:
+            start = "torchrun ... -m fulldepth"
+        arguments = [*sys.argv[1:], *(["--resume"] if RESUMABLE["on"] and "--resume" not in sys.argv else [])]
+        typer.echo(f"{message}. Run again: {start} {shlex.join(arguments)}", err=True)
     sys.exit(code)
 
 
@@ -156,7 +143,7 @@ def ending_cleanly() -> Iterator[None]:
     files; the others keep the default handler and end at once, as a Python handler could not interrupt a library call.
     """
     signals = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-    if threading.current_thread() is not threading.main_thread() or not console.is_main():
+    if threading.current_thread() is not threading.main_thread() or not launch.is_main():
         signals = []
     defaults = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fulldepth import console
+from fulldepth import console, launch
 from fulldepth.cli.options import Model, NewFolder, Output, Overwrite, command
 from fulldepth.cli.program import app
 from fulldepth.settings.bench import BenchSettings
@@ -88,7 +88,7 @@ def search_command(
         resume=resume,
         progress=True,
     )
-    if console.is_main():
+    if launch.is_main():
         console.line(f"Plan: {output / 'plan.json'}")
         console.finish(Saved.load(output), output / PAGE)
 
@@ -172,8 +172,7 @@ def curve_command(
     from fulldepth.skip import curve
 
     measured = curve(model, data, output=output, heldout=heldout, resume=resume, settings=settings, progress=True)
-    if console.is_main():
-        console.finish(measured.results, output / PAGE)
+    console.finish(measured.results, output / PAGE)
 
 
 @command(skip, "bench", BenchSettings, headline=True)

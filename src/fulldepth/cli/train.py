@@ -65,11 +65,10 @@ def train_command(
         console.table(dry_run_lines(settings))
         return
     results = train(recipe, output, resume=resume, settings=settings, progress=True)
-    if console.is_main():
-        console.finish(results, output / PAGE)
+    console.finish(results, output / PAGE)
 
 
-@command(app, "train export", resumes=True)
+@command(app, "train export")
 def train_export_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a training run, or one of its checkpoints.")],
     output: NewFolder,

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import lru_cache
@@ -202,11 +201,6 @@ class LayeredAnswers(HarnessModel):
     _model: Any
     _texts: dict[str, str]
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Log-probabilities of continuations at the exit layer."""
-        with audible():
-            return super().loglikelihood(requests, disable_tqdm=True)
-
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Tokens of a context and its continuation; every exit layer asks for them again."""
         if (pair := self._encoded.get((context, continuation))) is None:
@@ -280,14 +274,6 @@ class LayeredAnswers(HarnessModel):
             for (_, request), value, hit in parts
         }
 
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-probabilities of whole texts at the exit layer, in the harness's windows."""
-        self.watcher.begin(self.title, 1)  # the number of windows is known to the harness alone
-        with audible():
-            values = super().loglikelihood_rolling(requests, disable_tqdm=True)
-        self.watcher.advance(1)
-        return list(values)
-
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts that the first layers, up to the exit layer, generate."""
         if any(request.args[1].get("do_sample") for request in requests):  # each draw is another text
@@ -321,8 +307,7 @@ class LayeredAnswers(HarnessModel):
         whole = self._model
         self._model = whole if self.layer == self.reader.anatomy.num_layers else self.shortened(self.layer)
         try:
-            with audible():
-                return super().generate_until(requests, disable_tqdm=True)
+            return super().generate_until(requests, disable_tqdm=True)
         finally:
             self._model = whole
 
@@ -374,10 +359,6 @@ def key_of(kind: str, *parts: Any) -> str:
     return hashlib.sha256(json.dumps([kind, *parts], default=str).encode()).hexdigest()[:32]
 
 
-_streams: list[tuple[Any, Any]] = []
-"""stdout and stderr as they were when `quiet` was entered."""
-
-
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
     """Seed the generators that tasks may use, as lm-eval does; on leaving, their states are restored."""
@@ -403,22 +384,12 @@ def quiet() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     os.environ["DISABLE_MULTIPROC"] = "1"
-    _streams.append((sys.stdout, sys.stderr))
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             yield
     finally:
-        _streams.pop()
         logger.setLevel(level)
         if pool is None:
             del os.environ["DISABLE_MULTIPROC"]
         else:
             os.environ["DISABLE_MULTIPROC"] = pool
-
-
-@contextmanager
-def audible() -> Iterator[None]:
-    """Inside `quiet`: the streams from before, while the model runs and shows its progress."""
-    stdout, stderr = _streams[-1] if _streams else (sys.stdout, sys.stderr)
-    with redirect_stdout(stdout), redirect_stderr(stderr):
-        yield

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import metadata
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fulldepth.errors import FulldepthError, one_line, unknown
+from fulldepth.errors import FulldepthError, needing, one_line, unknown
 from fulldepth.evaluation.harness import quiet, seeded
 from fulldepth.evaluation.local_tasks import LOCAL_TASKS, local_task
+from fulldepth.files import Fingerprint
 from fulldepth.settings.evaluate import EvaluateSettings
 
 CODE = (".yaml", ".yml", ".py", ".jinja", ".txt")
@@ -65,18 +65,6 @@ class Loaded:
         return any(task.OUTPUT_TYPE == "generate_until" for task in self.tasks["tasks"].values())
 
 
-def lm_eval_version() -> str:
-    """The installed version of lm-eval.
-
-    Raises:
-        FulldepthError: if it is not installed.
-    """
-    try:
-        return metadata.version("lm-eval")
-    except metadata.PackageNotFoundError as error:
-        raise FulldepthError("Tasks are scored by lm-eval: pip install 'fulldepth[evaluate]'.") from error
-
-
 def units_of(names: list[str]) -> dict[str, int | None]:
     """Task or group, each once and those of suites apart -> solved examples in a prompt; None = as the task says."""
     units: dict[str, int | None] = {}
@@ -97,8 +85,8 @@ def load_tasks(settings: EvaluateSettings) -> dict[str, Loaded]:
     units = units_of(settings.tasks or [])
     if not units:
         return {}
-    lm_eval_version()
-    from lm_eval.tasks import TaskManager  # noqa: PLC0415  # an extra
+    with needing("lm-eval", "evaluate", "Scoring tasks"):
+        from lm_eval.tasks import TaskManager  # noqa: PLC0415  # an extra
 
     own = {name: local_task(name, settings.task_data or []) for name in units if name in LOCAL_TASKS}
     include = {} if settings.include_path is None else {"include_path": settings.include_path}
@@ -113,7 +101,7 @@ def load_tasks(settings: EvaluateSettings) -> dict[str, Loaded]:
         if name not in own and name not in manager.all_tasks:
             raise unknown("task", name, {*LOCAL_TASKS, *SUITES, *manager.all_tasks})
     files = sorted(file for file in folder.rglob("*") if file.suffix in CODE and file.is_file()) if include else []
-    code = [(file.name, _hash([file.read_bytes()])) for file in files]
+    code = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
     loaded = {}
     for name, shots in units.items():
         try:
@@ -129,7 +117,7 @@ def load_tasks(settings: EvaluateSettings) -> dict[str, Loaded]:
             raise FulldepthError(
                 f"The task {name} cannot be loaded: {one_line(text, 300)}.{'' if name in own else hint}"
             ) from error
-        loaded[name] = Loaded(tasks, _hash(text.encode() for text in [lm_eval_version(), json.dumps(code), *content]))
+        loaded[name] = Loaded(tasks, str(Fingerprint(version("lm-eval"), json.dumps(code), *content)))
     if settings.gen_kwargs and not any(each.generates for each in loaded.values()):
         raise FulldepthError("gen_kwargs are for tasks that generate text, and none of these does; leave them out.")
     return loaded
@@ -155,10 +143,3 @@ def _prepared(tasks: dict[str, Any], num_fewshot: int | None, settings: Evaluate
         parts += [key, task.dump_config(), *task.eval_docs, *shots]
     # without the addresses of objects that are shown by their `repr`
     return [re.sub(r" at 0x[0-9a-fA-F]+", "", json.dumps(part, sort_keys=True, default=str)) for part in parts]
-
-
-def _hash(parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "big") + part)
-    return digest.hexdigest()

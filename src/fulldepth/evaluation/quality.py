@@ -2,7 +2,7 @@
 
 Rows of `generation_quality`, `layer` = exit layer. Site `data`: `accuracy` and `perplexity` of next tokens of the text
 data, at all exit layers. Site `full model`, of texts that the first layers generate by nucleus sampling: `perplexity`
-under the whole model, and `diversity`. Site of the judge's name: `perplexity` under it.
+under the whole model, and `diversity`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,9 +22,7 @@ from fulldepth.data.drawing import block_clusters, draw_windows
 from fulldepth.data.opening import open_data, sampled_texts
 from fulldepth.errors import FulldepthError
 from fulldepth.evaluation.harness import Answers, LayerReader
-from fulldepth.evaluation.subject import EvaluationSubject, check_is_decoder, hash_tokenizer
-from fulldepth.hf import anatomy_candidates, open_model, open_tokenizer
-from fulldepth.hf.model_hash import model_hash
+from fulldepth.evaluation.subject import EvaluationSubject
 from fulldepth.hf.truncation import truncated
 from fulldepth.metrics.jackknife import Mean
 from fulldepth.progress import Watcher
@@ -37,46 +35,6 @@ Row = tuple[Any, ...]
 NGRAMS = (2, 3, 4)
 
 
-class Judge:
-    """A causal language model that states how likely continuations are.
-
-    Args:
-        name: checkpoint.
-        settings: how it is loaded.
-
-    Raises:
-        FulldepthError: if it cannot be loaded, or is no causal language model.
-    """
-
-    def __init__(self, name: str, settings: EvaluateSettings) -> None:
-        self.name = name
-        self.checkpoint = open_model(name, device=settings.device, trust_remote_code=settings.trust_remote_code)
-        self.tokenizer = open_tokenizer(self.checkpoint, trust_remote_code=settings.trust_remote_code)
-        check_is_decoder(self.checkpoint.model)
-        self._most = anatomy_candidates(self.checkpoint.model)[0].max_positions
-
-    @torch.no_grad()
-    def log_probabilities(self, prefixes: Sequence[str], texts: Sequence[str]) -> list[float]:
-        """Of all tokens after the prefixes, in nats; prefix and continuation are tokenised together.
-
-        Raises:
-            FulldepthError: for a text of more tokens than the model has positions.
-        """
-        found: list[float] = []
-        model = self.checkpoint.model
-        for prefix, text in zip(prefixes, texts, strict=True):
-            ids = torch.tensor([self.tokenizer(prefix + text)["input_ids"]], device=model.device)
-            if self._most is not None and ids.shape[1] > self._most:
-                raise FulldepthError(
-                    f"{self.name} has {self._most:,} positions, and a text has {ids.shape[1]:,} tokens with its "
-                    "tokenizer; lower prefix_tokens or max_new_tokens."
-                )
-            start = max(1, len(self.tokenizer(prefix)["input_ids"]))
-            if start < ids.shape[1]:
-                found += continuation_log_probabilities(model(ids).logits, ids, start)[0].tolist()
-        return found
-
-
 class Quality:
     """Measures the quality of generated text of one model.
 
@@ -85,8 +43,8 @@ class Quality:
         settings: with `generation_quality`, the text data.
 
     Raises:
-        FulldepthError: if data or judge cannot be read, the data are too short, or the model has too few
-            positions or blocks skipped in place.
+        FulldepthError: if the data cannot be read, the data are too short, or the model has too few positions or blocks
+            skipped in place.
     """
 
     def __init__(self, subject: EvaluationSubject, settings: EvaluateSettings) -> None:
@@ -97,7 +55,7 @@ class Quality:
         if len(self.layers) > 1:
             subject.check_can_be_cut()
         self.windows, self.clusters = self._windows()
-        self.judge = None if settings.judge is None else Judge(settings.judge, settings)
+        self.content: list[Any] = self.windows.tolist()  # what the numbers depend on beside settings and model
 
     def _windows(self) -> tuple[Tensor, list[int]]:
         """A uniform sample of windows of `prefix_tokens + max_new_tokens` tokens, `[N, T]`, and the cluster of each.
@@ -129,13 +87,6 @@ class Quality:
         clusters, _, no_error = block_clusters(windows, [identity for identity, _ in documents])
         return torch.tensor([window.ids for window in windows]), [] if no_error else clusters
 
-    @cached_property
-    def content(self) -> list[Any]:
-        """What the numbers depend on beside settings and model: the text, and the model that judges it."""
-        judge = self.judge
-        hashes = [] if judge is None else [model_hash(judge.checkpoint.model), hash_tokenizer(judge.tokenizer)]
-        return [self.windows.tolist(), hashes]
-
     def score(self, folder: Path | None, watcher: Watcher) -> list[Row]:
         """The rows of `generation_quality`.
 
@@ -144,7 +95,11 @@ class Quality:
             watcher: receives progress.
         """
         names = {"generation_quality", "exit_layers", "batch_size", "seed", *QUALITY}
-        identity = {**self.subject.identity, "content": self.content, **self.settings.model_dump(include=names)}
+        identity = {
+            **self.subject.identity,
+            "content": self.content,
+            **self.settings.model_dump(include=names),
+        }
         with Answers(None if folder is None else folder / "generation-quality.jsonl", identity, 1) as answers:
             parts: dict[str, Callable[[], list[Row]]] = {DATA: self._data_rows}
             parts |= {str(layer): partial(self._text_rows, layer) for layer in self.layers}
@@ -189,10 +144,6 @@ class Quality:
         """Measures of the texts that the first layers generate."""
         texts, likelihoods = self._generated(layer)
         rows = [_row(FULL, layer, "perplexity", perplexity(likelihoods), len(likelihoods))] if likelihoods else []
-        if self.judge is not None:
-            prefixes = [self.subject.tokenizer.decode(ids) for ids in self.windows[:, : self.settings.prefix_tokens]]
-            if judged := self.judge.log_probabilities(prefixes, texts):
-                rows.append(_row(self.judge.name, layer, "perplexity", perplexity(judged), len(judged)))
         if (mean := mean_of(map(diversity, texts), self.clusters)) is not None:
             rows.append(_row(FULL, layer, "diversity", mean.value, mean.samples))
             if mean.error is not None:
@@ -224,7 +175,8 @@ class Quality:
                     temperature=1.0,
                     pad_token_id=padding,
                 )  # [B, prefix + new]
-                likely = continuation_log_probabilities(subject.model(sequences).logits, sequences, start)
+                predicted = subject.model(sequences).logits[:, start - 1 : -1].float().log_softmax(-1)
+                likely = predicted.gather(2, sequences[:, start:, None])[..., 0]  # [B, new]
                 for tokens, values in zip(sequences[:, start:], likely, strict=True):
                     ended = [at + 1 for at, token in enumerate(tokens.tolist()) if token in ends]
                     length = min(ended, default=len(tokens))
@@ -238,22 +190,14 @@ def quality_findings(rows: list[Row], num_layers: int) -> dict[str, Finding]:
     found = {}
     for _, site, layer, _, statistic, value, count, _ in rows:
         if layer == num_layers and site != DATA and not statistic.endswith("_stderr"):
-            under = f" under {site}" if statistic == "perplexity" else ""
-            name = f"generated_{statistic}" + ("" if site == FULL else f" {site}")
             unit = "tokens" if statistic == "perplexity" else "texts"
-            sentence = f"Texts generated by all {num_layers} layers: {statistic}{under} {value:.4g} ({count:,} {unit})."
-            found[name] = Finding(value, "1", sentence)
+            sentence = f"Texts generated by all {num_layers} layers: {statistic} {value:.4g} ({count:,} {unit})."
+            found[f"generated_{statistic}"] = Finding(value, "1", sentence)
     return found
 
 
 def _row(site: str, layer: int, statistic: str, value: float, count: int) -> Row:
     return MEASURE, site, layer, None, statistic, value, count, "1"
-
-
-def continuation_log_probabilities(logits: Tensor, ids: Tensor, start: int) -> Tensor:
-    """[B, T - start] log-probabilities of the tokens from `start` on, from logits `[B, T, V]` and tokens `[B, T]`."""
-    log_probabilities = logits[:, start - 1 : -1].float().log_softmax(-1)
-    return log_probabilities.gather(2, ids[:, start:, None])[..., 0]
 
 
 def diversity(text: str) -> float | None:

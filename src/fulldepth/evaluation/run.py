@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from contextlib import ExitStack
@@ -16,10 +15,11 @@ from fulldepth.evaluation.loading import Loaded, load_tasks
 from fulldepth.evaluation.outcome import findings, task_entries
 from fulldepth.evaluation.quality import Quality, quality_findings
 from fulldepth.evaluation.scoring import ANSWERS, rows_of, score_tasks
-from fulldepth.evaluation.subject import EvaluationSubject, SkipPlan, opened
+from fulldepth.evaluation.subject import EvaluationSubject, opened
+from fulldepth.files import Fingerprint
 from fulldepth.progress import Watcher
 from fulldepth.results import DOCUMENT, FRAMEWORKS, Results, claimed, finite, provenance, tabulate
-from fulldepth.settings.evaluate import EvaluateSettings, check_asked, parse_layers
+from fulldepth.settings.evaluate import EvaluateSettings, parse_layers
 from fulldepth.settings.keywords import takes_settings
 
 KIND = "evaluation"
@@ -33,7 +33,7 @@ def evaluate(
     *,
     settings: EvaluateSettings,
     watcher: Watcher,
-    plan: SkipPlan | None = None,
+    plan: Any = None,
     tokenizer: Any = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -69,7 +69,6 @@ def evaluate(
             malformed, the model is no causal language model, an exit layer does not exist, or the folder holds other
             results.
     """
-    check_asked(settings)
     folder = None if output is None else Path(output)
     if settings.log_samples and folder is None:
         raise FulldepthError("log_samples writes into the result folder, and no output is named.")
@@ -88,7 +87,7 @@ def evaluate(
         places = {"task_data", "include_path", "generation_quality", "tokenizer"}
         chosen = settings.model_dump(exclude={"device", "revision", "trust_remote_code", *places})
         chosen |= {"content": content, **subject.identity}
-        fingerprint = "sha256:" + hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
+        fingerprint = str(Fingerprint(json.dumps(chosen, sort_keys=True)))
         if folder is not None and resume and not overwrite and (folder / DOCUMENT).exists():
             results = Results.load(folder)
             if results.meta.get("fingerprint") != fingerprint:

@@ -148,7 +148,7 @@ def _run(lm: Any, loaded: Mapping[str, Any], settings: EvaluateSettings, most: i
                 task_dict=dict(loaded),
                 bootstrap_iters=resamples,
                 log_samples=True,
-                fewshot_as_multiturn=settings.multiturn,
+                fewshot_as_multiturn=settings.apply_chat_template,
                 **prompting,
             )
     except FulldepthError:

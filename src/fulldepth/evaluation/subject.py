@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -18,9 +17,9 @@ import fulldepth.architectures  # noqa: F401  # registers this package's models 
 from fulldepth import __version__
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.verify import prove
+from fulldepth.files import Fingerprint
 from fulldepth.hf import (
     Anatomy,
-    Block,
     Checkpoint,
     Classifier,
     Scalars,
@@ -36,28 +35,6 @@ from fulldepth.hf.model_hash import model_hash
 from fulldepth.settings.evaluate import EvaluateSettings
 
 
-class SkipPlan(Protocol):
-    """What is used of a plan of `fulldepth skip search` (`fulldepth.skip.Plan`)."""
-
-    blocks: list[Any]
-    scalars: dict[str, Any]
-    healed_loss: float | None
-
-    @property
-    def granularity(self) -> str:
-        """Skipped part of a layer, or `any`."""
-
-    @property
-    def removed(self) -> frozenset[Block]:
-        """The blocks that it removes."""
-
-    def check_model(self, model: PreTrainedModel) -> None:
-        """Refuse a model that the plan was not made for."""
-
-    def document(self) -> dict[str, Any]:
-        """The plan as plain values."""
-
-
 @dataclass(frozen=True)
 class EvaluationSubject:
     """A verified causal language model."""
@@ -68,7 +45,8 @@ class EvaluationSubject:
     tokenizer: Any
     """A copy, which the harness may change."""
     hash: str
-    plan: SkipPlan | None
+    plan: Any
+    """A plan of `fulldepth skip search` (`fulldepth.skip.Plan`) whose blocks are skipped, or None."""
     tokenizer_hash: str
     """Of its vocabulary, rules, special tokens and chat template."""
 
@@ -79,7 +57,7 @@ class EvaluationSubject:
             "model": self.hash,
             "tokenizer": self.tokenizer_hash,
             "dtype": str(self.model.dtype),
-            "plan": None if self.plan is None else _digest(self.plan.document()),
+            "plan": self.plan and str(Fingerprint(json.dumps(self.plan.document(), sort_keys=True, default=str))),
             "version": __version__,
         }
 
@@ -110,7 +88,7 @@ class EvaluationSubject:
 
 @contextmanager
 def opened(
-    model: str | Path | PreTrainedModel, settings: EvaluateSettings, tokenizer: Any, plan: SkipPlan | None
+    model: str | Path | PreTrainedModel, settings: EvaluateSettings, tokenizer: Any, plan: Any
 ) -> Iterator[EvaluationSubject]:
     """Load, hash and verify a model; inside `with` it is in evaluation mode and its plan's blocks are skipped.
 
@@ -121,7 +99,11 @@ def opened(
     options = settings.model_dump(include={"dtype", "device", "revision", "trust_remote_code"})
     checkpoint = open_model(model, exit_heads=plan is None, **options)  # a plan's hash is that of the checkpoint alone
     owner = checkpoint.model
-    check_is_decoder(owner)
+    if task_of(owner) != "causal-lm":
+        raise FulldepthError(
+            f"{one_line(type(owner).__name__, 100)} is no causal language model (a decoder that predicts the next "
+            "token), so it cannot score or generate text."
+        )
     checkpoint.check_weights()
     named = settings.tokenizer if tokenizer is None else tokenizer
     reading: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
@@ -152,17 +134,4 @@ def hash_tokenizer(tokenizer: Any) -> str:
     rules = tokenizer.get_vocab() if core is None else json.loads(core.to_str())
     state = {name: value for name, value in rules.items() if name not in ("padding", "truncation")}  # set by calls
     parts = [type(tokenizer).__name__, state, tokenizer.special_tokens_map, tokenizer.chat_template]
-    return _digest(parts)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def check_is_decoder(model: PreTrainedModel) -> None:
-    """Refuse a model that does not predict the next token."""
-    if task_of(model) != "causal-lm":
-        raise FulldepthError(
-            f"{one_line(type(model).__name__, 100)} is no causal language model (a decoder that predicts the next "
-            "token), so it cannot score or generate text."
-        )
+    return str(Fingerprint(json.dumps(parts, sort_keys=True, default=str)))

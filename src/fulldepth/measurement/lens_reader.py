@@ -68,14 +68,15 @@ class LensReader:
         shown &= (torch.arange(len(shown), device=shown.device) < self.samples)[:, None]
         readout, top = read_and_show(classifier, states, targets, shown)
         if self.samples and batch.token_ids is not None and batch.targets is not None:
-            self.grid = {"samples": list(self._entries(batch, batch.token_ids, batch.targets, shown, top))}
+            ranked = TopTokens(top.token[..., None], top.probability[..., None])
             if self.top > 1:
-                self._add_more(top_tokens(classifier, states, shown, self.top))
+                ranked = top_tokens(classifier, states, shown, self.top)
+            self.grid = {"samples": list(self._entries(batch, batch.token_ids, batch.targets, shown, ranked))}
         self.samples = 0
         return readout
 
     def _entries(self, batch: Batch, ids: Tensor, targets: Tensor, shown: Tensor, top: TopTokens) -> Any:
-        """The shown positions `[B, T]` of each sequence as plain data."""
+        """The shown positions `[B, T]` of each sequence, with their tokens by rank `[L+1, P, k]`, as plain data."""
         if batch.masked_inputs is not None:
             ids = batch.masked_inputs["input_ids"]
         shown, tokenizer = shown.cpu(), self.subject.tokenizer
@@ -83,35 +84,25 @@ class LensReader:
         parts = zip(top.token.split(lengths, 1), top.probability.split(lengths, 1), strict=True)
         for index, (token, probability) in enumerate(parts):
             rounded = torch.round(probability.double(), decimals=4).tolist()
-            yield {
+            cells = [
+                [
+                    [[show(tokenizer, token), p] for token, p in zip(*ranks, strict=True)]
+                    for ranks in zip(*row, strict=True)
+                ]
+                for row in zip(token.tolist(), rounded, strict=True)
+            ]
+            entry = {
                 "title": f"Sequence {int(batch.sequence[index]) + 1}",
                 "tokens": [show(tokenizer, token) for token in ids[index, shown[index]].tolist()],
                 "targets": [
                     "" if target == IGNORE else show(tokenizer, target)
                     for target in targets[index, shown[index]].tolist()
                 ],
-                "saturation": saturation_layer(token[1:]).tolist(),
-                "grid": [
-                    [[show(tokenizer, token), p] for token, p in zip(row, chances, strict=True)]
-                    for row, chances in zip(token.tolist(), rounded, strict=True)
-                ],
+                "saturation": saturation_layer(token[1:, :, 0]).tolist(),
+                "grid": [[ranks[0] for ranks in row] for row in cells],
             }
-
-    def _add_more(self, top: TopTokens) -> None:
-        """Add the tokens of ranks 2 to k, `[L+1, P, k]`, to the samples."""
-        assert self.grid is not None
-        tokens, chances = top.token[..., 1:].tolist(), top.probability[..., 1:].double().round(decimals=4).tolist()
-        first = 0
-        for sample in self.grid["samples"]:
-            end = first + len(sample["tokens"])
-            sample["more"] = [
-                [
-                    [[show(self.subject.tokenizer, token), p] for token, p in zip(*cell, strict=True)]
-                    for cell in zip(row[first:end], row_chances[first:end], strict=True)
-                ]
-                for row, row_chances in zip(tokens, chances, strict=True)
-            ]
-            first = end
+            more = {"more": [[ranks[1:] for ranks in row] for row in cells]} if self.top > 1 else {}
+            yield entry | more
 
 
 def show(tokenizer: Any, token: int) -> str:

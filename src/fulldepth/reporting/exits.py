@@ -27,7 +27,7 @@ from fulldepth.reporting.style import (
     layer_axis,
     minus,
 )
-from fulldepth.reporting.tables import Meta, Table, flatten, labelled, of_record
+from fulldepth.reporting.tables import Meta, Table, flatten, of_record
 
 MOST_BARS = 4
 """Number of thresholds in one histogram, besides those that were chosen."""
@@ -188,13 +188,6 @@ def tables(source: PageSource) -> dict[str, list[Table]]:
             named.append((unescape(one["name"]) + " · chosen" * bool(one.get("calibrated")), one))
         found[section] = [of_record("thresholds", named, title)]
     return found
-
-
-def tables_of_models(source: PageSource) -> dict[str, list[Table]]:
-    """Speed at equal accuracy; empty where nothing was timed."""
-    speeds, models = source.meta.get("speedups") or {}, source.meta.get("models") or []
-    rows = [(labelled(entry), row) for entry in models if (row := speeds.get(str(entry.get("label"))))]
-    return {"thresholds": [of_record("equal", rows)]}
 
 
 def tables_of_generation(source: PageSource) -> dict[str, list[Any]]:

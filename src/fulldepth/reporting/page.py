@@ -72,7 +72,7 @@ CONTENTS = {
         lambda source: measured.title({"model": skip.model(source)}), skip.warnings,
     ),
     EXIT: Content(story=exits.story, tables=exits.tables),
-    EXITS: replace(_comparison, tables=exits.tables_of_models),
+    EXITS: _comparison,
     GENERATION: Content(story=exits.story, tables=exits.tables_of_generation),
     EVALUATION: Content(story=evaluation.story, tables=evaluation.tables),
     EVALUATIONS: replace(_comparison, models=evaluation.side_by_side),

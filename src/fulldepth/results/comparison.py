@@ -10,7 +10,7 @@ import pandas as pd
 
 from fulldepth import launch
 from fulldepth.errors import FulldepthError, unknown
-from fulldepth.results import runs, speedups, verdict
+from fulldepth.results import runs, verdict
 from fulldepth.results.differences import (
     STEPS,
     Depth,
@@ -35,6 +35,8 @@ KINDS = {
     "evaluation": "an evaluation",
 }
 """Kinds of results that can be compared -> what one is called."""
+ENTRIES = {"exit": ("exits", "full", "generation"), "evaluation": ("tasks", "exits", "full")}
+"""Kind of results -> entries of their documents that a comparison holds for each model."""
 
 
 @takes_settings(CompareSettings)
@@ -147,6 +149,7 @@ def _side_by_side(
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
     """The table and the entries of the document for results of models, not of training runs."""
     baseline, tables = measured[first], []
+    kind = baseline.meta["kind"]
     models: list[verdict.Entry] = []
     intervals: dict[tuple[str, str], Interval | None] = {}
     for index, (one, label) in enumerate(zip(measured, labels, strict=True)):
@@ -161,6 +164,7 @@ def _side_by_side(
                 "headline": meta.get("headline") or {},
                 "lens_grid": meta.get("lens_grid"),
                 "left_out": meta.get("left_out") or [],
+                **{key: meta[key] for key in ENTRIES.get(kind, ()) if meta.get(key) is not None},
             }
         )
         if index != first:
@@ -172,9 +176,7 @@ def _side_by_side(
         tables.append(rows)
     table = pd.concat(tables, ignore_index=True)
     texts = {"headline": verdict.headline(table, models, intervals), "warnings": verdict.warnings(table, models)}
-    entries = {"models": models, **texts}
-    kind = baseline.meta["kind"]
-    return table, entries | (speedups.entries(kind, measured, entries) if kind in speedups.KINDS else {})
+    return table, {"models": models, **texts} | ({"of": kind} if kind in ENTRIES else {})
 
 
 def _readable(item: Results | str | Path) -> Results:

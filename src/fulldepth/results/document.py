@@ -239,10 +239,6 @@ DOCUMENT = entries(
     (entries("Plan", *PLAN), "plan"),
     (many(entries("Refit", (str, "branch end reason"), (Number, "strength left"))), "refits"),
     (GENERATED | many(EXIT), "generation"),
-    (
-        named(entries("Speed", (Number, "full"), (Ratio, "speedup speedup_at_baseline"))),
-        "speedups",
-    ),
 )
 """`results.json` of any kind."""
 

@@ -59,6 +59,8 @@ OTHER_REASONS = (
     ("the versions of fulldepth differ", "versions", "fulldepth"),
 )
 """Other differences that affect the numbers of a measurement."""
+TASK = (("the numbers of examples differ", "", "count"), ("the metrics differ", "", "metric"))
+"""Differences that make two scores of a task incomparable."""
 Entry = dict[str, Any]
 """Entry of a model in a comparison's document."""
 Intervals = Mapping[tuple[str, str], Interval | None]
@@ -186,6 +188,10 @@ def warnings(table: pd.DataFrame, models: list[Entry]) -> list[str]:
             lines.append(f"{pair}: the numbers are not comparable because {reasons}.")
         if reasons := unlike(model, baseline, OTHER_REASONS, where_stated=True):
             lines.append(f"{pair}: a small difference may have other reasons than the models: {reasons}.")
+        for task in [name for name in model.get("tasks") or () if name in (baseline.get("tasks") or ())]:
+            own, other = ({"label": entry["label"], **entry["tasks"][task]} for entry in (model, baseline))
+            if reasons := unlike(own, other, TASK, where_stated=True):
+                lines.append(f"{task}: its scores are not comparable because {reasons}.")
         lines += depth_warning(model, baseline)
         for label, other in ((model["label"], baseline["label"]), (baseline["label"], model["label"])):
             if lacking := sorted(measures[other] - measures[label]):

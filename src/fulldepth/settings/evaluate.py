@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.settings.loading import LOADING, Count, Length, LoadingSettings, Seed
 
-QUALITY = ("judge", "prompts", "prefix_tokens", "max_new_tokens", "top_p")
+QUALITY = ("prompts", "prefix_tokens", "max_new_tokens", "top_p")
 """Settings of `generation_quality`."""
 TASKS = (
     "num_fewshot",
@@ -77,11 +77,10 @@ class EvaluateSettings(LoadingSettings):
     batch_size: Batch = 8
     """Requests in one forward pass."""
     apply_chat_template: bool = False
-    """Put every request into the tokenizer's chat template, as lm-eval does; for instruction-tuned models."""
+    """Put every request into the tokenizer's chat template, as lm-eval does; for instruction-tuned models. Solved
+    examples are turns of the conversation."""
     system_instruction: str | None = None
     """Text of the system's turn, or before each prompt without a chat template."""
-    fewshot_as_multiturn: bool | None = None
-    """Solved examples as turns of a conversation; None = with a chat template."""
     gen_kwargs: str | dict[str, Any] | None = None
     """Arguments of generation on top of each task's own, such as max_gen_toks=64,do_sample=true,temperature=0.7; a
     mapping with --set."""
@@ -93,10 +92,8 @@ class EvaluateSettings(LoadingSettings):
     """Resamples for standard errors of metrics that are no means (perplexity); exit layers before the last use 1,000 at
     most. 0 = no such standard errors."""
     generation_quality: str | None = None
-    """Text data whose beginnings are continued at exit layers: accuracy, perplexity, coherence and diversity of
+    """Text data whose beginnings are continued at exit layers: accuracy, perplexity and diversity of
     generated text; None = not measured."""
-    judge: str | None = None
-    """Model that also states the perplexity of the generated texts; None = the model itself alone."""
     prompts: Count = 32
     """Beginnings that are continued."""
     prefix_tokens: Length = 32
@@ -108,24 +105,13 @@ class EvaluateSettings(LoadingSettings):
 
     @model_validator(mode="after")
     def _options_fit(self) -> EvaluateSettings:
+        if not self.tasks and not self.generation_quality:
+            raise FulldepthError("Nothing to evaluate: name --tasks, or text data with --generation-quality.")
         for needed, names in {"generation_quality": QUALITY, "tasks": TASKS}.items():
             for name in names if not getattr(self, needed) else ():
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise FulldepthError(f"{name} is used by {needed}, which is not set.")
-        if self.fewshot_as_multiturn and not self.apply_chat_template:
-            raise FulldepthError("fewshot_as_multiturn is used by --apply-chat-template, which is not set.")
         return self
-
-    @property
-    def multiturn(self) -> bool:
-        """Whether solved examples are turns of a conversation."""
-        return self.apply_chat_template if self.fewshot_as_multiturn is None else self.fewshot_as_multiturn
-
-
-def check_asked(settings: EvaluateSettings) -> None:
-    """Refuse an evaluation of nothing."""
-    if not settings.tasks and not settings.generation_quality:
-        raise FulldepthError("Nothing to evaluate: name --tasks, or text data with --generation-quality.")
 
 
 def parse_layers(text: str | None, num_layers: int, default: list[int]) -> list[int]:
@@ -150,4 +136,4 @@ def parse_layers(text: str | None, num_layers: int, default: list[int]) -> list[
     return sorted({*layers, num_layers})
 
 
-__all__ = ["EvaluateSettings", "check_asked", "parse_layers"]
+__all__ = ["EvaluateSettings", "parse_layers"]
