@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 from scipy.stats import binom
@@ -6,7 +5,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fulldepth.data import open_source, prepare
-from fulldepth.data.labelled import balanced_sample, number_labels
+from fulldepth.data.labelled import number_labels
 from refusals import refused
 
 MERGES = [("w", str(i)) for i in range(9)]
@@ -202,16 +201,6 @@ def test_words_are_marked_and_missing_ones_reported(number_tokenizer):
     data = prepared(number_tokenizer, [words(5, 1, 5, 2)], words=("w5", "w9"))
     assert all_of(data)[0].words.tolist() == [[0, -1, 0, -1]]
     assert data.warnings == ["The word 'w9' occurs nowhere in the sequences."]
-
-
-def test_a_balanced_sample_takes_the_classes_in_turn():
-    labels, names = [0] * 900 + [1] * 90 + [2] * 10, range(1000)
-    chosen = balanced_sample(labels, names, 45, seed=3)
-    assert chosen == balanced_sample(labels, names, 45, seed=3) != balanced_sample(labels, names, 45, seed=4)
-    assert len(set(chosen)) == 45
-    counts = np.bincount([labels[i] for i in chosen])
-    assert (counts[2], abs(counts[0] - counts[1])) in ((10, 0), (10, 1))
-    assert balanced_sample(labels, names, 1000, seed=3) == list(range(1000))
 
 
 FOLLOWED = [

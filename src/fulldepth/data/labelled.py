@@ -1,4 +1,4 @@
-"""Labels in a model's numbering, balanced samples, and rows to train on: checks, a held-out share, batches."""
+"""Labels in a model's numbering, and rows to train on: checks, a held-out share, batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fulldepth.data.columns import LABEL_COLUMNS
 from fulldepth.data.order import ShuffledSampler
 from fulldepth.data.sources import SKIP, DataRecord, Source, identities
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.uncertainty import distinct, ranks, sample
+from fulldepth.uncertainty import sample
 
 MOST_READ = 200_000
 """Images up to which all are decoded before training; of more, damaged ones are found when they are read."""
@@ -144,22 +144,6 @@ def listed(names: Iterable[str]) -> str:
     """The first five of some names, for a message."""
     first = list(islice(names, 6))
     return one_line(", ".join(first[:5]) + (", ..." if len(first) > 5 else ""), 200)
-
-
-def balanced_sample(labels: Sequence[int], identities: Sequence[int], limit: int, seed: int) -> list[int]:
-    """Indices, ascending, of at most `limit` items: all if there are no more, else a seeded sample of classes in turn.
-
-    A mean over it is a mean over classes.
-    """
-    if len(labels) <= limit:
-        return list(range(len(labels)))
-    shuffled = ranks(distinct(identities), seed).argsort(kind="stable").tolist()
-    drawn: Counter[int] = Counter()
-    turn = {}
-    for index in shuffled:
-        turn[index] = drawn[labels[index]]
-        drawn[labels[index]] += 1
-    return sorted(sorted(shuffled, key=turn.__getitem__)[:limit])  # stable: within a turn, the shuffled order
 
 
 class Rows(NamedTuple):
