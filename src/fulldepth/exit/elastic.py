@@ -73,10 +73,6 @@ class LayersExport:
     """Largest difference of a logit after loading it in a fresh process, relative to the largest."""
     notes: tuple[str, ...]
 
-    def __repr__(self) -> str:
-        size = f"{self.bytes / 2**20:.1f} MiB, logit error {self.logit_error:.1e}"
-        return f"LayersExport({self.path}: {self.layers} of {self.num_layers} layers, {size})"
-
 
 @takes_settings(LayersSettings)
 def export_layers(

@@ -81,8 +81,12 @@ def generate_texts(
         tokenizer = open_tokenizer(checkpoint, settings.tokenizer if tokenizer is None else tokenizer, **named)
         ids, mask = _encode(tokenizer, prompts, settings.chat, device_of(checkpoint.model))
         decoder = Decoder(checkpoint.model)
+        streamer = None
         if show is None:
             watcher.begin("Generating", settings.max_new_tokens)
+        else:
+            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            streamer.on_finalized_text = lambda text, stream_end=False: show(text, stream_end)  # type: ignore[method-assign]
         generation = decoder.generate(
             ids,
             mask,
@@ -93,7 +97,7 @@ def generate_texts(
             top_k=settings.top_k,
             seed=settings.seed,
             progress=watcher.advance if show is None else lambda done: None,
-            streamer=None if show is None else _Streamer(tokenizer, show),
+            streamer=streamer,
             **layers,
         )
         texts = _texts(tokenizer, generation, ids.shape[1])
@@ -179,18 +183,6 @@ def _texts(tokenizer: Any, generation: Generation, width: int) -> list[str]:
     """New text of each prompt; the prompts have `width` tokens."""
     new = zip(generation.sequences[:, width:].tolist(), generation.stats.new_tokens, strict=True)
     return [decode_ids(tokenizer, row[:count], skip_special_tokens=True) for row, count in new]
-
-
-class _Streamer(TextStreamer):
-    """Shows text as tokens add it, word by word."""
-
-    def __init__(self, tokenizer: Any, show: Callable[[str, bool], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._show = show
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Pass new text on."""
-        self._show(text, stream_end)
 
 
 def _results(
