@@ -20,6 +20,7 @@ from fulldepth.data.batches import (
     collate_texts,
     id_bytes,
 )
+from fulldepth.data.conversations import encode_pair
 from fulldepth.data.drawing import Text, block_clusters, draw_windows, first_windows
 from fulldepth.data.opening import Order
 from fulldepth.data.sources import SKIP, DataRecord, Source, choose, content_hash, identities
@@ -322,15 +323,12 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
 
 def _pairs(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
     """Prompts and responses, tokenised separately so that every target is a token of the response."""
-    tokenizer, most = plan.tokenizer, plan.longest
-    frame = Frame.of(tokenizer, (record.prompt or "" for record in given))
-    examples, lengths = [], []
+    most, examples, lengths = plan.longest, [], []
     for record in given:
-        prompt = [*frame.prefix, *plain_ids(tokenizer, record.prompt or "")]
-        response = plain_ids(tokenizer, record.response or "")
+        prompt, response, after = encode_pair(plan.tokenizer, record.prompt or "", record.response or "")
         if not response:
             continue
-        ids = [*prompt, *response, *frame.suffix]
+        ids = [*prompt, *response, *after]
         lengths.append(len(ids))
         start = max(1, len(prompt))  # the first token has no context
         examples.append(Example.of(ids[:most], start, len(prompt) + len(response), document=record.identity))
