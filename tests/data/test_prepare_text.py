@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 from scipy.stats import binom
@@ -6,7 +5,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fulldepth.data import open_source, prepare
-from fulldepth.data.labelled import balanced_sample, number_labels
+from fulldepth.data.labelled import number_labels
 from refusals import refused
 
 MERGES = [("w", str(i)) for i in range(9)]
@@ -204,16 +203,6 @@ def test_words_are_marked_and_missing_ones_reported(number_tokenizer):
     assert data.warnings == ["The word 'w9' occurs nowhere in the sequences."]
 
 
-def test_a_balanced_sample_takes_the_classes_in_turn():
-    labels, names = [0] * 900 + [1] * 90 + [2] * 10, range(1000)
-    chosen = balanced_sample(labels, names, 45, seed=3)
-    assert chosen == balanced_sample(labels, names, 45, seed=3) != balanced_sample(labels, names, 45, seed=4)
-    assert len(set(chosen)) == 45
-    counts = np.bincount([labels[i] for i in chosen])
-    assert (counts[2], abs(counts[0] - counts[1])) in ((10, 0), (10, 1))
-    assert balanced_sample(labels, names, 1000, seed=3) == list(range(1000))
-
-
 FOLLOWED = [
     (["POS", "neutral", "NEG"], [2, 0, 2], None),
     (["NEG", "Neg", "neg", "pos"], [1, 3, 1], None),  # the same spelling comes first
@@ -243,7 +232,6 @@ REFUSED = [
     (["w1"], {"task": "image-classification"}, "image-classification"),
     (PAIRS, {"task": "masked-lm"}, "pairs"),
     (["w1"], {"tokenizer": None}, "tokenizer"),
-    (["w1"], {"max_sequences": 0}, "max_sequences"),
     (["w1"], {"max_positions": 128}, "128"),
     (["w1"], {"task": "masked-lm", "sequence_length": 2}, "sequence_length"),
     (LABELLED, {"task": "representation", "sequence_length": 1}, "sequence_length"),

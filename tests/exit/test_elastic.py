@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as tf
-from safetensors.torch import load_file
 from torch.testing import assert_close
 
 import tiny_models
 from exit.conftest import sharpened, taught
 from fulldepth import exit
-from fulldepth.losses import add_exit_heads
 from refusals import refused
 from skip.word_tokenizer import checkpoint, tokenizer
 
@@ -42,25 +40,6 @@ def test_a_model_of_this_package_carries_its_code(tmp_path):
     assert (tmp_path / "two" / "modeling_depth_llama.py").is_file()
 
 
-def test_a_budget_counts_what_a_multi_exit_model_keeps(tmp_path, without_fresh_process):
-    """Exactly the bytes of each export's weights and heads fit, and not one less."""
-    model = tiny_models.build("gpt2")
-    add_exit_heads(model)
-    for layers in (1, 2, 3):
-        exit.export_layers(model, tmp_path / f"{layers}", layers=layers, tokenizer=tokenizer())
-        files = [load_file(path) for path in (tmp_path / f"{layers}").glob("*.safetensors")]
-        size = sum(tensor.nbytes for tensors in files for tensor in tensors.values())
-        for spare, expected in ((0, layers), (-1, layers - 1)):
-            options = {"memory_budget": f"{(size + spare) / 1e6:.6f}MB", "tokenizer": tokenizer()}
-            target = tmp_path / f"{layers}, {spare}"
-            if expected:
-                assert exit.export_layers(model, target, **options).layers == expected
-            else:
-                with refused("One layer with embeddings and head takes"):
-                    exit.export_layers(model, target, **options)
-                assert not target.exists()
-
-
 def test_the_accuracy_chooses_the_layers(labelled, tmp_path, without_fresh_process):
     model = sharpened("bert-classifier", 2.0, torch.float32)
     known = taught(model, labelled)
@@ -77,7 +56,7 @@ def test_the_accuracy_chooses_the_layers(labelled, tmp_path, without_fresh_proce
     ("options", "name"),
     [
         ({"layers": 4}, "first 4"),
-        ({"layers": 2, "memory_budget": "5MB"}, "--layers, --memory-budget"),
+        ({"layers": 2, "effective_depth": 0.1, "data": ["a text"]}, "--layers, --effective-depth"),
         ({"effective_depth": 0.1}, "effective_depth"),
         ({}, "layers"),
         ({"layers": 2, "output": "."}, "exists already"),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from PIL import Image
 from torch.testing import assert_close
 from transformers import DetrImageProcessorPil
 
-from fulldepth.data.batches import Picture
+from fulldepth.data.batches import Picture, collate_images
 from fulldepth.data.coco import Objects
-from fulldepth.data.labelled import Item
+from fulldepth.data.labelled import LabelledRows
 from fulldepth.settings.train import AugmentationSettings
-from fulldepth.training.labelled import Augmentation
+from fulldepth.training.labelled import changed
 
 COLOURS = ((250, 10, 10), (10, 250, 10), (10, 10, 250))
 FLIP = AugmentationSettings(flip=True)
@@ -47,12 +49,15 @@ def plain(**options):
     return DetrImageProcessorPil(do_resize=False, do_normalize=False, do_rescale=False, **options)
 
 
+def rows_of(pictures, seed, settings=FLIP, edges=(8, 8)):
+    return LabelledRows(pictures, partial(changed, settings=settings, edges=edges, seed=seed))
+
+
 def test_a_batch_holds_the_boxes_of_its_pixels_and_half_of_the_images_are_mirrored():
-    augment = Augmentation(FLIP, plain(), seed=3)
     pictures = [rectangles(index) for index in range(40)]
-    flipped = []
+    rows, flipped = rows_of(pictures, 3), []
     for epoch in (0, 1):
-        batch = augment([Item(picture, epoch, index) for index, picture in enumerate(pictures)])
+        batch = collate_images([rows[40 * epoch + index] for index in range(40)], range(40), plain())
         assert batch.objects is not None
         assert batch.inputs["pixel_mask"].sum((1, 2)).tolist() == [p.objects.width * 30 for p in pictures]
         for pixels, objects, picture in zip(batch.inputs["pixel_values"], batch.objects, pictures, strict=True):
@@ -67,12 +72,30 @@ def test_a_batch_holds_the_boxes_of_its_pixels_and_half_of_the_images_are_mirror
 
 def test_an_image_is_mirrored_by_seed_epoch_and_index_alone():
     def mirrored(seed, chosen, epoch):
-        batch = Augmentation(FLIP, plain(), seed)([Item(pictures[index], epoch, index) for index in chosen])
-        return [not torch.equal(b["boxes"][0], torch.tensor(pictures[i].objects.relative[0])) for i, b in
-                zip(chosen, batch.objects, strict=True)]  # fmt: skip
+        rows = rows_of(pictures, seed)
+        return [rows[24 * epoch + index].objects != pictures[index].objects for index in chosen]
 
     pictures = [rectangles(index) for index in range(24)]
     together = mirrored(0, list(range(24)), 5)
     assert [mirrored(0, [index], 5)[0] for index in range(24)] == together
     assert mirrored(0, list(range(23, -1, -1)), 5)[::-1] == together
     assert mirrored(1, list(range(24)), 5) != together
+
+
+def test_crops_and_rotations_are_spread_over_their_range():
+    """A white square of 40 pixels that the model reads at 20: shifts of up to 3 pixels there are up to 6 here."""
+    image = Image.new("RGB", (40, 40), "white")
+    picture, shifts = Picture(image.copy), set()
+    rows = rows_of([picture], 0, AugmentationSettings(crop=3), (20, 20))
+    for key in range(200):
+        white = np.asarray(rows[key].load())[..., 0] == 255
+        height, width = white.any(1).sum(), white.any(0).sum()
+        assert white.sum() == height * width, "the rest is black"
+        shifts.add((int(white.any(0).argmax() or width - 40), int(white.any(1).argmax() or height - 40)))
+    assert {value for shift in shifts for value in shift} == {-6, -4, -2, 0, 2, 4, 6}
+    assert len(shifts) > 40
+    rows = rows_of([picture], 0, AugmentationSettings(rotation=30), (20, 20))
+    black = [int((np.asarray(rows[key].load())[..., 0] == 0).sum()) for key in range(100)]
+    largest = (np.asarray(image.rotate(30))[..., 0] == 0).sum()
+    assert min(black) < largest / 10
+    assert largest * 0.8 < max(black) <= largest * 1.05

@@ -8,7 +8,7 @@ from transformers import AutoImageProcessor, DetrForObjectDetection
 from drawn_shapes import draw, shapes, write_shapes
 from fulldepth import measure
 from fulldepth.data.batches import Picture
-from fulldepth.data.labelled import Collator, Item
+from fulldepth.data.labelled import Collator
 from fulldepth.metrics import average_precision
 from fulldepth.settings import layers as recipes
 from fulldepth.settings.train import TrainSettings
@@ -62,7 +62,7 @@ def stock(folder):
     pictures = [
         Picture(lambda i=i: draw("validation", 32, i)[0], objects=draw("validation", 32, i)[1]) for i in range(6)
     ]
-    batch = Collator(processor=processor)([Item(picture, 0, index) for index, picture in enumerate(pictures)])
+    batch = Collator(processor=processor)(pictures)
     with torch.no_grad():
         return model, batch, model(**batch, output_hidden_states=True)
 

@@ -3,7 +3,6 @@
 from fulldepth.data.batches import Batch, Sequences
 from fulldepth.data.conversations import conversations
 from fulldepth.data.corpus import builtin_texts, train_tokenizer, train_wordpiece
-from fulldepth.data.labelled import balanced_sample
 from fulldepth.data.opening import Documents, open_documents
 from fulldepth.data.order import ORDER, ShuffledSampler
 from fulldepth.data.packing import Packed, Windows, flatten_windows, pack
@@ -23,7 +22,6 @@ __all__ = [
     "ShuffledSampler",
     "Source",
     "Windows",
-    "balanced_sample",
     "builtin_texts",
     "choose",
     "content_hash",

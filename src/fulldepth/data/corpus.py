@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer, Tokenizer
+from transformers import BertTokenizer, PreTrainedTokenizerFast
 
 from fulldepth.data.images import StoredImage
 from fulldepth.errors import unknown
@@ -26,6 +26,8 @@ END_OF_TEXT = "<|endoftext|>"
 """End-of-text and padding token."""
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """Special tokens of BERT, ids 0 to 4."""
+LEAST_TOKENS = 257
+"""The 256 bytes and `<|endoftext|>`."""
 LETTERS = 1000
 """Most letters of a WordPiece vocabulary, the most frequent ones."""
 
@@ -116,25 +118,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> PreTrainedT
 
     Source: Sennrich et al. 2016 (BPE); Radford et al. 2019 (over bytes).
     """
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab_size < len(alphabet) + 1:
-        raise ValueError(f"vocab_size must be at least {len(alphabet) + 1}, got {vocab_size}")
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.post_processor = processors.ByteLevel(trim_offsets=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(alphabet),
-        show_progress=False,
-    )
-    core.train_from_iterator(texts, trainer=trainer)
+    if vocab_size < LEAST_TOKENS:
+        raise ValueError(f"vocab_size must be at least {LEAST_TOKENS}, got {vocab_size}")
+    learner = ByteLevelBPETokenizer(trim_offsets=False)
+    learner.train_from_iterator(texts, vocab_size, special_tokens=[END_OF_TEXT], show_progress=False)
+    core = Tokenizer.from_str(learner.to_str())
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
 
 
-def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> PreTrainedTokenizerFast:
+def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> BertTokenizer:
     """Train a WordPiece tokenizer like that of uncased BERT on `texts`: lower case, accents removed.
 
     Equal texts give equal tokenizers. The trainer of `tokenizers` numbers the letters inside words (`##a`) in random
@@ -149,30 +141,18 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> PreTrainedT
 
     Source: Devlin et al. 2019 (BERT).
     """
-    texts = list(texts)
-    normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
-    inside: Counter[str] = Counter()
+    texts, learner, inside = list(texts), BertWordPieceTokenizer(lowercase=True), Counter[str]()
     for text in texts:
-        for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)):
+        for word, _ in learner.pre_tokenizer.pre_tokenize_str(learner.normalize(text)):
             inside.update(word[1:])
     common = sorted(inside, key=lambda letter: (-inside[letter], letter))[:LETTERS]
     numbered = [*BERT_TOKENS, *(f"##{letter}" for letter in sorted(common))]
-    learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    learner.normalizer, learner.pre_tokenizer = normalizer, splitter
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, min_frequency=2, special_tokens=numbered, limit_alphabet=LETTERS, show_progress=False
+    learner.train_from_iterator(
+        texts,
+        vocab_size,
+        initial_alphabet=[],
+        limit_alphabet=LETTERS,
+        special_tokens=[*numbered],
+        show_progress=False,
     )
-    learner.train_from_iterator(texts, trainer=trainer)
-    core = Tokenizer(models.WordPiece(learner.get_vocab(), unk_token="[UNK]"))  # only BERT_TOKENS are special
-    core.normalizer, core.pre_tokenizer, core.decoder = normalizer, splitter, decoders.WordPiece()
-    core.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", core.token_to_id("[CLS]")), ("[SEP]", core.token_to_id("[SEP]"))],
-    )
-    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-        **dict(zip(names, BERT_TOKENS, strict=True)),
-    )
+    return BertTokenizer(learner.get_vocab())

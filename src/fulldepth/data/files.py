@@ -10,11 +10,13 @@ import json
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.compute
@@ -188,12 +190,10 @@ def parquet_columns(path: Path) -> list[str]:
 def parquet_classes(path: Path, column: str) -> tuple[str, ...]:
     """Names of the classes of a column of a `.parquet` file, which `datasets` writes into its schema; empty without."""
     with reading(path), _open_parquet(path) as file:
-        described = (file.schema_arrow.metadata or {}).get(b"huggingface", b"{}")
-    try:
-        names = json.loads(described)["info"]["features"][column]["names"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return ()
-    return tuple(map(str, names)) if isinstance(names, list) else ()
+        schema = file.schema_arrow
+    with suppress(Exception):  # of damaged metadata, columns of other types, and types that `datasets` lacks
+        return tuple(map(str, datasets.Features.from_arrow_schema(schema)[column].names))
+    return ()
 
 
 def _parquet_rows(path: Path, columns: Sequence[str] | None, numbers: Sequence[int] | None) -> Rows:

@@ -1,4 +1,4 @@
-"""Labels in a model's numbering, balanced samples, and rows to train on: checks, a held-out share, batches."""
+"""Labels in a model's numbering, and rows to train on: checks, a held-out share, batches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fulldepth.data.batches import Batch, Example, Picture, collate_images, collate_texts
+from fulldepth.data.batches import collate_images, collate_texts
 from fulldepth.data.columns import LABEL_COLUMNS
 from fulldepth.data.order import ShuffledSampler
 from fulldepth.data.sources import SKIP, DataRecord, Source, identities
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.uncertainty import distinct, ranks, sample
+from fulldepth.uncertainty import sample
 
 MOST_READ = 200_000
 """Images up to which all are decoded before training; of more, damaged ones are found when they are read."""
@@ -146,22 +146,6 @@ def listed(names: Iterable[str]) -> str:
     return one_line(", ".join(first[:5]) + (", ..." if len(first) > 5 else ""), 200)
 
 
-def balanced_sample(labels: Sequence[int], identities: Sequence[int], limit: int, seed: int) -> list[int]:
-    """Indices, ascending, of at most `limit` items: all if there are no more, else a seeded sample of classes in turn.
-
-    A mean over it is a mean over classes.
-    """
-    if len(labels) <= limit:
-        return list(range(len(labels)))
-    shuffled = ranks(distinct(identities), seed).argsort(kind="stable").tolist()
-    drawn: Counter[int] = Counter()
-    turn = {}
-    for index in shuffled:
-        turn[index] = drawn[labels[index]]
-        drawn[labels[index]] += 1
-    return sorted(sorted(shuffled, key=turn.__getitem__)[:limit])  # stable: within a turn, the shuffled order
-
-
 class Rows(NamedTuple):
     """Checked rows of one source, their labels in the numbering of the classes."""
 
@@ -264,49 +248,40 @@ def held_out(rows: Rows, most: int, seed: int) -> np.ndarray:
     return chosen
 
 
-@dataclass(frozen=True)
-class Item:
-    """One row of a batch."""
-
-    example: Any
-    """An `Example` or a `Picture`."""
-    epoch: int
-    index: int
-
-
 class LabelledRows:
-    """Examples as a data set of `Item`s: key `epoch * len + index`, so that augmentation can depend on the epoch."""
+    """Examples as a data set whose keys are `epoch * len + index`, so that random changes can depend on the epoch.
 
-    def __init__(self, examples: Sequence[Example] | Sequence[Picture]) -> None:
-        self.examples = examples
+    Args:
+        examples: all rows.
+        change: changes an example, given its key; None = they stay as they are.
+    """
+
+    def __init__(self, examples: Sequence[Any], change: Callable[[Any, int], Any] | None = None) -> None:
+        self.examples, self.change = examples, change
 
     def __len__(self) -> int:
         return len(self.examples)
 
-    def __getitem__(self, key: int) -> Item:
-        epoch, index = divmod(key, len(self.examples))
-        return Item(self.examples[index], epoch, index)
+    def __getitem__(self, key: int) -> Any:
+        example = self.examples[key % len(self.examples)]
+        return example if self.change is None else self.change(example, key)
 
 
 @dataclass(frozen=True)
 class Collator:
-    """Batches of items, for `model(**batch)`."""
+    """Batches of examples, for `model(**batch)`."""
 
     pad_id: int | None = None
     """Of texts."""
     processor: Any = None
     """Of images."""
-    augment: Callable[[Sequence[Item]], Batch] | None = None
-    """Makes the batches of images in training, in place of the processor."""
     dtype: torch.dtype = torch.float32
     """Of pixel values."""
 
-    def __call__(self, items: Sequence[Item]) -> dict[str, Any]:
+    def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
         """`pixel_values`, or `input_ids` with `attention_mask`; and `labels: [B]`, or those of `Batch.objects`."""
-        examples, everything = [item.example for item in items], range(len(items))
-        if self.augment is not None:
-            batch = self.augment(items)
-        elif self.processor is None:
+        everything = range(len(examples))
+        if self.processor is None:
             batch = collate_texts(examples, everything, pad_id=self.pad_id or 0)
         else:
             batch = collate_images(examples, everything, processor=self.processor)

@@ -161,16 +161,12 @@ class Opened:
             order: `first` takes the first rows.
             window: tokens of windows of text: as many rows as hold several times the text of `limit` windows.
         """
-
-        def choose(names: Iterable[str], where: str) -> Sequence[str]:
-            return columns
-
         most = (window or 0) * limit * TOKEN_CHARACTERS
         if self.is_stream or order == "first":
             shuffles = order == "random" and limit > 1
             table = self.table.shuffle(seed=seed, buffer_size=SHUFFLED * limit) if shuffles else self.table
             left = most
-            for number, (where, row) in enumerate(replace(self, table=table).rows(choose)):
+            for number, (where, row) in enumerate(replace(self, table=table).rows(lambda *_: columns)):
                 if (left <= 0) if most else (number == limit):
                     return
                 yield where, row
@@ -178,17 +174,17 @@ class Opened:
             return
         count, taken = len(self), limit
         if most:  # the first rows tell about how long a text is
-            sizes = [_characters(row, columns) for _, row in islice(self.rows(choose), limit)]
+            sizes = [_characters(row, columns) for _, row in islice(self.rows(lambda *_: columns), limit)]
             taken = max(limit, int(1.2 * most * len(sizes) / max(1, sum(sizes))))
         while taken < count:
             numbers = np.random.default_rng(seed).choice(count, taken, replace=False)
-            rows = list(self.rows(choose, sorted(numbers.tolist())))
+            rows = list(self.rows(lambda *_: columns, sorted(numbers.tolist())))
             held = sum(_characters(row, columns) for _, row in rows)
             if held >= most:
                 yield from rows
                 return
             taken = max(2 * taken, int(1.2 * taken * most / max(1, held)))
-        yield from self.rows(choose)
+        yield from self.rows(lambda *_: columns)
 
     def class_names(self, column: str | None) -> tuple[str, ...]:
         """Names of the classes whose indices a column holds; empty if they have none.

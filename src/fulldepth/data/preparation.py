@@ -20,8 +20,8 @@ from fulldepth.data.batches import (
     collate_texts,
     id_bytes,
 )
+from fulldepth.data.conversations import encode_pair
 from fulldepth.data.drawing import Text, block_clusters, draw_windows, first_windows
-from fulldepth.data.labelled import balanced_sample
 from fulldepth.data.opening import Order
 from fulldepth.data.sources import SKIP, DataRecord, Source, choose, content_hash, identities
 from fulldepth.data.tokens import (
@@ -33,7 +33,7 @@ from fulldepth.data.tokens import (
     leading_ids,
     plain_ids,
 )
-from fulldepth.errors import FulldepthError, unknown
+from fulldepth.errors import FulldepthError
 from fulldepth.files import Fingerprint
 from fulldepth.targets import IGNORE, next_targets
 
@@ -50,7 +50,6 @@ TASKS: dict[str, tuple[str, ...]] = {
 """Task -> supported kinds of data."""
 MASKED_SHARE = 0.15
 """Share of the ordinary tokens that is masked, as in BERT; always by the mask token, never by a random one."""
-BALANCED = "Balanced sample: accuracy is the mean over classes, not over rows."
 NO_MASK = "the tokenizer has no mask token, so no token can be predicted from the others"
 Bos = Literal["auto", "always", "never"]
 """Whether a window of text begins with the BOS token: as the tokenizer begins a text, always, or never."""
@@ -93,8 +92,6 @@ class Preparation:
     """Whether a causal model's windows of plain text begin with the BOS token; `auto`: if the tokenizer adds it."""
     one_per_row: bool = False
     """One sequence for each plain text too, cut at `sequence_length`."""
-    balanced: bool = False
-    """Sample the classes in turn. Means are then over classes, which a warning says."""
 
     @property
     def longest(self) -> int:
@@ -104,13 +101,6 @@ class Preparation:
     def windowed(self, kind: str) -> bool:
         """Whether a sample is one of windows or pieces of texts, not of rows."""
         return kind == "text" and self.task in ("causal-lm", "masked-lm", "representation") and not self.one_per_row
-
-    def chosen(self, labels: Sequence[int], names: Sequence[int]) -> tuple[list[int], list[str]]:
-        """Indices of the records to prepare, of these classes and identities, and a warning if they are balanced."""
-        if self.balanced and len(set(labels)) > 1:
-            indices = balanced_sample(labels, names, self.max_sequences, self.seed)
-            return indices, [BALANCED] if len(indices) < len(labels) else []
-        return choose(names, self.max_sequences, self.seed, self.order), []
 
 
 @dataclass
@@ -143,11 +133,6 @@ def prepare(source: Source, **options: Any) -> Sequences:
         FulldepthError: if task, data and model do not match, or no sequence remains.
     """
     plan = Preparation(**options)
-    if plan.max_sequences < 1 or plan.sequence_length < 1:
-        given = f"{plan.max_sequences} and {plan.sequence_length}"
-        raise FulldepthError(f"max_sequences and sequence_length must be at least 1, got {given}.")
-    if plan.task not in TASKS:
-        raise unknown("task", plan.task, TASKS)
     if source.kind not in TASKS[plan.task]:
         advice = "."
         if plan.task == SEQ2SEQ:
@@ -177,8 +162,8 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
         warnings.append(f"{len(source) - len(filled)} blank records are left out.")
     names = identities(source)
     if not plan.windowed(kind):
-        chosen, note = plan.chosen([labels[i] for i in filled], [names[i] for i in filled])
-        filled, warnings = [filled[i] for i in chosen], warnings + note
+        chosen = choose([names[i] for i in filled], plan.max_sequences, plan.seed, plan.order)
+        filled = [filled[i] for i in chosen]
     given = [replace(source.records[i], identity=names[i], label=labels[i]) for i in filled]
     pairs = task == "representation" and any(record.second is not None for record in given)
     if kind == "pairs":
@@ -338,15 +323,12 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
 
 def _pairs(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
     """Prompts and responses, tokenised separately so that every target is a token of the response."""
-    tokenizer, most = plan.tokenizer, plan.longest
-    frame = Frame.of(tokenizer, (record.prompt or "" for record in given))
-    examples, lengths = [], []
+    most, examples, lengths = plan.longest, [], []
     for record in given:
-        prompt = [*frame.prefix, *plain_ids(tokenizer, record.prompt or "")]
-        response = plain_ids(tokenizer, record.response or "")
+        prompt, response, after = encode_pair(plan.tokenizer, record.prompt or "", record.response or "")
         if not response:
             continue
-        ids = [*prompt, *response, *frame.suffix]
+        ids = [*prompt, *response, *after]
         lengths.append(len(ids))
         start = max(1, len(prompt))  # the first token has no context
         examples.append(Example.of(ids[:most], start, len(prompt) + len(response), document=record.identity))
@@ -446,7 +428,7 @@ def _images(source: Source, plan: Preparation) -> Sequences:
         )
     labels = [IGNORE if record.label is None else record.label for record in source.records]
     names = identities(source)
-    chosen, note = plan.chosen(labels, names)
+    chosen = choose(names, plan.max_sequences, plan.seed, plan.order)
     processor, pictures = plan.processor, []
     settings = processor.to_dict() if hasattr(processor, "to_dict") else type(processor).__name__
     fingerprint = Fingerprint(plan.task, json.dumps(settings, sort_keys=True, default=str))
@@ -475,7 +457,7 @@ def _images(source: Source, plan: Preparation) -> Sequences:
         num_targets={"image-classification": len(known), "detection": boxes}.get(plan.task, 0),
         num_classes=source.num_classes,
         class_names=source.class_names,
-        warnings=[*source.warnings, *note],
+        warnings=list(source.warnings),
         clusters=[names[index] for index in chosen],
         unit="image",
     )

@@ -123,11 +123,6 @@ class TokenFlops:
         """Forward and backward pass: three times the forward pass, without recomputation by the architecture."""
         return TRAINING * self.forward
 
-    @property
-    def checkpointed(self) -> float:
-        """Operations that gradient checkpointing repeats: everything except the head."""
-        return self.forward - self.head
-
 
 def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
     """Operations of one token in sequences of T tokens (of an image: of one of its T patches and special tokens).

@@ -78,9 +78,10 @@ class Activations:
     def __init__(self, anatomy: Anatomy, sites: Iterable[str]) -> None:
         self.anatomy = anatomy
         self.sites = tuple(sites)
-        self._seen: dict[tuple[str, int], Tensor] = {}
-        self._turns: Counter[tuple[str, int]] = Counter()
-        self._versions: dict[tuple[str, int], int] = {}
+        self._seen: dict[Key, Tensor] = {}
+        self.turns: Counter[Key] = Counter()
+        """Calls of shared blocks in this pass."""
+        self._versions: dict[Key, int] = {}
         self.repeated = False
         """Whether states of one pass replaced those of another one since `clear`."""
         self.rows: dict[Key, tuple[str, int]] = {}
@@ -97,16 +98,12 @@ class Activations:
         if not keep_stacks:
             self._stacks = {}
 
-    def begin(self) -> None:
-        """Called at the start of a forward pass: resets the call counts of shared blocks."""
-        self._turns.clear()
-
     def turn(self, point: HookPoint, layers: list[int]) -> int:
         """The 1-based layer to which this call of a module belongs."""
         if len(layers) == 1:
             return layers[0]
-        turn = self._turns[point.name, layers[0]]
-        self._turns[point.name, layers[0]] += 1
+        turn = self.turns[point.name, layers[0]]
+        self.turns[point.name, layers[0]] += 1
         if turn >= len(layers):
             raise FulldepthError(f"A module of shared layers ran more than {len(layers)} times in one pass.")
         return layers[turn]
@@ -139,8 +136,6 @@ class Activations:
         Raises:
             FulldepthError: if the site is not captured, or the forward pass did not reach every layer.
         """
-        if site not in self.sites:
-            raise FulldepthError(f"Site {site!r} was not captured; captured: {', '.join(self.sites)}.")
         if site in COEFFICIENTS:
             return [self._read(site, layer) for layer in self.anatomy.layers_with(ROLES[site])]
         layers = range(1, self.anatomy.num_layers + 1)
@@ -237,7 +232,7 @@ def capture(
                 raise FulldepthError(REENTRANT.format(point.name))
             handles.append(_hook(activations, point, layers_of[block], grad))
         if len(layers_of) < anatomy.num_layers:
-            handles.append(anatomy.runner.register_forward_pre_hook(lambda *_: activations.begin()))
+            handles.append(anatomy.runner.register_forward_pre_hook(lambda *_: activations.turns.clear()))
         yield activations
     finally:
         for handle in handles:

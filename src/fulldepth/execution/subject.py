@@ -37,7 +37,7 @@ CLASSES = ("text-classification", "image-classification", "detection")
 """Tasks whose labels follow the model's names of classes."""
 STARTS = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
 """Settings that name a decoder's first token, in order of preference."""
-SAMPLE = {"max_sequences", "skip_bad", "seed", "order", "bos", "one_per_row", "balanced"}
+SAMPLE = {"max_sequences", "skip_bad", "seed", "order", "bos", "one_per_row"}
 """Settings that state which sequences are prepared."""
 PROVEN_POSITIONS = 16
 """Tokens of each of two sequences that the proofs at load run on."""
@@ -128,7 +128,7 @@ def sequences_for(
 
 
 def read_source(data: Any, settings: ReadingSettings) -> Source:
-    """The records that a sample of the settings' size needs, of all records where it is balanced by class.
+    """The records that a sample of the settings' size needs.
 
     Raises:
         FulldepthError: as `open_source`.
@@ -137,7 +137,7 @@ def read_source(data: Any, settings: ReadingSettings) -> Source:
         data,
         split=settings.split,
         skip_bad=settings.skip_bad,
-        limit=None if settings.balanced else settings.max_sequences,
+        limit=settings.max_sequences,
         seed=settings.seed,
         order=settings.order,
         window=None if settings.one_per_row else settings.sequence_length or DEFAULT_LENGTH,
@@ -159,7 +159,7 @@ def _source(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: Readi
     return usable_rows(
         source,
         tuple(names.get(index, str(index)) for index in range(max(names) + 1)) if names else None,
-        most=None if settings.balanced else settings.max_sequences,
+        most=settings.max_sequences,
         seed=settings.seed,
         skip_bad=settings.skip_bad,
     )

@@ -5,7 +5,6 @@ Source: "Representation progression and aligned training", Sec. 1 and 4.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ from transformers import PreTrainedModel
 
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution import find_anatomy
-from fulldepth.execution.readers import prove, read
-from fulldepth.execution.stream import TOLERANCE, relative_error
-from fulldepth.exit.readings import no_advice
-from fulldepth.exit.readings import read as read_layers
+from fulldepth.execution.readers import prove
+from fulldepth.execution.stream import TOLERANCE
+from fulldepth.exit.readings import no_advice, read
 from fulldepth.exit.subject import open_checkpoint, prepare_subject
 from fulldepth.hf import (
     Anatomy,
@@ -46,7 +44,7 @@ from fulldepth.hf.checkpoint_folder import (
 )
 from fulldepth.hf.file_checks import PROCESSOR_FILES
 from fulldepth.progress import Watcher
-from fulldepth.settings.exit import LayersSettings, file_size
+from fulldepth.settings.exit import LayersSettings
 from fulldepth.settings.keywords import takes_settings
 
 PIPELINES = {
@@ -75,10 +73,6 @@ class LayersExport:
     """Largest difference of a logit after loading it in a fresh process, relative to the largest."""
     notes: tuple[str, ...]
 
-    def __repr__(self) -> str:
-        size = f"{self.bytes / 2**20:.1f} MiB, logit error {self.logit_error:.1e}"
-        return f"LayersExport({self.path}: {self.layers} of {self.num_layers} layers, {size})"
-
 
 @takes_settings(LayersSettings)
 def export_layers(
@@ -92,9 +86,9 @@ def export_layers(
 ) -> LayersExport:
     """Write a checkpoint of the same class with the first E layers, the final norm and the head.
 
-    One of the settings `layers`, `memory_budget` and `effective_depth` chooses E. The checkpoint is loaded
-    in a fresh process, by transformers alone, and its logits are compared before the folder is renamed to `output`. It
-    holds the tokenizer or the image processor, the generation settings and a model card.
+    One of the settings `layers` and `effective_depth` chooses E. The checkpoint is loaded in a fresh process, by
+    transformers alone, and its logits are compared before the folder is renamed to `output`. It holds the tokenizer or
+    the image processor, the generation settings and a model card.
 
     Args:
         model: checkpoint folder, Hub name, or a loaded model.
@@ -105,8 +99,8 @@ def export_layers(
         tokenizer: tokenizer to save, or its folder or Hub name; None = the checkpoint's.
 
     Raises:
-        FulldepthError: if `output` exists, E is out of range, no layer fits into the memory, the model cannot be cut
-            (`hf.truncated`), or the checkpoint computes other logits when it is loaded again.
+        FulldepthError: if `output` exists, E is out of range, the model cannot be cut (`hf.truncated`), or the
+            checkpoint computes other logits when it is loaded again.
     """
     target = Path(output)
     if settings.effective_depth is not None and data is None:
@@ -150,7 +144,7 @@ def _choose(
     """E, and a sentence on how it was chosen.
 
     Raises:
-        FulldepthError: if it is out of range, no layer fits into the memory, or data are missing.
+        FulldepthError: if it is out of range, or nothing is advised.
     """
     num_layers, share = anatomy.num_layers, 1 - (settings.effective_depth or 0)
     if (layers := settings.layers) is not None:
@@ -159,22 +153,8 @@ def _choose(
                 f"{type(checkpoint.model).__name__} has {num_layers} layers, so its first {layers} cannot be exported."
             )
         return layers, f"The first {layers} of {num_layers} layers."
-    if settings.memory_budget is not None:
-        budget = file_size(settings.memory_budget)
-        layers = bisect_right(range(1, num_layers + 1), budget, key=lambda count: _bytes(anatomy, count))
-        size = f"{_bytes(anatomy, max(1, layers)) / 1e6:.1f} MB"
-        if not layers:
-            raise FulldepthError(
-                f"One layer with embeddings and head takes {size} of weights in "
-                f"{str(checkpoint.model.dtype).removeprefix('torch.')}, more than {settings.memory_budget}. Load the "
-                "model in another precision (--dtype), or raise the budget."
-            )
-        return layers, (
-            f"The first {layers} of {num_layers} layers: the most whose weights ({size}) fit into "
-            f"{settings.memory_budget}. Their quality was not measured."
-        )
     subject = prepare_subject(checkpoint, data, settings, tokenizer)
-    readings = read_layers(subject, (), settings, watcher)
+    readings = read(subject, (), settings, watcher)
     if reason := no_advice(subject, readings):
         raise FulldepthError(f"{reason} Give other data, or choose the layers with --layers.")
     plain, low, layers = readings.depth(share)
@@ -184,11 +164,6 @@ def _choose(
         f"accuracy on {subject.sequences.name} ({kept:.1%} and {full:.1%}; by the estimates alone {plain}, 95 % "
         f"interval {low} to {layers})."
     )
-
-
-def _bytes(anatomy: Anatomy, layers: int) -> int:
-    """Bytes of the weights of a model with the first layers, with the exit heads that it keeps."""
-    return sum(weight.nbytes for weight in truncated(anatomy, layers).parameters())
 
 
 @torch.no_grad()
@@ -202,16 +177,8 @@ def _prove(folder: Path, anatomy: Anatomy, cut: PreTrainedModel, reader: str) ->
     output = cut(**inputs)
     states = (output[name] for name in ("logits", "prediction_logits", "last_hidden_state") if name in output)
     expected = next(states)
-    if anatomy.task == "causal-lm":
-        return prove(folder, inputs["input_ids"], expected, TOLERANCE[expected.dtype], reader)
-    got, report = read(folder, inputs, reader)
-    error = relative_error(got, expected)
-    if not error <= TOLERANCE[expected.dtype]:
-        raise FulldepthError(
-            f"The export is dropped: loaded again as {report.class_name}, its logits miss the model's by {error:.1e} "
-            "of the largest."
-        )
-    return error
+    given = inputs["input_ids"] if anatomy.task == "causal-lm" else inputs
+    return prove(folder, given, expected, TOLERANCE[expected.dtype], reader)
 
 
 def _card(checkpoint: Checkpoint, anatomy: Anatomy, report: LayersExport) -> ModelCard:

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, TextStreamer
 from fulldepth.data import decode_ids
 from fulldepth.data.conversations import encode_prompt
 from fulldepth.errors import FulldepthError
-from fulldepth.execution import decoding
 from fulldepth.execution.decoding import Decoder, Generation, Options, Stats
 from fulldepth.execution.latency import machine
 from fulldepth.hf import Checkpoint, checkpoint_of, depth_of, device_of, open_model, open_tokenizer
@@ -82,8 +81,12 @@ def generate_texts(
         tokenizer = open_tokenizer(checkpoint, settings.tokenizer if tokenizer is None else tokenizer, **named)
         ids, mask = _encode(tokenizer, prompts, settings.chat, device_of(checkpoint.model))
         decoder = Decoder(checkpoint.model)
+        streamer = None
         if show is None:
             watcher.begin("Generating", settings.max_new_tokens)
+        else:
+            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            streamer.on_finalized_text = lambda text, stream_end=False: show(text, stream_end)  # type: ignore[method-assign]
         generation = decoder.generate(
             ids,
             mask,
@@ -94,7 +97,7 @@ def generate_texts(
             top_k=settings.top_k,
             seed=settings.seed,
             progress=watcher.advance if show is None else lambda done: None,
-            streamer=None if show is None else _Streamer(tokenizer, show),
+            streamer=streamer,
             **layers,
         )
         texts = _texts(tokenizer, generation, ids.shape[1])
@@ -110,10 +113,15 @@ def generate(
     attention_mask: Tensor | None = None,
     *,
     max_new_tokens: int,
+    threshold: float | None = None,
+    speculate_from: int | str | None = None,
+    draft_length: int | str = "auto",
     tokenizer: Any = None,
     **options: Any,
 ) -> Generation:
-    """`fulldepth.execution.decoding.generate`, also of texts.
+    """Continue prompts, with fewer layers where that is possible.
+
+    Drafts (`speculate_from`) keep the output, or its distribution; early exit (`threshold`, `exit_layer`) not.
 
     ```python
     made = fulldepth.exit.generate(model, "The capital of France is", tokenizer=tokenizer, max_new_tokens=8)
@@ -125,21 +133,29 @@ def generate(
         input_ids: `[B, P]` prompts, padded on the left; or a text, or several, continued as they are.
         attention_mask: `[B, P]`, 0 = padding; None as in `model.generate`.
         max_new_tokens: maximum number of new tokens for each sequence.
+        threshold: in (0, 1]: a token leaves where the value of `rule` exceeds it; 1 is the full model.
+        speculate_from: the first E layers draft; `auto`: a third of the layers, where a short trial is faster.
+        draft_length: largest number of drafts per round; `auto`: 4, where a short trial is faster.
         tokenizer: of texts.
-        **options: as there (`threshold`, `speculate_from`, `draft_length`, ...).
+        **options: of early exit `rule`, `min_layer` and `exit_layer`, of drafts `draft_threshold`
+            (see `execution.decoding.Options`); `do_sample`, and with it `temperature` (1), `top_p` (1), `top_k` (0 =
+            all) and `seed` (None = torch's global random numbers); `eos_token_id` (a token or several) and
+            `pad_token_id` (None = the model's); a `streamer` of transformers, for one prompt.
 
     Raises:
-        FulldepthError: as there, and for texts without a tokenizer or without tokens.
+        FulldepthError: for models that cannot be decoded layer by layer, values out of range, and texts without a
+            tokenizer or without tokens.
     """
-    prompts: Any = [input_ids] if isinstance(input_ids, str) else input_ids
-    if not isinstance(prompts, Sequence) or not all(isinstance(prompt, str) for prompt in prompts):
-        return decoding.generate(model, prompts, attention_mask, max_new_tokens=max_new_tokens, **options)
-    if tokenizer is None:
+    options |= {"threshold": threshold, "speculate_from": speculate_from, "draft_length": draft_length}
+    given: Any = [input_ids] if isinstance(input_ids, str) else input_ids
+    texts = isinstance(given, Sequence) and all(isinstance(prompt, str) for prompt in given)
+    if texts and tokenizer is None:
         raise FulldepthError("Texts need a tokenizer: generate(model, text, tokenizer=...).")
-    owner = model.anatomy.model if isinstance(model, Decoder) else model
-    ids, mask = _encode(tokenizer, prompts, False, device_of(owner))
-    made = decoding.generate(model, ids, mask, max_new_tokens=max_new_tokens, **options)
-    return replace(made, texts=_texts(tokenizer, made, ids.shape[1]))
+    decoder = model if isinstance(model, Decoder) else Decoder(model)
+    if texts:
+        given, attention_mask = _encode(tokenizer, given, False, device_of(decoder.anatomy.model))
+    made = decoder.generate(given, attention_mask, max_new_tokens=max_new_tokens, **options)
+    return replace(made, texts=_texts(tokenizer, made, given.shape[1])) if texts else made
 
 
 def _encode(tokenizer: Any, prompts: Sequence[str], chat: bool | None, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -167,18 +183,6 @@ def _texts(tokenizer: Any, generation: Generation, width: int) -> list[str]:
     """New text of each prompt; the prompts have `width` tokens."""
     new = zip(generation.sequences[:, width:].tolist(), generation.stats.new_tokens, strict=True)
     return [decode_ids(tokenizer, row[:count], skip_special_tokens=True) for row, count in new]
-
-
-class _Streamer(TextStreamer):
-    """Shows text as tokens add it, word by word."""
-
-    def __init__(self, tokenizer: Any, show: Callable[[str, bool], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._show = show
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Pass new text on."""
-        self._show(text, stream_end)
 
 
 def _results(

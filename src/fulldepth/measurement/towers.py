@@ -44,7 +44,7 @@ def measure_towers(checkpoint: Checkpoint, source: Source, settings: MeasureSett
     """
     source = usable_rows(
         source,
-        most=None if settings.balanced else settings.max_sequences,
+        most=settings.max_sequences,
         seed=settings.seed,
         skip_bad=settings.skip_bad,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.settings.loading import LOADING, Count, Length, ReadingSettings, Seed
@@ -13,7 +13,7 @@ from fulldepth.settings.loading import LOADING, Count, Length, ReadingSettings, 
 Rule = Literal["confidence", "margin", "entropy", "patience"]
 Threshold = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(gt=0, lt=1)]
-EXPORTS = ("layers", "memory_budget", "effective_depth")
+EXPORTS = ("layers", "effective_depth")
 """Settings that choose the number of layers of a shorter checkpoint; one of them."""
 READING = ("max_sequences", "sequence_length", "batch_size", "seed", "split", "skip_bad")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -64,23 +64,14 @@ class ExitSettings(LayerReadingSettings):
 
 
 class LayersSettings(LayerReadingSettings):
-    """How many layers a shorter checkpoint gets, and how they are read; one of the first three."""
+    """How many layers a shorter checkpoint gets, and how they are read; one of the first two."""
 
     options: ClassVar = {"How many layers": EXPORTS, "Data": READING, "Loading the model": LOADING}
 
     layers: Count | None = None
     """This many first layers."""
-    memory_budget: str | None = None
-    """The most layers whose weights fit into this size, such as 500MB."""
     effective_depth: Share | None = None
     """The fewest layers whose accuracy on the data is at least (1 - this) of the full model's, such as 0.05."""
-
-    @field_validator("memory_budget")
-    @classmethod
-    def _is_size(cls, value: str | None) -> str | None:
-        if value is not None:
-            file_size(value)
-        return value
 
     @model_validator(mode="after")
     def _one_choice(self) -> LayersSettings:

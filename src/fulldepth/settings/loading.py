@@ -49,9 +49,6 @@ class ReadingSettings(LoadingSettings):
     before a text."""
     one_per_row: bool = False
     """One sequence for each row of plain text, cut at the sequence length, instead of windows."""
-    balanced: bool = False
-    """Sample labelled data with the classes in turn (for NC1 and probes): accuracy is then a mean over classes. All
-    labels are read."""
     sequence_length: Length | None = None
     """Tokens in a sequence; None = 256, or the model's positions if fewer, and whole texts for a classifier."""
     seed: Seed = 0

@@ -76,30 +76,19 @@ class DataSettings(Settings):
 NO_BOXES = {
     "crop": "the boxes would not follow",
     "rotation": "a rotated box is no box",
-    "randaugment": "the boxes would not follow",
-    "erasing": "it hides objects whose boxes stay",
 }
 """Change of an image that detection does not offer -> reason."""
 
 
 class AugmentationSettings(Settings):
-    """Random changes of training images; the defaults change nothing. All but `flip` need kornia: `fulldepth[vision]`.
-
-    Detection has `flip` alone.
-    """
+    """Random changes of training images; the defaults change nothing. Detection has `flip` alone."""
 
     crop: int = Field(default=0, ge=0, le=1024)
-    """Pixels of black border that are added on each side before a random crop to the image's size."""
+    """Pixels of black border that are added on each side of the model's input before a random crop to its size."""
     flip: bool = False
     """Mirror each image, left to right, with probability one half; the boxes of a detector follow."""
     rotation: float = Field(default=0.0, ge=0, le=180)
     """Largest angle of a random rotation, in degrees."""
-    randaugment: int = Field(default=0, ge=0, le=10)
-    """Number of operations of RandAugment (arXiv 1909.13719)."""
-    magnitude: int = Field(default=9, ge=1, le=30)
-    """Magnitude of RandAugment's operations."""
-    erasing: float = Field(default=0.0, ge=0, le=1)
-    """Probability that a random rectangle is set to the mean colour (arXiv 1708.04896)."""
 
     @property
     def changes(self) -> list[str]:

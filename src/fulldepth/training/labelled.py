@@ -4,25 +4,23 @@ images.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from PIL import Image
 
 from fulldepth.data import Source, open_source, prepare
-from fulldepth.data.batches import Batch, Picture, collate_images
+from fulldepth.data.batches import Picture
 from fulldepth.data.labelled import (
     Collator,
-    Item,
     LabelledRows,
     Rows,
     check_rows,
@@ -30,7 +28,7 @@ from fulldepth.data.labelled import (
     listed,
     name_classes,
 )
-from fulldepth.errors import FulldepthError, needing, one_line
+from fulldepth.errors import FulldepthError, one_line
 from fulldepth.execution.stream import is_close, relative_error
 from fulldepth.files import Fingerprint
 from fulldepth.hf import evaluating, load_processor
@@ -152,13 +150,15 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
         for rows in parts
     )
     collator = Collator(processor=processor, dtype=WEIGHTS[settings.precision])
-    channels = collator([train[0]])["pixel_values"].shape[1]
+    _, channels, height, width = collator([train[0]])["pixel_values"].shape
     wanted = getattr(getattr(config, "backbone_config", None) or config, "num_channels", 3)
     if channels != wanted:
         raise FulldepthError(
             f"Images are read with {channels} channels (RGB), and the model takes {wanted} (model.num_channels)."
         )
-    augments = settings.augmentation.changes
+    if settings.augmentation.changes:
+        edges = (width, height)
+        train.change = partial(changed, settings=settings.augmentation, edges=edges, seed=settings.seed)
     return RunData(
         config,
         processor,
@@ -166,7 +166,6 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
         validation,
         _facts(parts, Fingerprint(json.dumps(processor.to_dict(), sort_keys=True, default=str))),
         collator,
-        replace(collator, augment=Augmentation(settings.augmentation, processor, settings.seed)) if augments else None,
         warnings,
     )
 
@@ -246,7 +245,7 @@ def padding_warning(model: Any, rows: LabelledRows, collator: Collator) -> list[
 
     FNet and ConvBERT mix padding into the tokens; XLNet's classifier reads the last position.
     """
-    ends = sorted(range(len(rows)), key=lambda index: len(rows[index].example.input_ids))
+    ends = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     shortest, longest = rows[ends[0]], rows[ends[-1]]
     with evaluating(model):
         alone, padded = (model(**collator(batch)).logits[:1] for batch in ([shortest], [shortest, longest]))
@@ -271,83 +270,27 @@ def _facts(parts: Sequence[Rows], described: Fingerprint) -> dict[str, Any]:
     }
 
 
-class Augmentation:
-    """Makes batches of randomly changed training images.
+def changed(picture: Picture, key: int, *, settings: AugmentationSettings, edges: Sequence[int], seed: int) -> Picture:
+    """A randomly changed training image: mirrored with its boxes, then rotated and shifted over black.
 
-    An image is mirrored, with its boxes, before the processor sees it. For the other changes, by kornia, it becomes
-    what the processor makes of it without normalisation, `[C, H, W]` in [0, 1]; then it is cropped, rotated and changed
-    by RandAugment; then it is normalised, and a rectangle is erased. The random numbers of an image follow from seed,
-    epoch and its index, so they do not depend on batches, processes, workers or resuming.
+    The random numbers follow from seed and key (epoch and index) alone, so they do not depend on batches, processes,
+    workers or resuming.
 
     Args:
-        settings: at least one change; of images with boxes `flip` alone.
-        processor: with `image_mean` and `image_std`.
+        picture: as in the data.
+        key: as in `LabelledRows`.
+        settings: of images with boxes `flip` alone.
+        edges: width and height of the model's input, in whose pixels shifts are counted.
         seed: of the run.
-
-    Raises:
-        FulldepthError: if kornia is needed and not installed, or the processor does not state its normalisation.
     """
+    random = np.random.default_rng([seed, key])
+    flips, angle = random.random() < 0.5, random.uniform(-settings.rotation, settings.rotation)
+    shift = random.integers(-settings.crop, settings.crop, 2, endpoint=True)
+    picture = picture.mirrored() if settings.flip and flips else picture
 
-    def __init__(self, settings: AugmentationSettings, processor: Any, seed: int) -> None:
-        self.settings, self.processor, self.seed = settings, processor, seed
-        self._changes_pixels = settings.changes != ["flip"]
-        if self._changes_pixels:
-            normalises = getattr(processor, "do_normalize", False)
-            if normalises and None in (processor.image_mean, processor.image_std):
-                raise FulldepthError(
-                    f"A {type(processor).__name__} does not say how it normalises; augmentation needs that."
-                )
-            _kornia()
+    def load() -> Image.Image:
+        image = picture.load()
+        pixels = (round(part * size / edge) for part, size, edge in zip(shift.tolist(), image.size, edges, strict=True))
+        return image.rotate(angle, Image.Resampling.BILINEAR, translate=tuple(pixels))
 
-    def __call__(self, items: Sequence[Item]) -> Batch:
-        """The changed images, with their labels or boxes."""
-        flips = self.settings.flip
-        pictures = [
-            item.example.mirrored() if flips and _seed(self.seed, item.epoch, item.index, "flip") % 2 else item.example
-            for item in items
-        ]
-        if not self._changes_pixels:
-            return collate_images(pictures, range(len(pictures)), self.processor)
-        unnormalised = copy(self.processor)
-        unnormalised.do_normalize = False
-        batch = collate_images(pictures, range(len(pictures)), unnormalised)
-        pixels = batch.inputs["pixel_values"]  # [B, C, H, W]
-        changes, rows = self._pixel_changes(tuple(pixels.shape[-2:])), []
-        with torch.random.fork_rng(devices=[]):
-            for image, item in zip(pixels.split(1), items, strict=True):
-                torch.manual_seed(_seed(self.seed, item.epoch, item.index))
-                for change in changes:
-                    image = change(image)
-                rows.append(image)
-        batch.inputs["pixel_values"] = torch.cat(rows)
-        return batch
-
-    @cache  # noqa: B019 (as long-lived as the run)
-    def _pixel_changes(self, edges: tuple[int, int]) -> list[Any]:
-        """The changes of images of one size, with their normalisation."""
-        kornia, settings, processor, changes = _kornia(), self.settings, self.processor, list[Any]()
-        if settings.crop:
-            changes.append(kornia.RandomCrop(edges, padding=settings.crop))
-        if settings.rotation:
-            changes.append(kornia.RandomRotation(settings.rotation))
-        if settings.randaugment:
-            changes.append(kornia.auto.RandAugment(n=settings.randaugment, m=settings.magnitude))
-        if processor.do_normalize:
-            mean, deviation = (torch.tensor(v).view(-1, 1, 1) for v in (processor.image_mean, processor.image_std))
-            changes.append(lambda image: (image - mean) / deviation)
-        if settings.erasing:
-            changes.append(kornia.RandomErasing(p=settings.erasing))
-        return changes
-
-
-def _seed(*parts: int | str) -> int:
-    """63 bits that follow from the parts alone."""
-    digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8]) >> 1
-
-
-def _kornia() -> Any:
-    with needing("kornia", "vision", "Augmentation other than flip"):
-        import kornia.augmentation  # noqa: PLC0415
-        import kornia.augmentation.auto  # noqa: PLC0415
-    return kornia.augmentation
+    return replace(picture, load=load) if settings.crop or settings.rotation else picture

@@ -51,7 +51,9 @@ class RunPlan:
     def step_flops(self) -> float:
         """Training FLOPs per token without penalties, recomputation included."""
         assert self.flops is not None
-        return self.flops.training + (self.flops.checkpointed if self.settings.gradient_checkpointing else 0.0)
+        return self.flops.training + (
+            self.flops.forward - self.flops.head if self.settings.gradient_checkpointing else 0.0
+        )
 
 
 def plan(settings: TrainSettings, config: PreTrainedConfig, *, processes: int = 1) -> RunPlan:

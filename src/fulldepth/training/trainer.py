@@ -278,8 +278,6 @@ class RunData:
     """For the record, with `hash`: of everything that determines the items."""
     collator: Any = None
     """Makes batches; None = the Trainer's own."""
-    train_collator: Any = None
-    """Makes the batches of training, if they differ from those of evaluations."""
     warnings: list[str] = field(default_factory=list)
     trainer: Any = None
     """Class of the trainer; None = `RunTrainer`."""
@@ -306,7 +304,7 @@ class RunMixin(AnyTrainer):
             objective=make_objective(settings),
             train_dataset=data.train,
             eval_dataset=data.validation,
-            data_collator=data.train_collator or data.collator,
+            data_collator=data.collator,
             processing_class=data.processing,
         )
 

@@ -246,7 +246,7 @@ def test_a_file_is_proven_against_the_weights_that_it_holds(scaled, tmp_path, mo
 def test_a_file_that_computes_something_else_is_dropped(tmp_path, monkeypatch):
     path, _, plan = planned_file(tmp_path)
     monkeypatch.setattr(writer, "packed", lambda *_: [(1, 1), (2, 2), (4, 4)])
-    with refused("miss the plan's"):
+    with refused("its logits miss"):
         export(plan, path, "gguf", tmp_path / "out" / "small.gguf")
     assert not (tmp_path / "out").exists()
 

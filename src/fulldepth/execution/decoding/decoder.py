@@ -1,9 +1,10 @@
-"""`generate`: decoding with fewer layers, by early exit or with drafts of the model's own first layers."""
+"""`Decoder`: decoding with fewer layers, by early exit or with drafts of the model's own first layers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,15 @@ from fulldepth.execution.layer_runner import LayerRunner, decoding_runner, posit
 from fulldepth.execution.verify import check_task, verify
 from fulldepth.hf import Anatomy, anatomy_candidates, device_of, evaluating
 
-SHARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
+SHARED = (
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "cache_position",
+    "synced_gpus",
+)
 """Arguments of `generate`'s decoding loops that are made here again."""
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 """What `generate` adds to a returned dictionary, and this loop does not keep."""
@@ -48,8 +57,8 @@ class Decoder:
     """A decoder whose layers are verified to run one by one; for several generations of one model.
 
     The object is also a decoding loop of transformers: `model.generate(ids, custom_generate=decoder,
-    speculate_from=12)` takes the options of `generate` below by name and returns what `generate` returns. transformers
-    passes no `streamer` to such loops; stream with `Decoder.generate`.
+    speculate_from=12)` takes the options of `Decoder.generate` by name and returns what `generate` returns.
+    transformers passes no `streamer` to such loops; stream with `Decoder.generate`.
 
     Args:
         model: a decoder with a language-model head, or its anatomy. It is run in evaluation mode.
@@ -92,7 +101,7 @@ class Decoder:
         progress: Callable[[int], None] = lambda done: None,
         **options: Any,
     ) -> Generation:
-        """As the function `generate`; `progress` is called with the new tokens of the longest sequence."""
+        """As `fulldepth.exit.generate`; `progress` is called with the new tokens of the longest sequence."""
         if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
             got = str(input_ids.dtype) if isinstance(input_ids, Tensor) else type(input_ids).__name__
             encode = "tokenizer(text, return_tensors='pt').input_ids"
@@ -103,7 +112,6 @@ class Decoder:
             raise FulldepthError(
                 "temperature, top_p and top_k are for sampling; set do_sample=True, or leave them out."
             )
-        chosen = Options(num_layers=self.anatomy.num_layers, **options)
         device = device_of(self.anatomy.model)
         settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "num_beams": 1}
         settings |= {"temperature": temperature, "top_p": top_p, "top_k": top_k} if do_sample else {}
@@ -111,10 +119,7 @@ class Decoder:
         given = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id, "attention_mask": mask}
         settings |= {name: value for name, value in given.items() if value is not None}
         settings["return_dict_in_generate"] = False
-
-        def loop(model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, **given: Any) -> Any:
-            return self._loop(input_ids, generation_config, given, chosen, seed, streamer, progress)
-
+        loop = partial(self, seed=seed, shown_by=streamer, progress=progress, **options)
         self.anatomy.model.generate(input_ids.to(device), custom_generate=loop, **settings)  # type: ignore[operator]
         assert self.last is not None
         return self.last
@@ -135,12 +140,17 @@ class Decoder:
         draft_length: int | str = "auto",
         draft_threshold: float | None = None,
         seed: int | None = None,
-        **model_kwargs: Any,
+        shown_by: Any = None,
+        progress: Callable[[int], None] = lambda done: None,
+        **prepared: Any,
     ) -> Any:
-        """Decoding loop for `model.generate(custom_generate=decoder)`: `[B, prompt + new]`, or a dictionary."""
+        """Decoding loop for `model.generate(custom_generate=decoder)`: `[B, prompt + new]`, or a dictionary.
+
+        The result is also stored in `last`. `shown_by` is the streamer, which transformers does not hand on.
+        """
         if model is not self.anatomy.model:
             raise FulldepthError("This decoder was made for another model object; make one for this model.")
-        chosen = Options(
+        options = Options(
             num_layers=self.anatomy.num_layers,
             threshold=threshold,
             rule=rule,
@@ -150,89 +160,39 @@ class Decoder:
             draft_length=draft_length,
             draft_threshold=draft_threshold,
         )
-        model_kwargs |= {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
-        return self._loop(input_ids, generation_config, model_kwargs, chosen, seed)
-
-    def _loop(
-        self,
-        input_ids: Tensor,
-        config: GenerationConfig,
-        prepared: Mapping[str, Any],
-        options: Options,
-        seed: int | None,
-        streamer: Any = None,
-        progress: Callable[[int], None] = lambda done: None,
-    ) -> Any:
-        """Decode with what transformers' `generate` prepared; stores the result in `last`."""
-        _check(input_ids, config, prepared)
-        limit, prompt, most = self.anatomy.max_positions, input_ids.shape[1], int(config.max_length)
+        _check(input_ids, generation_config, prepared)
+        limit, prompt, most = self.anatomy.max_positions, input_ids.shape[1], int(generation_config.max_length)
         if limit is not None and most > limit:
             raise FulldepthError(
                 f"A prompt of {prompt} tokens and {most - prompt} new ones exceed the model's {limit} positions; "
                 "shorten the prompt, or generate fewer tokens."
             )
-        if streamer is not None and len(input_ids) > 1:
+        if shown_by is not None and len(input_ids) > 1:
             raise FulldepthError("A streamer shows one sequence; generate one prompt at a time with it.")
-        ends, criteria = config._eos_token_tensor, prepared["stopping_criteria"]
+        ends, criteria = generation_config._eos_token_tensor, stopping_criteria
         others = [each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria)]
         sequences = TokenRows(
             input_ids,
             prepared.get("attention_mask"),
             max_length=most,
             end_tokens=[] if ends is None else ends.tolist(),
-            padding=0 if config._pad_token_tensor is None else int(config._pad_token_tensor),
+            padding=0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor),
             stops=[lambda tokens, each=each: bool(each(tokens, None).all()) for each in others],  # type: ignore[misc]
-            notify=(lambda token: None) if streamer is None else lambda token: streamer.put(torch.tensor([token])),
+            notify=(lambda token: None) if shown_by is None else lambda token: shown_by.put(torch.tensor([token])),
         )
         generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
-        choice = Choice(sequences, prepared["logits_processor"], bool(config.do_sample), generator)
+        choice = Choice(sequences, logits_processor, bool(generation_config.do_sample), generator)
         session = DecodingSession(self.runner, sequences, choice, progress)
-        if streamer is not None:
-            streamer.put(input_ids.cpu())
+        if shown_by is not None:
+            shown_by.put(input_ids.cpu())
         with evaluating(self.anatomy.model), torch.no_grad():
             decode(session, options)
-        if streamer is not None:
-            streamer.end()
+        if shown_by is not None:
+            shown_by.end()
         self.last = Generation(sequences.result(), session.stats)
-        if config.return_dict_in_generate:
+        if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=self.last.sequences)  # type: ignore[arg-type]
         return self.last.sequences
-
-
-def generate(
-    model: PreTrainedModel | Decoder,
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    *,
-    max_new_tokens: int,
-    threshold: float | None = None,
-    speculate_from: int | str | None = None,
-    draft_length: int | str = "auto",
-    **options: Any,
-) -> Generation:
-    """Continue prompts, with fewer layers where that is possible.
-
-    Drafts (`speculate_from`) keep the output, or its distribution; early exit (`threshold`, `exit_layer`) not.
-
-    Args:
-        model: a decoder, whose generation configuration applies, verified in every call; or a `Decoder`, verified once.
-        input_ids: `[B, P]` prompts, padded on the left.
-        attention_mask: `[B, P]`, 0 = padding; None as in `model.generate`.
-        max_new_tokens: maximum number of new tokens for each sequence.
-        threshold: in (0, 1]: a token leaves where the value of `rule` exceeds it; 1 is the full model.
-        speculate_from: the first E layers draft; `auto`: a third of the layers, where a short trial is faster.
-        draft_length: largest number of drafts per round; `auto`: 4, where a short trial is faster.
-        **options: of early exit `rule`, `min_layer` and `exit_layer`, of drafts `draft_threshold`
-            (see `execution.decoding.Options`); `do_sample`, and with it `temperature` (1), `top_p` (1), `top_k` (0 =
-            all) and `seed` (None = torch's global random numbers); `eos_token_id` (a token or several) and
-            `pad_token_id` (None = the model's); a `streamer` of transformers, for one prompt.
-
-    Raises:
-        FulldepthError: for models that cannot be decoded layer by layer, and values out of range.
-    """
-    decoder = model if isinstance(model, Decoder) else Decoder(model)
-    options |= {"threshold": threshold, "speculate_from": speculate_from, "draft_length": draft_length}
-    return decoder.generate(input_ids, attention_mask, max_new_tokens=max_new_tokens, **options)
 
 
 def _check(input_ids: Tensor, config: GenerationConfig, prepared: Mapping[str, Any]) -> None:
@@ -247,8 +207,7 @@ def _check(input_ids: Tensor, config: GenerationConfig, prepared: Mapping[str, A
     }
     if names := [name for name, is_set in refused.items() if is_set]:
         raise FulldepthError(f"Decoding layer by layer cannot follow {', '.join(names)} of the generation settings.")
-    prepares = ("logits_processor", "stopping_criteria", "synced_gpus")
-    unknown = [name for name, value in prepared.items() if name not in (*SHARED, *prepares) and value is not None]
+    unknown = [name for name, value in prepared.items() if name not in SHARED and value is not None]
     if unknown:
         raise FulldepthError(f"Decoding layer by layer takes text alone, not {names_of(unknown)}.")
     cache, given, mask = (prepared.get(name) for name in ("past_key_values", "position_ids", "attention_mask"))

@@ -86,14 +86,19 @@ def read(
 
 
 def prove(
-    folder: Path, ids: Tensor, expected: Tensor, allowed: float, reader: str, device_map: str | None = None
+    folder: Path,
+    inputs: Tensor | Mapping[str, Tensor],
+    expected: Tensor,
+    allowed: float,
+    reader: str,
+    device_map: str | None = None,
 ) -> float:
     """Compare the logits that a fresh process computes, with and without a cache.
 
     Args:
         folder: the checkpoint.
-        ids: `[B, T]` tokens.
-        expected: `[B, T, V]` logits of the healed model.
+        inputs: as for `read`.
+        expected: logits of the model in this process, or its last hidden state.
         allowed: largest error, relative to the largest logit.
         reader: one of `READERS`.
         device_map: of transformers; None = one device.
@@ -105,12 +110,12 @@ def prove(
         NotLoadedError: if the checkpoint does not load, or loads as another class.
         FulldepthError: if the logits differ by more than `allowed`, or differ with a cache.
     """
-    logits, report = read(folder, ids, reader, device_map)
+    logits, report = read(folder, inputs, reader, device_map)
     error = relative_error(logits.clamp(min=LOWEST) if reader == "llama.cpp" else logits, expected)
     if not error <= allowed:
         raise FulldepthError(
-            f"The export is dropped: loaded again as {report.class_name}, its logits miss the plan's by {error:.1e} of "
-            f"the largest; {allowed:.1e} is allowed."
+            f"The export is dropped: loaded again as {report.class_name}, its logits miss the model's by {error:.1e} "
+            f"of the largest; {allowed:.1e} is allowed."
         )
     if not report.cache_error <= TOLERANCE[expected.dtype]:
         raise FulldepthError(
