@@ -20,7 +20,8 @@ BRANCHES = {
     "gpt2": ("attn", "mlp"),
     "gpt_neox": ("attention", "mlp"),
     "falcon": ("self_attention", "mlp"),
-    "opt": ("self_attn", "fc2"),
+    **dict.fromkeys(("opt", "mbart", "pegasus"), ("self_attn", "fc2")),
+    "llama4_text": ("self_attn", "feed_forward"),
 }
 """Model type -> the modules whose output a block adds to its stream, read in the source of transformers; of all others
 `self_attn` and `mlp`."""
@@ -31,6 +32,7 @@ BLANK = Example(torch.arange(3, 9), torch.full((6,), -100), 0)
 
 def blocks_of(model):
     body = getattr(model.base_model, "decoder", model.base_model)
+    body = getattr(body, "model", body)  # Llama 4's prefix names no module
     return body.h if hasattr(body, "h") else body.layers
 
 

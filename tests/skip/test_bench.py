@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from data.conftest import jsonl
+from families import zoo
 from fulldepth.data.batches import Example
 from fulldepth.data.examples import read_examples
 from fulldepth.execution.latency import Runner
@@ -130,6 +131,7 @@ def bigger():
         ("llama", build("llama"), {}, "one export"),
         ("bert", [build("llama")], {}, "causal language model"),
         ("llama", [bigger()], {}, "vocabulary"),
+        ("llama", [zoo.build("mamba", "causal-lm")], {}, "MambaForCausalLM gives no cache"),
         ("llama", ["/no/such/folder"], {}, "/no/such/folder"),
     ],
 )

@@ -12,11 +12,14 @@ import torch.nn.functional as F
 
 import tiny_models as tm
 from families import zoo
+from fulldepth.architectures import SKIPPED
 from fulldepth.data.examples import Examples
+from fulldepth.execution import find_anatomy
 from fulldepth.progress import Watcher
+from fulldepth.skip.exports.fold import scaled_logits
 from fulldepth.skip.search import search
 from refusals import refused
-from skip import plain
+from skip import plain, planned
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +161,30 @@ def test_the_model_is_whole_after_a_search_that_breaks_off(model):
         assert tm.same_weights(model, before)
 
 
+@pytest.mark.parametrize("kind", ["mbart", "pegasus", "llama4_text"])
+def test_decoders_with_a_wrapper_and_flat_branches_are_searched_and_healed(kind):
+    """The body of mBART's decoder names no embeddings; the experts of Llama 4 give [B T, D]."""
+    model, examples = zoo.build(kind, "causal-lm"), plain.examples(8, 8)
+    found = search(model, examples, given=[2], fit=False)
+    for layers, loss in (((), found.losses[0]), ([2], found.losses[1])):
+        assert loss == pytest.approx(plain.loss(model, examples.heldout, layers, "attention"), rel=1e-5)
+    plan, ids = planned.plan(model), tm.token_ids(2, 9)
+    with torch.no_grad():
+        expected = planned.scaled(model, plan).float()(input_ids=ids).logits
+    got = scaled_logits(find_anatomy(model), plan, ids)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_a_model_whose_scalars_cannot_be_fitted_is_refused_before_the_search():
+    kind = SKIPPED["llama"]
+    model = kind(kind.config_class(**tm.DECODER, skipped_attention=[2])).eval()
+    begun = []
+    with refused("only layers 1, 3 do"):
+        search(model, plain.examples(4, 4), 1, watcher=Watcher(begin=lambda *title: begun.append(title)))
+    assert not begun
+    assert search(model, plain.examples(4, 4), 1, fit=False).blocks in ([1], [3])
+
+
 REFUSED = [
     ("6 blocks", {"blocks": 6}),
     ("How much to remove", {"blocks": None}),
@@ -168,6 +195,7 @@ REFUSED = [
     ("layer 6", {"blocks": None, "search": "given", "given": [6]}),
     ("budget", {"budget": "soon"}),
     ("budget", {"budget": "10m", "search": "exact"}),
+    ("pool", {"pool": 2, "search": "exact"}),
     ("max_loss needs", {"blocks": None, "max_loss": 0.1, "search": "cosine"}),
     ("'chunks'", {"chunk": 4}),
     ("device", {"device": "cpu", "device_map": "auto"}),

@@ -87,6 +87,8 @@ class Runner:
         try:
             start = now(ids.device)
             output = self.model(input_ids=prompt, **self._options)
+            if getattr(output, "past_key_values", None) is None:
+                raise FulldepthError(f"{type(self.model).__name__} gives no cache of keys and values to decode with.")
             between = now(ids.device)
             for token, position in zip(steps, positions, strict=True):
                 cache = output.past_key_values

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 
 from fulldepth.errors import FulldepthError
 from fulldepth.hf.anatomy import Anatomy
+from fulldepth.hf.modes import device_of
 from fulldepth.hf.scalars import Block, Scalars, blocks_of, factor_names
 
 _SWITCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -116,7 +117,9 @@ class Switches:
         for role in () if scalars is None else ROLES:
             if not self.anatomy.has(role):
                 present = ", ".join(map(str, self.anatomy.layers_with(role)))
-                raise FulldepthError(f"Scalars need every layer to have its {role}; only layers {present} do.")
+                raise FulldepthError(
+                    f"Scalars need every layer to have its {role}; only layers {present} do. Search with --no-fit."
+                )
         self._scalars = scalars
         for layer in range(1, self.anatomy.num_layers + 1):
             self._apply(layer)
@@ -262,6 +265,7 @@ class _Mixer:
         dtype = torch.promote_types(branch.dtype, stream.dtype)
         wide = torch.promote_types(dtype, torch.float32)
         b, s = (self.factors[name].to(branch.device, wide) for name in ROLES[role])
+        stream = stream.view_as(branch)  # experts may return [B T, D]
         mixed = (b * branch.to(wide) + (s - 1) / self.scale * stream.to(branch.device, wide)).to(dtype)
         if role == "attention" and self.continues:
             self.stream = stream + self.scale * mixed
@@ -302,9 +306,7 @@ def _ports(anatomy: Anatomy) -> dict[int, dict[str, Port]]:
     def record(layer: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         calls.setdefault(layer, []).append((module, first_input(args, kwargs), output))
 
-    embeddings: Any = anatomy.body.get_input_embeddings()  # type: ignore[operator]
-    device = embeddings.weight.device
-    ids = torch.zeros(1, 2, dtype=torch.long, device="cpu" if device.type == "meta" else device)  # meta: offloaded
+    ids = torch.zeros(1, 2, dtype=torch.long, device=device_of(anatomy.model))
     devices = [ids.device] if ids.device.type == "cuda" else []
     with ExitStack() as hooks, warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices):
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # under gradient checkpointing

@@ -186,7 +186,7 @@ def _table(plan: Plan, read: Mapping[str, HeldoutLosses], end: Breakpoint) -> pd
 def _headline(plan: Plan, end: Breakpoint, table: pd.DataFrame) -> dict[str, Finding]:
     """Findings: the break point, and the loss that all removed blocks add."""
     count, kind = len(plan.blocks), plan.granularity
-    part = "layers" if kind == "layer" else f"{kind} blocks"
+    part = "layers" if kind == "layer" else f"{kind} blocks".removeprefix("any ")
     rows = table[(table.measure == "loss_added") & (table.removed == count)].set_index("statistic")["value"]
     few = f"{end.documents} held-out documents, and at least {FEWEST} are needed"
     interval = f"95 %: {rows['low']:.4f} to {rows['high']:.4f}" if "low" in rows else f"no interval: {few}"

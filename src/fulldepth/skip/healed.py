@@ -56,21 +56,22 @@ def format_for(plan: Plan, model: PreTrainedModel) -> str:
 def with_model(healing: Healing, label: str, model: PreTrainedModel | Path, watcher: Watcher) -> Healing:
     """The healing with the losses of a further model or checkpoint on the held-out rows."""
     own = open_model(model, device=healing.original.device).model.eval()
-    models, rows = {"original": healing.original, label: own}, healing.examples.heldout
-    losses = heldout_losses(models, rows, healing.settings.batch_size, watcher, READINGS)
-    known = healing.readings.items()
-    readings = {kind: replace(before, sums={**before.sums, **losses[kind].sums}) for kind, before in known}
+    models = {"original": healing.original, label: own}
+    losses = heldout_losses(models, healing.examples.heldout, healing.settings.batch_size, watcher, READINGS)
+    readings = {
+        kind: replace(before, sums={**before.sums, **losses[kind].sums}) for kind, before in healing.readings.items()
+    }
     return replace(healing, readings=readings)
 
 
 def with_weights(healing: Healing, checkpoint: Path) -> Healing:
     """The healing whose model has the weights of a checkpoint that was trained from its export (`write_start`)."""
-    trained = open_model(checkpoint, device="cpu").model
-    state, model = trained.state_dict(), healing.model
-    prefix = next(name for name, part in model.named_modules() if part is find_anatomy(model).block_list)
-    if find_anatomy(trained).num_layers < find_anatomy(model).num_layers:  # those that stay, renumbered
+    trained, model = open_model(checkpoint, device="cpu").model, healing.model
+    state, anatomy = trained.state_dict(), find_anatomy(model)
+    prefix = next(name for name, part in model.named_modules() if part is anatomy.block_list)
+    if find_anatomy(trained).num_layers < anatomy.num_layers:  # those that stay, renumbered
         gone = {*healing.plan.lacking("attention")} & {*healing.plan.lacking("mlp")}
-        kept = [n for n in range(find_anatomy(model).num_layers) if n + 1 not in gone]
+        kept = [n for n in range(anatomy.num_layers) if n + 1 not in gone]
         parts = {f"{prefix}.{new}.": f"{prefix}.{old}." for new, old in enumerate(kept)}
         state = {re.sub(rf"^{re.escape(prefix)}\.\d+\.", lambda own: parts[own[0]], n): w for n, w in state.items()}
     unknown = model.load_state_dict(state, strict=False).unexpected_keys  # removed branches have no trained weights
@@ -181,4 +182,4 @@ def headline(healing: Healing) -> Iterator[tuple[str, Finding]]:
             sentence = f"Net cost of removal: {in_words(net, 'the control, the original trained on the same tokens')}."
             yield "net_cost", gap_finding(net, sentence)
     change = losses.added(last, "removed")
-    yield "healing", gap_finding(change, f"Healing changes the loss by {in_words(change, 'the model without it')}.")
+    yield "healing", gap_finding(change, f"Healing, in held-out loss: {in_words(change, 'the model without it')}.")

@@ -28,6 +28,7 @@ from fulldepth.hf import (
     open_tokenizer,
 )
 from fulldepth.hf.model_hash import model_hash
+from fulldepth.hf.scalars import Scalars
 from fulldepth.hf.surgery import Switches
 from fulldepth.settings.search import PLACES, TARGETS, CurveSettings, HeldoutSettings, SearchSettings
 from fulldepth.skip.fit import check_fit, make_batches
@@ -127,17 +128,18 @@ def prepared(
         chunks = split(data, settings)
         anatomy, classifier = prove(owner, chunks[0][0].inputs)
         hashed = hashed or model_hash(owner)
-        with Switches(anatomy, settings.granularity) as switches:
+        with Switches(anatomy, kind := settings.granularity) as switches:
             scorer = Scorer(anatomy, classifier, switches, chunks[0][0], keep=settings.keep)
-            able, kind = scorer.costs.able, settings.granularity
+            able = scorer.costs.able
             if given := sorted(frozenset().union(*picks_of(settings.given or (), kind)) - {*able}):
                 raise FulldepthError(f"There is no {given[0].part} of layer {given[0].layer} to remove.")
-            if blocks is not None and blocks > len(able):
-                if not able or not isinstance(settings, CurveSettings):
-                    raise FulldepthError(f"Cannot remove {blocks} blocks: {len(able)} can be removed ({kind}).")
-                blocks = len(able)
+            if not able or ((blocks or 0) > len(able) and not isinstance(settings, CurveSettings)):
+                raise FulldepthError(f"Cannot remove {blocks or 'any'} blocks: {len(able)} can be removed ({kind}).")
+            blocks = blocks and min(blocks, len(able))
             if settings.fit or settings.criterion == SCALED:
                 check_fit(data.train)
+                switches.scalars = Scalars(anatomy.num_layers, (), kind)  # refused before the search
+                scorer.plain()
             yield SearchProblem(checkpoint, hashed, scorer, data, chunks, settings, blocks)
 
 
@@ -196,8 +198,8 @@ def _num_blocks(settings: SearchSettings, depth: int) -> int | None:
             f"The search is {settings.search!r}, and given layers are {given}; use both `search: given` and "
             "the layers, or none."
         )
-    if settings.budget is not None and settings.search != "greedy":
-        raise FulldepthError(f"A budget ends rounds of the search `greedy`; `{settings.search}` takes its time.")
+    if settings.search != "greedy" and (settings.budget or settings.pool):
+        raise FulldepthError(f"budget and pool are for the search `greedy`; `{settings.search}` has no such rounds.")
     if settings.max_loss is not None and settings.search not in ("greedy", "exact"):
         raise FulldepthError(f"max_loss needs the search greedy or exact; `{settings.search}` ranks once.")
     if settings.search == "groups" and settings.granularity != "layer":

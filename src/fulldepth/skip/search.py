@@ -106,8 +106,7 @@ def search(
             asked = data, responses, folder, sampling, hashed, watcher
             generation = process.first(partial(respond, owner, tokenizer, *asked))
             data = str(folder / RESPONSES)
-        opened = {"tokenizer": tokenizer, "heldout": heldout, "hashed": hashed}
-        with prepared(owner, data, settings, process, **opened) as problem:
+        with prepared(owner, data, settings, process, tokenizer=tokenizer, heldout=heldout, hashed=hashed) as problem:
             plan = search_with(problem, process, watcher, output=folder, resume=resume, responses=generation)
             complete = folder is not None and all((folder / name).exists() for name in (DOCUMENT, PAGE))
             if folder is not None and process.is_main and not complete:

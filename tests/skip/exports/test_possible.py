@@ -6,7 +6,11 @@ import copy
 
 import pytest
 import torch
-from transformers import Gemma3ForConditionalGeneration, LlavaForConditionalGeneration
+from transformers import (
+    Gemma3ForConditionalGeneration,
+    GotOcr2ForConditionalGeneration,
+    LlavaForConditionalGeneration,
+)
 
 from families import zoo
 from fulldepth.execution import find_anatomy
@@ -17,7 +21,11 @@ from skip import planned
 from skip.word_tokenizer import tokenizer, words
 from tiny_models import same_weights
 
-IMAGES = {"gemma3": Gemma3ForConditionalGeneration, "llava": LlavaForConditionalGeneration}
+IMAGES = {
+    "gemma3": Gemma3ForConditionalGeneration,
+    "got_ocr2": GotOcr2ForConditionalGeneration,  # the model ties its embeddings, its language model does not
+    "llava": LlavaForConditionalGeneration,
+}
 PAIRS = [{"prompt": words(n, n + 1), "response": " " + words(*((7 * n + i) % 80 for i in range(4)))} for n in range(10)]
 
 

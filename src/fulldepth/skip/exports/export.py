@@ -27,6 +27,7 @@ from fulldepth.hf import (
     ModelCard,
     is_offloaded,
     load_checkpoint,
+    open_model,
     silent,
 )
 from fulldepth.hf.checkpoint_folder import (
@@ -137,10 +138,8 @@ def export(
             "The model holds an adapter, which has no place in an export. Merge it (PeftModel.merge_and_unload()) "
             "and search again."
         )
-    loaded: Any = model
-    if not isinstance(model, PreTrainedModel):
-        places = settings.model_dump(include={"device", "device_map"})
-        loaded = load_checkpoint(model, dtype=settings.dtype or plan.dtype, **places, **hub).model
+    places = settings.model_dump(include={"device", "device_map"})
+    loaded: Any = open_model(model, dtype=settings.dtype or plan.dtype, **places, **hub).model
     source = model.name_or_path if isinstance(model, PreTrainedModel) else str(model)
     plan.check_model(loaded)
     stock = check_format(loaded, plan, file_format)
@@ -242,8 +241,8 @@ def card_of(plan: Plan, format: Format, logit_error: float, parameters: int, not
     numbers |= {"In-sample": sentence} if (sentence := in_sample(plan)) else {}
     return ModelCard(
         title=title,
-        method=f"{title} (layers are counted from 1). The blocks were chosen by {plan.search} search with the "
-        f"criterion {plan.criterion}{scalars}: [Hopscotch](https://arxiv.org/abs/2506.03303), with fulldepth.",
+        method=f"{title} (layers are counted from 1). The blocks were chosen by {plan.search} search{scalars}: "
+        "[Hopscotch](https://arxiv.org/abs/2506.03303), with fulldepth.",
         numbers=numbers
         | {
             "Parameters": f"{parameters:,}",

@@ -110,7 +110,9 @@ def as_text(model: PreTrainedModel) -> PreTrainedModel:
         implementation = {"attn_implementation": config._attn_implementation}
         text: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **implementation)
     setattr(text, text.base_model_prefix, model.get_decoder())
-    text.set_output_embeddings(model.get_output_embeddings())
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    text.set_output_embeddings(head)
+    text.config.tie_word_embeddings = head.weight is embeddings.weight  # as in the whole model, whatever its part says
     text.generation_config = model.generation_config
     return text.train(model.training)
 
