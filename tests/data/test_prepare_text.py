@@ -206,8 +206,10 @@ def test_words_are_marked_and_missing_ones_reported(number_tokenizer):
 FOLLOWED = [
     (["POS", "neutral", "NEG"], [2, 0, 2], None),
     (["NEG", "Neg", "neg", "pos"], [1, 3, 1], None),  # the same spelling comes first
-    (["LABEL_0", "LABEL_1"], [0, 1, 0], ()),
-    (["cat", "dog"], [0, 1, 0], ("The data's classes (Neg, pos) are not the model's (cat, dog); taken in order.",)),
+    *(
+        ([a, b], [0, 1, 0], (f"The data's classes (Neg, pos) are not the model's ({a}, {b}); taken in order.",))
+        for a, b in (("LABEL_0", "LABEL_1"), ("cat", "dog"))  # names that say nothing, and other names
+    ),
 ]
 
 

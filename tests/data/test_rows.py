@@ -61,6 +61,22 @@ def test_every_verb_reads_every_form(number_tokenizer, tmp_path):
     assert len(hashes) == len(prepared) == 1
 
 
+@pytest.mark.parametrize("chunk", [1, 7, files.CHUNK])
+def test_blank_lines_are_no_rows_of_a_sample(chunk, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "CHUNK", chunk)
+    texts = [f"w{i} é" for i in range(9)]
+    for name, rows in {
+        "a.jsonl": [json.dumps({"text": text}, ensure_ascii=False) for text in texts],
+        "a.tsv": ["text\tsecond", *(f"{text}\tx" for text in texts)],
+    }.items():
+        for end in ("\n", "\r\n"):
+            path = write(tmp_path / f"{len(end)}-{name}", f"{end}{end} \t{end}".join(rows) + end + end)
+            opened = open_data(path)
+            assert len(opened) == len(texts)
+            assert [row["text"] for _, row in opened.rows(numbers=[0, 3, 8])] == [texts[i] for i in (0, 3, 8)]
+            assert len(open_source(path, limit=5)) == 5
+
+
 def test_text_files(tmp_path):
     path = write(tmp_path / "a.txt", "\ufeffone\r\n\r\ntwo\n")
     source = open_source(path)

@@ -177,6 +177,9 @@ def test_headline_numbers_become_differences():
     )
     found = versus(a, b).headline
     assert found["zeta_L:b"]["value"] == -8.25
+    for less, verdict in ((1e-8, "; no difference"), (1e-6, "; difference")):  # relative; float32 rounds at 1.2e-7
+        other = measurement(4, [row("jump_rate", 4, 12.5 * (1 - less), "value", unit="%")])
+        assert verdict in versus(a, other).headline["zeta_L:b"]["sentence"]
     assert "mean_coherence:b" not in found
 
 

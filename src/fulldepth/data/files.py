@@ -65,7 +65,7 @@ def folder_files(folder: Path) -> Iterator[Path]:
 
 
 def count_rows(path: Path) -> int:
-    """Number of rows of a file, without empty lines; no row is decoded."""
+    """Number of rows of a file, without blank lines; no row is decoded."""
     suffix = path.suffix.lower()
     if suffix == ".txt":
         return 1
@@ -139,7 +139,7 @@ def _regular(path: Path) -> Path:
 
 
 def _filled_lines(path: Path) -> np.ndarray:
-    """[lines, 2] number from 0, and first byte, of each line that is not empty."""
+    """[lines, 2] number from 0, and first byte, of each line that is not blank."""
     with reading(path):
         stat = _regular(path).stat()
         return _line_starts(path, stat.st_size, stat.st_mtime_ns)
@@ -147,13 +147,18 @@ def _filled_lines(path: Path) -> np.ndarray:
 
 @lru_cache(maxsize=16)
 def _line_starts(path: Path, size: int, changed: int) -> np.ndarray:
-    starts = [np.zeros(1, np.int64)]
+    starts, highest, last = [np.zeros(1, np.int64)], [], np.uint8(0)  # of lines: first byte, highest byte
     with path.open("rb") as file:
         for position in range(0, size, CHUNK):
-            starts.append(np.flatnonzero(np.frombuffer(file.read(CHUNK), np.uint8) == ord("\n")) + position + 1)
-    first = np.concatenate(starts)
-    filled = np.flatnonzero(np.diff(first, append=size + 1) > 1)  # as if a line end followed the last line
-    return np.stack([filled, first[filled]], axis=1)
+            content = np.frombuffer(file.read(CHUNK), np.uint8)
+            ends = np.flatnonzero(content == ord("\n"))
+            starts.append(ends + position + 1)
+            parts = np.maximum.reduceat(content, np.append(0, ends))  # all but the first begin with a line end
+            parts[0] = max(parts[0], last)
+            highest.append(parts[:-1])
+            last = parts[-1]
+    filled = np.flatnonzero(np.append(np.concatenate([[], *highest]), last) > ord(" "))
+    return np.stack([filled, np.concatenate(starts)[filled]], axis=1)
 
 
 def _decode(line: bytes, path: Path, position: int) -> str:

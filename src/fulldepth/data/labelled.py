@@ -55,7 +55,7 @@ def number_labels(
     boxes, warnings, bad = source.kind == "objects", list(source.warnings), list[str]()
     named = any(number is not None for number in by_name) or (required and bool(by_name) and not boxes)
     numbers = by_name if named else list(range(len(classes)))
-    if classes and source.class_names and not named and not all(name.startswith("LABEL_") for name in classes):
+    if classes and source.class_names and not named:
         ours, theirs = listed(source.class_names), listed(classes)
         warnings.append(f"The data's classes ({ours}) are not the model's ({theirs}); taken in order.")
     if boxes and classes and not named and len(source.class_names) > len(classes):

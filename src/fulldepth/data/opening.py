@@ -94,7 +94,7 @@ class Opened:
         return isinstance(self.table, datasets.IterableDataset)
 
     def __len__(self) -> int:
-        """Number of rows, found without reading them; of lines, blank ones included."""
+        """Number of rows, found without reading them."""
         if self.files:
             return sum(map(count_rows, self.files))
         return len(self.items if self.table is None else self.table)

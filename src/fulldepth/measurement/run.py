@@ -156,6 +156,8 @@ def lens(
         FulldepthError: as for `measure`, and if the model predicts no tokens.
     """
     texts = [text] if isinstance(text, str) else list(text)
+    if not texts:
+        raise FulldepthError("The lens needs at least one text.")
     loading = settings.model_dump(exclude={"top_k", "sequence_length"})
     chosen = MeasureSettings(
         **loading,

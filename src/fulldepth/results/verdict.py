@@ -37,6 +37,8 @@ NUMBERS = {
 }
 PRINTED = 0.005
 """Smallest change, times 10^-2, that does not print as zero."""
+ROUNDING = 2**-23
+"""Relative rounding error of float32: another order of the batches changes numbers by about as much."""
 
 NOT_COMPARABLE = (
     ("the token policies differ", "token_policy", "name"),
@@ -141,7 +143,7 @@ def _numbers(
         spread = SIGNIFICANT * error
         low, high = (interval.low, interval.high) if interval else (difference - spread, difference + spread)
         test = _test(interval.paired if interval else bool(model.get("paired")))
-        if abs(difference) <= 1e-9 * abs(own["value"]) and not (interval and (low or high)):
+        if abs(difference) <= ROUNDING * abs(own["value"]) and not (interval and (low or high)):
             verdict = "no difference"
         elif interval and low <= 0 <= high:
             verdict = f"no measurable difference ({test}, 95 % interval {low:+.3g} to {high:+.3g})"

@@ -138,7 +138,14 @@ def test_the_generation_configuration_applies_to_drafts_too(settings):
         ({"max_new_tokens": 99}, "99 new ones"),
         ({"input_ids": torch.ones(1, 0, dtype=torch.long)}, "input_ids"),
         ({"input_ids": "some text"}, "tokenizer"),
+        ({"input_ids": torch.tensor([[3, -1]])}, "from -1 to 3"),
+        ({"input_ids": torch.tensor([[3, tm.VOCAB]])}, f"expected 0 to {tm.VOCAB - 1}"),
         ({"attention_mask": torch.tensor([[1] * 8 + [0]])}, "attention_mask"),
+        ({"attention_mask": torch.ones(1, 1)}, r"attention_mask has shape \(1, 1\)"),
+        ({"attention_mask": torch.ones(2, 9)}, r"attention_mask has shape \(2, 9\)"),
+        ({"speculate_from": True}, "speculate_from is True"),
+        ({"num_beams": 2}, "Unknown option 'num_beams'"),
+        ({"treshold": 0.5}, "Did you mean 'threshold'"),
     ],
 )
 def test_options_out_of_range_and_without_effect_are_refused(options, name):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from fulldepth.errors import FulldepthError, names_of
+from fulldepth.errors import FulldepthError, names_of, unknown
 from fulldepth.execution.decoding.loops import decode
 from fulldepth.execution.decoding.options import Options
 from fulldepth.execution.decoding.session import Choice, DecodingSession, Stats, TokenRows
@@ -108,14 +108,24 @@ class Decoder:
             raise FulldepthError(f"input_ids is {got}; expected token ids [B, T]. Encode text with {encode}.")
         if input_ids.ndim != 2 or not input_ids.numel():
             raise FulldepthError(f"input_ids has shape {tuple(input_ids.shape)}; expected [B, T], not empty.")
+        size, (smallest, largest) = self.anatomy.model.config.get_text_config().vocab_size, input_ids.aminmax()
+        if not 0 <= smallest <= largest < size:
+            raise FulldepthError(f"input_ids holds ids from {smallest} to {largest}; expected 0 to {size - 1}.")
         if not do_sample and (temperature, top_p, top_k) != (1.0, 1.0, 0):
             raise FulldepthError(
                 "temperature, top_p and top_k are for sampling; set do_sample=True, or leave them out."
             )
+        known = [field.name for field in fields(Options) if field.name != "num_layers"]
+        if unlisted := options.keys() - set(known):
+            raise unknown("option", min(unlisted), known)
         device = device_of(self.anatomy.model)
         settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "num_beams": 1}
         settings |= {"temperature": temperature, "top_p": top_p, "top_k": top_k} if do_sample else {}
-        mask = None if attention_mask is None else attention_mask.to(device)
+        mask = None if attention_mask is None else torch.as_tensor(attention_mask, device=device)
+        if mask is not None and mask.shape != input_ids.shape:
+            raise FulldepthError(
+                f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(input_ids.shape)}, as input_ids."
+            )
         given = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id, "attention_mask": mask}
         settings |= {name: value for name, value in given.items() if value is not None}
         settings["return_dict_in_generate"] = False
@@ -207,9 +217,9 @@ def _check(input_ids: Tensor, config: GenerationConfig, prepared: Mapping[str, A
     }
     if names := [name for name, is_set in refused.items() if is_set]:
         raise FulldepthError(f"Decoding layer by layer cannot follow {', '.join(names)} of the generation settings.")
-    unknown = [name for name, value in prepared.items() if name not in SHARED and value is not None]
-    if unknown:
-        raise FulldepthError(f"Decoding layer by layer takes text alone, not {names_of(unknown)}.")
+    others = [name for name, value in prepared.items() if name not in SHARED and value is not None]
+    if others:
+        raise FulldepthError(f"Decoding layer by layer takes text alone, not {names_of(others)}.")
     cache, given, mask = (prepared.get(name) for name in ("past_key_values", "position_ids", "attention_mask"))
     if cache is not None and cache.get_seq_length():
         raise FulldepthError(

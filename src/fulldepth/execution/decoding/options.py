@@ -55,7 +55,7 @@ class Options:
             ("draft_length", MOST_DRAFTS, (AUTO,)),
         ):
             value = getattr(self, name)
-            if value not in others and not (isinstance(value, int) and 1 <= value <= most):
+            if value not in others and not (type(value) is int and 1 <= value <= most):
                 raise FulldepthError(f"{name} is {value!r}; expected a whole number from 1 to {most}.")
         drafts, leaves = self.speculate_from is not None, self.threshold is not None
         for wrong, message in (
