@@ -234,6 +234,7 @@ REFUSED = [
     (["w1"], {"task": "image-classification"}, "image-classification"),
     (PAIRS, {"task": "masked-lm"}, "pairs"),
     (["w1"], {"tokenizer": None}, "tokenizer"),
+    (["w1"], {"max_sequences": 0}, "max_sequences"),
     (["w1"], {"max_positions": 128}, "128"),
     (["w1"], {"task": "masked-lm", "sequence_length": 2}, "sequence_length"),
     (LABELLED, {"task": "representation", "sequence_length": 1}, "sequence_length"),

@@ -75,6 +75,9 @@ def test_blank_lines_are_no_rows_of_a_sample(chunk, tmp_path, monkeypatch):
             assert len(opened) == len(texts)
             assert [row["text"] for _, row in opened.rows(numbers=[0, 3, 8])] == [texts[i] for i in (0, 3, 8)]
             assert len(open_source(path, limit=5)) == 5
+    damaged = write(tmp_path / "b.jsonl", '{"text": "w"}\n\0\0\n')  # the end of a file after a crash is no blank line
+    with refused("not a text file"):
+        open_source(damaged, limit=5)
 
 
 def test_text_files(tmp_path):

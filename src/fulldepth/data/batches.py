@@ -73,7 +73,11 @@ def batches(examples: Sequence[Example], batch_size: int, *, pad_id: int = 0) ->
 
 
 def grouped(examples: Sequence[Example], batch_size: int) -> list[list[Example]]:
-    """The examples of each batch of `batches`, in the order of its rows."""
+    """The examples of each batch of `batches`, in the order of its rows.
+
+    Raises:
+        FulldepthError: if `batch_size` is less than 1.
+    """
     return in_batches(sorted(examples, key=len, reverse=True), batch_size)  # stable, also in reverse
 
 
@@ -227,7 +231,14 @@ class Sequences:
         }
 
     def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """The batches of process `rank` of `world`: batch `i` belongs to rank `i % world`."""
+        """The batches of process `rank` of `world`: batch `i` belongs to rank `i % world`.
+
+        Raises:
+            FulldepthError: if `batch_size` is less than 1.
+            ValueError: if `rank` is not one of 0..world-1.
+        """
+        if not 0 <= rank < world:
+            raise ValueError(f"rank must be in 0..{world - 1}, got {rank}")
         return (self.collate(group) for group in self.share(batch_size, rank, world))
 
     def share(self, batch_size: int, rank: int, world: int) -> list[list[int]]:

@@ -35,6 +35,8 @@ LONGEST_LINE = 64 << 20
 """Most bytes of a line of text or of a row of a table."""
 SPARE_BYTES, EXPANSION = 1 << 30, 200
 """Limit of a decompressed file: `SPARE_BYTES` plus `EXPANSION` times its compressed size."""
+IS_TEXT = np.array([not chr(byte).isspace() for byte in range(128)] + [True] * 128)
+"""Whether a byte of UTF-8 is no ASCII white space."""
 CHUNK = 16 << 20
 """Bytes of a file that are searched for line ends at a time."""
 BATCH_ROWS, BATCH_BYTES, NESTED_BATCH_ROWS = 1 << 14, 64 << 20, 16
@@ -147,18 +149,18 @@ def _filled_lines(path: Path) -> np.ndarray:
 
 @lru_cache(maxsize=16)
 def _line_starts(path: Path, size: int, changed: int) -> np.ndarray:
-    starts, highest, last = [np.zeros(1, np.int64)], [], np.uint8(0)  # of lines: first byte, highest byte
+    starts, filled, last = [np.zeros(1, np.int64)], [], False  # of lines: first byte, whether a byte is no white space
     with path.open("rb") as file:
         for position in range(0, size, CHUNK):
             content = np.frombuffer(file.read(CHUNK), np.uint8)
             ends = np.flatnonzero(content == ord("\n"))
             starts.append(ends + position + 1)
-            parts = np.maximum.reduceat(content, np.append(0, ends))  # all but the first begin with a line end
-            parts[0] = max(parts[0], last)
-            highest.append(parts[:-1])
+            parts = np.logical_or.reduceat(IS_TEXT[content], np.append(0, ends))  # but the first begin with a line end
+            parts[0] |= last
+            filled.append(parts[:-1])
             last = parts[-1]
-    filled = np.flatnonzero(np.append(np.concatenate([[], *highest]), last) > ord(" "))
-    return np.stack([filled, np.concatenate(starts)[filled]], axis=1)
+    numbers = np.flatnonzero(np.append(np.concatenate([[], *filled]), last))
+    return np.stack([numbers, np.concatenate(starts)[numbers]], axis=1)
 
 
 def _decode(line: bytes, path: Path, position: int) -> str:

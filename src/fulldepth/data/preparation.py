@@ -33,7 +33,7 @@ from fulldepth.data.tokens import (
     leading_ids,
     plain_ids,
 )
-from fulldepth.errors import FulldepthError
+from fulldepth.errors import FulldepthError, unknown
 from fulldepth.files import Fingerprint
 from fulldepth.targets import IGNORE, next_targets
 
@@ -133,6 +133,11 @@ def prepare(source: Source, **options: Any) -> Sequences:
         FulldepthError: if task, data and model do not match, or no sequence remains.
     """
     plan = Preparation(**options)
+    if plan.max_sequences < 1 or plan.sequence_length < 1:
+        given = f"{plan.max_sequences} and {plan.sequence_length}"
+        raise FulldepthError(f"max_sequences and sequence_length must be at least 1, got {given}.")
+    if plan.task not in TASKS:
+        raise unknown("task", plan.task, TASKS)
     if source.kind not in TASKS[plan.task]:
         advice = "."
         if plan.task == SEQ2SEQ:

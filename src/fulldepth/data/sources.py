@@ -120,6 +120,8 @@ def open_source(
     """
     if isinstance(data, Source):
         return data
+    if limit is not None and limit < 1:
+        raise FulldepthError(f"At least one row must be read, got the limit {limit}.")
     streaming = limit is not None
     opened = open_data(
         data, config=config, split=split, streaming=streaming, held_out=held_out, images=True, skip_bad=skip_bad

@@ -136,6 +136,8 @@ class Activations:
         Raises:
             FulldepthError: if the site is not captured, or the forward pass did not reach every layer.
         """
+        if site not in self.sites:
+            raise FulldepthError(f"Site {site!r} was not captured; captured: {', '.join(self.sites)}.")
         if site in COEFFICIENTS:
             return [self._read(site, layer) for layer in self.anatomy.layers_with(ROLES[site])]
         layers = range(1, self.anatomy.num_layers + 1)
