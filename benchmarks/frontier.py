@@ -328,26 +328,32 @@ def table(rows: Sequence[Row], kinds: Sequence[str]) -> str:
 
 
 def draw(rows: Sequence[Row], kinds: Sequence[str], context: int, path: Path) -> None:
-    """Added loss over the predicted decode speed-up, a panel for each kind of rows."""
+    """Added loss over the predicted decode speed-up: panels for rows, colours for choices, dashes for healing."""
     figure = make_subplots(
         cols=len(kinds), subplot_titles=kinds, x_title=f"predicted decode speed-up at {context} tokens"
     )
-    for number, name in enumerate(dict.fromkeys(row.method for row in rows)):
-        own = [row for row in rows if row.method == name]
+    lowest = min(row.added[kind][0] for row in rows for kind in kinds) / 2  # error bars end there on the log axis
+    choices = list(dict.fromkeys(row.method.split(" + ")[0] for row in rows))
+    for name in dict.fromkeys(row.method for row in rows):
+        own, (choice, _, healing) = [row for row in rows if row.method == name], name.partition(" + ")
+        number = choices.index(choice)
+        look = {"color": qualitative.D3[number], "dash": {"": "solid", "refit": "dash", "map": "dot"}[healing]}
         for column, kind in enumerate(kinds, start=1):
             values, errors = zip(*(row.added[kind] for row in own), strict=True)
+            below = [max(min(error, value - lowest), 0) for value, error in zip(values, errors, strict=True)]
             line = go.Scatter(
                 x=[row.predicted[context, "decode"] for row in own],
                 y=values,
-                error_y={"array": errors},
+                error_y={"array": errors, "arrayminus": below, "symmetric": False},
                 name=name,
                 legendgroup=name,
                 showlegend=column == 1,
-                line={"color": qualitative.Dark24[number]},
+                line={**look, "width": 3 if name.startswith("ours") else 1.5},
+                marker={"symbol": number, "size": 9},
             )
             figure.add_trace(line, row=1, col=column)
     figure.update_yaxes(type="log", title="nats added")
-    figure.update_layout(template="plotly_white", title="Loss added by removal, without training")
+    figure.update_layout(template="plotly_white", title="Loss added by removal, without training", height=800)
     figure.write_html(path)
 
 

@@ -45,7 +45,7 @@ ARROWS = {
     "losses": {"execution", "hf", "metrics"},
     "results": {"reporting", "settings"},
     **dict.fromkeys(VERBS, NOUNS | {"settings"}),
-    **dict.fromkeys(COMPOSITIONS, VERBS | {"data", "results", "settings"}),
+    **dict.fromkeys(COMPOSITIONS, VERBS | {"data", "hf", "results", "settings"}),
     "demonstration": VERBS | {"data", "healing", "hf", "results", "settings"},
     "cli": VERBS | COMPOSITIONS | {"bars", "console", "results", "settings"},
     "__main__": {"cli"},

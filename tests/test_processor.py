@@ -11,7 +11,7 @@ import torch
 import tiny_models
 from fulldepth import processor
 from fulldepth.hf import load_checkpoint
-from fulldepth.processor import LIMIT, check_bfloat16, failing_bfloat16
+from fulldepth.processor import LIMIT, check_bfloat16, failing_bfloat16, has_bfloat16
 from refusals import refused
 
 HERE = os.environ.get(LIMIT)
@@ -40,6 +40,7 @@ def test_a_process_that_dies_is_one_message_with_what_helps(announces, monkeypat
             check_bfloat16()
         assert ("Use float32." in str(caught.value)) is (works == "nothing")
         assert (f"{LIMIT}={works}" in str(caught.value)) is (works != "nothing")
+    assert not has_bfloat16()
     values = [probe.get(LIMIT) for probe in announces]
     assert values == [None, "AVX512_CORE_BF16", "AVX2"][: 2 if works == "AVX512_CORE_BF16" else 3], "probed once"
 
@@ -48,7 +49,14 @@ def test_the_probe_is_a_product_that_works_here(announces, monkeypatch):
     if HERE is not None:
         monkeypatch.setenv(LIMIT, HERE)
     check_bfloat16()
+    assert has_bfloat16()
     assert len(announces) == 1
+
+
+def test_without_instructions_nothing_is_probed(announces, monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags : avx2 avx512f")
+    assert not has_bfloat16()
+    assert not announces
 
 
 def test_only_bfloat16_is_probed(monkeypatch, tmp_path):

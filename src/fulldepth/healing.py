@@ -12,6 +12,8 @@ from transformers.pytorch_utils import Conv1D
 
 from fulldepth.errors import FulldepthError, needing
 from fulldepth.files import locked
+from fulldepth.hf import pick_device
+from fulldepth.processor import has_bfloat16
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.settings.heal import HealSettings
@@ -76,6 +78,10 @@ def heal(
     if settings.steps and settings.rank:
         with needing("peft", "lora", "Training with adapters (rank)"):  # before the refit, which takes minutes
             import peft  # noqa: F401, PLC0415
+    if settings.steps and settings.precision is None:
+        cuda = pick_device(settings.device).type == "cuda"
+        fast = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else has_bfloat16()
+        settings = settings.model_copy(update={"precision": "autocast" if fast else "float32"})
     plan, work = plan if isinstance(plan, Plan) else Plan.load(plan), target.with_name(f"{target.name}-work")
     opened = {"tokenizer": tokenizer, "heldout": heldout, "watcher": watcher}
     with locked(work):

@@ -18,6 +18,11 @@ ANNOUNCED = ("amx", "avx512_bf16")
 PROBE = "import torch; a = torch.ones(256, 256, dtype=torch.bfloat16); print(float((a @ a).sum()))"
 
 
+def has_bfloat16() -> bool:
+    """Whether products in bfloat16 have instructions of their own here, and end well: then they are faster."""
+    return _announces_bfloat16() and failing_bfloat16() is None
+
+
 @cache
 def failing_bfloat16() -> tuple[str, str | None] | None:
     """How a process that multiplies in bfloat16 ends here, and the value of `LIMIT` with which it does not.
@@ -25,11 +30,7 @@ def failing_bfloat16() -> tuple[str, str | None] | None:
     None if it ends well. The products run in child processes, once, and only where the processor announces
     instructions for them.
     """
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:  # not Linux
-        return None
-    if not any(name in flags for name in ANNOUNCED) or (ending := _ending(dict(os.environ))) is None:
+    if not _announces_bfloat16() or (ending := _ending(dict(os.environ))) is None:
         return None
     return ending, next((value for value in CHOICES if _ending({**os.environ, LIMIT: value}) is None), None)
 
@@ -48,6 +49,14 @@ def check_bfloat16() -> None:
         f"A product in bfloat16 ends the process on this machine ({ending}): its processor announces instructions "
         f"that it may not use. {helps}"
     )
+
+
+def _announces_bfloat16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        return False
+    return any(name in flags for name in ANNOUNCED)
 
 
 def _ending(environment: dict[str, str]) -> str | None:

@@ -23,7 +23,7 @@ class HealSettings(HeldoutSettings):
         "Loading the model": LOADING,
     }
 
-    steps: Annotated[int, Field(ge=0, le=10**9)] = 100
+    steps: Annotated[int, Field(ge=0, le=10**9)] = 75
     """Steps of distillation from the original after the refit, and of its control; 0 = the refit only."""
     global_batch_size: Batch = 8
     """Sequences in a step."""
@@ -31,8 +31,9 @@ class HealSettings(HeldoutSettings):
     """Peak learning rate of the training."""
     rank: Annotated[int, Field(ge=0, le=65_536)] = 16
     """Rank of the adapters (LoRA) that are trained and merged; 0 = all weights are trained."""
-    precision: Precision = "float32"
-    """Of the training. float32; autocast: bfloat16 products; bfloat16: everything."""
+    precision: Precision | None = None
+    """Of the training. float32; autocast: bfloat16 products; bfloat16: everything; None = autocast where the device has
+    instructions for such products, else float32."""
     format: str | None = None
     """folded, fast, decilm or layer; None = the one without the removed parts, if there is one for the family."""
     gguf: str | None = None
