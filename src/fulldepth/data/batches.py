@@ -1,16 +1,16 @@
-"""Sequences as tensors: `Example` and `Picture`, prepared data (`Sequences`), and padded batches of them (`Batch`)."""
+"""Sequences as tensors (`Example`), prepared data (`Sequences`), and padded batches of them (`Batch`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 
 from fulldepth.data.coco import Objects
+from fulldepth.data.sources import DataRecord
 from fulldepth.errors import FulldepthError
 from fulldepth.files import reading
 from fulldepth.targets import IGNORE
@@ -147,21 +147,6 @@ class Batch:
 
 
 @dataclass
-class Picture:
-    """One prepared image, decoded by `load`."""
-
-    load: Callable[[], Image.Image]
-    class_index: int = IGNORE
-    objects: Objects | None = None
-    """Objects in the image, in the model's classes; None for data without boxes."""
-
-    def mirrored(self) -> Picture:
-        """The image and its boxes, with left and right exchanged."""
-        load, objects = self.load, None if self.objects is None else self.objects.mirrored()
-        return replace(self, load=lambda: ImageOps.mirror(load()), objects=objects)
-
-
-@dataclass
 class Sequences:
     """All prepared sequences, in order."""
 
@@ -172,6 +157,7 @@ class Sequences:
     hash: str
     """`sha256:...` over tokens, masked tokens, targets and labels, or pixels and processor; independent of batching."""
     examples: Sequence[Any]
+    """`Example`s, or `DataRecord`s of images."""
     collate: Callable[[Sequence[int]], Batch] = field(repr=False)
     lengths: list[int]
     """Tokens of each sequence, special tokens included; 0 for images, whose patches the model makes."""
@@ -292,10 +278,10 @@ def collate_texts(
     )
 
 
-def collate_images(examples: Sequence[Picture], indices: Sequence[int], processor: Any) -> Batch:
+def collate_images(examples: Sequence[DataRecord], indices: Sequence[int], processor: Any) -> Batch:
     """Decode the chosen images and run the (untrusted) processor on them; a `FulldepthError` names what fails."""
     chosen = [examples[i] for i in indices]
-    images = [example.load() for example in chosen]
+    images = [example.image() for example in chosen if example.image is not None]
     with reading(f"images with a {type(processor).__name__}"):
         processed = processor(images=images, return_tensors="pt")
         inputs = {name: value for name, value in processed.items() if isinstance(value, Tensor)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -46,6 +46,10 @@ class StoredImage:
     def __call__(self) -> Image.Image:
         """The decoded image."""
         return self.decode()
+
+    def changed(self, change: Callable[[Image.Image], Image.Image]) -> StoredImage:
+        """The image, changed when it is decoded."""
+        return replace(self, decode=lambda: change(self.decode()))
 
 
 def image_value(value: Any, where: str) -> StoredImage:

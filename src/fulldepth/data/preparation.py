@@ -14,7 +14,6 @@ import torch
 
 from fulldepth.data.batches import (
     Example,
-    Picture,
     Sequences,
     collate_images,
     collate_texts,
@@ -23,7 +22,7 @@ from fulldepth.data.batches import (
 from fulldepth.data.conversations import encode_pair
 from fulldepth.data.drawing import Text, block_clusters, draw_windows, first_windows
 from fulldepth.data.opening import Order
-from fulldepth.data.sources import SKIP, DataRecord, Source, choose, content_hash, identities
+from fulldepth.data.sources import SKIP, DataRecord, Source, choose, identities
 from fulldepth.data.tokens import (
     Frame,
     WordFinder,
@@ -157,7 +156,6 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     task, tokenizer, kind = plan.task, plan.tokenizer, source.kind
     if tokenizer is None:
         raise FulldepthError(f"{source.name} is text, and the model has no tokenizer. Give one.")
-    labels = [IGNORE if record.label is None else record.label for record in source.records]
     needed = [((r.prompt, r.response) if kind == "pairs" else (r.text,)) for r in source.records]
     filled = [i for i, parts in enumerate(needed) if all(part is not None and part.strip() for part in parts)]
     if not filled:
@@ -169,7 +167,7 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     if not plan.windowed(kind):
         chosen = choose([names[i] for i in filled], plan.max_sequences, plan.seed, plan.order)
         filled = [filled[i] for i in chosen]
-    given = [replace(source.records[i], identity=names[i], label=labels[i]) for i in filled]
+    given = [replace(source.records[i], identity=names[i]) for i in filled]
     pairs = task == "representation" and any(record.second is not None for record in given)
     if kind == "pairs":
         encoded = (_translation if task == SEQ2SEQ else _pairs)(given, plan, warnings)
@@ -209,7 +207,7 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
         kind=kind,
         task=task,
         hash=str(fingerprint),
-        text_hash=content_hash(source),
+        text_hash=source.hash,
         examples=examples,
         collate=partial(collate_texts, examples, encoder=encoded.inputs, pad_id=pad, targets=targets),
         lengths=[len(example) for example in examples],
@@ -303,7 +301,7 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
                 joined = encode_texts(tokenizer, text, record.second, truncation="longest_first", max_length=most)
             ids = wrapped = joined["input_ids"]
             types = joined.get("token_type_ids")
-        example = _example(wrapped, task, types, class_index=record.label, document=record.identity)
+        example = _example(wrapped, task, types, class_index=record.class_index, document=record.identity)
         examples.append(example if ids else None)
     empty = examples.count(None)
     warnings += _empty_warning(empty)
@@ -431,35 +429,32 @@ def _images(source: Source, plan: Preparation) -> Sequences:
         raise FulldepthError(
             f"{source.name} holds images, and the model has no image processor. Give images to a vision model."
         )
-    labels = [IGNORE if record.label is None else record.label for record in source.records]
     names = identities(source)
     chosen = choose(names, plan.max_sequences, plan.seed, plan.order)
-    processor, pictures = plan.processor, []
+    records, processor = source.select(chosen).records, plan.processor
     settings = processor.to_dict() if hasattr(processor, "to_dict") else type(processor).__name__
     fingerprint = Fingerprint(plan.task, json.dumps(settings, sort_keys=True, default=str))
-    for index in chosen:
-        record, label = source.records[index], labels[index]
+    for record in records:
         assert record.image is not None
         try:
             image = record.image()  # also finds corrupt files before the model runs
         except FulldepthError as error:
             raise FulldepthError(f"{error} {SKIP}") from error
-        for part in (str(image.size).encode(), image.tobytes(), str(label).encode()):
+        for part in (str(image.size).encode(), image.tobytes(), str(record.class_index).encode()):
             fingerprint.add(part)
         if record.objects is not None:
             fingerprint.add(repr(record.objects).encode())
-        pictures.append(Picture(record.image, label, record.objects))
-    known = [picture.class_index for picture in pictures if picture.class_index != IGNORE]
-    boxes = sum(picture.objects.targets for picture in pictures if picture.objects is not None)
+    known = sum(record.label is not None for record in records)
+    boxes = sum(record.objects.targets for record in records if record.objects is not None)
     return Sequences(
         name=source.name,
         kind=source.kind,
         task=plan.task,
         hash=str(fingerprint),
-        examples=pictures,
-        collate=partial(collate_images, pictures, processor=processor),
-        lengths=[0] * len(pictures),
-        num_targets={"image-classification": len(known), "detection": boxes}.get(plan.task, 0),
+        examples=records,
+        collate=partial(collate_images, records, processor=processor),
+        lengths=[0] * len(records),
+        num_targets={"image-classification": known, "detection": boxes}.get(plan.task, 0),
         num_classes=source.num_classes,
         class_names=source.class_names,
         warnings=list(source.warnings),
