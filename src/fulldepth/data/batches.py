@@ -35,6 +35,8 @@ class Example:
     """`token_type_ids`; None if the tokenizer gives none."""
     words: Tensor | None = None
     """Index of the word that ends at each position, -1 elsewhere; None if no words are searched for."""
+    encoder_ids: Tensor | None = None
+    """What the encoder of an encoder-decoder reads, whose decoder reads the example; else None."""
     class_index: int = IGNORE
     """Class of the sequence, -100 if unknown."""
 
@@ -94,11 +96,13 @@ def in_batches(items: Sequence[T], batch_size: int) -> list[list[T]]:
 
 def padded_batch(examples: Sequence[Example], pad_id: int) -> dict[str, Tensor]:
     """`input_ids`, `attention_mask` and `labels`, each [B, T] int64, padded on the right to the longest example."""
-    return {
-        "input_ids": padded([example.input_ids for example in examples], pad_id),
-        "attention_mask": padded([torch.ones_like(example.input_ids) for example in examples], 0),
-        "labels": padded([example.labels for example in examples], IGNORE),
-    }
+    inputs = padded_inputs([example.input_ids for example in examples], pad_id)
+    return {**inputs, "labels": padded([example.labels for example in examples], IGNORE)}
+
+
+def padded_inputs(rows: Sequence[Tensor], pad_id: int) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask`, each [B, T] int64, from token ids."""
+    return {"input_ids": padded(rows, pad_id), "attention_mask": padded([torch.ones_like(row) for row in rows], 0)}
 
 
 def padded(rows: Sequence[Tensor], value: int) -> Tensor:
@@ -245,7 +249,6 @@ def collate_texts(
     *,
     pad_id: int,
     targets: Callable[[Tensor], Tensor] | None = None,
-    encoder: Sequence[Example] | None = None,
 ) -> Batch:
     """Pad the chosen examples on the right to the longest of them.
 
@@ -254,14 +257,12 @@ def collate_texts(
         indices: indices of the chosen examples.
         pad_id: token id of padding.
         targets: what the head predicts at each position, from the labels `[B, T]`; None if it predicts no tokens.
-        encoder: what the encoder of an encoder-decoder reads, whose decoder reads the examples.
     """
     chosen = [examples[i] for i in indices]
     inputs = padded_batch(chosen, pad_id)
     labels, token_ids, mask = inputs.pop("labels"), inputs["input_ids"], inputs["attention_mask"]
-    if encoder is not None:
-        read = padded_batch([encoder[i] for i in indices], pad_id)
-        inputs = {f"decoder_{name}": ids for name, ids in inputs.items()} | {name: read[name] for name in inputs}
+    if encoder_ids := [example.encoder_ids for example in chosen if example.encoder_ids is not None]:
+        inputs = {f"decoder_{name}": ids for name, ids in inputs.items()} | padded_inputs(encoder_ids, pad_id)
     if types := [example.types for example in chosen if example.types is not None]:
         inputs["token_type_ids"] = padded(types, 0)
     masked_ids = [example.masked_ids for example in chosen if example.masked_ids is not None]

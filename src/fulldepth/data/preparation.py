@@ -102,16 +102,8 @@ class Preparation:
         return kind == "text" and self.task in ("causal-lm", "masked-lm", "representation") and not self.one_per_row
 
 
-@dataclass
-class Encoded:
-    """Examples, whose `document` is their cluster, and what a cluster is."""
-
-    examples: list[Example]
-    unit: str
-    no_error: str | None = None
-    """Reason why no standard error can be stated."""
-    inputs: list[Example] | None = None
-    """What the encoder of an encoder-decoder reads."""
+Encoded = tuple[list[Example], str, str | None]
+"""Examples, whose `document` is their cluster; what a cluster is; and why no standard error can be stated, if none can."""
 
 
 def prepare(source: Source, **options: Any) -> Sequences:
@@ -157,7 +149,7 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     if tokenizer is None:
         raise FulldepthError(f"{source.name} is text, and the model has no tokenizer. Give one.")
     needed = [((r.prompt, r.response) if kind == "pairs" else (r.text,)) for r in source.records]
-    filled = [i for i, parts in enumerate(needed) if all(part is not None and part.strip() for part in parts)]
+    filled = [i for i, parts in enumerate(needed) if all((part or "").strip() for part in parts)]
     if not filled:
         raise FulldepthError(f"{source.name} has no text: every record is blank.")
     warnings = list(source.warnings)
@@ -170,18 +162,17 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     given = [replace(source.records[i], identity=names[i]) for i in filled]
     pairs = task == "representation" and any(record.second is not None for record in given)
     if kind == "pairs":
-        encoded = (_translation if task == SEQ2SEQ else _pairs)(given, plan, warnings)
+        examples, unit, no_error = (_translation if task == SEQ2SEQ else _pairs)(given, plan, warnings)
     elif plan.windowed(kind) and not pairs:
-        encoded = _windows(given, plan, warnings)
+        examples, unit, no_error = _windows(given, plan, warnings)
     else:
-        encoded = _one_by_one(source, given, plan, warnings)
-    examples = encoded.examples
+        examples, unit, no_error = _one_by_one(source, given, plan, warnings)
     if not examples:
         raise FulldepthError(" ".join([f"{source.name} gives no sequence with this tokenizer.", *warnings]))
     masks = task == "masked-lm" and tokenizer.mask_token_id is not None
     if masks:
         examples = [_masked(example, tokenizer, plan.seed, index) for index, example in enumerate(examples)]
-    fed = [ids for e in (*examples, *(encoded.inputs or ())) for ids in (e.input_ids, e.masked_ids) if ids is not None]
+    fed = [ids for e in examples for ids in (e.input_ids, e.masked_ids, e.encoder_ids) if ids is not None]
     warnings += check_vocabulary(max(int(ids.max()) for ids in fed), tokenizer, plan.vocab_size)
     if plan.words:
         finder = WordFinder(tokenizer, plan.words)
@@ -193,13 +184,13 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     pads = (plan.pad_id, tokenizer.pad_token_id)  # padding is masked, but its id must exist in the model
     pad = next((pad for pad in pads if pad is not None and 0 <= pad < (plan.vocab_size or pad + 1)), 0)
     fingerprint = Fingerprint(task)
-    for number, example in enumerate(examples):
-        parts: list[torch.Tensor | None] = [example.input_ids]
-        parts += [example.input_ids if example.masked_ids is None else example.masked_ids]
-        parts += [None if targets is None else targets(example.labels), example.types]
-        parts += [] if encoded.inputs is None else [encoded.inputs[number].input_ids]
-        for tensor in parts:
-            fingerprint.add(b"" if tensor is None else id_bytes(tensor))
+    for example in examples:
+        masked_ids = example.input_ids if example.masked_ids is None else example.masked_ids
+        target_ids = None if targets is None else targets(example.labels)
+        for ids in (example.input_ids, masked_ids, target_ids, example.types):
+            fingerprint.add(b"" if ids is None else id_bytes(ids))
+        if example.encoder_ids is not None:
+            fingerprint.add(id_bytes(example.encoder_ids))
         fingerprint.add(str(example.class_index).encode())
     classified = task == "text-classification"
     return Sequences(
@@ -209,7 +200,7 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
         hash=str(fingerprint),
         text_hash=source.hash,
         examples=examples,
-        collate=partial(collate_texts, examples, encoder=encoded.inputs, pad_id=pad, targets=targets),
+        collate=partial(collate_texts, examples, pad_id=pad, targets=targets),
         lengths=[len(example) for example in examples],
         num_targets=sum(e.class_index != IGNORE if classified else e.predicted for e in examples),
         num_classes=source.num_classes,
@@ -217,8 +208,8 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
         warnings=warnings,
         no_targets=NO_MASK if task == "masked-lm" and not masks else None,
         clusters=[example.document for example in examples],
-        unit=encoded.unit,
-        no_error=encoded.no_error,
+        unit=unit,
+        no_error=no_error,
     )
 
 
@@ -261,7 +252,7 @@ def _windows(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]
     clusters, unit, no_error = block_clusters(drawn.windows, [identity for identity, _ in documents])
     windows = zip(drawn.windows, clusters, strict=True)
     examples = [_example(outer.wrap(window.ids), task, typed, document=cluster) for window, cluster in windows]
-    return Encoded(examples, unit, no_error)
+    return examples, unit, no_error
 
 
 def _opening(frame: Frame, plan: Preparation, warnings: list[str]) -> tuple[int, ...]:
@@ -321,7 +312,7 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
         noun = "text is" if len(cut) == 1 else "texts are"
         warnings.append(f"{len(cut)} {noun} longer than {most} tokens and cut there.")
     unit = "document" if source.kind == "text" else "row"
-    return Encoded([example for example in examples if example is not None], unit)
+    return [example for example in examples if example is not None], unit, None
 
 
 def _pairs(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
@@ -344,30 +335,27 @@ def _pairs(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) 
                 f"positions are {plan.max_positions or 'not limited'}. Raise sequence_length, or ask for truncation."
             )
         warnings.append(f"{message} and cut there.")
-    return Encoded(examples, "row")
+    return examples, "row", None
 
 
 def _translation(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
-    """Inputs for both stacks of an encoder-decoder; the examples are the decoder's."""
+    """Sequences for both stacks of an encoder-decoder."""
     if plan.start is None:
         raise FulldepthError("An encoder-decoder needs decoder_start_token_id in its configuration.")
     tokenizer, length = plan.tokenizer, plan.sequence_length
     pairs = [(record.prompt or "", record.response or "") for record in given]
     frame = Frame.of(tokenizer, chain.from_iterable(pairs))
-    room = _room(length, frame)
-    ids = [[plain_ids(tokenizer, text) for text in pair] for pair in pairs]
-    if cut := sum(len(part) > room for pair in ids for part in pair):
+    room, start = _room(length, frame), torch.tensor([plan.start])
+    examples, cut = [], 0
+    for record, pair in zip(given, pairs, strict=True):
+        ids = [plain_ids(tokenizer, text) for text in pair]
+        cut += sum(len(part) > room for part in ids)
+        read, target = (torch.tensor(frame.wrap(part[:room]), dtype=torch.int64) for part in ids)
+        shifted = torch.cat([start, target[:-1]])
+        examples.append(Example(shifted, target, int(record.identity or 0), encoder_ids=read))
+    if cut:
         warnings.append(f"{cut} texts are longer than {length} tokens and cut there.")
-    inputs, targets = (
-        [
-            Example.of(frame.wrap(pair[side][:room]), document=record.identity)
-            for pair, record in zip(ids, given, strict=True)
-        ]
-        for side in (0, 1)
-    )
-    start = torch.tensor([plan.start])
-    read = [replace(e, input_ids=torch.cat([start, e.input_ids[:-1]]), labels=e.input_ids) for e in targets]
-    return Encoded(read, "row", inputs=inputs)
+    return examples, "row", None
 
 
 def input_texts(source: Source) -> Source:
