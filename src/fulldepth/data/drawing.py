@@ -184,26 +184,20 @@ def first_windows(
     Returns:
         Full windows, or one short window if the whole text is shorter.
     """
-    most = window * count
-    windows: list[Window] = []
-    if join is None:
-        for document, text in enumerate(documents):
-            ids = tokenise(text, most - window * len(windows))
-            windows += [
-                Window(list(ids[start : start + window]), document, start // BLOCK)
-                for start in range(0, len(ids), window)
-            ]
-            if len(windows) >= count:
-                break
-        return DrawnWindows(windows[:count], 0)
-    stream: list[int] = []
-    starts: list[int] = []
-    for text in documents:
-        if len(stream) >= most:
+    most, windows, stream, starts = window * count, list[Window](), list[int](), list[int]()
+    for document, text in enumerate(documents):
+        needed = most - window * len(windows) - len(stream)
+        if needed <= 0:
             break
-        ids = tokenise(text, most - len(stream))
-        stream = join(stream, ids) if ids and stream else [*stream, *ids]
-        starts.append(len(stream) - len(ids))
+        ids = tokenise(text, needed)
+        if join is None:
+            places = range(0, len(ids), window)
+            windows += [Window(list(ids[start : start + window]), document, start // BLOCK) for start in places]
+        else:
+            stream = join(stream, ids) if ids and stream else [*stream, *ids]
+            starts.append(len(stream) - len(ids))
+    if join is None:
+        return DrawnWindows(windows[:count], 0)
     del stream[most:]
     full = len(stream) // window * window if len(stream) >= window else window
     for place in range(0, min(full, len(stream)), window):

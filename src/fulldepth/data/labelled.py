@@ -63,7 +63,7 @@ def number_labels(
             f"{source.name} has {len(source.class_names)} classes ({listed(source.class_names)}), the model has "
             f"{len(classes)} classes: {listed(classes)}."
         )
-    records = []
+    records, stranger = [], f"none of the {len(classes)} classes ({listed(classes)})."
     for record in source.records:
         try:
             label, objects = record.label, record.objects
@@ -72,10 +72,7 @@ def number_labels(
                 if label is None:
                     names, own = source.class_names, record.class_index
                     shown = names[own] if own < len(names) else own
-                    raise FulldepthError(
-                        f"{record.where}: its label ({one_line(shown, 60)}) is none of the {len(classes)} classes "
-                        f"({listed(classes)})."
-                    )
+                    raise FulldepthError(f"{record.where}: its label ({one_line(shown, 60)}) is {stranger}")
             elif label is None and required and not boxes:
                 raise FulldepthError(f"{record.where} has no label.")
             digest = _digest(record, read)
@@ -83,8 +80,7 @@ def number_labels(
                 unknown = [number for number in objects.classes if numbers[number] is None]
                 if unknown:
                     shown = one_line(source.class_names[unknown[0]], 60)
-                    known = f"none of the {len(classes)} classes ({listed(classes)})"
-                    bad += [f"{record.where}: an object is a {shown}, which is {known}."] * len(unknown)
+                    bad += [f"{record.where}: an object is a {shown}, which is {stranger}"] * len(unknown)
                     if not skip_bad:
                         raise FulldepthError(bad[0])
                 objects = objects.numbered(numbers)

@@ -103,7 +103,7 @@ class Preparation:
 
 
 Encoded = tuple[list[Example], str, str | None]
-"""Examples, whose `document` is their cluster; what a cluster is; and why no standard error can be stated, if none can."""
+"""Examples, whose `document` is their cluster; what a cluster is; and the reason if no standard error can be stated."""
 
 
 def prepare(source: Source, **options: Any) -> Sequences:

@@ -175,13 +175,11 @@ def open_source(
     if limit is None:
         return _source(opened, columns, opened.rows(_columns_to_read), sampled=False)
     names = [name for name in columns[1:] if name is not None]
-    windows = window if columns.kind == "text" and columns.label is None else None
-    while True:
+    for windows in (window if columns.kind == "text" and columns.label is None else None, window):
         rows = opened.sampled(names, limit, seed=seed, order=order, window=windows)
         source = _source(opened, columns, rows, sampled=True)
         if windows == window or source.kind != "text":
-            break
-        windows = window  # no label is known, so it will be cut into windows
+            break  # else no label is known, so it will be cut into windows
     if windows is not None and order == "random" and source.kind == "text":
         # windows are drawn by the text of a document alone, so that stored results can be made again
         records = [replace(record, identity=identity(record.text or "")) for record in source.records]
