@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from fulldepth.data.coco import Objects
 from fulldepth.data.sources import DataRecord
 from fulldepth.errors import FulldepthError
 from fulldepth.files import reading
@@ -229,11 +228,7 @@ class Sequences:
         """
         if not 0 <= rank < world:
             raise ValueError(f"rank must be in 0..{world - 1}, got {rank}")
-        return (self.collate(group) for group in self.share(batch_size, rank, world))
-
-    def share(self, batch_size: int, rank: int, world: int) -> list[list[int]]:
-        """The sequences of each batch of process `rank`; see `batches`."""
-        return self.groups(batch_size)[rank::world]
+        return (self.collate(group) for group in self.groups(batch_size)[rank::world])
 
     def groups(self, batch_size: int) -> list[list[int]]:
         """Indices of the sequences of each batch, as `batching` allows."""
@@ -288,22 +283,22 @@ def collate_images(examples: Sequence[DataRecord], indices: Sequence[int], proce
         inputs = {name: value for name, value in processed.items() if isinstance(value, Tensor)}
     if not all(value.isfinite().all() for value in inputs.values()):
         raise FulldepthError(f"The {type(processor).__name__} of the model gives pixels that are not finite.")
+    objects = [
+        {
+            "class_labels": torch.tensor(own.classes, dtype=torch.int64),
+            "boxes": torch.tensor(own.relative, dtype=torch.float32).reshape(-1, 4),
+            "crowd": torch.tensor(own.crowd, dtype=torch.bool),
+        }
+        for own in (example.objects for example in chosen)
+        if own is not None
+    ]
     return Batch(
         inputs=inputs,
         attention_mask=None,
         sequence=torch.tensor(list(indices), dtype=torch.int64),
         labels=_classes(examples, indices),
-        objects=[object_tensors(e.objects) for e in chosen if e.objects is not None] or None,
+        objects=objects or None,
     )
-
-
-def object_tensors(objects: Objects) -> dict[str, Tensor]:
-    """`class_labels`, `boxes` and `crowd` of an image, see `Batch.objects`."""
-    return {
-        "class_labels": torch.tensor(objects.classes, dtype=torch.int64),
-        "boxes": torch.tensor(objects.relative, dtype=torch.float32).reshape(-1, 4),
-        "crowd": torch.tensor(objects.crowd, dtype=torch.bool),
-    }
 
 
 def _classes(examples: Sequence[Any], indices: Sequence[int]) -> Tensor | None:

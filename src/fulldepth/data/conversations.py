@@ -222,10 +222,10 @@ def encode_pair(
     Raises:
         FulldepthError: if the chat template refuses the messages, or renders the prompt differently with a response.
     """
-    before = encode_prompt(tokenizer, prompt, where)
     if isinstance(prompt, str):
         assert isinstance(response, str)
-        return before, plain_ids(tokenizer, response), list(Frame.of(tokenizer, [prompt]).suffix)
+        after = list(Frame.of(tokenizer, [prompt]).suffix)
+        return encode_prompt(tokenizer, prompt), plain_ids(tokenizer, response), after
     assert not isinstance(response, str)
     opening = _render(tokenizer, prompt, where, answer=True)
     full = _render(tokenizer, [*prompt, response], where, answer=False)
@@ -239,7 +239,7 @@ def encode_pair(
             )
         content = full.rfind(response["content"].strip())
         start = min(start, content) if content >= 0 else start
-        before = plain_ids(tokenizer, full[:start])
+    before = plain_ids(tokenizer, full[:start])
     if cut_off:
         text = response["content"].strip()
         if text not in full[start:]:

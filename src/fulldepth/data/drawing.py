@@ -45,17 +45,8 @@ class DrawnWindows(NamedTuple):
     """Tokens at the ends of documents that fill no window; 0 where not all text is tokenised."""
 
 
-class Text(NamedTuple):
-    """A document's text, or a piece of it."""
-
-    text: str
-    starts: bool = True
-    """Whether the document starts here."""
-    ends: bool = True
-    """Whether it ends here."""
-
-
-Tokenise = Callable[[Text], Sequence[int]]
+Tokenise = Callable[[str, bool, bool], Sequence[int]]
+"""(text or piece of it, whether it starts there, whether it ends there) -> token ids."""
 Join = Callable[[list[int], Sequence[int]], list[int]]
 """(ids, ids of the next document) -> both."""
 
@@ -100,7 +91,7 @@ def draw_windows(
         document, number = int(owner[index]), int(place[index])
         total, (name, text) = int(totals[document]), documents[document]
         start, stop = (_cut(text, part * len(text) // total) for part in (number, number + 1))
-        ids = list(tokenise(Text(text[start:stop], start == 0, stop == len(text))))
+        ids = list(tokenise(text[start:stop], start == 0, stop == len(text)))
         if len(ids) >= window:
             offset = identity(name, number, seed) % (len(ids) - window + 1)
             block = start // (CHARACTERS * BLOCK)
@@ -111,7 +102,7 @@ def draw_windows(
             return DrawnWindows([each for *_, each in sorted(found)], 0)
     short, candidates, names, left_over = _Short(window, join, least), list[Window](), list[int](), 0
     for document, (name, text) in enumerate(documents):
-        ids = list(tokenise(Text(text)))
+        ids = list(tokenise(text, True, True))
         full = len(ids) // window * window
         for start in range(0, len(ids) if join is None else full, window):
             if min(window, len(ids) - start) >= least:

@@ -150,8 +150,8 @@ def name_classes(source: Source, declared: int | None = None) -> tuple[str, ...]
     Raises:
         FulldepthError: if there are fewer than two classes, or more are named than declared.
     """
-    names, labels = source.class_names, {record.label for record in source.records} - {None}
-    count = declared or len(names) or max((label + 1 for label in labels if label is not None), default=0)
+    names, labels = source.class_names, {record.label for record in source.records if record.label is not None}
+    count = declared or len(names) or max(labels, default=-1) + 1
     if len(names) > count:
         raise FulldepthError(f"{source.name} names {len(names)} classes; model.num_labels is {count}.")
     if not labels:
@@ -160,7 +160,7 @@ def name_classes(source: Source, declared: int | None = None) -> tuple[str, ...]
             f"column {' or '.join(LABEL_COLUMNS)}, images in a folder for each class."
         )
     if count < 2 or len(labels) < 2:
-        only = min(label for label in labels if label is not None)
+        only = min(labels)
         found = one_line(names[only] if only < len(names) else only, 60)
         raise FulldepthError(f"{source.name} has the class {found} only. A classifier needs at least two classes.")
     return (*names, *(f"LABEL_{number}" for number in range(len(names), count)))

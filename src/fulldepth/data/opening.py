@@ -21,17 +21,9 @@ import numpy as np
 from huggingface_hub import HfApi
 
 from fulldepth.data.coco import coco_rows
-from fulldepth.data.columns import IMAGE_COLUMNS, column_texts, text_column
+from fulldepth.data.columns import IMAGE_COLUMNS, Choice, column_texts, text_column
 from fulldepth.data.corpus import BUILTIN, CORPUS, END_OF_TEXT
-from fulldepth.data.files import (
-    SUFFIXES,
-    count_rows,
-    folder_files,
-    parquet_classes,
-    parquet_schema,
-    read_rows,
-    text_lines,
-)
+from fulldepth.data.files import SUFFIXES, count_rows, folder_files, parquet_classes, read_rows, text_lines
 from fulldepth.data.images import SPLITS, StoredImage, folder_images, image_value
 from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.files import reading, reading_each
@@ -40,8 +32,6 @@ TABLES = datasets.Dataset | datasets.IterableDataset | datasets.DatasetDict | da
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 """A Hub data set: `name` or `owner/name`, and a configuration after a colon where it has several."""
 COMMIT = re.compile(r"@([0-9a-f]{40})\b")
-Choice = Callable[[Iterable[str], str], Sequence[str]]
-"""(names of the columns, location for messages) -> the columns to read."""
 Order = Literal["random", "first"]
 """Which rows or windows a limit takes: a uniform sample, or the first ones."""
 TOKEN_CHARACTERS = 32
@@ -105,10 +95,7 @@ class Opened:
                     own = [number - before for number in numbers if before <= number < before + count]
                     before += count
                 if own != []:
-                    columns = (
-                        choose(parquet_schema(file).names, file.name) if choose and file.suffix == ".parquet" else None
-                    )
-                    yield from read_rows(file, columns, own)
+                    yield from read_rows(file, choose, own)
         elif self.table is not None:
             yield from self._table_rows(choose, numbers)
         else:
@@ -153,12 +140,12 @@ class Opened:
             order: `first` takes the first rows.
             window: tokens of windows of text: as many rows as hold several times the text of `limit` windows.
         """
-        most = (window or 0) * limit * TOKEN_CHARACTERS
+        most, choose = (window or 0) * limit * TOKEN_CHARACTERS, lambda *_: columns
         if self.is_stream or order == "first":
             shuffles = order == "random" and limit > 1
             table = self.table.shuffle(seed=seed, buffer_size=SHUFFLED * limit) if shuffles else self.table
             left = most
-            for number, (where, row) in enumerate(replace(self, table=table).rows(lambda *_: columns)):
+            for number, (where, row) in enumerate(replace(self, table=table).rows(choose)):
                 if (left <= 0) if most else (number == limit):
                     return
                 yield where, row
@@ -166,17 +153,17 @@ class Opened:
             return
         count, taken = len(self), limit
         if most:  # the first rows tell about how long a text is
-            sizes = [_characters(row, columns) for _, row in islice(self.rows(lambda *_: columns), limit)]
+            sizes = [_characters(row, columns) for _, row in islice(self.rows(choose), limit)]
             taken = max(limit, int(1.2 * most * len(sizes) / max(1, sum(sizes))))
         while taken < count:
             numbers = np.random.default_rng(seed).choice(count, taken, replace=False)
-            rows = list(self.rows(lambda *_: columns, sorted(numbers.tolist())))
+            rows = list(self.rows(choose, sorted(numbers.tolist())))
             held = sum(_characters(row, columns) for _, row in rows)
             if held >= most:
                 yield from rows
                 return
             taken = max(2 * taken, int(1.2 * taken * most / max(1, held)))
-        yield from self.rows(lambda *_: columns)
+        yield from self.rows(choose)
 
     def class_names(self, column: str | None) -> tuple[str, ...]:
         """Names of the classes whose indices a column holds; empty if they have none.

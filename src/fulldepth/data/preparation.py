@@ -20,7 +20,7 @@ from fulldepth.data.batches import (
     id_bytes,
 )
 from fulldepth.data.conversations import encode_pair
-from fulldepth.data.drawing import Text, block_clusters, draw_windows, first_windows
+from fulldepth.data.drawing import block_clusters, draw_windows, first_windows
 from fulldepth.data.opening import Order
 from fulldepth.data.sources import SKIP, DataRecord, Source, choose, identities
 from fulldepth.data.tokens import (
@@ -232,10 +232,6 @@ def _windows(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]
         between = [separator] if separator is not None and ids[-1] != separator else []
         return [*ids, *between, *inner.prefix, *following]
 
-    def tokenise(text: Text) -> list[int]:
-        ids = plain_ids(tokenizer, text.text)
-        return [*ids, *(inner.suffix if text.ends and ids else ())]
-
     def leading(text: str, needed: int) -> list[int]:
         ids = leading_ids(tokenizer, text, needed)
         return [*ids, *inner.suffix] if ids else []
@@ -245,6 +241,7 @@ def _windows(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]
     if plan.order == "first":
         drawn = first_windows((text for _, text in documents), leading, join=joined, **size)
     else:
+        tokenise = partial(Frame((), inner.suffix).ids, tokenizer)
         drawn = draw_windows(documents, tokenise, seed=plan.seed, join=joined, **size)
     if drawn.left_over:
         warnings.append(f"{drawn.left_over} tokens at the ends of documents do not fill a sequence and are left out.")
@@ -296,8 +293,9 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
         examples.append(example if ids else None)
     empty = examples.count(None)
     warnings += _empty_warning(empty)
+    noun = "text is" if len(cut) == 1 else "texts are"
     if cut and not plan.truncate and source.kind == "labelled-text" and task == "text-classification":
-        first, noun = given[cut[0]], "text is" if len(cut) == 1 else "texts are"
+        first = given[cut[0]]
         whole = [text for text in (first.text, first.second) if text is not None]
         limited = plan.max_positions is not None and plan.max_positions <= plan.sequence_length
         longest = f"the model reads at most {plan.max_positions}" if limited else f"sequence_length is {most}"
@@ -309,7 +307,6 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
         for index in cut:
             examples[index] = None
     elif cut:
-        noun = "text is" if len(cut) == 1 else "texts are"
         warnings.append(f"{len(cut)} {noun} longer than {most} tokens and cut there.")
     unit = "document" if source.kind == "text" else "row"
     return [example for example in examples if example is not None], unit, None

@@ -205,7 +205,7 @@ def _source(
     labels: list[tuple[str, Any]] = []
     read: Any = image_value if images else text_value
     for where, row in rows:
-        require_columns(row, (columns.first, columns.second, columns.label), where)
+        require_columns(row, columns[1:], where)
         late = next((column for column in LABEL_COLUMNS if column in row), None)
         if late is not None and columns.label is None and kind != "pairs":
             raise FulldepthError(
@@ -259,18 +259,18 @@ def _class_indices(
     Numbers stay as they are, negative ones (a hidden test label) become None; names are numbered in sorted order of
     `everything`, the labels of all rows. Space around a label does not count, and an empty one is None.
     """
-    labels, everything = (
-        [(at, (clean_text(label).strip() or None) if isinstance(label, str) else label) for at, label in given]
-        for given in (labels, everything)
-    )
-    present = [label for _, label in everything if label is not None]
+
+    def cleaned(label: Any) -> Any:
+        return (clean_text(label).strip() or None) if isinstance(label, str) else label
+
+    present = [label for _, value in everything if (label := cleaned(value)) is not None]
     if all(isinstance(label, str) for label in present) and not all(DIGITS.fullmatch(label) for label in present):
         names = tuple(sorted(set(present)))
         index = {label: i for i, label in enumerate(names)}
-        return [None if label is None else index[label] for _, label in labels], names
+        return [index.get(cleaned(value)) for _, value in labels], names
     classes: list[int | None] = []
-    for where, label in labels:
-        number = None
+    for where, value in labels:
+        number, label = None, cleaned(value)
         if label is not None:
             written = isinstance(label, str) and len(label) < 20 and DIGITS.fullmatch(label)
             whole = written or isinstance(label, int) or (isinstance(label, float) and label.is_integer())
