@@ -121,8 +121,8 @@ def test_categories_are_told_apart(written):
     """Names that differ in case alone are two classes; names that are equal as far as they are read are refused."""
     source = open_source(written({"categories.0.name": "CAR"}))
     rows = check_rows(source, "detection", source.class_names)
-    assert rows.source.class_names == ("car", "CAR")
-    assert [record.objects.classes for record in rows.source.records] == [(1, 0), ()]
+    assert rows.class_names == ("car", "CAR")
+    assert [record.objects.classes for record in rows.records] == [(1, 0), ()]
     with refused(r"categories\[1\] \(id 2\)"):
         open_source(written({"categories.0.name": "n" * 300 + "1", "categories.1.name": "n" * 300 + "2"}))
 
@@ -132,7 +132,7 @@ def test_objects_follow_the_classes_of_the_model(written):
     unknown.
     """
     source, options = open_source(written()), {"task": "detection", "processor": Processor()}
-    numbered, _ = number_labels(source, ["dog", "N/A", "Car"])
+    numbered = number_labels(source, ["dog", "N/A", "Car"])
     prepared = prepare(numbered, **options)
     objects = prepared.collate([0]).objects[0]
     assert objects["class_labels"].tolist() == [0, 2]
@@ -142,11 +142,11 @@ def test_objects_follow_the_classes_of_the_model(written):
     for classes, place in ((["cat", "car"], r"row 1: .* dog"), (["thing"], "thing")):
         with refused(place):
             number_labels(source, classes)
-    kept, _ = number_labels(source, ["cat", "car"], skip_bad=True)
+    kept = number_labels(source, ["cat", "car"], skip_bad=True)
     assert [record.objects.classes for record in kept.records] == [(1,), ()]
     assert "1 bad" in kept.warnings[-1]
     more = written({"categories": [*GOOD["categories"], {"id": 1, "name": "things"}]})
-    unused, _ = number_labels(open_source(more), ["dog", "car"])
+    unused = number_labels(open_source(more), ["dog", "car"])
     assert unused.records[0].objects.classes == (0, 1)
 
 

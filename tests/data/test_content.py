@@ -4,11 +4,11 @@ import datasets
 import pytest
 
 from data.test_images import picture
-from fulldepth.data import content_hash, open_source
+from fulldepth.data import open_source
 
 
 def of(data, **options):
-    return content_hash(open_source(data, **options))
+    return open_source(data, **options).hash
 
 
 TEXTS = {

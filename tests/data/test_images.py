@@ -88,7 +88,7 @@ def test_images_from_mappings_and_datasets(tmp_path):
 
 def test_prepared_images_hold_the_pixels_and_labels(folder):
     source = open_source(folder)
-    numbered, _ = number_labels(source, ["DOG", "CAT", "BIRD"])
+    numbered = number_labels(source, ["DOG", "CAT", "BIRD"])
     data = prepare(numbered, task="image-classification", processor=Processor())
     assert data.num_classes == 3
     assert data.num_targets == len(data) == 12

@@ -216,7 +216,7 @@ FOLLOWED = [
 @pytest.mark.parametrize(("classes", "labels", "warnings"), FOLLOWED)
 def test_labels_follow_the_models_names(bert_tokenizer, classes, labels, warnings):
     rows = [{"text": words(i), "label": name} for i, name in enumerate(["Neg", "pos", "Neg"])]
-    source, _ = number_labels(open_source(rows), classes)
+    source = number_labels(open_source(rows), classes)
     data = prepare(source, task="text-classification", tokenizer=bert_tokenizer)
     assert all_of(data)[0].labels.tolist() == labels
     assert source.warnings == (warnings or ())
@@ -225,7 +225,7 @@ def test_labels_follow_the_models_names(bert_tokenizer, classes, labels, warning
     if warnings is None:
         with refused("rows row 4"):
             number_labels(unknown, classes)
-        kept, _ = number_labels(unknown, classes, skip_bad=True)
+        kept = number_labels(unknown, classes, skip_bad=True)
         assert [record.label for record in kept.records] == labels
 
 

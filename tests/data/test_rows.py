@@ -139,6 +139,7 @@ def test_splits_and_streams():
         (open_source, "limit"),
         (lambda _: open_source(splits, split="test"), "train, validation"),
         (open_documents, "Give a Dataset"),
+        (lambda _: open_documents([{"prompt": "a", "response": "b"}]), "rows row 1 has no column text"),
     ):
         with refused(named):
             read(table.to_iterable_dataset())

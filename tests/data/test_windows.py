@@ -52,9 +52,9 @@ def test_few_characters_are_tokenised():
     tokenizer = train_tokenizer([builtin_texts("heldout")[0][:120_000]], vocab_size=600)
     sizes = []
 
-    def tokenise(text):
-        sizes.append(len(text.text))
-        return plain_ids(tokenizer, text.text)
+    def tokenise(text, *_):
+        sizes.append(len(text))
+        return plain_ids(tokenizer, text)
 
     documents = list(enumerate(builtin_texts("heldout")))
     assert len(draw_windows(documents, tokenise, window=256, count=24, seed=0).windows) == 24

@@ -10,8 +10,10 @@ from PIL import Image
 from torch.testing import assert_close
 from transformers import DetrImageProcessorPil
 
-from fulldepth.data.batches import Picture, collate_images
+from fulldepth.data import DataRecord
+from fulldepth.data.batches import collate_images
 from fulldepth.data.coco import Objects
+from fulldepth.data.images import image_value
 from fulldepth.data.labelled import LabelledRows
 from fulldepth.settings.train import AugmentationSettings
 from fulldepth.training.labelled import changed
@@ -31,7 +33,8 @@ def rectangles(index):
         pixels[y : y + h, x : x + w] = colour
         boxes.append((float(x), float(y), float(w), float(h)))
     image = Image.fromarray(pixels)
-    return Picture(image.copy, objects=Objects(width, height, (0, 1, 2), tuple(boxes), (False, True, False)))
+    objects = Objects(width, height, (0, 1, 2), tuple(boxes), (False, True, False))
+    return DataRecord(image=image_value(image, "rectangles"), objects=objects)
 
 
 def scanned(pixels):
@@ -85,17 +88,17 @@ def test_an_image_is_mirrored_by_seed_epoch_and_index_alone():
 def test_crops_and_rotations_are_spread_over_their_range():
     """A white square of 40 pixels that the model reads at 20: shifts of up to 3 pixels there are up to 6 here."""
     image = Image.new("RGB", (40, 40), "white")
-    picture, shifts = Picture(image.copy), set()
+    picture, shifts = DataRecord(image=image_value(image, "square")), set()
     rows = rows_of([picture], 0, AugmentationSettings(crop=3), (20, 20))
     for key in range(200):
-        white = np.asarray(rows[key].load())[..., 0] == 255
+        white = np.asarray(rows[key].image())[..., 0] == 255
         height, width = white.any(1).sum(), white.any(0).sum()
         assert white.sum() == height * width, "the rest is black"
         shifts.add((int(white.any(0).argmax() or width - 40), int(white.any(1).argmax() or height - 40)))
     assert {value for shift in shifts for value in shift} == {-6, -4, -2, 0, 2, 4, 6}
     assert len(shifts) > 40
     rows = rows_of([picture], 0, AugmentationSettings(rotation=30), (20, 20))
-    black = [int((np.asarray(rows[key].load())[..., 0] == 0).sum()) for key in range(100)]
+    black = [int((np.asarray(rows[key].image())[..., 0] == 0).sum()) for key in range(100)]
     largest = (np.asarray(image.rotate(30))[..., 0] == 0).sum()
     assert min(black) < largest / 10
     assert largest * 0.8 < max(black) <= largest * 1.05

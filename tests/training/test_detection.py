@@ -7,7 +7,8 @@ from transformers import AutoImageProcessor, DetrForObjectDetection
 
 from drawn_shapes import draw, shapes, write_shapes
 from fulldepth import measure
-from fulldepth.data.batches import Picture
+from fulldepth.data import DataRecord
+from fulldepth.data.images import image_value
 from fulldepth.data.labelled import Collator
 from fulldepth.metrics import average_precision
 from fulldepth.settings import layers as recipes
@@ -59,9 +60,8 @@ def stock(folder):
     """The last layer's output and loss by transformers' own forward pass, all images in one batch."""
     model = DetrForObjectDetection.from_pretrained(folder / "checkpoint-4").eval()
     processor = AutoImageProcessor.from_pretrained(folder / "checkpoint-4")
-    pictures = [
-        Picture(lambda i=i: draw("validation", 32, i)[0], objects=draw("validation", 32, i)[1]) for i in range(6)
-    ]
+    drawn = [draw("validation", 32, index) for index in range(6)]
+    pictures = [DataRecord(image=image_value(image, "drawn"), objects=objects) for image, objects in drawn]
     batch = Collator(processor=processor)(pictures)
     with torch.no_grad():
         return model, batch, model(**batch, output_hidden_states=True)

@@ -7,7 +7,7 @@ from fulldepth.data.opening import Documents, open_documents
 from fulldepth.data.order import ORDER, ShuffledSampler
 from fulldepth.data.packing import Packed, Windows, flatten_windows, pack
 from fulldepth.data.preparation import MASKED_SHARE, Preparation, input_texts, prepare
-from fulldepth.data.sources import DataRecord, Source, choose, content_hash, identities, open_source
+from fulldepth.data.sources import DataRecord, Source, choose, identities, open_source
 from fulldepth.data.tokens import decode_ids
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "Windows",
     "builtin_texts",
     "choose",
-    "content_hash",
     "conversations",
     "decode_ids",
     "flatten_windows",

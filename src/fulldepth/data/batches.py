@@ -1,16 +1,15 @@
-"""Sequences as tensors: `Example` and `Picture`, prepared data (`Sequences`), and padded batches of them (`Batch`)."""
+"""Sequences as tensors (`Example`), prepared data (`Sequences`), and padded batches of them (`Batch`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 
-from fulldepth.data.coco import Objects
+from fulldepth.data.sources import DataRecord
 from fulldepth.errors import FulldepthError
 from fulldepth.files import reading
 from fulldepth.targets import IGNORE
@@ -35,6 +34,8 @@ class Example:
     """`token_type_ids`; None if the tokenizer gives none."""
     words: Tensor | None = None
     """Index of the word that ends at each position, -1 elsewhere; None if no words are searched for."""
+    encoder_ids: Tensor | None = None
+    """What the encoder of an encoder-decoder reads, whose decoder reads the example; else None."""
     class_index: int = IGNORE
     """Class of the sequence, -100 if unknown."""
 
@@ -94,11 +95,13 @@ def in_batches(items: Sequence[T], batch_size: int) -> list[list[T]]:
 
 def padded_batch(examples: Sequence[Example], pad_id: int) -> dict[str, Tensor]:
     """`input_ids`, `attention_mask` and `labels`, each [B, T] int64, padded on the right to the longest example."""
-    return {
-        "input_ids": padded([example.input_ids for example in examples], pad_id),
-        "attention_mask": padded([torch.ones_like(example.input_ids) for example in examples], 0),
-        "labels": padded([example.labels for example in examples], IGNORE),
-    }
+    inputs = padded_inputs([example.input_ids for example in examples], pad_id)
+    return {**inputs, "labels": padded([example.labels for example in examples], IGNORE)}
+
+
+def padded_inputs(rows: Sequence[Tensor], pad_id: int) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask`, each [B, T] int64, from token ids."""
+    return {"input_ids": padded(rows, pad_id), "attention_mask": padded([torch.ones_like(row) for row in rows], 0)}
 
 
 def padded(rows: Sequence[Tensor], value: int) -> Tensor:
@@ -147,21 +150,6 @@ class Batch:
 
 
 @dataclass
-class Picture:
-    """One prepared image, decoded by `load`."""
-
-    load: Callable[[], Image.Image]
-    class_index: int = IGNORE
-    objects: Objects | None = None
-    """Objects in the image, in the model's classes; None for data without boxes."""
-
-    def mirrored(self) -> Picture:
-        """The image and its boxes, with left and right exchanged."""
-        load, objects = self.load, None if self.objects is None else self.objects.mirrored()
-        return replace(self, load=lambda: ImageOps.mirror(load()), objects=objects)
-
-
-@dataclass
 class Sequences:
     """All prepared sequences, in order."""
 
@@ -172,6 +160,7 @@ class Sequences:
     hash: str
     """`sha256:...` over tokens, masked tokens, targets and labels, or pixels and processor; independent of batching."""
     examples: Sequence[Any]
+    """`Example`s, or `DataRecord`s of images."""
     collate: Callable[[Sequence[int]], Batch] = field(repr=False)
     lengths: list[int]
     """Tokens of each sequence, special tokens included; 0 for images, whose patches the model makes."""
@@ -239,11 +228,7 @@ class Sequences:
         """
         if not 0 <= rank < world:
             raise ValueError(f"rank must be in 0..{world - 1}, got {rank}")
-        return (self.collate(group) for group in self.share(batch_size, rank, world))
-
-    def share(self, batch_size: int, rank: int, world: int) -> list[list[int]]:
-        """The sequences of each batch of process `rank`; see `batches`."""
-        return self.groups(batch_size)[rank::world]
+        return (self.collate(group) for group in self.groups(batch_size)[rank::world])
 
     def groups(self, batch_size: int) -> list[list[int]]:
         """Indices of the sequences of each batch, as `batching` allows."""
@@ -259,7 +244,6 @@ def collate_texts(
     *,
     pad_id: int,
     targets: Callable[[Tensor], Tensor] | None = None,
-    encoder: Sequence[Example] | None = None,
 ) -> Batch:
     """Pad the chosen examples on the right to the longest of them.
 
@@ -268,14 +252,12 @@ def collate_texts(
         indices: indices of the chosen examples.
         pad_id: token id of padding.
         targets: what the head predicts at each position, from the labels `[B, T]`; None if it predicts no tokens.
-        encoder: what the encoder of an encoder-decoder reads, whose decoder reads the examples.
     """
     chosen = [examples[i] for i in indices]
     inputs = padded_batch(chosen, pad_id)
     labels, token_ids, mask = inputs.pop("labels"), inputs["input_ids"], inputs["attention_mask"]
-    if encoder is not None:
-        read = padded_batch([encoder[i] for i in indices], pad_id)
-        inputs = {f"decoder_{name}": ids for name, ids in inputs.items()} | {name: read[name] for name in inputs}
+    if encoder_ids := [example.encoder_ids for example in chosen if example.encoder_ids is not None]:
+        inputs = {f"decoder_{name}": ids for name, ids in inputs.items()} | padded_inputs(encoder_ids, pad_id)
     if types := [example.types for example in chosen if example.types is not None]:
         inputs["token_type_ids"] = padded(types, 0)
     masked_ids = [example.masked_ids for example in chosen if example.masked_ids is not None]
@@ -292,31 +274,31 @@ def collate_texts(
     )
 
 
-def collate_images(examples: Sequence[Picture], indices: Sequence[int], processor: Any) -> Batch:
+def collate_images(examples: Sequence[DataRecord], indices: Sequence[int], processor: Any) -> Batch:
     """Decode the chosen images and run the (untrusted) processor on them; a `FulldepthError` names what fails."""
     chosen = [examples[i] for i in indices]
-    images = [example.load() for example in chosen]
+    images = [example.image() for example in chosen if example.image is not None]
     with reading(f"images with a {type(processor).__name__}"):
         processed = processor(images=images, return_tensors="pt")
         inputs = {name: value for name, value in processed.items() if isinstance(value, Tensor)}
     if not all(value.isfinite().all() for value in inputs.values()):
         raise FulldepthError(f"The {type(processor).__name__} of the model gives pixels that are not finite.")
+    objects = [
+        {
+            "class_labels": torch.tensor(own.classes, dtype=torch.int64),
+            "boxes": torch.tensor(own.relative, dtype=torch.float32).reshape(-1, 4),
+            "crowd": torch.tensor(own.crowd, dtype=torch.bool),
+        }
+        for own in (example.objects for example in chosen)
+        if own is not None
+    ]
     return Batch(
         inputs=inputs,
         attention_mask=None,
         sequence=torch.tensor(list(indices), dtype=torch.int64),
         labels=_classes(examples, indices),
-        objects=[object_tensors(e.objects) for e in chosen if e.objects is not None] or None,
+        objects=objects or None,
     )
-
-
-def object_tensors(objects: Objects) -> dict[str, Tensor]:
-    """`class_labels`, `boxes` and `crowd` of an image, see `Batch.objects`."""
-    return {
-        "class_labels": torch.tensor(objects.classes, dtype=torch.int64),
-        "boxes": torch.tensor(objects.relative, dtype=torch.float32).reshape(-1, 4),
-        "crowd": torch.tensor(objects.crowd, dtype=torch.bool),
-    }
 
 
 def _classes(examples: Sequence[Any], indices: Sequence[int]) -> Tensor | None:

@@ -24,6 +24,8 @@ SLACK = 1.0
 """Pixels by which a box may leave its image: annotation tools round."""
 SHOWN = 3
 """Defects that a warning quotes."""
+LISTS = ("categories", "images", "annotations")
+"""Of a file, in the order in which they are read: entries refer to those of earlier lists."""
 Entry = TypeVar("Entry", bound="CocoEntry")
 Edge = Annotated[int, Field(ge=1, le=10**6)]
 Box = tuple[float, float, float, float]
@@ -114,22 +116,20 @@ def coco_rows(path: Path, *, skip_bad: bool = False) -> tuple[list[dict[str, Any
             its image.
     """
     content = read_json(path, most=MOST_BYTES, allow_constants=True)  # so that a NaN is the defect of one entry
-    if not isinstance(content, dict) or not all(
-        isinstance(content.get(key), list) for key in ("images", "annotations", "categories")
-    ):
+    if not isinstance(content, dict) or not all(isinstance(content.get(key), list) for key in LISTS):
         raise FulldepthError(
             f"{path} is not in COCO's format for detection: expected an object with the lists images, annotations and "
             "categories."
         )
     reader, bad, first = _CocoReader(path), Counter[str](), list[str]()
-    uses = {"categories": reader.category, "images": reader.image, "annotations": reader.annotation}
-    for key, use in uses.items():
+    uses: Any = (Category, reader.category), (ImageEntry, reader.image), (Annotation, reader.annotation)
+    for key, (kind, use) in zip(LISTS, uses, strict=True):
         for position, value in enumerate(content[key]):
             where = f"{path.name} {key}[{position}]"
             if isinstance(value, dict) and "id" in value:
                 where += f" (id {one_line(repr(value['id']), 40)})"
             try:
-                use(where, value)
+                use(where, _validated(value, kind, where))
             except FulldepthError as error:
                 if key == "categories":
                     raise
@@ -165,8 +165,7 @@ class _CocoReader:
         self.images: dict[int, tuple[StoredImage, ImageEntry]] = {}
         self.objects: defaultdict[int, list[tuple[Annotation, Box]]] = defaultdict(list)
 
-    def category(self, where: str, value: Any) -> None:
-        entry = _validated(value, Category, where)
+    def category(self, where: str, entry: Category) -> None:
         title = one_line(entry.name, 200)
         if not title or entry.id in self.names or title in self.names.values():
             raise FulldepthError(
@@ -175,8 +174,7 @@ class _CocoReader:
             )
         self.names[entry.id] = title
 
-    def image(self, where: str, value: Any) -> None:
-        entry = _validated(value, ImageEntry, where)
+    def image(self, where: str, entry: ImageEntry) -> None:
         if entry.id in self.images:
             raise FulldepthError(f"{where}: another image has the same id.")
         name, path = entry.file_name, PurePosixPath(entry.file_name)
@@ -200,8 +198,7 @@ class _CocoReader:
 
         self.images[entry.id] = replace(stored, decode=decode), entry
 
-    def annotation(self, where: str, value: Any) -> None:
-        entry = _validated(value, Annotation, where)
+    def annotation(self, where: str, entry: Annotation) -> None:
         if entry.image_id not in self.images:
             raise FulldepthError(f"{where}: image_id {entry.image_id} is not among the images.")
         if entry.category_id not in self.names:

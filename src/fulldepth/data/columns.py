@@ -6,13 +6,16 @@ A row without the column, or a cell of another kind, is a `FulldepthError` that 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fulldepth.errors import FulldepthError, names_of, unknown
 
 Rows = Iterable[tuple[str, Mapping[str, Any]]]
 """Pairs of location (`a.jsonl line 3`, for messages) and row."""
+
+Choice = Callable[[Iterable[str], str], Sequence[str]]
+"""(names of the columns, location for messages) -> the columns to read."""
 
 IMAGE_COLUMNS = ("image", "img")
 TEXT_COLUMNS = ("text", "sentence")
@@ -33,6 +36,12 @@ PROMPT_COLUMNS = (
     ("input", "target"),
     ("source", "target"),
 )
+CHOICES: dict[str, Sequence[tuple[str, str | None]]] = {
+    "images": [(image, text) for image in IMAGE_COLUMNS for text in (*CAPTION_COLUMNS, None)],
+    "text": [*TEXT_PAIR_COLUMNS, *((text, None) for text in TEXT_COLUMNS)],
+    "pairs": PROMPT_COLUMNS,
+}
+"""Kind of data -> the columns that it is read from, in order of preference."""
 LABEL_COLUMNS = ("label", "labels", "fine_label", "Quality")
 EXPECTED = (
     "text (or sentence, or sentence1 + sentence2) or image (and text or caption), with or without label; or prompt + "
@@ -54,18 +63,10 @@ def choose_columns(names: Iterable[str], where: str) -> Columns:
     """Choose the columns to read from `names`."""
     have = list(names)
     label = next((name for name in LABEL_COLUMNS if name in have), None)
-    for name in IMAGE_COLUMNS:
-        if name in have:
-            return Columns("images", name, next((text for text in CAPTION_COLUMNS if text in have), None), label)
-    for first, second in TEXT_PAIR_COLUMNS:
-        if first in have and second in have:
-            return Columns("text", first, second, label)
-    for name in TEXT_COLUMNS:
-        if name in have:
-            return Columns("text", name, None, label)
-    for first, second in PROMPT_COLUMNS:
-        if first in have and second in have:
-            return Columns("pairs", first, second, None)
+    for kind, pairs in CHOICES.items():
+        for first, second in pairs:
+            if first in have and second in (None, *have):
+                return Columns(kind, first, second, None if kind == "pairs" else label)
     raise FulldepthError(
         f"{where} has none of the columns that fulldepth reads. Got: {names_of(have)}. Expected: {EXPECTED}."
     )

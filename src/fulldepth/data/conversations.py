@@ -103,25 +103,22 @@ def read_conversations(rows: Rows, tokenizer: Any = None) -> Iterator[tuple[str,
     for where, row in rows:
         columns = columns or _columns(row, where, tokenizer)
         prompt, response = _prompt(row, where, columns, tokenizer), columns[1]
-        example: dict[str, Any] = {}
         if response is None:
-            example = {"messages": prompt} if _answered(prompt[1:]) else {}
+            yield where, {"messages": prompt} if _answered(prompt[1:]) else {}
+            continue
+        if isinstance(row[columns[0]], list):
+            completion: Any = _messages(row, where, response)
+            answered = prompt and _answered(completion)
         else:
             require_columns(row, columns, where)
-            if isinstance(row[columns[0]], list):
-                completion: Any = _messages(row, where, response)
-                answered = prompt and _answered(completion)
-            else:
-                completion = text_value(row[response], f"{where}, {response!r}")
-                answered = bool(completion.strip())
-                if answered and isinstance(prompt, list):
-                    completion = [{"role": "assistant", "content": completion}]
-                elif answered and isinstance(prompt, str) and not completion[0].isspace():
-                    prompt = _separated(prompt)
-            if answered:
-                cut_off = {CUT_OFF: True} if row.get(CUT_OFF) is True else {}
-                example = {"prompt": prompt, "completion": completion, **cut_off}
-        yield where, example
+            completion = text_value(row[response], f"{where}, {response!r}")
+            answered = completion.strip()
+            if isinstance(prompt, list):
+                completion = [{"role": "assistant", "content": completion}]
+            elif not completion[:1].isspace():
+                prompt = _separated(prompt)
+        cut_off = {CUT_OFF: True} if row.get(CUT_OFF) is True else {}
+        yield where, {"prompt": prompt, "completion": completion, **cut_off} if answered else {}
 
 
 def conversation_prompts(rows: Rows, tokenizer: Any) -> Iterator[tuple[str, Prompt]]:
@@ -225,10 +222,10 @@ def encode_pair(
     Raises:
         FulldepthError: if the chat template refuses the messages, or renders the prompt differently with a response.
     """
-    before = encode_prompt(tokenizer, prompt, where)
     if isinstance(prompt, str):
         assert isinstance(response, str)
-        return before, plain_ids(tokenizer, response), list(Frame.of(tokenizer, [prompt]).suffix)
+        after = list(Frame.of(tokenizer, [prompt]).suffix)
+        return encode_prompt(tokenizer, prompt), plain_ids(tokenizer, response), after
     assert not isinstance(response, str)
     opening = _render(tokenizer, prompt, where, answer=True)
     full = _render(tokenizer, [*prompt, response], where, answer=False)
@@ -242,7 +239,7 @@ def encode_pair(
             )
         content = full.rfind(response["content"].strip())
         start = min(start, content) if content >= 0 else start
-        before = plain_ids(tokenizer, full[:start])
+    before = plain_ids(tokenizer, full[:start])
     if cut_off:
         text = response["content"].strip()
         if text not in full[start:]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import lzma
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -96,8 +96,8 @@ def digit_rows(part: str) -> list[dict[str, Any]]:
     return rows
 
 
-BUILTIN: dict[str, tuple[tuple[str, ...], Callable[[str], Sequence[Any]], tuple[str, ...]]] = {
-    CORPUS: (PARTS, builtin_texts, ()),
+BUILTIN: dict[str, tuple[tuple[str, ...], Callable[[str], list[dict[str, Any]]], tuple[str, ...]]] = {
+    CORPUS: (PARTS, lambda part: [{"text": text} for text in builtin_texts(part)], ()),
     DIGITS: (DIGIT_PARTS, digit_rows, tuple("0123456789")),
 }
 """Built-in data -> parts (to train on, held out), function of the part, names of the classes."""

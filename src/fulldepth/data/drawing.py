@@ -45,17 +45,8 @@ class DrawnWindows(NamedTuple):
     """Tokens at the ends of documents that fill no window; 0 where not all text is tokenised."""
 
 
-class Text(NamedTuple):
-    """A document's text, or a piece of it."""
-
-    text: str
-    starts: bool = True
-    """Whether the document starts here."""
-    ends: bool = True
-    """Whether it ends here."""
-
-
-Tokenise = Callable[[Text], Sequence[int]]
+Tokenise = Callable[[str, bool, bool], Sequence[int]]
+"""(text or piece of it, whether it starts there, whether it ends there) -> token ids."""
 Join = Callable[[list[int], Sequence[int]], list[int]]
 """(ids, ids of the next document) -> both."""
 
@@ -100,7 +91,7 @@ def draw_windows(
         document, number = int(owner[index]), int(place[index])
         total, (name, text) = int(totals[document]), documents[document]
         start, stop = (_cut(text, part * len(text) // total) for part in (number, number + 1))
-        ids = list(tokenise(Text(text[start:stop], start == 0, stop == len(text))))
+        ids = list(tokenise(text[start:stop], start == 0, stop == len(text)))
         if len(ids) >= window:
             offset = identity(name, number, seed) % (len(ids) - window + 1)
             block = start // (CHARACTERS * BLOCK)
@@ -111,7 +102,7 @@ def draw_windows(
             return DrawnWindows([each for *_, each in sorted(found)], 0)
     short, candidates, names, left_over = _Short(window, join, least), list[Window](), list[int](), 0
     for document, (name, text) in enumerate(documents):
-        ids = list(tokenise(Text(text)))
+        ids = list(tokenise(text, True, True))
         full = len(ids) // window * window
         for start in range(0, len(ids) if join is None else full, window):
             if min(window, len(ids) - start) >= least:
@@ -184,26 +175,20 @@ def first_windows(
     Returns:
         Full windows, or one short window if the whole text is shorter.
     """
-    most = window * count
-    windows: list[Window] = []
-    if join is None:
-        for document, text in enumerate(documents):
-            ids = tokenise(text, most - window * len(windows))
-            windows += [
-                Window(list(ids[start : start + window]), document, start // BLOCK)
-                for start in range(0, len(ids), window)
-            ]
-            if len(windows) >= count:
-                break
-        return DrawnWindows(windows[:count], 0)
-    stream: list[int] = []
-    starts: list[int] = []
-    for text in documents:
-        if len(stream) >= most:
+    most, windows, stream, starts = window * count, list[Window](), list[int](), list[int]()
+    for document, text in enumerate(documents):
+        needed = most - window * len(windows) - len(stream)
+        if needed <= 0:
             break
-        ids = tokenise(text, most - len(stream))
-        stream = join(stream, ids) if ids and stream else [*stream, *ids]
-        starts.append(len(stream) - len(ids))
+        ids = tokenise(text, needed)
+        if join is None:
+            places = range(0, len(ids), window)
+            windows += [Window(list(ids[start : start + window]), document, start // BLOCK) for start in places]
+        else:
+            stream = join(stream, ids) if ids and stream else [*stream, *ids]
+            starts.append(len(stream) - len(ids))
+    if join is None:
+        return DrawnWindows(windows[:count], 0)
     del stream[most:]
     full = len(stream) // window * window if len(stream) >= window else window
     for place in range(0, min(full, len(stream)), window):

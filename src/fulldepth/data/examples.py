@@ -13,10 +13,10 @@ from fulldepth.data.batches import Example, id_bytes
 from fulldepth.data.columns import PROMPT_COLUMNS, TEXT_COLUMNS
 from fulldepth.data.conversations import CHAT_COLUMNS, CUT_OFF, encode_pair, read_conversations
 from fulldepth.data.corpus import CORPUS
-from fulldepth.data.drawing import Text, draw_windows
+from fulldepth.data.drawing import draw_windows
 from fulldepth.data.files import TABLES
 from fulldepth.data.opening import open_data, sampled_texts
-from fulldepth.data.tokens import Frame, check_positions, check_vocabulary, plain_ids
+from fulldepth.data.tokens import Frame, check_positions, check_vocabulary
 from fulldepth.errors import FulldepthError, names_of
 from fulldepth.files import Fingerprint
 from fulldepth.uncertainty import identity
@@ -177,9 +177,8 @@ def _windows(
     documents = [(identity(text), text) for text in texts]
     frame = Frame.of(tokenizer, (text for text in texts if text.strip()))
 
-    def tokenise(text: Text) -> list[int]:
-        ids = plain_ids(tokenizer, text.text) if text.text.strip() else []
-        return Frame(frame.prefix if text.starts else (), frame.suffix if text.ends else ()).wrap(ids) if ids else []
+    def tokenise(text: str, starts: bool, ends: bool) -> list[int]:
+        return frame.ids(tokenizer, text, starts, ends) if text.strip() else []
 
     drawn = draw_windows(documents, tokenise, window=window, count=limit or MOST_WINDOWS, seed=seed, least=2)
     if not drawn.windows:

@@ -22,6 +22,7 @@ import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
 
+from fulldepth.data.columns import Choice
 from fulldepth.errors import FulldepthError, names_of, one_line
 from fulldepth.files import reading, reading_each
 
@@ -72,25 +73,25 @@ def count_rows(path: Path) -> int:
     if suffix == ".txt":
         return 1
     if suffix == ".parquet":
-        with reading(path), _open_parquet(path) as file:
-            return int(file.metadata.num_rows)
+        with reading(path):
+            return int(pyarrow.parquet.read_metadata(_regular(path)).num_rows)
     return max(0, len(_filled_lines(path)) - (suffix == ".tsv"))
 
 
-def read_rows(path: Path, columns: Sequence[str] | None = None, numbers: Sequence[int] | None = None) -> Rows:
+def read_rows(path: Path, choose: Choice | None = None, numbers: Sequence[int] | None = None) -> Rows:
     """The rows of a file, lazily.
 
     Args:
         path: of the file; a `.txt` file is one row, whose `text` is the whole file. In a `.tsv` file quotation marks
             are literal: GLUE's files quote nothing.
-        columns: to read of a `.parquet` file; None = all.
+        choose: selects the columns to read of a `.parquet` file; None = all.
         numbers: of the rows to read, from 0, ascending; None = all. Blank lines give no row.
     """
     suffix = path.suffix.lower()
     if suffix == ".txt":
         yield path.name, {"text": "".join(text_lines(path))}
     elif suffix == ".parquet":
-        yield from _parquet_rows(path, columns, numbers)
+        yield from _parquet_rows(path, choose, numbers)
     elif suffix == ".jsonl":
         for where, line in _lines(path, numbers):
             yield where, _json_row(line, where)
@@ -188,29 +189,23 @@ def _json_row(line: str, where: str) -> dict[str, Any]:
     return row
 
 
-def parquet_columns(path: Path) -> list[str]:
-    """The names of the columns of a `.parquet` file."""
-    with reading(path), _open_parquet(path) as file:
-        return list(file.schema_arrow.names)
-
-
 def parquet_classes(path: Path, column: str) -> tuple[str, ...]:
     """Names of the classes of a column of a `.parquet` file, which `datasets` writes into its schema; empty without."""
-    with reading(path), _open_parquet(path) as file:
-        schema = file.schema_arrow
+    with reading(path):
+        schema = pyarrow.parquet.read_schema(_regular(path))
     with suppress(Exception):  # of damaged metadata, columns of other types, and types that `datasets` lacks
         return tuple(map(str, datasets.Features.from_arrow_schema(schema)[column].names))
     return ()
 
 
-def _parquet_rows(path: Path, columns: Sequence[str] | None, numbers: Sequence[int] | None) -> Rows:
+def _parquet_rows(path: Path, choose: Choice | None, numbers: Sequence[int] | None) -> Rows:
     """Rows of a `.parquet` file, of which only the row groups that hold one of the `numbers` are read.
 
     A file of a few kilobytes can represent terabytes, as repeated values are stored once. Repeated values therefore
     stay shared until their row is read, and the total decoded size is limited.
     """
     budget = None
-    for first, batch in reading_each(path, _parquet_batches(path, columns, numbers)):
+    for first, batch in reading_each(path, _parquet_batches(path, choose, numbers)):
         own: Sequence[int] = range(batch.num_rows)
         if numbers is not None:
             start, stop = (bisect_left(numbers, place) for place in (first, first + batch.num_rows))
@@ -235,26 +230,24 @@ def _parquet_rows(path: Path, columns: Sequence[str] | None, numbers: Sequence[i
             yield f"{path.name} row {first + index + 1}", row
 
 
-def _open_parquet(path: Path, **options: Any) -> pyarrow.parquet.ParquetFile:
-    return pyarrow.parquet.ParquetFile(_regular(path), **options)
-
-
 def _parquet_batches(
-    path: Path, columns: Sequence[str] | None, numbers: Sequence[int] | None
+    path: Path, choose: Choice | None, numbers: Sequence[int] | None
 ) -> Iterator[tuple[int, pyarrow.RecordBatch]]:
     """Number of the first row and content of batches, of the row groups that hold one of the numbers."""
-    with _open_parquet(path) as file:
-        if len(set(file.schema_arrow.names)) < len(file.schema_arrow.names):
-            raise FulldepthError(f"Cannot read {path}: two columns have the same name.")
-        types = {field.name: field.type for field in file.schema_arrow if columns is None or field.name in columns}
-        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+    metadata = pyarrow.parquet.read_metadata(_regular(path))
+    schema = metadata.schema.to_arrow_schema()
+    if len(set(schema.names)) < len(schema.names):
+        raise FulldepthError(f"Cannot read {path}: two columns have the same name.")
+    columns = None if choose is None else choose(schema.names, path.name)
+    types = {field.name: field.type for field in schema if columns is None or field.name in columns}
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     shared = [name for name, kind in types.items() if pyarrow.types.is_string(kind) or pyarrow.types.is_binary(kind)]
     most = NESTED_BATCH_ROWS
     if not any(map(pyarrow.types.is_nested, types.values())):
-        size, rows = (sum(getattr(group, name) for group in groups) for name in ("total_byte_size", "num_rows"))
-        most = max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(1, size)))
+        size = sum(group.total_byte_size for group in groups)
+        most = max(1, min(BATCH_ROWS, BATCH_BYTES * metadata.num_rows // max(1, size)))
     stop = 0
-    with _open_parquet(path, read_dictionary=shared) as file:
+    with pyarrow.parquet.ParquetFile(path, read_dictionary=shared) as file:
         for number, group in enumerate(groups):
             first, stop = stop, stop + group.num_rows
             if numbers is None or bisect_left(numbers, first) < bisect_left(numbers, stop):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -46,6 +46,10 @@ class StoredImage:
     def __call__(self) -> Image.Image:
         """The decoded image."""
         return self.decode()
+
+    def changed(self, change: Callable[[Image.Image], Image.Image]) -> StoredImage:
+        """The image, changed when it is decoded."""
+        return replace(self, decode=lambda: change(self.decode()))
 
 
 def image_value(value: Any, where: str) -> StoredImage:
@@ -114,14 +118,14 @@ def decode_image(data: bytes, where: str) -> Image.Image:
 
 def folder_images(
     path: Path, split: str | None = None, *, held_out: bool = True
-) -> tuple[str, list[Any], Callable[[Any], dict[str, Any]], tuple[str, ...]] | None:
+) -> tuple[str, list[dict[str, Any]], tuple[str, ...]] | None:
     """The images below a folder, `[train|validation|test/]class/file`; the classes are in sorted order of their names.
 
     Without `split`, the first of `SPLITS` that exists (if not `held_out`, `train` before all others).
 
     Returns:
-        Name, images, a function that makes a row of an image, with `image` (a `StoredImage`) and `label` (class index,
-        or None); and names of the classes. None if the folder holds no image.
+        Name; rows with `image` (a `StoredImage`) and `label` (class index, or None); and names of the classes. None if
+        the folder holds no image.
 
     Raises:
         FulldepthError: if the split does not exist.
@@ -146,11 +150,11 @@ def folder_images(
         raise FulldepthError(f"{path.name} has no split {split!r}. It has: {', '.join(sorted(splits)) or 'no splits'}.")
     if split is not None:
         found, depth = [f for f in found if folder(f, depth) == split], depth + 1
-    images = [(f, f.parent.name if len(f.parts) > depth + 1 else None) for f in found]
-    classes = tuple(sorted({label for _, label in images if label is not None}))
-
-    def row_of(image: tuple[PurePosixPath, str | None]) -> dict[str, Any]:
-        file, label = image
-        return {"image": stored_image(path / file, str(file)), "label": None if label is None else classes.index(label)}
-
-    return f"{path.name}/{split}" if split else path.name, images, row_of, classes
+    labels = [f.parent.name if len(f.parts) > depth + 1 else None for f in found]
+    classes = tuple(sorted(set(filter(None, labels))))
+    numbers = {label: number for number, label in enumerate(classes)}
+    rows = [
+        {"image": stored_image(path / file, str(file)), "label": None if label is None else numbers[label]}
+        for file, label in zip(found, labels, strict=True)
+    ]
+    return f"{path.name}/{split}" if split else path.name, rows, classes

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ KINDS = {"image-classification": "images", "text-classification": "labelled-text
 
 def number_labels(
     source: Source, classes: Sequence[str], *, required: bool = False, read: bool = False, skip_bad: bool = False
-) -> tuple[Source, list[bytes]]:
+) -> Source:
     """The rows of a source with their labels, or the classes of their boxes, in the numbering of some classes.
 
     A class of the data is the one spelled alike, else one that differs in case only. If none has a name among the
@@ -44,7 +44,7 @@ def number_labels(
             and count them in the warnings.
 
     Returns:
-        The source, and a digest of the content of each row without its label.
+        The rows, each with its `digest`.
 
     Raises:
         FulldepthError: if no row is valid, and without `skip_bad` for the first bad row, with its file or line.
@@ -63,32 +63,28 @@ def number_labels(
             f"{source.name} has {len(source.class_names)} classes ({listed(source.class_names)}), the model has "
             f"{len(classes)} classes: {listed(classes)}."
         )
-    records, digests = [], []
+    records, stranger = [], f"none of the {len(classes)} classes ({listed(classes)})."
     for record in source.records:
         try:
             label, objects = record.label, record.objects
             if label is not None and classes:
                 label = numbers[label] if 0 <= label < len(numbers) else None
                 if label is None:
-                    names, own = source.class_names, int(record.label or 0)
+                    names, own = source.class_names, record.class_index
                     shown = names[own] if own < len(names) else own
-                    raise FulldepthError(
-                        f"{record.where}: its label ({one_line(shown, 60)}) is none of the {len(classes)} classes "
-                        f"({listed(classes)})."
-                    )
+                    raise FulldepthError(f"{record.where}: its label ({one_line(shown, 60)}) is {stranger}")
             elif label is None and required and not boxes:
                 raise FulldepthError(f"{record.where} has no label.")
-            digests.append(_digest(record, read))
+            digest = _digest(record, read)
             if objects is not None and classes:
                 unknown = [number for number in objects.classes if numbers[number] is None]
                 if unknown:
                     shown = one_line(source.class_names[unknown[0]], 60)
-                    known = f"none of the {len(classes)} classes ({listed(classes)})"
-                    bad += [f"{record.where}: an object is a {shown}, which is {known}."] * len(unknown)
+                    bad += [f"{record.where}: an object is a {shown}, which is {stranger}"] * len(unknown)
                     if not skip_bad:
                         raise FulldepthError(bad[0])
                 objects = objects.numbered(numbers)
-            records.append(replace(record, label=label, objects=objects))
+            records.append(replace(record, label=label, objects=objects, digest=digest))
         except FulldepthError as error:
             if not skip_bad:
                 raise FulldepthError(f"{error} {SKIP}") from error
@@ -100,18 +96,17 @@ def number_labels(
         what = one if len(bad) == 1 else many
         warnings.append(f"{len(bad)} bad {what} left out of {source.name}: {one_line(' '.join(bad[:MOST_NAMED]), 600)}")
     names = tuple(classes) if classes and (named or required or boxes) else source.class_names
-    return replace(source, records=records, class_names=names, warnings=tuple(warnings)), digests
+    return replace(source, records=records, class_names=names, warnings=tuple(warnings))
 
 
 def _digest(record: DataRecord, read: bool) -> bytes:
-    sha = hashlib.sha256()
     if record.image is not None:
         if read:
             record.image()  # finds damaged files before the model runs
-        sha.update(record.image.content() if read else record.where.encode())
-        return sha.digest()
+        return hashlib.sha256(record.image.content() if read else record.where.encode()).digest()
     if not (record.text or "").strip():
         raise FulldepthError(f"{record.where} has no text.")
+    sha = hashlib.sha256()
     for text in (record.text, record.second):
         part = (text or "").encode("utf-8", "surrogatepass")
         sha.update(len(part).to_bytes(8, "little") + part)
@@ -135,34 +130,14 @@ def usable_rows(
     if not pictures and (source.kind != "labelled-text" or classes is None):
         return source
     if pictures and skip_bad:
-        chosen = sample(identities(source), most, seed)
-        source = replace(source, records=[source.records[index] for index in chosen])
-    return number_labels(source, classes or (), read=pictures and skip_bad, skip_bad=skip_bad)[0]
+        source = source.select(sample(identities(source), most, seed))
+    return number_labels(source, classes or (), read=pictures and skip_bad, skip_bad=skip_bad)
 
 
 def listed(names: Iterable[str]) -> str:
     """The first five of some names, for a message."""
     first = list(islice(names, 6))
     return one_line(", ".join(first[:5]) + (", ..." if len(first) > 5 else ""), 200)
-
-
-class Rows(NamedTuple):
-    """Checked rows of one source, their labels in the numbering of the classes."""
-
-    source: Source
-    digests: list[bytes]
-    """Of the content of each row, without its label; equal texts or images have equal ones."""
-
-    @property
-    def labels(self) -> list[int]:
-        """The class of each row; 0 where rows have boxes in place of a class."""
-        return [record.label or 0 for record in self.source.records]
-
-    def select(self, indices: Iterable[int]) -> Rows:
-        """The rows of these indices, without the warnings."""
-        chosen = list(indices)
-        source = replace(self.source, records=[self.source.records[i] for i in chosen], warnings=())
-        return Rows(source, [self.digests[i] for i in chosen])
 
 
 def name_classes(source: Source, declared: int | None = None) -> tuple[str, ...]:
@@ -175,8 +150,8 @@ def name_classes(source: Source, declared: int | None = None) -> tuple[str, ...]
     Raises:
         FulldepthError: if there are fewer than two classes, or more are named than declared.
     """
-    names, labels = source.class_names, {record.label for record in source.records} - {None}
-    count = declared or len(names) or max((label + 1 for label in labels if label is not None), default=0)
+    names, labels = source.class_names, {record.label for record in source.records if record.label is not None}
+    count = declared or len(names) or max(labels, default=-1) + 1
     if len(names) > count:
         raise FulldepthError(f"{source.name} names {len(names)} classes; model.num_labels is {count}.")
     if not labels:
@@ -185,13 +160,13 @@ def name_classes(source: Source, declared: int | None = None) -> tuple[str, ...]
             f"column {' or '.join(LABEL_COLUMNS)}, images in a folder for each class."
         )
     if count < 2 or len(labels) < 2:
-        only = min(label for label in labels if label is not None)
+        only = min(labels)
         found = one_line(names[only] if only < len(names) else only, 60)
         raise FulldepthError(f"{source.name} has the class {found} only. A classifier needs at least two classes.")
     return (*names, *(f"LABEL_{number}" for number in range(len(names), count)))
 
 
-def check_rows(source: Source, task: str, classes: Sequence[str], *, skip_bad: bool = False) -> Rows:
+def check_rows(source: Source, task: str, classes: Sequence[str], *, skip_bad: bool = False) -> Source:
     """The rows of a source with a valid label, or boxes, and content.
 
     Up to `MOST_READ` images, and with `skip_bad` all, are decoded.
@@ -208,18 +183,18 @@ def check_rows(source: Source, task: str, classes: Sequence[str], *, skip_bad: b
     if source.kind != KINDS[task]:
         raise FulldepthError(f"task: {task} trains on {KINDS[task]}; {source.name} holds {source.kind}.")
     read = skip_bad or len(source) <= MOST_READ
-    numbered, digests = number_labels(source, classes, required=True, read=read, skip_bad=skip_bad)
-    return Rows(replace(numbered, class_names=tuple(classes)), digests)
+    numbered = number_labels(source, classes, required=True, read=read, skip_bad=skip_bad)
+    return replace(numbered, class_names=tuple(classes))
 
 
-def held_out(rows: Rows, most: int, seed: int) -> np.ndarray:
+def held_out(source: Source, most: int, seed: int) -> np.ndarray:
     """[rows] bool: rows held out for validation, at most `most`, a uniform sample of the contents.
 
     Rows of equal content are in the same part, so none is in both. Every class keeps a row in the other part. The
     choice depends on content and seed, not on the rows' order.
 
     Args:
-        rows: all rows.
+        source: all rows, from `check_rows`.
         most: rows to hold out.
         seed: of the choice.
 
@@ -227,9 +202,9 @@ def held_out(rows: Rows, most: int, seed: int) -> np.ndarray:
         FulldepthError: if all rows are equal.
     """
     groups: defaultdict[bytes, list[int]] = defaultdict(list)
-    for index, digest in enumerate(rows.digests):
-        groups[digest].append(index)
-    labels = rows.labels
+    for index, record in enumerate(source.records):
+        groups[record.digest].append(index)
+    labels = [record.class_index for record in source.records]
     remaining = Counter(labels)
     chosen = np.zeros(len(labels), bool)
     key = seed.to_bytes(8, "little", signed=True)
@@ -240,9 +215,9 @@ def held_out(rows: Rows, most: int, seed: int) -> np.ndarray:
             chosen[group] = True
             remaining -= own
     if not chosen.any():
-        one = "it has one image" if rows.source.kind == "objects" else "every class has one row"
+        one = "it has one image" if source.kind == "objects" else "every class has one row"
         raise FulldepthError(
-            f"No row of {rows.source.name} can be held out for validation: {one} only, or equal ones. Give other rows "
+            f"No row of {source.name} can be held out for validation: {one} only, or equal ones. Give other rows "
             "(data.validation)."
         )
     return chosen

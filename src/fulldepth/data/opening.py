@@ -21,23 +21,10 @@ import numpy as np
 from huggingface_hub import HfApi
 
 from fulldepth.data.coco import coco_rows
-from fulldepth.data.columns import IMAGE_COLUMNS, column_texts, text_column
+from fulldepth.data.columns import IMAGE_COLUMNS, Choice, column_texts, text_column
 from fulldepth.data.corpus import BUILTIN, CORPUS, END_OF_TEXT
-from fulldepth.data.files import (
-    SUFFIXES,
-    count_rows,
-    folder_files,
-    parquet_classes,
-    parquet_columns,
-    read_rows,
-    text_lines,
-)
-from fulldepth.data.images import (
-    SPLITS,
-    StoredImage,
-    folder_images,
-    image_value,
-)
+from fulldepth.data.files import SUFFIXES, count_rows, folder_files, parquet_classes, read_rows, text_lines
+from fulldepth.data.images import SPLITS, StoredImage, folder_images, image_value
 from fulldepth.errors import FulldepthError, one_line, unknown
 from fulldepth.files import reading, reading_each
 
@@ -45,8 +32,6 @@ TABLES = datasets.Dataset | datasets.IterableDataset | datasets.DatasetDict | da
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 """A Hub data set: `name` or `owner/name`, and a configuration after a colon where it has several."""
 COMMIT = re.compile(r"@([0-9a-f]{40})\b")
-Choice = Callable[[Iterable[str], str], Sequence[str]]
-"""(names of the columns, location for messages) -> the columns to read."""
 Order = Literal["random", "first"]
 """Which rows or windows a limit takes: a uniform sample, or the first ones."""
 TOKEN_CHARACTERS = 32
@@ -71,11 +56,8 @@ class Opened:
     """One split, a `Dataset` or `IterableDataset`."""
     repository: str | None = None
     """Repository of a table from the Hub."""
-    items: Sequence[Any] = field(default=(), repr=False)
-    """Texts, mappings, or what `row_of` makes mappings of."""
-    row_of: Callable[[Any], Any] = field(
-        default=lambda item: {"text": item} if isinstance(item, str) else item, repr=False
-    )
+    items: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
+    """The rows."""
     labels: tuple[str, ...] = ()
     """Names of the classes in the column `label` of `items`."""
     warnings: tuple[str, ...] = ()
@@ -83,10 +65,8 @@ class Opened:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the data are texts without columns (for a folder, by its first file)."""
-        if self.files:
-            return self.files[0].suffix.lower() == ".txt"
-        return self.table is None and bool(self.items) and isinstance(self.items[0], str)
+        """Whether the files are texts without columns (for a folder, by its first file)."""
+        return bool(self.files) and self.files[0].suffix.lower() == ".txt"
 
     @property
     def is_stream(self) -> bool:
@@ -115,13 +95,12 @@ class Opened:
                     own = [number - before for number in numbers if before <= number < before + count]
                     before += count
                 if own != []:
-                    columns = choose(parquet_columns(file), file.name) if choose and file.suffix == ".parquet" else None
-                    yield from read_rows(file, columns, own)
+                    yield from read_rows(file, choose, own)
         elif self.table is not None:
             yield from self._table_rows(choose, numbers)
         else:
             for number in range(len(self.items)) if numbers is None else numbers:
-                yield f"{self.name} row {number + 1}", self.row_of(self.items[number])
+                yield f"{self.name} row {number + 1}", self.items[number]
 
     def _table_rows(self, choose: Choice | None, numbers: Sequence[int] | None) -> Iterator[tuple[str, Any]]:
         name, table = self.name, self.table
@@ -161,12 +140,12 @@ class Opened:
             order: `first` takes the first rows.
             window: tokens of windows of text: as many rows as hold several times the text of `limit` windows.
         """
-        most = (window or 0) * limit * TOKEN_CHARACTERS
+        most, choose = (window or 0) * limit * TOKEN_CHARACTERS, lambda *_: columns
         if self.is_stream or order == "first":
             shuffles = order == "random" and limit > 1
             table = self.table.shuffle(seed=seed, buffer_size=SHUFFLED * limit) if shuffles else self.table
             left = most
-            for number, (where, row) in enumerate(replace(self, table=table).rows(lambda *_: columns)):
+            for number, (where, row) in enumerate(replace(self, table=table).rows(choose)):
                 if (left <= 0) if most else (number == limit):
                     return
                 yield where, row
@@ -174,17 +153,17 @@ class Opened:
             return
         count, taken = len(self), limit
         if most:  # the first rows tell about how long a text is
-            sizes = [_characters(row, columns) for _, row in islice(self.rows(lambda *_: columns), limit)]
+            sizes = [_characters(row, columns) for _, row in islice(self.rows(choose), limit)]
             taken = max(limit, int(1.2 * most * len(sizes) / max(1, sum(sizes))))
         while taken < count:
             numbers = np.random.default_rng(seed).choice(count, taken, replace=False)
-            rows = list(self.rows(lambda *_: columns, sorted(numbers.tolist())))
+            rows = list(self.rows(choose, sorted(numbers.tolist())))
             held = sum(_characters(row, columns) for _, row in rows)
             if held >= most:
                 yield from rows
                 return
             taken = max(2 * taken, int(1.2 * taken * most / max(1, held)))
-        yield from self.rows(lambda *_: columns)
+        yield from self.rows(choose)
 
     def class_names(self, column: str | None) -> tuple[str, ...]:
         """Names of the classes whose indices a column holds; empty if they have none.
@@ -201,14 +180,14 @@ class Opened:
         feature = (self.table.features or {}).get(column) if self.table is not None else None
         return tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else self.labels
 
-    def identity(self) -> dict[str, Any]:
-        """JSON values that identify the content without reading it, where that is possible."""
+    def identity(self, column: str | None = None) -> dict[str, Any]:
+        """JSON values that identify the content, without reading it where that is possible; else the texts are read."""
         if self.path is not None:
             stats = [(str(file.relative_to(self.path)), file.stat()) for file in self.files]
             files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
             return {"path": str(self.path.resolve()), "files": files}
         if self.table is None:
-            digests = [hashlib.sha256(row["text"].encode()).hexdigest() for _, row in self.rows()]
+            digests = [hashlib.sha256(text.encode()).hexdigest() for text in column_texts(self.rows(), column)]
             return {"texts": hashlib.sha256("".join(digests).encode()).hexdigest()}
         if self.repository is not None:
             matches = (COMMIT.search(address) for address in self.table.info.download_checksums or ())
@@ -267,7 +246,9 @@ def open_data(
         if kinds - {1} and kinds != {-1}:
             types = ", ".join(sorted({type(item).__name__ for item in data}))
             raise FulldepthError(f"A list of data must hold texts only or mappings only, got {types}.")
-        return Opened("texts" if kinds == {-1} else "rows", items=data)
+        if kinds == {-1}:
+            return Opened("texts", items=[{"text": text} for text in data])
+        return Opened("rows", items=data)
     if not isinstance(data, str | Path):
         raise FulldepthError(f"Cannot read data of type {type(data).__name__}. Expected {', '.join(expected)}, a list.")
     name = str(data)
@@ -286,13 +267,19 @@ def open_data(
             rows, classes, warnings = coco_rows(path, skip_bad=skip_bad)
             return Opened(path.name, items=rows, labels=classes, warnings=warnings)
         if images and path.is_dir() and (found := folder_images(path, split, held_out=held_out)):
-            title, pictures, row_of, classes = found
-            return Opened(title, items=pictures, row_of=row_of, labels=classes)
+            title, rows, classes = found
+            return Opened(title, items=rows, labels=classes)
         if split is not None or config is not None:
             raise FulldepthError(f"{path} has no splits and no configurations. Leave out {split or config!r}.")
         return Opened(path.name, tuple(_list_files(path, suffixes, images=images)), path)
     if path.suffix.lower() in (*SUFFIXES, ".json") or HUB_NAME.fullmatch(name) is None:
         raise FulldepthError(f"There is no file or folder {one_line(name)}. Expected {', '.join(expected)}.")
+    return _open_hub(name, config, split, held_out, streaming, expected)
+
+
+def _open_hub(
+    name: str, config: str | None, split: str | None, held_out: bool, streaming: bool, expected: Sequence[str]
+) -> Opened:
     repository, _, configuration = name.partition(":")
     if config and configuration and config != configuration:
         raise FulldepthError(f"Two configurations were asked for: {configuration!r} in {name}, and {config!r}.")
@@ -397,17 +384,12 @@ def open_documents(
     if isinstance(data, Documents):
         return data
     opened = open_data(data, config=config, split=split, streaming=streaming)
-    if opened.table is not None and opened.table.column_names:
-        text_column(opened.table.column_names, column, opened.name)
-    for file in opened.files:
-        if file.suffix.lower() == ".parquet":
-            text_column(parquet_columns(file), column, file.name)
 
     def read() -> Iterator[str]:
         texts = document_texts(opened, column)
         return articles_of(texts) if articles else texts
 
-    identity = {**opened.identity(), "column": column, "piece": PIECE, "articles": articles}
+    identity = {**opened.identity(column), "column": column, "piece": PIECE, "articles": articles}
     return Documents(opened.name, identity, read, opened.is_stream)
 
 
@@ -417,10 +399,10 @@ def document_texts(opened: Opened, column: str | None = None) -> Iterator[str]:
         if opened.files and part.is_plain:
             yield from text_pieces(text_lines(part.files[0]))
         elif opened.name.startswith(CORPUS):
-            yield from (piece for text in opened.items for piece in text_pieces(io.StringIO(text)))
+            yield from (piece for row in opened.items for piece in text_pieces(io.StringIO(row["text"])))
         else:
             rows = part.rows(lambda names, where: [text_column(names, column, where)])
-            yield from column_texts(rows, None if part.is_plain else column)
+            yield from column_texts(rows, column)
 
 
 def text_pieces(lines: Iterable[str], piece: int = PIECE) -> Iterator[str]:

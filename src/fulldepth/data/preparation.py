@@ -14,16 +14,15 @@ import torch
 
 from fulldepth.data.batches import (
     Example,
-    Picture,
     Sequences,
     collate_images,
     collate_texts,
     id_bytes,
 )
 from fulldepth.data.conversations import encode_pair
-from fulldepth.data.drawing import Text, block_clusters, draw_windows, first_windows
+from fulldepth.data.drawing import block_clusters, draw_windows, first_windows
 from fulldepth.data.opening import Order
-from fulldepth.data.sources import SKIP, DataRecord, Source, choose, content_hash, identities
+from fulldepth.data.sources import SKIP, DataRecord, Source, choose, identities
 from fulldepth.data.tokens import (
     Frame,
     WordFinder,
@@ -103,16 +102,8 @@ class Preparation:
         return kind == "text" and self.task in ("causal-lm", "masked-lm", "representation") and not self.one_per_row
 
 
-@dataclass
-class Encoded:
-    """Examples, whose `document` is their cluster, and what a cluster is."""
-
-    examples: list[Example]
-    unit: str
-    no_error: str | None = None
-    """Reason why no standard error can be stated."""
-    inputs: list[Example] | None = None
-    """What the encoder of an encoder-decoder reads."""
+Encoded = tuple[list[Example], str, str | None]
+"""Examples, whose `document` is their cluster; what a cluster is; and the reason if no standard error can be stated."""
 
 
 def prepare(source: Source, **options: Any) -> Sequences:
@@ -157,9 +148,8 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     task, tokenizer, kind = plan.task, plan.tokenizer, source.kind
     if tokenizer is None:
         raise FulldepthError(f"{source.name} is text, and the model has no tokenizer. Give one.")
-    labels = [IGNORE if record.label is None else record.label for record in source.records]
     needed = [((r.prompt, r.response) if kind == "pairs" else (r.text,)) for r in source.records]
-    filled = [i for i, parts in enumerate(needed) if all(part is not None and part.strip() for part in parts)]
+    filled = [i for i, parts in enumerate(needed) if all((part or "").strip() for part in parts)]
     if not filled:
         raise FulldepthError(f"{source.name} has no text: every record is blank.")
     warnings = list(source.warnings)
@@ -169,21 +159,20 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     if not plan.windowed(kind):
         chosen = choose([names[i] for i in filled], plan.max_sequences, plan.seed, plan.order)
         filled = [filled[i] for i in chosen]
-    given = [replace(source.records[i], identity=names[i], label=labels[i]) for i in filled]
+    given = [replace(source.records[i], identity=names[i]) for i in filled]
     pairs = task == "representation" and any(record.second is not None for record in given)
     if kind == "pairs":
-        encoded = (_translation if task == SEQ2SEQ else _pairs)(given, plan, warnings)
+        examples, unit, no_error = (_translation if task == SEQ2SEQ else _pairs)(given, plan, warnings)
     elif plan.windowed(kind) and not pairs:
-        encoded = _windows(given, plan, warnings)
+        examples, unit, no_error = _windows(given, plan, warnings)
     else:
-        encoded = _one_by_one(source, given, plan, warnings)
-    examples = encoded.examples
+        examples, unit, no_error = _one_by_one(source, given, plan, warnings)
     if not examples:
         raise FulldepthError(" ".join([f"{source.name} gives no sequence with this tokenizer.", *warnings]))
     masks = task == "masked-lm" and tokenizer.mask_token_id is not None
     if masks:
         examples = [_masked(example, tokenizer, plan.seed, index) for index, example in enumerate(examples)]
-    fed = [ids for e in (*examples, *(encoded.inputs or ())) for ids in (e.input_ids, e.masked_ids) if ids is not None]
+    fed = [ids for e in examples for ids in (e.input_ids, e.masked_ids, e.encoder_ids) if ids is not None]
     warnings += check_vocabulary(max(int(ids.max()) for ids in fed), tokenizer, plan.vocab_size)
     if plan.words:
         finder = WordFinder(tokenizer, plan.words)
@@ -195,13 +184,13 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
     pads = (plan.pad_id, tokenizer.pad_token_id)  # padding is masked, but its id must exist in the model
     pad = next((pad for pad in pads if pad is not None and 0 <= pad < (plan.vocab_size or pad + 1)), 0)
     fingerprint = Fingerprint(task)
-    for number, example in enumerate(examples):
-        parts: list[torch.Tensor | None] = [example.input_ids]
-        parts += [example.input_ids if example.masked_ids is None else example.masked_ids]
-        parts += [None if targets is None else targets(example.labels), example.types]
-        parts += [] if encoded.inputs is None else [encoded.inputs[number].input_ids]
-        for tensor in parts:
-            fingerprint.add(b"" if tensor is None else id_bytes(tensor))
+    for example in examples:
+        masked_ids = example.input_ids if example.masked_ids is None else example.masked_ids
+        target_ids = None if targets is None else targets(example.labels)
+        for ids in (example.input_ids, masked_ids, target_ids, example.types):
+            fingerprint.add(b"" if ids is None else id_bytes(ids))
+        if example.encoder_ids is not None:
+            fingerprint.add(id_bytes(example.encoder_ids))
         fingerprint.add(str(example.class_index).encode())
     classified = task == "text-classification"
     return Sequences(
@@ -209,9 +198,9 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
         kind=kind,
         task=task,
         hash=str(fingerprint),
-        text_hash=content_hash(source),
+        text_hash=source.hash,
         examples=examples,
-        collate=partial(collate_texts, examples, encoder=encoded.inputs, pad_id=pad, targets=targets),
+        collate=partial(collate_texts, examples, pad_id=pad, targets=targets),
         lengths=[len(example) for example in examples],
         num_targets=sum(e.class_index != IGNORE if classified else e.predicted for e in examples),
         num_classes=source.num_classes,
@@ -219,8 +208,8 @@ def _texts(source: Source, plan: Preparation) -> Sequences:
         warnings=warnings,
         no_targets=NO_MASK if task == "masked-lm" and not masks else None,
         clusters=[example.document for example in examples],
-        unit=encoded.unit,
-        no_error=encoded.no_error,
+        unit=unit,
+        no_error=no_error,
     )
 
 
@@ -243,10 +232,6 @@ def _windows(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]
         between = [separator] if separator is not None and ids[-1] != separator else []
         return [*ids, *between, *inner.prefix, *following]
 
-    def tokenise(text: Text) -> list[int]:
-        ids = plain_ids(tokenizer, text.text)
-        return [*ids, *(inner.suffix if text.ends and ids else ())]
-
     def leading(text: str, needed: int) -> list[int]:
         ids = leading_ids(tokenizer, text, needed)
         return [*ids, *inner.suffix] if ids else []
@@ -256,6 +241,7 @@ def _windows(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]
     if plan.order == "first":
         drawn = first_windows((text for _, text in documents), leading, join=joined, **size)
     else:
+        tokenise = partial(Frame((), inner.suffix).ids, tokenizer)
         drawn = draw_windows(documents, tokenise, seed=plan.seed, join=joined, **size)
     if drawn.left_over:
         warnings.append(f"{drawn.left_over} tokens at the ends of documents do not fill a sequence and are left out.")
@@ -263,7 +249,7 @@ def _windows(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]
     clusters, unit, no_error = block_clusters(drawn.windows, [identity for identity, _ in documents])
     windows = zip(drawn.windows, clusters, strict=True)
     examples = [_example(outer.wrap(window.ids), task, typed, document=cluster) for window, cluster in windows]
-    return Encoded(examples, unit, no_error)
+    return examples, unit, no_error
 
 
 def _opening(frame: Frame, plan: Preparation, warnings: list[str]) -> tuple[int, ...]:
@@ -303,12 +289,13 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
                 joined = encode_texts(tokenizer, text, record.second, truncation="longest_first", max_length=most)
             ids = wrapped = joined["input_ids"]
             types = joined.get("token_type_ids")
-        example = _example(wrapped, task, types, class_index=record.label, document=record.identity)
+        example = _example(wrapped, task, types, class_index=record.class_index, document=record.identity)
         examples.append(example if ids else None)
     empty = examples.count(None)
     warnings += _empty_warning(empty)
+    noun = "text is" if len(cut) == 1 else "texts are"
     if cut and not plan.truncate and source.kind == "labelled-text" and task == "text-classification":
-        first, noun = given[cut[0]], "text is" if len(cut) == 1 else "texts are"
+        first = given[cut[0]]
         whole = [text for text in (first.text, first.second) if text is not None]
         limited = plan.max_positions is not None and plan.max_positions <= plan.sequence_length
         longest = f"the model reads at most {plan.max_positions}" if limited else f"sequence_length is {most}"
@@ -320,10 +307,9 @@ def _one_by_one(source: Source, given: Sequence[DataRecord], plan: Preparation, 
         for index in cut:
             examples[index] = None
     elif cut:
-        noun = "text is" if len(cut) == 1 else "texts are"
         warnings.append(f"{len(cut)} {noun} longer than {most} tokens and cut there.")
     unit = "document" if source.kind == "text" else "row"
-    return Encoded([example for example in examples if example is not None], unit)
+    return [example for example in examples if example is not None], unit, None
 
 
 def _pairs(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
@@ -346,30 +332,27 @@ def _pairs(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) 
                 f"positions are {plan.max_positions or 'not limited'}. Raise sequence_length, or ask for truncation."
             )
         warnings.append(f"{message} and cut there.")
-    return Encoded(examples, "row")
+    return examples, "row", None
 
 
 def _translation(given: Sequence[DataRecord], plan: Preparation, warnings: list[str]) -> Encoded:
-    """Inputs for both stacks of an encoder-decoder; the examples are the decoder's."""
+    """Sequences for both stacks of an encoder-decoder."""
     if plan.start is None:
         raise FulldepthError("An encoder-decoder needs decoder_start_token_id in its configuration.")
     tokenizer, length = plan.tokenizer, plan.sequence_length
     pairs = [(record.prompt or "", record.response or "") for record in given]
     frame = Frame.of(tokenizer, chain.from_iterable(pairs))
-    room = _room(length, frame)
-    ids = [[plain_ids(tokenizer, text) for text in pair] for pair in pairs]
-    if cut := sum(len(part) > room for pair in ids for part in pair):
+    room, start = _room(length, frame), torch.tensor([plan.start])
+    examples, cut = [], 0
+    for record, pair in zip(given, pairs, strict=True):
+        ids = [plain_ids(tokenizer, text) for text in pair]
+        cut += sum(len(part) > room for part in ids)
+        read, target = (torch.tensor(frame.wrap(part[:room]), dtype=torch.int64) for part in ids)
+        shifted = torch.cat([start, target[:-1]])
+        examples.append(Example(shifted, target, int(record.identity or 0), encoder_ids=read))
+    if cut:
         warnings.append(f"{cut} texts are longer than {length} tokens and cut there.")
-    inputs, targets = (
-        [
-            Example.of(frame.wrap(pair[side][:room]), document=record.identity)
-            for pair, record in zip(ids, given, strict=True)
-        ]
-        for side in (0, 1)
-    )
-    start = torch.tensor([plan.start])
-    read = [replace(e, input_ids=torch.cat([start, e.input_ids[:-1]]), labels=e.input_ids) for e in targets]
-    return Encoded(read, "row", inputs=inputs)
+    return examples, "row", None
 
 
 def input_texts(source: Source) -> Source:
@@ -431,35 +414,32 @@ def _images(source: Source, plan: Preparation) -> Sequences:
         raise FulldepthError(
             f"{source.name} holds images, and the model has no image processor. Give images to a vision model."
         )
-    labels = [IGNORE if record.label is None else record.label for record in source.records]
     names = identities(source)
     chosen = choose(names, plan.max_sequences, plan.seed, plan.order)
-    processor, pictures = plan.processor, []
+    records, processor = source.select(chosen).records, plan.processor
     settings = processor.to_dict() if hasattr(processor, "to_dict") else type(processor).__name__
     fingerprint = Fingerprint(plan.task, json.dumps(settings, sort_keys=True, default=str))
-    for index in chosen:
-        record, label = source.records[index], labels[index]
+    for record in records:
         assert record.image is not None
         try:
             image = record.image()  # also finds corrupt files before the model runs
         except FulldepthError as error:
             raise FulldepthError(f"{error} {SKIP}") from error
-        for part in (str(image.size).encode(), image.tobytes(), str(label).encode()):
+        for part in (str(image.size).encode(), image.tobytes(), str(record.class_index).encode()):
             fingerprint.add(part)
         if record.objects is not None:
             fingerprint.add(repr(record.objects).encode())
-        pictures.append(Picture(record.image, label, record.objects))
-    known = [picture.class_index for picture in pictures if picture.class_index != IGNORE]
-    boxes = sum(picture.objects.targets for picture in pictures if picture.objects is not None)
+    known = sum(record.label is not None for record in records)
+    boxes = sum(record.objects.targets for record in records if record.objects is not None)
     return Sequences(
         name=source.name,
         kind=source.kind,
         task=plan.task,
         hash=str(fingerprint),
-        examples=pictures,
-        collate=partial(collate_images, pictures, processor=processor),
-        lengths=[0] * len(pictures),
-        num_targets={"image-classification": len(known), "detection": boxes}.get(plan.task, 0),
+        examples=records,
+        collate=partial(collate_images, records, processor=processor),
+        lengths=[0] * len(records),
+        num_targets={"image-classification": known, "detection": boxes}.get(plan.task, 0),
         num_classes=source.num_classes,
         class_names=source.class_names,
         warnings=list(source.warnings),

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fulldepth.data.batches import Sequences
+from PIL import ImageOps
+
 from fulldepth.data.coco import Objects
 from fulldepth.data.columns import (
     EXPECTED,
@@ -22,6 +23,7 @@ from fulldepth.data.images import StoredImage, image_value
 from fulldepth.data.opening import Opened, Order, open_data
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.files import Fingerprint
+from fulldepth.targets import IGNORE
 from fulldepth.uncertainty import distinct, identity, sample
 
 MOST_CLASSES = 10**6
@@ -33,7 +35,7 @@ SKIP = "--skip-bad (in training: data.skip_bad=true) leaves such rows out and co
 
 @dataclass(frozen=True, slots=True)
 class DataRecord:
-    """One example: a text or a pair of texts, a prompt with its response, or an image."""
+    """One row: a text or a pair of texts, a prompt with its response, or an image, which is an example as it is."""
 
     text: str | None = None
     second: str | None = None
@@ -50,6 +52,19 @@ class DataRecord:
     """Location in the data, for messages."""
     identity: int | None = None
     """See `fulldepth.uncertainty.identity`; None = that of its content, see `identities`."""
+    digest: bytes = b""
+    """SHA-256 of its content without the label; empty before `number_labels`."""
+
+    @property
+    def class_index(self) -> int:
+        """Its label, -100 if unknown."""
+        return IGNORE if self.label is None else self.label
+
+    def mirrored(self) -> DataRecord:
+        """The image and its boxes, with left and right exchanged."""
+        assert self.image is not None
+        objects = None if self.objects is None else self.objects.mirrored()
+        return replace(self, image=self.image.changed(ImageOps.mirror), objects=objects)
 
 
 @dataclass(frozen=True)
@@ -75,6 +90,29 @@ class Source:
         """Number of classes, at least those with a name; None if no record has a label."""
         highest = max((record.label for record in self.records if record.label is not None), default=None)
         return None if highest is None else max(len(self.class_names), highest + 1)
+
+    @property
+    def hash(self) -> str:
+        """`sha256:...` of the content: texts, labels, and images as stored, without file names.
+
+        Two sources have equal hashes if and only if their content is equal.
+
+        Raises:
+            FulldepthError: if an image cannot be read.
+        """
+        fingerprint = Fingerprint(self.kind, str(len(self.class_names)), *self.class_names)
+        for record in self.records:
+            for text in (record.text, record.second, record.prompt, record.response):
+                fingerprint.add(b"" if text is None else b"=" + text.encode("utf-8", "surrogatepass"))
+            fingerprint.add(str(record.label).encode())
+            if record.objects is not None:
+                fingerprint.add(repr(record.objects).encode())
+            fingerprint.add(b"" if record.image is None else b"=" + record.image.content())
+        return str(fingerprint)
+
+    def select(self, indices: Iterable[int]) -> Source:
+        """The records of these indices."""
+        return replace(self, records=[self.records[index] for index in indices])
 
     def __len__(self) -> int:
         return len(self.records)
@@ -137,13 +175,11 @@ def open_source(
     if limit is None:
         return _source(opened, columns, opened.rows(_columns_to_read), sampled=False)
     names = [name for name in columns[1:] if name is not None]
-    windows = window if columns.kind == "text" and columns.label is None else None
-    while True:
+    for windows in (window if columns.kind == "text" and columns.label is None else None, window):
         rows = opened.sampled(names, limit, seed=seed, order=order, window=windows)
         source = _source(opened, columns, rows, sampled=True)
         if windows == window or source.kind != "text":
-            break
-        windows = window  # no label is known, so it will be cut into windows
+            break  # else no label is known, so it will be cut into windows
     if windows is not None and order == "random" and source.kind == "text":
         # windows are drawn by the text of a document alone, so that stored results can be made again
         records = [replace(record, identity=identity(record.text or "")) for record in source.records]
@@ -169,7 +205,7 @@ def _source(
     labels: list[tuple[str, Any]] = []
     read: Any = image_value if images else text_value
     for where, row in rows:
-        require_columns(row, (columns.first, columns.second, columns.label), where)
+        require_columns(row, columns[1:], where)
         late = next((column for column in LABEL_COLUMNS if column in row), None)
         if late is not None and columns.label is None and kind != "pairs":
             raise FulldepthError(
@@ -223,18 +259,18 @@ def _class_indices(
     Numbers stay as they are, negative ones (a hidden test label) become None; names are numbered in sorted order of
     `everything`, the labels of all rows. Space around a label does not count, and an empty one is None.
     """
-    labels, everything = (
-        [(at, (clean_text(label).strip() or None) if isinstance(label, str) else label) for at, label in given]
-        for given in (labels, everything)
-    )
-    present = [label for _, label in everything if label is not None]
+
+    def cleaned(label: Any) -> Any:
+        return (clean_text(label).strip() or None) if isinstance(label, str) else label
+
+    present = [label for _, value in everything if (label := cleaned(value)) is not None]
     if all(isinstance(label, str) for label in present) and not all(DIGITS.fullmatch(label) for label in present):
         names = tuple(sorted(set(present)))
         index = {label: i for i, label in enumerate(names)}
-        return [None if label is None else index[label] for _, label in labels], names
+        return [index.get(cleaned(value)) for _, value in labels], names
     classes: list[int | None] = []
-    for where, label in labels:
-        number = None
+    for where, value in labels:
+        number, label = None, cleaned(value)
         if label is not None:
             written = isinstance(label, str) and len(label) < 20 and DIGITS.fullmatch(label)
             whole = written or isinstance(label, int) or (isinstance(label, float) and label.is_integer())
@@ -245,30 +281,3 @@ def _class_indices(
                 )
         classes.append(None if number is None or number < 0 else number)
     return classes, tuple(class_names)
-
-
-def content_hash(data: Source | Sequences) -> str:
-    """SHA-256 of the content of data: texts, labels, and images as stored, without file names.
-
-    Two sources have equal hashes if and only if their content is equal.
-
-    Args:
-        data: from `open_source` or `prepare`.
-
-    Returns:
-        `sha256:...`
-
-    Raises:
-        FulldepthError: if an image cannot be read.
-    """
-    if isinstance(data, Sequences):
-        return data.hash
-    fingerprint = Fingerprint(data.kind, str(len(data.class_names)), *data.class_names)
-    for record in data.records:
-        for text in (record.text, record.second, record.prompt, record.response):
-            fingerprint.add(b"" if text is None else b"=" + text.encode("utf-8", "surrogatepass"))
-        fingerprint.add(str(record.label).encode())
-        if record.objects is not None:
-            fingerprint.add(repr(record.objects).encode())
-        fingerprint.add(b"" if record.image is None else b"=" + record.image.content())
-    return str(fingerprint)

@@ -103,6 +103,11 @@ class Frame:
         """`ids` with the special tokens around them."""
         return [*self.prefix, *ids, *self.suffix]
 
+    def ids(self, tokenizer: Any, text: str, starts: bool = True, ends: bool = True) -> list[int]:
+        """Token ids of a text, or of a piece of it that may not start or end it; none if it has no token of its own."""
+        ids = plain_ids(tokenizer, text)
+        return [*self.prefix * starts, *ids, *self.suffix * ends] if ids else []
+
     @classmethod
     def of(cls, tokenizer: Any, texts: Iterable[str]) -> Frame:
         """The frame, found by comparing the first non-empty text with and without special tokens."""

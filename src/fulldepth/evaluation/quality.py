@@ -76,7 +76,7 @@ class Quality:
         tokenizer = self.subject.tokenizer
         windows = draw_windows(
             documents,
-            lambda text: tokenizer(text.text, add_special_tokens=text.starts)["input_ids"],
+            lambda text, starts, _: tokenizer(text, add_special_tokens=starts)["input_ids"],
             window=length,
             count=count,
             seed=seed,

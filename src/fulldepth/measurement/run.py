@@ -341,7 +341,7 @@ def measure_subject(
     watcher.say(check_memory(plan, subject, settings.batch_size))
     for entry in plan.left_out:
         watcher.say(f"Left out: {entry['measure']}, because {entry['reason']}.")
-    share = subject.sequences.share(settings.batch_size, process.rank, process.world)
+    share = subject.sequences.groups(settings.batch_size)[process.rank :: process.world]
     watcher.begin(f"Measuring {Path(subject.checkpoint.name).name}", sum(map(len, share)))
     grid = run_pass(subject, plan, settings, process, clock, reference=reference, advance=watcher.advance)
     weigh(subject, plan, process, clock)

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from fulldepth import __version__
-from fulldepth.data import Sequences, Source, content_hash
+from fulldepth.data import Sequences, Source
 from fulldepth.distributed import Processes
 from fulldepth.errors import FulldepthError
 from fulldepth.files import reading
@@ -74,7 +74,7 @@ def fingerprints(models: Sequence[Contents], data: Source | Sequences, settings:
     """For each model, sha256 of everything that affects its results: models, data, settings, version."""
     other_contents = [place and contents(place) for place in (settings.reference, settings.tokenizer)]
     settings_read = settings.model_dump(exclude=SPEED_ONLY | {"reference", "tokenizer"})
-    shared = [__version__, data.name, content_hash(data), other_contents, settings_read]
+    shared = [__version__, data.name, data.hash, other_contents, settings_read]
     return [digest([*shared, model]) for model in models]
 
 

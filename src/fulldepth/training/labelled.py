@@ -17,12 +17,10 @@ import torch
 import transformers
 from PIL import Image
 
-from fulldepth.data import Source, open_source, prepare
-from fulldepth.data.batches import Picture
+from fulldepth.data import DataRecord, Source, open_source, prepare
 from fulldepth.data.labelled import (
     Collator,
     LabelledRows,
-    Rows,
     check_rows,
     held_out,
     listed,
@@ -34,7 +32,6 @@ from fulldepth.files import Fingerprint
 from fulldepth.hf import evaluating, load_processor
 from fulldepth.progress import Watcher
 from fulldepth.settings.train import AugmentationSettings, DataSettings, TrainSettings
-from fulldepth.targets import IGNORE
 from fulldepth.training.model import WEIGHTS, build_config, special_tokens
 from fulldepth.training.text import run_tokenizer
 from fulldepth.training.trainer import RunData
@@ -84,7 +81,7 @@ def training_source(data: DataSettings) -> Source:
     return open_source(data.name, config=data.config, split=data.split, held_out=False, skip_bad=data.skip_bad)
 
 
-def labelled_data(settings: TrainSettings) -> tuple[list[Rows], list[str]]:
+def labelled_data(settings: TrainSettings) -> tuple[list[Source], list[str]]:
     """The rows to train and to validate on, checked, and warnings.
 
     Raises:
@@ -93,18 +90,18 @@ def labelled_data(settings: TrainSettings) -> tuple[list[Rows], list[str]]:
     data, skip, detects = settings.data, settings.data.skip_bad, settings.task == "detection"
     warnings = list[str]()
 
-    def checked(source: Source, *, every: bool) -> Rows:
+    def checked(source: Source, *, every: bool) -> Source:
         """The valid rows. With `every`, each class needs a row; a detector needs less."""
         rows = check_rows(source, settings.task, classes, skip_bad=skip)
-        warnings.extend(rows.source.warnings)
-        labels = set(rows.labels)
+        warnings.extend(rows.warnings)
+        labels = {record.label for record in rows.records}
         missing = [name for number, name in enumerate(classes) if number not in labels]
         if missing and not detects:
             lacks = f"{source.name} has no row of {len(missing)} of the {len(classes)} classes ({listed(missing)})."
             if every and not skip:
                 raise FulldepthError(f"{lacks} Give rows of every class, or set data.skip_bad.")
             warnings.append(lacks)
-        return rows.select(range(len(rows.digests)))
+        return replace(rows, warnings=())
 
     source = training_source(data)
     classes = class_names(settings, source)
@@ -114,7 +111,7 @@ def labelled_data(settings: TrainSettings) -> tuple[list[Rows], list[str]]:
         # a rare class may be in none of the rows of a sample
         return [train, checked(other, every=len(other) != settings.most_validation)], warnings
     least = 1 if detects else len(classes)
-    most = min(max(least, round(len(train.digests) * data.validation_share)), settings.most_validation)
+    most = min(max(least, round(len(train) * data.validation_share)), settings.most_validation)
     chosen = held_out(train, most, settings.seed)
     return [train.select(np.flatnonzero(chosen == part)) for part in (False, True)], warnings
 
@@ -134,7 +131,7 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
             )
     watcher.say(f"Reading {settings.data.name}")
     parts, warnings = labelled_data(settings)
-    config = build_config(settings.model, task=settings.task, classes=parts[0].source.class_names)
+    config = build_config(settings.model, task=settings.task, classes=parts[0].class_names)
     if detects:
         warnings += _check_detection(config, parts)
     edge = settings.data.image_size or (None if start else EDGE)
@@ -143,12 +140,7 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
         processor: Any = transformers.DetrImageProcessorPil(size=size, do_convert_annotations=True)
     else:
         processor = load_processor(settings.processor or start or folder, config)
-    train, validation = (
-        LabelledRows(
-            [Picture(r.image, IGNORE if r.label is None else r.label, r.objects) for r in rows.source.records]  # type: ignore[arg-type]
-        )
-        for rows in parts
-    )
+    train, validation = (LabelledRows(rows.records) for rows in parts)
     collator = Collator(processor=processor, dtype=WEIGHTS[settings.precision])
     _, channels, height, width = collator([train[0]])["pixel_values"].shape
     wanted = getattr(getattr(config, "backbone_config", None) or config, "num_channels", 3)
@@ -170,16 +162,16 @@ def image_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: W
     )
 
 
-def _check_detection(config: Any, parts: Sequence[Rows]) -> list[str]:
+def _check_detection(config: Any, parts: Sequence[Source]) -> list[str]:
     """Refuse data without objects, and a model that cannot learn them or whose own loss is another one than the
     method's; a warning if classes occur in no training image.
     """
     queries = getattr(config, "num_queries", math.inf)
     for rows, part in zip(parts, ("training", "validation"), strict=True):
-        most = max((r.objects.targets for r in rows.source.records if r.objects is not None), default=0)
+        most = max((r.objects.targets for r in rows.records if r.objects is not None), default=0)
         if not most:
             raise FulldepthError(
-                f"{rows.source.name} has no object in any {part} image (crowds do not count). Give images with boxes "
+                f"{rows.name} has no object in any {part} image (crowds do not count). Give images with boxes "
                 "as data.name and data.validation, or hold out more (data.validation_share)."
             )
         if most > queries:
@@ -189,7 +181,7 @@ def _check_detection(config: Any, parts: Sequence[Rows]) -> list[str]:
             "model.auxiliary_loss makes transformers add a loss of every layer, and normalise the states between the "
             "layers. Leave it out: method=aligned has the losses, with objective.aligned.weights=sum unweighted."
         )
-    train = parts[0].source
+    train = parts[0]
     boxed = {index for record in train.records if record.objects for index in record.objects.classes}
     missing = [name for index, name in enumerate(train.class_names) if index not in boxed]
     return [f"No training image has an object of {len(missing)} classes (first: {missing[0]})."] if missing else []
@@ -203,7 +195,7 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
     """
     watcher.say(f"Reading {settings.data.name}")
     parts, warnings = labelled_data(settings)
-    texts = [text for record in parts[0].source.records for text in (record.text, record.second) if text]
+    texts = [text for record in parts[0].records for text in (record.text, record.second) if text]
     tokenizer = run_tokenizer(settings, folder, arguments, watcher, texts)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -216,15 +208,15 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
         vocab_size=len(tokenizer),
         positions=settings.sequence_length,
         special_tokens={**special_tokens(tokenizer), "pad_token_id": pad_id},
-        classes=parts[0].source.class_names,
+        classes=parts[0].class_names,
     )
     described, examples = Fingerprint(settings.task), []
     for rows in parts:
         prepared = prepare(
-            rows.source,
+            rows,
             task=settings.task,
             tokenizer=tokenizer,
-            max_sequences=len(rows.source),
+            max_sequences=len(rows),
             sequence_length=settings.sequence_length,
             vocab_size=getattr(config.get_text_config(), "vocab_size", None),
             truncate=settings.data.truncate,
@@ -257,27 +249,29 @@ def padding_warning(model: Any, rows: LabelledRows, collator: Collator) -> list[
     ]
 
 
-def _facts(parts: Sequence[Rows], described: Fingerprint) -> dict[str, Any]:
+def _facts(parts: Sequence[Source], described: Fingerprint) -> dict[str, Any]:
     """For the record; the rows are added to the fingerprint of what is made of them."""
     for rows in parts:
-        for digest, record in zip(rows.digests, rows.source.records, strict=True):
-            described.add(digest + str(record.label if record.objects is None else record.objects).encode())
+        for record in rows.records:
+            described.add(record.digest + str(record.label if record.objects is None else record.objects).encode())
     return {
         "hash": str(described),
-        "train_sequences": len(parts[0].digests),
-        "classes": len(parts[0].source.class_names),
-        "documents": sum(len(rows.digests) for rows in parts),
+        "train_sequences": len(parts[0]),
+        "classes": len(parts[0].class_names),
+        "documents": sum(map(len, parts)),
     }
 
 
-def changed(picture: Picture, key: int, *, settings: AugmentationSettings, edges: Sequence[int], seed: int) -> Picture:
+def changed(
+    record: DataRecord, key: int, *, settings: AugmentationSettings, edges: Sequence[int], seed: int
+) -> DataRecord:
     """A randomly changed training image: mirrored with its boxes, then rotated and shifted over black.
 
     The random numbers follow from seed and key (epoch and index) alone, so they do not depend on batches, processes,
     workers or resuming.
 
     Args:
-        picture: as in the data.
+        record: an image as in the data.
         key: as in `LabelledRows`.
         settings: of images with boxes `flip` alone.
         edges: width and height of the model's input, in whose pixels shifts are counted.
@@ -286,11 +280,12 @@ def changed(picture: Picture, key: int, *, settings: AugmentationSettings, edges
     random = np.random.default_rng([seed, key])
     flips, angle = random.random() < 0.5, random.uniform(-settings.rotation, settings.rotation)
     shift = random.integers(-settings.crop, settings.crop, 2, endpoint=True)
-    picture = picture.mirrored() if settings.flip and flips else picture
+    record = record.mirrored() if settings.flip and flips else record
 
-    def load() -> Image.Image:
-        image = picture.load()
+    def moved(image: Image.Image) -> Image.Image:
         pixels = (round(part * size / edge) for part, size, edge in zip(shift.tolist(), image.size, edges, strict=True))
         return image.rotate(angle, Image.Resampling.BILINEAR, translate=tuple(pixels))
 
-    return replace(picture, load=load) if settings.crop or settings.rotation else picture
+    if record.image is not None and (settings.crop or settings.rotation):
+        return replace(record, image=record.image.changed(moved))
+    return record
