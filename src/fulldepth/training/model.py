@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -33,12 +31,10 @@ from transformers import (
 )
 
 import fulldepth.architectures  # noqa: F401  # registers this package's models with transformers
-from fulldepth import launch
 from fulldepth.errors import FulldepthError, unknown
 from fulldepth.execution import find_anatomy
 from fulldepth.files import read_json
 from fulldepth.hf import (
-    anatomy_candidates,
     copy_to_exit_heads,
     find_exit_heads,
     find_gguf,
@@ -48,7 +44,6 @@ from fulldepth.hf import (
     load_config,
     packaged,
     restore_exit_heads,
-    rows_of,
     sample_inputs,
     task_of,
     unused_positions,
@@ -192,8 +187,6 @@ def special_tokens(tokenizer: Any) -> dict[str, int | None]:
 def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrainedModel:
     """The model on the CPU, in the run's precision and in training mode; a detector with transformers' own loss.
 
-    Where `built_once`, it has no values in all processes but the first, which hands out the shards.
-
     Weights are drawn from the seed by the rules of `initializer`, or loaded from the settings' checkpoint. Only weights
     that the model's switches add (`added_parameters`) may be missing there; they are drawn from the seed. The global
     random state is restored.
@@ -208,12 +201,6 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
     """
     start = settings.model.checkpoint
     with torch.random.fork_rng(devices=[]):
-        if settings.fsdp and not launch.is_main():
-            with init_empty_weights(include_buffers=False):
-                empty = _from_config(config, settings)
-            empty.tie_weights()
-            if built_once(empty, settings):
-                return _without_values(empty).train()
         torch.manual_seed(settings.seed)
         model = _from_config(config, settings)
         draw_weights(model, settings.initializer)
@@ -228,35 +215,6 @@ def build_model(config: PreTrainedConfig, settings: TrainSettings) -> PreTrained
         if anatomy.family.backbone is not None:  # transformers freezes all of its own ResNet, by names that timm has
             anatomy.body.get_submodule(anatomy.family.backbone).requires_grad_(True)
     model.train()
-    return model
-
-
-def built_once(model: PreTrainedModel, settings: TrainSettings) -> bool:
-    """Whether only the first process needs the values of a model's weights before they are sharded.
-
-    All do where the model runs before that (to separate documents, or to prove an anatomy that is not in the table),
-    for exit heads, which start as copies, for adapters, and for saved buffers, which accelerate does not hand out.
-    """
-    try:
-        anatomy = anatomy_candidates(model)[0]
-    except FulldepthError:
-        return False
-    runs = rows_of(model.config.model_type) is None or anatomy.searches_head or not settings.data.across_documents
-    adds = "multi_exit" in settings.objective.terms or bool(settings.lora.rank)
-    buffers = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False))
-    return settings.fsdp and not (runs or adds or buffers)
-
-
-def _without_values(model: PreTrainedModel) -> PreTrainedModel:
-    """A model with weights on the meta device, with weights on the CPU that take address space and no memory:
-    accelerate tells weights apart by their addresses.
-    """
-    held: dict[Any, nn.Parameter] = {}  # tied weights stay one
-    for module in model.modules():
-        for name, weight in module._parameters.items():
-            if weight is not None:
-                empty = nn.Parameter(torch.empty_like(weight, device="cpu"), requires_grad=weight.requires_grad)
-                module._parameters[name] = held.setdefault(weight, empty)
     return model
 
 

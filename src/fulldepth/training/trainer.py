@@ -32,7 +32,6 @@ from fulldepth.losses.trainer import AnyTrainer, load_weights
 from fulldepth.processor import check_bfloat16
 from fulldepth.settings.train import ObjectiveSettings, TrainSettings
 from fulldepth.training.lora import load_adapters, save_adapters
-from fulldepth.training.model import built_once
 
 MOST_WORKERS = 4
 """Default maximum for each training process; few suffice, as reading a window is a copy from the page cache."""
@@ -341,11 +340,9 @@ class RunMixin(AnyTrainer):
             return super().train(*args, **kwargs)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin is None:
+        if not self.is_fsdp_enabled:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        plugin.cpu_ram_efficient_loading = built_once(self.plain_model, self.settings)
-        if resume_from_checkpoint and (self.args.process_index == 0 or not plugin.cpu_ram_efficient_loading):
+        if resume_from_checkpoint:
             self._load_weights(resume_from_checkpoint)  # before they are sharded
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         stepped = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
