@@ -156,7 +156,7 @@ def answer(value: Any) -> None:
 def loading() -> None:
     """Print a line before torch is imported, which may take seconds."""
     if launch.is_main() and "torch" not in sys.modules:
-        Console(stderr=True).print("Loading...", **PLAIN)
+        note("Loading...")
 
 
 def error(message: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from fulldepth.errors import FulldepthError, one_line
 from fulldepth.settings.loading import LOADING, Count, Length, LoadingSettings, Seed
@@ -37,12 +37,6 @@ def _exit_layers(value: Any) -> Any:
     return text
 
 
-def _some_tasks(tasks: list[str]) -> list[str]:
-    if not tasks:
-        raise FulldepthError("No task is named; expected names separated by commas, such as arc_easy_local.")
-    return list(dict.fromkeys(tasks))
-
-
 ExitLayers = Annotated[str, BeforeValidator(_exit_layers)]
 
 
@@ -58,7 +52,7 @@ class EvaluateSettings(LoadingSettings):
         "Loading the model": LOADING,
     }
 
-    tasks: Annotated[list[str], AfterValidator(_some_tasks)] | None = None
+    tasks: Annotated[list[str], Field(min_length=1)] | None = None
     """Comma-separated tasks: lambada_local, arc_easy_local, arc_challenge_local, piqa_local, hellaswag_local,
     gsm8k_local (files in --task-data), any task or group of lm-eval, or the papers' lists jreg-suite, lime-suite,
     hopscotch-suite (these download data)."""
@@ -134,6 +128,3 @@ def parse_layers(text: str | None, num_layers: int, default: list[int]) -> list[
         if not 1 <= layer <= num_layers:
             raise FulldepthError(f"There is no exit layer {layer}: the model has the layers 1 to {num_layers}.")
     return sorted({*layers, num_layers})
-
-
-__all__ = ["EvaluateSettings", "parse_layers"]

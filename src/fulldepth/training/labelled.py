@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import transformers
 from PIL import Image
 
@@ -29,9 +28,8 @@ from fulldepth.data.labelled import (
     name_classes,
 )
 from fulldepth.errors import FulldepthError, one_line
-from fulldepth.execution.stream import is_close, relative_error
 from fulldepth.files import Fingerprint
-from fulldepth.hf import evaluating, load_processor
+from fulldepth.hf import load_processor
 from fulldepth.progress import Watcher
 from fulldepth.settings.train import AugmentationSettings, DataSettings, TrainSettings
 from fulldepth.targets import IGNORE
@@ -237,24 +235,6 @@ def text_data(settings: TrainSettings, folder: Path, arguments: Any, watcher: Wa
     train, validation = examples
     facts = _facts(parts, described)
     return RunData(config, tokenizer, train, validation, facts, Collator(pad_id=pad_id), warnings=warnings)
-
-
-@torch.no_grad()
-def padding_warning(model: Any, rows: LabelledRows, collator: Collator) -> list[str]:
-    """A warning if the logits of the shortest row change in a batch with the longest, where it is padded.
-
-    FNet and ConvBERT mix padding into the tokens; XLNet's classifier reads the last position.
-    """
-    ends = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-    shortest, longest = rows[ends[0]], rows[ends[-1]]
-    with evaluating(model):
-        alone, padded = (model(**collator(batch)).logits[:1] for batch in ([shortest], [shortest, longest]))
-    if is_close(padded, alone):
-        return []
-    return [
-        f"The logits of {type(model).__name__} change by {relative_error(padded, alone):.1e} (relative) when a text is "
-        "padded to the longest of its batch, as in training; measure and exit do not pad it."
-    ]
 
 
 def _facts(parts: Sequence[Rows], described: Fingerprint) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from fulldepth.training.folder import (
     last_checkpoint,
     step_of,
 )
-from fulldepth.training.labelled import image_data, padding_warning, text_data
+from fulldepth.training.labelled import image_data, text_data
 from fulldepth.training.model import build_model, start_exit_heads
 from fulldepth.training.text import conversation_data, packed_data, require_separate_documents
 from fulldepth.training.trainer import RunTrainer, resolved, training_arguments
@@ -83,8 +83,6 @@ def train(
             warnings = data.warnings
             if settings.task == "causal-lm" and not settings.data.across_documents:
                 require_separate_documents(model)
-            if settings.task == "text-classification":
-                warnings += padding_warning(model, data.train, data.collator)
             trainer: Any = (data.trainer or RunTrainer)(model, arguments, data, settings)
             if settings.model.checkpoint is not None:
                 warnings += start_exit_heads(trainer.plain_model, settings.model.checkpoint)
