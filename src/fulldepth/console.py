@@ -80,8 +80,7 @@ def finish_parts(parts: dict[str, Any]) -> None:
     """Print several results one after another; with `--json` as one object, with a headline for each name."""
     for results in parts.values():
         finish(results)
-    if _is_json["on"]:
-        _document.append({name: results.headline for name, results in parts.items()})
+    answer({name: results.headline for name, results in parts.items()})
 
 
 def _headline(results: Any) -> tuple[list[tuple[str, str, str]], int]:

@@ -12,7 +12,6 @@ from transformers.pytorch_utils import Conv1D
 
 from fulldepth.errors import FulldepthError, needing
 from fulldepth.files import locked
-from fulldepth.hf.checkpoint_folder import check_target
 from fulldepth.progress import Watcher
 from fulldepth.results import Results
 from fulldepth.settings.heal import HealSettings
@@ -70,7 +69,8 @@ def heal(
         FulldepthError: as `fulldepth.skip.refit` and `export`; if `output` exists, or peft is needed and not installed.
     """
     target = Path(output)
-    check_target(target)
+    if target.exists():
+        raise FulldepthError(f"{target} exists already; a checkpoint is never written over anything.")
     if settings.steps and (settings.revision is not None or not isinstance(model, str | Path)):
         raise FulldepthError("Training reads the original from its folder or by its name; give that, or steps=0.")
     if settings.steps and settings.rank:
