@@ -172,7 +172,7 @@ def load_checkpoint(
     if gguf is None:
         _check_folder(where)
     target = pick_device(device) if device_map is None else None
-    options: dict[str, Any] = {"dtype": pick_dtype(dtype)} | ({} if device_map is None else {"device_map": device_map})
+    options: dict[str, Any] = {"dtype": pick_dtype(dtype), "device_map": device_map}
     if config is not None and gguf is None:
         options["config"] = config
     if model_class is None:
