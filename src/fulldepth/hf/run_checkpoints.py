@@ -11,9 +11,11 @@ from typing import Any
 
 import pydantic
 from pydantic import JsonValue, NonNegativeInt
+from safetensors import safe_open
+from torch import nn
 
 from fulldepth.errors import FulldepthError
-from fulldepth.files import atomic, read_document, read_json, temporary_name
+from fulldepth.files import atomic, read_document, read_json, reading, temporary_name
 
 SEAL = "complete.json"
 """The file that is written last into a checkpoint: sizes and hashes of its files, and notes of the run."""
@@ -57,6 +59,18 @@ def has_weights(checkpoint: str | Path) -> bool:
     """Whether a folder holds a model: a configuration and safetensors."""
     folder = Path(checkpoint)
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+def is_renamed(model: nn.Module, checkpoint: str | Path) -> bool:
+    """Whether a checkpoint's files lack the name of a weight: transformers saves some classes under other names."""
+    stored: set[str] = set()
+    for path in Path(checkpoint).glob("*.safetensors"):
+        with reading(path), safe_open(path, framework="pt") as file:
+            stored |= set(file.keys())
+    names: dict[int, set[str]] = {}  # a tied weight has several
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return not all(group & stored for group in names.values())
 
 
 def trained_steps(checkpoint: str | Path) -> int | None:

@@ -18,6 +18,7 @@ from fulldepth.hf import (
     first_broken_weight,
     has_exit_heads,
     has_weights,
+    is_renamed,
     load_checkpoint,
     restore_exit_heads,
     save_exit_heads,
@@ -267,14 +268,17 @@ class ObjectiveMixin(AnyTrainer):
             save_exit_heads(model, output_dir or self.args.output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        """As `load_weights`: the Trainer would not read weights that transformers saves under other names (ViT,
-        some experts). As the Trainer where weights are sharded, and for the checkpoint of an adapter.
+        """As the Trainer, also for classes that transformers saves under other names, whose weights the Trainer would
+        leave as they are (ViT, some experts); and the exit heads of a multi-exit model.
         """
-        model = self.accelerator.unwrap_model(self.model)
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled or not has_weights(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
-        else:
-            load_weights(model, resume_from_checkpoint)
+        folder, model = Path(resume_from_checkpoint), self.accelerator.unwrap_model(self.model)
+        whole = not (self.is_fsdp_enabled or self.is_deepspeed_enabled) and has_weights(folder)
+        if whole and is_renamed(model, folder):
+            load_weights(model, folder)
+            return
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+        if has_exit_heads(model):
+            restore_exit_heads(model, folder)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Also raises an error if the loss or gradient is not finite; a float16 scaler skips such gradients itself."""
@@ -327,8 +331,8 @@ def first_broken_layer(model: Any, inputs: dict[str, Any]) -> str:
 
 def load_weights(model: Any, checkpoint: str | Path) -> None:
     """Copy the weights and exit heads of an ordinary checkpoint into a model that is not sharded."""
-    stored = load_checkpoint(checkpoint, dtype=model.dtype, device="cpu", model_class=type(model)).model
-    model.load_state_dict(stored.state_dict(), strict=not has_exit_heads(model))
+    source = load_checkpoint(checkpoint, dtype=model.dtype, device="cpu").model.state_dict()
+    model.load_state_dict(source, strict=not has_exit_heads(model))
     if has_exit_heads(model):
         restore_exit_heads(model, checkpoint)
 

@@ -141,7 +141,7 @@ def assignments(arguments: Iterable[str]) -> dict[str, Any]:
     Raises:
         FulldepthError: if an argument is not `key=value`.
     """
-    settings: dict[str, Any] = {}
+    values: list[tuple[str, Any]] = []
     for argument in arguments:
         key, equals, text = argument.partition("=")
         path = key.strip().split(".")
@@ -153,11 +153,18 @@ def assignments(arguments: Iterable[str]) -> dict[str, Any]:
                 f"Expected at most {MOST_DEPTH} and {MOST_BYTES:,}."
             )
         try:
-            value = _parse(text)
+            values.append((key.strip(), _parse(text)))
         except (ValueError, yaml.YAMLError) as error:
             shown = one_line(argument, 200)
             raise FulldepthError(f"The value in {shown!r} is not valid YAML: {one_line(error)}") from error
-        for part in reversed(path):
+    return nested(values)
+
+
+def nested(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Nested settings from pairs of key and value; a dot in a key opens a mapping."""
+    settings: dict[str, Any] = {}
+    for key, value in values:
+        for part in reversed(key.split(".")):
             value = {part: value}
         settings = merge(settings, value)
     return settings
