@@ -16,8 +16,6 @@ from rich.text import Text
 from fulldepth import launch
 from fulldepth.errors import one_line
 
-MOST_ROWS = 24
-"""Maximum number of findings that are printed; a comparison has some for each model."""
 PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
 
 _document: list[Any] = []
@@ -61,13 +59,10 @@ def finish(results: Any, page: Path | None = None) -> None:
     """
     if not launch.is_main():
         return
-    shown, more = _headline(results)
     if _is_json["on"]:
         _document.append(results.headline)
     else:
-        table(shown)
-        if more:
-            line(f"{more} more {'is' if more == 1 else 'are'} on the page.")
+        table(_headline(results))
     if sampled := (results.meta.get("sampling") or {}).get("sentence"):
         line(one_line(sampled, 900))
     for warning in results.meta.get("warnings") or []:
@@ -80,18 +75,16 @@ def finish_parts(parts: dict[str, Any]) -> None:
     """Print several results one after another; with `--json` as one object, with a headline for each name."""
     for results in parts.values():
         finish(results)
-    if _is_json["on"]:
-        _document.append({name: results.headline for name, results in parts.items()})
+    answer({name: results.headline for name, results in parts.items()})
 
 
-def _headline(results: Any) -> tuple[list[tuple[str, str, str]], int]:
-    """Name, value with unit, and sentence of the first `MOST_ROWS` numbers; the number of those left out.
+def _headline(results: Any) -> list[tuple[str, str, str]]:
+    """Name, value with unit, and sentence of each number.
 
     Numbers of a whole comparison come before those of single models (`name:model`).
     """
-    headline = sorted(results.headline.items(), key=lambda item: ":" in item[0])
     rows = []
-    for name, entry in headline[:MOST_ROWS]:
+    for name, entry in sorted(results.headline.items(), key=lambda item: ":" in item[0]):
         value = "-" if entry["value"] is None else f"{entry['value']:.4g}"
         if entry.get("interval") is not None:
             value += " ({:.4g} to {:.4g})".format(*entry["interval"])
@@ -105,7 +98,7 @@ def _headline(results: Any) -> tuple[list[tuple[str, str, str]], int]:
                 one_line(entry.get("sentence") or "", 600),
             )
         )
-    return rows, len(headline) - len(rows)
+    return rows
 
 
 def line(text: str) -> None:
@@ -156,7 +149,7 @@ def answer(value: Any) -> None:
 def loading() -> None:
     """Print a line before torch is imported, which may take seconds."""
     if launch.is_main() and "torch" not in sys.modules:
-        Console(stderr=True).print("Loading...", **PLAIN)
+        note("Loading...")
 
 
 def error(message: str) -> None:

@@ -6,6 +6,7 @@ import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import islice
 
 MOST_NAMES = 100
 """Largest number of names that an error lists."""
@@ -59,15 +60,9 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> FulldepthError:
     return FulldepthError(f"Unknown {kind} {name!r}.{hint} {listed}")
 
 
-def names_of(names: Iterable[object], most: int = 400) -> str:
-    """Names from a file, quoted, in at most `most` characters; `…` marks an omission."""
-    shown, length = [], 0
-    for name in names:
-        shown.append(repr(one_line(name, 60)))
-        length += len(shown[-1]) + 2
-        if length > most:
-            break
-    return one_line(", ".join(shown), most) or "none"
+def names_of(names: Iterable[object]) -> str:
+    """Names from a file, quoted, in at most 400 characters; `…` marks an omission."""
+    return one_line(", ".join(repr(one_line(name, 60)) for name in islice(names, MOST_NAMES)), 400) or "none"
 
 
 def one_line(text: object, most: int = 400) -> str:

@@ -92,20 +92,17 @@ def read_bytes(path: str | Path, *, most: int = MOST_BYTES) -> bytes:
     return content
 
 
-def read_json(
-    path: str | Path, *, most: int = MOST_BYTES, depth: int = MOST_DEPTH, allow_constants: bool = False
-) -> Any:
+def read_json(path: str | Path, *, most: int = MOST_BYTES, allow_constants: bool = False) -> Any:
     """The value in a JSON file.
 
     Args:
         path: the file.
         most: largest size in bytes.
-        depth: deepest nesting of lists and mappings.
         allow_constants: accept NaN and infinities, which are not JSON but which Python writes.
 
     Raises:
         FulldepthError: if it is not valid JSON, a key appears twice, a number has more than `MOST_DIGITS` digits or is
-            beyond float64, or it is larger than `most` bytes or nested deeper than `depth`.
+            beyond float64, or it is larger than `most` bytes or nested deeper than `MOST_DEPTH`.
     """
     content = read_bytes(path, most=most)
     constant = None if allow_constants else _refuse_constant
@@ -118,12 +115,10 @@ def read_json(
                 parse_int=_integer,
                 parse_float=_finite,
             )
-        except UnicodeDecodeError as error:
-            raise FulldepthError(f"Cannot read {path}: it is not valid JSON: it is not UTF-8 ({error}).") from error
-        except json.JSONDecodeError as error:
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise FulldepthError(f"Cannot read {path}: it is not valid JSON: {_reason(error)}.") from error
-    if not _is_shallow(value, depth):
-        raise FulldepthError(f"Cannot read {path}: it is nested deeper than {depth} levels.")
+    if not _is_shallow(value):
+        raise FulldepthError(f"Cannot read {path}: it is nested deeper than {MOST_DEPTH} levels.")
     return value
 
 
@@ -198,10 +193,10 @@ def _finite(text: str) -> float:
     return number
 
 
-def _is_shallow(value: Any, depth: int) -> bool:
-    """Whether lists and mappings are nested at most `depth` deep, without recursion."""
+def _is_shallow(value: Any) -> bool:
+    """Whether lists and mappings are nested at most `MOST_DEPTH` deep, without recursion."""
     level = [value]
-    for _ in range(depth + 1):
+    for _ in range(MOST_DEPTH + 1):
         inner = [list(v.values()) if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
         if not inner:
             return True

@@ -216,6 +216,7 @@ def test_what_cannot_be_right_is_refused():
     ("terms", "word"),
     [
         ({"jump": -1.0}, "jump.weight"),
+        ({"energy_warmup": "x"}, "energy_warmup is 'x'"),
         ({"aligned": {"schedule": "sometimes"}}, "alternate"),
         ({"aligned": {"weights": [1.0]}}, "3 finite weights"),
         ({"coherence": {"layers": [3]}}, "coherence.layers"),

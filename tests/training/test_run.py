@@ -76,7 +76,7 @@ def test_an_exported_model_loads_in_its_precision(recipe, tmp_path):
         AutoTokenizer.from_pretrained(made)
         assert not list(made.glob("optimizer*")) + list(made.glob("rng*"))
     for run, options, word in (
-        (tmp_path / "run", {"output": tmp_path / "None"}, "already exists"),
+        (tmp_path / "run", {"output": tmp_path / "None"}, "exists already"),
         (tmp_path / "run", {"output": tmp_path / "new", "step": 5}, "checkpoint-5"),
         (tmp_path / "run", {"output": tmp_path / "new", "dtype": "int3"}, "dtype"),
         (tmp_path, {"output": tmp_path / "new"}, "no whole checkpoint"),

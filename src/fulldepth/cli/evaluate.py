@@ -39,11 +39,9 @@ def evaluate_command(
     Instruction-tuned models want `--apply-chat-template`. Tasks need `pip install 'fulldepth[evaluate]'`.
     `fulldepth exit` judges classifiers on labelled data.
     """
-    from fulldepth.results import PAGE, check_free
-
-    check_free(output, resume or overwrite)  # before torch is imported
     console.loading()
     from fulldepth.evaluation import evaluate
+    from fulldepth.results import PAGE
     from fulldepth.skip import Plan
 
     results = evaluate(

@@ -38,11 +38,9 @@ def exit_command(
 
     `fulldepth exit export` writes a checkpoint with the first layers instead (`exit export --help`).
     """
-    from fulldepth.results import PAGE, check_free
-
-    check_free(output, overwrite)  # before torch is imported
     console.loading()
     from fulldepth.exit import sweep
+    from fulldepth.results import PAGE
 
     results = sweep(model, data, output=output, overwrite=overwrite, settings=settings, progress=True)
     console.finish(results, output / PAGE)
@@ -97,12 +95,9 @@ def generate_command(
 
     Example: `fulldepth generate MODEL --prompt "The capital of France is" --speculate-from auto`
     """
-    from fulldepth.results import PAGE, check_free
-
-    if output is not None:
-        check_free(output, overwrite)  # before torch is imported
     console.loading()
     from fulldepth.exit import generate_texts
+    from fulldepth.results import PAGE
 
     written = generate_texts(
         model,

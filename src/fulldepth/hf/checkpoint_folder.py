@@ -21,15 +21,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from fulldepth.architectures.skipped import older_rope
 from fulldepth.errors import FulldepthError
 from fulldepth.files import atomic, atomic_folder, read_json, remove_leftovers
-from fulldepth.hf.file_checks import check_tokenizer_files, stored_file
+from fulldepth.hf.file_checks import TOKENIZER_FILES, TOKENIZER_TEXTS, check_tokenizer_files, stored_file
 from fulldepth.hf.gguf import find_gguf
 from fulldepth.hf.load import find_tokenizer, load_tokenizer
 
-TOKENIZER_FILES = (
-    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
-    *("special_tokens_map.json", "added_tokens.json", "spiece.model", "sentencepiece.bpe.model"),
-    *("chat_template.jinja", "chat_template.json"),
-)
+COPIED = (*TOKENIZER_FILES, *TOKENIZER_TEXTS, "spiece.model", "sentencepiece.bpe.model", "chat_template.json")
 """Files that transformers reads tokenizers from."""
 RENAMED = {"qwen3_moe": {"num_local_experts": "num_experts"}}
 """`model_type` -> entries of its configuration and their older names."""
@@ -138,7 +134,7 @@ def save_tokenizer(
                 return []
         elif name:
             check_tokenizer_files(name, revision)  # damaged files are refused, not copied
-            if copy_files(TOKENIZER_FILES, name, folder, revision):
+            if copy_files(COPIED, name, folder, revision):
                 return []
     if tokenizer is not None:
         load_tokenizer(tokenizer, revision=revision, trust_remote_code=trust_remote_code).save_pretrained(folder)
@@ -167,7 +163,7 @@ def copy_files(names: Iterable[str], source: str, folder: Path, revision: str | 
     """Copy files of a checkpoint unchanged; returns whether it has any.
 
     Args:
-        names: of the files: `TOKENIZER_FILES`, or `PROCESSOR_FILES` of an image processor.
+        names: of the files: `COPIED`, or `PROCESSOR_FILES` of an image processor.
         source: the checkpoint: a folder, or a Hub name whose files are in the local cache.
         folder: destination.
         revision: branch, tag or commit, for a Hub name.

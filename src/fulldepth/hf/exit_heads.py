@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
@@ -288,29 +287,25 @@ def restore_exit_heads(model: nn.Module, path: str | Path) -> None:
     Raises:
         FulldepthError: if the file is damaged, or holds other heads than the model has.
     """
-    stored, own = _read(path), _named(model)
-    for name in sorted(stored.keys() | own.keys()):
-        found, wanted = (list(group[name].shape) if name in group else "missing" for group in (stored, own))
-        if found != wanted:
-            raise FulldepthError(f"Cannot use {path}: {name} is {found} in it, and {wanted} in the model.")
-    with torch.no_grad():
-        for name, weight in own.items():
-            weight.copy_(stored[name])
+    heads: Any = getattr(model, HEADS)
+    try:
+        heads.load_state_dict({name.removeprefix(f"{HEADS}."): weight for name, weight in _read(path).items()})
+    except RuntimeError as error:  # names what is missing, unexpected or of another shape
+        raise FulldepthError(f"Cannot use {path}: {one_line(error)}") from error
 
 
 def _read(path: str | Path) -> dict[str, Tensor]:
     """Name -> finite matrix in a file."""
     path = Path(path) / EXIT_HEADS if Path(path).is_dir() else Path(path)
-    stored: dict[str, Tensor] = {}
-    with reading(path), safe_open(str(path), framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 (not a mapping)
-            stored[name] = weight = file.get_tensor(name)
-            if not NAME.fullmatch(name) or weight.ndim != 2 or not weight.is_floating_point():
-                raise FulldepthError(
-                    f"Cannot read {path}: it holds {one_line(name, 80)}; expected matrices {HEADS}.LAYER.weight."
-                )
-            if not bool(torch.isfinite(weight).all()):
-                raise FulldepthError(f"Cannot read {path}: {name} holds NaN or infinity.")
+    with reading(path):
+        stored = load_file(path)
+    for name, weight in stored.items():
+        if not NAME.fullmatch(name) or weight.ndim != 2 or not weight.is_floating_point():
+            raise FulldepthError(
+                f"Cannot read {path}: it holds {one_line(name, 80)}; expected matrices {HEADS}.LAYER.weight."
+            )
+        if not bool(torch.isfinite(weight).all()):
+            raise FulldepthError(f"Cannot read {path}: {name} holds NaN or infinity.")
     if not stored:
         raise FulldepthError(f"Cannot read {path}: it holds no {HEADS}.LAYER.weight.")
     return stored

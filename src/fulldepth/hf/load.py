@@ -172,7 +172,7 @@ def load_checkpoint(
     if gguf is None:
         _check_folder(where)
     target = pick_device(device) if device_map is None else None
-    options: dict[str, Any] = {"dtype": pick_dtype(dtype)} | ({} if device_map is None else {"device_map": device_map})
+    options: dict[str, Any] = {"dtype": pick_dtype(dtype), "device_map": device_map}
     if config is not None and gguf is None:
         options["config"] = config
     if model_class is None:
@@ -394,17 +394,17 @@ def open_model(model: str | Path | PreTrainedModel, *, exit_heads: bool = False,
     _check_is_name(model)
     last = checkpoint_of(model)
     checkpoint = load_checkpoint(last, **options)
+    warnings = [*checkpoint.warnings]
     if last != str(model):
-        note = f"{model} is the folder of a training run; its last checkpoint, {Path(last).name}, is read."
-        checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, note))
+        warnings.append(f"{model} is the folder of a training run; its last checkpoint, {Path(last).name}, is read.")
     path = find_exit_heads(packaged(last), options.get("revision"))
-    if path is None:
-        return checkpoint
-    if exit_heads:
+    if path is not None and exit_heads:
         load_exit_heads(checkpoint.model, path)
-        return checkpoint
-    ignored = f"The heads of single layers ({EXIT_HEADS}) are not used here: the model is read by its own head alone."
-    return replace(checkpoint, warnings=(*checkpoint.warnings, ignored))
+    elif path is not None:
+        warnings.append(
+            f"The heads of single layers ({EXIT_HEADS}) are not used here: the model is read by its own head alone."
+        )
+    return replace(checkpoint, warnings=tuple(warnings))
 
 
 def open_tokenizer(

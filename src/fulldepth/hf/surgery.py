@@ -92,16 +92,12 @@ class Switches:
                 raise FulldepthError(f"{type(anatomy.model).__name__} cannot skip: {reason}.")
         self.anatomy = anatomy
         self.granularity = granularity
-        self._skipped: frozenset[Block] = frozenset()
+        self.skipped: frozenset[Block] = frozenset()
+        """The blocks that are skipped at present."""
         self._scalars: Scalars | None = None
         self._ports: dict[int, dict[str, Port]] = {}
         self._replaced: dict[int, ExitStack] = {}
         """1-based layer (0 for the model) -> what restores its functions."""
-
-    @property
-    def skipped(self) -> frozenset[Block]:
-        """The blocks that are skipped at present."""
-        return self._skipped
 
     @property
     def scalars(self) -> Scalars | None:
@@ -145,7 +141,7 @@ class Switches:
     def __exit__(self, *exception: object) -> None:
         for layer in list(self._replaced):
             self._replaced.pop(layer).close()
-        self._skipped, self._scalars, self._ports = frozenset(), None, {}
+        self.skipped, self._scalars, self._ports = frozenset(), None, {}
         _SWITCHED.discard(self.anatomy.block_list)
 
     def skip(self, removed: Iterable[int | Block]) -> None:
@@ -159,14 +155,14 @@ class Switches:
         for layer, part in sorted(skipped):
             if part != "layer" and self.anatomy.part(layer, part) is None:
                 raise FulldepthError(f"Layer {layer} has no {part} to skip.")
-        changed = self._skipped ^ skipped
-        self._skipped = skipped
+        changed = self.skipped ^ skipped
+        self.skipped = skipped
         for layer in sorted({block.layer for block in changed}):
             self._apply(layer)
 
     def _save(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Replaces `save_pretrained`, which would write the plain model."""
-        if self._skipped or self._scalars is not None:
+        if self.skipped or self._scalars is not None:
             raise FulldepthError(
                 "Saving a model that is switched in place would write the plain model. Export it (fulldepth skip "
                 "apply), or save it outside the `with`."
@@ -180,9 +176,9 @@ class Switches:
     def _apply(self, layer: int) -> None:
         """Replace the functions of one layer according to skipped layers and scalars."""
         self._replaced.pop(layer, ExitStack()).close()
-        block, skipped = self.anatomy.blocks[layer - 1], sorted(b.part for b in self._skipped if b.layer == layer)
+        block, skipped = self.anatomy.blocks[layer - 1], sorted(b.part for b in self.skipped if b.layer == layer)
         factors = None if self._scalars is None else self._scalars.get(layer)
-        if factors is not None and set(factors) != set(factor_names(self._skipped, layer)):
+        if factors is not None and set(factors) != set(factor_names(self.skipped, layer)):
             # An error only when the layer runs: skipped layers and scalars are set one after the other.
             self._replace(layer, block, partial(_refuse, layer, bool(skipped), tuple(factors)))
             return

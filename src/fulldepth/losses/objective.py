@@ -115,6 +115,8 @@ class Objective:
         self.terms: dict[str, Term] = {name: built[name] for name in TERMS if name in built}
         if "aligned" in built and "multi_exit" in built:
             raise FulldepthError("aligned and multi_exit both replace the cross-entropy; train with one of them.")
+        if type(energy_warmup) is not int or energy_warmup < 0:
+            raise FulldepthError(f"energy_warmup is {energy_warmup!r}. Expected a whole number of steps, at least 0.")
         self.energy_warmup = energy_warmup
         self.step = 1
         """1-based optimiser step that the next call belongs to."""

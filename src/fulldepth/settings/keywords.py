@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import reduce, wraps
+from functools import wraps
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from fulldepth import bars
-from fulldepth.settings.layers import Settings, layer, merge, read
+from fulldepth.settings.layers import Settings, layer, nested, read
 
 Result = TypeVar("Result")
 PLAIN = (str, int, float, list, tuple, Path)
@@ -65,10 +65,10 @@ def takes_settings(
             for name, field in kind.model_fields.items():  # None stands for the default where it is no value
                 if given.get(name, field) is None and NoneType not in get_args(field.annotation):
                     del given[name]
-            chosen = {name: _plain(value) for name, value in given.items()}
+            chosen = nested((name, _plain(value)) for name, value in given.items())
             recipe = bound.arguments.get("recipe")
             below = read(recipe, recipes or "") if isinstance(recipe, str | Path) else _stated(recipe)
-            resolved = layer(kind, below, _stated(settings), nested(chosen))
+            resolved = layer(kind, below, _stated(settings), chosen)
             return function(*bound.args, settings=resolved, **bound.kwargs)
 
         types = get_type_hints(kind)  # without bounds
@@ -100,13 +100,3 @@ def _plain(value: Any) -> Any:
     """The value as a recipe would state it; a dtype or device of torch by its name."""
     is_torch = type(value).__module__ == "torch"
     return str(value).removeprefix("torch.") if is_torch else list(value) if isinstance(value, tuple) else value
-
-
-def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings given as keywords; a dot in a name opens a mapping, as in `key.inner=value` on the command line."""
-
-    def opened(name: str, value: Any) -> dict[str, Any]:
-        first, _, rest = name.partition(".")
-        return {first: opened(rest, value) if rest else value}
-
-    return reduce(merge, (opened(name, value) for name, value in settings.items()), {})

@@ -37,17 +37,6 @@ MOST_DIGITS = 40
 MOST_PROBLEMS = 100
 """Invalid settings that one error message lists at most."""
 
-KINDS = {"str": "text", "int": "integer", "float": "number", "list": "list", "dict": "mapping", "bool": "true/false"}
-EXPECTATIONS = {
-    "a valid string": "text",
-    "a valid integer": "an integer",
-    "a valid number": "a number",
-    "a valid boolean": "true or false",
-    "a valid array": "a list",
-    "an object": "a mapping",
-}
-"""Type as pydantic names it -> as a YAML file names it; other messages stay unchanged."""
-
 
 class Settings(pydantic.BaseModel):
     """Base of every command's settings: frozen; unknown keys and implicit conversions are errors."""
@@ -152,7 +141,7 @@ def assignments(arguments: Iterable[str]) -> dict[str, Any]:
     Raises:
         FulldepthError: if an argument is not `key=value`.
     """
-    settings: dict[str, Any] = {}
+    values: list[tuple[str, Any]] = []
     for argument in arguments:
         key, equals, text = argument.partition("=")
         path = key.strip().split(".")
@@ -164,11 +153,18 @@ def assignments(arguments: Iterable[str]) -> dict[str, Any]:
                 f"Expected at most {MOST_DEPTH} and {MOST_BYTES:,}."
             )
         try:
-            value = _parse(text)
+            values.append((key.strip(), _parse(text)))
         except (ValueError, yaml.YAMLError) as error:
             shown = one_line(argument, 200)
             raise FulldepthError(f"The value in {shown!r} is not valid YAML: {one_line(error)}") from error
-        for part in reversed(path):
+    return nested(values)
+
+
+def nested(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Nested settings from pairs of key and value; a dot in a key opens a mapping."""
+    settings: dict[str, Any] = {}
+    for key, value in values:
+        for part in reversed(key.split(".")):
             value = {part: value}
         settings = merge(settings, value)
     return settings
@@ -235,10 +231,9 @@ def kinds(annotation: Any) -> set[Any]:
 
 
 def _inner_class(model: type[pydantic.BaseModel] | None, key: str) -> type[pydantic.BaseModel] | None:
-    """The settings class of a field; None if it has none."""
+    """The settings class in a field's annotation, such as `Inner` in `list[Inner] | None`; None if it has none."""
     field = None if model is None else model.model_fields.get(key)
-    kind = None if field is None else field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, pydantic.BaseModel) else None
+    return None if field is None else next(_classes(field.annotation), None)
 
 
 class _Loader(yaml.SafeLoader):
@@ -252,15 +247,15 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """The next node; anchors, aliases, tags and nesting deeper than `MOST_DEPTH` are errors."""
         event: Any = self.peek_event()
+        found = ""
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
             found = f"the anchor or alias {one_line(event.anchor, 60)!r}; write the value again instead"
-            raise yaml.composer.ComposerError(None, None, found, event.start_mark)
-        if getattr(event, "tag", None) is not None:  # some constructors of PyYAML fail with any exception
+        elif getattr(event, "tag", None) is not None:  # some constructors of PyYAML fail with any exception
             found = f"the tag {one_line(event.tag, 60)!r}; write the value without it"
+        elif self.depth > MOST_DEPTH:
+            found = f"it is nested deeper than {MOST_DEPTH} levels"
+        if found:
             raise yaml.composer.ComposerError(None, None, found, event.start_mark)
-        if self.depth > MOST_DEPTH:
-            deep = f"it is nested deeper than {MOST_DEPTH} levels"
-            raise yaml.composer.ComposerError(None, None, deep, event.start_mark)
         self.depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
@@ -316,11 +311,10 @@ def _complaints(model: type[pydantic.BaseModel], given: dict[str, Any], error: p
         keys, value = _locate(given, problem["loc"])
         if problem["type"] == "extra_forbidden":
             inner: type[pydantic.BaseModel] = model
-            for key in keys[:-1]:
-                if key in inner.model_fields:  # otherwise an index or key of a container of settings
-                    inner = next(_classes(inner.model_fields[key].annotation))
-            fields = inner.model_fields
-            lines.append(str(unknown("setting", ".".join(keys), [".".join([*keys[:-1], name]) for name in fields])))
+            for key in keys[:-1]:  # an index or key of a container of settings has no class
+                inner = _inner_class(inner, key) or inner
+            known = [".".join([*keys[:-1], name]) for name in inner.model_fields]
+            lines.append(str(unknown("setting", ".".join(keys), known)))
         elif isinstance(stated := problem.get("ctx", {}).get("error"), FulldepthError):
             lines.append(str(stated))
         elif problem["type"] == "missing":
@@ -328,13 +322,14 @@ def _complaints(model: type[pydantic.BaseModel], given: dict[str, Any], error: p
         else:
             got[".".join(keys)] = value
             message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-            expected.setdefault(".".join(keys), []).append(EXPECTATIONS.get(message, message))
-    for name, wanted in expected.items():
-        hint = " Put it in quotes." if "text" in wanted and isinstance(got[name], bool | int | float) else ""
-        lines.append(
-            f"{one_line(name, 200)}: got {_show(got[name])}, expected {' or '.join(dict.fromkeys(wanted))}.{hint}"
-        )
-    return lines
+            expected.setdefault(".".join(keys), []).append(message)
+    return [
+        *lines,
+        *(
+            f"{one_line(name, 200)}: got {_show(got[name])}, expected {' or '.join(dict.fromkeys(wanted))}."
+            for name, wanted in expected.items()
+        ),
+    ]
 
 
 def _locate(given: Any, location: tuple[int | str, ...]) -> tuple[list[str], Any]:
@@ -350,7 +345,7 @@ def _locate(given: Any, location: tuple[int | str, ...]) -> tuple[list[str], Any
 
 
 def _classes(annotation: Any) -> Iterator[type[pydantic.BaseModel]]:
-    """Settings classes in an annotation, such as `Inner` in `list[Inner] | None`."""
+    """Settings classes in an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
         yield annotation
     for argument in get_args(annotation):
@@ -359,5 +354,4 @@ def _classes(annotation: Any) -> Iterator[type[pydantic.BaseModel]]:
 
 def _show(value: Any) -> str:
     text = one_line(json.dumps(value, default=os.fspath, ensure_ascii=False), 1000)
-    kind = "nothing" if value is None else KINDS.get(type(value).__name__, type(value).__name__)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind})"
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

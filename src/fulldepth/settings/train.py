@@ -150,16 +150,7 @@ class TrainSettings(Settings):
     """Everything that determines a training run; saved with it."""
 
     options: ClassVar = {
-        "What is trained": (
-            *(
-                "method",
-                "steps",
-                "global_batch_size",
-                "sequence_length",
-                "seed",
-                "tokenizer",
-            ),
-        ),
+        "What is trained": ("method", "steps", "global_batch_size", "sequence_length", "seed", "tokenizer"),
         "Optimiser": ("learning_rate",),
         "Machine": ("precision", "device", "gradient_checkpointing", "fsdp"),
         "Evaluation and checkpoints": ("eval_every", "save_every", "report_to"),

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from fulldepth.data import ORDER
 from fulldepth.distributed import current
 from fulldepth.errors import FulldepthError, is_disk_full, one_line
-from fulldepth.files import Fingerprint, atomic, atomic_folder, locked, read_json, reading, validated
+from fulldepth.files import Fingerprint, atomic, locked, read_json, reading, validated
 from fulldepth.hf import (
     UNFINISHED,
     drop_checkpoints,
@@ -30,6 +30,7 @@ from fulldepth.hf import (
     sealed_checkpoints,
     settle_checkpoints,
 )
+from fulldepth.hf.checkpoint_folder import check_target, folder_to_be
 from fulldepth.hf.model_hash import model_hash
 from fulldepth.hf.run_checkpoints import SEAL
 from fulldepth.losses import per_batch_terms
@@ -332,15 +333,14 @@ def export_run(
     if step is not None and step not in checkpoints:
         steps = ", ".join(map(str, list(checkpoints)[-8:]))
         raise FulldepthError(f"{run} has no whole checkpoint-{step}; the last ones are of steps {steps}.")
-    if target.exists() or target.is_symlink():
-        raise FulldepthError(f"{target} already exists; choose another --output.")
+    check_target(target)
     checkpoint = checkpoints[max(checkpoints) if step is None else step]
     if tokenizer := find_tokenizer(checkpoint):
         load_tokenizer(tokenizer)  # it is copied, and damaged files are refused
     if (checkpoint / "preprocessor_config.json").exists():
         load_processor(checkpoint, None)
     watcher.say(f"Exporting {checkpoint}")
-    with explaining_full_disk(lambda: "Nothing was exported."), atomic_folder(target) as part:
+    with folder_to_be(target) as part:
         left_out = shutil.ignore_patterns(*NOT_THE_MODEL, *(WEIGHT_FILES if dtype is not None else ()))
         shutil.copytree(checkpoint, part, ignore=left_out, dirs_exist_ok=True)
         if dtype is not None:

@@ -8,7 +8,6 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from fulldepth import launch
-from fulldepth.errors import FulldepthError
 from fulldepth.execution.flops import TokenFlops, forward_flops
 from fulldepth.hf import exit_heads_of, load_tokenizer
 from fulldepth.losses import add_exit_heads
@@ -17,7 +16,7 @@ from fulldepth.training.initial import check_initializer
 from fulldepth.training.labelled import class_names
 from fulldepth.training.lora import add_adapters
 from fulldepth.training.model import WEIGHTS, build_config, meta_model, tokens_of_an_image
-from fulldepth.training.text import LEARNED
+from fulldepth.training.text import named_tokenizer
 from fulldepth.training.trainer import batch_split, make_objective, parameter_groups, resolved
 
 
@@ -108,12 +107,8 @@ def dry_run_lines(settings: TrainSettings) -> list[tuple[str, str, str]]:
     of_text = settings.unit != "images"
     vocab_size = None
     if of_text and "vocab_size" not in (settings.model.model_extra or {}) and settings.model.checkpoint is None:
-        if settings.tokenizer is None:
-            raise FulldepthError(
-                "A model from scratch needs a tokenizer: tokenizer=builtin:2048, a folder or a Hub name."
-            )
-        kind, _, size = settings.tokenizer.partition(":")
-        vocab_size = int(size) if kind in LEARNED and size.isdigit() else len(load_tokenizer(settings.tokenizer))
+        name, _, size = named_tokenizer(settings)
+        vocab_size = size or len(load_tokenizer(name))
     config = build_config(
         settings.model,
         task=settings.task,

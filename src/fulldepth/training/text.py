@@ -60,6 +60,23 @@ READ = ["input_ids", "labels"]
 """Columns of tokenised conversations that determine batches and loss."""
 
 
+def named_tokenizer(settings: TrainSettings) -> tuple[str, str, int]:
+    """The tokenizer of a run: its name, its kind, and how many tokens it is trained with; 0 if it is loaded.
+
+    Raises:
+        FulldepthError: if the settings name none, or a number of tokens out of range.
+    """
+    name = settings.tokenizer or settings.model.checkpoint
+    if name is None:
+        raise FulldepthError("A model from scratch needs a tokenizer: tokenizer=builtin:2048, a folder or a Hub name.")
+    kind, _, size = name.partition(":")
+    if kind not in LEARNED:
+        return name, kind, 0
+    if not size.isdigit() or not 300 <= int(size) <= MOST_TOKENS:
+        raise FulldepthError(f"tokenizer is {name!r}; expected {kind}:N with N tokens, 300 to {MOST_TOKENS:,}.")
+    return name, kind, int(size)
+
+
 def run_tokenizer(
     settings: TrainSettings, folder: Path, arguments: Any, watcher: Watcher, texts: Iterable[str] | None = None
 ) -> Any:
@@ -74,19 +91,14 @@ def run_tokenizer(
         texts: the run's own training texts, for `wordpiece:N` and `bpe:N`; None = the task has none.
 
     Raises:
-        FulldepthError: if the settings name none, or it cannot be loaded.
+        FulldepthError: as `named_tokenizer`; or if it cannot be loaded.
     """
-    name = settings.tokenizer or settings.model.checkpoint
-    if name is None:
-        raise FulldepthError("A model from scratch needs a tokenizer: tokenizer=builtin:2048, a folder or a Hub name.")
-    kind, _, size = name.partition(":")
+    name, kind, size = named_tokenizer(settings)
     if kind in OWN and texts is None:
         raise FulldepthError(f"tokenizer={name} is trained on labelled texts (task: text-classification).")
-    if kind in LEARNED and (not size.isdigit() or not 300 <= int(size) <= MOST_TOKENS):
-        raise FulldepthError(f"tokenizer is {name!r}; expected {kind}:N with N tokens, 300 to {MOST_TOKENS:,}.")
     home = folder / TOKENIZER
     with arguments.main_process_first(desc="tokenizer"):
-        if kind not in LEARNED:
+        if not size:
             tokenizer = load_tokenizer(name)
             tokenizer.init_kwargs.pop("auto_map", None)  # refers to remote code, which checkpoints must not name
             return tokenizer
@@ -95,7 +107,7 @@ def run_tokenizer(
             with atomic_folder(home) as part:
                 train = train_wordpiece if kind == "wordpiece" else train_tokenizer
                 corpus = builtin_texts("train") if kind == "builtin" or texts is None else texts
-                train(corpus, int(size)).save_pretrained(part)
+                train(corpus, size).save_pretrained(part)
         return load_tokenizer(home)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tiny_models
-from fulldepth.hf.checkpoint_folder import TOKENIZER_FILES, copy_files
+from fulldepth.hf.checkpoint_folder import COPIED, copy_files
 from fulldepth.skip.exports.export import export, load
 from json_files import read_json
 from marks import thorough
@@ -81,7 +81,7 @@ def test_exports_load_as_the_same_models_under_transformers_4(exports, tmp_path)
         if (format, kind) in SAVED_AGAIN:  # by transformers 5, which writes one form of the positions
             again = tmp_path / f"{format}-{kind}-again"
             load(folder).save_pretrained(again)
-            assert copy_files(TOKENIZER_FILES, str(folder), again)
+            assert copy_files(COPIED, str(folder), again)
             assert "rope_theta" not in read_json(again / "config.json")
             folders.append(again)
     tokens = ids()
