@@ -406,5 +406,5 @@ def _classifier(anatomy: Anatomy, head: Head) -> Classifier:
 def predict(classifier: Classifier, last: Tensor, mask: Tensor | None) -> Tensor:
     """The logits of a head for `h_L: [B, T, D]`, in the model's own shape."""
     if classifier.per_token:
-        return classifier.tokens(last.flatten(0, 1)).view(*last.shape[:2], -1)
+        return classifier.tokens(last)
     return classifier.sequences(last, torch.ones(last.shape[:2], device=last.device) if mask is None else mask)

@@ -339,19 +339,23 @@ def check_routing(routing: Mapping[int, Tensor]) -> int:
     return max(heads, default=0)
 
 
-def prove(model: PreTrainedModel | Anatomy, inputs: Mapping[str, Tensor]) -> tuple[Anatomy, Classifier]:
+def prove(
+    model: PreTrainedModel | Anatomy, inputs: Mapping[str, Tensor], *, optional: Collection[str] = ()
+) -> tuple[Anatomy, Classifier]:
     """The anatomy of a language model, verified on a batch, and its head.
 
     Args:
         model: in evaluation mode.
         inputs: `input_ids` and `attention_mask`, `[B, T]`; the first two sequences are used.
+        optional: as for `verify`.
 
     Raises:
         FulldepthError: if it is not a causal language model, or its anatomy cannot be verified.
     """
     candidates = [model] if isinstance(model, Anatomy) else anatomy_candidates(model)
     owner = check_task(candidates[0]).model
-    verified = verify(candidates, {name: tensor[:2].to(device_of(owner)) for name, tensor in inputs.items()})
+    inputs = {name: tensor[:2].to(device_of(owner)) for name, tensor in inputs.items()}
+    verified = verify(candidates, inputs, optional=optional)
     if verified.classifier is None:
         raise FulldepthError(f"{type(owner).__name__} has no prediction head.")
     return verified.anatomy, verified.classifier

@@ -15,6 +15,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import ExitRule
 from fulldepth.execution.latency import OtherLoad, now, order
 from fulldepth.execution.layer_runner import LayerRunner
+from fulldepth.execution.subject import small_batch
 from fulldepth.exit.readings import Exit, Readings
 from fulldepth.exit.subject import ExitSubject
 from fulldepth.progress import Watcher
@@ -82,8 +83,7 @@ class EarlyExit:
 
     def __init__(self, subject: ExitSubject) -> None:
         self.subject = subject
-        first = subject.sequences.collate(range(min(2, len(subject.sequences))))
-        self._runner = LayerRunner(subject.anatomy, subject.inputs(first.inputs))
+        self._runner = LayerRunner(subject.anatomy, subject.inputs(small_batch(subject.sequences).inputs))
 
     @torch.no_grad()
     def run(self, inputs: Mapping[str, Tensor], exit: Exit) -> tuple[Tensor, Tensor]:
