@@ -213,10 +213,10 @@ def capture(
     Raises:
         FulldepthError: for an unknown site, or a site for which this family has no module.
     """
-    sites = tuple(sites)
+    sites, known = tuple(sites), [*SITES, *COEFFICIENTS]
     for site in sites:
-        if site not in SITES and site not in COEFFICIENTS:
-            raise unknown("site", site, [*SITES, *COEFFICIENTS])
+        if site not in known:
+            raise unknown("site", site, known)
     activations = Activations(anatomy, sites)
     handles: list[RemovableHandle] = []
     layers_of: dict[nn.Module, list[int]] = {}  # block -> its layers, several where they share it
@@ -290,14 +290,10 @@ def _stream_points(anatomy: Anatomy, sites: set[str], layer: int, block: nn.Modu
         yield HookPoint(block, False, "y", stream)
     design, before = anatomy.family.design, anatomy.part(layer, "mlp_norm")
     if "attention_output" in sites and design != "parallel":
-        if anatomy.has_streams:
-            module = _required(anatomy, layer, "mlp_connection")
-        elif design == "post":  # the output of the norm after attention, else what the MLP sub-layer reads
-            module = _required(anatomy, layer, "attention_norm")
-        else:
-            module = before or _required(anatomy, layer, "mlp")
-        post = design == "post" and not anatomy.has_streams
-        yield HookPoint(module, not post, "attention_output", stream)
+        # the output of the norm after attention, else what the MLP sub-layer reads
+        role = "mlp_connection" if anatomy.has_streams else "attention_norm" if design == "post" else "mlp"
+        module = (role == "mlp" and before) or _required(anatomy, layer, role)
+        yield HookPoint(module, role != "attention_norm", "attention_output", stream)
     if "mlp_input" in sites and not anatomy.has_streams:  # the block itself if both branches add to x
         module = block if design == "parallel" else (design == "pre" and before) or _required(anatomy, layer, "mlp")
         yield HookPoint(module, True, "mlp_input", stream)

@@ -22,7 +22,6 @@ from fulldepth.execution.verify import prove
 from fulldepth.hf import Anatomy, device_of, evaluating
 
 SHARED = (
-    "attention_mask",
     "position_ids",
     "past_key_values",
     "use_cache",
@@ -161,7 +160,9 @@ class Decoder:
         if model is not self.anatomy.model:
             raise FulldepthError("This decoder was made for another model object; make one for this model.")
         options = Options(self.anatomy.num_layers, threshold, rule, min_layer, speculate_from, draft_length)
-        _check(input_ids, generation_config, prepared)
+        mask = prepared.pop("attention_mask", None)
+        mask = torch.ones_like(input_ids) if mask is None else mask.long()
+        _check(mask, generation_config, prepared)
         rows, prompt = input_ids.shape
         check_positions(self.anatomy, prompt, int(generation_config.max_length) - prompt)
         if rows > 1 and speculate_from is not None:
@@ -169,7 +170,7 @@ class Decoder:
         session = DecodingSession(
             self.runner,
             input_ids,
-            prepared.get("attention_mask"),
+            mask,
             generation_config,
             logits_processor,
             stopping_criteria,
@@ -184,7 +185,7 @@ class Decoder:
         return self.last.sequences
 
 
-def _check(input_ids: Tensor, config: GenerationConfig, prepared: Mapping[str, Any]) -> None:
+def _check(mask: Tensor, config: GenerationConfig, prepared: Mapping[str, Any]) -> None:
     """Refuse what a loop over single tokens with its own cache, from position 0 on, cannot follow."""
     refused = {
         "num_beams": config.num_beams not in (None, 1),
@@ -199,12 +200,11 @@ def _check(input_ids: Tensor, config: GenerationConfig, prepared: Mapping[str, A
     others = [name for name, value in prepared.items() if name not in SHARED and value is not None]
     if others:
         raise FulldepthError(f"Decoding layer by layer takes text alone, not {names_of(others)}.")
-    cache, given, mask = (prepared.get(name) for name in ("past_key_values", "position_ids", "attention_mask"))
+    cache, given = prepared.get("past_key_values"), prepared.get("position_ids")
     if cache is not None and cache.get_seq_length():
         raise FulldepthError(
             "Decoding layer by layer begins with an empty cache; leave out past_key_values, and give the whole text."
         )
-    mask = torch.ones_like(input_ids) if mask is None else mask
     if given is not None and bool(((given != positions(mask)) & (mask != 0)).any()):
         raise FulldepthError(
             "Decoding layer by layer counts positions from the first token that is not padding; leave out position_ids."

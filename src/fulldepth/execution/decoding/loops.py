@@ -68,7 +68,7 @@ class _EarlyExit:
         """Decode one token of every active sequence; the first call also runs the prompts."""
         session, rule, last = self._session, self._rule(), self._session.num_layers
         active, states = session.active, session.begin(session.start)
-        left_at, chosen = torch.zeros(len(active), dtype=torch.long), torch.empty(0)  # [A] and [A, V]
+        left_at, chosen = torch.zeros(len(active), dtype=torch.long), torch.empty(0)  # [A], and [A, V] logits
         for layer in range(1, last + 1):
             if layer - 1 in self._waiting:
                 states = torch.cat([self._waiting.pop(layer - 1), states], dim=1)
@@ -78,8 +78,7 @@ class _EarlyExit:
                 continue
             logits = session.runner.finish(states[:, -1:], layer)[:, -1]
             leaves = (left_at == 0) & (rule.leaves(logits).cpu() | torch.tensor(layer == last))
-            chosen = chosen if len(chosen) else torch.zeros_like(logits)
-            chosen[leaves.to(logits.device)] = logits[leaves.to(logits.device)]
+            chosen = torch.where(leaves.to(logits.device)[:, None], logits, chosen) if len(chosen) else logits
             left_at[leaves] = layer
             if bool((left_at > 0).all()):
                 break

@@ -52,10 +52,9 @@ class Options:
                 raise FulldepthError(f"{name} is {value!r}; expected a whole number from 1 to {most}.")
         if self.speculate_from is not None and self.threshold is not None:
             raise FulldepthError("threshold is for early exit, and speculate_from for drafts; set one of them.")
-        for needed, names in (("threshold", ("rule", "min_layer")), ("speculate_from", ("draft_length",))):
-            for name in names:
-                if getattr(self, needed) is None and getattr(self, name) != getattr(Options, name):
-                    raise FulldepthError(f"{name} has no effect without {needed}; set {needed}, or leave out {name}.")
+        for name, needed in {"rule": "threshold", "min_layer": "threshold", "draft_length": "speculate_from"}.items():
+            if getattr(self, needed) is None and getattr(self, name) != getattr(Options, name):
+                raise FulldepthError(f"{name} has no effect without {needed}; set {needed}, or leave out {name}.")
 
 
 def certainty(logits: Tensor, rule: str) -> Tensor:

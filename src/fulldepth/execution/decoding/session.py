@@ -135,7 +135,7 @@ class DecodingSession:
     Args:
         runner: verified by `decoding_runner`.
         input_ids: `[B, P]` prompts.
-        attention_mask: `[B, P]`, 0 = left padding; None = no padding.
+        mask: `[B, P]`, 0 = left padding, 1 = a token.
         config: of the generation: largest length, end tokens, padding, and whether tokens are drawn.
         processors: of logits (suppressed tokens, repetition penalty, temperature, nucleus, ...).
         criteria: the rules by which sequences end; end tokens are kept.
@@ -150,7 +150,7 @@ class DecodingSession:
         self,
         runner: LayerRunner,
         input_ids: Tensor,
-        attention_mask: Tensor | None,
+        mask: Tensor,
         config: GenerationConfig,
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
@@ -159,7 +159,6 @@ class DecodingSession:
         progress: Callable[[int], None],
     ) -> None:
         rows, length = input_ids.shape
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
         if not bool(mask.any(1).all()):
             raise FulldepthError("A prompt is empty; every sequence needs at least one token.")
         if bool((mask[:, 1:] < mask[:, :-1]).any()):
