@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property, partial
 from typing import Any
@@ -143,7 +143,7 @@ class LayerRunner:
         inputs = with_positions(model, batch)
         if bool(inputs["attention_mask"].all()):  # as in `generate`, which makes masks quicker
             del inputs["attention_mask"]
-        keep = {"logits_to_keep": 1} if "logits_to_keep" in parameters_of(type(model)) else {}
+        keep = {"logits_to_keep": 1} if "logits_to_keep" in parameters_of(type(model).forward) else {}
         logits: Tensor = model(**inputs, past_key_values=cache, use_cache=True, **keep).logits
         return logits[:, -1]
 
@@ -250,9 +250,9 @@ def caching_layers(anatomy: Anatomy) -> list[int]:
 
 
 @cache
-def parameters_of(kind: type[nn.Module]) -> frozenset[str]:
+def parameters_of(forward: Callable[..., Any]) -> frozenset[str]:
     """Names of the arguments of a class's forward pass."""
-    return frozenset(inspect.signature(kind.forward).parameters)
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def start_of(batch: Mapping[str, Tensor]) -> int:
@@ -268,7 +268,7 @@ def positions(attention_mask: Tensor) -> Tensor:
 
 def with_positions(module: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The batch, with `position_ids` if the module takes them."""
-    if "position_ids" not in parameters_of(type(module)):
+    if "position_ids" not in parameters_of(type(module).forward):
         return dict(batch)
     return {**batch, "position_ids": positions(batch["attention_mask"])[:, start_of(batch) :]}
 

@@ -66,7 +66,7 @@ def generate_texts(
         FulldepthError: for an empty prompt, a prompt that exceeds the model's positions, a model that is no decoder or
             cannot be run layer by layer, layers out of range, and a folder that holds other results.
     """
-    prompts = [prompts] if isinstance(prompts, str) else prompts
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not prompts or any(not prompt.strip() for prompt in prompts):
         raise FulldepthError("A prompt is empty; give some text to continue.")
     with claimed(output, overwrite):
@@ -97,7 +97,7 @@ def generate_texts(
         results = _results(checkpoint, prompts, texts, generation.stats, settings)
         if output is not None:
             results.save(output)
-    return Written(list(prompts), texts, generation, results)
+    return Written(prompts, texts, generation, results)
 
 
 def generate(
@@ -177,7 +177,7 @@ def _encode(tokenizer: Any, prompts: Sequence[str], chat: bool | None, device: t
 
 
 def _results(
-    checkpoint: Checkpoint, prompts: Sequence[str], texts: list[str], stats: Stats, settings: GenerateSettings
+    checkpoint: Checkpoint, prompts: list[str], texts: list[str], stats: Stats, settings: GenerateSettings
 ) -> Results:
     """Document and table."""
     seconds = stats.prompt_seconds + stats.seconds
@@ -207,7 +207,7 @@ def _results(
         "timings": {"forward": stats.seconds, "total": seconds},
         "warnings": list(checkpoint.warnings),
         "headline": {name: finding.document() for name, finding in findings.items()},
-        "generation": {"prompts": list(prompts), "texts": texts, "stats": stats.as_dict()},
+        "generation": {"prompts": prompts, "texts": texts, "stats": stats.as_dict()},
     }
     rows: list[Any] = [
         (measure, "residual", layer, None, "count", count, stats.tokens, unit)
