@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -241,6 +242,18 @@ def test_sampled_tokens_have_the_models_distribution(small, temperature, top_p):
             places.append(p[:token].sum() + random.random() * p[token])
     assert accepted > len(places) / 10
     assert scipy.stats.kstest(places, "uniform").pvalue > 1e-3
+
+
+def test_confirmed_and_replaced_drafts_have_the_models_distribution():
+    """A draft from another distribution, 8,000 times: a chi-square test."""
+    torch.manual_seed(0)
+    model, other = 1.5 * torch.randn(2, VOCAB), 1.5 * torch.randn(1, VOCAB)
+    session = SimpleNamespace(_samples=True, _generator=None, scores=lambda rows, at: rows)
+    session._draw = lambda p: torch.multinomial(p, 1).squeeze(1)
+    drafts = torch.multinomial(other[0].softmax(-1), 8000, replacement=True).tolist()
+    first = [DecodingSession.accept(session, model, [draft], [other])[0] for draft in drafts]
+    wanted = len(first) * model[0].double().softmax(-1).numpy()
+    assert scipy.stats.chisquare(np.bincount(first, minlength=VOCAB), wanted / wanted.sum() * len(first)).pvalue > 1e-3
 
 
 def test_seeds_repeat_and_plain_sampling_is_that_of_generate(small):
