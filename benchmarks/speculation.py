@@ -85,12 +85,6 @@ class Contest:
             f"fulldepth, E={early}, K={length}": lambda: self.ours(
                 f"fulldepth, E={early}, K={length}", speculate_from=early, draft_length=length
             ),
-            f"fulldepth, E={early}, K={length}, draft threshold 0.4": lambda: self.ours(
-                f"fulldepth, E={early}, K={length}, draft threshold 0.4",
-                speculate_from=early,
-                draft_length=length,
-                draft_threshold=0.4,  # as the `assistant_confidence_threshold` of transformers, by default
-            ),
             f"fulldepth, E={early}, K=auto": lambda: self.ours(f"fulldepth, E={early}, K=auto", speculate_from=early),
             "fulldepth, auto": lambda: self.ours("fulldepth, auto", speculate_from="auto"),
         }

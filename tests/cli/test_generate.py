@@ -57,7 +57,7 @@ def test_python_continues_texts_too(checkpoint):
         AutoTokenizer.from_pretrained(checkpoint),
         AutoModelForCausalLM.from_pretrained(checkpoint).eval(),
     )
-    made = exit.generate(model, [PROMPT, PROMPT], tokenizer=tokenizer, max_new_tokens=9, speculate_from=2)
+    made = exit.generate(model, [PROMPT, PROMPT], tokenizer=tokenizer, max_new_tokens=9)
     assert made.texts == [text_of(checkpoint, 9)] * 2
     assert repr(made).startswith("Generation(2 sequences; new tokens: 9, 9; ")
     with refused("tokenizer"):
@@ -99,7 +99,7 @@ def test_layers_that_do_not_exist_are_refused_before_weights_are_read(run, check
     for path in checkpoint.iterdir():
         if path.suffix != ".safetensors":
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    for name, value in (("exit_layer", "3"), ("speculate_from", "7")):
+    for name, value in (("min_layer", "4"), ("speculate_from", "7")):
         result = run("generate", tmp_path, "--prompt", PROMPT, "--set", f"{name}={value}", code=2)
         assert f"{name} is {value}" in result.stderr
     sweep = ("exit", tmp_path, "--data", "corpus:builtin", "--set", "min_layer=4", "--output", tmp_path / "out")

@@ -55,8 +55,6 @@ def test_what_does_not_fit_the_cache_is_refused():
     runner.begin({"input_ids": ids[:, :2], "attention_mask": longer}, cache)
     with refused("Layer 3 has 0 positions in the cache"):
         runner.run(3, after[:, :2])
-    with refused("only if all layers hold them"):
-        cache.crop([8, 9])
     cache.crop(9)
     with refused("Layer 1 has a sliding window and no longer holds"):
         cache.crop(8)

@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from torch.testing import assert_close
 
 import tiny_models
-from fulldepth.execution import body_inputs, capture, lens, read_and_show, read_layers, verify
+from fulldepth.execution import body_inputs, capture, lens, read_layers, top_tokens, verify
 from fulldepth.execution.lens import CPU_CHUNK
 from fulldepth.hf import anatomy_candidates
 from tiny_models import seeded
@@ -149,12 +149,13 @@ def test_tiles_of_the_vocabulary_and_shown_positions_against_full_logits(name, g
         if scale != 1.0:
             model.lm_head.weight.mul_(scale)
         logits = found.classifier.tokens(states.flatten(0, 2)).view(len(states), targets.numel(), -1)
-        readout, top = read_and_show(found.classifier, states, targets, shown)
+        readout = read_layers(found.classifier, states, targets, torch.ones_like(targets))
         where = (targets != -100).flatten()
         same(readout, oracle(logits[:, where], targets.flatten()[where].numpy()))
-        probability = logits[:, shown.flatten()].softmax(-1).max(-1)
-        assert torch.equal(top.token, probability.indices)
-        assert_close(top.probability, probability.values.float())
+        for k in (1, 3):
+            top, expected = top_tokens(found.classifier, states, shown, k), logits[:, shown.flatten()]
+            assert torch.equal(top.token, expected.topk(k).indices)
+            assert_close(top.probability, expected.softmax(-1).gather(-1, top.token))
 
 
 @torch.no_grad()

@@ -63,7 +63,7 @@ def test_scaled_losses_are_those_of_the_definition(name):
     with scorer_of(model, examples, batch_size=5) as (scorer, (batch,)):
         states = scorer.states(batch, Variant({Block(2, "attention")}), Scalars.from_dict(plan.scalars, 3))
         base = scorer.states(batch, BASE)
-        found = scorer.state_sums(states, batch, base, ("loss", "kl"))
+        found = scorer.state_sums(states, batch, ("loss", "kl"), scorer.predicted(base))
         assert scorer.healed_sums(batch, Variant({Block(2, "attention")}), plan.scalars)["loss"] == found["loss"]
     # Factors are float32 in the plan and in the oracle; products are float64.
     expected = plain.loss(scaled, examples, (), "attention")

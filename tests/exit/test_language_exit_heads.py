@@ -129,7 +129,7 @@ def test_generation_leaves_by_the_layers_own_heads(cases, name):
     assert len(seen) > 1
     for layer in (1, 2):
         tokens, _ = continued(case, prompts[0], lambda _, layer=layer: layer)
-        found = decoder.generate(torch.tensor(prompts[:1]), max_new_tokens=NEW, exit_layer=layer, **ends)
+        found = decoder.generate(torch.tensor(prompts[:1]), max_new_tokens=NEW, threshold=1e-9, min_layer=layer, **ends)
         assert found.sequences[0, 9:].tolist() == tokens
 
 

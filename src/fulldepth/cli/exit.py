@@ -80,9 +80,6 @@ def generate_command(
             rich_help_panel=TEXT,
         ),
     ] = None,
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Print text while it is generated; one prompt.", rich_help_panel=TEXT)
-    ] = False,
     output: OptionalOutput = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -104,14 +101,12 @@ def generate_command(
         prompt,
         output=output,
         overwrite=overwrite,
-        show=(lambda text, last: console.texts(text, end="\n" if last else "")) if stream else None,
         settings=settings,
         chat=chat,
         progress=True,
     )
-    if not stream:
-        for number, text in enumerate(written.texts, start=1):
-            console.texts(text if len(written.texts) == 1 else f"[{number}] {text}")
+    for number, text in enumerate(written.texts, start=1):
+        console.texts(text if len(written.texts) == 1 else f"[{number}] {text}")
     for finding in written.results.headline.values():
         console.note(finding["sentence"])
     console.answer({"texts": written.texts, "stats": written.generation.stats.as_dict()})

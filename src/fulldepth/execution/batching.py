@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from fulldepth.execution.hooks import capture
 from fulldepth.execution.stream import TOLERANCE, relative_error
 from fulldepth.hf import Anatomy, Classifier, body_inputs
 
-STRICTNESS: tuple[Batching, ...] = ("padded", "equal", "single")
+STRICTNESS: tuple[Batching, ...] = get_args(Batching)
 
 
 def model_inputs(inputs: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

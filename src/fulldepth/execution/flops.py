@@ -86,13 +86,13 @@ def _visited(block: nn.Module, experts: nn.Module | None, count: int) -> float:
     return 1.0 if reads_all else min(chosen, count) / count
 
 
-def head_channels(config: PreTrainedConfig, attention: nn.Module | None = None) -> int:
-    """d_h: channels of one attention head, from the attention module or else the configuration."""
-    heads = getattr(config, "num_attention_heads", None)
+def attention_width(config: PreTrainedConfig, attention: nn.Module | None = None) -> int:
+    """H d_h: heads times channels of each, from the attention module or else the configuration."""
+    heads = getattr(config, "num_attention_heads", None) or 0
     channels = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None)
-    if isinstance(channels, int):
-        return channels
-    return getattr(config, "hidden_size", 0) // heads if heads else 0
+    if not isinstance(channels, int):
+        channels = getattr(config, "hidden_size", 0) // max(1, heads)
+    return heads * channels
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,6 @@ class TokenFlops:
     """The same over all T keys, 4 H d_h T per layer, as in eager attention and most published counts."""
     extra: float
     """Other operations of the architecture: from its configuration (`extra_flops`), or the patches of an image."""
-    pooled: float | None = None
-    """Of a classifier of texts or images: the head on one sample's state; None for heads at every position."""
 
     @property
     def forward(self) -> float:
@@ -137,8 +135,7 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
     """
     config = model.config.get_text_config()
     heads, causal, pixels = [model.get_output_embeddings() or nn.Identity()], True, 0.0
-    classifies = task_of(model).endswith("-classification")
-    if classifies:
+    if task_of(model).endswith("-classification"):
         anatomy = anatomy_candidates(model)[0]
         if anatomy.head is None:
             raise FulldepthError(f"{type(model).__name__} has no head that is known.")
@@ -148,21 +145,20 @@ def forward_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
         kernels = sum(2.0 * part.weight.numel() for part in model.modules() if isinstance(part, nn.Conv2d))
         pixels = kernels * patches / sequence_length
     outside = {part for module in (*heads, *exit_heads_of(model).values()) for part in module.modules()}
-    pooled = sum(weight_products(part) for module in heads for part in module.modules())
-    width = 4.0 * (getattr(config, "num_attention_heads", None) or 0) * head_channels(config)
+    head = sum(weight_products(part) for module in heads for part in module.modules())
+    width = 4.0 * attention_width(config)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    windows = [getattr(config, "sliding_window", None) if "sliding" in kind else None for kind in kinds]
-    visible = [min(sequence_length, window or sequence_length) for window in windows]  # min(position, window), averaged
+    window = min(sequence_length, getattr(config, "sliding_window", None) or sequence_length)
+    visible = [window if "sliding" in kind else sequence_length for kind in kinds]  # min(position, window), averaged
     keys = sum((most * (most + 1) / 2 + (sequence_length - most) * most) / sequence_length for most in visible)
-    full = width * sequence_length * len(windows)
+    full = width * sequence_length * len(kinds)
     extra = getattr(config, "extra_flops", None)
     return TokenFlops(
         linear=token_products(model, outside),
-        head=pooled if causal else pooled / sequence_length,
+        head=head if causal else head / sequence_length,
         attention=width * keys if causal else full,
         attention_full=full,
         extra=(extra(sequence_length) if extra is not None else 0.0) + pixels,
-        pooled=pooled if classifies else None,
     )
 
 
@@ -266,12 +262,11 @@ class Costs:
 def costs_of(anatomy: Anatomy, classifier: Classifier, granularity: str, keep: Collection[int] = ()) -> Costs:
     """Costs of a model, which may be on the meta device; no block of the layers `keep` can be removed."""
     attention, keys, mlp = [], [], []
-    heads = getattr(anatomy.config, "num_attention_heads", None) or 0
     for layer in range(1, anatomy.num_layers + 1):
         part = anatomy.part(layer, "attention")
         inside = 0.0 if part is None else token_products(part)
         attention.append(inside)
-        keys.append(0.0 if part is None else 4.0 * (heads * head_channels(anatomy.config, part) or anatomy.width))
+        keys.append(0.0 if part is None else 4.0 * (attention_width(anatomy.config, part) or anatomy.width))
         mlp.append(token_products(anatomy.blocks[layer - 1]) - inside)
     head = sum(weight_products(module) for path in classifier.modules for module in path.modules())
     kept = math.inf if is_offloaded(anatomy.body) else float(KEPT_BYTES * anatomy.width * anatomy.num_layers)

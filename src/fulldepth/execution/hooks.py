@@ -63,13 +63,11 @@ def stack_rows(captured: Collection[Key], sites: Collection[str], layers: int) -
         sites: the requested sites; those that are sums of captured states have no stack.
         layers: L.
     """
-    rows = {("y", layer): ("residual", layer) for layer in range(1, layers + 1)}
-    rows["h0" if ("h0", 1) in captured else "x", 1] = ("residual", 0)
-    rows |= {
-        (site, layer): (site, layer - 1) for site in ("attention_output", "value") for layer in range(1, layers + 1)
-    }
-    missing = {site for key, (site, _) in rows.items() if key not in captured}
-    return {key: place for key, place in rows.items() if place[0] in sites and place[0] not in missing}
+    every = range(1, layers + 1)
+    states = {site: [(site, layer) for layer in every] for site in ("attention_output", "value")}
+    states["residual"] = [("h0" if ("h0", 1) in captured else "x", 1), *(("y", layer) for layer in every)]
+    whole = [site for site in states if site in sites and all(key in captured for key in states[site])]
+    return {key: (site, row) for site in whole for row, key in enumerate(states[site])}
 
 
 class Activations:
@@ -78,10 +76,10 @@ class Activations:
     def __init__(self, anatomy: Anatomy, sites: Iterable[str]) -> None:
         self.anatomy = anatomy
         self.sites = tuple(sites)
-        self._seen: dict[Key, Tensor] = {}
+        self._seen: dict[Key, tuple[Tensor, int]] = {}
+        """Each state with the version that it had, to tell whether the model overwrote it."""
         self.turns: Counter[Key] = Counter()
         """Calls of shared blocks in this pass."""
-        self._versions: dict[Key, int] = {}
         self.repeated = False
         """Whether states of one pass replaced those of another one since `clear`."""
         self.rows: dict[Key, tuple[str, int]] = {}
@@ -111,7 +109,7 @@ class Activations:
     @property
     def holds_the_stream(self) -> bool:
         """Whether the states of `residual` are the model's own tensors, so that gradients flow through them."""
-        states = [state for (name, _), state in self._seen.items() if name in ("h0", "x", "y")]
+        states = [state for (name, _), (state, _) in self._seen.items() if name in ("h0", "x", "y")]
         return not self.anatomy.has_streams and all(state.ndim == 3 for state in states)
 
     def record(self, site: str, layer: int, state: Tensor) -> None:
@@ -125,10 +123,10 @@ class Activations:
                 stack = self._stacks[name] = state.new_empty(count, *state.shape)
             if stack is not None and state.numel() == stack[row].numel():
                 stack[row] = state.view(stack.shape[1:])
-                self._seen[key], self._versions[key] = stack[row], STACKED
+                self._seen[key] = stack[row], STACKED
                 return
         self.repeated |= key in self._seen
-        self._seen[key], self._versions[key] = state, 0 if state.is_inference() else state._version
+        self._seen[key] = state, 0 if state.is_inference() else state._version
 
     def __getitem__(self, site: str) -> list[Tensor]:
         """States of a site in layer order.
@@ -165,8 +163,8 @@ class Activations:
             if _reentrant(self.anatomy.blocks[layer - 1]):  # switched on after the model was hooked
                 raise FulldepthError(REENTRANT.format(name))
             raise FulldepthError(f"No activation was captured at {name} of layer {layer}; did the model run?")
-        state = self._seen[name, layer]
-        if self._versions[name, layer] not in (STACKED, 0 if state.is_inference() else state._version):
+        state, version = self._seen[name, layer]
+        if version not in (STACKED, 0 if state.is_inference() else state._version):
             raise FulldepthError(f"The model overwrote its own state at {name} of layer {layer} in place.")
         if state.ndim == 2 and name not in COEFFICIENTS:
             state = state.view(*self._first().shape[:2], -1)
@@ -188,7 +186,7 @@ class Activations:
     def stack(self, site: str, device: torch.device | None = None) -> Tensor:
         """[S, B, T, D] all states of a site on one device."""
         keys = [key for key, place in self.rows.items() if place[0] == site and device in (None, self.device)]
-        if keys and all(key in self._seen and self._versions[key] == STACKED for key in keys):
+        if keys and all(key in self._seen and self._seen[key][1] == STACKED for key in keys):
             return self._stacks[site]
         states = self[site]
         device = device or states[-1].device
@@ -215,10 +213,10 @@ def capture(
     Raises:
         FulldepthError: for an unknown site, or a site for which this family has no module.
     """
-    sites = tuple(sites)
+    sites, known = tuple(sites), [*SITES, *COEFFICIENTS]
     for site in sites:
-        if site not in SITES and site not in COEFFICIENTS:
-            raise unknown("site", site, [*SITES, *COEFFICIENTS])
+        if site not in known:
+            raise unknown("site", site, known)
     activations = Activations(anatomy, sites)
     handles: list[RemovableHandle] = []
     layers_of: dict[nn.Module, list[int]] = {}  # block -> its layers, several where they share it
@@ -292,14 +290,10 @@ def _stream_points(anatomy: Anatomy, sites: set[str], layer: int, block: nn.Modu
         yield HookPoint(block, False, "y", stream)
     design, before = anatomy.family.design, anatomy.part(layer, "mlp_norm")
     if "attention_output" in sites and design != "parallel":
-        if anatomy.has_streams:
-            module = _required(anatomy, layer, "mlp_connection")
-        elif design == "post":  # the output of the norm after attention, else what the MLP sub-layer reads
-            module = _required(anatomy, layer, "attention_norm")
-        else:
-            module = before or _required(anatomy, layer, "mlp")
-        post = design == "post" and not anatomy.has_streams
-        yield HookPoint(module, not post, "attention_output", stream)
+        # the output of the norm after attention, else what the MLP sub-layer reads
+        role = "mlp_connection" if anatomy.has_streams else "attention_norm" if design == "post" else "mlp"
+        module = (role == "mlp" and before) or _required(anatomy, layer, role)
+        yield HookPoint(module, role != "attention_norm", "attention_output", stream)
     if "mlp_input" in sites and not anatomy.has_streams:  # the block itself if both branches add to x
         module = block if design == "parallel" else (design == "pre" and before) or _required(anatomy, layer, "mlp")
         yield HookPoint(module, True, "mlp_input", stream)

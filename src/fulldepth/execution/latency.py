@@ -63,11 +63,11 @@ class Runner:
 
     def __init__(self, model: PreTrainedModel) -> None:
         names = inspect.signature(type(model).forward).parameters
-        self.model = model
-        self.last_only = "logits_to_keep" in names
-        """Whether the head runs only at the last position of a prompt."""
-        self._takes_positions = "position_ids" in names
-        self._options: dict[str, Any] = {"use_cache": True, **({"logits_to_keep": 1} if self.last_only else {})}
+        self.model, self._takes_positions = model, "position_ids" in names
+        self._options: dict[str, Any] = {
+            "use_cache": True,
+            **({"logits_to_keep": 1} if "logits_to_keep" in names else {}),
+        }
 
     @torch.no_grad()
     def run(self, ids: Tensor, context: int) -> Trial:

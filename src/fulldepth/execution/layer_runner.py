@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -63,10 +63,7 @@ class LayerRunner:
         self._arguments: list[Arguments] = []
         self._first: Tensor | None = None
         self._cache: LayerCache | None = None
-        self._start = 0
         self._blocks, self._module = list(anatomy.blocks), anatomy.body  # searched for in the model, so only once
-        self._options = frozenset(inspect.signature(anatomy.model.forward).parameters)
-        self._takes_positions = "position_ids" in inspect.signature(self._module.forward).parameters
         self._extras: dict[nn.Module, int | None] = {}
         """Block -> number of its outputs besides the state; None if it returns the state alone."""
         self._prove(batch)
@@ -86,13 +83,15 @@ class LayerRunner:
             FulldepthError: if the model does not run its blocks once each, or the mask does not fit the tokens.
         """
         self._arguments, self._first, self._cache = [], None, cache
-        self._start = batch["attention_mask"].shape[1] - batch["input_ids"].shape[1] if "input_ids" in batch else 0
-        if self._start < 0 or (cache is None and self._start):
+        start = start_of(batch) if "input_ids" in batch else 0
+        if start < 0 or (cache is None and start):
             raise FulldepthError(
                 f"An attention mask of {batch['attention_mask'].shape[1]} positions does not fit "
                 f"{batch['input_ids'].shape[1]} tokens{'' if cache else ' without a cache'}."
             )
-        with self._blocks_replaced(), self._at_start():
+        if cache is not None:
+            cache.start = start
+        with self._blocks_replaced():
             self._body(batch)
         if self._first is None or len(self._arguments) != self.anatomy.num_layers:
             raise FulldepthError(
@@ -120,8 +119,7 @@ class LayerRunner:
                     states = self.anatomy.handed_on(states)
             return states
         args, kwargs = self._arguments[layers - 1]
-        with self._at_start():
-            output = self._blocks[layers - 1](states, *args, **kwargs)
+        output = self._blocks[layers - 1](states, *args, **kwargs)
         return output[0] if isinstance(output, tuple | list) else output
 
     def keep(self, batch: Mapping[str, Tensor]) -> None:
@@ -141,16 +139,12 @@ class LayerRunner:
             batch: as for `begin`.
             cache: all layers of which hold the positions before these tokens.
         """
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        start = inputs["attention_mask"].shape[1] - inputs["input_ids"].shape[1]
-        options = self._options
-        if "position_ids" in options:
-            inputs["position_ids"] = positions(inputs["attention_mask"])[:, start:]
+        model, cache.start = self.anatomy.model, start_of(batch)
+        inputs = with_positions(model, batch)
         if bool(inputs["attention_mask"].all()):  # as in `generate`, which makes masks quicker
             del inputs["attention_mask"]
-        keep = {"logits_to_keep": 1} if "logits_to_keep" in options else {}
-        with cache.starting_at(start):
-            logits: Tensor = self.anatomy.model(**inputs, past_key_values=cache, use_cache=True, **keep).logits
+        keep = {"logits_to_keep": 1} if "logits_to_keep" in parameters_of(type(model).forward) else {}
+        logits: Tensor = model(**inputs, past_key_values=cache, use_cache=True, **keep).logits
         return logits[:, -1]
 
     def finish(self, states: Tensor, layer: int | None = None) -> Tensor:
@@ -181,18 +175,12 @@ class LayerRunner:
             raise FulldepthError(f"{type(self.anatomy.model).__name__} does not predict at every position.")
         return classifier
 
-    def _at_start(self) -> Any:
-        """Let the cache report the position of the first token passed to `begin`."""
-        return nullcontext() if self._cache is None else self._cache.starting_at(self._start)
-
     def _body(self, batch: Mapping[str, Tensor]) -> None:
         inputs = {name: batch[name] for name in INPUTS if name in batch}
         if self._cache is None:
             self._module(**body_inputs(self.anatomy, inputs))
-            return
-        if self._takes_positions:
-            inputs["position_ids"] = positions(inputs["attention_mask"])[:, self._start :]
-        self._module(**inputs, past_key_values=self._cache, use_cache=True)
+        else:
+            self._module(**with_positions(self._module, inputs), past_key_values=self._cache, use_cache=True)
 
     @contextmanager
     def _blocks_replaced(self) -> Iterator[None]:
@@ -261,10 +249,28 @@ def caching_layers(anatomy: Anatomy) -> list[int]:
     return [layer for layer in range(1, anatomy.num_layers + 1) if layer not in gone]
 
 
+@cache
+def parameters_of(forward: Callable[..., Any]) -> frozenset[str]:
+    """Names of the arguments of a class's forward pass."""
+    return frozenset(inspect.signature(forward).parameters)
+
+
+def start_of(batch: Mapping[str, Tensor]) -> int:
+    """Position of the first token of `input_ids: [B, T]`, whose `attention_mask: [B, n + T]` includes those before."""
+    return batch["attention_mask"].shape[1] - batch["input_ids"].shape[1]
+
+
 def positions(attention_mask: Tensor) -> Tensor:
     """[B, T] position of each token of `attention_mask: [B, T]`, counted without padding; 0 for padding."""
     counted = attention_mask.long().cumsum(-1) - 1
     return counted.masked_fill(attention_mask == 0, 0)
+
+
+def with_positions(module: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch, with `position_ids` if the module takes them."""
+    if "position_ids" not in parameters_of(type(module).forward):
+        return dict(batch)
+    return {**batch, "position_ids": positions(batch["attention_mask"])[:, start_of(batch) :]}
 
 
 @torch.no_grad()
@@ -340,12 +346,9 @@ def _decode(anatomy: Anatomy, inputs: Mapping[str, Tensor]) -> Tensor:
         FulldepthError: unless the cache holds only keys and values, at all positions of every layer with attention.
     """
     length = inputs["input_ids"].shape[1]
-    parameters = inspect.signature(anatomy.model.forward).parameters
     cache, logits, before = None, [], 0
     for end in range(length - STEPS, length + 1):
-        part = _part(inputs, before, end)
-        if "position_ids" in parameters:
-            part["position_ids"] = positions(part["attention_mask"])[:, before:]
+        part = with_positions(anatomy.model, _part(inputs, before, end))
         output = anatomy.model(**part, past_key_values=cache, use_cache=True)
         cache, before = output.get("past_key_values"), end
         if not isinstance(cache, DynamicCache):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -75,63 +75,26 @@ def read_layers(
         targets: `[B, T]` for token heads, `[B]` for sequence heads; -100 = no target.
         attention_mask: `[B, T]`, used by heads that pool.
     """
-    if classifier.per_token:
-        shown = torch.zeros_like(targets, dtype=torch.bool)
-        return read_and_show(classifier, states, targets, shown)[0]
     device = classifier.device or states.device
     targets, attention_mask = targets.to(device), attention_mask.to(device)
     where = targets != IGNORE
 
     def tiles(layer: int) -> Iterator[tuple[slice, int, Tensor]]:
-        logits = classifier.at(layer).sequences(states[layer].to(device)[where], attention_mask[where])
-        yield slice(0, len(logits)), 0, logits.clone()
+        head, chosen = classifier.at(layer), states[layer].to(device)[where]
+        if classifier.per_token:
+            yield from _tiles(head, head.prepare(chosen))
+        else:
+            logits = head.sequences(chosen, attention_mask[where])
+            yield slice(0, len(logits)), 0, logits.clone()
 
-    precision = torch.promote_types(states.dtype, torch.float32)
-    columns = _reduce(tiles, len(states), targets[where], 0, precision)
-    return _readout(columns, slice(None), where.nonzero()[:, 0], states)[0]
-
-
-def _readout(columns: Sequence[Tensor], kept: Tensor | slice, row: Tensor, states: Tensor) -> tuple[Readout, TopTokens]:
-    """What `_reduce` read at some positions, and the top classes."""
-    agrees, correct, loss, token, probability = (column.to(states.device) for column in columns)
-    kept = kept if isinstance(kept, slice) else kept.to(states.device)
-    readout = Readout(agrees[:, kept], correct[:, kept], loss[:, kept], row.to(states.device))
-    return readout, TopTokens(token, probability)
-
-
-def read_and_show(
-    classifier: Classifier,
-    states: Tensor,
-    targets: Tensor,
-    shown: Tensor,
-) -> tuple[Readout, TopTokens]:
-    """`read_layers` of a token head, and the top tokens of some positions, in one pass over the classes.
-
-    Args:
-        classifier: final norm and head.
-        states: `[L+1, B, T, D]` residual stream.
-        targets: `[B, T]`; -100 = no target.
-        shown: `[B, T]` bool, positions whose top tokens are returned, with or without a target.
-    """
-    device = classifier.device or states.device
-    targets, shown = targets.to(device), shown.to(device).flatten()
-    has_target = (targets != IGNORE).flatten()
-    where = torch.cat([shown.nonzero()[:, 0], (has_target & ~shown).nonzero()[:, 0]])  # shown positions first
-    count = int(shown.sum())
-
-    def tiles(layer: int) -> Iterator[tuple[slice, int, Tensor]]:
-        head, chosen = classifier.at(layer), states[layer].to(device).flatten(0, 1)[where]  # [N, D]
-        return _tiles(head, head.prepare(chosen), count)
-
-    columns = _reduce(tiles, len(states), targets.flatten()[where], count)
-    back = where.argsort()  # into the order of the batch
-    kept = back[has_target[where[back]]]
-    return _readout(columns, kept, (targets != IGNORE).nonzero()[:, 0], states)
+    precision = torch.float32 if classifier.per_token else torch.promote_types(states.dtype, torch.float32)
+    columns = _reduce(tiles, len(states), targets[where], precision)
+    return Readout(*(column.to(states.device) for column in (*columns, where.nonzero()[:, 0])))
 
 
 @torch.no_grad()
 def top_tokens(classifier: Classifier, states: Tensor, shown: Tensor, k: int) -> TopTokens:
-    """The `k` most probable tokens by descending probability, `[L+1, P, k]` each.
+    """The `k` most probable tokens by descending probability, `[L+1, P, k]` each; the first of several equal ones.
 
     Args:
         classifier: final norm and head.
@@ -140,78 +103,62 @@ def top_tokens(classifier: Classifier, states: Tensor, shown: Tensor, k: int) ->
         k: limited to the number of classes.
     """
     device = classifier.device or states.device
-    tops = []
+    tokens, probabilities = [], []
     for layer, state in enumerate(states):
-        head = classifier.at(layer)
-        logits = head.logits(head.prepare(state[shown].to(device)))  # [P, V]
-        tops.append(logits.float().softmax(-1).topk(min(k, logits.shape[-1])))
-    token, probability = ([getattr(top, name).to(states.device) for top in tops] for name in ("indices", "values"))
-    return TopTokens(torch.stack(token), torch.stack(probability))
+        logits = classifier.at(layer).tokens(state[shown].to(device))  # [P, V]
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        top = logits.topk(min(k, logits.shape[-1])) if k > 1 else logits.max(-1, keepdim=True)
+        tokens.append(top.indices.to(states.device))
+        probabilities.append((top.values - logits.logsumexp(-1, keepdim=True)).exp().to(states.device))
+    return TopTokens(torch.stack(tokens), torch.stack(probabilities))
 
 
 def _reduce(
-    tiles: Callable[[int], Iterator[tuple[slice, int, Tensor]]],
-    layers: int,
-    targets: Tensor,
-    shown: int,
-    precision: torch.dtype = torch.float32,
+    tiles: Callable[[int], Iterator[tuple[slice, int, Tensor]]], layers: int, targets: Tensor, precision: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Agreement, correctness and loss `[layers, N]`, and top class and its probability `[layers, shown]`.
+    """Agreement, correctness and loss, `[layers, N]`.
 
     The last layer is read first, because the others are compared with it.
 
     Args:
         tiles: of the logits of a layer, as from `_tiles`.
         layers: their number.
-        targets: `[N]`; positions without a target only give top classes.
-        shown: number of positions, from the first, whose top classes are wanted.
+        targets: `[N]`.
         precision: of the loss.
     """
     tokens, device = len(targets), targets.device
     hits = torch.empty(layers, tokens, 2, dtype=torch.bool, device=device)
     loss = torch.empty(layers, tokens, dtype=precision, device=device)
-    token = torch.empty(layers, shown, dtype=torch.int64, device=device)
-    probability = torch.empty(layers, shown, dtype=torch.float32, device=device)
-    index = torch.stack([targets.clamp(min=0), torch.zeros_like(targets)], dim=1)
+    index = torch.stack([targets, torch.zeros_like(targets)], dim=1)
     for layer in reversed(range(layers if tokens else 0)):
         last, softmax = layer == layers - 1, None
         for rows, start, logits in tiles(layer):
-            softmax = softmax or _Softmax(index, tokens if last else shown, logits.dtype)
+            softmax = softmax or _Softmax(index, logits.dtype, find=last)
             softmax.add(rows, start, logits)
         assert softmax is not None
         hits[layer], loss[layer] = softmax.hits, softmax.loss
-        token[layer], probability[layer] = softmax.best[:shown], softmax.probability[:shown]
         if last:
             index[:, 1], hits[layer, :, 1] = softmax.best, True
-    return hits[..., 1], hits[..., 0], loss, token, probability
+    return hits[..., 1], hits[..., 0], loss
 
 
-def _tiles(classifier: Classifier, prepared: Tensor, shown: int) -> Iterator[tuple[slice, int, Tensor]]:
-    """Tiles of the logits of prepared states `[N, D']`: rows, first class, logits `[rows, C]` in a shared buffer.
-
-    Rows before `shown` and rows after it are in different tiles.
-    """
+def _tiles(classifier: Classifier, prepared: Tensor) -> Iterator[tuple[slice, int, Tensor]]:
+    """Tiles of the logits of prepared states `[N, D']`: rows, first class, logits `[rows, C]` in a shared buffer."""
     tokens, classes, on_cpu = len(prepared), classifier.classes, prepared.device.type == "cpu"
+    if on_cpu:
+        chunk = CPU_CHUNK if classes is None else TILE_ROWS
+    else:
+        chunk = max(CPU_CHUNK, DEVICE_CHUNK_ELEMENTS // (classes or classifier.logits(prepared[:1]).numel()))
+    chunk = min(tokens, chunk)
+    parts = [slice(start, start + chunk) for start in range(0, tokens, chunk)]
     if classes is None:
-        chunk = (
-            CPU_CHUNK if on_cpu else max(CPU_CHUNK, DEVICE_CHUNK_ELEMENTS // classifier.logits(prepared[:1]).numel())
-        )
-        for rows in _rows(tokens, shown, chunk):
-            yield rows, 0, classifier.logits(prepared[rows])
+        yield from ((rows, 0, classifier.logits(prepared[rows])) for rows in parts)
         return
-    chunk = min(tokens, TILE_ROWS if on_cpu else max(CPU_CHUNK, DEVICE_CHUNK_ELEMENTS // classes))
     width = min(classes, max(1, (TILE_ELEMENTS if on_cpu else DEVICE_CHUNK_ELEMENTS) // chunk))
     room = prepared.new_empty(chunk * width)
     for start in range(0, classes, width):
         tile = classifier.tile(slice(start, start + width))
-        for rows in _rows(tokens, shown, chunk):
-            yield rows, start, tile(prepared[rows], room)
-
-
-def _rows(tokens: int, shown: int, chunk: int) -> Iterator[slice]:
-    """Chunks of rows, the first `shown` ones in chunks of their own."""
-    for first, end in ((0, shown), (shown, tokens)):
-        yield from (slice(start, min(start + chunk, end)) for start in range(first, end, chunk))
+        yield from ((rows, start, tile(prepared[rows], room)) for rows in parts)
 
 
 class _Softmax:
@@ -219,13 +166,13 @@ class _Softmax:
 
     Args:
         index: `[N, 2]` classes whose logits are kept: the target, and the last layer's top class.
-        find: number of rows, from the first, whose top class is found; in half precision it is found for all rows.
         dtype: precision of the logits.
+        find: whether the top class itself is found, which is slower; always in half precision.
     """
 
-    def __init__(self, index: Tensor, find: int, dtype: torch.dtype) -> None:
+    def __init__(self, index: Tensor, dtype: torch.dtype, *, find: bool) -> None:
         self.index, self.exact = index, dtype in FULL_PRECISION
-        self.find = find if self.exact else len(index)
+        self.find = find or not self.exact
         precision = torch.float64 if dtype == torch.float64 else torch.float32
         self.best = torch.zeros_like(index[:, 0])
         self.picked = torch.zeros(index.shape, dtype=precision, device=index.device)
@@ -242,7 +189,7 @@ class _Softmax:
         picked = logits.gather(1, index.clamp(0, logits.shape[1] - 1))
         self.picked[rows] = torch.where(inside, picked, self.picked[rows])
         before = self.top[rows]
-        if rows.start < self.find:
+        if self.find:
             top, best = logits.max(-1)
             self.best[rows] = torch.where(top > before, best + start, self.best[rows])
         else:
@@ -274,11 +221,6 @@ class _Softmax:
     def loss(self) -> Tensor:
         """[N] cross-entropy of the target."""
         return self.total.log() + self.shift - self.picked[:, 0]
-
-    @property
-    def probability(self) -> Tensor:
-        """[N] probability of the top class."""
-        return (self.top - self.total.log() - self.shift).exp().float()
 
 
 def _exponential(logits: Tensor) -> Tensor:

@@ -116,8 +116,8 @@ class LlamaCpp:
         """
         steps = ids.shape[1] - context
         # The first token comes from the logits of the prompt, before llama.cpp's clock of the decoding starts.
-        options = {"cache_prompt": False, "ignore_eos": True}
-        times = self._complete(ids[0, :context].tolist(), steps + 1, **options)["timings"]
+        answer = self._complete(ids[0, :context].tolist(), steps + 1, cache_prompt=False, ignore_eos=True)
+        times = answer["timings"]
         return Trial(times["prompt_ms"] / 1e3, times["predicted_ms"] / 1e3 / steps)
 
     def losses(self, batch: ScoredBatch) -> Tensor:

@@ -137,8 +137,8 @@ class Scorer:
         for variant, states in self._leaves(1, self.runner.begin(batch.inputs), ordered):
             rows = states[batch.where.to(states.device)]
             if divergence and references is None:  # the base comes first: `_leaves` visits unskipped branches first
-                references = list(self._predicted(rows))
-            sums[variant] = self._sums(rows, batch, kinds, references)
+                references = list(self.predicted(rows))
+            sums[variant] = self.state_sums(rows, batch, kinds, references)
             advance(1)
         self.plain()
         return sums
@@ -162,17 +162,30 @@ class Scorer:
         return sums
 
     def state_sums(
-        self, states: Tensor, batch: ScoredBatch, base: Tensor | None = None, kinds: Sequence[str] = (LOSS,)
+        self,
+        states: Tensor,
+        batch: ScoredBatch,
+        kinds: Sequence[str] = (LOSS,),
+        base: Iterable[Tensor | None] | None = None,
     ) -> dict[str, list[float]]:
         """Kind -> B sums over the labelled positions of each sequence, from last states.
 
         Args:
             states: `[R, D]` last states at the labelled positions.
             batch: on the device.
-            base: `[R, D]` last states of the unmodified model.
             kinds: `loss`, and with a base `kl` and `greedy_agreement` (1 where the most likely token is the same).
+            base: from `predicted`, of the unmodified model.
         """
-        return self._sums(states, batch, kinds, None if base is None else self._predicted(base))
+        columns: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
+        for (at, part), reference in zip(self._parts(states), repeat(None) if base is None else base, strict=False):
+            own = self.predictions(part)
+            for kind in kinds:
+                columns[kind].append(read(kind, own, batch.targets[at], reference))
+        return {kind: batch_sums(torch.cat(parts or [states.new_zeros(0)]), batch) for kind, parts in columns.items()}
+
+    def predicted(self, states: Tensor) -> Iterator[Tensor]:
+        """Log-probabilities from last states `[R, D]`, part by part."""
+        return (self.predictions(part) for _, part in self._parts(states))
 
     def plain(self) -> None:
         """Restore the unmodified model: nothing skipped, no scalars."""
@@ -221,22 +234,6 @@ class Scorer:
         for at, part in self._parts(rows):
             total = total + checkpoint(loss, part, targets[at], use_reentrant=False)
         return total
-
-    def _sums(
-        self, rows: Tensor, batch: ScoredBatch, kinds: Sequence[str], references: Iterable[Tensor] | None
-    ) -> dict[str, list[float]]:
-        """Sums per sequence, from last states `[R, D]` and the base's log-probabilities, part by part."""
-        columns: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
-        bases: Iterable[Tensor | None] = repeat(None) if references is None else references
-        for (at, part), reference in zip(self._parts(rows), bases, strict=False):
-            own = self.predictions(part)
-            for kind in kinds:
-                columns[kind].append(read(kind, own, batch.targets[at], reference))
-        return {kind: batch_sums(torch.cat(parts or [rows.new_zeros(0)]), batch) for kind, parts in columns.items()}
-
-    def _predicted(self, rows: Tensor) -> Iterator[Tensor]:
-        """Log-probabilities from last states `[R, D]`, part by part."""
-        return (self.predictions(part) for _, part in self._parts(rows))
 
     def _leaves(self, layer: int, states: Tensor, variants: Sequence[Variant]) -> Iterator[tuple[Variant, Tensor]]:
         """Each variant with its last states, depth first; only the states at branching points are kept."""

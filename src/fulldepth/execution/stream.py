@@ -192,12 +192,12 @@ def prove_stream(anatomy: Anatomy, trace: Trace) -> tuple[Anatomy, Tensor]:
             f"{len(silent)} of the {len(blocks)} blocks of {path} do not run (first: number {silent[0]})"
         )
     if len(order) == len(blocks) and list(order) != sorted(order):
-        raise FulldepthError(f"the blocks of {path} run in the order {_listed(order)}")
+        raise FulldepthError(f"the blocks of {path} run in the order {one_line(list(order), 100)}")
     _check_beginning(anatomy, trace, calls)
     shapes = {tuple(state.shape) for call in calls for state in (call.given, call.gave)}
     shape = next(iter(shapes))
     if len(shapes) > 1 or len(shape) != (4 if anatomy.has_streams else 3):
-        raise FulldepthError(f"the blocks of {path} read and give states of shapes {_listed(sorted(shapes))}")
+        raise FulldepthError(f"the blocks of {path} read and give states of shapes {one_line(sorted(shapes), 100)}")
     positions = trace.positions and trace.positions[:: -1 if anatomy.family.sequence_first else 1]
     if positions is not None and shape[:2] != positions:
         raise FulldepthError(
@@ -237,11 +237,6 @@ def _check_beginning(anatomy: Anatomy, trace: Trace, calls: list[Call]) -> None:
                 f"{anatomy.family.blocks} is only a part of the stack: {call.path} ({type(call.module).__name__}) "
                 "changes the stream too"
             )
-
-
-def _listed(items: object) -> str:
-    text = str(list(items) if isinstance(items, tuple) else items)
-    return text if len(text) <= 100 else text[:97] + "..."
 
 
 def prove_end(anatomy: Anatomy, trace: Trace, last: Tensor) -> Anatomy:
@@ -406,5 +401,5 @@ def _classifier(anatomy: Anatomy, head: Head) -> Classifier:
 def predict(classifier: Classifier, last: Tensor, mask: Tensor | None) -> Tensor:
     """The logits of a head for `h_L: [B, T, D]`, in the model's own shape."""
     if classifier.per_token:
-        return classifier.tokens(last.flatten(0, 1)).view(*last.shape[:2], -1)
+        return classifier.tokens(last)
     return classifier.sequences(last, torch.ones(last.shape[:2], device=last.device) if mask is None else mask)

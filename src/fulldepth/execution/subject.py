@@ -147,10 +147,9 @@ def read_source(data: Any, settings: ReadingSettings) -> Source:
 def _source(checkpoint: Checkpoint, anatomy: Anatomy, data: Any, settings: ReadingSettings) -> Source:
     """The records of the data, of a kind that the model reads; bad ones are refused or left out."""
     source = read_source(data, settings)
-    if anatomy.family.modality == "text" and source.kind in IMAGES:
-        raise FulldepthError(f"{source.name} holds images, but {type(checkpoint.model).__name__} reads text.")
-    if anatomy.family.modality == "images" and source.kind not in IMAGES:
-        raise FulldepthError(f"{source.name} holds {source.kind}, but {type(checkpoint.model).__name__} reads images.")
+    reads, kind = anatomy.family.modality, "images" if source.kind in IMAGES else source.kind
+    if (reads == "images") != (kind == "images"):
+        raise FulldepthError(f"{source.name} holds {kind}, but {type(checkpoint.model).__name__} reads {reads}.")
     if anatomy.family.tower == "encoder" and source.kind == "pairs":
         source = input_texts(source)
     names: dict[int, str] = {}

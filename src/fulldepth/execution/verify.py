@@ -212,7 +212,7 @@ def _prove_head(
     if anatomy.task.endswith("-classification") and (reason := no_single_class(anatomy.model.config)):
         raise FulldepthError(f"the model {reason}, and the lens is read as classes")
     if anatomy.task == "causal-lm":
-        _check_causal(anatomy, trace, inputs)
+        _check_causal(anatomy, trace.logits, inputs)
     classifier = Classifier(anatomy)
     if mask is not None:
         mask = classifier.sample_mask(inputs, mask)
@@ -225,7 +225,7 @@ def _prove_head(
     return anatomy, classifier
 
 
-def _check_causal(anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any]) -> None:
+def _check_causal(anatomy: Anatomy, expected: Tensor, inputs: Mapping[str, Any]) -> None:
     """Check that the model is causal: changing the second half of a text must not change the logits of the first.
 
     In a model with small weights later tokens have little influence, so in full precision a tenth of the usual
@@ -235,14 +235,14 @@ def _check_causal(anatomy: Anatomy, trace: Trace, inputs: Mapping[str, Any]) -> 
     counted = torch.ones_like(ids[0], dtype=torch.bool) if mask is None else mask[0].bool()
     positions = counted.nonzero()[:, 0]
     first, second = positions.tensor_split(2)
-    if not len(first) or trace.logits is None:
+    if not len(first):
         return
     changed = ids.clone()
     changed[0, second] = (changed[0, second] + 1) % (anatomy.vocab_size or 2)
     logits = logits_of(run(anatomy.model, body_inputs(anatomy, {**inputs, "input_ids": changed})))
     if logits is None:
         return
-    error = relative_error(logits[0, first], trace.logits[0, first])
+    error = relative_error(logits[0, first], expected[0, first])
     full = logits.dtype in (torch.float32, torch.float64)
     if not error <= TOLERANCE.get(logits.dtype, TOLERANCE[torch.float32]) / (10 if full else 1):
         raise FulldepthError(
@@ -277,8 +277,7 @@ def _prove_parts(anatomy: Anatomy, inputs: Mapping[str, Any], expected: Tensor) 
         _check_branches(anatomy, states)
     values = states.get("value", [])
     if any(value.shape[:-1] != last.shape[:-1] or value.shape != values[0].shape for value in values):
-        shape = next(tuple(value.shape) for value in values)
-        unproven["value"] = f"value states have shape {shape}, the stream {tuple(last.shape)}"
+        unproven["value"] = f"value states have shape {tuple(values[0].shape)}, the stream {tuple(last.shape)}"
         anatomy, values = replace(anatomy, family=replace(family, value=None)), []
     chained = all(
         torch.equal(x.to(h.device), h) for x, h in zip(states["attention_input"], states["residual"][:-1], strict=True)
@@ -339,19 +338,23 @@ def check_routing(routing: Mapping[int, Tensor]) -> int:
     return max(heads, default=0)
 
 
-def prove(model: PreTrainedModel | Anatomy, inputs: Mapping[str, Tensor]) -> tuple[Anatomy, Classifier]:
+def prove(
+    model: PreTrainedModel | Anatomy, inputs: Mapping[str, Tensor], *, optional: Collection[str] = ()
+) -> tuple[Anatomy, Classifier]:
     """The anatomy of a language model, verified on a batch, and its head.
 
     Args:
         model: in evaluation mode.
         inputs: `input_ids` and `attention_mask`, `[B, T]`; the first two sequences are used.
+        optional: as for `verify`.
 
     Raises:
         FulldepthError: if it is not a causal language model, or its anatomy cannot be verified.
     """
     candidates = [model] if isinstance(model, Anatomy) else anatomy_candidates(model)
     owner = check_task(candidates[0]).model
-    verified = verify(candidates, {name: tensor[:2].to(device_of(owner)) for name, tensor in inputs.items()})
+    inputs = {name: tensor[:2].to(device_of(owner)) for name, tensor in inputs.items()}
+    verified = verify(candidates, inputs, optional=optional)
     if verified.classifier is None:
         raise FulldepthError(f"{type(owner).__name__} has no prediction head.")
     return verified.anatomy, verified.classifier

@@ -175,8 +175,8 @@ def _prove(folder: Path, anatomy: Anatomy, cut: PreTrainedModel, reader: str) ->
     """
     inputs = sample_inputs(anatomy)
     output = cut(**inputs)
-    states = (output[name] for name in ("logits", "prediction_logits", "last_hidden_state") if name in output)
-    expected = next(states)
+    names = ("logits", "prediction_logits", "last_hidden_state")
+    expected = next(output[name] for name in names if name in output)
     given = inputs["input_ids"] if anatomy.task == "causal-lm" else inputs
     return prove(folder, given, expected, TOLERANCE[expected.dtype], reader)
 

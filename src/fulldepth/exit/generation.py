@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, TextStreamer
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from fulldepth.data import decode_ids
 from fulldepth.data.conversations import encode_prompt
 from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import Decoder, Generation, Options, Stats
 from fulldepth.execution.latency import machine
-from fulldepth.hf import Checkpoint, checkpoint_of, depth_of, device_of, open_model, open_tokenizer
+from fulldepth.execution.subject import open_checkpoint
+from fulldepth.hf import Checkpoint, checkpoint_of, depth_of, device_of, open_tokenizer
 from fulldepth.progress import Watcher
 from fulldepth.results import Results, claimed, provenance
 from fulldepth.results.document import Finding
@@ -48,7 +50,6 @@ def generate_texts(
     tokenizer: Any = None,
     output: str | Path | None = None,
     overwrite: bool = False,
-    show: Callable[[str, bool], None] | None = None,
 ) -> Written:
     """Continue texts with a decoder, as `fulldepth generate` does.
 
@@ -60,51 +61,43 @@ def generate_texts(
         tokenizer: a tokenizer, its folder or Hub name; None = the checkpoint's.
         output: result folder, which also gets the page; None = nothing is written.
         overwrite: replace results in the output folder.
-        show: called with new text while it is generated, and whether it is the last; for one prompt.
 
     Raises:
         FulldepthError: for an empty prompt, a prompt that exceeds the model's positions, a model that is no decoder or
             cannot be run layer by layer, layers out of range, and a folder that holds other results.
     """
-    prompts = [prompts] if isinstance(prompts, str) else prompts
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not prompts or any(not prompt.strip() for prompt in prompts):
         raise FulldepthError("A prompt is empty; give some text to continue.")
     with claimed(output, overwrite):
         named: dict[str, Any] = settings.model_dump(include={"revision", "trust_remote_code"})
         layers: dict[str, Any] = settings.model_dump(include={field.name for field in fields(Options)})
         if not isinstance(model, PreTrainedModel):  # options that do not fit are refused before weights are loaded
-            depth = depth_of(checkpoint_of(model), settings.revision, settings.trust_remote_code)
+            depth = depth_of(checkpoint_of(model), **named)
             if depth is not None:
                 Options(num_layers=depth, **layers)
-        opening = {"dtype": settings.dtype, "device": settings.device, **named}
-        checkpoint = open_model(model, exit_heads=True, **opening)
+        checkpoint = open_checkpoint(model, settings)
         tokenizer = open_tokenizer(checkpoint, settings.tokenizer if tokenizer is None else tokenizer, **named)
-        ids, mask = _encode(tokenizer, prompts, settings.chat, device_of(checkpoint.model))
-        decoder = Decoder(checkpoint.model)
-        streamer = None
-        if show is None:
-            watcher.begin("Generating", settings.max_new_tokens)
-        else:
-            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            streamer.on_finalized_text = lambda text, stream_end=False: show(text, stream_end)  # type: ignore[method-assign]
-        generation = decoder.generate(
-            ids,
-            mask,
+        watcher.begin("Generating", settings.max_new_tokens)
+        generation = generate(
+            checkpoint.model,
+            prompts,
+            tokenizer=tokenizer,
+            chat=settings.chat,
             max_new_tokens=settings.max_new_tokens,
             do_sample=settings.samples,
             temperature=(settings.temperature or 1.0) if settings.samples else 1.0,
             top_p=settings.top_p,
             top_k=settings.top_k,
             seed=settings.seed,
-            progress=watcher.advance if show is None else lambda done: None,
-            streamer=streamer,
+            progress=watcher.advance,
             **layers,
         )
-        texts = _texts(tokenizer, generation, ids.shape[1])
+        texts = generation.texts or []
         results = _results(checkpoint, prompts, texts, generation.stats, settings)
         if output is not None:
             results.save(output)
-    return Written(list(prompts), texts, generation, results)
+    return Written(prompts, texts, generation, results)
 
 
 def generate(
@@ -117,11 +110,13 @@ def generate(
     speculate_from: int | str | None = None,
     draft_length: int | str = "auto",
     tokenizer: Any = None,
+    chat: bool | None = False,
     **options: Any,
 ) -> Generation:
     """Continue prompts, with fewer layers where that is possible.
 
-    Drafts (`speculate_from`) keep the output, or its distribution; early exit (`threshold`, `exit_layer`) not.
+    Drafts (`speculate_from`) keep the output, or its distribution; early exit (`threshold`) not. Every token stops at
+    layer E with `threshold=1e-9, min_layer=E`.
 
     ```python
     made = fulldepth.exit.generate(model, "The capital of France is", tokenizer=tokenizer, max_new_tokens=8)
@@ -134,13 +129,14 @@ def generate(
         attention_mask: `[B, P]`, 0 = padding; None as in `model.generate`.
         max_new_tokens: maximum number of new tokens for each sequence.
         threshold: in (0, 1]: a token leaves where the value of `rule` exceeds it; 1 is the full model.
-        speculate_from: the first E layers draft; `auto`: a third of the layers, where a short trial is faster.
+        speculate_from: the first E layers draft for one prompt; `auto`: a third of the layers, where a short trial is
+            faster.
         draft_length: largest number of drafts per round; `auto`: 4, where a short trial is faster.
         tokenizer: of texts.
-        **options: of early exit `rule`, `min_layer` and `exit_layer`, of drafts `draft_threshold`
-            (see `execution.decoding.Options`); `do_sample`, and with it `temperature` (1), `top_p` (1), `top_k` (0 =
-            all) and `seed` (None = torch's global random numbers); `eos_token_id` (a token or several) and
-            `pad_token_id` (None = the model's); a `streamer` of transformers, for one prompt.
+        chat: put texts into the tokenizer's chat template; None = if it has one.
+        **options: of early exit `rule` and `min_layer` (see `execution.decoding.Options`); `do_sample`, and with it
+            `temperature` (1), `top_p` (1), `top_k` (0 = all) and `seed` (None = torch's global random numbers);
+            `eos_token_id` (a token or several) and `pad_token_id` (None = the model's).
 
     Raises:
         FulldepthError: for models that cannot be decoded layer by layer, values out of range, and texts without a
@@ -152,10 +148,12 @@ def generate(
     if texts and tokenizer is None:
         raise FulldepthError("Texts need a tokenizer: generate(model, text, tokenizer=...).")
     decoder = model if isinstance(model, Decoder) else Decoder(model)
-    if texts:
-        given, attention_mask = _encode(tokenizer, given, False, device_of(decoder.anatomy.model))
-    made = decoder.generate(given, attention_mask, max_new_tokens=max_new_tokens, **options)
-    return replace(made, texts=_texts(tokenizer, made, given.shape[1])) if texts else made
+    if not texts:
+        return decoder.generate(given, attention_mask, max_new_tokens=max_new_tokens, **options)
+    ids, mask = _encode(tokenizer, given, chat, device_of(decoder.anatomy.model))
+    made = decoder.generate(ids, mask, max_new_tokens=max_new_tokens, **options)
+    new = zip(made.sequences[:, ids.shape[1] :].tolist(), made.stats.new_tokens, strict=True)
+    return replace(made, texts=[decode_ids(tokenizer, row[:count], skip_special_tokens=True) for row, count in new])
 
 
 def _encode(tokenizer: Any, prompts: Sequence[str], chat: bool | None, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -172,21 +170,14 @@ def _encode(tokenizer: Any, prompts: Sequence[str], chat: bool | None, device: t
         row = encode_prompt(tokenizer, [{"role": "user", "content": prompt}] if as_chat else prompt, f"Prompt {number}")
         if not row:
             raise FulldepthError(f"Prompt {number} has no tokens.")
-        rows.append(row)
-    width, padding = max(map(len, rows)), tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
-    ids = torch.tensor([[padding] * (width - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-    return ids, mask
-
-
-def _texts(tokenizer: Any, generation: Generation, width: int) -> list[str]:
-    """New text of each prompt; the prompts have `width` tokens."""
-    new = zip(generation.sequences[:, width:].tolist(), generation.stats.new_tokens, strict=True)
-    return [decode_ids(tokenizer, row[:count], skip_special_tokens=True) for row, count in new]
+        rows.append(torch.tensor(row, device=device))
+    padding = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
+    ids = pad_sequence(rows, True, padding, "left")
+    return ids, pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left")
 
 
 def _results(
-    checkpoint: Checkpoint, prompts: Sequence[str], texts: list[str], stats: Stats, settings: GenerateSettings
+    checkpoint: Checkpoint, prompts: list[str], texts: list[str], stats: Stats, settings: GenerateSettings
 ) -> Results:
     """Document and table."""
     seconds = stats.prompt_seconds + stats.seconds
@@ -216,7 +207,7 @@ def _results(
         "timings": {"forward": stats.seconds, "total": seconds},
         "warnings": list(checkpoint.warnings),
         "headline": {name: finding.document() for name, finding in findings.items()},
-        "generation": {"prompts": list(prompts), "texts": texts, "stats": stats.as_dict()},
+        "generation": {"prompts": prompts, "texts": texts, "stats": stats.as_dict()},
     }
     rows: list[Any] = [
         (measure, "residual", layer, None, "count", count, stats.tokens, unit)

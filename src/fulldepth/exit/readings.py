@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,11 @@ class Exit:
     threshold: float
     min_layer: int
     num_layers: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As options of `generate`, and as entries in `results.json`."""
+        return {"rule": self.rule, "threshold": self.threshold, "min_layer": self.min_layer}
 
     def layers(self, certainty: Tensor, prediction: Tensor) -> Tensor:
         """[N] layer after which each sample leaves, 1..L.
@@ -229,10 +235,9 @@ def _read_batch(
     layers: list[list[Tensor]] = []  # of each layer: predictions, losses, value of each rule, [N] each
     named = [rule for rule in rules if rule != "patience"]
     for layer, state in enumerate(states):
-        head, read, state = subject.classifier.at(layer), [], state[chosen.to(state.device)]
-        parts = (state,) if subject.classifies else head.prepare(state).split(size)
+        head, read, parts = subject.classifier.at(layer), [], state[chosen.to(state.device)].split(size)
         for part, expected in zip(parts, target.split(size), strict=True):
-            raw = head.sequences(part, mask[chosen].to(part.device)) if subject.classifies else head.logits(part)
+            raw = head.sequences(part, mask[chosen].to(part.device)) if subject.classifies else head.tokens(part)
             logits = raw if raw.dtype == torch.float64 else raw.float()
             picked = logits.gather(-1, expected.to(logits.device)[:, None])[:, 0]
             values = [logits.logsumexp(-1) - picked, *(certainty(logits, rule) for rule in named)]

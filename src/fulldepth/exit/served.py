@@ -15,6 +15,7 @@ from fulldepth.errors import FulldepthError
 from fulldepth.execution.decoding import ExitRule
 from fulldepth.execution.latency import OtherLoad, now, order
 from fulldepth.execution.layer_runner import LayerRunner
+from fulldepth.execution.subject import small_batch
 from fulldepth.exit.readings import Exit, Readings
 from fulldepth.exit.subject import ExitSubject
 from fulldepth.progress import Watcher
@@ -82,8 +83,7 @@ class EarlyExit:
 
     def __init__(self, subject: ExitSubject) -> None:
         self.subject = subject
-        first = subject.sequences.collate(range(min(2, len(subject.sequences))))
-        self._runner = LayerRunner(subject.anatomy, subject.inputs(first.inputs))
+        self._runner = LayerRunner(subject.anatomy, subject.inputs(small_batch(subject.sequences).inputs))
 
     @torch.no_grad()
     def run(self, inputs: Mapping[str, Tensor], exit: Exit) -> tuple[Tensor, Tensor]:
@@ -96,8 +96,7 @@ class EarlyExit:
         runner, anatomy, last = self._runner, self.subject.anatomy, exit.num_layers
         states, rule = runner.begin(inputs), ExitRule(exit.rule, exit.threshold, last)
         first = last if exit.threshold >= 1 else exit.min_layer
-        count = len(next(iter(inputs.values())))
-        rows = torch.arange(count, device=states.device)
+        rows = torch.arange(len(next(iter(inputs.values()))), device=states.device)
         left, answers = torch.full_like(rows, last), torch.empty(0)
         for layer in range(1, last + 1):
             output = runner.run(layer, states)
@@ -105,13 +104,11 @@ class EarlyExit:
             if layer < first:
                 continue
             stream, classifier = anatomy.stream(output), self.subject.classifier  # [N, T, D]
-            mask = inputs.get("attention_mask")
-            if mask is None:
-                mask = torch.ones(stream.shape[:2], dtype=torch.bool, device=stream.device)
+            every = torch.ones(stream.shape[:2], dtype=torch.bool, device=stream.device)
+            mask = inputs.get("attention_mask", every)
             logits = classifier.at(layer).sequences(stream, classifier.sample_mask(inputs, mask))
             leaves = rule.leaves(logits) if layer < last else torch.ones_like(rows, dtype=torch.bool)
-            if not len(answers):
-                answers = logits.new_zeros((count, logits.shape[1]))
+            answers = answers if len(answers) else logits.clone()
             answers[rows[leaves]] = logits[leaves]
             left[rows[leaves]] = layer
             stays = ~leaves

@@ -73,7 +73,7 @@ class ExitRow:
     def document(self) -> dict[str, Any]:
         """The entry in `results.json`."""
         return {
-            **{name: getattr(self.exit, name) for name in ("rule", "threshold", "min_layer")},
+            **self.exit.options,
             "split": self.split,
             "calibrated": self.calibrated,
             "samples": len(self.layers),
@@ -236,33 +236,35 @@ def generation_rows(
     width = int(batch.inputs["attention_mask"].sum(1).min()) // 2
     width = max(1, width if limit is None else min(width, limit - settings.max_new_tokens))
     prompts = batch.inputs["input_ids"][:, :width].to(subject.device)
-    runs: list[dict[str, Any]] = [
-        {"rule": exit.rule, "threshold": exit.threshold, "min_layer": exit.min_layer} for exit in exits
-    ]
+    runs: list[dict[str, Any]] = [{}, *(exit.options for exit in exits)]  # run 0 is plain
     rounds, load = max(1, settings.repeats), OtherLoad()
-    watcher.begin("Generating with early exit", rounds * (1 + len(runs)))
-    made: dict[int, Generation] = {}  # run 0 is plain
-    seconds: list[list[float]] = [[] for _ in range(1 + len(runs))]
+    watcher.begin("Generating with early exit", rounds * len(runs))
+    made: dict[int, Generation] = {}
+    seconds: list[list[float]] = [[] for _ in runs]
     for number in range(rounds):
-        for run in order(len(seconds), number, settings.seed):
+        for run in order(len(runs), number, settings.seed):
             made[run] = decoder.generate(
                 prompts,
                 torch.ones_like(prompts),
                 max_new_tokens=settings.max_new_tokens,
                 eos_token_id=subject.anatomy.vocab_size or 1 << 30,  # no token: nothing ends early
                 pad_token_id=0,
-                **(runs[run - 1] if run else {}),
+                **runs[run],
             )
             seconds[run].append(made[run].stats.seconds)
             watcher.advance(1)
     share, plain = load.share(), made[0].sequences[:, width:]
     entries = []
-    for run, options in enumerate(runs, start=1):
+    for run, options in enumerate(runs[1:], start=1):
         stats, speedup = made[run].stats, SpeedUp.of(seconds[0], seconds[run], share) if settings.repeats else None
-        agreement = float((made[run].sequences[:, width:] == plain).double().mean())
-        counts = {"exits": stats.exits, "tokens": plain.numel(), "agreement": agreement}
-        speeds = {"layers_computed": stats.layers_computed, "theoretical_speedup": stats.theoretical_speedup}
-        entries.append({**options, **counts, **speeds, **(UNTIMED if speedup is None else speedup.document())})
+        entry = {
+            "exits": stats.exits,
+            "tokens": stats.tokens,
+            "agreement": float((made[run].sequences[:, width:] == plain).double().mean()),
+            "layers_computed": stats.layers_computed,
+            "theoretical_speedup": stats.theoretical_speedup,
+        }
+        entries.append({**options, **entry, **(UNTIMED if speedup is None else speedup.document())})
     return entries
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fulldepth.data import Batch, decode_ids
 from fulldepth.distributed import Processes
-from fulldepth.execution import TopTokens, read_and_show, read_layers, top_tokens
+from fulldepth.execution import TopTokens, read_layers, top_tokens
 from fulldepth.execution.lens import largest_rank, position_ranks
 from fulldepth.hf import Classifier
 from fulldepth.measurement.subject import MeasuredSubject
@@ -64,16 +64,13 @@ class LensReader:
         if self.threshold is not None:
             ranks = position_ranks(targets, batch.sequence, self.seed)
             targets = targets.where(ranks <= self.threshold, IGNORE)
-        shown = mask & (mask.long().cumsum(1) <= self.positions)
-        shown &= (torch.arange(len(shown), device=shown.device) < self.samples)[:, None]
-        readout, top = read_and_show(classifier, states, targets, shown)
         if self.samples and batch.token_ids is not None and batch.targets is not None:
-            ranked = TopTokens(top.token[..., None], top.probability[..., None])
-            if self.top > 1:
-                ranked = top_tokens(classifier, states, shown, self.top)
-            self.grid = {"samples": list(self._entries(batch, batch.token_ids, batch.targets, shown, ranked))}
+            shown = mask & (mask.long().cumsum(1) <= self.positions)
+            shown &= (torch.arange(len(shown), device=shown.device) < self.samples)[:, None]
+            top = top_tokens(classifier, states, shown, self.top)
+            self.grid = {"samples": list(self._entries(batch, batch.token_ids, batch.targets, shown, top))}
         self.samples = 0
-        return readout
+        return read_layers(classifier, states, targets, mask)
 
     def _entries(self, batch: Batch, ids: Tensor, targets: Tensor, shown: Tensor, top: TopTokens) -> Any:
         """The shown positions `[B, T]` of each sequence, with their tokens by rank `[L+1, P, k]`, as plain data."""

@@ -36,15 +36,11 @@ class GenerateSettings(LoadingSettings):
     """Put each prompt into the tokenizer's chat template; None = if it has one."""
     speculate_from: int | str | None = None
     """Draft tokens with the first E layers and confirm them with the others: E, or auto (a third of the layers; plain
-    decoding where a short trial is not faster). None = no speculation."""
+    decoding where a short trial is not faster), of one prompt. None = no speculation."""
     draft_length: int | str = AUTO
     """Largest number of drafts in a round: K, or auto (4; plain decoding where a short trial is not faster)."""
-    draft_threshold: float | None = None
-    """In (0, 1]: a round's drafting ends where the largest probability of the next draft is below it; None = never."""
     threshold: float | None = None
     """In (0, 1]: a token leaves at the first layer at which --rule exceeds it; 1 = the full model."""
-    exit_layer: Length | None = None
-    """Layer at which every token leaves; None = by --threshold, else none."""
     rule: Literal["confidence", "margin", "entropy", "patience"] = "confidence"
     """When a token leaves: confidence (largest probability), margin (largest minus second), entropy (1 minus relative
     entropy) or patience (layers with the same prediction, as a share of all layers)."""

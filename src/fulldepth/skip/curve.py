@@ -137,7 +137,7 @@ def _read(
             placed = batch.to(scorer.device)
             base = scorer.states(placed, BASE)
             states = (scorer.states(placed, variant) for variant in variants)
-            sums[number] = [scorer.state_sums(state, placed, base, tuple(MEASURES)) for state in states]
+            sums[number] = [scorer.state_sums(each, placed, [*MEASURES], scorer.predicted(base)) for each in states]
             scorer.plain()
         watcher.advance(len(variants))
     parts = {number: part for share in process.gather(sums) for number, part in share.items()}

@@ -12,7 +12,7 @@ MODES = {
     "plain": {},
     "early-exit": {"threshold": 0.03},
     "late-exit": {"threshold": 0.9},
-    "exit-layer": {"exit_layer": 2},
+    "exit-layer": {"threshold": 1e-9, "min_layer": 2},
     "speculation": {"speculate_from": 1, "draft_length": 3},
 }
 
@@ -22,7 +22,7 @@ MODES = {
 def test_positions_are_those_that_passed_through_the_blocks(mode, sampled, rows):
     """Prompts of several lengths; sequences end at different steps."""
     model = decoders.build("llama", late=0.4)
-    prompts, decoder, ran = decoders.prompts(rows), Decoder(model), [0, 0, 0]
+    prompts, decoder, ran = decoders.prompts(1 if mode == "speculation" else rows), Decoder(model), [0, 0, 0]
     plain = decoder.generate(**prompts, max_new_tokens=NEW)
     model.generation_config.eos_token_id = int(plain.sequences[0, 9 + NEW // 2])
 

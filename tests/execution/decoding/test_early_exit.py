@@ -93,7 +93,7 @@ def test_one_exit_layer_is_the_model_cut_off_there(name):
         short.generation_config.eos_token_id = None
         prompts = decoders.prompts(2)
         expected = short.generate(**prompts, max_new_tokens=new, do_sample=False)
-        found = Decoder(model).generate(**prompts, max_new_tokens=new, exit_layer=layer)
+        found = Decoder(model).generate(**prompts, max_new_tokens=new, threshold=1e-9, min_layer=layer)
         assert torch.equal(found.sequences, expected)
         assert found.stats.layer_positions[layer:] == [0] * (3 - layer)
 

@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from fulldepth.errors import FulldepthError, names_of, unknown
 from fulldepth.execution.decoding.loops import decode
 from fulldepth.execution.decoding.options import Options
-from fulldepth.execution.decoding.session import Choice, DecodingSession, Stats, TokenRows
+from fulldepth.execution.decoding.session import DecodingSession, Stats
+from fulldepth.execution.latency import check_positions
 from fulldepth.execution.layer_runner import LayerRunner, decoding_runner, positions
-from fulldepth.execution.verify import check_task, verify
-from fulldepth.hf import Anatomy, anatomy_candidates, device_of, evaluating
+from fulldepth.execution.verify import prove
+from fulldepth.hf import Anatomy, device_of, evaluating
 
 SHARED = (
-    "attention_mask",
     "position_ids",
     "past_key_values",
     "use_cache",
@@ -69,12 +68,11 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel | Anatomy) -> None:
         owner = model.model if isinstance(model, Anatomy) else model
-        device = device_of(owner)
-        tokens = torch.arange(24, device=device).view(2, 12) % max(1, owner.config.get_text_config().vocab_size - 1)
+        size = owner.config.get_text_config().vocab_size
+        tokens = torch.arange(24, device=device_of(owner)).view(2, 12) % max(1, size - 1)
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        candidates = [model] if isinstance(model, Anatomy) else anatomy_candidates(model)
         with evaluating(owner):
-            anatomy = verify([check_task(each) for each in candidates], inputs, optional=("branches",)).anatomy
+            anatomy, _ = prove(model, inputs, optional=("branches",))
             self.runner: LayerRunner = decoding_runner(anatomy, inputs)
         self.last: Generation | None = None
         """Result of the last generation."""
@@ -97,13 +95,12 @@ class Decoder:
         eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
         seed: int | None = None,
-        streamer: Any = None,
         progress: Callable[[int], None] = lambda done: None,
         **options: Any,
     ) -> Generation:
         """As `fulldepth.exit.generate`; `progress` is called with the new tokens of the longest sequence."""
         if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
-            got = str(input_ids.dtype) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+            got = getattr(input_ids, "dtype", type(input_ids).__name__)
             encode = "tokenizer(text, return_tensors='pt').input_ids"
             raise FulldepthError(f"input_ids is {got}; expected token ids [B, T]. Encode text with {encode}.")
         if input_ids.ndim != 2 or not input_ids.numel():
@@ -119,18 +116,23 @@ class Decoder:
         if unlisted := options.keys() - set(known):
             raise unknown("option", min(unlisted), known)
         device = device_of(self.anatomy.model)
-        settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": do_sample, "num_beams": 1}
-        settings |= {"temperature": temperature, "top_p": top_p, "top_k": top_k} if do_sample else {}
         mask = None if attention_mask is None else torch.as_tensor(attention_mask, device=device)
         if mask is not None and mask.shape != input_ids.shape:
             raise FulldepthError(
                 f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(input_ids.shape)}, as input_ids."
             )
         given = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id, "attention_mask": mask}
-        settings |= {name: value for name, value in given.items() if value is not None}
-        settings["return_dict_in_generate"] = False
-        loop = partial(self, seed=seed, shown_by=streamer, progress=progress, **options)
-        self.anatomy.model.generate(input_ids.to(device), custom_generate=loop, **settings)  # type: ignore[operator]
+        settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        settings |= {"temperature": temperature, "top_p": top_p, "top_k": top_k} if do_sample else {}
+        self.anatomy.model.generate(  # type: ignore[operator]
+            input_ids.to(device),
+            custom_generate=partial(self, seed=seed, progress=progress, **options),
+            max_new_tokens=max_new_tokens,
+            do_sample=do_sample,
+            num_beams=1,
+            return_dict_in_generate=False,
+            **settings,
+        )
         assert self.last is not None
         return self.last
 
@@ -145,67 +147,45 @@ class Decoder:
         threshold: float | None = None,
         rule: str = "confidence",
         min_layer: int = 1,
-        exit_layer: int | None = None,
         speculate_from: int | str | None = None,
         draft_length: int | str = "auto",
-        draft_threshold: float | None = None,
         seed: int | None = None,
-        shown_by: Any = None,
         progress: Callable[[int], None] = lambda done: None,
         **prepared: Any,
     ) -> Any:
         """Decoding loop for `model.generate(custom_generate=decoder)`: `[B, prompt + new]`, or a dictionary.
 
-        The result is also stored in `last`. `shown_by` is the streamer, which transformers does not hand on.
+        The result is also stored in `last`.
         """
         if model is not self.anatomy.model:
             raise FulldepthError("This decoder was made for another model object; make one for this model.")
-        options = Options(
-            num_layers=self.anatomy.num_layers,
-            threshold=threshold,
-            rule=rule,
-            min_layer=min_layer,
-            exit_layer=exit_layer,
-            speculate_from=speculate_from,
-            draft_length=draft_length,
-            draft_threshold=draft_threshold,
-        )
-        _check(input_ids, generation_config, prepared)
-        limit, prompt, most = self.anatomy.max_positions, input_ids.shape[1], int(generation_config.max_length)
-        if limit is not None and most > limit:
-            raise FulldepthError(
-                f"A prompt of {prompt} tokens and {most - prompt} new ones exceed the model's {limit} positions; "
-                "shorten the prompt, or generate fewer tokens."
-            )
-        if shown_by is not None and len(input_ids) > 1:
-            raise FulldepthError("A streamer shows one sequence; generate one prompt at a time with it.")
-        ends, criteria = generation_config._eos_token_tensor, stopping_criteria
-        others = [each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria)]
-        sequences = TokenRows(
+        options = Options(self.anatomy.num_layers, threshold, rule, min_layer, speculate_from, draft_length)
+        mask = prepared.pop("attention_mask", None)
+        mask = torch.ones_like(input_ids) if mask is None else mask.long()
+        _check(mask, generation_config, prepared)
+        rows, prompt = input_ids.shape
+        check_positions(self.anatomy, prompt, int(generation_config.max_length) - prompt)
+        if rows > 1 and speculate_from is not None:
+            raise FulldepthError(f"speculate_from drafts for one sequence, not {rows}; generate one prompt at a time.")
+        session = DecodingSession(
+            self.runner,
             input_ids,
-            prepared.get("attention_mask"),
-            max_length=most,
-            end_tokens=[] if ends is None else ends.tolist(),
-            padding=0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor),
-            stops=[lambda tokens, each=each: bool(each(tokens, None).all()) for each in others],  # type: ignore[misc]
-            notify=(lambda token: None) if shown_by is None else lambda token: shown_by.put(torch.tensor([token])),
+            mask,
+            generation_config,
+            logits_processor,
+            stopping_criteria,
+            generator=None if seed is None else torch.Generator(input_ids.device).manual_seed(seed),
+            progress=progress,
         )
-        generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
-        choice = Choice(sequences, logits_processor, bool(generation_config.do_sample), generator)
-        session = DecodingSession(self.runner, sequences, choice, progress)
-        if shown_by is not None:
-            shown_by.put(input_ids.cpu())
         with evaluating(self.anatomy.model), torch.no_grad():
             decode(session, options)
-        if shown_by is not None:
-            shown_by.end()
-        self.last = Generation(sequences.result(), session.stats)
+        self.last = Generation(session.result(), session.stats)
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=self.last.sequences)  # type: ignore[arg-type]
         return self.last.sequences
 
 
-def _check(input_ids: Tensor, config: GenerationConfig, prepared: Mapping[str, Any]) -> None:
+def _check(mask: Tensor, config: GenerationConfig, prepared: Mapping[str, Any]) -> None:
     """Refuse what a loop over single tokens with its own cache, from position 0 on, cannot follow."""
     refused = {
         "num_beams": config.num_beams not in (None, 1),
@@ -220,12 +200,11 @@ def _check(input_ids: Tensor, config: GenerationConfig, prepared: Mapping[str, A
     others = [name for name, value in prepared.items() if name not in SHARED and value is not None]
     if others:
         raise FulldepthError(f"Decoding layer by layer takes text alone, not {names_of(others)}.")
-    cache, given, mask = (prepared.get(name) for name in ("past_key_values", "position_ids", "attention_mask"))
+    cache, given = prepared.get("past_key_values"), prepared.get("position_ids")
     if cache is not None and cache.get_seq_length():
         raise FulldepthError(
             "Decoding layer by layer begins with an empty cache; leave out past_key_values, and give the whole text."
         )
-    mask = torch.ones_like(input_ids) if mask is None else mask
     if given is not None and bool(((given != positions(mask)) & (mask != 0)).any()):
         raise FulldepthError(
             "Decoding layer by layer counts positions from the first token that is not padding; leave out position_ids."

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fulldepth.execution.decoding.options import AUTO, ExitRule, Options
-from fulldepth.execution.decoding.session import DecodingSession
+from fulldepth.execution.decoding.session import DecodingSession, shared_beginning
 
 DRAFTS = 4
 """K for `draft_length="auto"`."""
@@ -32,26 +32,20 @@ LEAST_TOKENS = 32
 
 def decode(session: DecodingSession, options: Options) -> None:
     """Decode until every sequence has ended."""
-    stats, sequences, step = session.stats, session.sequences, session.step
-    stats.mode = options.mode
-    if options.mode == "early-exit":
-        step = _EarlyExit(session, options).step
-        stats.reason = f"Every token leaves at layer {options.exit_layer}; later layers do not run."
-        if options.exit_layer is None:
-            stats.reason = f"A token leaves where its {options.rule} exceeds {options.threshold}."
+    stats, step = session.stats, session.step
+    if options.threshold is not None:
+        step, stats.mode = _EarlyExit(session, options, options.threshold).step, "early-exit"
+        stats.reason = f"A token leaves where its {options.rule} exceeds {options.threshold}."
     begun = session.clock()
     step()
-    stats.prompt_seconds = session.clock() - begun
-    stats.prompt_positions = stats.layer_positions
-    stats.layer_calls, stats.layer_positions = [0] * stats.num_layers, [0] * stats.num_layers
+    stats.prompt_seconds, stats.prompt_positions = session.clock() - begun, stats.layer_positions
+    stats.begin()
     begun = session.clock()
-    if options.mode == "speculative":
+    if options.speculate_from is not None:
         _decode_with_drafts(session, options)
-    while sequences.active:
+    while session.active:
         step()
     stats.seconds = session.clock() - begun
-    stats.new_tokens = [length - sequences.prompt_length for length in sequences.lengths]
-    stats.tokens = sum(stats.new_tokens)
 
 
 class _EarlyExit:
@@ -60,152 +54,118 @@ class _EarlyExit:
     Later layers run on waiting states when a later token needs them, so that each layer has the keys and values of all
     positions, from the same states as in a pass over the whole sequence. Sequences of a batch share the layers up to
     the deepest exit, and each gets what it would get alone.
-
-    Args:
-        session: new.
-        options: with a threshold or an exit layer.
     """
 
-    def __init__(self, session: DecodingSession, options: Options) -> None:
-        self._session, self._options = session, options
-        self._exits = [0] * session.num_layers
-        self._exit_layers: list[list[int]] = [[] for _ in session.sequences.lengths]
-        session.stats.exits, session.stats.exit_layers = self._exits, self._exit_layers
+    def __init__(self, session: DecodingSession, options: Options, threshold: float) -> None:
+        self._session, self._min_layer = session, options.min_layer
+        self._rule = partial(ExitRule, options.rule, threshold, session.num_layers)
+        self._exit_layers = session.stats.exit_layers = [[] for _ in session.active]
         self._waiting: dict[int, Tensor] = {}
         """Layer l -> `[A, N, D]` states of the positions that ran through layers 1..l and no further; they precede
         those that wait at earlier layers."""
 
     def step(self) -> None:
         """Decode one token of every active sequence; the first call also runs the prompts."""
-        session, options, last = self._session, self._options, self._session.num_layers
-        ids, mask = session.sequences.window()
-        start = ids.shape[1] - 1 if any(self._exits) else 0  # layer 1 has run on all tokens but the last, or on none
-        states = session.begin(ids, mask, start)
-        rule = ExitRule(options.rule, options.threshold or 1.0, last)
-        left_at, chosen = torch.zeros(len(ids), dtype=torch.long), torch.empty(0)  # [A] and [A, V]
+        session, rule, last = self._session, self._rule(), self._session.num_layers
+        active, states = session.active, session.begin(session.start)
+        left_at, chosen = torch.zeros(len(active), dtype=torch.long), torch.empty(0)  # [A], and [A, V] logits
         for layer in range(1, last + 1):
             if layer - 1 in self._waiting:
                 states = torch.cat([self._waiting.pop(layer - 1), states], dim=1)
-                session.begin(ids, mask, ids.shape[1] - states.shape[1])
+                session.begin(session.length - states.shape[1])
             states = session.run((layer,), states)
-            always = layer == (options.exit_layer or last)
-            if not always and (options.exit_layer is not None or layer < options.min_layer):
+            if layer < self._min_layer:
                 continue
             logits = session.runner.finish(states[:, -1:], layer)[:, -1]
-            leaves = (left_at == 0) & (torch.ones(len(ids), dtype=torch.bool) if always else rule.leaves(logits).cpu())
-            chosen = chosen if len(chosen) else torch.zeros_like(logits)
-            chosen[leaves.to(logits.device)] = logits[leaves.to(logits.device)]
+            leaves = (left_at == 0) & (rule.leaves(logits).cpu() | torch.tensor(layer == last))
+            chosen = torch.where(leaves.to(logits.device)[:, None], logits, chosen) if len(chosen) else logits
             left_at[leaves] = layer
             if bool((left_at > 0).all()):
                 break
         if layer < last:
             earlier = [self._waiting.pop(layer)] if layer in self._waiting else []
             self._waiting[layer] = torch.cat([*earlier, states], dim=1)
-        for row, layer in zip(session.sequences.active, left_at.tolist(), strict=True):
-            self._exits[layer - 1] += 1
+        for row, layer in zip(active, left_at.tolist(), strict=True):
             self._exit_layers[row].append(layer)
-        session.append(chosen)
-        if len(session.alive) < len(ids):
-            self._waiting = {layer: states[session.alive] for layer, states in self._waiting.items()}
+        alive = session.append(session.choose(session.scores(chosen))[:, None])
+        if len(alive) < len(active):
+            self._waiting = {layer: states[alive] for layer, states in self._waiting.items()}
 
 
 def _decode_with_drafts(session: DecodingSession, options: Options) -> None:
-    """Draft and confirm until every sequence has ended, or a trial shows that plain decoding is faster."""
+    """Draft and confirm until the sequence has ended, or a trial shows that plain decoding is faster."""
     stats, given = session.stats, options.speculate_from
     early = given if isinstance(given, int) else max(1, round(SHARE * stats.num_layers))
     length = options.draft_length if isinstance(options.draft_length, int) else DRAFTS
     stats.speculate_from, stats.draft_length = early, length
     stats.reason = f"Up to {length} tokens a round are drafts of layers 1 to {early}, as asked."
-    draft = partial(speculate, session, early, length, options.draft_threshold)
-    if AUTO in (given, options.draft_length) and not _pays(session, draft):
-        stats.mode = "plain"
-        return
-    while session.sequences.active:
-        draft()
+    draft = partial(speculate, session, early, length)
+    if AUTO not in (given, options.draft_length) or _pays(session, draft):
+        stats.mode = "speculative"
+        while session.active:
+            draft()
 
 
-def _pays(session: DecodingSession, draft: Callable[[], float]) -> bool:
+def _pays(session: DecodingSession, draft: Callable[[], int]) -> bool:
     """Decode some tokens plainly and some with drafts, and decide once which is faster; says so in `stats.reason`.
 
     The rounds end early where they have lost `LOSS` of the time of plain decoding, so that they cost at most that and
     one round.
     """
-    stats, sequences = session.stats, session.sequences
-    room = sequences.max_length - sequences.prompt_length
+    stats, room = session.stats, session.max_length - session.stats.prompt_length
     if room < LEAST_TOKENS:
         stats.reason = f"Plain decoding: a trial of drafts does not pay for fewer than {LEAST_TOKENS} new tokens."
         return False
     steps: list[float] = []
     rounds, seconds, worth = 0, 0.0, 0.0  # worth: what plain decoding would have taken
-    while sequences.active and len(steps) < STEPS:
+    while session.active and len(steps) < STEPS:
         begun = session.clock()
         session.step()
         steps.append(session.clock() - begun)
-    while sequences.active and rounds < ROUNDS and seconds - worth <= LOSS * median(steps) * room:
+    while session.active and rounds < ROUNDS and seconds - worth <= LOSS * median(steps) * room:
         begun = session.clock()
         worth += median(steps) * draft()
         seconds, rounds = seconds + session.clock() - begun, rounds + 1
     if not rounds:
-        stats.reason = "Plain decoding: the sequences ended before drafts were timed."
+        stats.reason = "Plain decoding: the sequence ended before drafts were timed."
         return False
     stats.paid, stats.trial_seconds = seconds <= worth, max(0.0, seconds - worth)
     stats.reason = (
         f"{'Drafting goes on' if stats.paid else 'Plain decoding'} after a trial: drafts of layers 1 to "
-        f"{stats.speculate_from} were "
-        f"{worth / seconds:.2f} times as fast as plain steps (rounds: {rounds}), which cost "
-        f"{stats.trial_seconds:.2f} s."
+        f"{stats.speculate_from} were {worth / seconds:.2f} times as fast as plain steps (rounds: {rounds}), which "
+        f"cost {stats.trial_seconds:.2f} s."
     )
     return stats.paid
 
 
-def speculate(session: DecodingSession, early: int, length: int, threshold: float | None) -> float:
-    """One round: draft up to `length` tokens for every active sequence, and confirm them.
+def speculate(session: DecodingSession, early: int, length: int) -> int:
+    """One round: draft up to `length` tokens, and confirm them; returns the number of new tokens.
 
     Args:
-        session: with the prompt decoded.
+        session: of one sequence, with the prompt decoded.
         early: E, layers that draft.
         length: K, maximum number of drafts.
-        threshold: drafting ends where the largest probability of the next draft of every sequence is below it.
-
-    Returns:
-        Mean number of new tokens of a sequence.
     """
-    sequences, choice, stats, last = session.sequences, session.choice, session.stats, session.num_layers
-    ids, mask = sequences.window()
-    start = ids.shape[1] - 1
-    length = min(length, sequences.max_length - sequences.width - 1)  # no draft is beyond the model's positions
-    states: list[Tensor] = []  # [A, 1, D] each: of layer E at the last known token and at drafts
-    scores: list[Tensor] = []  # [A, V] each, of which a draft was chosen
-    ended = torch.zeros(len(ids), dtype=torch.bool)
-    while True:
-        state = session.run(range(1, early + 1), session.begin(ids, mask, ids.shape[1] - 1))
-        states.append(state)
-        if len(scores) >= length:
+    stats, start, known = session.stats, session.start, session.length
+    length = min(length, session.max_length - known - 1)  # no draft is beyond the model's positions
+    drafts: list[int] = []
+    states: list[Tensor] = []  # [1, 1, D] each: of layer E at the last known token and at drafts
+    scores: list[Tensor] = []  # [1, V] each, of which a draft was chosen
+    while not drafts or drafts[-1] not in session.end_tokens:
+        at = start + len(drafts)
+        states.append(session.run(range(1, early + 1), session.begin(at, at + 1)))
+        if len(drafts) >= length:
             break
-        logits = session.runner.finish(state, early)[:, -1]
-        score = choice.scores(logits, len(scores))
-        if threshold is not None and float(score.softmax(-1).amax(-1).max()) < threshold:
-            break
-        tokens = choice.choose(score)
-        for row, token in zip(sequences.active, tokens.tolist(), strict=True):
-            sequences.tokens[row, sequences.lengths[row] + len(scores)] = token
-        ids, mask = torch.cat([ids, tokens[:, None]], dim=1), torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-        scores.append(score)
-        ended |= torch.tensor([token in sequences.end_tokens for token in tokens.tolist()])
-        if bool(ended.all()):
-            break
-    reach = start + len(states)
-    session.begin(ids[:, :reach], mask[:, :reach], start)
-    logits = session.runner.finish(session.run(range(early + 1, last + 1), torch.cat(states, dim=1)))
-    drafts = ids[:, start + 1 :]
-    tokens_of = choice.accept(logits, drafts, scores)
-    counts = session.commit(tokens_of)
-    for drafted, new, count in zip(drafts.tolist(), tokens_of, counts, strict=True):
-        ends = next((at for at, token in enumerate(drafted, start=1) if token in sequences.end_tokens), len(drafted))
-        same = [own == other for own, other in zip(new[:count], drafted[:ends], strict=False)]
-        stats.drafted += ends
-        stats.accepted += [*same, False].index(False)
+        scores.append(session.scores(session.runner.finish(states[-1], early)[:, -1], len(drafts)))
+        drafts.append(int(session.choose(scores[-1])))
+        session.tokens[session.active, at + 1] = drafts[-1]
+    session.begin(start, start + len(states))
+    late = session.run(range(early + 1, session.num_layers + 1), torch.cat(states, dim=1))
+    new = session.accept(session.runner.finish(late)[0], drafts, scores)
+    session.append(session.tokens.new_tensor([new]))
+    count = session.length - known
+    stats.drafted += len(drafts)
+    stats.accepted += shared_beginning(new[:count], drafts)
     stats.rounds += 1
-    stats.sequence_rounds += len(ids)
-    stats.added += sum(counts)
-    return sum(counts) / len(ids)
+    stats.added += count
+    return count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,54 +31,30 @@ class Options:
     """`confidence`, `margin`, `entropy` or `patience`, see `ExitRule`."""
     min_layer: int = 1
     """First layer at which a token may leave."""
-    exit_layer: int | None = None
-    """Layer 1..L-1 at which every token leaves."""
     speculate_from: int | str | None = None
     """E in 1..L-1; `auto`: a third of the layers, and a trial."""
     draft_length: int | str = AUTO
     """K, largest number of drafts per round; `auto`: 4, and a trial, after which decoding is plain where rounds are
     slower."""
-    draft_threshold: float | None = None
-    """In (0, 1]: the drafting of a round ends where the largest probability of the next draft is below it."""
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
             raise unknown("rule", self.rule, RULES)
-        for name in ("threshold", "draft_threshold"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise FulldepthError(f"{name} is {value}; expected a number in (0, 1].")
+        if self.threshold is not None and not 0 < self.threshold <= 1:
+            raise FulldepthError(f"threshold is {self.threshold}; expected a number in (0, 1].")
         for name, most, others in (
             ("min_layer", self.num_layers, ()),
-            ("exit_layer", self.num_layers - 1, (None,)),
             ("speculate_from", self.num_layers - 1, (None, AUTO)),
             ("draft_length", MOST_DRAFTS, (AUTO,)),
         ):
             value = getattr(self, name)
             if value not in others and not (type(value) is int and 1 <= value <= most):
                 raise FulldepthError(f"{name} is {value!r}; expected a whole number from 1 to {most}.")
-        drafts, leaves = self.speculate_from is not None, self.threshold is not None
-        for wrong, message in (
-            (self.exit_layer is not None and (drafts or leaves), "exit_layer excludes threshold and drafts."),
-            (drafts and leaves, "threshold is for early exit; with drafts, draft_threshold ends a round's drafting."),
-        ):
-            if wrong:
-                raise FulldepthError(message)
-        defaults = {field.name: field.default for field in fields(self)}
-        for needed, is_set, names in (
-            ("threshold", leaves, ("rule", "min_layer")),
-            ("speculate_from", drafts, ("draft_length", "draft_threshold")),
-        ):
-            for name in names:
-                if not is_set and getattr(self, name) != defaults[name]:
-                    raise FulldepthError(f"{name} has no effect without {needed}; set {needed}, or leave out {name}.")
-
-    @property
-    def mode(self) -> str:
-        """`plain`, `speculative` or `early-exit`."""
-        if self.speculate_from is not None:
-            return "speculative"
-        return "plain" if self.threshold is None and self.exit_layer is None else "early-exit"
+        if self.speculate_from is not None and self.threshold is not None:
+            raise FulldepthError("threshold is for early exit, and speculate_from for drafts; set one of them.")
+        for name, needed in {"rule": "threshold", "min_layer": "threshold", "draft_length": "speculate_from"}.items():
+            if getattr(self, needed) is None and getattr(self, name) != getattr(Options, name):
+                raise FulldepthError(f"{name} has no effect without {needed}; set {needed}, or leave out {name}.")
 
 
 def certainty(logits: Tensor, rule: str) -> Tensor:

@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pydantic
 import torch
@@ -73,10 +72,11 @@ def read(
             str(folder.absolute()),
             *files,
             reader,
+            *([] if device_map is None else [device_map]),
         ]
-        command += [] if device_map is None else [device_map]
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-        process = subprocess.run(command, env=environment, check=False, cwd=work, **streams)
+        process = subprocess.run(
+            command, env=environment, check=False, cwd=work, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
         if process.returncode:
             reason = " ".join(process.stderr.strip().splitlines()[-1:])[:400]
             raise NotLoadedError(f"The export is dropped: it does not load in a fresh process. {reason}")

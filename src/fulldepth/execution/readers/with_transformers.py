@@ -66,9 +66,8 @@ def load(auto: Any, folder: str, carried: bool, **placed: Any) -> Any:
 
 def read_companions(folder: str, carried: bool) -> None:
     """Load the tokenizer and the image processor of the folder, and encode a text; those with code need `carried`."""
-    files = {file.name: file for file in Path(folder).glob("*.json")}
-    asked = {name: carried or b'"auto_map"' not in file.read_bytes() for name, file in files.items()}
-    if asked.get("tokenizer_config.json", "tokenizer.json" in files):
+    asked = {file.name: carried or b'"auto_map"' not in file.read_bytes() for file in Path(folder).glob("*.json")}
+    if asked.get("tokenizer_config.json", "tokenizer.json" in asked):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=carried)
         tokenizer("A text.")
     if asked.get("preprocessor_config.json"):
